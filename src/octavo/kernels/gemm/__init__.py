@@ -1,0 +1,143 @@
+"""scaled_mm: the product of two quantized matrices, in the three layouts of a linear's three products.
+
+    nt    A [M,K] · B [N,K]ᵀ    forward   Y  = X Wᵀ
+    nn    A [M,N] · B [N,K]     dgrad     ∂X = G W
+    tn    A [M,N]ᵀ · B [M,K]    wgrad     ∂W = Gᵀ X
+
+The first letter says whether A is transposed, the second B, as in BLAS. Accumulation in float32; the scales, then the
+bias, are applied to the float32 sum; one rounding to the output dtype. What hardware wants beyond that (transposed
+bytes, sizes in multiples of 16) is each backend's own business.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.gemm import reference, torch_scaled
+from octavo.kernels.library import define
+from octavo.kernels.quantize import quantize
+from octavo.kernels.registry import Backend, Case, Op, register
+from octavo.numerics.error import sqnr
+from octavo.numerics.recipe import RECIPES, Recipe
+from octavo.numerics.spec import QuantSpec
+from octavo.tensor import ScaledTensor
+
+__all__ = ["SCALED_MM", "Layout", "scaled_mm"]
+
+Layout = Literal["nt", "nn", "tn"]
+
+UNIT = "unit"
+"""In a case: an operand whose scales were folded away."""
+
+
+def scaled_mm(
+    a: ScaledTensor,
+    b: ScaledTensor,
+    layout: Layout,
+    *,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> Tensor:
+    """Multiply two quantized matrices.
+
+    Args:
+        a: Left operand, [m,k] (or [k,m] in layout "tn").
+        b: Right operand, [k,n] (or [n,k] in layout "nt").
+        layout: Which operand is transposed.
+        out_dtype: float32, bfloat16 or float16.
+        bias: [n], added to every row, or None.
+        fast_accum: Let the hardware keep partial sums in its shorter accumulator (Hopper). `reference` never does.
+
+    Returns:
+        [m,n] of out_dtype, contiguous.
+
+    Raises:
+        ValueError: Where the operands do not share the contraction, or the bias does not fit.
+    """
+    k = a.data.shape[0 if layout[0] == "t" else 1]
+    n, k_b = b.data.shape if layout[1] == "t" else reversed(b.data.shape)
+    if k != k_b:
+        raise ValueError(
+            f"scaled_mm {layout}: the operands contract over different sizes: A is {tuple(a.data.shape)}, "
+            f"B is {tuple(b.data.shape)}"
+        )
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"scaled_mm {layout}: bias is [{n}], one per output column; got {tuple(bias.shape)}")
+    result: Tensor = torch.ops.octavo.scaled_mm(
+        a.data, a.scale, a.spec.text, b.data, b.scale, b.spec.text, layout, out_dtype, bias, fast_accum
+    )
+    return result
+
+
+def _case(a: ScaledTensor, b: ScaledTensor, layout: str) -> Case:
+    return (UNIT if a.scale is None else str(a.spec), UNIT if b.scale is None else str(b.spec), layout)
+
+
+def _cases() -> dict[str, Case]:
+    """The products of every recipe, labelled by recipe and product."""
+    cases: dict[str, Case] = {}
+    for name, r in RECIPES.items():
+        cases[f"{name} forward"] = (str(r.x), str(r.w), "nt")
+        cases[f"{name} dgrad"] = (str(r.dgrad_g), UNIT if r.folds_w else str(r.dgrad_w), "nn")
+        if r.wgrad_x is not None:
+            cases[f"{name} wgrad"] = (str(r.wgrad_g), UNIT if r.folds_x else str(r.wgrad_x), "tn")
+    return cases
+
+
+def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
+    """A product of 48 × 176 × 80, none a power of two, with bias, within bf16's rounding of the reference."""
+    a_text, b_text, layout = case
+    m, k, n = 48, 176, 80
+    generator = torch.Generator().manual_seed(0)
+
+    def operand(text: str, shape: tuple[int, int], transposed: bool) -> ScaledTensor:
+        values = torch.randn(shape[::-1] if transposed else shape, generator=generator).to(device)
+        spec = QuantSpec.parse(text if text != UNIT else "e4m3/tensor")
+        quantized = quantize(values, spec)
+        return quantized.unscaled if text == UNIT else quantized
+
+    a, b = operand(a_text, (m, k), layout[0] == "t"), operand(b_text, (k, n), layout[1] == "t")
+    bias = torch.randn(n, generator=generator).to(device, torch.bfloat16)
+    expected = reference.scaled_mm(a, b, layout, torch.bfloat16, bias, False)
+    agreement = sqnr(expected, backend.run(a, b, layout, torch.bfloat16, bias, False))
+    return None if agreement >= 45 else f"agrees with reference to {agreement:.1f} dB only (45 dB wanted)"
+
+
+SCALED_MM = register(Op(name="scaled_mm", cases=_cases(), probe=_probe))
+SCALED_MM.add(Backend(name="reference", run=reference.scaled_mm))
+SCALED_MM.add(Backend(name="torch_scaled", run=torch_scaled.scaled_mm, refuses=torch_scaled.refuses))
+
+
+def accelerated(recipe: Recipe, device: torch.device) -> bool:
+    """Whether a recipe's forward product runs on FP8 matrix units of this device. True on meta, where nothing runs."""
+    return device.type == "meta" or SCALED_MM.choose(device, (str(recipe.x), str(recipe.w), "nt")).name != "reference"
+
+
+def _run(
+    a: Tensor, a_scale: Tensor | None, a_spec: str, b: Tensor, b_scale: Tensor | None, b_spec: str,
+    layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    left = ScaledTensor(a, a_scale, QuantSpec.parse(a_spec))
+    right = ScaledTensor(b, b_scale, QuantSpec.parse(b_spec))
+    backend = SCALED_MM.choose(a.device, _case(left, right, layout))
+    result: Tensor = backend.run(left, right, layout, out_dtype, bias, fast_accum)
+    return result
+
+
+def _fake(
+    a: Tensor, a_scale: Tensor | None, a_spec: str, b: Tensor, b_scale: Tensor | None, b_spec: str,
+    layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    rows = a.shape[1] if layout[0] == "t" else a.shape[0]
+    columns = b.shape[0] if layout[1] == "t" else b.shape[1]
+    return a.new_empty((rows, columns), dtype=out_dtype)
+
+
+define(
+    "scaled_mm(Tensor a, Tensor? a_scale, str a_spec, Tensor b, Tensor? b_scale, str b_spec, "
+    "str layout, ScalarType out_dtype, Tensor? bias, bool fast_accum) -> Tensor",
+    _run,
+    _fake,
+)

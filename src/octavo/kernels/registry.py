@@ -1,0 +1,154 @@
+"""Every op, its backends, which one runs here, and why the others do not.
+
+A backend is a choice of execution, never of numbers: all backends of an op compute the same thing. Which one runs is
+decided per device and per *case* (the specs of the operands): the first in order of preference that does not refuse the
+case and whose probe, a tiny run compared with `reference`, passes. A GPU is judged by what it does, not by its version
+number. The choice is cached; `status` shows it with every reason, and nothing falls back in silence.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from octavo.numerics.names import nearest
+
+PREFERENCE = ("triton", "torch_scaled", "reference")
+"""Backends from fastest to slowest; `reference` serves every case on every device."""
+
+Case = tuple[str, ...]
+"""What decides who can serve a call: the text forms of its specs (and the layout of a product)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One implementation of an op.
+
+    Attributes:
+        name: One of `PREFERENCE`.
+        run: The implementation; same signature for all backends of the op.
+        refuses: Says why it cannot, or should not, serve a case on a device; None if it can. Cheap: runs no kernel.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    refuses: Callable[[torch.device, Case], str | None] = lambda device, case: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """An operation with its backends.
+
+    Attributes:
+        name: As in `torch.ops.octavo`.
+        cases: Labelled cases that `status` shows, such as one per recipe.
+        probe: Runs `backend` on a tiny input of a case on a device; returns None if it agrees with `reference`, else
+            why not. Exceptions count as the reason.
+        backends: By name.
+    """
+
+    name: str
+    cases: dict[str, Case]
+    probe: Callable[[Backend, torch.device, Case], str | None]
+    backends: dict[str, Backend] = field(default_factory=dict)
+    _chosen: dict[tuple[torch.device, Case], Backend] = field(default_factory=dict)
+    _verdicts: dict[tuple[str, torch.device, Case], str | None] = field(default_factory=dict)
+    _forced: list[Backend] = field(default_factory=list)
+
+    def add(self, backend: Backend) -> None:
+        """Register a backend."""
+        assert backend.name in PREFERENCE and backend.name not in self.backends
+        self.backends[backend.name] = backend
+
+    def choose(self, device: torch.device, case: Case) -> Backend:
+        """The backend that serves this case on this device."""
+        if self._forced:
+            return self._forced[-1]
+        chosen = self._chosen.get((device, case))
+        if chosen is None:
+            chosen = next(b for b in self._in_order() if self.why_not(b, device, case) is None)
+            self._chosen[device, case] = chosen
+        return chosen
+
+    def why_not(self, backend: Backend, device: torch.device, case: Case) -> str | None:
+        """Why `backend` does not serve a case on a device, or None if it does. Probes once and remembers."""
+        key = (backend.name, device, case)
+        if key not in self._verdicts:
+            self._verdicts[key] = backend.refuses(device, case) or self._probe(backend, device, case)
+        return self._verdicts[key]
+
+    @contextmanager
+    def force(self, name: str) -> Iterator[None]:
+        """Run every call inside the block on one backend, whatever `choose` would say: for tests and benchmarks."""
+        if name not in self.backends:
+            known = ", ".join(self.backends)
+            raise ValueError(f"{self.name} has no backend {name!r}{nearest(name, self.backends)}. It has: {known}")
+        self._forced.append(self.backends[name])
+        try:
+            yield
+        finally:
+            self._forced.pop()
+
+    def _in_order(self) -> list[Backend]:
+        return [self.backends[name] for name in PREFERENCE if name in self.backends]
+
+    def _probe(self, backend: Backend, device: torch.device, case: Case) -> str | None:
+        if backend.name == "reference":
+            return None
+        try:
+            return self.probe(backend, device, case)
+        except Exception as error:  # whatever a driver, compiler or kernel raises is the reason we were looking for
+            return (
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpStatus:
+    """One row of `status`: whether a backend serves one case of an op on a device.
+
+    Attributes:
+        op: Op and case, such as `"scaled_mm rowwise"`.
+        backend: Backend name.
+        serves: Whether it can run here.
+        chosen: Whether it is the one that runs.
+        reason: Why it does not serve; empty if it does.
+    """
+
+    op: str
+    backend: str
+    serves: bool
+    chosen: bool
+    reason: str
+
+
+OPS: dict[str, Op] = {}
+
+
+def register(op: Op) -> Op:
+    """Add an op to the registry."""
+    OPS[op.name] = op
+    return op
+
+
+def status(device: torch.device | str) -> list[OpStatus]:
+    """What runs each op on a device, and why the other backends do not. Runs a tiny kernel per backend and case."""
+    device = torch.device(device)
+    rows = []
+    for op in OPS.values():
+        for label, case in op.cases.items():
+            chosen = op.choose(device, case)
+            for backend in op._in_order():
+                reason = op.why_not(backend, device, case)
+                rows.append(
+                    OpStatus(
+                        op=f"{op.name} {label}",
+                        backend=backend.name,
+                        serves=reason is None,
+                        chosen=backend is chosen,
+                        reason=reason or "",
+                    )
+                )
+    return rows

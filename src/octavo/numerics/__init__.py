@@ -1,0 +1,29 @@
+"""Level 0: formats, specs, recipes, plans and error measures. Pure descriptions: nothing here runs a kernel."""
+
+from octavo.numerics.error import first_mismatch, sqnr
+from octavo.numerics.formats import E4M3, E5M2, E8M0, Format
+from octavo.numerics.plan import Decision, Plan
+from octavo.numerics.precision import LEVELS, Precision
+from octavo.numerics.recipe import RECIPES, Recipe, get_recipe
+from octavo.numerics.spec import COLUMN, ROW, TENSOR, Granularity, QuantSpec
+
+__all__ = [
+    "COLUMN",
+    "E4M3",
+    "E5M2",
+    "E8M0",
+    "LEVELS",
+    "RECIPES",
+    "ROW",
+    "TENSOR",
+    "Decision",
+    "Format",
+    "Granularity",
+    "Plan",
+    "Precision",
+    "QuantSpec",
+    "Recipe",
+    "first_mismatch",
+    "get_recipe",
+    "sqnr",
+]

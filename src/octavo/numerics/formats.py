@@ -1,0 +1,64 @@
+"""The number formats Octavo stores: two of FP8 for values, one for scales.
+
+E4M3 and E5M2 follow the OCP 8-bit floating point specification (OFP8, revision 1.0): E4M3 has no infinity and one NaN
+per sign, E5M2 has both. E8M0 is the scale type of the OCP Microscaling (MX) specification: a bare power of two.
+
+A tolerance belongs to a format, not to a test: `tolerance_db` is the SQNR that a product of normally distributed
+operands reaches at least when one of them is stored in the format and the other in E4M3.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """An 8-bit floating point format.
+
+    Attributes:
+        name: Lower-case name, as it appears in a spec (`"e4m3"`).
+        dtype: The torch dtype that holds it, one byte per element.
+        max: Largest finite value.
+        smallest_normal: Smallest positive normal value.
+        smallest: Smallest positive value (subnormal where the format has subnormals).
+        tolerance_db: SQNR in dB that a product with normally distributed operands reaches at least.
+    """
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    smallest_normal: float
+    smallest: float
+    tolerance_db: float
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E4M3 = Format(
+    name="e4m3",
+    dtype=torch.float8_e4m3fn,
+    max=448.0,
+    smallest_normal=2.0**-6,
+    smallest=2.0**-9,
+    tolerance_db=28.0,
+)
+E5M2 = Format(
+    name="e5m2",
+    dtype=torch.float8_e5m2,
+    max=57344.0,
+    smallest_normal=2.0**-14,
+    smallest=2.0**-16,
+    tolerance_db=24.0,
+)
+E8M0 = Format(
+    name="e8m0",
+    dtype=torch.float8_e8m0fnu,
+    max=2.0**127,
+    smallest_normal=2.0**-127,
+    smallest=2.0**-127,
+    tolerance_db=0.0,
+)
+
+VALUE_FORMATS = {f.name: f for f in (E4M3, E5M2)}

@@ -1,0 +1,70 @@
+"""Plan: for every linear of a model, the recipe it gets or the reason it gets none.
+
+A plan is the only thing that passes from deciding to doing: the deciders (default rules, filters, a user) write it,
+`convert` carries it out, and `report` prints it. It is plain data, so it can be stored, compared and edited as JSON.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.numerics.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What happens to one module.
+
+    Attributes:
+        recipe: The recipe its products run in, or None to leave the module as it is.
+        reason: Why, for a person to read.
+    """
+
+    recipe: Recipe | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions by fully qualified module name, in model order (the root module's own name is the empty string)."""
+
+    decisions: Mapping[str, Decision]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.decisions)
+
+    def __len__(self) -> int:
+        return len(self.decisions)
+
+    def __getitem__(self, fqn: str) -> Decision:
+        return self.decisions[fqn]
+
+    @property
+    def converted(self) -> list[str]:
+        """Names of the modules that get a recipe."""
+        return [fqn for fqn, decision in self.decisions.items() if decision.recipe is not None]
+
+    def to_json(self) -> str:
+        """JSON text that `from_json` reads back; recipes are written out in full, so it does not depend on defaults."""
+        rows = [
+            {"name": fqn, "recipe": d.recipe and d.recipe.to_json(), "reason": d.reason}
+            for fqn, d in self.decisions.items()
+        ]
+        return json.dumps({"version": 1, "modules": rows}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """Read a plan; raises ValueError where the text is not one."""
+        try:
+            rows: list[dict[str, Any]] = json.loads(text)["modules"]
+            return Plan(
+                {
+                    row["name"]: Decision(
+                        recipe=row["recipe"] and Recipe.from_json(row["recipe"]), reason=row["reason"]
+                    )
+                    for row in rows
+                }
+            )
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"this is not a plan in JSON ({error}); write one with Plan.to_json()") from error

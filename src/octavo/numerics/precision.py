@@ -1,0 +1,47 @@
+"""Precision: what the user asks for, before anything is decided layer by layer.
+
+Levels are the literature's names for useful combinations; each field is also a switch of its own.
+
+    level   matmul
+    bf16    bf16    the literature's "O2" without FP8
+    O1      fp8     linear layers compute in FP8 and keep their inputs in FP8; all else as given
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from octavo.numerics.names import nearest
+from octavo.numerics.recipe import DEFAULT, get_recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Precision of a training run.
+
+    Attributes:
+        matmul: `"fp8"` or `"bf16"`: the products of the linear layers, and with them what those keep for backward.
+        recipe: Name of the recipe when `matmul` is `"fp8"`.
+        skip: Name patterns (as in `fnmatch`, such as `"*.mlp.down_proj"`) of modules that stay as they are.
+
+    Raises:
+        ValueError: For an unknown value, naming the nearest known one.
+    """
+
+    matmul: Literal["bf16", "fp8"] = "fp8"
+    recipe: str = DEFAULT.name
+    skip: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.matmul not in ("bf16", "fp8"):
+            raise ValueError(f"matmul is 'bf16' or 'fp8'; got {self.matmul!r}{nearest(self.matmul, ('bf16', 'fp8'))}")
+        get_recipe(self.recipe)
+
+    @staticmethod
+    def level(name: str, **overrides: Any) -> "Precision":
+        """The Precision of a named level (`"bf16"`, `"O1"`), with single fields overridden."""
+        if name not in LEVELS:
+            raise ValueError(f"unknown precision level {name!r}{nearest(name, LEVELS)}. Known: {', '.join(LEVELS)}")
+        return replace(LEVELS[name], **overrides)
+
+
+LEVELS = {"bf16": Precision(matmul="bf16"), "O1": Precision(matmul="fp8")}

@@ -1,0 +1,134 @@
+"""QuantSpec: how one matrix becomes FP8. Format × granularity × scale rule, and nothing about execution.
+
+`s` is always the *dequantization* scale: x ≈ q · s. With amax the largest magnitude among the elements that share it,
+
+    s = max(amax / format.max, 2⁻¹²⁶)        the division in float64, then rounded to float32;
+    q = round(clamp(x · (1/s), ±format.max))  the product in float32, round to nearest even.
+
+The floor 2⁻¹²⁶ is the smallest normal float32: both s and 1/s stay finite and normal, zero tensors get a scale, and no
+gradient is distorted (a scale floor of 1e-12, as seen elsewhere, flattens everything below 1e-12·448).
+
+A non-finite amax gives s = 1 and q = NaN for the whole group: a NaN or Inf in the input stays visible in every product
+that reads it, never becomes a finite number, and with row scales does not leave its own row.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+
+from octavo.numerics.formats import E4M3, E8M0, VALUE_FORMATS, Format
+from octavo.numerics.names import nearest
+
+FULL = 0
+"""A block extent that means "the whole dimension"."""
+
+SMALLEST_SCALE = 2.0**-126
+
+ScaleRule = Literal["amax", "pow2", "e8m0"]
+
+
+class Granularity(NamedTuple):
+    """The block of elements that shares one scale: rows × columns, `FULL` for a whole dimension."""
+
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        return _GRANULARITY_NAMES.get(self, f"{self.rows}x{self.columns}")
+
+    def block(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Extent of one block in a matrix of this shape, at least 1×1."""
+        rows, columns = shape
+        return max(self.rows or rows, 1), max(self.columns or columns, 1)
+
+    def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Shape of the scales of a matrix: one per block, partial blocks counted, at least 1×1 where FULL."""
+        rows, columns = shape
+        return (
+            1 if self.rows == FULL else -(-rows // self.rows),
+            1 if self.columns == FULL else -(-columns // self.columns),
+        )
+
+
+TENSOR = Granularity(FULL, FULL)
+ROW = Granularity(1, FULL)
+COLUMN = Granularity(FULL, 1)
+_GRANULARITY_NAMES = {TENSOR: "tensor", ROW: "row", COLUMN: "column"}
+_GRANULARITIES_BY_NAME = {name: granularity for granularity, name in _GRANULARITY_NAMES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantSpec:
+    """How one matrix is quantized.
+
+    Attributes:
+        format: E4M3 or E5M2.
+        granularity: Which elements share a scale.
+        scale_rule: `"amax"`: float32 scales, exactly amax / max. `"pow2"`: the same rounded up to a power of two, in
+            float32. `"e8m0"`: the power of two stored in one byte, as in the OCP MX formats.
+        text: Text form that `parse` reads back, such as `e4m3/row` or `e4m3/1x32/e8m0`. Torch ops take a spec as this
+            string; it is made once, here, so that `torch.compile` sees a constant.
+    """
+
+    format: Format = E4M3
+    granularity: Granularity = TENSOR
+    scale_rule: ScaleRule = "amax"
+    text: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rule = "" if self.scale_rule == "amax" else f"/{self.scale_rule}"
+        object.__setattr__(self, "text", f"{self.format}/{self.granularity}{rule}")
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype in which scales are kept: float32, or one byte for `"e8m0"`."""
+        return E8M0.dtype if self.scale_rule == "e8m0" else torch.float32
+
+    @property
+    def transposed(self) -> "QuantSpec":
+        """The spec of the same blocks seen in the transposed matrix."""
+        return replace(self, granularity=Granularity(self.granularity.columns, self.granularity.rows))
+
+    def folds_along(self, dim: Literal[0, 1]) -> bool:
+        """Whether scales vary along `dim` and only along it, so that a product contracting it can fold them away."""
+        here, other = self.granularity if dim == 0 else reversed(self.granularity)
+        return here == 1 and other == FULL
+
+    @staticmethod
+    def parse(text: str) -> "QuantSpec":
+        """Read a spec from its text form; raises ValueError that says what is wrong."""
+        return _parse(text)
+
+
+@lru_cache(maxsize=256)
+def _parse(text: str) -> QuantSpec:
+    fields = text.split("/")
+    if len(fields) not in (2, 3):
+        raise ValueError(f"a spec reads 'format/granularity' or 'format/granularity/scale_rule'; got {text!r}")
+    format_name, granularity_name, rule = (*fields, "amax")[:3]
+    if format_name not in VALUE_FORMATS:
+        raise ValueError(f"unknown format {format_name!r} in spec {text!r}{nearest(format_name, VALUE_FORMATS)}")
+    if rule not in ("amax", "pow2", "e8m0"):
+        raise ValueError(f"unknown scale rule {rule!r} in spec {text!r}{nearest(rule, ('amax', 'pow2', 'e8m0'))}")
+    return QuantSpec(
+        format=VALUE_FORMATS[format_name],
+        granularity=_parse_granularity(granularity_name, text),
+        scale_rule=rule,  # type: ignore[arg-type]
+    )
+
+
+def _parse_granularity(name: str, text: str) -> Granularity:
+    if name in _GRANULARITIES_BY_NAME:
+        return _GRANULARITIES_BY_NAME[name]
+    rows, separator, columns = name.partition("x")
+    if not (separator and rows.isdigit() and columns.isdigit()):
+        raise ValueError(
+            f"unknown granularity {name!r} in spec {text!r}; it is one of "
+            f"{', '.join(_GRANULARITIES_BY_NAME)} or ROWSxCOLUMNS such as 1x128"
+        )
+    return Granularity(int(rows), int(columns))

@@ -1,0 +1,180 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.kernels import quantize
+from octavo.numerics import E4M3, E5M2, ROW, TENSOR, Granularity, QuantSpec, first_mismatch, sqnr
+
+SPECS = [
+    QuantSpec.parse(text)
+    for text in (
+        "e4m3/tensor", "e5m2/tensor", "e4m3/row", "e4m3/column", "e4m3/1x128", "e4m3/128x128", "e4m3/128x1",
+        "e4m3/1x32/e8m0", "e4m3/32x1/e8m0", "e4m3/row/pow2",
+    )
+]  # fmt: skip
+by_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
+sizes = st.one_of(st.sampled_from([0, 1, 2, 16, 127, 128, 129, 257]), st.integers(0, 300))
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def quantize_element_by_element(x, spec):
+    """The definition of numerics.spec again, one block and one element at a time, in Python floats."""
+    rows, columns = x.shape
+    block_rows, block_columns = spec.granularity.block((rows, columns))
+    codes = torch.arange(256, dtype=torch.uint8).view(spec.format.dtype).double()
+    grid = sorted({v for v in codes.tolist() if math.isfinite(v)})
+    data, scales = torch.zeros(rows, columns, dtype=torch.float64), {}
+    for top in range(0, rows, block_rows):
+        for left in range(0, columns, block_columns):
+            block = x[top : top + block_rows, left : left + block_columns].double()
+            scale = torch.tensor(max(block.abs().max().item() / spec.format.max, 2.0**-126)).float().item()
+            if spec.scale_rule != "amax":
+                scale = 2.0 ** math.ceil(math.log2(scale))
+            inverse = torch.tensor(1.0 / scale).float()
+            for i, j in torch.cartesian_prod(*(torch.arange(n) for n in block.shape)).tolist():
+                value = (block[i, j].float() * inverse).item()
+                value = min(max(value, -spec.format.max), spec.format.max)
+                nearest = sorted(grid, key=lambda g: abs(g - value))[:2]
+                if len(nearest) == 2 and abs(nearest[0] - value) == abs(nearest[1] - value):
+                    even = [
+                        g for g in nearest if torch.tensor(g).to(spec.format.dtype).view(torch.uint8).item() % 2 == 0
+                    ]
+                    nearest = even
+                data[top + i, left + j] = nearest[0]
+            scales[top // block_rows, left // block_columns] = scale
+    return data, scales
+
+
+@by_spec
+@pytest.mark.parametrize("shape", [(5, 7), (130, 3), (2, 140)])
+def test_equals_the_definition_element_by_element(spec, shape):
+    x = randn(*shape) * torch.exp(2 * randn(*shape, seed=1))
+    q = quantize(x, spec)
+    data, scales = quantize_element_by_element(x, spec)
+    assert torch.equal(q.data.double(), data)
+    assert {tuple(i): q.scale[tuple(i)].double().item() for i in (q.scale.float() > 0).nonzero().tolist()} == scales
+
+
+@by_spec
+@settings(max_examples=25, deadline=None)
+@given(rows=sizes, columns=sizes, dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_any_shape_and_dtype(spec, rows, columns, dtype):
+    x = randn(rows, columns, dtype=dtype)
+    q = quantize(x, spec)
+    assert (q.data.shape, q.data.dtype) == (x.shape, spec.format.dtype)
+    assert (q.scale.shape, q.scale.dtype) == (spec.granularity.scale_shape((rows, columns)), spec.scale_dtype)
+    assert q.data.is_contiguous()
+    scale = q.scale.float()
+    assert scale.isfinite().all() and (scale > 0).all()
+    # Half a unit in the last place of the largest magnitude of the block bounds every element's error.
+    ulp = 2.0**5 if spec.format is E4M3 else 2.0**13
+    assert ((q.dequantize() - x.float()).abs() <= q.expanded_scale() * ulp / 2 * 1.0001).all()
+
+
+@by_spec
+def test_strides_do_not_matter(spec):
+    x = randn(96, 160)
+    for view in (x.t(), x[1:, 3:], x[::2, ::3], x.flip(0)):
+        expected = quantize(view.clone(memory_format=torch.contiguous_format), spec)
+        actual = quantize(view, spec)
+        assert first_mismatch(expected.data, actual.data) is None
+        assert first_mismatch(expected.scale, actual.scale) is None
+
+
+@by_spec
+def test_transposed_spec_is_the_transposed_matrix(spec):
+    x = randn(100, 70)
+    assert torch.equal(quantize(x.t(), spec.transposed).t().dequantize(), quantize(x, spec).dequantize())
+
+
+@by_spec
+def test_fold_is_a_product_in_float32_first(spec):
+    x, row, column = randn(64, 48, dtype=torch.bfloat16), randn(64, 1, seed=1), randn(1, 48, seed=2)
+    for fold in (row, column):
+        expected, actual = quantize(x.float() * fold, spec), quantize(x, spec, fold)
+        assert first_mismatch(expected.data, actual.data) is None
+        assert first_mismatch(expected.scale, actual.scale) is None
+
+
+@by_spec
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 1e-12, 1e-10, 1.0, 3.0e38, -3.2e38])
+def test_constant_matrices_survive_at_every_magnitude(spec, value):
+    x = torch.full((40, 50), value)
+    q = quantize(x, spec)
+    assert q.scale.float().isfinite().all() and not q.data.float().isnan().any()
+    if abs(value) >= 1e-38:
+        assert torch.allclose(q.dequantize(torch.float64), x.double(), rtol=2**-4, atol=0)
+
+
+def test_gradients_near_1e_10_keep_their_relative_accuracy():
+    x = randn(256, 256) * 1e-10
+    assert sqnr(x, quantize(x, QuantSpec(granularity=ROW)).dequantize()) > 30
+    assert sqnr(x * 1e-20, quantize(x * 1e-20, QuantSpec(granularity=ROW)).dequantize()) > 30
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_one_bad_value_poisons_its_own_row_only(bad):
+    x = randn(16, 64)
+    x[3, 5] = bad
+    q = quantize(x, QuantSpec(granularity=ROW))
+    values = q.dequantize()
+    assert values[3].isnan().all() and q.scale.isfinite().all()
+    others = [r for r in range(16) if r != 3]
+    assert torch.equal(values[others], quantize(x[others], QuantSpec(granularity=ROW)).dequantize())
+
+
+@by_spec
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_bad_values_never_become_finite(spec, bad):
+    x = randn(200, 200)
+    x[131, 7] = bad
+    q = quantize(x, spec)
+    assert q.dequantize()[131, 7].isnan() and q.scale.float().isfinite().all()
+
+
+def test_one_huge_value_does_not_overflow_the_others():
+    x = randn(4, 64)
+    x[0, 0] = 3e38
+    q = quantize(x, QuantSpec(granularity=TENSOR))
+    assert q.dequantize()[0, 0].item() == pytest.approx(3e38, rel=1e-6)
+    assert not q.dequantize().isnan().any()
+
+
+def test_power_of_two_scales_are_powers_of_two_and_large_enough():
+    x = randn(64, 64) * torch.exp(5 * randn(64, 1, seed=3))
+    scale = quantize(x, QuantSpec(granularity=ROW, scale_rule="pow2")).scale
+    assert torch.equal(torch.log2(scale), torch.log2(scale).round())
+    exact = quantize(x, QuantSpec(granularity=ROW)).scale
+    assert (scale >= exact).all() and (scale < 2 * exact).all()
+
+
+def test_e5m2_reaches_its_largest_value():
+    q = quantize(torch.tensor([[1.0, -2.0]]), QuantSpec(format=E5M2, granularity=TENSOR))
+    assert q.data.float().tolist() == [[28672.0, -57344.0]]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: quantize(torch.zeros(2, 3, 4), s), r"matrix \[R,C\]; got torch.float32 of shape \(2, 3, 4\)"),
+        (lambda s: quantize(torch.zeros(2, 3, dtype=torch.int32), s), "got torch.int32"),
+        (lambda s: quantize(torch.zeros(2, 3, dtype=torch.float64), s), "got torch.float64"),
+        (lambda s: quantize(torch.zeros(2, 3), s, torch.ones(3)), r"fold is float32 \[2,1\] or \[1,3\]"),
+        (lambda s: quantize(torch.zeros(2, 3), s, torch.ones(2, 1).double()), "got torch.float64"),
+    ],
+)
+def test_wrong_operands_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(QuantSpec(granularity=ROW))
+
+
+def test_block_scales_cost_what_they_claim():
+    """1×32 groups with one-byte scales: 1.03 bytes per element."""
+    q = quantize(randn(128, 256), QuantSpec(granularity=Granularity(1, 32), scale_rule="e8m0"))
+    assert (q.data.nbytes + q.scale.nbytes) / q.data.numel() == 1 + 1 / 32

@@ -1,0 +1,63 @@
+import dataclasses
+
+import pytest
+
+from octavo.numerics import LEVELS, RECIPES, Decision, Plan, Precision, Recipe, get_recipe
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_json_round_trips(name):
+    assert Recipe.from_json(RECIPES[name].to_json()) == RECIPES[name]
+
+
+def test_which_recipes_fold_follows_from_their_granularity():
+    assert {name: (r.folds_w, r.folds_x, r.shares_g) for name, r in RECIPES.items()} == {
+        "rowwise": (True, True, False),
+        "tensorwise": (False, False, True),
+        "rowwise_hp_wgrad": (True, False, False),
+        "blockwise": (False, False, False),
+        "mxfp8": (False, False, False),
+    }
+
+
+def test_unknown_recipe_names_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown recipe 'rowise' \(did you mean 'rowwise'\?\)"):
+        get_recipe("rowise")
+    with pytest.raises(TypeError, match="recipe is a name or an octavo.Recipe; got int"):
+        get_recipe(8)
+
+
+def test_half_a_wgrad_is_refused():
+    with pytest.raises(ValueError, match="both wgrad_g and wgrad_x, or neither"):
+        dataclasses.replace(RECIPES["rowwise"], wgrad_g=None)
+
+
+def test_recipes_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RECIPES["rowwise"].name = "other"
+
+
+def test_plan_json_round_trips():
+    plan = Plan(
+        {
+            "a.q_proj": Decision(recipe=RECIPES["rowwise"], reason="linear"),
+            "lm_head": Decision(recipe=None, reason="vocabulary head"),
+        }
+    )
+    read = Plan.from_json(plan.to_json())
+    assert dict(read.decisions) == dict(plan.decisions)
+    assert read.converted == ["a.q_proj"]
+    with pytest.raises(ValueError, match="not a plan in JSON"):
+        Plan.from_json('{"layers": []}')
+
+
+def test_precision_levels_and_switches():
+    assert Precision.level("bf16").matmul == "bf16"
+    assert Precision.level("O1", recipe="mxfp8") == Precision(matmul="fp8", recipe="mxfp8")
+    assert set(LEVELS) == {"bf16", "O1"}
+    with pytest.raises(ValueError, match=r"unknown precision level 'O11' \(did you mean 'O1'\?\)"):
+        Precision.level("O11")
+    with pytest.raises(ValueError, match="matmul is 'bf16' or 'fp8'; got 'f8'"):
+        Precision(matmul="f8")
+    with pytest.raises(ValueError, match="did you mean 'mxfp8'"):
+        Precision(recipe="mxfp9")

@@ -1,0 +1,69 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.numerics import COLUMN, E4M3, E5M2, E8M0, RECIPES, ROW, TENSOR, Granularity, QuantSpec
+
+SPECS = sorted(
+    {
+        spec
+        for recipe in RECIPES.values()
+        for field in ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
+        if (spec := getattr(recipe, field)) is not None
+    },
+    key=str,
+)
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_format_constants_are_those_of_the_dtype(fmt):
+    info = torch.finfo(fmt.dtype)
+    assert (fmt.max, fmt.smallest_normal) == (info.max, info.smallest_normal)
+    smallest = torch.tensor([1], dtype=torch.uint8).view(fmt.dtype).float().item()
+    assert fmt.smallest == smallest
+
+
+def test_e8m0_holds_every_power_of_two_it_claims():
+    powers = 2.0 ** torch.arange(-127, 128, dtype=torch.float64)
+    assert torch.equal(powers.float().to(E8M0.dtype).double(), powers)
+    assert (powers[0].item(), powers[-1].item()) == (E8M0.smallest, E8M0.max)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_text_form_round_trips(spec):
+    assert QuantSpec.parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("e4m3", "format/granularity"),
+        ("e4m4/row", "unknown format 'e4m4'.*did you mean 'e4m3'"),
+        ("e4m3/rows", "unknown granularity 'rows'"),
+        ("e4m3/1x", "ROWSxCOLUMNS"),
+        ("e4m3/row/pow3", "unknown scale rule 'pow3'.*did you mean 'pow2'"),
+    ],
+)
+def test_malformed_specs_say_what_is_wrong(text, message):
+    with pytest.raises(ValueError, match=message):
+        QuantSpec.parse(text)
+
+
+@given(
+    rows=st.integers(0, 300),
+    columns=st.integers(0, 300),
+    granularity=st.sampled_from([TENSOR, ROW, COLUMN, Granularity(1, 128), Granularity(128, 128), Granularity(32, 1)]),
+)
+def test_scale_shape_covers_the_matrix_and_no_more(rows, columns, granularity):
+    block_rows, block_columns = granularity.block((rows, columns))
+    grid_rows, grid_columns = granularity.scale_shape((rows, columns))
+    assert (grid_rows - 1) * block_rows < max(rows, 1) and grid_rows * block_rows >= rows
+    assert (grid_columns - 1) * block_columns < max(columns, 1) and grid_columns * block_columns >= columns
+
+
+def test_only_scales_that_vary_along_one_dimension_alone_fold():
+    assert QuantSpec(granularity=ROW).folds_along(0)
+    assert not QuantSpec(granularity=ROW).folds_along(1)
+    assert QuantSpec(granularity=COLUMN).folds_along(1)
+    assert not any(QuantSpec(granularity=g).folds_along(0) for g in (TENSOR, COLUMN, Granularity(1, 128)))
