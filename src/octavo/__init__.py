@@ -1,0 +1,24 @@
+"""Octavo: FP8 training for PyTorch.
+
+    import octavo
+    model = octavo.convert(model)      # the one line: linear layers compute in FP8, in place
+    print(octavo.report(model))        # which, in what recipe, and why
+
+Importing it touches no device and imports neither Triton nor Transformers.
+"""
+
+from octavo._version import __version__
+from octavo.nn import convert, disabled, report, revert
+from octavo.numerics import RECIPES, Plan, Precision, Recipe
+
+__all__ = [
+    "RECIPES",
+    "Plan",
+    "Precision",
+    "Recipe",
+    "__version__",
+    "convert",
+    "disabled",
+    "report",
+    "revert",
+]

@@ -1,0 +1,129 @@
+"""convert and revert: the one line that turns a model to FP8, and back.
+
+Both swap the class of each chosen module and touch nothing else: the module object, its parameters, hooks, buffers,
+training flag and names stay what they are, so optimizers, weight tying, `state_dict` and references from elsewhere
+keep working, and a root that is itself a linear converts in place. Everything that can fail is checked before the
+first swap, so a failed conversion leaves the model as it was.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import TypeVar
+
+from torch import nn
+
+from octavo.nn.linear import Linear
+from octavo.nn.report import PLAN_ATTRIBUTE, is_converted, report
+from octavo.nn.select import Filter, default_plan, is_conv1d
+from octavo.numerics.plan import Plan
+from octavo.numerics.precision import Precision
+from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def convert(
+    model: M,
+    recipe: str | Recipe | None = None,
+    *,
+    precision: Precision | None = None,
+    plan: Plan | None = None,
+    skip: Sequence[str] = (),
+    filter: Filter | None = None,
+    verbose: bool = True,
+) -> M:
+    """Make the linear layers of a model compute in FP8, in place.
+
+    By default every `nn.Linear` and Transformers `Conv1D` is converted to the `rowwise` recipe, except vocabulary
+    heads (call `octavo.convert(model.lm_head)` afterwards to convert one all the same). `octavo.report(model)` lists
+    each layer with its recipe and reason.
+
+    Args:
+        model: Any module, on any device including meta; a linear itself is fine.
+        recipe: `"rowwise"` (default), `"tensorwise"`, `"rowwise_hp_wgrad"`, `"blockwise"`, `"mxfp8"`, or a `Recipe`.
+        precision: The whole request at once, instead of `recipe` and `skip`.
+        plan: Decisions made before, instead of all others.
+        skip: Name patterns of layers to leave alone, as in `fnmatch`, such as `["*.o_proj", "model.layers.0"]`.
+        filter: `filter(module, fqn) -> bool`, True to convert; asked for each layer that nothing else excludes.
+        verbose: Print one line on stderr that says what was done.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: For an unknown recipe, a model converted already, contradicting arguments, a filter that raises,
+            or if no layer would be converted although FP8 was asked for.
+        TypeError: If `model` is not a module, or a layer's weights have a dtype without an FP8 form.
+
+    In every case of an error the model is left as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert takes a torch.nn.Module; got {type(model).__name__}")
+    already = [fqn for fqn, module in model.named_modules() if is_converted(module)]
+    if already:
+        raise ValueError(
+            f"{len(already)} layers of this model are converted already (first: {already[0] or 'the model itself'!r}). "
+            "Call octavo.revert(model) first to convert it another way, or octavo.report(model) to see what it is"
+        )
+    if plan is None:
+        plan = _plan(model, recipe, precision, skip, filter)
+    elif recipe is not None or precision is not None or skip or filter is not None:
+        raise ValueError("plan says everything: give plan alone, or recipe, precision, skip and filter without it")
+    if not plan.converted and (precision is None or precision.matmul == "fp8"):
+        raise ValueError(f"no layer would be converted, so the model would train without FP8: {_why_none(plan)}")
+    modules = dict(model.named_modules())
+    missing = [fqn for fqn in plan if fqn not in modules]
+    if missing:
+        raise ValueError(f"the plan is for another model: it names {missing[0]!r}, which this model does not have")
+    for fqn in plan.converted:
+        modules[fqn].recipe = plan[fqn].recipe
+        modules[fqn].__class__ = _fp8_class(modules[fqn])
+    setattr(model, PLAN_ATTRIBUTE, plan)
+    if verbose:
+        print(f"octavo: {report(model).summary}", file=sys.stderr)
+    return model
+
+
+def revert(model: M) -> M:
+    """Undo `convert`, in place: the same modules compute in the dtype of their weights again.
+
+    Raises:
+        ValueError: If the model holds no converted layer.
+    """
+    converted = [module for module in model.modules() if is_converted(module)]
+    if not converted and not hasattr(model, PLAN_ATTRIBUTE):
+        raise ValueError("revert: this model holds no converted layer; octavo.convert(model) makes some")
+    for module in converted:
+        module.__class__ = nn.Linear if isinstance(module, Linear) else type(module).__bases__[0]
+        del module.recipe
+    if hasattr(model, PLAN_ATTRIBUTE):
+        delattr(model, PLAN_ATTRIBUTE)
+    return model
+
+
+def _plan(
+    model: nn.Module,
+    recipe: str | Recipe | None,
+    precision: Precision | None,
+    skip: Sequence[str],
+    filter: Filter | None,
+) -> Plan:
+    if precision is None:
+        return default_plan(model, get_recipe(DEFAULT if recipe is None else recipe), skip, filter)
+    if recipe is not None or skip:
+        raise ValueError("precision holds the recipe and what to skip: set them there, or give recipe and skip alone")
+    chosen = get_recipe(precision.recipe) if precision.matmul == "fp8" else None
+    return default_plan(model, chosen, precision.skip, filter)
+
+
+def _why_none(plan: Plan) -> str:
+    reasons = {plan[fqn].reason for fqn in plan}
+    return "; ".join(sorted(reasons)) if reasons else "it has no nn.Linear and no transformers Conv1D"
+
+
+def _fp8_class(module: nn.Module) -> type[nn.Module]:
+    if is_conv1d(module):
+        from octavo.nn.conv1d import Conv1D
+
+        return Conv1D
+    return Linear

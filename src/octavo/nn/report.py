@@ -1,0 +1,126 @@
+"""report: what a model's linear layers compute in, and why: the table nobody should have to guess."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from octavo.kernels.gemm import accelerated
+from octavo.nn.linear import Linear
+from octavo.nn.select import is_linear
+from octavo.numerics.recipe import Recipe
+
+PLAN_ATTRIBUTE = "octavo_plan"
+"""Where `convert` leaves the plan it carried out, on the module it was called with."""
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether this module, itself, computes in FP8."""
+    return isinstance(module, Linear) or (type(module).__module__ == "octavo.nn.conv1d")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One linear layer.
+
+    Attributes:
+        name: Fully qualified name; empty for the model itself.
+        converted: Whether it computes in FP8.
+        recipe: Name of its recipe, or None.
+        reason: Why it was converted, or why not.
+    """
+
+    name: str
+    converted: bool
+    recipe: str | None
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The rows in model order, and one line that sums them up. Printed, it is a table with like layers in one row."""
+
+    rows: tuple[Row, ...]
+    execution: str
+
+    @property
+    def summary(self) -> str:
+        """One line: how many layers, in what, what was left out and why, and how it runs here."""
+        done = [row for row in self.rows if row.converted]
+        recipes = ", ".join(sorted({row.recipe or "" for row in done}))
+        text = f"converted {len(done)} of {len(self.rows)} linear layers" + (f" to {recipes}" if done else "")
+        left = "; ".join(f"{names}: {row.reason}" for names, row in _grouped(r for r in self.rows if not r.converted))
+        return "; ".join(part for part in (text, left, self.execution) if part)
+
+    def __str__(self) -> str:
+        cells = [("layer", "recipe", "reason")]
+        cells += [(names or "(the model)", row.recipe or "–", row.reason) for names, row in _grouped(self.rows)]
+        widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
+        lines = [f"{name:<{widths[0]}}  {recipe:<{widths[1]}}  {reason}" for name, recipe, reason in cells]
+        lines.insert(1, "─" * max(len(line) for line in lines))
+        return "\n".join([*lines, "", self.summary])
+
+
+def report(model: nn.Module) -> Report:
+    """List every linear layer of a model with what it computes in and why.
+
+    Works on any model, converted or not, whole or a part of one.
+
+    Returns:
+        A `Report`: `.rows` with `.name`, `.converted`, `.recipe` and `.reason`; `.summary`; and a table when printed.
+    """
+    plan = getattr(model, PLAN_ATTRIBUTE, None)
+    rows = []
+    for fqn, module in model.named_modules():
+        if not (is_linear(module) or is_converted(module)):
+            continue
+        converted = is_converted(module)
+        planned = plan[fqn].reason if plan is not None and fqn in plan.decisions else None
+        rows.append(
+            Row(
+                name=fqn,
+                converted=converted,
+                recipe=module.recipe.name if converted and isinstance(module.recipe, Recipe) else None,
+                reason=planned or ("converted" if converted else "octavo.convert was not called on this model"),
+            )
+        )
+    return Report(rows=tuple(rows), execution=_execution(model))
+
+
+def _execution(model: nn.Module) -> str:
+    """How the converted layers run on the devices they are on."""
+    used: set[tuple[torch.device, Recipe]] = set()
+    for module in model.modules():
+        if is_converted(module) and isinstance(module.recipe, Recipe) and isinstance(module.weight, torch.Tensor):
+            used.add((module.weight.device, module.recipe))
+    emulated = {(device.type, recipe.name) for device, recipe in used if not accelerated(recipe, device)}
+    return "; ".join(
+        f"{recipe} is emulated exactly on {device}, without speed-up (see octavo doctor)"
+        for device, recipe in sorted(emulated)
+    )
+
+
+def _grouped(rows: Iterable[Row]) -> list[tuple[str, Row]]:
+    """Rows that differ only by numbers in their names, merged: ("layers.{0-31}.q_proj", first such row)."""
+    groups: dict[tuple[str, str | None, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((re.sub(r"\d+", "#", row.name), row.recipe, row.reason), []).append(row)
+    return [(_merged_name([row.name for row in group]), group[0]) for group in groups.values()]
+
+
+def _merged_name(names: list[str]) -> str:
+    columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+    return "".join(values[0] if len(set(values)) == 1 else "{" + _ranges(values) + "}" for values in columns)
+
+
+def _ranges(values: Iterable[str]) -> str:
+    """0,1,2,5 → "0-2,5"."""
+    spans: list[list[int]] = []
+    for number in sorted({int(value) for value in values}):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

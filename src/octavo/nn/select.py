@@ -1,0 +1,147 @@
+"""Which modules of a model can be converted, which of those are, and why: the default plan.
+
+By type, not by model: plain `nn.Linear` and Transformers' `Conv1D`. Everything else is left alone with its reason.
+That includes subclasses of `nn.Linear`, whose forward, or whose reader, may be anything (bitsandbytes' quantized
+layers; the output projection of `nn.MultiheadAttention`, whose weight torch reads without calling the module).
+
+A vocabulary head stays in high precision by default: its output feeds the softmax directly, and each of its weight's
+rows is hit by one token in thousands. It is recognised by structure: tied to an embedding, or the model's declared
+output embedding, or a name a head goes by together with an embedding's number of rows.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from octavo.nn.linear import SUPPORTED_DTYPES
+from octavo.numerics.names import nearest
+from octavo.numerics.plan import Decision, Plan
+from octavo.numerics.recipe import Recipe
+
+Filter = Callable[[nn.Module, str], bool]
+"""Takes a module and its fully qualified name; True means convert."""
+
+HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "unembed", "unembedding")
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is Transformers' `Conv1D` (a linear with a [in, out] weight), without importing Transformers."""
+    return type(module).__module__ == "transformers.pytorch_utils" and type(module).__name__ == "Conv1D"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module counts as a linear layer: `nn.Linear`, its subclasses, and `Conv1D`."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def default_plan(
+    model: nn.Module, recipe: Recipe | None, skip: Sequence[str] = (), filter: Filter | None = None
+) -> Plan:
+    """Decide for every linear of a model.
+
+    Args:
+        model: Any module, on any device; nothing in it is touched.
+        recipe: What converted layers get; None converts nothing (precision level bf16).
+        skip: Name patterns, as in `fnmatch`; a pattern that matches a parent module covers all inside it.
+        filter: Called for each linear that nothing else excludes.
+
+    Raises:
+        TypeError: For a linear with weights of a dtype that has no FP8 form, or a filter that returns no bool.
+        ValueError: For a filter that raises.
+    """
+    if isinstance(skip, str):
+        raise TypeError(f"skip is a list of name patterns; got the string {skip!r}: write skip=[{skip!r}]")
+    heads = _vocabulary_heads(model)
+    decisions = {}
+    matched: set[str] = set()
+    for fqn, module in model.named_modules():
+        if not is_linear(module):
+            continue
+        pattern = next((p for p in skip if any(fnmatchcase(name, p) for name in _ancestry(fqn))), None)
+        if pattern is not None:
+            matched.add(pattern)
+            decisions[fqn] = Decision(recipe=None, reason=f"skipped by pattern {pattern!r}")
+        elif recipe is None:
+            decisions[fqn] = Decision(recipe=None, reason="precision level bf16")
+        else:
+            decisions[fqn] = _decide(fqn, module, recipe, heads.get(module), filter)
+    for pattern in (p for p in skip if p not in matched):
+        hint = nearest(pattern.strip("*."), {part for fqn in decisions for part in fqn.split(".")})
+        warnings.warn(f"skip pattern {pattern!r} matches no linear layer{hint}", UserWarning, stacklevel=4)
+    return Plan(decisions)
+
+
+def _decide(fqn: str, module: nn.Module, recipe: Recipe, head: str | None, filter: Filter | None) -> Decision:
+    if type(module) is not nn.Linear and not is_conv1d(module):
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        return Decision(recipe=None, reason=f"{kind} is a subclass of nn.Linear with behaviour of its own")
+    if head is not None:
+        return Decision(recipe=None, reason=f"vocabulary head ({head}) kept in high precision")
+    if filter is not None and not _passes(filter, module, fqn):
+        return Decision(recipe=None, reason="excluded by filter")
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    if weight.dtype not in SUPPORTED_DTYPES:
+        supported = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
+        raise TypeError(
+            f"cannot convert {fqn or 'the model'}: its weight is {weight.dtype}; FP8 training starts from {supported}. "
+            f"Cast the weight, or leave the layer out with skip=[{fqn!r}]. The model was left as it was"
+        )
+    return Decision(recipe=recipe, reason="linear" + _padding(weight))
+
+
+def _passes(filter: Filter, module: nn.Module, fqn: str) -> bool:
+    try:
+        verdict = filter(module, fqn)
+    except Exception as error:
+        raise ValueError(
+            f"filter raised {type(error).__name__} on {fqn!r}: {error}. The model was left as it was"
+        ) from error
+    if not isinstance(verdict, bool):
+        raise TypeError(f"filter(module, fqn) returns True or False; it returned {verdict!r} for {fqn!r}")
+    return verdict
+
+
+def _padding(weight: Tensor) -> str:
+    """What the hardware's multiples of 16 cost this layer."""
+    rows, columns = weight.shape
+    padded = [-(-size // 16) * 16 for size in (rows, columns)]
+    if padded == [rows, columns] or rows * columns == 0:
+        return ""
+    more = padded[0] * padded[1] / (rows * columns) - 1
+    return f", padded inside from {rows}×{columns} to {padded[0]}×{padded[1]} (+{more:.0%} arithmetic)"
+
+
+def _vocabulary_heads(model: nn.Module) -> dict[nn.Module, str]:
+    """Vocabulary heads and how each was recognised."""
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    tied = {id(m.weight) for m in embeddings}
+    sizes = {m.num_embeddings for m in embeddings}
+    declared = set(_declared_heads(model))
+    heads = {}
+    for fqn, module in model.named_modules():
+        if not is_linear(module):
+            continue
+        name = fqn.rpartition(".")[2]
+        if id(module.weight) in tied:
+            heads[module] = "tied to an embedding"
+        elif module in declared or name == "lm_head":
+            heads[module] = "the model's output embedding"
+        elif name in HEAD_NAMES and isinstance(module, nn.Linear) and module.out_features in sizes:
+            heads[module] = f"{module.out_features} outputs, as many as an embedding has rows"
+    return heads
+
+
+def _declared_heads(model: nn.Module) -> Iterator[nn.Module]:
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    if isinstance(head, nn.Module):
+        yield head
+
+
+def _ancestry(fqn: str) -> list[str]:
+    """A name and the names of the modules around it: a.b.c → a.b.c, a.b, a."""
+    parts = fqn.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]

@@ -1,0 +1,199 @@
+"""FP8 linears under activation checkpointing, saved-tensor hooks, torch.compile and FakeTensorMode."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from models import MLP, assert_same, gradients, llama
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import octavo
+from octavo.nn.storage import kept_for_backward
+from octavo.numerics import E4M3, RECIPES, sqnr
+
+by_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def save_products(ctx, op, *args, **kwargs):
+    saved = op == torch.ops.octavo.scaled_mm.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTING = {
+    "full": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "selective": partial(
+        checkpoint,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, save_products),
+    ),
+}
+
+
+def run(model, x, wrapper=None):
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x) if wrapper is None else wrapper(model, x)
+    y.float().pow(2).sum().backward()
+    return gradients(model) | {"x": x.grad, "y": y.detach()}
+
+
+def unprefixed(tensors):
+    """Without the prefix that a compiled module gives its parameters."""
+    return {name.removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}
+
+
+@by_recipe
+@pytest.mark.parametrize("kind", CHECKPOINTING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpointing_is_bitwise_neutral(name, kind, dtype):
+    mlp = octavo.convert(MLP(dtype=dtype), name, verbose=False)
+    x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert_same(run(mlp, x), run(mlp, x, CHECKPOINTING[kind]))
+
+
+def test_full_checkpointing_keeps_only_the_input():
+    mlp = octavo.convert(MLP(dtype=torch.bfloat16), verbose=False)
+    x = torch.randn(32, 64).bfloat16().requires_grad_() * 1
+    with kept_for_backward(mlp) as kept:
+        checkpoint(mlp, x, use_reentrant=False)
+    assert kept.bytes == x.nbytes
+
+
+def test_saved_tensors_go_through_hooks():
+    """Offload hooks see what a layer keeps, and what they return is what backward uses."""
+    mlp = octavo.convert(MLP(), verbose=False)
+    x = torch.randn(8, 64)
+    expected = run(mlp, x)
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.dtype)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        actual = run(mlp, x)
+    assert_same(expected, actual)
+    assert torch.float8_e4m3fn in packed
+
+
+@by_recipe
+def test_compiles_without_graph_breaks(name):
+    torch._dynamo.reset()
+    mlp = octavo.convert(MLP(dtype=torch.bfloat16), name, verbose=False)
+    x = torch.randn(24, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = run(mlp, x)
+    actual = unprefixed(run(torch.compile(mlp, fullgraph=True, backend="aot_eager"), x))
+    for key, value in expected.items():
+        assert sqnr(value, actual[key]) >= E4M3.tolerance_db
+
+
+def test_a_compiled_llama_block_has_no_graph_breaks_and_one_dynamic_recompile():
+    torch._dynamo.reset()
+    model = octavo.convert(llama(), verbose=False).model
+    block = model.layers[0]
+
+    def forward(x, cos, sin):
+        return block(x, position_embeddings=(cos, sin))
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(forward, fullgraph=True, backend=counter)
+    for length in (16, 24, 40, 56):
+        x = torch.randn(1, length, 64, generator=torch.Generator().manual_seed(length)).requires_grad_()
+        cos, sin = model.rotary_emb(x, torch.arange(length)[None])
+        y = compiled(x, cos, sin)
+        y.sum().backward()
+        eager_x = x.detach().clone().requires_grad_()
+        eager = forward(eager_x, cos, sin)
+        eager.sum().backward()
+        assert sqnr(eager, y) >= E4M3.tolerance_db and sqnr(eager_x.grad, x.grad) >= E4M3.tolerance_db
+    assert counter.frame_count <= 2
+
+
+def test_compile_quantizes_a_shared_input_once():
+    torch._dynamo.reset()
+    mlp = octavo.convert(MLP(), verbose=False)
+    graphs = []
+
+    def backend(gm, inputs):
+        from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+        from torch._dynamo.backends.common import aot_autograd
+
+        def collect(graph, _):
+            graphs.append(graph)
+            return make_boxed_func(graph)
+
+        # The partitioner that Inductor uses; it merges common subexpressions first.
+        partition = min_cut_rematerialization_partition
+        return aot_autograd(fw_compiler=collect, bw_compiler=collect, partition_fn=partition)(gm, inputs)
+
+    torch.compile(mlp, fullgraph=True, backend=backend)(torch.randn(8, 64)).sum().backward()
+    casts = [n for n in graphs[0].graph.nodes if n.target == torch.ops.octavo.quantize.default]
+    assert len([n for n in casts if n.meta["val"][0].shape == (8, 64)]) == 1
+
+
+def test_disabled_works_under_compile():
+    torch._dynamo.reset()
+    plain = MLP()
+    mlp = octavo.convert(copy.deepcopy(plain), verbose=False)
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    x = torch.randn(8, 64)
+    fp8 = compiled(x)
+    with octavo.disabled():
+        assert torch.allclose(compiled(x), plain(x), atol=1e-6)
+    assert torch.equal(compiled(x), fp8)
+
+
+@pytest.mark.slow
+@by_recipe
+def test_inductor_agrees_with_eager(name):
+    torch._dynamo.reset()
+    mlp = octavo.convert(MLP(dtype=torch.bfloat16), name, verbose=False)
+    x = torch.randn(24, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = run(mlp, x)
+    actual = unprefixed(run(torch.compile(mlp, fullgraph=True), x))
+    for key, value in expected.items():
+        assert sqnr(value, actual[key]) >= E4M3.tolerance_db
+
+
+@by_recipe
+def test_fake_tensors_tell_what_is_kept_without_computing(name):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def kept(context):
+        with context:
+            mlp = octavo.convert(MLP(width=256, hidden=384, dtype=torch.bfloat16), name, verbose=False)
+            x = torch.empty(128, 256, dtype=torch.bfloat16).requires_grad_() * 1
+            with kept_for_backward(mlp) as measured:
+                y = mlp(x)
+            y.sum().backward()
+            assert mlp.gate_proj.weight.grad.shape == (384, 256)
+        return measured.by_dtype
+
+    assert kept(FakeTensorMode()) == kept(torch.device("cpu"))
+
+
+def test_gradient_accumulation_is_a_sum():
+    mlp = octavo.convert(MLP(), verbose=False)
+    a, b = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(1))
+    separate = [run(mlp, part) for part in (a, b)]
+    mlp.zero_grad()
+    for part in (a, b):
+        mlp(part).pow(2).sum().backward()
+    for name, parameter in mlp.named_parameters():
+        assert torch.equal(parameter.grad, separate[0][name] + separate[1][name])
+
+
+def test_a_model_without_training_runs_under_inference_mode():
+    model = octavo.convert(llama(), verbose=False)
+    ids = torch.arange(10).reshape(1, 10)
+    with torch.inference_mode():
+        inferred = model(ids).logits
+    assert torch.equal(inferred, model(ids).logits)
+
+
+def test_batch_of_one_token_generates():
+    model = octavo.convert(llama(), verbose=False).eval()
+    out = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert out.shape[1] <= 7

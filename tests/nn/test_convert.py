@@ -1,0 +1,274 @@
+import copy
+import io
+import re
+import time
+
+import pytest
+import torch
+from models import MLP, assert_same, llama
+from torch import nn
+
+import octavo
+from octavo.nn.linear import Linear
+
+
+class Odd(nn.Linear):
+    """A subclass with a forward of its own, which a converter must not replace."""
+
+    def forward(self, input):
+        return super().forward(input) + 1
+
+
+def test_llama_converts_all_but_the_head():
+    model = octavo.convert(llama(), verbose=False)
+    rows = octavo.report(model).rows
+    assert [row.name for row in rows if not row.converted] == ["lm_head"]
+    assert len(rows) == 15 and {row.recipe for row in rows if row.converted} == {"rowwise"}
+    assert isinstance(model.model.layers[0].self_attn.q_proj, Linear)
+
+
+def test_a_root_that_is_a_linear_converts_in_place():
+    layer = nn.Linear(8, 4)
+    assert octavo.convert(layer, verbose=False) is layer
+    assert isinstance(layer, Linear)
+    assert octavo.report(layer).rows[0].converted
+
+
+def test_everything_but_the_product_is_kept():
+    model = llama(tie_word_embeddings=True).eval()
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    seen = []
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *a: seen.append(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = dict(model.named_parameters())
+    before = copy.deepcopy(model.state_dict())
+    octavo.convert(model, verbose=False)
+    assert not any(module.training for module in model.modules())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not model.model.layers[0].mlp.up_proj.weight.requires_grad
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+    assert seen == [1]
+    assert_same(before, dict(model.state_dict()))
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    optimizer.step()
+    assert not torch.equal(weight, before["model.layers.0.self_attn.q_proj.weight"])
+
+
+def test_state_dict_travels_both_ways():
+    plain = llama()
+    model = octavo.convert(copy.deepcopy(plain), verbose=False)
+    expected = plain.state_dict()
+    assert list(model.state_dict()) == list(expected)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert {k: (v.dtype, v.shape) for k, v in loaded.items()} == {k: (v.dtype, v.shape) for k, v in expected.items()}
+    assert_same(dict(expected), loaded)
+    other = octavo.convert(llama(), verbose=False)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(expected)
+    ids = torch.arange(12).reshape(1, 12)
+    assert torch.equal(other(ids).logits, model(ids).logits)
+
+
+def test_revert_restores_the_model():
+    plain = MLP()
+    model = octavo.convert(copy.deepcopy(plain), verbose=False)
+    assert octavo.revert(model) is model
+    x = torch.randn(5, 64)
+    assert torch.equal(model(x), plain(x))
+    assert {type(m) for m in model.modules()} == {type(m) for m in plain.modules()}
+    assert vars(model.gate_proj).keys() == vars(plain.gate_proj).keys()
+    octavo.convert(model, "mxfp8", verbose=False)
+    assert octavo.report(model).rows[0].recipe == "mxfp8"
+    with pytest.raises(ValueError, match="holds no converted layer"):
+        octavo.revert(plain)
+
+
+def test_copies_and_pickles_of_a_converted_model_stay_converted():
+    model = octavo.convert(MLP(), verbose=False)
+    x = torch.randn(5, 64)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(other(x), model(x))
+        assert all(row.converted for row in octavo.report(other).rows)
+
+
+def test_skip_and_filter_leave_layers_with_their_reason():
+    model = octavo.convert(
+        llama(),
+        skip=["*.o_proj", "model.layers.1"],
+        filter=lambda module, fqn: module.out_features > 32,
+        verbose=False,
+    )
+    rows = octavo.report(model).rows
+    reasons = {row.name: row.reason for row in rows if not row.converted}
+    assert reasons["model.layers.0.self_attn.o_proj"] == "skipped by pattern '*.o_proj'"
+    assert reasons["model.layers.1.mlp.up_proj"] == "skipped by pattern 'model.layers.1'"
+    assert reasons["model.layers.0.self_attn.k_proj"] == "excluded by filter"
+    expected = ["self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert [row.name for row in rows if row.converted] == [f"model.layers.0.{name}" for name in expected]
+
+
+def test_a_skip_pattern_that_matches_nothing_warns():
+    with pytest.warns(UserWarning, match=r"'\*down\*' matches no linear layer|'\*dwn_proj' matches.*'down_proj'"):
+        octavo.convert(llama(), skip=["*dwn_proj"], verbose=False)
+
+
+def test_odd_layers_are_left_alone_and_do_not_stop_the_others():
+    model = nn.Sequential(nn.Linear(8, 8), Odd(8, 8), nn.Linear(8, 8), nn.MultiheadAttention(8, 2))
+    octavo.convert(model, verbose=False)
+    rows = {row.name: row for row in octavo.report(model).rows}
+    assert rows["0"].converted and rows["2"].converted
+    assert not rows["1"].converted and "Odd is a subclass of nn.Linear with behaviour of its own" in rows["1"].reason
+    assert not rows["3.out_proj"].converted
+    assert type(model[1]) is Odd
+
+
+def test_conv1d_of_gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_layer=1, n_embd=32, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    plain = GPT2LMHeadModel(config).eval()
+    model = octavo.convert(copy.deepcopy(plain), verbose=False)
+    rows = octavo.report(model).rows
+    assert sum(row.converted for row in rows) == 4 and rows[-1].reason.startswith("vocabulary head (tied")
+    ids = torch.arange(16).reshape(1, 16)
+    for m in (plain, model):
+        m(ids, labels=ids).loss.backward()
+    for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+        if "c_attn" in name or "c_fc" in name:
+            assert got.grad.shape == want.grad.shape and octavo.numerics.sqnr(want.grad, got.grad) > 15, name
+    layer = model.transformer.h[0].attn.c_attn
+    assert "recipe=rowwise" in repr(layer) and isinstance(layer, type(plain.transformer.h[0].attn.c_attn))
+    octavo.revert(model)
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+
+
+def test_a_vocabulary_head_is_recognised_by_structure_and_convertible_on_purpose():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.positions = nn.Embedding(100, 16), nn.Embedding(32, 16)
+            self.up, self.output = nn.Linear(16, 32), nn.Linear(16, 100)
+
+    model = octavo.convert(Model(), verbose=False)
+    assert {row.name: row.converted for row in octavo.report(model).rows} == {"up": True, "output": False}
+    octavo.convert(model.output, verbose=False)
+    assert all(row.converted for row in octavo.report(model).rows)
+
+
+def test_a_small_classifier_head_works():
+    model = octavo.convert(nn.Sequential(nn.Linear(768, 2)), verbose=False)
+    model(torch.randn(3, 768)).sum().backward()
+    assert model[0].weight.grad.shape == (2, 768)
+    assert "padded inside from 2×768 to 16×768 (+700% arithmetic)" in octavo.report(model).rows[0].reason
+
+
+def test_conversion_of_a_32_layer_llama_on_meta_takes_under_a_second():
+    with torch.device("meta"):
+        model = llama(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32)
+    start = time.perf_counter()
+    octavo.convert(model, verbose=False)
+    assert time.perf_counter() - start < 1
+    assert sum(row.converted for row in octavo.report(model).rows) == 224
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_plan_can_be_stored_edited_and_carried_out():
+    plan = octavo.Plan.from_json(octavo.convert(llama(), "blockwise", verbose=False).octavo_plan.to_json())
+    decisions = dict(plan.decisions)
+    decisions["model.layers.0.mlp.up_proj"] = octavo.numerics.Decision(recipe=None, reason="by hand")
+    model = octavo.convert(llama(), plan=octavo.Plan(decisions), verbose=False)
+    rows = {row.name: row for row in octavo.report(model).rows}
+    assert rows["model.layers.0.mlp.up_proj"].reason == "by hand"
+    assert rows["model.layers.0.mlp.gate_proj"].recipe == "blockwise"
+
+
+def test_precision_says_it_all():
+    precision = octavo.Precision.level("O1", recipe="tensorwise", skip=("*.v_proj",))
+    model = octavo.convert(llama(), precision=precision, verbose=False)
+    assert {row.recipe for row in octavo.report(model).rows if row.name.endswith("v_proj")} == {None}
+    assert {row.recipe for row in octavo.report(model).rows if row.converted} == {"tensorwise"}
+    untouched = octavo.convert(llama(), precision=octavo.Precision.level("bf16"), verbose=False)
+    assert {row.reason for row in octavo.report(untouched).rows} == {"precision level bf16"}
+
+
+def test_convert_says_what_it_did(capsys):
+    octavo.convert(llama())
+    said = capsys.readouterr().err
+    assert said.startswith("octavo: converted 14 of 15 linear layers to rowwise; lm_head: vocabulary head")
+    assert "emulated exactly on cpu, without speed-up" in said
+
+
+def test_report_groups_like_layers_and_reads_any_model():
+    model = llama()
+    text = str(octavo.report(model))
+    assert "octavo.convert was not called" in text
+    text = str(octavo.report(octavo.convert(model, verbose=False)))
+    assert "model.layers.{0-1}.self_attn.q_proj  rowwise" in text
+    assert octavo.report(model.model.layers[0]).summary.startswith("converted 7 of 7")
+    octavo.revert(model)
+    octavo.convert(model, skip=["model.layers.0.mlp"], verbose=False)
+    assert re.search(r"^model\.layers\.1\.mlp\.up_proj +rowwise", str(octavo.report(model)), re.MULTILINE)
+
+
+def snapshot(model):
+    return [(type(m), dict(vars(m)).keys(), m.training) for m in model.modules()]
+
+
+def integer_weights():
+    model = llama()
+    layer = model.model.layers[1].mlp.down_proj
+    layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+    return model
+
+
+def complex_weights():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.complex64))
+
+
+def raising(module, fqn):
+    if "layers.1" in fqn:
+        raise KeyError("oops")
+    return True
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "error", "message"),
+    [
+        (llama, {"recipe": "rowise"}, ValueError, r"unknown recipe 'rowise' \(did you mean 'rowwise'\?\)"),
+        (llama, {"recipe": 8}, TypeError, "recipe is a name or an octavo.Recipe; got int"),
+        (llama, {"skip": "*.o_proj"}, TypeError, r"write skip=\['\*.o_proj'\]"),
+        (llama, {"filter": raising}, ValueError, "filter raised KeyError on 'model.layers.1.self_attn.q_proj': 'oops'"),
+        (llama, {"filter": lambda m, n: None}, TypeError, "returned None for 'model.layers.0.self_attn.q_proj'"),
+        (llama, {"filter": lambda m, n: False}, ValueError, "no layer would be converted.*excluded by filter"),
+        (integer_weights, {}, TypeError, "cannot convert model.layers.1.mlp.down_proj: its weight is torch.int8"),
+        (complex_weights, {}, TypeError, "cannot convert 1: its weight is torch.complex64"),
+        (lambda: octavo.convert(llama(), verbose=False), {}, ValueError, "converted already.*octavo.revert"),
+        (lambda: nn.ReLU(), {}, ValueError, "it has no nn.Linear"),
+        (llama, {"plan": octavo.Plan({}), "recipe": "rowwise"}, ValueError, "give plan alone"),
+        (llama, {"precision": octavo.Precision(), "recipe": "rowwise"}, ValueError, "precision holds the recipe"),
+    ],
+)
+def test_bad_input_is_one_clear_error_and_leaves_the_model_untouched(make, arguments, error, message):
+    model = make()
+    before = snapshot(model)
+    with pytest.raises(error, match=message):
+        octavo.convert(model, **arguments)
+    assert snapshot(model) == before
+
+
+def test_a_plan_of_another_model_is_refused():
+    plan = octavo.convert(MLP(), verbose=False).octavo_plan
+    with pytest.raises(ValueError, match="the plan is for another model: it names 'gate_proj'"):
+        octavo.convert(llama(), plan=plan)
+    with pytest.raises(TypeError, match=r"takes a torch.nn.Module; got list"):
+        octavo.convert([llama()])

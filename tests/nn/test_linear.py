@@ -1,0 +1,336 @@
+import copy
+import gc
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import MLP
+from torch import nn
+
+import octavo
+from octavo.kernels.gemm import SCALED_MM
+from octavo.kernels.quantize import QUANTIZE
+from octavo.kernels.registry import Backend
+from octavo.nn.linear import _LAST_INPUT, linear
+from octavo.nn.storage import kept_for_backward
+from octavo.numerics import E4M3, E5M2, RECIPES, sqnr
+
+by_recipe = pytest.mark.parametrize("name", RECIPES)
+sizes = st.one_of(st.sampled_from([0, 1, 2, 16, 31, 127, 257]), st.integers(0, 300))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# The operands and values (dB: Y, ∂X, ∂W) of the design's table, normal operands.
+M, K, N = 1024, 512, 768
+NORMAL_SQNR = {
+    "tensorwise": (28.5, 24.6, 24.6),
+    "rowwise": (28.6, 28.6, 28.6),
+    "blockwise": (28.7, 28.7, 28.8),
+    "mxfp8": (28.5, 28.5, 28.5),
+}
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def three_products(x, w, g, recipe, bias=None):
+    """Y, ∂X, ∂W (and ∂b) of one FP8 linear."""
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    b = None if bias is None else bias.clone().requires_grad_()
+    y = linear(x, w, b, RECIPES[recipe])
+    y.backward(g)
+    return (y.detach(), x.grad, w.grad) + (() if b is None else (b.grad,))
+
+
+def exact_products(x, w, g, bias=None):
+    x, w, g = x.double(), w.double(), g.double()
+    tokens = math.prod(x.shape[:-1])
+    flat_x, flat_g = x.reshape(tokens, x.shape[-1]), g.reshape(tokens, g.shape[-1])
+    y = x @ w.t() if bias is None else x @ w.t() + bias.double()
+    return (y, g @ w, flat_g.t() @ flat_x) + (() if bias is None else (flat_g.sum(0),))
+
+
+@pytest.mark.parametrize("name", NORMAL_SQNR)
+def test_reaches_the_accuracy_of_the_design_on_normal_operands(name):
+    operands = randn(M, K), randn(N, K, seed=1), randn(M, N, seed=2)
+    reached = [sqnr(e, a) for e, a in zip(exact_products(*operands), three_products(*operands, name), strict=True)]
+    assert reached == pytest.approx(NORMAL_SQNR[name], abs=0.3)
+
+
+@settings(max_examples=20, deadline=None)
+@given(m=st.integers(64, 300), k=st.integers(64, 300), n=st.integers(64, 300), seed=st.integers(0, 1000))
+def test_rowwise_reaches_the_formats_tolerance_at_any_shape_from_64(m, k, n, seed):
+    operands = randn(m, k, seed=seed), randn(n, k, seed=seed + 1), randn(m, n, seed=seed + 2)
+    for exact, actual in zip(exact_products(*operands), three_products(*operands, "rowwise"), strict=True):
+        assert sqnr(exact, actual) >= E4M3.tolerance_db
+
+
+def outliers():
+    """Outlier channels and tokens in X, log-normal magnitudes in G: what per-tensor scales handle worst."""
+    x, g = randn(M, K), randn(M, N, seed=2) * torch.exp(2 * randn(M, 1, seed=3))
+    x[:, ::256] *= 20
+    x[::256] *= 50
+    return x, randn(N, K, seed=1), g
+
+
+def test_folding_is_as_good_as_two_copies_on_outliers():
+    """Folded backward products against the usual row-wise recipe, which quantizes X and W a second time."""
+    x, w, g = outliers()
+    _, dx, dw = three_products(x, w, g, "rowwise")
+    _, exact_dx, exact_dw = exact_products(x, w, g)
+    from octavo.kernels import quantize
+    from octavo.numerics import COLUMN, ROW, QuantSpec
+
+    row, column = QuantSpec(granularity=ROW), QuantSpec(granularity=COLUMN)
+    two_copies_dx = quantize(g, row).dequantize(torch.float64) @ quantize(w, column).dequantize(torch.float64)
+    two_copies_dw = quantize(g, column).dequantize(torch.float64).t() @ quantize(x, column).dequantize(torch.float64)
+    assert sqnr(exact_dx, dx) >= sqnr(exact_dx, two_copies_dx) - 0.3
+    assert sqnr(exact_dw, dw) >= sqnr(exact_dw, two_copies_dw) - 0.3
+
+
+@by_recipe
+def test_outliers_stay_within_the_tolerance_of_the_formats(name):
+    recipe = RECIPES[name]
+    e5m2 = recipe.dgrad_g.format is E5M2
+    tolerances = (E4M3.tolerance_db, *((E5M2 if e5m2 else E4M3).tolerance_db,) * 2)
+    operands = outliers()
+    reached = [sqnr(e, a) for e, a in zip(exact_products(*operands), three_products(*operands, name), strict=True)]
+    # One scale for a group that mixes outliers and ordinary values costs up to 1 dB against normal operands.
+    assert all(r >= t - 1 for r, t in zip(reached, tolerances, strict=True)), reached
+
+
+@by_recipe
+@settings(max_examples=20, deadline=None)
+@given(m=sizes, n=sizes, k=sizes, dtype=st.sampled_from(DTYPES), bias=st.booleans())
+def test_any_size_and_dtype(name, m, n, k, dtype, bias):
+    x, w, g = randn(m, k, dtype=dtype), randn(n, k, seed=1, dtype=dtype), randn(m, n, seed=2, dtype=dtype)
+    b = randn(n, seed=3, dtype=dtype) if bias else None
+    actual = three_products(x, w, g, name, b)
+    for want, got in zip(exact_products(x, w, g, b), actual, strict=True):
+        assert (got.shape, got.dtype) == (want.shape, dtype)
+        assert got.isfinite().all()
+    magnitudes = exact_products(x.abs(), w.abs(), g.abs(), None if b is None else b.abs())
+    for want, got, bound in zip(exact_products(x, w, g, b), actual, magnitudes, strict=True):
+        # Casts to e4m3 and e5m2 are off by 2⁻⁴ and 2⁻³ at most: (1 + 2⁻⁴)(1 + 2⁻³) − 1 < 0.2 of the terms' magnitudes.
+        assert torch.linalg.vector_norm(got.double() - want) <= 0.2 * torch.linalg.vector_norm(bound)
+    if min(m, n, k) == 0:
+        assert all(torch.equal(a, e.to(dtype)) for a, e in zip(actual, exact_products(x, w, g, b), strict=True))
+
+
+@by_recipe
+@pytest.mark.parametrize("shape", [(40,), (3, 40), (2, 3, 40), (2, 3, 4, 40), (0, 7, 40)])
+def test_leading_dimensions_are_tokens(name, shape):
+    x, w, b = randn(*shape), randn(24, 40, seed=1), randn(24, seed=2)
+    g = randn(*shape[:-1], 24, seed=3)
+    y, dx, dw, db = three_products(x, w, g, name, b)
+    flat = three_products(x.reshape(-1, 40), w, g.reshape(-1, 24), name, b)
+    assert y.shape == g.shape and dx.shape == x.shape
+    for got, want in zip((y, dx, dw, db), flat, strict=True):
+        assert torch.equal(got.reshape(want.shape), want)
+
+
+@by_recipe
+def test_bias_reaches_output_and_gradient(name):
+    x, w, g = randn(64, 64), randn(64, 64, seed=1), randn(64, 64, seed=2)
+    bias = torch.full((64,), 1000.0)
+    with_bias, without = three_products(x, w, g, name, bias), three_products(x, w, g, name)
+    assert torch.allclose(with_bias[0], without[0] + 1000, atol=1e-3)
+    assert torch.allclose(with_bias[3], g.sum(0), atol=1e-4)
+
+
+@by_recipe
+@pytest.mark.parametrize("strides", ["transposed", "sliced"])
+def test_strides_of_operands_do_not_matter(name, strides):
+    x, w, g = randn(48, 80), randn(32, 80, seed=1), randn(48, 32, seed=2)
+    if strides == "transposed":
+        views = (x.t().contiguous().t(), w.t().contiguous().t(), g.t().contiguous().t())
+    else:
+        views = tuple(torch.cat([t, t], dim=1)[:, : t.shape[1]] for t in (x, w, g))
+    for want, got in zip(three_products(x, w, g, name), three_products(*views, name), strict=True):
+        assert torch.equal(want, got)
+
+
+@contextmanager
+def counted(op):
+    """The arguments of every call of an op inside the block."""
+    calls = []
+    backend = op.backends["reference"]
+    op._forced.append(Backend(name="reference", run=lambda *a: calls.append(a) or backend.run(*a)))
+    try:
+        yield calls
+    finally:
+        op._forced.pop()
+
+
+@by_recipe
+def test_frozen_weight_costs_no_wgrad_and_keeps_no_input(name):
+    layer = octavo.convert(nn.Linear(64, 32), name, verbose=False).requires_grad_(False)
+    x = randn(16, 64).requires_grad_()
+    with counted(SCALED_MM) as products, kept_for_backward(layer) as kept:
+        y = layer(x)
+        assert kept.bytes == 0
+        y.sum().backward()
+    assert [call[2] for call in products] == ["nt", "nn"]
+    assert x.grad is not None and layer.weight.grad is None
+
+
+@by_recipe
+def test_frozen_input_costs_no_dgrad(name):
+    layer = octavo.convert(nn.Linear(64, 32), name, verbose=False)
+    with counted(SCALED_MM) as products:
+        layer(randn(16, 64)).sum().backward()
+    assert [call[2] for call in products] == (["nt"] if name == "rowwise_hp_wgrad" else ["nt", "tn"])
+    assert layer.weight.grad is not None
+
+
+def test_one_copy_of_x_serves_all_products():
+    """Forward casts X and W; backward casts W again and G once per product. X is never quantized a second time."""
+    layer = octavo.convert(nn.Linear(64, 32), verbose=False)
+    x = randn(16, 64).requires_grad_()
+    with counted(QUANTIZE) as casts:
+        layer(x).sum().backward()
+    assert [tuple(call[0].shape) for call in casts] == [(16, 64), (32, 64), (32, 64), (16, 32), (16, 32)]
+
+
+def test_tensorwise_quantizes_the_gradient_once():
+    layer = octavo.convert(nn.Linear(64, 32), "tensorwise", verbose=False)
+    x = randn(16, 64).requires_grad_()
+    with counted(QUANTIZE) as casts:
+        layer(x).sum().backward()
+    assert [tuple(call[0].shape) for call in casts].count((16, 32)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("rowwise", 0.55), ("tensorwise", 0.55), ("blockwise", 0.55), ("mxfp8", 0.55)]
+)
+def test_keeps_at_most_55_percent_of_bf16(name, limit):
+    x = randn(256, 512, dtype=torch.bfloat16).requires_grad_()
+    layer = nn.Linear(512, 256, dtype=torch.bfloat16)
+    with kept_for_backward(layer) as bf16:
+        layer(x * 1).sum()
+    octavo.convert(layer, name, verbose=False)
+    with kept_for_backward(layer) as fp8:
+        layer(x * 1).sum()
+    assert bf16.bytes == x.nbytes
+    assert fp8.bytes <= limit * bf16.bytes
+    assert torch.bfloat16 not in fp8.by_dtype
+
+
+@by_recipe
+def test_gate_and_up_share_one_copy(name):
+    mlp = octavo.convert(MLP(dtype=torch.bfloat16), name, verbose=False)
+    x = randn(32, 64, dtype=torch.bfloat16).requires_grad_() * 1
+    with counted(QUANTIZE) as casts, kept_for_backward(mlp) as both:
+        outputs = mlp.gate_proj(x), mlp.up_proj(x)
+    forms = 2 if RECIPES[name].wgrad_x not in (None, RECIPES[name].x) else 1
+    assert sum(call[0].shape == (32, 64) for call in casts) == forms
+    y = x * 1
+    with kept_for_backward(mlp) as one:
+        outputs += (mlp.gate_proj(y),)
+    assert 0 < both.bytes == one.bytes
+
+
+def test_shared_copy_is_never_stale():
+    layer = octavo.convert(nn.Linear(32, 16, bias=False), verbose=False)
+    x = randn(8, 32)
+    first = layer(x)
+    x.mul_(2)
+    assert torch.equal(layer(x), 2 * first)
+    with torch.inference_mode():
+        assert torch.equal(layer(torch.ones(2, 32)), layer(torch.ones(2, 32)))
+
+
+def test_shared_copy_dies_with_its_tensor():
+    layer = octavo.convert(nn.Linear(32, 16), verbose=False)
+    x = randn(8, 32)
+    layer(x)
+    assert _LAST_INPUT._entry is not None
+    del x
+    gc.collect()
+    assert _LAST_INPUT._entry is None
+
+
+def test_weight_changed_between_forward_and_backward_is_refused():
+    layer = octavo.convert(nn.Linear(32, 16), verbose=False)
+    y = layer(randn(4, 32).requires_grad_())
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@by_recipe
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16])
+def test_autocast_gives_its_dtype_and_full_precision_gradients(name, parameters):
+    layer = nn.Linear(64, 32, dtype=parameters)
+    octavo.convert(layer, name, verbose=False)
+    x = randn(16, 64).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.float().pow(2).sum().backward()
+    assert x.grad.dtype == torch.float32 and layer.weight.grad.dtype == parameters
+    assert layer.bias.grad.dtype == parameters
+
+
+@by_recipe
+def test_bad_values_reach_the_output(name):
+    layer = octavo.convert(nn.Linear(64, 32), name, verbose=False)
+    x = randn(300, 64)
+    x[7, 3] = torch.inf
+    y = layer(x)
+    assert y[7].isnan().all()
+    if name != "tensorwise":
+        assert not y[200:].isnan().any()
+
+
+def test_inf_in_one_row_leaves_the_other_rows_alone():
+    layer = octavo.convert(nn.Linear(64, 32), verbose=False)
+    x = randn(16, 64)
+    clean = layer(x)
+    x = x.clone()
+    x[3, 3] = torch.inf
+    y = layer(x)
+    others = [r for r in range(16) if r != 3]
+    assert y[3].isnan().all() and torch.equal(y[others], clean[others])
+
+
+def test_tiny_gradients_keep_their_accuracy():
+    x, w, g = randn(128, 96), randn(64, 96, seed=1), randn(128, 64, seed=2) * 1e-10
+    for want, got in zip(exact_products(x, w, g), three_products(x, w, g, "rowwise"), strict=True):
+        assert sqnr(want, got) >= E4M3.tolerance_db
+
+
+def test_disabled_computes_in_high_precision():
+    plain = nn.Linear(64, 32)
+    layer = octavo.convert(copy.deepcopy(plain), verbose=False)
+    x = randn(16, 64)
+    with octavo.disabled():
+        assert torch.equal(layer(x), plain(x))
+    assert not torch.equal(layer(x), plain(x))
+
+
+def test_two_runs_are_bitwise_equal():
+    def run():
+        mlp = octavo.convert(MLP(), verbose=False)
+        x = randn(32, 64).requires_grad_()
+        mlp(x).pow(2).sum().backward()
+        return [x.grad, *(p.grad for p in mlp.parameters())]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("input", "error", "message"),
+    [
+        (torch.zeros(4, 65), ValueError, r"in_features = 64; got shape \(4, 65\)"),
+        (torch.zeros(4, 64, dtype=torch.bfloat16), ValueError, "weight is torch.float32"),
+        (torch.zeros(4, 64, dtype=torch.int64), TypeError, "got torch.int64"),
+    ],
+)
+def test_wrong_input_is_named(input, error, message):
+    with pytest.raises(error, match=message):
+        linear(input, torch.zeros(32, 64), None, RECIPES["rowwise"])

@@ -1,0 +1,125 @@
+"""The layering of the package: who may import whom, what importing it costs, what a public name owes its reader."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import octavo
+
+SOURCE = Path(octavo.__file__).parent
+LEVELS = {
+    "_version": 0,
+    "numerics": 0,
+    "tensor": 1,
+    "kernels": 2,
+    "nn": 3,
+    "optim": 3,
+    "comm": 3,
+    "planner": 3,
+    "parallel": 4,
+    "inspect": 4,
+    "integrations": 5,
+    "train": 5,
+    "cli": 6,
+}
+FRONT_DOORS = {"__init__", "__main__"}
+
+
+def room(module: str) -> str:
+    """octavo.nn.linear → nn"""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def imports_of(path: Path) -> list[str]:
+    """Every octavo module that a file imports, wherever in the file."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; imports are absolute here"
+            modules = (SOURCE / Path(*(node.module or "").split(".")[1:])).is_dir()
+            names += [f"{node.module}.{alias.name}" for alias in node.names] if modules else [node.module or ""]
+    return [name for name in names if name.split(".")[0] == "octavo"]
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_go_downward_only(path: Path) -> None:
+    here = path.relative_to(SOURCE).with_suffix("").parts[0]
+    if here in FRONT_DOORS:
+        return
+    for name in imports_of(path):
+        there = room(name)
+        if there == here:
+            continue
+        assert there in LEVELS, f"{path.name} imports {name}: from the root package, or a room this test does not know"
+        assert LEVELS[there] < LEVELS[here] or there == "_version", (
+            f"{here} (level {LEVELS[here]}) imports {name} (level {LEVELS[there]}); imports go to lower levels only"
+        )
+
+
+def test_there_are_no_import_cycles() -> None:
+    graph = {}
+    for path in FILES:
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        module = ".".join(("octavo", *(p for p in parts if p != "__init__")))
+        graph[module] = set(imports_of(path))
+    known = set(graph)
+    resolved = {
+        module: {n if n in known else n.rpartition(".")[0] for n in names} & known - {module, "octavo"}
+        for module, names in graph.items()
+        if module != "octavo"
+    }
+    finished: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " → ".join((*trail, module))
+        if module not in finished:
+            for other in resolved.get(module, ()):
+                # A package's __init__ re-exports its own files; that is its job, not a cycle.
+                if not module.startswith(f"{other}."):
+                    visit(other, (*trail, module))
+            finished.add(module)
+
+    for module in resolved:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_files_and_functions_stay_short(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    assert path.name != "utils.py"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= 80, f"{node.name} has {length} lines"
+
+
+def test_import_is_lean() -> None:
+    code = (
+        "import sys, time, torch; before = set(sys.modules); start = time.perf_counter(); import octavo;"
+        "took = time.perf_counter() - start;"
+        "heavy = {'triton', 'transformers', 'lightning', 'datasets', 'matplotlib', 'rich', 'typer', 'pydantic'};"
+        "print(took, torch.cuda.is_initialized(), sorted(heavy & (set(sys.modules) - before)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    took, initialized, heavy = out.split(maxsplit=2)
+    assert float(took) < 0.2
+    assert initialized == "False"
+    assert heavy.strip() == "[]"
+
+
+def test_root_names_are_few_and_documented() -> None:
+    assert len(octavo.__all__) <= 12
+    for name in octavo.__all__:
+        thing = getattr(octavo, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert inspect.getdoc(thing), name
