@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+PEERS  := torchao
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -24,7 +25,7 @@ $(VENV)/.developer: $(VENV)/.user
 	@touch $@
 
 $(VENV)/.peers: $(VENV)/.developer
-	@$(PIP) install --no-compile --constraint constraints.txt --group slow
+	@$(PIP) install --no-deps --upgrade --target $(VENV)/peers $(PEERS)
 	@touch $@
 
 setup: $(VENV)/.developer  ## Make .venv with everything a developer needs

@@ -217,6 +217,8 @@ def test_report_groups_like_layers_and_reads_any_model():
     assert octavo.report(model.model.layers[0]).summary.startswith("converted 7 of 7")
     octavo.revert(model)
     octavo.convert(model, skip=["model.layers.0.mlp"], verbose=False)
+    summary = octavo.report(model).summary
+    assert "; 3 layers: skipped by pattern 'model.layers.0.mlp'; lm_head: vocabulary head" in summary
     assert re.search(r"^model\.layers\.1\.mlp\.up_proj +rowwise", str(octavo.report(model)), re.MULTILINE)
 
 

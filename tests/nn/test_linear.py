@@ -16,7 +16,7 @@ from octavo.kernels.quantize import QUANTIZE
 from octavo.kernels.registry import Backend
 from octavo.nn.linear import _LAST_INPUT, linear
 from octavo.nn.storage import kept_for_backward
-from octavo.numerics import E4M3, E5M2, RECIPES, sqnr
+from octavo.numerics import E4M3, RECIPES, sqnr
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
 sizes = st.one_of(st.sampled_from([0, 1, 2, 16, 31, 127, 257]), st.integers(0, 300))
@@ -68,12 +68,31 @@ def test_rowwise_reaches_the_formats_tolerance_at_any_shape_from_64(m, k, n, see
         assert sqnr(exact, actual) >= E4M3.tolerance_db
 
 
+# The same for "outlier channels + tokens, log-normal gradients". The design does not say how strong they were, so its
+# values are lower bounds here, on operands of that kind.
+OUTLIER_SQNR = {
+    "tensorwise": (28.1, 25.4, 24.5),
+    "rowwise": (29.6, 29.1, 31.7),
+    "blockwise": (30.5, 29.3, 28.9),
+    "mxfp8": (28.7, 28.5, 27.7),
+}
+
+
 def outliers():
-    """Outlier channels and tokens in X, log-normal magnitudes in G: what per-tensor scales handle worst."""
-    x, g = randn(M, K), randn(M, N, seed=2) * torch.exp(2 * randn(M, 1, seed=3))
-    x[:, ::256] *= 20
-    x[::256] *= 50
-    return x, randn(N, K, seed=1), g
+    """X with outlier channels and tokens, W, and G of log-normal magnitude: what one scale per tensor handles worst."""
+    x, w, g = randn(M, K), randn(N, K, seed=1), randn(M, N, seed=2)
+    x[:, ::128] *= 32
+    x[::102] *= 8
+    return x, w, g.sign() * torch.exp(3 * randn(M, N, seed=3))
+
+
+@pytest.mark.parametrize("name", OUTLIER_SQNR)
+def test_reaches_the_accuracy_of_the_design_on_outliers(name):
+    operands = outliers()
+    for exact, actual, value in zip(
+        exact_products(*operands), three_products(*operands, name), OUTLIER_SQNR[name], strict=True
+    ):
+        assert sqnr(exact, actual) >= value - 0.3
 
 
 def test_folding_is_as_good_as_two_copies_on_outliers():
@@ -89,17 +108,6 @@ def test_folding_is_as_good_as_two_copies_on_outliers():
     two_copies_dw = quantize(g, column).dequantize(torch.float64).t() @ quantize(x, column).dequantize(torch.float64)
     assert sqnr(exact_dx, dx) >= sqnr(exact_dx, two_copies_dx) - 0.3
     assert sqnr(exact_dw, dw) >= sqnr(exact_dw, two_copies_dw) - 0.3
-
-
-@by_recipe
-def test_outliers_stay_within_the_tolerance_of_the_formats(name):
-    recipe = RECIPES[name]
-    e5m2 = recipe.dgrad_g.format is E5M2
-    tolerances = (E4M3.tolerance_db, *((E5M2 if e5m2 else E4M3).tolerance_db,) * 2)
-    operands = outliers()
-    reached = [sqnr(e, a) for e, a in zip(exact_products(*operands), three_products(*operands, name), strict=True)]
-    # One scale for a group that mixes outliers and ordinary values costs up to 1 dB against normal operands.
-    assert all(r >= t - 1 for r, t in zip(reached, tolerances, strict=True)), reached
 
 
 @by_recipe

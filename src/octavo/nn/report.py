@@ -51,8 +51,12 @@ class Report:
         done = [row for row in self.rows if row.converted]
         recipes = ", ".join(sorted({row.recipe or "" for row in done}))
         text = f"converted {len(done)} of {len(self.rows)} linear layers" + (f" to {recipes}" if done else "")
-        left = "; ".join(f"{names}: {row.reason}" for names, row in _grouped(r for r in self.rows if not r.converted))
-        return "; ".join(part for part in (text, left, self.execution) if part)
+        left: dict[str, list[Row]] = {}
+        for row in self.rows:
+            if not row.converted:
+                left.setdefault(row.reason, []).append(row)
+        reasons = [f"{_named_or_counted(rows)}: {reason}" for reason, rows in left.items()]
+        return "; ".join(part for part in (text, *reasons, self.execution) if part)
 
     def __str__(self) -> str:
         cells = [("layer", "recipe", "reason")]
@@ -100,6 +104,11 @@ def _execution(model: nn.Module) -> str:
         f"{recipe} is emulated exactly on {device}, without speed-up (see octavo doctor)"
         for device, recipe in sorted(emulated)
     )
+
+
+def _named_or_counted(rows: list[Row]) -> str:
+    groups = _grouped(rows)
+    return groups[0][0] if len(groups) == 1 else f"{len(rows)} layers"
 
 
 def _grouped(rows: Iterable[Row]) -> list[tuple[str, Row]]:
