@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import quantize, scaled_mm
-from octavo.kernels.gemm import SCALED_MM
+from octavo.kernels.gemm import SCALED_MM, torch_scaled
 from octavo.kernels.gemm.reference import widen
 from octavo.numerics import E4M3, E5M2, RECIPES, QuantSpec, sqnr
 
@@ -72,6 +72,40 @@ def test_torch_scaled_agrees_with_reference(layout, scales, shape, with_bias):
             assert sqnr(expected, actual) > (50 if dtype == torch.bfloat16 else 110)
         else:
             assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_torch_scaled_hands_over_what_the_hardware_wants(monkeypatch, layout, scales, dtype):
+    """Sizes in multiples of 16, both operands contiguous along the contraction, scales dense: what CUDA insists on."""
+    seen = []
+
+    def multiply(a, b, a_scale, b_scale, out_dtype, fast_accum):
+        assert all(size % 16 == 0 for size in (*a.shape, *b.shape))
+        assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
+        if a_scale.dim() == 2:
+            assert out_dtype == torch.bfloat16 and a_scale.shape == (a.shape[0], 1) and b_scale.shape == (1, b.shape[1])
+            assert a_scale.is_contiguous() and b_scale.is_contiguous() and a_scale.stride(1) == 1
+        seen.append(a_scale.dim())
+        return torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype)
+
+    monkeypatch.setattr(torch_scaled, "_multiply", multiply)
+    a_text = {"row": ("row", "column"), "tensor": ("tensor", "tensor")}[scales][layout[0] == "t"]
+    a, b, _ = operands(33, 70, 129, (f"e4m3/{a_text}", "unit", layout))
+    with SCALED_MM.force("torch_scaled"):
+        assert scaled_mm(a, b, layout, out_dtype=dtype).shape == (33, 70)
+    assert seen == [2 if scales == "row" and dtype == torch.bfloat16 else 0]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_torch_scaled_serves_scales_by_tensor_and_by_row_on_cuda(name):
+    cases = [case for label, case in SCALED_MM.cases.items() if label.split()[0] == name]
+    reasons = [torch_scaled.refuses(torch.device("cuda"), case) for case in cases]
+    if name in ("blockwise", "mxfp8"):
+        assert all("vary along the contraction" in reason for reason in reasons)
+    else:
+        assert reasons == [None] * len(reasons) and reasons
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)

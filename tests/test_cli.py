@@ -1,0 +1,336 @@
+"""The command line, run in-process: what it says, its exit codes, and what it leaves on disk."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from octavo._version import __version__
+from octavo.cli import app
+
+ROOT = Path(__file__).parents[1]
+TINY = """
+[run]
+name = "tiny"
+steps = 4
+device = "cpu"
+
+[model]
+type = "llama"
+config = {{ hidden_size = 64, intermediate_size = 128, num_hidden_layers = 2, num_attention_heads = 2 }}
+
+[data]
+source = "{source}"
+cache = "{cache}"
+sequence_length = 32
+vocab_size = 300
+
+[optim]
+lr = 1e-3
+batch = 2
+"""
+TINY_DEMO = [
+    "run.device=cpu",
+    "model.config.hidden_size=64",
+    "model.config.intermediate_size=128",
+    "model.config.num_hidden_layers=2",
+    "model.config.num_attention_heads=2",
+    "model.config.num_key_value_heads=2",
+    "data.sequence_length=32",
+    "data.vocab_size=300",
+    "optim.batch=2",
+]
+
+
+@pytest.fixture
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenized data, made once for all tests."""
+    return tmp_path_factory.getbasetemp() / "octavo-cache"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def config(here: Path, cache: Path) -> Path:
+    """A tiny run's configuration and its corpus, in the working directory."""
+    lines = [f"def area_{n}(width, height):\n    return width * height + {n}\n" for n in range(400)]
+    (here / "corpus.txt").write_text("\n".join(lines), encoding="utf-8")
+    path = here / "tiny.toml"
+    path.write_text(TINY.format(source="corpus.txt", cache=cache.as_posix()), encoding="utf-8")
+    return path
+
+
+def octavo(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def refused(result: Result, *words: str) -> str:
+    """Assert one clear message on stderr and exit code 2; return the message with white space collapsed."""
+    message = " ".join(result.stderr.split())
+    assert result.exit_code == 2, (result.exit_code, result.output)
+    assert "Traceback" not in result.output
+    for word in words:
+        assert word in message
+    assert result.stdout == ""
+    return message
+
+
+def test_help_teaches_the_tool() -> None:
+    result = octavo("--help")
+    assert result.exit_code == 0
+    for words in ("Train PyTorch models in FP8", "train ", "demo ", "doctor ", "Examples", "octavo demo\n"):
+        assert words in re.sub(r" +\n", "\n", result.stdout)
+
+
+@pytest.mark.parametrize("command", ["train", "demo", "doctor"])
+def test_each_command_has_examples(command: str) -> None:
+    result = octavo(command, "--help")
+    assert result.exit_code == 0
+    assert result.stdout.count(f"octavo {command}") >= 3  # usage and at least two examples
+
+
+def test_no_command_shows_the_help() -> None:
+    result = octavo()
+    assert result.exit_code == 0 and "Examples" in result.stdout
+
+
+def test_version() -> None:
+    assert octavo("--version").stdout == f"octavo {__version__}\n"
+
+
+def test_python_m_octavo_is_the_command(here: Path) -> None:
+    shown = subprocess.run([sys.executable, "-m", "octavo", "--version"], capture_output=True, text=True, timeout=120)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, f"octavo {__version__}\n", "")
+
+
+def test_the_command_line_itself_needs_no_trainer(here: Path) -> None:
+    code = (
+        "import sys, octavo.cli\n"
+        "heavy = {'transformers', 'datasets', 'tokenizers', 'matplotlib', 'jinja2', 'octavo.train', 'tensorboard'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_an_unknown_command_names_the_nearest(here: Path) -> None:
+    refused(octavo("trian"), "trian", "'train'")
+
+
+def test_an_unknown_option_names_the_nearest(here: Path) -> None:
+    refused(octavo("demo", "--recip", "rowwise"), "--recip", "--recipe")
+
+
+def test_a_missing_config_is_named(here: Path) -> None:
+    refused(octavo("train", "nowhere.toml"), "nowhere.toml")
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["optim.learning_rate=1"], ["optim.learning_rate"]),
+        (["optim.warmpu=1"], ["optim.warmpu", "'warmup'"]),
+        (["optin.lr=1"], ["optin", "'optim'"]),
+        (["run.steps=0"], ["run.steps"]),
+        (["run.steps=ten"], ["run.steps", "'ten'"]),
+        (["precision.level=O1", "precision.recipe=rowise"], ["rowise", "'rowwise'"]),
+        (["precision.level=01"], ["01"]),
+        (["model.type=lama"], ["lama", "'llama'"]),
+        (["model.config.hiden_size=64"], ["hiden_size", "'hidden_size'"]),
+        (["data.source=missing/*.txt"], ["missing/*.txt"]),
+        (["data.sequence_length=1000000"], ["1000000"]),
+        (["lr=3"], ["lr=3", "section.key=value"]),
+        (["lr"], ["section.key=value"]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else None,
+)
+def test_a_wrong_setting_is_named(config: Path, here: Path, overrides: list[str], words: list[str]) -> None:
+    refused(octavo("train", config, *overrides, "--out", "out"), *words)
+    assert not list((here / "out").rglob("*.json*"))
+
+
+def test_empty_data_is_refused(config: Path, here: Path) -> None:
+    (here / "corpus.txt").write_text("", encoding="utf-8")
+    refused(octavo("train", config, "--out", "out"), "corpus.txt")
+
+
+def test_a_file_that_is_not_text_is_refused(config: Path, here: Path) -> None:
+    (here / "corpus.txt").write_bytes(bytes(range(256)) * 200)
+    refused(octavo("train", config, "--out", "out"), "corpus.txt")
+
+
+def test_a_config_that_is_not_toml_is_refused(config: Path) -> None:
+    config.write_text("[run\nsteps = 3", encoding="utf-8")
+    refused(octavo("train", config), "tiny.toml", "TOML")
+
+
+def test_traceback_is_there_for_who_asks(config: Path) -> None:
+    with pytest.raises(ValueError, match=r"run\.steps"):
+        octavo("--traceback", "train", config, "run.steps=0")
+
+
+def test_train_leaves_a_run_and_its_report(config: Path, here: Path) -> None:
+    result = octavo("train", config, "--out", "out")
+    assert result.exit_code == 0, result.output
+    assert "mean loss, last 10 % of steps" in result.stdout and "report.html" in result.stdout
+    assert "step 4/4" in result.stderr  # stderr is no terminal here: plain lines instead of a bar
+    left = files(here / "out")
+    for name in ("metrics.jsonl", "run.json", "config.toml", "report.html", "loss.png"):
+        assert left[name]
+    assert any(name.startswith("tensorboard") for name in left)
+    assert not (here / "runs").exists()
+
+
+def test_the_output_folder_is_the_configs_without_out(config: Path, here: Path) -> None:
+    assert octavo("train", config, "run.steps=1").exit_code == 0
+    assert (here / "runs/tiny/report.html").exists()
+    assert octavo("train", config, "run.steps=1", "run.out=elsewhere").exit_code == 0
+    assert (here / "elsewhere/report.html").exists()
+
+
+def test_a_folder_that_holds_a_run_is_left_as_it_is(config: Path, here: Path) -> None:
+    assert octavo("train", config, "run.steps=2", "--out", "out").exit_code == 0
+    before = files(here / "out")
+    refused(octavo("train", config, "--out", "out"), "out", "--resume")
+    assert files(here / "out") == before
+
+
+def test_resume_goes_on_and_refuses_another_model(config: Path, here: Path) -> None:
+    assert octavo("train", config, "run.steps=2", "--out", "out").exit_code == 0
+    before = files(here / "out")
+    other = octavo("train", config, "model.config.hidden_size=32", "--out", "out", "--resume")
+    refused(other, "hidden_size", "64", "32")
+    assert files(here / "out") == before
+    assert octavo("train", config, "--out", "out", "--resume").exit_code == 0
+    assert json.loads((here / "out/run.json").read_text())["steps"] == 4
+
+
+def test_a_loss_that_is_not_finite_is_a_failed_run(config: Path, here: Path) -> None:
+    result = octavo("train", config, "optim.lr=1e38", "optim.clip=0", "--out", "out")
+    assert result.exit_code == 1
+    assert "error:" in result.stderr and "not finite" in result.stderr and "Traceback" not in result.output
+    assert json.loads((here / "out/run.json").read_text())["stopped"] == "non-finite"
+    assert (here / "out/report.html").exists()
+
+
+def test_the_demo_config_is_in_the_package_and_in_configs() -> None:
+    packaged = (resources.files("octavo.train") / "demo.toml").read_bytes()
+    assert packaged == (ROOT / "configs/demo.toml").read_bytes()
+    assert tomllib.loads(packaged.decode())["run"]["name"] == "demo"
+
+
+def test_a_demo_compares_both_arms(config: Path, here: Path, cache: Path) -> None:
+    result = octavo(
+        "demo", *TINY_DEMO, "data.source=corpus.txt", f"data.cache={cache.as_posix()}", "--steps", 12, "--seed", 3,
+        "--recipe", "tensorwise", "--out", "out",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads((here / "out/verdict.json").read_text())
+    (verdict,), (bf16, fp8) = found["verdicts"], found["runs"]
+    assert (bf16["arm"], fp8["arm"]) == ("bf16", "O1 tensorwise")
+    assert verdict["tail_gap"] == fp8["losses"]["tail_mean"] - bf16["losses"]["tail_mean"] != 0
+    assert (
+        abs(bf16["losses"]["first"] - fp8["losses"]["first"]) < 0.02 * bf16["losses"]["first"]
+    )  # one start, one batch
+    assert fp8["kept_bytes_per_token"] < bf16["kept_bytes_per_token"]
+    assert bf16["steps"] == fp8["steps"] == 12
+    shown = " ".join(result.stdout.split())
+    assert verdict["sentence"] in shown and all(note in shown for note in verdict["notes"])
+    for number in (bf16["losses"]["final"], fp8["losses"]["tail_mean"]):
+        assert f"{number:.4f}" in shown
+    left = files(here / "out")
+    assert {"report.html", "loss.png", "bf16/metrics.jsonl", "O1/metrics.jsonl"} <= set(left)
+    configs = [tomllib.loads(left[f"{arm}/config.toml"].decode()) for arm in ("bf16", "O1")]
+    assert [c["precision"].pop("level") for c in configs] == ["bf16", "O1"]
+    assert configs[0] == configs[1] and configs[0]["run"]["seed"] == 3
+
+
+def test_a_demo_overwrites_nothing(here: Path) -> None:
+    (here / "out").mkdir()
+    (here / "out/notes.txt").write_text("mine")
+    refused(octavo("demo", "--out", "out"), "out", "not empty", "--out")
+    assert files(here) == {"out/notes.txt": b"mine"}
+
+
+def test_the_default_folder_of_a_demo_is_the_next_that_is_free(tmp_path: Path) -> None:
+    from octavo.train.demo import free_folder
+
+    wanted = tmp_path / "runs/demo"
+    assert free_folder(wanted) == wanted
+    for taken in ("demo", "demo-2"):
+        (tmp_path / "runs" / taken).mkdir(parents=True)
+    assert free_folder(wanted) == tmp_path / "runs/demo-3"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--recipe", "rowise"], ["rowise", "'rowwise'"]),
+        (["--steps", "0"], ["run.steps"]),
+        (["--device", "gpu"], ["run.device", "gpu"]),
+        (["precision.level=O1"], ["precision.level", "octavo train"]),
+        (["optim.warmpu=1"], ["optim.warmpu", "'warmup'"]),
+    ],
+)
+def test_a_wrong_demo_option_is_named(here: Path, arguments: list[str], words: list[str]) -> None:
+    refused(octavo("demo", *arguments), *words)
+    assert list(here.iterdir()) == []
+
+
+def test_doctor_says_what_runs_here() -> None:
+    result = octavo("doctor", "--device", "cpu")
+    assert result.exit_code == 0
+    shown = " ".join(result.stdout.split())
+    for words in ("scaled_mm", "quantize", "reference", "torch_scaled:", __version__, "emulated", "no speed-up"):
+        assert words in shown
+
+
+def test_doctor_as_json_holds_every_backend_with_its_reason() -> None:
+    found = json.loads(octavo("doctor", "--device", "cpu", "--json").stdout)
+    assert found["device"] == "cpu" and found["native_recipes"] == []
+    assert {"octavo", "python", "torch", "triton", "transformers"} <= set(found["versions"])
+    ops = {row["op"] for row in found["ops"]}
+    for op in ops:
+        rows = [row for row in found["ops"] if row["op"] == op]
+        assert sum(row["chosen"] for row in rows) == 1
+        assert all(row["serves"] == (row["reason"] == "") for row in rows)
+    assert any(op.startswith("scaled_mm") for op in ops)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu:x", "mps", ""])
+def test_doctor_refuses_a_device_it_does_not_know(device: str) -> None:
+    refused(octavo("doctor", "--device", device), "device", "cpu")
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_is_a_success(config: Path, here: Path) -> None:
+    import signal
+    import time
+
+    command = [sys.executable, "-m", "octavo", "train", str(config), "run.steps=100000", "--out", "out"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    metrics = here / "out/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert "--resume" in stdout
+    assert json.loads((here / "out/run.json").read_text())["stopped"] == "sigterm"

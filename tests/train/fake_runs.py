@@ -1,0 +1,89 @@
+"""Output folders of runs that never ran: what the report reads, with curves made by formula."""
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+
+from octavo.train.metrics import Losses, RunResult, StepMetrics, median_speed, summarize_losses
+
+CONFIG = """[run]
+name = "{name}"
+seed = 0
+steps = {steps}
+out = "{out}"
+
+[model]
+type = "llama"
+config = {{"hidden_size" = 256}}
+
+[optim]
+lr = {lr}
+
+[precision]
+level = "{level}"
+recipe = "rowwise"
+"""
+
+
+def result(arm: str = "bf16", tail: float = 3.0, **changes: object) -> RunResult:
+    """A finished run's summary."""
+    fields = {
+        "name": "demo",
+        "arm": arm,
+        "device": "cpu",
+        "steps": 100,
+        "tokens": 25600,
+        "parameters": 1_000_000,
+        "losses": Losses(first=8.3, final=tail + 0.1, tail_mean=tail),
+        "tokens_per_s": 1000.0 if arm == "bf16" else 400.0,
+        "kept_bytes_per_token": 10_000.0 if arm == "bf16" else 7_000.0,
+        "skipped_steps": 0,
+        "wall_s": 25.6,
+        "versions": {"octavo": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.7"},
+        "converted": "" if arm == "bf16" else "converted 28 of 29 linears; lm_head: vocabulary head kept in bf16",
+        "stopped": "done",
+    }
+    return RunResult(**{**fields, **changes})
+
+
+def folder(
+    path: Path, arm: str = "bf16", *, steps: int = 100, shift: float = 0.0, lr: float = 3e-3, **changes: object
+) -> Path:
+    """Write a run's folder: losses fall from 8.3, `shift` (relative) higher at the end; batches as in every arm."""
+    batches, own = random.Random(0), random.Random(arm)
+    rows = []
+    for step in range(1, steps + 1):
+        progress = step / steps
+        loss = 3.0 + 5.3 * math.exp(-7 * progress) + batches.gauss(0, 0.09)
+        loss *= 1 + shift * progress + own.gauss(0, 0.002)
+        seconds = 0.25 * (1 if arm == "bf16" else 2.5) * (1 + abs(own.gauss(0, 0.05)))
+        rows.append(
+            StepMetrics(
+                step=step,
+                tokens=256 * step,
+                loss=loss,
+                lr=lr * min(1, step / (0.1 * steps)) * (0.55 + 0.45 * math.cos(math.pi * progress)),
+                grad_norm=0.4 + 2 * math.exp(-9 * progress) + abs(own.gauss(0, 0.05)),
+                loss_scale=None,
+                skipped=False,
+                step_s=seconds,
+                tokens_per_s=256 / seconds,
+            )
+        )
+    path.mkdir(parents=True)
+    lines = [json.dumps(dataclasses.asdict(row)) + "\n" for row in rows]
+    (path / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+    level = "bf16" if arm == "bf16" else arm.split()[0]
+    config = CONFIG.format(name=arm, steps=steps, out=path.as_posix(), lr=lr, level=level)
+    (path / "config.toml").write_text(config, encoding="utf-8")
+    summary = {
+        "steps": steps,
+        "tokens": 256 * steps,
+        "losses": summarize_losses(rows),
+        "tokens_per_s": median_speed(rows),
+        **changes,
+    }
+    result(arm, **summary).write(path)
+    return path
