@@ -22,6 +22,7 @@ from octavo._version import __version__
 from octavo.train.charts import FLAT, SMALL, Chart, Line, draw
 from octavo.train.curves import Curves, gap_percent
 from octavo.train.metrics import RunResult, read_metrics
+from octavo.train.outputs import LAYERS_FILE
 from octavo.train.plots import write_loss_png
 from octavo.train.verdict import BAND_PERCENT, Verdict, arm_name, verdict
 
@@ -33,8 +34,6 @@ CHIPS = {
     "below": f"more than {BAND_PERCENT:g} % lower",
     "none": "no verdict",
 }
-LAYERS_FILE = "layers.json"
-"""Written by an FP8 run: the rows of `octavo.report`. A BF16 run has none."""
 NOT_COMPARED = ("run.name", "run.out")
 """Settings that differ between any two runs and say nothing about them."""
 

@@ -1,0 +1,30 @@
+"""Level 5: the trainer behind `octavo train` and `octavo demo`.
+
+From Python:
+
+    config = load_config("configs/demo.toml", ["run.steps=50"])
+    result = run(config, out=Path("runs/demo"))
+
+`run` is the whole flow; `loop.py` tells it, and the other files are its parts: what a run is (config, outputs), what it
+reads (source, tokenizer, data), what it trains (model, checkpointing), how (optimizer, schedule, loss_scale), what it
+leaves (metrics, checkpoint), and where it went wrong (diagnose).
+"""
+
+from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
+from octavo.train.diagnose import NonFiniteError
+from octavo.train.loop import run
+from octavo.train.metrics import Losses, Progress, RunResult, StepMetrics, read_metrics
+
+__all__ = [
+    "ConfigError",
+    "Losses",
+    "NonFiniteError",
+    "Progress",
+    "RunResult",
+    "StepMetrics",
+    "TrainConfig",
+    "load_config",
+    "parse_config",
+    "read_metrics",
+    "run",
+]

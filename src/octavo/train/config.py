@@ -1,0 +1,283 @@
+"""The configuration of a run: TOML in, frozen pydantic models out.
+
+Read strictly: an unknown key, a wrong type or a value out of range is one `ConfigError` that names the key as it is
+written on the command line (`optim.lr`) and the nearest right one. Nothing is coerced: `steps = "12"` is an error,
+not 12. What takes the real model or data to know (an unknown model type, a context longer than the data) is checked
+where these are made, with the same error.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
+
+from octavo.numerics import Precision
+from octavo.numerics.names import nearest
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class ConfigError(ValueError):
+    """A mistake in a configuration, or in the data or model it names."""
+
+
+class Section(BaseModel):
+    """Base of all sections: strict, frozen, no unknown keys."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class Run(Section):
+    """`[run]`: how long, where to, on what."""
+
+    name: Annotated[str, Field(min_length=1)] = "run"
+    """Name shown in reports."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the initial weights and of the order of the data."""
+    steps: Count
+    """Optimizer steps of the whole run. The one setting of training that may differ on resume."""
+    out: str | None = None
+    """Output folder; `runs/<name>` where it is not given."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"auto" takes CUDA where there is a usable device."""
+    log_every: Count = 1
+    """Steps between two TensorBoard points (`metrics.jsonl` has every step)."""
+    save_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between two checkpoints; 0 saves at the end only. The end of a run, and SIGTERM, always save."""
+    keep: Count = 2
+    """Newest checkpoints kept."""
+
+
+class Model(Section):
+    """`[model]`: a causal language model of `transformers`: from a local folder, or by type and config."""
+
+    path: str | None = None
+    """Folder of a local checkpoint (`save_pretrained`). Its tokenizer is used where it has one."""
+    type: str | None = None
+    """`model_type` of `transformers`, as "llama"."""
+    config: dict[str, Any] = {}
+    """Fields of that type's config, as `hidden_size = 256`; `vocab_size` is the tokenizer's where not given."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "Model":
+        if (self.path is None) == (self.type is None):
+            raise ValueError('give either model.path (a local checkpoint) or model.type, as "llama"')
+        if self.path is not None and self.config:
+            raise ValueError("model.config is for model.type; the checkpoint at model.path has its own config")
+        return self
+
+
+class Data(Section):
+    """`[data]`: text in, windows of tokens out."""
+
+    source: Annotated[str, Field(min_length=1)]
+    """"python-stdlib"; a glob of .txt, .jsonl or .parquet files; or a dataset: a name, "name:subset", or a folder."""
+    split: str = "train"
+    """Split of a dataset; files are all one split."""
+    text_field: str = "text"
+    """Column that holds the text, in .jsonl, .parquet and datasets."""
+    sequence_length: Count
+    """Target tokens of one sequence."""
+    vocab_size: Annotated[int, Field(ge=257)] = 4096
+    """Size of the byte-level BPE trained on the data (256 bytes, one end-of-text, the rest merges)."""
+    tokenizer: str | None = None
+    """Folder of a `transformers` tokenizer to use, instead of the model's own or a trained one."""
+    shuffle: bool = True
+    """Permute the windows anew in each epoch; False takes them in order."""
+    cache: str = "~/.cache/octavo"
+    """Folder of tokenized data and trained tokenizers; safe to delete."""
+
+
+class Optim(Section):
+    """`[optim]`: AdamW, its schedule and the batch."""
+
+    lr: Annotated[float, Field(gt=0)]
+    """Peak learning rate."""
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)] = (
+        0.9,
+        0.95,
+    )
+    """Decay of the first and the second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled decay; not applied to parameters of fewer than two dimensions (norms, biases)."""
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global L2 norm of the gradient; 0 does not clip."""
+    batch: Count = 8
+    """Sequences of one optimizer step."""
+    micro_batches: Count = 1
+    """Parts the batch is cut into; gradients are accumulated over them."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warmup: cosine decay; warmup-stable-decay (linear decay at the end); or constant."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear warmup."""
+    decay: Share = 0.2
+    """Share of all steps that the decay of "wsd" takes, at the end."""
+    min_lr_ratio: Share = 0.1
+    """Learning rate at the end, as a share of `lr` (cosine and wsd)."""
+
+    @model_validator(mode="after")
+    def _whole_micro_batches(self) -> "Optim":
+        if self.batch % self.micro_batches:
+            divisors = [n for n in range(1, self.batch + 1) if self.batch % n == 0]
+            raise ValueError(
+                f"optim.batch = {self.batch} cannot be cut into {self.micro_batches} equal micro-batches: "
+                f"set optim.micro_batches to one of {divisors}"
+            )
+        return self
+
+
+class PrecisionConfig(Section):
+    """`[precision]`: what is computed and kept in how many bits."""
+
+    level: str = "bf16"
+    """Level of `octavo.Precision.level`: "bf16", or "O1" for FP8 matrix products."""
+    recipe: str = "rowwise"
+    """Recipe of the FP8 products, a name in `octavo.RECIPES`; not used by "bf16"."""
+    skip: Annotated[tuple[str, ...], Strict(False)] = ()
+    """Patterns of module names that stay unconverted, as "*lm_head*"."""
+    parameters: Literal["bf16", "fp32", "fp16"] = "bf16"
+    """Type of the model's parameters. With fp32 the forward runs under bf16 autocast."""
+    master: bool = True
+    """Keep fp32 master copies of 16-bit parameters in the optimizer; fp32 parameters are their own master."""
+    loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
+    """"dynamic", a fixed number, or "none". fp16 gradients underflow without one."""
+    checkpointing: Literal["none", "full", "selective"] = "none"
+    """Activation checkpointing of each block: recompute all of it, or all but its matrix products and attention."""
+
+    @model_validator(mode="after")
+    def _known_precision(self) -> "PrecisionConfig":
+        Precision.level(self.level, recipe=self.recipe, skip=self.skip)
+        if self.parameters == "fp16" and not self.master:
+            raise ValueError(
+                "precision.master = false with fp16 parameters: AdamW's second moment underflows in fp16; "
+                "set precision.master = true"
+            )
+        return self
+
+
+class TrainConfig(Section):
+    """A whole run. Made by `load_config`, or `TrainConfig.model_validate` of a dictionary of sections."""
+
+    run: Run
+    model: Model
+    data: Data
+    optim: Optim
+    precision: PrecisionConfig = PrecisionConfig()
+
+    @property
+    def arm(self) -> str:
+        """Short label of the precision: "bf16", or level and recipe as "O1 rowwise"."""
+        level = self.precision.level
+        return level if level == "bf16" else f"{level} {self.precision.recipe}"
+
+    def to_toml(self) -> str:
+        """The effective configuration as TOML that `load_config` reads back equal; unset keys are left out."""
+        lines = []
+        for name, section in self.model_dump(exclude_none=True).items():
+            lines.append(f"[{name}]")
+            lines += [f"{key} = {_toml(value)}" for key, value in section.items()]
+            lines.append("")
+        return "\n".join(lines)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Reads a TOML file and applies overrides of the form `section.key=value`.
+
+    A value is parsed as TOML (`optim.lr=3e-4`, `run.name="a b"`); one that is not TOML is taken as a string, so that
+    `precision.recipe=rowwise` needs no quotes. Raises ConfigError for every mistake.
+    """
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no such config file: {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a TOML file: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _apply(tables, override)
+    return parse_config(tables)
+
+
+def parse_config(tables: Mapping[str, Any]) -> TrainConfig:
+    """Checks a dictionary of sections. Raises ConfigError naming the first wrong key."""
+    try:
+        return TrainConfig.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def _apply(tables: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    *parents, last = key.strip().split(".")
+    if not (separator and parents and last and all(parents)):
+        raise ConfigError(f'override "{override}": write section.key=value, as optim.lr=3e-4')
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = tables
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f'override "{override}": {parent} is a value, not a table')
+    table[last] = value
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    model: Any = TrainConfig
+    key: list[str] = []
+    for part in first["loc"]:
+        if isinstance(part, int) or not (isinstance(model, type) and issubclass(model, Section)):
+            break
+        fields: list[str] = list(model.model_fields)
+        key.append(str(part))
+        if part not in fields:
+            kind = "section" if len(key) == 1 else "key"
+            known = f"; known here: {', '.join(fields)}"
+            return f"unknown {kind} {'.'.join(key)}{nearest(str(part), fields) or known}"
+        model = model.model_fields[str(part)].annotation
+    name = ".".join(key)
+    if first["type"] == "missing":
+        return f"missing {'section' if len(key) == 1 else 'key'} {name}"
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    given = f", got {first['input']!r}"
+    choices = _choices(model)
+    if choices and isinstance(first["input"], str):
+        number = ", or a number" if get_origin(model) in (Union, UnionType) else ""
+        return f"{name}: should be {_listed(choices)}{number}{given}{nearest(first['input'], choices)}"
+    message = first["msg"].removeprefix("Input ")
+    return f"{name}: {message}{given}"
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The strings a Literal (or a union with one) allows."""
+    values = [value for value in get_args(annotation) if isinstance(value, str)]
+    for part in get_args(annotation):
+        values += _choices(part) if get_args(part) else []
+    return values
+
+
+def _listed(choices: list[str]) -> str:
+    return " | ".join(f'"{choice}"' for choice in choices)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    return repr(value)

@@ -1,0 +1,109 @@
+"""Where a NaN or an infinity began: the failing batch once more, with a hook on every module.
+
+Costs nothing until it is needed. The first value that is not finite, in the order of execution, is the origin:
+modules finish their forward before the ones that contain them, and backward reaches the faulty product before what
+lies upstream of it, so all later findings are only its consequences.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class NonFiniteError(RuntimeError):
+    """A run stopped on a loss or gradient that is NaN or infinite.
+
+    Attributes:
+        step: The step that failed, 1, 2, …; the parameters are those after the one before.
+        origin: Where it began, as "output of model.layers.2.mlp.down_proj".
+    """
+
+    def __init__(self, message: str, *, step: int, origin: str) -> None:
+        super().__init__(message)
+        self.step = step
+        self.origin = origin
+
+
+def non_finite_parameter(model: nn.Module) -> str | None:
+    """Name of the first parameter that holds a NaN or an infinity; None where all are finite."""
+    return next((name for name, param in model.named_parameters() if not _finite(param)), None)
+
+
+def find_origin(model: nn.Module, forward_backward: Callable[[], Any]) -> str | None:
+    """Runs `forward_backward` and names the first value that is not finite; None where all are finite.
+
+    It is the "output of", "gradient of the input of" or "gradient of the output of" a module, or the "gradient of" a
+    parameter. Leaves gradients behind.
+    """
+    watch = _Watch()
+    for name, module in model.named_modules():
+        watch.module(name or type(model).__name__, module)
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            watch.parameter(name, param)
+    try:
+        forward_backward()
+    finally:
+        for handle in watch.handles:
+            handle.remove()
+    return watch.origin
+
+
+class _Watch:
+    """Hooks that remember the first value that is not finite."""
+
+    def __init__(self) -> None:
+        self.origin: str | None = None
+        self.handles: list[Any] = []
+
+    def module(self, fqn: str, module: nn.Module) -> None:
+        def view(value: Any) -> Any:
+            # A view for this module alone, so that the gradient it gives back is told from what its neighbours give.
+            if not (isinstance(value, Tensor) and value.requires_grad):
+                return value
+            own = value.view_as(value)
+            self._watch_gradient(own, f"gradient of the input of {fqn}")
+            return own
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            return tuple(view(value) for value in args), {name: view(value) for name, value in kwargs.items()}
+
+        def after(_: nn.Module, __: Any, outputs: Any) -> None:
+            for tensor in _tensors(outputs):
+                self._check(tensor, f"output of {fqn}")
+                self._watch_gradient(tensor, f"gradient of the output of {fqn}")
+
+        self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(after))
+
+    def parameter(self, name: str, param: nn.Parameter) -> None:
+        def after_backward(param: Tensor) -> None:
+            assert param.grad is not None
+            self._check(param.grad, f"gradient of {name}")
+
+        self.handles.append(param.register_post_accumulate_grad_hook(after_backward))
+
+    def _watch_gradient(self, tensor: Tensor, what: str) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: self._check(grad, what))
+
+    def _check(self, tensor: Tensor, what: str) -> None:
+        if self.origin is None and not _finite(tensor):
+            self.origin = what
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor.detach()).all())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in a module's output: itself, or inside tuples, lists and mappings (as transformers' outputs)."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []

@@ -1,0 +1,234 @@
+"""What a run leaves behind in numbers: one line per step in `metrics.jsonl`, one summary in `run.json`.
+
+`metrics.jsonl` is the record of truth: a line is written and flushed when its step ends, so a killed run loses
+nothing, and the summary of a resumed run is computed from the whole file, not from what one process happened to
+see. On resume the file is cut back to the step of the checkpoint, so each step appears once. JSON has no Infinity
+and no NaN: a value that was not finite is written as null. TensorBoard gets the same numbers.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from octavo.train.config import TrainConfig
+
+METRICS_FILE = "metrics.jsonl"
+RESULT_FILE = "run.json"
+TENSORBOARD_DIR = "tensorboard"
+WARMUP_STEPS = 5
+"""Steps left out of the median speed: allocation, caches and clocks settle in them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One line of `metrics.jsonl`."""
+
+    step: int
+    """Steps finished, this one included: 1, 2, …"""
+    tokens: int
+    """Target tokens trained on since the start of the run, this step included."""
+    loss: float | None
+    """Mean cross-entropy of the step's batch in nats per token; None where it was not finite (the step was skipped)."""
+    lr: float
+    """Learning rate the step used."""
+    grad_norm: float | None
+    """Global L2 norm of the gradient before clipping; None where it was not finite (the step was skipped)."""
+    loss_scale: float | None
+    """Factor the loss was multiplied by for backward; None without loss scaling."""
+    skipped: bool
+    """True where the gradient overflowed and the optimizer did not step."""
+    step_s: float
+    """Seconds the step took: batch, forward, backward, optimizer."""
+    tokens_per_s: float
+    """Target tokens per second of this step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """The loss curve in three numbers (nats per token)."""
+
+    first: float
+    """Loss of the first step."""
+    final: float
+    """Loss of the last step."""
+    tail_mean: float
+    """Mean over the last 10 % of the steps (at least one)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """The summary of a run, written to `run.json` in its output folder."""
+
+    name: str
+    arm: str
+    """What was compared: "bf16", or the precision level and its recipe, as "O1 rowwise"."""
+    device: str
+    """Name of the device, as "cpu" or "NVIDIA H200"."""
+    steps: int
+    """Steps finished."""
+    tokens: int
+    """Target tokens trained on."""
+    parameters: int
+    """Number of model parameters, tied ones counted once."""
+    losses: Losses | None
+    """None where no step with a finite loss finished."""
+    tokens_per_s: float | None
+    """Median over the steps, the first five left out where there are more; None before the first step."""
+    kept_bytes_per_token: float | None
+    """Bytes kept for backward per token of a micro-batch, parameters and buffers excluded."""
+    skipped_steps: int
+    """Steps skipped for an overflow under loss scaling."""
+    wall_s: float
+    """Seconds spent in steps, over all parts of a resumed run."""
+    versions: dict[str, str]
+    """Versions of octavo, torch, transformers and python."""
+    converted: str
+    """What `octavo.convert` reported, in one line; empty for a bf16 run."""
+    stopped: str
+    """"done", "sigterm" (stopped by SIGTERM or SIGINT, resumable) or "non-finite"."""
+
+    def write(self, out: Path) -> None:
+        """Writes `run.json` into the output folder `out`, replacing the earlier one atomically."""
+        temporary = out / (RESULT_FILE + ".tmp")
+        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+        temporary.replace(out / RESULT_FILE)
+
+    @classmethod
+    def read(cls, out: Path) -> "RunResult":
+        """Reads `run.json` from the output folder `out`. Raises ValueError where there is none, or it is not one."""
+        path = out / RESULT_FILE
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            losses = fields.pop("losses")
+            return cls(losses=None if losses is None else Losses(**losses), **fields)
+        except FileNotFoundError:
+            raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished") from None
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is not the summary of a run: {error}") from None
+
+
+class Progress(Protocol):
+    """What a run tells whoever watches it; the CLI draws a progress bar with it."""
+
+    def stage(self, text: str) -> None:
+        """A preparation has begun, as "training the tokenizer"."""
+
+    def start(self, config: "TrainConfig", first_step: int) -> None:
+        """Training begins; `first_step` steps were finished before (0 unless resumed)."""
+
+    def step(self, row: StepMetrics) -> None:
+        """A step has finished (or was skipped)."""
+
+    def note(self, text: str) -> None:
+        """Something a person should read, as a skipped step."""
+
+    def finish(self, result: RunResult) -> None:
+        """The run has ended and `run.json` is written."""
+
+
+class Silent:
+    """A `Progress` that shows nothing."""
+
+    def stage(self, text: str) -> None:
+        """Nothing."""
+
+    def start(self, config: "TrainConfig", first_step: int) -> None:
+        """Nothing."""
+
+    def step(self, row: StepMetrics) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def finish(self, result: RunResult) -> None:
+        """Nothing."""
+
+
+def read_metrics(out: Path) -> list[StepMetrics]:
+    """Reads the steps in the output folder `out`, in order; [] where there are none yet.
+
+    A last line without its newline is one that a killed process did not finish, and is left out. Any other line that is
+    not a step raises ValueError with its number.
+    """
+    path = out / METRICS_FILE
+    if not path.exists():
+        return []
+    rows = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            rows.append(StepMetrics(**json.loads(line)))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ValueError(f"{path}, line {number} is not a step of a run: {error}") from None
+    return rows
+
+
+def finite(value: float) -> float | None:
+    """`value`, or None where it is NaN or infinite."""
+    return value if math.isfinite(value) else None
+
+
+def summarize_losses(rows: Iterable[StepMetrics]) -> Losses | None:
+    """First, final and mean of the last 10 % of the finite losses in `rows`; None where there is none."""
+    losses = [row.loss for row in rows if row.loss is not None]
+    if not losses:
+        return None
+    tail = losses[-max(1, len(losses) // 10) :]
+    return Losses(first=losses[0], final=losses[-1], tail_mean=statistics.fmean(tail))
+
+
+def median_speed(rows: list[StepMetrics]) -> float | None:
+    """Median tokens per second of `rows`, the first five left out where there are more; None for no rows."""
+    measured = rows[WARMUP_STEPS:] or rows
+    return statistics.median(row.tokens_per_s for row in measured) if measured else None
+
+
+class MetricsWriter:
+    """Appends steps to `metrics.jsonl` and TensorBoard; a context manager.
+
+    `after_step`: steps the run had finished when this process took over. Later lines of an earlier process are dropped,
+    in TensorBoard too. `log_every`: steps between two TensorBoard points.
+    """
+
+    def __init__(self, out: Path, *, after_step: int, log_every: int) -> None:
+        self.rows = [row for row in read_metrics(out) if row.step <= after_step]
+        self._log_every = log_every
+        path = out / METRICS_FILE
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(_line(row) for row in self.rows), encoding="utf-8")
+        temporary.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+        from torch.utils.tensorboard import SummaryWriter  # half a second, and only a run that trains needs it
+
+        self._board: Any = SummaryWriter(str(out / TENSORBOARD_DIR), purge_step=after_step + 1)
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._board.close()
+
+    def write(self, row: StepMetrics) -> None:
+        """Appends one step and flushes it."""
+        self.rows.append(row)
+        self._file.write(_line(row))
+        self._file.flush()
+        if row.step % self._log_every == 0:
+            for name in ("loss", "lr", "grad_norm", "loss_scale", "tokens_per_s"):
+                value = getattr(row, name)
+                if value is not None:
+                    self._board.add_scalar(f"train/{name}", value, row.step)
+
+
+def _line(row: StepMetrics) -> str:
+    return json.dumps(dataclasses.asdict(row), allow_nan=False) + "\n"

@@ -1,0 +1,148 @@
+"""The model: any causal language model of `transformers`, from a config or a local checkpoint.
+
+`transformers` keeps unknown config fields without a word; here a field the type does not have is an error with the
+nearest one it has. Initial weights are drawn on the CPU in the parameters' own type, so a seed means the same
+weights on any device.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.numerics.names import nearest
+from octavo.train.config import ConfigError, Model, TrainConfig
+from octavo.train.tokenizer import TextTokenizer
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for "auto" (CUDA where there is one), "cpu" or "cuda". Raises ConfigError for absent CUDA."""
+    usable = torch.cuda.is_available()
+    if name == "cuda" and not usable:
+        raise ConfigError('run.device = "cuda", but torch finds no usable CUDA device: take "auto" or "cpu"')
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and usable) else "cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """What a report calls the device, as "cpu" or "NVIDIA H200"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def check_model(model: Model) -> None:
+    """Raises ConfigError for a folder without a model and for a type or field `transformers` does not know.
+
+    Quick, so that such a mistake shows before the data is prepared.
+    """
+    if model.path is not None:
+        folder = Path(model.path).expanduser()
+        if not (folder / "config.json").exists():
+            raise ConfigError(f"model.path = {folder} holds no transformers checkpoint: it has no config.json")
+        return
+    known = _config_fields(str(model.type))
+    unknown = [field for field in model.config if field not in known]
+    if unknown:
+        hint = nearest(unknown[0], known) or f"; it has {', '.join(sorted(known))}"
+        raise ConfigError(f"model.config.{unknown[0]}: {model.type} has no such field{hint}")
+
+
+def build_model(config: TrainConfig, tokenizer: TextTokenizer) -> nn.Module:
+    """Makes the model of a run on the CPU, in training mode, with parameters of the type the run asks for.
+
+    Raises ConfigError as `check_model` does, for a config or weights `transformers` refuses, and for a vocabulary or
+    context too small for the data.
+    """
+    check_model(config.model)
+    dtype = DTYPES[config.precision.parameters]
+    if config.model.path is not None:
+        model = _from_folder(Path(config.model.path).expanduser(), dtype)
+    else:
+        model = _from_type(config, tokenizer, dtype)
+    _check_fit(model, config, tokenizer)
+    return model.train()
+
+
+def _from_folder(folder: Path, dtype: torch.dtype) -> Any:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"model.path = {folder}: the model cannot be loaded: {error}") from None
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):  # transformers would go on with random weights there
+        raise ConfigError(f"model.path = {folder}: the checkpoint lacks {missing[0]} ({len(missing)} weights in all)")
+    return model
+
+
+def _from_type(config: TrainConfig, tokenizer: TextTokenizer, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model_type = str(config.model.type)
+    end = tokenizer.end_id
+    from_tokenizer = {"vocab_size": tokenizer.size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    known = _config_fields(model_type)
+    fields = {field: value for field, value in from_tokenizer.items() if field in known} | config.model.config
+    model_config = _make_config(model_type, fields)
+    torch.manual_seed(config.run.seed)
+    try:
+        return AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+    except (ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
+        raise ConfigError(f"model.config: {model_type} cannot be built from it: {error}") from None
+
+
+def _config_fields(model_type: str) -> set[str]:
+    """Names a config of `model_type` takes: arguments, aliases, and what it serializes."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        kind = "causal language model" if model_type in CONFIG_MAPPING else "model type"
+        hint = nearest(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        raise ConfigError(f'model.type = "{model_type}" is not a {kind} of the installed transformers{hint}')
+    config_class = CONFIG_MAPPING[model_type]
+    fields = {name for name in inspect.signature(config_class).parameters if name not in ("self", "kwargs")}
+    fields |= set(config_class.attribute_map)
+    fields |= {field for field in _defaults(config_class) if not field.startswith("_") and field != "model_type"}
+    if "rope_parameters" in fields:
+        fields |= {"rope_theta", "rope_scaling"}  # the older spelling, still read
+    return fields
+
+
+def _defaults(config_class: Any) -> dict[str, Any]:
+    try:
+        return dict(config_class().to_dict())
+    except Exception:  # a few composite configs cannot be made without arguments; each fails in its own way
+        return {}
+
+
+def _make_config(model_type: str, fields: dict[str, Any]) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(model_type, **fields)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.config: {model_type} refuses it: {reason}") from None
+
+
+def _check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if rows < tokenizer.size:
+        raise ConfigError(
+            f"the model's vocabulary of {rows} is smaller than the tokenizer's {tokenizer.size}: "
+            f"set model.config.vocab_size = {tokenizer.size}, or leave it out"
+        )
+    context = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(context, int) and context < config.data.sequence_length:
+        raise ConfigError(
+            f"data.sequence_length = {config.data.sequence_length} is longer than the model's context of {context}: "
+            f"shorten it, or raise model.config.max_position_embeddings"
+        )

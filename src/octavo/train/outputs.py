@@ -1,0 +1,70 @@
+"""The output folder of a run: whose it is, before anything is written into it.
+
+    config.toml  layers.json  metrics.jsonl  run.json  tokenizer.json  checkpoints/  tensorboard/
+
+A folder that holds a run is only ever continued, by that run and on request. Other files in it are left alone.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from octavo.train.checkpoint import FOLDER, check_same_run, latest_checkpoint, read_trainer_state
+from octavo.train.config import ConfigError, TrainConfig
+from octavo.train.metrics import METRICS_FILE, RESULT_FILE
+
+CONFIG_FILE = "config.toml"
+LAYERS_FILE = "layers.json"
+"""Written by an FP8 run: the rows of `octavo.report`. A BF16 run has none."""
+TRACES = (METRICS_FILE, RESULT_FILE, FOLDER, CONFIG_FILE)
+"""A folder with one of these holds a run."""
+
+
+class Claim(NamedTuple):
+    """Where a run starts: the checkpoint to resume from, if any, and the settings changed since."""
+
+    checkpoint: Path | None = None
+    tuned: tuple[str, ...] = ()
+
+
+def claim_folder(out: Path, config: TrainConfig, *, resume: bool) -> Claim:
+    """Makes sure `config` may be run into `out` (made where missing) and says where it starts.
+
+    Raises ConfigError where `out` cannot be written, holds a run and `resume` is not asked for, or holds another run.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"the output folder {out} cannot be written: {error.strerror}") from None
+    traces = [name for name in TRACES if (out / name).exists()]
+    if not resume:
+        if traces:
+            raise ConfigError(
+                f"{out} already holds a run ({traces[0]}): resume it (--resume), or choose another folder (--out)"
+            )
+        return Claim()
+    checkpoint = latest_checkpoint(out)
+    if checkpoint is None:
+        if traces and not (out / CONFIG_FILE).exists():
+            raise ConfigError(
+                f"{out} holds {traces[0]} but no checkpoint and no {CONFIG_FILE}, so whose it is cannot be told: "
+                "choose another folder (--out)"
+            )
+        if traces:
+            check_same_run(_read_config(out / CONFIG_FILE), config, out)
+        return Claim()
+    state = read_trainer_state(checkpoint)
+    tuned = check_same_run(state["config"], config, out)
+    if config.run.steps < state["step"]:
+        raise ConfigError(f"run.steps = {config.run.steps}, but {checkpoint} is already at step {state['step']}")
+    return Claim(checkpoint, tuple(tuned))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None

@@ -1,0 +1,100 @@
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import GPT2, LLAMA, MakeConfig
+from torch import nn
+
+from octavo.train.checkpointing import Checkpointing, find_blocks
+from octavo.train.config import ConfigError
+from octavo.train.data import load_corpus
+from octavo.train.loop import Trainer
+from octavo.train.metrics import Silent
+
+
+def make_trainer(make_config: MakeConfig, mode: str, **precision: Any) -> Trainer:
+    model = precision.pop("model", {"type": "llama", "config": LLAMA})
+    config = make_config(model=model, precision={"checkpointing": mode} | precision)
+    return Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+
+
+def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    trainer.model.zero_grad()
+    torch.manual_seed(0)
+    trainer._loss(*trainer._batch(0)).backward()
+    return {name: param.grad for name, param in trainer.model.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {},
+        {"parameters": "fp32"},
+        {"parameters": "fp16"},
+        {"level": "O1"},
+        {"level": "O1", "recipe": "tensorwise", "parameters": "fp32"},
+        {"level": "O1", "recipe": "rowwise_hp_wgrad"},
+        {"model": GPT2},  # dropout: the recomputation has to draw the same
+        {"model": GPT2, "level": "O1"},
+    ],
+)
+def test_gradients_are_bitwise_those_without(mode: str, precision: dict[str, Any], make_config: MakeConfig) -> None:
+    plain = gradients(make_trainer(make_config, "none", **precision))
+    recomputed = gradients(make_trainer(make_config, mode, **precision))
+    assert plain.keys() == recomputed.keys()
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+@pytest.mark.parametrize("level", ["bf16", "O1"])
+def test_less_is_kept(level: str, make_config: MakeConfig) -> None:
+    kept = {
+        mode: make_trainer(make_config, mode, level=level)._kept_bytes_per_token()
+        for mode in ("none", "full", "selective")
+    }
+    # The head's logits and their softmax are kept in every mode.
+    head = 300 * 4
+    assert kept["full"] - head < 0.25 * (kept["none"] - head)
+    assert kept["full"] < kept["selective"] < kept["none"]
+
+
+def test_selective_recomputes_no_matrix_product(make_config: MakeConfig) -> None:
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.products = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.products += func in (torch.ops.aten.mm.default, torch.ops.octavo.scaled_mm.default)
+            return func(*args, **(kwargs or {}))
+
+    counts = {}
+    for mode in ("none", "full", "selective"):
+        for level in ("bf16", "O1"):
+            trainer = make_trainer(make_config, mode, level=level)
+            with Count() as count:
+                gradients(trainer)
+            counts[mode, level] = count.products
+    for level in ("bf16", "O1"):
+        assert counts["selective", level] == counts["none", level] > 0
+        assert counts["full", level] > counts["none", level]
+
+
+def test_modules_and_state_dict_stay_as_they_are(make_config: MakeConfig) -> None:
+    plain, wrapped = (make_trainer(make_config, mode).model for mode in ("none", "full"))
+    assert [name for name, _ in plain.named_modules()] == [name for name, _ in wrapped.named_modules()]
+    assert plain.state_dict().keys() == wrapped.state_dict().keys()
+
+
+def test_find_blocks() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.few = nn.ModuleList(nn.ReLU() for _ in range(2))
+            self.mixed = nn.ModuleList([nn.ReLU(), nn.GELU(), nn.ReLU(), nn.GELU()])
+            self.blocks = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
+
+    model = Model()
+    assert find_blocks(model) == list(model.blocks)
+    with pytest.raises(ConfigError, match="Linear has no list of equal blocks"):
+        Checkpointing(nn.Linear(1, 1), "full")

@@ -1,0 +1,156 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import LLAMA, MakeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from octavo.train import checkpoint
+from octavo.train.checkpoint import check_same_run, latest_checkpoint, load_checkpoint, read_trainer_state
+from octavo.train.config import ConfigError
+from octavo.train.data import load_corpus
+from octavo.train.loop import Trainer
+from octavo.train.metrics import Silent
+
+
+def make_trainer(make_config: MakeConfig, **sections: dict[str, Any]) -> Trainer:
+    config = make_config(**sections)
+    return Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+
+
+def state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    flat = {f"model.{name}": tensor for name, tensor in trainer.model.state_dict().items()}
+    optimizer = trainer.optimizer.state_dict()
+    flat |= {f"master.{name}": tensor for name, tensor in optimizer["masters"].items()}
+    for index, moments in optimizer["adamw"]["state"].items():
+        flat |= {f"moment.{index}.{name}": tensor for name, tensor in moments.items()}
+    return flat
+
+
+CASES: list[dict[str, dict[str, Any]]] = [
+    {},
+    {"precision": {"parameters": "fp32"}},
+    {"precision": {"parameters": "fp16", "loss_scale": "dynamic"}},
+    {"precision": {"master": False}},
+    {"precision": {"level": "O1"}},
+    {"model": {"type": "llama", "config": LLAMA | {"tie_word_embeddings": True}}},
+    {"model": {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}}},
+]
+
+
+@pytest.mark.parametrize("sections", CASES)
+def test_round_trip_restores_everything(
+    sections: dict[str, dict[str, Any]], make_config: MakeConfig, tmp_path: Path
+) -> None:
+    trainer = make_trainer(make_config, **sections)
+    trainer.train_step()
+    trainer.save(tmp_path)
+    other = make_trainer(make_config, **sections, run={"seed": 77})
+    folder = latest_checkpoint(tmp_path)
+    assert folder is not None
+    assert folder.name == "step-000001"
+    load_checkpoint(folder, other.model, other.optimizer, other.loss_scale)
+    saved, restored = state(trainer), state(other)
+    assert saved.keys() == restored.keys()
+    assert all(torch.equal(saved[name], restored[name]) for name in saved)
+    assert other.loss_scale.state_dict() == trainer.loss_scale.state_dict()
+    assert trainer.optimizer.state_dict()["adamw"]["state"][0]["step"] == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_is_a_transformers_checkpoint(tied: bool, make_config: MakeConfig, tmp_path: Path) -> None:
+    model = {"type": "llama", "config": LLAMA | {"tie_word_embeddings": tied}}
+    trainer = make_trainer(make_config, model=model, precision={"level": "O1"})
+    trainer.train_step()
+    trainer.save(tmp_path)
+    folder = latest_checkpoint(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    weights = trainer.model.state_dict()
+    assert loaded.state_dict().keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.state_dict().items())
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.decode(tokenizer("the leaf folds")["input_ids"]) == "the leaf folds"
+    config = make_config(model={"path": str(folder)})
+    again = Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+    assert torch.equal(again.model.lm_head.weight, trainer.model.lm_head.weight)
+
+
+def test_only_the_newest_are_kept(make_config: MakeConfig, tmp_path: Path) -> None:
+    trainer = make_trainer(make_config, run={"keep": 2})
+    for step in (8, 9, 10, 11):
+        trainer.step = step
+        trainer.save(tmp_path)
+    (tmp_path / "checkpoints" / "step-notes").mkdir()
+    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-0*"))
+    assert names == ["step-000010", "step-000011"]
+    trainer.step = 1_000_000
+    trainer.save(tmp_path)
+    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-1000000"
+
+
+def test_a_save_that_dies_leaves_the_previous_checkpoint(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(make_config)
+    trainer.step = 1
+    trainer.save(tmp_path)
+    trainer.step = 2
+    for name in ("_save_model", "_sync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, name, lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                trainer.save(tmp_path)
+        newest = latest_checkpoint(tmp_path)
+        assert newest is not None
+        assert newest.name == "step-000001"
+    trainer.save(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_another_model_is_named_by_its_first_difference(make_config: MakeConfig, tmp_path: Path) -> None:
+    saved = make_config().model_dump(mode="json", exclude_none=True)
+    cases = [
+        ({"model": {"type": "llama", "config": LLAMA | {"hidden_size": 64}}}, "model.config.hidden_size = 32, here 64"),
+        ({"model": {"type": "gpt2", "config": {}}}, 'model.type = "llama", here "gpt2"'),
+        ({"model": {"type": "llama", "config": {}}}, "model.config.hidden_size = 32, here unset"),
+        ({"optim": {"batch": 8}}, "optim.batch = 4, here 8"),
+        ({"run": {"seed": 4}}, "run.seed = 3, here 4"),
+        ({"precision": {"level": "O1"}}, 'precision.level = "bf16", here "O1"'),
+        ({"data": {"sequence_length": 8}, "optim": {"batch": 8}}, "data.sequence_length = 16, here 8"),
+    ]
+    for sections, message in cases:
+        with pytest.raises(ConfigError) as caught:
+            check_same_run(saved, make_config(**sections), tmp_path)
+        assert f"holds another run: there {message}. Set" in str(caught.value)
+    free = {"name": "b", "out": "x", "device": "auto", "log_every": 5, "save_every": 1, "keep": 9}
+    assert check_same_run(saved, make_config(run=free, data={"cache": "elsewhere"}), tmp_path) == []
+    tuned = make_config(run={"steps": 100}, optim={"lr": 0.5, "clip": 0.0}, precision={"skip": ["*head"]})
+    assert check_same_run(saved, tuned, tmp_path) == [
+        "resumed with run.steps = 100 (was 6)",
+        "resumed with optim.lr = 0.5 (was 0.01)",
+        "resumed with optim.clip = 0.0 (was 1.0)",
+        'resumed with precision.skip = ["*head"] (was [])',
+    ]
+
+
+def test_damaged_checkpoints_are_named(make_config: MakeConfig, tmp_path: Path) -> None:
+    trainer = make_trainer(make_config)
+    trainer.save(tmp_path)
+    folder = latest_checkpoint(tmp_path)
+    assert folder is not None
+    assert set(read_trainer_state(folder)) == {"step", "loss_scale", "data", "config"}
+    wider = make_trainer(make_config, model={"type": "llama", "config": LLAMA | {"intermediate_size": 96}})
+    with pytest.raises(ConfigError, match="does not fit this model, or is damaged"):
+        load_checkpoint(folder, wider.model, wider.optimizer, wider.loss_scale)
+    for name in ("optimizer.pt", "model.safetensors"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:-50])
+        with pytest.raises(ConfigError, match="is damaged"):
+            load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale)
+        (folder / name).write_bytes(content)
+    (folder / "trainer.json").write_text(json.dumps({"step": 1})[:-1])
+    with pytest.raises(ConfigError, match=r"trainer\.json cannot be read .*: remove .*step-000000"):
+        read_trainer_state(folder)

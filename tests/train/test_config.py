@@ -1,0 +1,131 @@
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_runs import MakeConfig
+
+from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
+
+TEXT = """
+[run]
+steps = 10
+[model]
+type = "llama"
+[model.config]
+hidden_size = 64
+rope_parameters = { rope_type = "default", rope_theta = 1e4 }
+[data]
+source = "a.txt"
+sequence_length = 8
+[optim]
+lr = 1e-3
+"""
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def test_defaults_and_overrides(toml: Path) -> None:
+    config = load_config(
+        toml,
+        [
+            "optim.lr=3e-4",
+            "precision.level=O1",
+            'precision.skip=["*lm_head*"]',
+            "model.config.hidden_size=128",
+            "run.name=a b",
+            "precision.loss_scale=1024.0",
+        ],
+    )
+    assert config.optim.lr == 3e-4
+    assert config.model.config["hidden_size"] == 128
+    assert config.model.config["rope_parameters"]["rope_theta"] == 1e4
+    assert config.run.name == "a b"
+    assert config.precision.skip == ("*lm_head*",)
+    assert config.precision.loss_scale == 1024.0
+    assert config.arm == "O1 rowwise"
+    assert load_config(toml).arm == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.learning_rate=1", r"unknown key optim.learning_rate; known here: lr, "),
+        ("optim.warm_up=1", r"unknown key optim.warm_up.*did you mean 'warmup'"),
+        ("optm.lr=1", r"unknown section optm.*did you mean 'optim'"),
+        ('run.steps="12"', r"run.steps: should be a valid integer, got '12'"),
+        ("run.steps=0", r"run.steps: should be greater than or equal to 1, got 0"),
+        ("run.steps=1.5", r"run.steps: .*got 1.5"),
+        ("run.steps=true", r"run.steps: .*got True"),
+        ("optim.lr=nan", r"optim.lr: .*got nan"),
+        ("optim.betas=[0.9, 1.0]", r"optim.betas: .*got 1.0"),
+        ("optim.schedule=cosin", r"optim.schedule: should be .*got 'cosin'.*did you mean 'cosine'"),
+        ("optim.micro_batches=3", r"optim.batch = 8 .* 3 equal .* one of \[1, 2, 4, 8\]"),
+        ("precision.loss_scale=dynamc", r"precision.loss_scale: .*got 'dynamc'.*did you mean 'dynamic'"),
+        ("precision.loss_scale=-1.0", r"precision.loss_scale: .*got -1.0"),
+        ("precision.level=O7", r"O7"),
+        ("precision.recipe=rowise", r"'rowise'.*did you mean 'rowwise'"),
+        ("precision.master=false", r"fp16"),
+        ("model.path=x", r"either model.path .* or model.type"),
+        ("optim", r'override "optim": write section.key=value'),
+        ("lr=1", r'override "lr=1": write section.key=value'),
+        ("run.steps.x=1", r"steps is a value, not a table"),
+    ],
+)
+def test_each_mistake_is_one_clear_line(toml: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(toml, [override, "precision.parameters=fp16"] if "master" in override else [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_keys_and_sections() -> None:
+    tables = tomllib.loads(TEXT)
+    del tables["optim"]["lr"]
+    with pytest.raises(ConfigError, match=r"missing key optim\.lr"):
+        parse_config(tables)
+    del tables["optim"]
+    with pytest.raises(ConfigError, match="missing section optim"):
+        parse_config(tables)
+    with pytest.raises(ConfigError, match=r"model\.type"):
+        parse_config(tomllib.loads(TEXT) | {"model": {}})
+
+
+def test_a_file_that_is_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such config file"):
+        load_config(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+    (tmp_path / "bad.toml").write_text("[run\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(tmp_path / "bad.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "binary.toml")
+
+
+def test_frozen(make_config: MakeConfig) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        make_config().run.steps = 3  # type: ignore[misc]
+
+
+@given(name=st.text(min_size=1).filter(lambda s: s.isprintable() or "\x7f" in s), lr=st.floats(1e-300, 1e300))
+def test_toml_round_trip(name: str, lr: float) -> None:
+    tables = tomllib.loads(TEXT)
+    tables["run"] |= {"name": name}
+    tables["optim"] |= {"lr": lr, "betas": [0.5, 0.75]}
+    tables["model"]["config"] |= {'odd "key"': [1, 2.5, True, {"deep": name}]}
+    config = parse_config(tables)
+    assert parse_config(tomllib.loads(config.to_toml())) == config
+
+
+def test_repository_configs_parse() -> None:
+    root = Path(__file__).parents[2] / "configs"
+    configs = [load_config(path) for path in root.glob("*.toml")]
+    assert configs
+    assert all(isinstance(config, TrainConfig) for config in configs)

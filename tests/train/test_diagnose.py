@@ -1,0 +1,134 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from octavo.train.checkpointing import Checkpointing
+from octavo.train.diagnose import find_origin, non_finite_parameter
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.poison = nn.Identity()
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        hidden = F.relu(self.up(self.poison(x)))
+        return x + self.down(hidden), {"hidden": hidden}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.head(x)
+
+
+class Poisoned(torch.autograd.Function):
+    """Identity forward; backward gives `gradient` back, whatever it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: float) -> Tensor:
+        ctx.gradient = gradient
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.full_like(grad, ctx.gradient), None
+
+
+class Poison(nn.Module):
+    def __init__(self, gradient: float = torch.nan) -> None:
+        super().__init__()
+        self.gradient = gradient
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Poisoned.apply(x, self.gradient)
+
+
+def origin(model: nn.Module, x: Tensor | None = None) -> str | None:
+    x = torch.ones(5, 4) if x is None else x
+    return find_origin(model, lambda: model(x).sum().backward())
+
+
+def make_model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def test_nothing_where_all_is_finite() -> None:
+    model = make_model()
+    assert origin(model) is None
+    assert non_finite_parameter(model) is None
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_the_first_output_is_named(value: float) -> None:
+    model = make_model()
+    for later in (1, 2):
+        model.blocks[later].down.register_forward_hook(lambda *_: torch.full((5, 4), value, requires_grad=True))
+    assert origin(model) == "output of blocks.1.down"
+
+
+def test_a_fault_between_modules_is_the_parents() -> None:
+    model = make_model()
+    relu = model.blocks[1].forward
+    model.blocks[1].forward = lambda x: (relu(x)[0] * torch.inf, {})  # type: ignore[method-assign]
+    assert origin(model) == "output of blocks.1"
+
+
+def test_the_module_whose_backward_fails_is_named() -> None:
+    for place, expected in (
+        (lambda model: model.blocks[1], "gradient of the input of blocks.1.poison"),
+        (lambda model: model.blocks[0], "gradient of the input of blocks.0.poison"),
+    ):
+        model = make_model()
+        place(model).poison = Poison()
+        model.blocks[2].poison = Poison(gradient=1.0)
+        assert origin(model, torch.ones(5, 4, requires_grad=True)) == expected
+
+
+def test_a_gradient_that_fails_between_modules_is_that_of_the_output_before() -> None:
+    model = make_model()
+    found = find_origin(model, lambda: Poisoned.apply(model(torch.ones(5, 4)), torch.nan).sum().backward())
+    assert found == "gradient of the output of head"
+
+
+def test_the_same_with_recomputation() -> None:
+    model = make_model()
+    model.blocks[1].poison = Poison()
+    Checkpointing(model, "full")
+    assert origin(model) == "gradient of the input of blocks.1.poison"
+
+
+def test_a_weight_gradient_that_overflows_is_named() -> None:
+    model = make_model()
+    x = torch.full((5, 4), 1e30)
+    big = find_origin(model, lambda: (model(x) * 1e30).sum().backward())
+    assert big == "gradient of head.weight"
+
+
+def test_hooks_are_gone_afterwards_even_after_an_error() -> None:
+    model = make_model()
+    with pytest.raises(ZeroDivisionError):
+        find_origin(model, lambda: 1 / 0)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+
+
+def test_a_parameter_is_named() -> None:
+    model = make_model()
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))  # buffers may hold infinities by design
+    assert non_finite_parameter(model) is None
+    with torch.no_grad():
+        model.blocks[2].up.bias[1] = torch.inf
+    assert non_finite_parameter(model) == "blocks.2.up.bias"

@@ -1,0 +1,244 @@
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import MakeConfig, Recorder, curve
+from torch import nn
+
+from octavo.train import NonFiniteError, RunResult, load_config, loss_scale, read_metrics, run
+from octavo.train.checkpoint import latest_checkpoint
+from octavo.train.config import ConfigError
+from octavo.train.data import load_corpus
+from octavo.train.loop import Trainer
+from octavo.train.metrics import Silent
+
+
+def test_a_run_learns_and_leaves_everything(make_config: MakeConfig, tmp_path: Path) -> None:
+    seen = Recorder()
+    config = make_config(run={"steps": 60, "name": "tiny"}, optim={"batch": 8})
+    result = run(config, out=tmp_path / "out", progress=seen)
+    assert result.losses is not None
+    assert 5.5 < result.losses.first < 6.0  # ln 300 = 5.7
+    assert result.losses.tail_mean < 4.0
+    assert (result.name, result.arm, result.device, result.stopped) == ("tiny", "bf16", "cpu", "done")
+    assert (result.steps, result.tokens, result.skipped_steps) == (60, 60 * 8 * 16, 0)
+    assert result.parameters == 300 * 32 * 2 + 3 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 32) + 32
+    assert set(result.versions) == {"octavo", "torch", "transformers", "python"}
+    assert result.converted == ""
+    rows = read_metrics(tmp_path / "out")
+    assert rows == seen.rows
+    assert [row.step for row in rows] == list(range(1, 61))
+    assert rows[-1].tokens == result.tokens
+    assert result.wall_s == pytest.approx(sum(row.step_s for row in rows))
+    assert result.losses.final == rows[-1].loss
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "checkpoints",
+        "config.toml",
+        "metrics.jsonl",
+        "run.json",
+        "tensorboard",
+        "tokenizer.json",
+    }
+    assert RunResult.read(tmp_path / "out") == result
+    assert load_config(tmp_path / "out" / "config.toml") == config
+
+
+def test_fp8_follows_bf16_and_keeps_less(make_config: MakeConfig, tmp_path: Path) -> None:
+    results = {}
+    for level in ("bf16", "O1"):
+        config = make_config(run={"steps": 40}, precision={"level": level})
+        seen = Recorder()
+        results[level] = run(config, out=tmp_path / level, progress=seen)
+        assert any("converted 21 of 22" in note for note in seen.notes) == (level == "O1")
+    bf16, fp8 = results["bf16"], results["O1"]
+    assert bf16.losses is not None
+    assert fp8.losses is not None
+    assert bf16.losses != fp8.losses
+    assert fp8.losses.tail_mean == pytest.approx(bf16.losses.tail_mean, rel=0.03)
+    assert fp8.arm == "O1 rowwise"
+    assert "converted 21 of 22" in fp8.converted
+    assert fp8.kept_bytes_per_token is not None
+    assert bf16.kept_bytes_per_token is not None
+    assert fp8.kept_bytes_per_token < bf16.kept_bytes_per_token
+
+
+def test_mistakes_leave_a_folder_usable(make_config: MakeConfig, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for sections in (
+        {"data": {"source": "nothing-*.txt"}},
+        {"model": {"type": "lama"}},
+        {"data": {"sequence_length": 64, "source": str(tmp_path / "a.txt")}},
+    ):
+        (tmp_path / "a.txt").write_text("short")
+        seen = Recorder()
+        with pytest.raises(ConfigError):
+            run(make_config(**sections), out=out, progress=seen)
+        assert list(out.iterdir()) == []
+        assert (seen.stages == []) == ("model" in sections)  # a wrong model shows before the data is prepared
+    assert run(make_config(), out=out).steps == 6
+
+
+@pytest.mark.parametrize("place", ["file", "file/inside"])
+def test_a_folder_that_cannot_be_written(place: str, make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="the output folder .* cannot be written"):
+        run(make_config(), out=tmp_path / place)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_micro_batches_change_rounding_only(make_config: MakeConfig, tmp_path: Path) -> None:
+    precision = {"parameters": "fp32"}
+    for parts in (1, 2, 4):
+        run(make_config(precision=precision, optim={"micro_batches": parts}), out=tmp_path / str(parts))
+    whole = read_metrics(tmp_path / "1")
+    for parts in (2, 4):
+        for row, expected in zip(read_metrics(tmp_path / str(parts)), whole, strict=True):
+            assert row.loss == pytest.approx(expected.loss, rel=1e-3)
+            assert row.grad_norm == pytest.approx(expected.grad_norm, rel=2e-2)
+            assert row.tokens == expected.tokens
+
+
+def test_a_loss_scale_of_a_power_of_two_changes_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+    for name, scale in (("none", "none"), ("fixed", 1024.0)):
+        run(make_config(precision={"loss_scale": scale}), out=tmp_path / name)
+    none, fixed = (read_metrics(tmp_path / name) for name in ("none", "fixed"))
+    assert [(row.loss, row.grad_norm) for row in none] == [(row.loss, row.grad_norm) for row in fixed]
+    assert {row.loss_scale for row in none} == {None}
+    assert {row.loss_scale for row in fixed} == {1024.0}
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, name: str, steps: set[int], factor: float) -> None:
+    """Multiplies the output of the module `name` by `factor` in the given steps (0, 1, …)."""
+    make = Trainer.__init__
+
+    def init(self: Trainer, *args: Any) -> None:
+        make(self, *args)
+
+        def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+            return output * factor if self.step in steps and torch.is_grad_enabled() else None
+
+        self.model.get_submodule(name).register_forward_hook(hook)
+
+    monkeypatch.setattr(Trainer, "__init__", init)
+
+
+def test_overflow_under_dynamic_scaling_skips_the_step_and_says_so(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_scale, "INITIAL", 2.0**26)  # gradients of fp16 end at 65504: it has to come down
+    config = make_config(
+        run={"steps": 30}, precision={"parameters": "fp16", "loss_scale": "dynamic"}, optim={"lr": 3e-3}
+    )
+    seen = Recorder()
+    result = run(config, out=tmp_path, progress=seen)
+    skipped = [row for row in seen.rows if row.skipped]
+    assert result.skipped_steps == len(skipped) > 0
+    assert result.steps == 30
+    assert seen.rows[:2] == skipped[:2]
+    assert skipped[0].loss_scale == 2.0**26
+    assert skipped[0].grad_norm is None
+    for row, following in pairwise(seen.rows):
+        assert following.loss_scale == (row.loss_scale / 2 if row.skipped else row.loss_scale)
+    assert seen.notes[0].startswith("step 1 skipped: the gradient overflowed at loss scale 6.71089e+07 (next 3.35")
+    assert len([note for note in seen.notes if "skipped" in note]) == len(skipped)
+    assert not seen.rows[-1].skipped
+    assert result.losses is not None
+    assert result.losses.final < result.losses.first
+
+
+def test_a_skipped_step_leaves_parameters_as_they_were(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, "model.layers.1", {0}, torch.inf)
+    config = make_config(precision={"loss_scale": 8.0})
+    trainer = Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    row = trainer.train_step()
+    assert row.skipped
+    assert (row.loss, row.grad_norm, row.loss_scale) == (None, None, 8.0)
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.model.state_dict().items())
+    assert not trainer.train_step().skipped
+    assert not torch.equal(before["lm_head.weight"], trainer.model.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("level", "module"),
+    [("bf16", "model.layers.1.mlp.up_proj"), ("O1", "model.layers.2.self_attn.q_proj"), ("bf16", "model.embed_tokens")],
+)
+def test_a_non_finite_loss_stops_with_the_layer_named(
+    level: str, module: str, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, module, {3}, torch.inf)
+    with pytest.raises(NonFiniteError, match=f"output of {module}") as caught:
+        run(make_config(precision={"level": level}), out=tmp_path)
+    message = str(caught.value)
+    assert caught.value.step == 4
+    assert message.startswith("step 4: the loss is nan")
+    assert "optim.lr" in message
+    assert ("precision.skip" in message) == (level == "O1")
+    result = RunResult.read(tmp_path)
+    assert (result.stopped, result.steps) == ("non-finite", 3)
+    assert len(read_metrics(tmp_path)) == 3
+    # The state before the failing step is saved, and is a state to go on from.
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
+    monkeypatch.undo()
+    assert run(make_config(precision={"level": level}), out=tmp_path, resume=True).steps == 6
+    run(make_config(precision={"level": level}), out=tmp_path / "clean")
+    assert curve(tmp_path) == curve(tmp_path / "clean")
+
+
+def test_a_non_finite_gradient_stops_with_the_layer_named(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = Trainer.__init__
+
+    def init(self: Trainer, *args: Any) -> None:
+        make(self, *args)
+        norm = self.model.model.layers[1].input_layernorm
+        norm.weight.register_hook(lambda grad: grad * torch.inf if self.step == 2 else grad)
+
+    monkeypatch.setattr(Trainer, "__init__", init)
+    with pytest.raises(NonFiniteError, match=r"gradient of model\.layers\.1\.input_layernorm\.weight") as caught:
+        run(make_config(), out=tmp_path)
+    assert str(caught.value).startswith("step 3: the gradient is not finite")
+
+
+def test_parameters_that_are_not_finite_are_not_saved(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(optim={"lr": 1e38, "schedule": "constant", "warmup": 0}, run={"save_every": 1})
+    with pytest.raises(NonFiniteError, match=r"step 1: its update was not finite; .* parameter model\.") as caught:
+        run(config, out=tmp_path)
+    assert caught.value.step == 1
+    assert latest_checkpoint(tmp_path) is None
+    assert RunResult.read(tmp_path).stopped == "non-finite"
+
+
+def test_scaling_that_never_recovers_stops(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, "model.layers.0", set(range(1, 1000)), torch.nan)
+    config = make_config(run={"steps": 100}, precision={"loss_scale": "dynamic"})
+    with pytest.raises(NonFiniteError, match=r"output of model\.layers\.0"):
+        run(config, out=tmp_path)
+    assert RunResult.read(tmp_path).skipped_steps == 40
+
+
+def test_the_default_folder_is_named_after_the_run(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(make_config(run={"steps": 1, "name": "first"}))
+    run(make_config(run={"steps": 1, "out": "elsewhere"}))
+    assert (tmp_path / "runs" / "first" / "run.json").exists()
+    assert (tmp_path / "elsewhere" / "run.json").exists()
+
+
+def test_an_fp8_run_says_what_became_of_each_layer(make_config: MakeConfig, tmp_path: Path) -> None:
+    run(make_config(precision={"level": "O1", "skip": ["*.v_proj"]}), out=tmp_path / "fp8")
+    rows = {row["name"]: row for row in json.loads((tmp_path / "fp8" / "layers.json").read_text())}
+    assert rows["model.layers.0.self_attn.q_proj"]["recipe"] == "rowwise"
+    assert rows["model.layers.0.self_attn.v_proj"]["reason"] == "skipped by pattern '*.v_proj'"
+    run(make_config(), out=tmp_path / "bf16")
+    assert not (tmp_path / "bf16" / "layers.json").exists()

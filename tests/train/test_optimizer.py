@@ -1,0 +1,148 @@
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.train.config import Optim
+from octavo.train.optimizer import MasterAdamW
+
+OPTIM = Optim(lr=1e-3, weight_decay=0.1, clip=0.0)
+
+
+def make_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(dtype)
+
+
+def backward(model: nn.Module, seed: int, factor: float = 1.0) -> None:
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    (model(x).float().square().mean() * factor).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_follow_fp32_adamw_and_parameters_are_rounded_from_them(dtype: torch.dtype) -> None:
+    model, shadow = make_model(dtype), make_model(dtype).float()
+    optimizer = MasterAdamW(model, OPTIM, master=True)
+    decayed = [param for param in shadow.parameters() if param.dim() >= 2]
+    plain = [param for param in shadow.parameters() if param.dim() < 2]
+    reference = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    for step in range(20):
+        backward(model, step)
+        for param, twin in zip(model.parameters(), shadow.parameters(), strict=True):
+            twin.grad = param.grad.float()
+        optimizer.accumulate()
+        assert all(param.grad is None for param in model.parameters())
+        optimizer.step(1e-3, optimizer.gradient_norm(1.0))
+        optimizer.zero_grad()
+        for group in reference.param_groups:
+            group["lr"] = 1e-3
+        reference.step()
+        masters = optimizer.state_dict()["masters"]
+        for (name, param), twin in zip(model.named_parameters(), shadow.parameters(), strict=True):
+            torch.testing.assert_close(masters[name], twin.detach(), rtol=1e-6, atol=1e-7)
+            assert torch.equal(param, masters[name].to(dtype))
+            with torch.no_grad():
+                twin.copy_(masters[name])
+
+
+def test_masters_keep_updates_that_16_bits_lose() -> None:
+    weights = []
+    for master in (True, False):
+        model = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+        nn.init.ones_(model.weight)
+        optimizer = MasterAdamW(model, Optim(lr=1e-3, weight_decay=0.0, clip=0.0), master=master)
+        for _ in range(10):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.accumulate()
+            optimizer.step(1e-3, optimizer.gradient_norm(1.0))
+            optimizer.zero_grad()
+        weights.append(model.weight.detach().float().mean().item())
+    assert weights[0] == pytest.approx(0.99, abs=0.003)
+    assert weights[1] == 1.0  # half a unit in the last place of 1.0 is 0.002 downward: each update rounds away
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    model = make_model(torch.float32)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = MasterAdamW(model, Optim(lr=0.1, weight_decay=0.5, clip=0.0), master=True)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step(0.1, optimizer.gradient_norm(1.0))
+    for name, param in model.named_parameters():
+        expected = before[name] * (1 - 0.1 * 0.5) if param.dim() >= 2 else before[name]
+        torch.testing.assert_close(param.detach(), expected)
+
+
+def test_gradients_of_micro_batches_are_added_in_fp32() -> None:
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    optimizer = MasterAdamW(model, OPTIM, master=True)
+    for part in (1.0, 2.0**-9, 2.0**-9):  # each 2⁻⁹ would be lost beside 1 in bf16
+        model.weight.grad = torch.full_like(model.weight, part)
+        optimizer.accumulate()
+    assert optimizer.gradient_norm(1.0).item() == 1 + 2.0**-8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_clipping_is_by_global_norm(dtype: torch.dtype) -> None:
+    model = make_model(dtype)
+    optimizer = MasterAdamW(model, Optim(lr=1e-3, clip=0.25), master=True)
+    backward(model, 0, factor=50.0)
+    optimizer.accumulate()
+    norm = optimizer.gradient_norm(1.0)
+    assert norm > 1
+    optimizer.step(1e-3, norm)
+    assert optimizer.gradient_norm(1.0).item() == pytest.approx(0.25, rel=1e-4)
+
+
+def test_the_norm_is_of_unscaled_gradients_and_shows_overflow() -> None:
+    norms = []
+    for scale in (1.0, 1024.0):
+        model = make_model(torch.bfloat16)
+        optimizer = MasterAdamW(model, OPTIM, master=True)
+        backward(model, 0, factor=scale)
+        optimizer.accumulate()
+        norms.append(optimizer.gradient_norm(scale).item())
+    assert norms[0] == norms[1]
+    bias = next(param for param in model.parameters() if param.dim() == 1)
+    bias.grad = torch.full_like(bias, torch.inf)
+    optimizer.accumulate()
+    assert not torch.isfinite(optimizer.gradient_norm(1.0))
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = make_model(torch.bfloat16)
+    model[0].requires_grad_(False)
+    optimizer = MasterAdamW(model, OPTIM, master=True)
+    before = model[0].weight.clone()
+    backward(model, 0)
+    optimizer.accumulate()
+    optimizer.step(1.0, optimizer.gradient_norm(1.0))
+    assert torch.equal(model[0].weight, before)
+    assert "0.weight" not in optimizer.state_dict()["masters"]
+
+
+@pytest.mark.parametrize(("dtype", "master"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)])
+def test_state_round_trip_continues_bitwise(dtype: torch.dtype, master: bool) -> None:
+    def steps(model: nn.Module, optimizer: MasterAdamW, seeds: range) -> None:
+        for seed in seeds:
+            backward(model, seed)
+            optimizer.accumulate()
+            optimizer.step(1e-2, optimizer.gradient_norm(1.0))
+            optimizer.zero_grad()
+
+    model = make_model(dtype)
+    optimizer = MasterAdamW(model, OPTIM, master=master)
+    steps(model, optimizer, range(3))
+    twin = make_model(dtype)
+    twin.load_state_dict(model.state_dict())
+    restored = MasterAdamW(twin, OPTIM, master=master)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    restored.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    steps(model, optimizer, range(3, 6))
+    steps(twin, restored, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))

@@ -1,0 +1,154 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import LLAMA, VARIANTS, At, MakeConfig, Recorder, assert_same, fail, terminate
+
+from octavo.train import RunResult, read_metrics, run
+from octavo.train.checkpoint import latest_checkpoint
+from octavo.train.config import ConfigError
+
+
+@pytest.mark.parametrize("sections", VARIANTS)
+def test_two_runs_are_bitwise_equal(
+    sections: dict[str, dict[str, Any]], make_config: MakeConfig, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        run(make_config(**sections), out=tmp_path / name)
+    assert_same(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("sections", VARIANTS)
+@pytest.mark.parametrize("stop", [1, 4])
+def test_resume_is_bitwise_the_uninterrupted_run(
+    stop: int, sections: dict[str, dict[str, Any]], make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(**sections)
+    run(config, out=tmp_path / "whole")
+    assert run(config, out=tmp_path / "cut", progress=At(stop, terminate)).stopped == "sigterm"
+    assert len(read_metrics(tmp_path / "cut")) == stop
+    result = run(config, out=tmp_path / "cut", resume=True)
+    assert (result.stopped, result.steps) == ("done", 6)
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_resume_after_a_kill_drops_the_steps_after_the_checkpoint(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(run={"save_every": 2, "steps": 7})
+    run(config, out=tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="killed"):
+        run(config, out=tmp_path / "cut", progress=At(5, fail))
+    assert len(read_metrics(tmp_path / "cut")) == 5
+    with (tmp_path / "cut" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "los')  # what a kill in the middle of a write leaves
+    seen = Recorder()
+    run(config, out=tmp_path / "cut", resume=True, progress=seen)
+    assert [row.step for row in seen.rows] == [5, 6, 7]
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_resume_of_a_finished_run_and_for_more_steps(make_config: MakeConfig, tmp_path: Path) -> None:
+    constant = {"schedule": "constant"}
+    first = run(make_config(optim=constant), out=tmp_path / "a")
+    seen = Recorder()
+    again = run(make_config(optim=constant), out=tmp_path / "a", resume=True, progress=seen)
+    assert seen.rows == []
+    assert again == first
+    run(make_config(optim=constant, run={"steps": 9}), out=tmp_path / "a", resume=True)
+    run(make_config(optim=constant, run={"steps": 9}), out=tmp_path / "b")
+    assert_same(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"run\.steps = 6, but .*step-000009 is already at step 9"):
+        run(make_config(optim=constant), out=tmp_path / "a", resume=True)
+
+
+def test_resume_with_nothing_there_starts_and_says_so(make_config: MakeConfig, tmp_path: Path) -> None:
+    seen = Recorder()
+    assert run(make_config(), out=tmp_path / "a", resume=True, progress=seen).steps == 6
+    assert any("no checkpoint" in note and "from the first step" in note for note in seen.notes)
+
+
+def test_files_of_an_unknown_run_are_not_resumed(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl but no checkpoint and no config\.toml"):
+        run(make_config(), out=tmp_path, resume=True)
+    assert snapshot(tmp_path) == before
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_with_a_run_is_never_overwritten(make_config: MakeConfig, tmp_path: Path) -> None:
+    run(make_config(), out=tmp_path)
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match=r"already holds a run .*--resume.*--out"):
+        run(make_config(), out=tmp_path)
+    other = {"type": "llama", "config": LLAMA | {"hidden_size": 64}}
+    with pytest.raises(ConfigError, match=r"another run: there model\.config\.hidden_size = 32, here 64"):
+        run(make_config(model=other), out=tmp_path, resume=True)
+    assert snapshot(tmp_path) == before
+
+
+def test_other_data_under_the_same_name_is_noticed(make_config: MakeConfig, tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("the leaf folds eight times " * 100)
+    run(make_config(data={"source": str(source)}), out=tmp_path / "out")
+    before = snapshot(tmp_path / "out")
+    source.write_text("the leaf folds nine times " * 100)
+    with pytest.raises(ConfigError, match=r"a run on other data: the content of .*a\.txt has changed"):
+        run(make_config(data={"source": str(source)}, run={"steps": 9}), out=tmp_path / "out", resume=True)
+    assert snapshot(tmp_path / "out") == before
+
+
+def test_sigint_and_a_run_outside_the_main_thread(make_config: MakeConfig, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    stop = At(2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    result = run(make_config(), out=tmp_path / "a", progress=stop)
+    assert (result.stopped, result.steps) == ("sigterm", 2)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    results: list[RunResult] = []
+    thread = threading.Thread(target=lambda: results.append(run(make_config(), out=tmp_path / "b")))
+    thread.start()
+    thread.join()
+    assert results[0].stopped == "done"
+
+
+def test_a_second_signal_acts_as_usual(make_config: MakeConfig, tmp_path: Path) -> None:
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(make_config(), out=tmp_path, progress=At(2, twice))
+
+
+def test_sigterm_to_a_process(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(run={"steps": 5000, "out": str(tmp_path / "out")})
+    (tmp_path / "run.toml").write_text(config.to_toml())
+    code = "import sys; from octavo.train import load_config, run; print(run(load_config(sys.argv[1])).stopped)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "run.toml")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(read_metrics(tmp_path / "out")) < 3:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert printed.strip() == "sigterm"
+    result = RunResult.read(tmp_path / "out")
+    folder = latest_checkpoint(tmp_path / "out")
+    assert folder is not None
+    assert folder.name == f"step-{result.steps:06d}"
+    assert len(read_metrics(tmp_path / "out")) == result.steps < 5000

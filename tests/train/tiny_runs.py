@@ -1,0 +1,115 @@
+"""Runs small enough for a test: a Llama of 32 features on a few kilobytes of made-up text."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from octavo.train.checkpoint import latest_checkpoint
+from octavo.train.config import TrainConfig
+from octavo.train.metrics import Silent, StepMetrics, read_metrics
+
+LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+class MakeConfig(Protocol):
+    def __call__(self, **sections: dict[str, Any]) -> TrainConfig: ...
+
+
+class Recorder(Silent):
+    """Keeps what a run tells."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.rows: list[StepMetrics] = []
+        self.stages: list[str] = []
+
+    def stage(self, text: str) -> None:
+        self.stages.append(text)
+
+    def step(self, row: StepMetrics) -> None:
+        self.rows.append(row)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def sentences(count: int, seed: int = 0) -> str:
+    words = "the leaf folds eight times before a printer cuts it into pages and binds them".split()
+    rng = np.random.default_rng(seed)
+    return "\n".join(" ".join(rng.choice(words, 8)) + "." for _ in range(count))
+
+
+GPT2 = {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}}
+
+
+class At(Recorder):
+    """Does something once a step has finished."""
+
+    def __init__(self, step: int, action: Callable[[], Any]) -> None:
+        super().__init__()
+        self._at = step
+        self._action = action
+
+    def step(self, row: StepMetrics) -> None:
+        super().step(row)
+        if row.step == self._at:
+            self._action()
+
+
+def fail() -> None:
+    raise RuntimeError("killed")
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def saved(out: Path) -> dict[str, Any]:
+    """Everything in the newest checkpoint, flat."""
+    folder = latest_checkpoint(out)
+    assert folder is not None
+    optimizer = torch.load(folder / "optimizer.pt", weights_only=True)
+    flat: dict[str, Any] = {"trainer": json.loads((folder / "trainer.json").read_text())}
+    flat |= load_file(folder / "model.safetensors")
+    flat |= {f"master.{name}": tensor for name, tensor in optimizer["masters"].items()}
+    for index, moments in optimizer["adamw"]["state"].items():
+        flat |= {f"{index}.{name}": tensor for name, tensor in moments.items()}
+    return flat
+
+
+def assert_same(a: Path, b: Path) -> None:
+    """Bitwise the same weights, masters, moments, loss scale, step and curve."""
+    first, second = saved(a), saved(b)
+    assert first.keys() == second.keys()
+    assert len(first) > 20
+    for name, value in first.items():
+        same = torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name]
+        assert same, name
+    assert curve(a) == curve(b)
+
+
+def curve(out: Path) -> list[tuple[Any, ...]]:
+    return [(r.step, r.tokens, r.loss, r.lr, r.grad_norm, r.loss_scale, r.skipped) for r in read_metrics(out)]
+
+
+VARIANTS: list[dict[str, dict[str, Any]]] = [
+    {},
+    {"precision": {"level": "O1"}, "optim": {"micro_batches": 2}},
+    {"precision": {"parameters": "fp16", "loss_scale": "dynamic"}},
+    {"precision": {"parameters": "fp32", "checkpointing": "selective"}},
+    {"model": GPT2},  # dropout
+]
