@@ -146,6 +146,7 @@ def test_disabled_works_under_compile():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's imports warn of torch's own deprecated parts
 @by_recipe
 def test_inductor_agrees_with_eager(name):
     torch._dynamo.reset()
@@ -153,8 +154,10 @@ def test_inductor_agrees_with_eager(name):
     x = torch.randn(24, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = run(mlp, x)
     actual = unprefixed(run(torch.compile(mlp, fullgraph=True), x))
+    # Inductor fuses silu(gate) · up without rounding in between, so some values round to another FP8 code.
+    gradients = RECIPES[name].dgrad_g.format
     for key, value in expected.items():
-        assert sqnr(value, actual[key]) >= E4M3.tolerance_db
+        assert sqnr(value, actual[key]) >= (E4M3 if key == "y" else gradients).tolerance_db
 
 
 @by_recipe
