@@ -1,4 +1,5 @@
 import math
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import quantize
+from octavo.kernels.quantize import QUANTIZE, reference
 from octavo.numerics import E4M3, E5M2, ROW, TENSOR, Granularity, QuantSpec, first_mismatch, sqnr
 
 SPECS = [
@@ -16,11 +18,69 @@ SPECS = [
     )
 ]  # fmt: skip
 by_spec = pytest.mark.parametrize("spec", SPECS, ids=str)
+small_sizes = st.one_of(st.sampled_from([0, 1, 31, 128, 129]), st.integers(0, 140))
 sizes = st.one_of(st.sampled_from([0, 1, 2, 16, 127, 128, 129, 257]), st.integers(0, 300))
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_same_but_for_the_sign_of_nan(expected, actual):
+    """Raw bytes are equal, except that a NaN may carry either sign: FP8 has one NaN code for each."""
+    for want, got in zip(expected, actual, strict=True):
+        nan = want.float().isnan()
+        assert torch.equal(nan, got.float().isnan())
+        want, got = (t.where(~nan, torch.zeros_like(t)) if t.dtype.itemsize > 1 else codes(t, nan) for t in (want, got))
+        assert (mismatch := first_mismatch(want, got)) is None, mismatch
+
+
+def codes(fp8, nan):
+    """FP8 codes as bytes, 0 where NaN."""
+    return fp8.view(torch.uint8).where(~nan, 0)
+
+
+triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed (macOS, Windows)")
+
+
+@triton
+@by_spec
+@settings(max_examples=10)
+@given(
+    rows=small_sizes,
+    columns=small_sizes,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    fold=st.sampled_from(["none", "rows", "columns"]),
+)
+def test_triton_equals_reference(spec, rows, columns, dtype, fold):
+    x = (randn(rows, columns) * torch.exp(2 * randn(rows, columns, seed=1))).to(dtype)
+    factors = {"none": None, "rows": randn(rows, 1, seed=2).abs(), "columns": randn(1, columns, seed=3).abs()}[fold]
+    expected = reference.quantize(x, spec, factors)
+    with QUANTIZE.force("triton"):
+        actual = quantize(x, spec, factors)
+    assert_same_but_for_the_sign_of_nan(expected, (actual.data, actual.scale))
+
+
+@triton
+@by_spec
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, 1e-38, 3.4e38])
+def test_triton_treats_special_values_as_reference_does(spec, special):
+    x = randn(40, 150)
+    x[3, 7] = special
+    x[:, 140:] = 0
+    with QUANTIZE.force("triton"):
+        actual = quantize(x, spec)
+    assert_same_but_for_the_sign_of_nan(reference.quantize(x, spec, None), (actual.data, actual.scale))
+
+
+@triton
+@by_spec
+def test_triton_reads_any_strides(spec):
+    x = randn(96, 160)
+    for view in (x.t(), x[1:, 3:], x[::2, ::3], x.t()[5:, 1:]):
+        with QUANTIZE.force("triton"):
+            actual = quantize(view, spec)
+        assert_same_but_for_the_sign_of_nan(reference.quantize(view, spec, None), (actual.data, actual.scale))
 
 
 def quantize_element_by_element(x, spec):

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+from octavo.kernels import quantize, scaled_mm
 from octavo.kernels.gemm import SCALED_MM, accelerated
 from octavo.kernels.registry import Backend, Op, status
-from octavo.numerics import RECIPES
+from octavo.numerics import RECIPES, QuantSpec
 
 CPU = torch.device("cpu")
 
@@ -59,3 +60,59 @@ def test_force_overrides_and_restores():
     with pytest.raises(ValueError, match="no backend 'torch_scale'.*did you mean 'torch_scaled'"):
         with SCALED_MM.force("torch_scale"):
             pass
+
+
+def test_a_probe_sees_real_tensors_whatever_surrounds_it():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def probe(backend, device, case):
+        return None if torch.ones(2, device="cpu").sum().item() == 2 else "fake"
+
+    op = Op(name="answer", cases={"": ()}, probe=probe)
+    op.add(Backend(name="reference", run=lambda: 42))
+    op.add(Backend(name="triton", run=lambda: 42))
+    with FakeTensorMode():
+        assert op.choose(CPU, ()).name == "triton"
+
+
+def test_running_out_of_memory_is_no_verdict():
+    calls = []
+
+    def probe(backend, device, case):
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    op = Op(name="answer", cases={"": ()}, probe=probe)
+    op.add(Backend(name="reference", run=lambda: 42))
+    op.add(Backend(name="triton", run=lambda: 42))
+    with pytest.raises(torch.OutOfMemoryError):
+        op.choose(CPU, ())
+    assert op.choose(CPU, ()).name == "triton"
+
+
+def test_gemm_probe_runs_every_kind_of_product_a_linear_asks_for(monkeypatch):
+    from octavo.kernels.gemm import torch_scaled
+
+    seen = set()
+    real = torch_scaled._multiply
+
+    def multiply(a, b, a_scale, b_scale, out_dtype, fast_accum):
+        seen.add((a_scale.dim(), out_dtype, fast_accum))
+        return real(a, b, a_scale, b_scale, out_dtype, False)
+
+    monkeypatch.setattr(torch_scaled, "_multiply", multiply)
+    assert SCALED_MM.probe(SCALED_MM.backends["torch_scaled"], CPU, ("e4m3/row", "e4m3/row", "nt")) is None
+    assert seen == {(2, torch.bfloat16, True), (0, torch.float32, True)}
+
+
+def test_default_dtype_does_not_reach_the_scales():
+    a = quantize(torch.randn(16, 32), QuantSpec.parse("e4m3/row"))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with SCALED_MM.force("torch_scaled"):
+            y = scaled_mm(a, a.unscaled, "nt", out_dtype=torch.bfloat16)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(y, scaled_mm(a, a.unscaled, "nt", out_dtype=torch.bfloat16))

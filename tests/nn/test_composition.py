@@ -133,6 +133,40 @@ def test_compile_quantizes_a_shared_input_once():
     assert len([n for n in casts if n.meta["val"][0].shape == (8, 64)]) == 1
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at the import of its partitioner
+@by_recipe
+def test_compile_keeps_no_more_than_eager(name):
+    """Forward's FP8 weights are equal to backward's, and must not be held in between for that."""
+    torch._dynamo.reset()
+    mlp = octavo.convert(MLP(width=256, hidden=384, dtype=torch.bfloat16), name, verbose=False)
+    x = torch.randn(32, 256).bfloat16().requires_grad_()
+    kept = {}
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager_decomp_partition")
+    for label, model, input in (("eager", mlp, x * 1), ("compiled", compiled, x)):
+        with kept_for_backward(mlp) as measured:
+            model(input)
+        kept[label] = measured.by_dtype.get(torch.float8_e4m3fn, 0)
+    assert kept["compiled"] <= kept["eager"]
+
+
+def test_selective_checkpointing_may_save_quantized_tensors():
+    """A copy made outside the checkpointed region is not used inside: recomputation would not find it again."""
+    first, second = (octavo.convert(torch.nn.Linear(64, 64), verbose=False) for _ in range(2))
+
+    def save_all(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if "octavo" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    h = torch.randn(8, 64).requires_grad_() * 1
+    expected = run(second, h.detach())
+    second.zero_grad()
+    y = first(h).sum() * 0
+    contexts = partial(create_selective_checkpoint_contexts, save_all)
+    z = checkpoint(second, h, use_reentrant=False, context_fn=contexts)
+    first(h * 1)
+    (z.pow(2).sum() + y).backward()
+    assert_same({k: v for k, v in expected.items() if k not in "xy"}, gradients(second))
+
+
 def test_disabled_works_under_compile():
     torch._dynamo.reset()
     plain = MLP()

@@ -257,6 +257,8 @@ def raising(module, fqn):
         (lambda: octavo.convert(llama(), verbose=False), {}, ValueError, "converted already.*octavo.revert"),
         (lambda: nn.ReLU(), {}, ValueError, "it has no nn.Linear"),
         (llama, {"plan": octavo.Plan({}), "recipe": "rowwise"}, ValueError, "give plan alone"),
+        (llama, {"precision": "O1"}, TypeError, r"precision is an octavo.Precision; got 'O1': make one with"),
+        (llama, {"plan": "plan.json"}, TypeError, r"plan is an octavo.Plan; got 'plan.json': read one with"),
         (llama, {"precision": octavo.Precision(), "recipe": "rowwise"}, ValueError, "precision holds the recipe"),
     ],
 )
@@ -266,6 +268,56 @@ def test_bad_input_is_one_clear_error_and_leaves_the_model_untouched(make, argum
     with pytest.raises(error, match=message):
         octavo.convert(model, **arguments)
     assert snapshot(model) == before
+
+
+def test_a_plan_is_checked_as_a_whole_before_anything_is_done():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Odd(8, 8))
+    good = octavo.numerics.Decision(recipe=octavo.RECIPES["rowwise"], reason="by hand")
+    for name, message in (("1", "ReLU is not a linear layer"), ("2", "behaviour of its own")):
+        before = snapshot(model)
+        with pytest.raises(ValueError, match=message):
+            octavo.convert(model, plan=octavo.Plan({"0": good, name: good}))
+        assert snapshot(model) == before
+    plan = octavo.Plan.from_json('{"modules": [{"name": "0", "recipe": "mxfp8", "reason": "by name"}]}')
+    assert plan["0"].recipe is octavo.RECIPES["mxfp8"]
+
+
+def test_a_forward_replaced_on_the_instance_is_left_alone():
+    """As accelerate's hooks do: a converted class would never be asked, and FP8 silently not used."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].forward = model[1].forward
+    octavo.convert(model, verbose=False)
+    row = octavo.report(model).rows[1]
+    assert not row.converted and "forward was replaced on the instance" in row.reason
+
+
+def test_revert_refuses_classes_made_after_conversion():
+    model = octavo.convert(nn.Sequential(nn.Linear(8, 8)), verbose=False)
+    torch.nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    with pytest.raises(ValueError, match="0 became a ParametrizedLinear after it was converted"):
+        octavo.revert(model)
+    assert model(torch.randn(2, 8)).shape == (2, 8)
+
+
+def test_report_follows_what_is_done_to_parts():
+    model = octavo.convert(llama(), verbose=False)
+    octavo.convert(model.lm_head, verbose=False)
+    octavo.revert(model.model.layers[0].mlp.up_proj)
+    rows = {row.name: row for row in octavo.report(model).rows}
+    assert (rows["lm_head"].recipe, rows["lm_head"].reason) == ("rowwise", "converted")
+    assert rows["model.layers.0.mlp.up_proj"].reason == "not in the plan, or reverted since"
+    octavo.revert(model)
+    with pytest.raises(ValueError, match="holds no converted layer"):
+        octavo.revert(model.lm_head)
+
+
+def test_skip_knows_every_name_of_a_module():
+    shared = nn.Linear(8, 8)
+    model = nn.ModuleDict(
+        {"a": nn.Sequential(shared), "b": nn.Sequential(shared, nn.Linear(8, 8)), "c": nn.Linear(8, 8)}
+    )
+    octavo.convert(model, skip=["b"], verbose=False)
+    assert [row.name for row in octavo.report(model).rows if row.converted] == ["c"]
 
 
 def test_a_plan_of_another_model_is_refused():

@@ -1,14 +1,18 @@
 import copy
+import dataclasses
 import gc
 import math
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import MLP
+from models import MLP, llama
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo.kernels.gemm import SCALED_MM
@@ -16,7 +20,7 @@ from octavo.kernels.quantize import QUANTIZE
 from octavo.kernels.registry import Backend
 from octavo.nn.linear import _LAST_INPUT, linear
 from octavo.nn.storage import kept_for_backward
-from octavo.numerics import E4M3, RECIPES, sqnr
+from octavo.numerics import E4M3, RECIPES, QuantSpec, sqnr
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
 sizes = st.one_of(st.sampled_from([0, 1, 2, 16, 31, 127, 257]), st.integers(0, 300))
@@ -242,19 +246,69 @@ def test_gate_and_up_share_one_copy(name):
     assert 0 < both.bytes == one.bytes
 
 
+def remembered(layer, x):
+    """Whether the layer takes the copy of x that another one made."""
+    with counted(QUANTIZE) as casts:
+        layer(x)
+        layer(x)
+    return sum(call[0].shape == x.shape for call in casts) == 1
+
+
 def test_shared_copy_is_never_stale():
     layer = octavo.convert(nn.Linear(32, 16, bias=False), verbose=False)
-    x = randn(8, 32)
+    x = randn(8, 32).requires_grad_() * 1
     first = layer(x)
-    x.mul_(2)
+    with torch.no_grad():
+        x.mul_(2)
     assert torch.equal(layer(x), 2 * first)
+
+
+def test_only_what_autograd_made_is_shared():
+    """A receive buffer, a graph's static input or NumPy's memory changes without autograd noticing."""
+    layer = octavo.convert(nn.Linear(32, 16, bias=False), verbose=False)
+    assert remembered(layer, randn(8, 32).requires_grad_() * 1)
+    array = np.ones((8, 32), dtype=np.float32)
+    buffer = torch.from_numpy(array)
+    first = layer(buffer)
+    array *= 2
+    assert torch.equal(layer(buffer), 2 * first)
+
+
+def test_inference_leaves_nothing_behind_for_training():
+    layer = octavo.convert(nn.Linear(32, 16), verbose=False)
+    x = randn(8, 32).requires_grad_() * 1
     with torch.inference_mode():
-        assert torch.equal(layer(torch.ones(2, 32)), layer(torch.ones(2, 32)))
+        layer(x)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_copies_of_another_dispatch_mode_are_not_taken():
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    layer = octavo.convert(nn.Linear(32, 16), verbose=False)
+    x = randn(8, 32).requires_grad_() * 1
+    with counted(QUANTIZE) as casts:
+        layer(x)
+        with Mode():
+            layer(x)
+    assert sum(call[0].shape == x.shape for call in casts) == 2
+
+
+def test_q_k_and_v_of_a_llama_share_one_copy():
+    attention = octavo.convert(llama(num_hidden_layers=1), verbose=False).model.layers[0].self_attn
+    x = randn(1, 8, 64).requires_grad_() * 1
+    with counted(QUANTIZE) as casts, kept_for_backward(attention) as kept:
+        outputs = [attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)]
+    assert [tuple(call[0].shape) for call in casts].count((8, 64)) == 1
+    assert kept.bytes == 8 * 64 + 8 * 4 and len(outputs) == 3
 
 
 def test_shared_copy_dies_with_its_tensor():
     layer = octavo.convert(nn.Linear(32, 16), verbose=False)
-    x = randn(8, 32)
+    x = randn(8, 32).requires_grad_() * 1
     layer(x)
     assert _LAST_INPUT._entry is not None
     del x
@@ -311,6 +365,40 @@ def test_tiny_gradients_keep_their_accuracy():
     x, w, g = randn(128, 96), randn(64, 96, seed=1), randn(128, 64, seed=2) * 1e-10
     for want, got in zip(exact_products(x, w, g), three_products(x, w, g, "rowwise"), strict=True):
         assert sqnr(want, got) >= E4M3.tolerance_db
+
+
+def test_a_linear_can_be_made_directly():
+    layer = octavo.nn.Linear(64, 32)
+    assert layer(randn(4, 64)).shape == (4, 32) and "recipe=rowwise" in repr(layer)
+
+
+def test_meta_tensors_go_through():
+    with torch.device("meta"):
+        layer = octavo.convert(nn.Linear(64, 32), verbose=False)
+        x = torch.empty(4, 64, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.weight.grad.shape == (32, 64) and x.grad.is_meta
+
+
+def test_threads_do_not_disturb_each_other_or_the_process():
+    layer = octavo.convert(nn.Linear(256, 256), verbose=False)
+    x = randn(64, 256)
+    expected = layer(x)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda _: layer(x), range(200)))
+    assert all(torch.equal(result, expected) for result in results)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_power_of_two_row_scales_fold_too():
+    row = QuantSpec.parse("e4m3/row/e8m0")
+    recipe = dataclasses.replace(RECIPES["rowwise"], name="mine", x=row, w=row, dgrad_w=row, wgrad_x=row)
+    x, w, g = randn(64, 96), randn(80, 96, seed=1), randn(64, 80, seed=2)
+    x, w = x.requires_grad_(), w.requires_grad_()
+    linear(x, w, None, recipe).backward(g)
+    _, dx, dw = exact_products(x.detach(), w.detach(), g)
+    assert min(sqnr(dx, x.grad), sqnr(dw, w.grad)) > 27
 
 
 def test_disabled_computes_in_high_precision():

@@ -3,15 +3,17 @@
 A backend is a choice of execution, never of numbers: all backends of an op compute the same thing. Which one runs is
 decided per device and per *case* (the specs of the operands): the first in order of preference that does not refuse the
 case and whose probe, a tiny run compared with `reference`, passes. A GPU is judged by what it does, not by its version
-number. The choice is cached; `status` shows it with every reason, and nothing falls back in silence.
+number. The choice is cached; `status` shows it with every reason, and a GPU that has to emulate a case warns once.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from octavo.numerics.names import nearest
 
@@ -69,14 +71,19 @@ class Op:
         chosen = self._chosen.get((device, case))
         if chosen is None:
             chosen = next(b for b in self._in_order() if self.why_not(b, device, case) is None)
-            self._chosen[device, case] = chosen
+            if _can_probe(device):
+                self._chosen[device, case] = chosen
+                self._warn_if_emulated(chosen, device, case)
         return chosen
 
     def why_not(self, backend: Backend, device: torch.device, case: Case) -> str | None:
         """Why `backend` does not serve a case on a device, or None if it does. Probes once and remembers."""
         key = (backend.name, device, case)
         if key not in self._verdicts:
-            self._verdicts[key] = backend.refuses(device, case) or self._probe(backend, device, case)
+            refusal = backend.refuses(device, case)
+            if refusal is not None or backend.name == "reference" or not _can_probe(device):
+                return refusal
+            self._verdicts[key] = self._probe(backend, device, case)
         return self._verdicts[key]
 
     @contextmanager
@@ -95,14 +102,26 @@ class Op:
         return [self.backends[name] for name in PREFERENCE if name in self.backends]
 
     def _probe(self, backend: Backend, device: torch.device, case: Case) -> str | None:
-        if backend.name == "reference":
-            return None
         try:
-            return self.probe(backend, device, case)
+            with unset_fake_temporarily(), torch.no_grad():
+                return self.probe(backend, device, case)
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the backend, and must not be remembered as if it did
         except Exception as error:  # whatever a driver, compiler or kernel raises is the reason we were looking for
-            return (
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-            )
+            message = str(error).strip() or "no message"
+            return f"{type(error).__name__}: {message.splitlines()[0]}"
+
+    def _warn_if_emulated(self, chosen: Backend, device: torch.device, case: Case) -> None:
+        others = [b for b in self._in_order() if b is not chosen]
+        if device.type == "cuda" and chosen.name == "reference" and others:
+            reasons = "; ".join(f"{b.name}: {self.why_not(b, device, case)}" for b in others)
+            text = f"octavo: {self.name} ({' '.join(case)}) is emulated on {device}: right numbers, slow. {reasons}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _can_probe(device: torch.device) -> bool:
+    """A kernel being captured into a CUDA graph cannot be looked at, so nothing is probed or remembered then."""
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True, kw_only=True)

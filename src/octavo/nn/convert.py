@@ -14,12 +14,17 @@ from torch import nn
 
 from octavo.nn.linear import Linear
 from octavo.nn.report import PLAN_ATTRIBUTE, is_converted, report
-from octavo.nn.select import Filter, default_plan, is_conv1d
+from octavo.nn.select import Filter, check_dtype, default_plan, is_conv1d, obstacle
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import Precision
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
 
 M = TypeVar("M", bound=nn.Module)
+
+_HINTS = {
+    "plan": ": read one with octavo.Plan.from_json(text)",
+    "precision": ": make one with octavo.Precision.level('O1')",
+}
 
 
 def convert(
@@ -65,6 +70,9 @@ def convert(
             f"{len(already)} layers of this model are converted already (first: {already[0] or 'the model itself'!r}). "
             "Call octavo.revert(model) first to convert it another way, or octavo.report(model) to see what it is"
         )
+    for name, given, wanted in (("plan", plan, Plan), ("precision", precision, Precision)):
+        if given is not None and not isinstance(given, wanted):
+            raise TypeError(f"{name} is an octavo.{wanted.__name__}; got {given!r}{_HINTS[name]}")
     if plan is None:
         plan = _plan(model, recipe, precision, skip, filter)
     elif recipe is not None or precision is not None or skip or filter is not None:
@@ -72,9 +80,7 @@ def convert(
     if not plan.converted and (precision is None or precision.matmul == "fp8"):
         raise ValueError(f"no layer would be converted, so the model would train without FP8: {_why_none(plan)}")
     modules = dict(model.named_modules())
-    missing = [fqn for fqn in plan if fqn not in modules]
-    if missing:
-        raise ValueError(f"the plan is for another model: it names {missing[0]!r}, which this model does not have")
+    _check(plan, modules)
     for fqn in plan.converted:
         modules[fqn].recipe = plan[fqn].recipe
         modules[fqn].__class__ = _fp8_class(modules[fqn])
@@ -90,15 +96,34 @@ def revert(model: M) -> M:
     Raises:
         ValueError: If the model holds no converted layer.
     """
-    converted = [module for module in model.modules() if is_converted(module)]
+    converted = {fqn: module for fqn, module in model.named_modules() if is_converted(module)}
     if not converted and not hasattr(model, PLAN_ATTRIBUTE):
         raise ValueError("revert: this model holds no converted layer; octavo.convert(model) makes some")
-    for module in converted:
-        module.__class__ = nn.Linear if isinstance(module, Linear) else type(module).__bases__[0]
+    for fqn, module in converted.items():
+        if type(module).__module__ not in ("octavo.nn.linear", "octavo.nn.conv1d"):
+            raise ValueError(
+                f"revert: {fqn or 'the model'} became a {type(module).__name__} after it was converted (by a "
+                "parametrization, or fully_shard): undo that first. The model was left as it was"
+            )
+    for module in converted.values():
+        module.__class__ = type(module).__bases__[0]
         del module.recipe
-    if hasattr(model, PLAN_ATTRIBUTE):
-        delattr(model, PLAN_ATTRIBUTE)
+    for module in model.modules():
+        if hasattr(module, PLAN_ATTRIBUTE):
+            delattr(module, PLAN_ATTRIBUTE)
     return model
+
+
+def _check(plan: Plan, modules: dict[str, nn.Module]) -> None:
+    """Raise for a plan that can not be carried out as a whole on these modules."""
+    for fqn in plan:
+        if fqn not in modules:
+            raise ValueError(f"the plan is for another model: it names {fqn!r}, which this model does not have")
+    for fqn in plan.converted:
+        reason = obstacle(modules[fqn])
+        if reason is not None:
+            raise ValueError(f"the plan converts {fqn!r}, which cannot be: {reason}. The model was left as it was")
+        check_dtype(fqn, modules[fqn])
 
 
 def _plan(

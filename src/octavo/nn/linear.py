@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.kernels import quantize, scaled_mm
-from octavo.numerics.recipe import Recipe
+from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
@@ -38,10 +38,11 @@ class Linear(nn.Linear):
     """A linear layer that computes in FP8. Made from an `nn.Linear` by `octavo.convert`, turned back by
     `octavo.revert`.
 
-    Parameters, `state_dict`, hooks and flags are those of `nn.Linear`; `recipe` says how it computes.
+    Parameters, `state_dict`, hooks and flags are those of `nn.Linear`; `recipe` says how it computes. One can also be
+    made directly, with the arguments of `nn.Linear`.
     """
 
-    recipe: Recipe
+    recipe: Recipe = DEFAULT
 
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
@@ -77,7 +78,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -
         raise ValueError(
             f"linear: the input's last dimension is in_features = {weight.shape[1]}; got shape {tuple(input.shape)}"
         )
-    if torch.is_autocast_enabled(device_type):
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         out_dtype = torch.get_autocast_dtype(device_type)
     elif input.dtype != weight.dtype:
         raise ValueError(
@@ -130,13 +131,13 @@ class _LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
         dx_MK = dw_NK = dbias_N = g = None
         if needs_dgrad:
-            w = quantize(w_NK, recipe.dgrad_w)
-            g = quantize(g_MN, recipe.dgrad_g, fold=_row(w.scale) if recipe.folds_w else None)
+            w = quantize(w_NK, recipe.dgrad_w, anew=True)
+            g = quantize(g_MN, recipe.dgrad_g, fold=_fold(w.t()) if recipe.folds_w else None)
             dx_MK = scaled_mm(g, w.unscaled if recipe.folds_w else w, "nn", out_dtype=x_dtype)
         if needs_wgrad and recipe.wgrad_x is not None and recipe.wgrad_g is not None:
             x = ScaledTensor(kept_data, kept_scale, recipe.wgrad_x)
             if g is None or not recipe.shares_g:
-                g = quantize(g_MN, recipe.wgrad_g, fold=kept_scale if recipe.folds_x else None)
+                g = quantize(g_MN, recipe.wgrad_g, fold=_fold(x) if recipe.folds_x else None)
             dw_NK = scaled_mm(g, x.unscaled if recipe.folds_x else x, "tn", out_dtype=w_dtype)
         elif needs_wgrad:
             with torch.autocast(g_MN.device.type, enabled=False):
@@ -146,30 +147,35 @@ class _LinearFunction(torch.autograd.Function):
         return dx_MK, dw_NK, dbias_N, None, None, None, None, None, None
 
 
-def _row(scale_N1: Tensor | None) -> Tensor | None:
-    """W's row scales [N,1] as a factor of G's columns [1,N]."""
-    return None if scale_N1 is None else scale_N1.t()
+def _fold(operand: ScaledTensor) -> Tensor | None:
+    """Row scales [R,1] of an operand (or [1,R] of a transposed one), as a factor of G."""
+    return None if operand.scale is None else operand.scale.float()
 
 
 class _LastInput:
     """The quantized forms of the tensor that a linear read last, so that its siblings need not quantize it again.
 
     q, k and v are called one after the other with the same tensor object; so are gate and up. The copy is found by
-    identity and version counter, which cannot be stale, needs no knowledge of any model, and is dropped when the
-    tensor dies or another input comes. Under torch.compile the identical `quantize` calls are merged by common
-    subexpression elimination instead.
+    identity, which needs no knowledge of any model, and dropped when the tensor dies or another input comes.
+
+    Only tensors that autograd made (those with a `grad_fn`) are remembered. Others may be buffers that somebody writes
+    into without autograd noticing (a receive buffer, a CUDA graph's input, an array shared with NumPy). A copy made on
+    another stream, inside another dispatch mode or CUDA graph capture is not used either: see `_surroundings`.
+
+    Under torch.compile the graph of a training step merges equal `quantize` calls instead.
     """
 
     def __init__(self) -> None:
-        self._entry: tuple[weakref.ref[Tensor], int, dict[QuantSpec, ScaledTensor]] | None = None
+        self._entry: tuple[weakref.ref[Tensor], tuple[Any, ...], dict[QuantSpec, ScaledTensor]] | None = None
 
     def quantized(self, owner: Tensor, x_MK: Tensor, spec: QuantSpec) -> ScaledTensor:
         """`quantize(x_MK, spec)`, where x_MK is the matrix view of `owner`."""
-        if torch.compiler.is_compiling() or owner.is_inference():
+        if torch.compiler.is_compiling() or owner.grad_fn is None or torch.is_inference_mode_enabled():
             return quantize(x_MK, spec)
+        state = (owner._version, *_surroundings(owner))
         entry = self._entry
-        if entry is None or entry[0]() is not owner or entry[1] != owner._version:
-            entry = (weakref.ref(owner, self._forget), owner._version, {})
+        if entry is None or entry[0]() is not owner or entry[1] != state:
+            entry = (weakref.ref(owner, self._forget), state, {})
             self._entry = entry
         forms = entry[2]
         if spec not in forms:
@@ -179,6 +185,14 @@ class _LastInput:
     def _forget(self, dead: weakref.ref[Tensor]) -> None:
         if self._entry is not None and self._entry[0] is dead:
             self._entry = None
+
+
+def _surroundings(x: Tensor) -> tuple[Any, ...]:
+    """What decides where the work on x goes: the dispatch mode that records it, the stream, the capture."""
+    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    if not x.is_cuda:
+        return (mode,)
+    return mode, torch.cuda.current_stream(x.device).cuda_stream, torch.cuda.is_current_stream_capturing()
 
 
 class _Switch:
@@ -193,7 +207,11 @@ _SWITCH = _Switch()
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Inside the block, converted layers compute in the dtype of their weights: for high-precision evaluation."""
+    """Inside the block, converted layers compute in the dtype of their weights: for high-precision evaluation.
+
+    Holds for the whole process, all threads. Do the backward of what was computed inside before leaving it, where
+    activation checkpointing would compute it again.
+    """
     before = _SWITCH.enabled
     _SWITCH.enabled = False
     try:

@@ -10,6 +10,7 @@ from torch import nn
 from octavo.kernels.gemm import accelerated
 from octavo.nn.linear import Linear
 from octavo.nn.select import is_linear
+from octavo.numerics.plan import Plan
 from octavo.numerics.recipe import Recipe
 
 PLAN_ATTRIBUTE = "octavo_plan"
@@ -18,7 +19,7 @@ PLAN_ATTRIBUTE = "octavo_plan"
 
 def is_converted(module: nn.Module) -> bool:
     """Whether this module, itself, computes in FP8."""
-    return isinstance(module, Linear) or (type(module).__module__ == "octavo.nn.conv1d")
+    return isinstance(module, Linear) or any(c.__module__ == "octavo.nn.conv1d" for c in type(module).__mro__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,22 +76,24 @@ def report(model: nn.Module) -> Report:
     Returns:
         A `Report`: `.rows` with `.name`, `.converted`, `.recipe` and `.reason`; `.summary`; and a table when printed.
     """
-    plan = getattr(model, PLAN_ATTRIBUTE, None)
+    plan: Plan | None = getattr(model, PLAN_ATTRIBUTE, None)
     rows = []
     for fqn, module in model.named_modules():
-        if not (is_linear(module) or is_converted(module)):
-            continue
-        converted = is_converted(module)
-        planned = plan[fqn].reason if plan is not None and fqn in plan.decisions else None
-        rows.append(
-            Row(
-                name=fqn,
-                converted=converted,
-                recipe=module.recipe.name if converted and isinstance(module.recipe, Recipe) else None,
-                reason=planned or ("converted" if converted else "octavo.convert was not called on this model"),
-            )
-        )
+        if is_linear(module) or is_converted(module):
+            converted = is_converted(module)
+            recipe = module.recipe.name if converted and isinstance(module.recipe, Recipe) else None
+            rows.append(Row(name=fqn, converted=converted, recipe=recipe, reason=_reason(plan, fqn, converted)))
     return Report(rows=tuple(rows), execution=_execution(model))
+
+
+def _reason(plan: Plan | None, fqn: str, converted: bool) -> str:
+    """The plan's reason, unless the layer was converted or reverted by itself since."""
+    decision = plan.decisions.get(fqn) if plan is not None else None
+    if decision is not None and (decision.recipe is not None) == converted:
+        return decision.reason
+    if converted:
+        return "converted"
+    return "octavo.convert was not called on this model" if plan is None else "not in the plan, or reverted since"
 
 
 def _execution(model: nn.Module) -> str:

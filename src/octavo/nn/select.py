@@ -54,12 +54,13 @@ def default_plan(
     if isinstance(skip, str):
         raise TypeError(f"skip is a list of name patterns; got the string {skip!r}: write skip=[{skip!r}]")
     heads = _vocabulary_heads(model)
+    names = _names(model)
     decisions = {}
     matched: set[str] = set()
     for fqn, module in model.named_modules():
         if not is_linear(module):
             continue
-        pattern = next((p for p in skip if any(fnmatchcase(name, p) for name in _ancestry(fqn))), None)
+        pattern = next((p for p in skip if any(fnmatchcase(name, p) for name in names[module])), None)
         if pattern is not None:
             matched.add(pattern)
             decisions[fqn] = Decision(recipe=None, reason=f"skipped by pattern {pattern!r}")
@@ -73,14 +74,24 @@ def default_plan(
     return Plan(decisions)
 
 
-def _decide(fqn: str, module: nn.Module, recipe: Recipe, head: str | None, filter: Filter | None) -> Decision:
+def obstacle(module: nn.Module) -> str | None:
+    """Why a module can not be converted whatever is asked for, or None."""
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    if not is_linear(module):
+        return f"{kind} is not a linear layer"
+    if isinstance(module, nn.LazyLinear):
+        return "not initialized: its shape is known after its first forward; convert then"
+    if type(module).__name__.startswith("FSDP"):
+        return "sharded by fully_shard already: convert before sharding"
     if type(module) is not nn.Linear and not is_conv1d(module):
-        kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        return Decision(recipe=None, reason=f"{kind} is a subclass of nn.Linear with behaviour of its own")
-    if head is not None:
-        return Decision(recipe=None, reason=f"vocabulary head ({head}) kept in high precision")
-    if filter is not None and not _passes(filter, module, fqn):
-        return Decision(recipe=None, reason="excluded by filter")
+        return f"{kind} is a subclass of nn.Linear with behaviour of its own"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance (by a hook of accelerate, say), so it would not be used"
+    return None
+
+
+def check_dtype(fqn: str, module: nn.Module) -> None:
+    """Raise TypeError for a linear whose weight has a dtype without an FP8 form."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     if weight.dtype not in SUPPORTED_DTYPES:
@@ -89,6 +100,19 @@ def _decide(fqn: str, module: nn.Module, recipe: Recipe, head: str | None, filte
             f"cannot convert {fqn or 'the model'}: its weight is {weight.dtype}; FP8 training starts from {supported}. "
             f"Cast the weight, or leave the layer out with skip=[{fqn!r}]. The model was left as it was"
         )
+
+
+def _decide(fqn: str, module: nn.Module, recipe: Recipe, head: str | None, filter: Filter | None) -> Decision:
+    reason = obstacle(module)
+    if reason is not None:
+        return Decision(recipe=None, reason=reason)
+    if head is not None:
+        return Decision(recipe=None, reason=f"vocabulary head ({head}) kept in high precision")
+    if filter is not None and not _passes(filter, module, fqn):
+        return Decision(recipe=None, reason="excluded by filter")
+    check_dtype(fqn, module)
+    weight = module.weight
+    assert isinstance(weight, Tensor)
     return Decision(recipe=recipe, reason="linear" + _padding(weight))
 
 
@@ -141,7 +165,10 @@ def _declared_heads(model: nn.Module) -> Iterator[nn.Module]:
         yield head
 
 
-def _ancestry(fqn: str) -> list[str]:
-    """A name and the names of the modules around it: a.b.c → a.b.c, a.b, a."""
-    parts = fqn.split(".")
-    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+def _names(model: nn.Module) -> dict[nn.Module, set[str]]:
+    """For each module all the names it goes by, and those of the modules around it: a.b.c → a.b.c, a.b, a."""
+    names: dict[nn.Module, set[str]] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        parts = fqn.split(".")
+        names.setdefault(module, set()).update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
+    return names

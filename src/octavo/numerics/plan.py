@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.numerics.recipe import Recipe
+from octavo.numerics.recipe import Recipe, get_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +55,13 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """Read a plan; raises ValueError where the text is not one."""
+        """Read a plan; a recipe may also be given by name. Raises ValueError where the text is not a plan."""
         try:
             rows: list[dict[str, Any]] = json.loads(text)["modules"]
-            return Plan(
-                {
-                    row["name"]: Decision(
-                        recipe=row["recipe"] and Recipe.from_json(row["recipe"]), reason=row["reason"]
-                    )
-                    for row in rows
-                }
-            )
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            return Plan({row["name"]: Decision(recipe=_recipe(row["recipe"]), reason=row["reason"]) for row in rows})
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is not a plan in JSON ({error}); write one with Plan.to_json()") from error
+
+
+def _recipe(given: dict[str, Any] | str | None) -> Recipe | None:
+    return Recipe.from_json(given) if isinstance(given, dict) else get_recipe(given) if given is not None else None

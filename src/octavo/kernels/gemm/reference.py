@@ -8,9 +8,10 @@ contraction cannot be taken out of the sum: then the operands are dequantized to
 except that power-of-two scales leave the values exact in bf16.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -65,23 +66,30 @@ def widen(q: Tensor) -> Tensor:
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """Float32 product of two bf16 (exact) or two float32 matrices."""
-    with torch.autocast(a.device.type, enabled=False):
+    device = a.device.type
+    with torch.autocast(device, enabled=False):
         if a.dtype == torch.float32:
-            with _cpu_arithmetic("ieee"):
+            with _arithmetic(device, "ieee"):
                 return a @ b
-        if a.device.type == "cuda":
+        if device == "cuda":
             return torch.mm(a, b, out_dtype=torch.float32)
-        with _cpu_arithmetic("bf16"):
+        with _arithmetic(device, "bf16"):
             return a.float() @ b.float()
 
 
+_SETTING = threading.RLock()
+"""Held for a product: what float32 matrices are multiplied in is a setting of the whole process."""
+
+
 @contextmanager
-def _cpu_arithmetic(precision: Literal["ieee", "bf16"]) -> Iterator[None]:
-    """What oneDNN multiplies float32 matrices in, for the duration of one product."""
-    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = setting.fp32_precision
-    setting.fp32_precision = precision
-    try:
-        yield
-    finally:
-        setting.fp32_precision = before
+def _arithmetic(device: str, precision: Literal["ieee", "bf16"]) -> Iterator[None]:
+    """What cuBLAS or oneDNN multiplies float32 matrices in, for the duration of one product."""
+    backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
+    setting = backend.matmul
+    with _SETTING:
+        before = setting.fp32_precision
+        setting.fp32_precision = precision
+        try:
+            yield
+        finally:
+            setting.fp32_precision = before

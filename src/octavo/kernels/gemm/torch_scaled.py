@@ -48,14 +48,14 @@ def scaled_mm(
     if m == 0 or n == 0 or k == 0:
         zeros = left.data.new_zeros((m, n), dtype=out_dtype)
         return zeros if bias is None else zeros + bias.to(out_dtype)
-    a_data = _padded(left.data).contiguous()
-    b_data = _padded(right.data.t()).contiguous().t()
+    a_data = _padded(left.data, rows=False).contiguous()
+    b_data = _padded(right.data.t(), rows=True).contiguous().t()
     by_row = any(scale is not None and scale.numel() > 1 for scale in (left.scale, right.scale))
     if by_row and out_dtype == torch.bfloat16 and bias is None:
         rows = _scale_vector(left.scale, m, a_data.shape[0], a_data.device)[:, None]
         columns = _scale_vector(right.scale, n, b_data.shape[1], a_data.device)[None, :]
         return _multiply(a_data, b_data, rows, columns, torch.bfloat16, fast_accum)[:m, :n].contiguous()
-    one = torch.ones((), device=a_data.device)
+    one = torch.ones((), device=a_data.device, dtype=torch.float32)
     scales = [scale for scale in (left.scale, right.scale) if scale is not None]
     outside = [scale for scale in scales if scale.numel() > 1]
     a_scale, b_scale = (
@@ -74,9 +74,9 @@ def _multiply(
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=fast_accum)
 
 
-def _padded(data: Tensor) -> Tensor:
-    """Zero-pad both sizes up to multiples of `ALIGNMENT`; a zero byte is 0.0 in every format."""
-    below, right = -data.shape[0] % ALIGNMENT, -data.shape[1] % ALIGNMENT
+def _padded(data: Tensor, *, rows: bool) -> Tensor:
+    """Zero-pad columns, and rows if asked, to multiples of `ALIGNMENT`; a zero byte is 0.0 in every format."""
+    below, right = -data.shape[0] % ALIGNMENT if rows else 0, -data.shape[1] % ALIGNMENT
     if not (below or right):
         return data
     return F.pad(data.view(torch.uint8), (0, right, 0, below)).view(data.dtype)
@@ -85,5 +85,5 @@ def _padded(data: Tensor) -> Tensor:
 def _scale_vector(scale: Tensor | None, size: int, padded: int, device: torch.device) -> Tensor:
     """Row scales as a dense vector, ones where there are none (PyTorch refuses the strides of a transposed [1,n])."""
     if scale is None:
-        return torch.ones(padded, device=device)
+        return torch.ones(padded, device=device, dtype=torch.float32)
     return F.pad(scale.flatten().expand(size), (0, padded - size), value=1.0)

@@ -6,6 +6,8 @@ Must move per element (bf16 in): 2 bytes read + 1 written by row, 2 + 2 + 1 by t
 first.
 """
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -22,13 +24,15 @@ __all__ = ["QUANTIZE", "quantize"]
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def quantize(x: Tensor, spec: QuantSpec, fold: Tensor | None = None) -> ScaledTensor:
+def quantize(x: Tensor, spec: QuantSpec, fold: Tensor | None = None, *, anew: bool = False) -> ScaledTensor:
     """Quantize a matrix.
 
     Args:
         x: [R,C], float32, bfloat16 or float16, any strides, any size from 0 up.
         spec: Format, granularity and scale rule.
         fold: float32 [R,1] or [1,C], multiplied into x (in float32) first; see `numerics.recipe` for why.
+        anew: Same numbers; under torch.compile it keeps this call from being merged with an equal one before it, whose
+            bytes would then be held in memory until here.
 
     Returns:
         Contiguous FP8 data [R,C] with scales of shape `spec.granularity.scale_shape((R,C))`.
@@ -45,12 +49,12 @@ def quantize(x: Tensor, spec: QuantSpec, fold: Tensor | None = None) -> ScaledTe
         raise ValueError(
             f"quantize: fold is float32 [{x.shape[0]},1] or [1,{x.shape[1]}]; got {fold.dtype} {tuple(fold.shape)}"
         )
-    data, scale = torch.ops.octavo.quantize(x, spec.text, fold)
+    data, scale = torch.ops.octavo.quantize(x, spec.text, fold, anew)
     return ScaledTensor(data, scale, spec)
 
 
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
-    x = torch.randn(48, 272, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    x = torch.randn(48, 272, generator=torch.Generator().manual_seed(0), device="cpu").to(device, torch.bfloat16)
     expected = reference.quantize(x, QuantSpec.parse(case[0]), None)
     actual = backend.run(x, QuantSpec.parse(case[0]), None)
     for name, e, a in zip(("data", "scale"), expected, actual, strict=True):
@@ -66,16 +70,29 @@ def _specs() -> dict[str, Case]:
     return {text: (text,) for text in sorted(specs)}
 
 
+def _run_triton(x: Tensor, spec: QuantSpec, fold: Tensor | None) -> tuple[Tensor, Tensor]:
+    from octavo.kernels.quantize import triton  # imports Triton, so only once it is wanted
+
+    return triton.quantize(x, spec, fold)
+
+
+def _refuses_triton(device: torch.device, case: Case) -> str | None:
+    if device.type != "cuda":
+        return f"Triton compiles for GPUs; this device is {device.type!r}"
+    return None if find_spec("triton") else "Triton is not installed"
+
+
 QUANTIZE = register(Op(name="quantize", cases=_specs(), probe=_probe))
 QUANTIZE.add(Backend(name="reference", run=reference.quantize))
+QUANTIZE.add(Backend(name="triton", run=_run_triton, refuses=_refuses_triton))
 
 
-def _run(x: Tensor, spec: str, fold: Tensor | None) -> tuple[Tensor, Tensor]:
+def _run(x: Tensor, spec: str, fold: Tensor | None, anew: bool) -> tuple[Tensor, Tensor]:
     data, scale = QUANTIZE.choose(x.device, (spec,)).run(x, QuantSpec.parse(spec), fold)
     return data, scale
 
 
-def _fake(x: Tensor, spec: str, fold: Tensor | None) -> tuple[Tensor, Tensor]:
+def _fake(x: Tensor, spec: str, fold: Tensor | None, anew: bool) -> tuple[Tensor, Tensor]:
     parsed = QuantSpec.parse(spec)
     rows, columns = x.shape
     return (
@@ -84,4 +101,4 @@ def _fake(x: Tensor, spec: str, fold: Tensor | None) -> tuple[Tensor, Tensor]:
     )
 
 
-define("quantize(Tensor x, str spec, Tensor? fold) -> (Tensor, Tensor)", _run, _fake)
+define("quantize(Tensor x, str spec, Tensor? fold, bool anew) -> (Tensor, Tensor)", _run, _fake)
