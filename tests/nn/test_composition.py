@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch._dynamo.testing
 from models import MLP, assert_same, gradients, llama
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -46,7 +47,7 @@ def unprefixed(tensors):
 
 @by_recipe
 @pytest.mark.parametrize("kind", CHECKPOINTING)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_checkpointing_is_bitwise_neutral(name, kind, dtype):
     mlp = octavo.convert(MLP(dtype=dtype), name, verbose=False)
     x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -21,8 +21,8 @@ class Odd(nn.Linear):
 
 def test_llama_converts_all_but_the_head():
     model = octavo.convert(llama(), verbose=False)
-    rows = octavo.report(model).rows
-    assert [row.name for row in rows if not row.converted] == ["lm_head"]
+    rows = octavo.report(model)
+    assert [row.name for row in rows if not row.converted] == ["lm_head"] == [rows[-1].name]
     assert len(rows) == 15 and {row.recipe for row in rows if row.converted} == {"rowwise"}
     assert isinstance(model.model.layers[0].self_attn.q_proj, Linear)
 
@@ -204,7 +204,8 @@ def test_precision_says_it_all():
 def test_convert_says_what_it_did(capsys):
     octavo.convert(llama())
     said = capsys.readouterr().err
-    assert said.startswith("octavo: converted 14 of 15 linear layers to rowwise; lm_head: vocabulary head")
+    assert said.startswith("octavo: converted 14 of 15 linear layers to rowwise (8")
+    assert "; lm_head: vocabulary head" in said
     assert "emulated exactly on cpu, without speed-up" in said
 
 
@@ -309,6 +310,20 @@ def test_report_follows_what_is_done_to_parts():
     octavo.revert(model)
     with pytest.raises(ValueError, match="holds no converted layer"):
         octavo.revert(model.lm_head)
+
+
+def test_report_names_weights_that_no_linear_holds():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = octavo.convert(MixtralForCausalLM(config), verbose=False)
+    experts = [row for row in octavo.report(model) if not row.linear]
+    assert experts and all("is not a linear layer: high precision" in row.reason for row in experts)
+    share = sum(r.weights for r in octavo.report(model) if r.converted) / sum(r.weights for r in octavo.report(model))
+    assert f"({share:.0%} of the matrix weights)" in octavo.report(model).summary and share < 0.5
 
 
 def test_skip_knows_every_name_of_a_module():

@@ -160,7 +160,8 @@ class _LastInput:
 
     Only tensors that autograd made (those with a `grad_fn`) are remembered. Others may be buffers that somebody writes
     into without autograd noticing (a receive buffer, a CUDA graph's input, an array shared with NumPy). A copy made on
-    another stream, inside another dispatch mode or CUDA graph capture is not used either: see `_surroundings`.
+    another stream, inside another dispatch mode or CUDA graph capture is not used either: see `_surroundings`. What is
+    not seen is a write into an activation behind autograd's back, through `.data`, between two layers that read it.
 
     Under torch.compile the graph of a training step merges equal `quantize` calls instead.
     """

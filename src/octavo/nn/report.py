@@ -1,7 +1,7 @@
 """report: what a model's linear layers compute in, and why: the table nobody should have to guess."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,16 +24,20 @@ def is_converted(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One linear layer.
+    """One linear layer, or another module with matrix weights of its own (experts of a mixture, a convolution).
 
     Attributes:
         name: Fully qualified name; empty for the model itself.
+        linear: Whether it is a linear layer.
+        weights: Elements of its own parameters of two and more dimensions.
         converted: Whether it computes in FP8.
         recipe: Name of its recipe, or None.
         reason: Why it was converted, or why not.
     """
 
     name: str
+    linear: bool
+    weights: int
     converted: bool
     recipe: str | None
     reason: str
@@ -46,12 +50,23 @@ class Report:
     rows: tuple[Row, ...]
     execution: str
 
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
     @property
     def summary(self) -> str:
         """One line: how many layers, in what, what was left out and why, and how it runs here."""
         done = [row for row in self.rows if row.converted]
         recipes = ", ".join(sorted({row.recipe or "" for row in done}))
-        text = f"converted {len(done)} of {len(self.rows)} linear layers" + (f" to {recipes}" if done else "")
+        share = sum(row.weights for row in done) / max(sum(row.weights for row in self.rows), 1)
+        text = f"converted {len(done)} of {sum(row.linear for row in self.rows)} linear layers"
+        text += f" to {recipes} ({share:.0%} of the matrix weights)" if done else ""
         left: dict[str, list[Row]] = {}
         for row in self.rows:
             if not row.converted:
@@ -69,20 +84,27 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """List every linear layer of a model with what it computes in and why.
+    """List every linear layer of a model, and what else holds matrix weights, with what it computes in and why.
 
     Works on any model, converted or not, whole or a part of one.
 
     Returns:
-        A `Report`: `.rows` with `.name`, `.converted`, `.recipe` and `.reason`; `.summary`; and a table when printed.
+        A `Report`: a sequence of rows with `.name`, `.converted`, `.recipe` and `.reason`; `.summary`; a table when
+        printed.
     """
     plan: Plan | None = getattr(model, PLAN_ATTRIBUTE, None)
     rows = []
     for fqn, module in model.named_modules():
-        if is_linear(module) or is_converted(module):
-            converted = is_converted(module)
+        weights = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim >= 2)
+        converted = is_converted(module)
+        linear = is_linear(module) or converted
+        if linear or (weights and not isinstance(module, nn.Embedding)):
             recipe = module.recipe.name if converted and isinstance(module.recipe, Recipe) else None
-            rows.append(Row(name=fqn, converted=converted, recipe=recipe, reason=_reason(plan, fqn, converted)))
+            kind = type(module).__name__
+            reason = _reason(plan, fqn, converted) if linear else f"{kind} is not a linear layer: high precision"
+            rows.append(
+                Row(name=fqn, linear=linear, weights=weights, converted=converted, recipe=recipe, reason=reason)
+            )
     return Report(rows=tuple(rows), execution=_execution(model))
 
 
