@@ -6,7 +6,7 @@ PEERS  := torchao
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint gpu clean
+.PHONY: help setup demo test test-slow lint sass gpu clean
 
 help:            ## List what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -43,6 +43,9 @@ test: lint  ## Lint, type-check, and run the tests
 
 test-slow: $(VENV)/.peers lint  ## All tests, with the slow ones and the cross-check against torchao
 	@$(BIN)/python -m pytest -n 2 -m 'not gpu'
+
+sass: $(VENV)/.developer  ## What Triton's compiler makes of each kernel for Hopper; needs no GPU
+	@$(BIN)/python -m benchmarks sass
 
 gpu: $(VENV)/.developer  ## The tests that need a GPU with FP8 matrix units
 	@$(BIN)/python -m pytest -m gpu

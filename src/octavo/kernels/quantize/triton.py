@@ -16,7 +16,8 @@ Triton's interpreter drops the carry of an FP8 cast that rounds up to a power of
 are rounded first (`ROUND_FIRST`).
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import triton
@@ -178,43 +179,72 @@ INTERPRETED = isinstance(_rows_kernel, InterpretedFunction)
 """Whether these kernels run in Triton's CPU interpreter (TRITON_INTERPRET=1 when Triton was imported)."""
 
 
-def quantize(x: Tensor, spec: QuantSpec, fold: Tensor | None) -> tuple[Tensor, Tensor]:
-    """FP8 data [R,C] and scales of `x · fold`; see `octavo.kernels.quantize.quantize`."""
-    rows, columns = x.shape
-    q = torch.empty((rows, columns), dtype=spec.format.dtype, device=x.device)
-    grid_shape = spec.granularity.scale_shape((rows, columns))
-    scale = torch.empty(grid_shape, dtype=spec.scale_dtype, device=x.device)
-    stored_scale = scale.view(torch.uint8) if spec.scale_rule == "e8m0" else scale
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One kernel with its compile-time constants: what is launched, and what can be compiled without a GPU.
+
+    Attributes:
+        kernel: The `@triton.jit` function.
+        constants: Its `tl.constexpr` arguments.
+        num_warps: Warps per program.
+    """
+
+    kernel: Any
+    constants: dict[str, Any]
+    num_warps: int
+
+    def grid(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Programs for a matrix of this size, at least one in each dimension."""
+        down = max(triton.cdiv(rows, self.constants["TILE_R"]), 1)
+        across = max(triton.cdiv(columns, self.constants["TILE_C"]), 1)
+        return (down,) if self.kernel is _rows_kernel else (down, across)
+
+
+def launches(spec: QuantSpec, fold: Literal["none", "rows", "columns"]) -> list[Launch]:
+    """The kernels that quantize by a spec, in order."""
+    fold_code = ("none", "rows", "columns").index(fold)
     rule = {
         "FP8_MAX": spec.format.max,
         "E4M3": spec.format is E4M3,
         "POWER_OF_TWO": spec.scale_rule != "amax",
         "E8M0": spec.scale_rule == "e8m0",
-        "FOLD": 0 if fold is None else 1 if fold.shape[1] == 1 and rows == fold.shape[0] else 2,
+        "FOLD": fold_code,
         "ROUND_FIRST": INTERPRETED,
     }
-    factors = x if fold is None else fold.contiguous()
     r, c = spec.granularity
     if spec.granularity == ROW:
-        tile = {"TILE_R": 4, "TILE_C": 1024}
-        launch = (max(triton.cdiv(rows, tile["TILE_R"]), 1),)
-        _rows_kernel[launch](x, factors, q, stored_scale, rows, columns, *x.stride(), **rule, **tile, num_warps=8)
-    elif FULL not in (r, c):
-        tile = {"TILE_R": max(r, 32), "TILE_C": max(c, 128)}
-        grid = (triton.cdiv(rows, tile["TILE_R"]), triton.cdiv(columns, tile["TILE_C"]))
-        if x.numel():
-            _blocks_kernel[grid](
-                x, factors, q, stored_scale, rows, columns, grid_shape[1], *x.stride(), R=r, C=c, **rule, **tile
-            )
-    else:
-        _two_launches(x, factors, q, stored_scale, by_column=c == 1, rule=rule)
-    return q, scale
+        return [Launch(kernel=_rows_kernel, constants={**rule, "TILE_R": 4, "TILE_C": 1024}, num_warps=8)]
+    if FULL not in (r, c):
+        tile = {"R": r, "C": c, "TILE_R": max(r, 32), "TILE_C": max(c, 128)}
+        return [Launch(kernel=_blocks_kernel, constants={**rule, **tile}, num_warps=8 if r == 128 else 4)]
+    tile = {"BY_COLUMN": c == 1, "TILE_R": 32, "TILE_C": 128}
+    return [
+        Launch(kernel=_amax_kernel, constants={"FOLD": fold_code, **tile}, num_warps=4),
+        Launch(kernel=_cast_kernel, constants={**rule, **tile}, num_warps=4),
+    ]
 
 
-def _two_launches(x: Tensor, fold: Tensor, q: Tensor, scale: Tensor, *, by_column: bool, rule: dict[str, Any]) -> None:
+def quantize(x: Tensor, spec: QuantSpec, fold: Tensor | None) -> tuple[Tensor, Tensor]:
+    """FP8 data [R,C] and scales of `x · fold`; see `octavo.kernels.quantize.quantize`."""
     rows, columns = x.shape
-    amax = torch.zeros(columns if by_column else 1, dtype=torch.int32, device=x.device)
-    tile = {"TILE_R": 32, "TILE_C": 128, "BY_COLUMN": by_column}
-    launch = (max(triton.cdiv(rows, 32), 1), max(triton.cdiv(columns, 128), 1))
-    _amax_kernel[launch](x, fold, amax, rows, columns, *x.stride(), FOLD=rule["FOLD"], **tile)
-    _cast_kernel[launch](x, fold, amax, q, scale, rows, columns, *x.stride(), **rule, **tile)
+    scale_rows, scale_columns = spec.granularity.scale_shape((rows, columns))
+    q = torch.empty((rows, columns), dtype=spec.format.dtype, device=x.device)
+    scale = torch.empty((scale_rows, scale_columns), dtype=spec.scale_dtype, device=x.device)
+    arguments: dict[str, Any] = {
+        "x": x,
+        "fold": x if fold is None else fold.contiguous(),
+        "q": q,
+        "s": scale.view(torch.uint8) if spec.scale_rule == "e8m0" else scale,
+        "rows": rows,
+        "columns": columns,
+        "grid_columns": scale_columns,
+        "stride_r": x.stride(0),
+        "stride_c": x.stride(1),
+    }
+    steps = launches(spec, "none" if fold is None else "rows" if fold.shape == (rows, 1) else "columns")
+    if len(steps) == 2:
+        arguments["amax"] = torch.zeros(scale_rows * scale_columns, dtype=torch.int32, device=x.device)
+    for step in steps:
+        named = {name: arguments[name] for name in step.kernel.arg_names if name in arguments}
+        step.kernel[step.grid(rows, columns)](**named, **step.constants, num_warps=step.num_warps)
+    return q, scale
