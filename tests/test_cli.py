@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -266,6 +267,71 @@ def test_a_demo_overwrites_nothing(here: Path) -> None:
     (here / "out/notes.txt").write_text("mine")
     refused(octavo("demo", "--out", "out"), "out", "not empty", "--out")
     assert files(here) == {"out/notes.txt": b"mine"}
+
+
+def test_a_demo_takes_a_folder_that_a_failed_start_left_empty(here: Path) -> None:
+    (here / "out/bf16").mkdir(parents=True)
+    refused(octavo("demo", *TINY_DEMO, "data.source=missing/*.txt", "--out", "out"), "missing/*.txt")
+    assert (here / "out/bf16").is_dir()
+    refused(octavo("demo", *TINY_DEMO, "data.source=missing/*.txt", "--out", "new"), "missing/*.txt")
+    assert not (here / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warmup"),
+    [
+        ([], 10),
+        (["run.steps=11"], 10),
+        (["run.steps=10"], 5),
+        (["run.steps=1"], 0),
+        (["run.steps=4", "optim.warmup=1"], 1),
+        (["optim.warmup=3"], 3),
+    ],
+)
+def test_the_warmup_of_a_demo_fits_its_steps(overrides: list[str], warmup: int) -> None:
+    from octavo.train.demo import demo_configs
+
+    assert {config.optim.warmup for config in demo_configs(overrides)} == {warmup}
+
+
+def test_a_stopped_demo_says_how_to_go_on(
+    config: Path, here: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import signal
+
+    from octavo.train.console import Bars
+
+    settings = [*TINY_DEMO, "data.source=corpus.txt", f"data.cache={cache.as_posix()}"]
+    monkeypatch.setattr(Bars, "step", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    result = octavo("demo", *settings, "--steps", 4, "--out", "my out")
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert result.exit_code == 0
+    assert "warms up over 2 of the 4 steps" in result.stderr
+    line = result.stdout.splitlines()[-1].strip()
+    assert line == "octavo train 'my out/bf16/config.toml' --out 'my out/bf16' --resume"
+    assert octavo(*shlex.split(line)[1:]).exit_code == 0
+    assert json.loads((here / "my out/bf16/run.json").read_text())["steps"] == 4
+
+
+def test_a_run_stopped_before_its_first_step_is_a_success(
+    config: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import signal
+
+    from octavo.train.console import Bars
+
+    monkeypatch.setattr(Bars, "stage", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the second stage's signal acts as usual: not at all here
+    try:
+        result = octavo("train", config, "--out", "out")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.exit_code == 0, result.output
+    assert "Stopped and saved after 0 steps" in result.stdout
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert octavo("train", config, "--out", "out", "--resume").exit_code == 0
 
 
 def test_the_default_folder_of_a_demo_is_the_next_that_is_free(tmp_path: Path) -> None:

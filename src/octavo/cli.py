@@ -202,6 +202,7 @@ def demo(
         console.print(summary_table(result.arms))
         if result.files is None:
             _say(console, "Stopped before both arms were trained: there is no verdict.")
+            _say(console, f"To finish the arm that was stopped:\n  {result.go_on}")
             return
         console.print(verdict_text(verdict(*result.arms)))
         _show_files(console, folder, result.files)

@@ -1,3 +1,4 @@
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,9 @@ def test_only_the_newest_are_kept(make_config: MakeConfig, tmp_path: Path) -> No
     (tmp_path / "checkpoints" / "step-notes").mkdir()
     names = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-0*"))
     assert names == ["step-000010", "step-000011"]
+    trainer.step = 12
+    trainer.save(tmp_path, prune=False)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-0*")) == [*names, "step-000012"]
     trainer.step = 1_000_000
     trainer.save(tmp_path)
     assert latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-1000000"
@@ -98,7 +102,7 @@ def test_a_save_that_dies_leaves_the_previous_checkpoint(
     trainer.step = 1
     trainer.save(tmp_path)
     trainer.step = 2
-    for name in ("_save_model", "_sync"):
+    for name in ("_save_model", "sync"):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, name, lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -136,6 +140,12 @@ def test_another_model_is_named_by_its_first_difference(make_config: MakeConfig,
     ]
 
 
+def pickled(state: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
 def test_damaged_checkpoints_are_named(make_config: MakeConfig, tmp_path: Path) -> None:
     trainer = make_trainer(make_config)
     trainer.save(tmp_path)
@@ -151,6 +161,14 @@ def test_damaged_checkpoints_are_named(make_config: MakeConfig, tmp_path: Path) 
         with pytest.raises(ConfigError, match="is damaged"):
             load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale)
         (folder / name).write_bytes(content)
+    for content in (b"", b"nonsense", pickled({}), pickled({"adamw": 3, "masters": {}}), pickled([1])):
+        (folder / "optimizer.pt").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"is damaged \(.*\): remove .*step-000000 to resume from the one before"):
+            load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale)
+    for text in ("{}", "null", '{"step": 1}'):
+        (folder / "trainer.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"trainer\.json is not the state of a trainer: remove .*step-000000"):
+            read_trainer_state(folder)
     (folder / "trainer.json").write_text(json.dumps({"step": 1})[:-1])
     with pytest.raises(ConfigError, match=r"trainer\.json cannot be read .*: remove .*step-000000"):
         read_trainer_state(folder)

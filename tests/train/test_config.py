@@ -64,10 +64,18 @@ def test_defaults_and_overrides(toml: Path) -> None:
         ("run.steps=1.5", r"run.steps: .*got 1.5"),
         ("run.steps=true", r"run.steps: .*got True"),
         ("optim.lr=nan", r"optim.lr: .*got nan"),
-        ("optim.betas=[0.9, 1.0]", r"optim.betas: .*got 1.0"),
+        ("optim.betas=[0.9, 1.0]", r"optim.betas: should be two numbers in \[0, 1\), .*got \[0.9, 1.0\]"),
         ("optim.schedule=cosin", r"optim.schedule: should be .*got 'cosin'.*did you mean 'cosine'"),
         ("optim.micro_batches=3", r"optim.batch = 8 .* 3 equal .* one of \[1, 2, 4, 8\]"),
         ("precision.loss_scale=dynamc", r"precision.loss_scale: .*got 'dynamc'.*did you mean 'dynamic'"),
+        ("optim.betas=[0.9]", r"optim.betas: should be two numbers in .*, as \[0.9, 0.95\], got \[0.9\]"),
+        ("precision.loss_scale=0", r'loss_scale: should be "none" \| "dynamic", or a number > 0, got 0'),
+        ("precision.loss_scale=true", r'loss_scale: should be "none" \| "dynamic", or a number > 0, got True'),
+        ("precision.skip=lm_head", r"precision.skip: should be a list .*\[\"lm_head\"\], got 'lm_head'"),
+        ("run.name=a/b", r"run.name = 'a/b' names the folder .*run.out"),
+        ('run.name="a\\nb"', r"run.name = 'a\\nb' names the folder"),
+        ("run.name=..", r"run.name = '..' names the folder"),
+        ("optim.warmup=10", r"optim.warmup = 10 leaves nothing of run.steps = 10"),
         ("precision.loss_scale=-1.0", r"precision.loss_scale: .*got -1.0"),
         ("precision.level=O7", r"O7"),
         ("precision.recipe=rowise", r"'rowise'.*did you mean 'rowwise'"),
@@ -109,17 +117,30 @@ def test_a_file_that_is_no_config(tmp_path: Path) -> None:
         load_config(tmp_path / "binary.toml")
 
 
+def test_a_byte_order_mark_is_no_mistake(toml: Path) -> None:
+    plain = load_config(toml)
+    toml.write_text(TEXT, encoding="utf-8-sig")
+    assert load_config(toml) == plain
+
+
+def test_a_schedule_that_does_not_fit(toml: Path) -> None:
+    wsd = ["optim.schedule=wsd", "optim.decay=0.5"]
+    assert load_config(toml, [*wsd, "optim.warmup=5"]).optim.warmup == 5
+    with pytest.raises(ConfigError, match=r"optim\.warmup = 6 and a decay of 5 steps .* run\.steps = 10"):
+        load_config(toml, [*wsd, "optim.warmup=6"])
+
+
 def test_frozen(make_config: MakeConfig) -> None:
     with pytest.raises(ValueError, match="frozen"):
         make_config().run.steps = 3  # type: ignore[misc]
 
 
-@given(name=st.text(min_size=1).filter(lambda s: s.isprintable() or "\x7f" in s), lr=st.floats(1e-300, 1e300))
+@given(name=st.text(min_size=1).filter(str.isprintable), lr=st.floats(1e-300, 1e300))
 def test_toml_round_trip(name: str, lr: float) -> None:
     tables = tomllib.loads(TEXT)
-    tables["run"] |= {"name": name}
+    tables["run"] |= {"out": name}
     tables["optim"] |= {"lr": lr, "betas": [0.5, 0.75]}
-    tables["model"]["config"] |= {'odd "key"': [1, 2.5, True, {"deep": name}]}
+    tables["model"]["config"] |= {'odd "key"': [1, 2.5, True, {"deep": name + "\x7f"}]}
     config = parse_config(tables)
     assert parse_config(tomllib.loads(config.to_toml())) == config
 

@@ -1,4 +1,6 @@
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,85 @@ def test_the_cache_is_used_and_keyed_on_content(make_config: MakeConfig, tmp_pat
     assert {path.name for path in entries[0].iterdir()} == {"facts.json", "ids.bin", "tokenizer.json"}
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("ids.bin", b"\0\0", "ids.bin has 2 bytes"),
+        ("ids.bin", None, "ids.bin is missing"),
+        ("facts.json", b"{", "facts.json cannot be read"),
+        ("facts.json", b"[]", "facts.json cannot be read"),
+        ("tokenizer.json", b"", "tokenizer.json cannot be read"),
+        ("tokenizer.json", None, "tokenizer.json is missing"),
+    ],
+)
+def test_a_damaged_entry_is_built_anew(
+    name: str, content: bytes | None, reason: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    config = make_config(data={"cache": str(tmp_path)})
+    expected = corpus(config).batch(0, 0, 4)[0]
+    (entry,) = tmp_path.iterdir()
+    (entry / name).unlink()
+    if content is not None:
+        (entry / name).write_bytes(content)
+    seen = Recorder()
+    again = load_corpus(config, seen)
+    assert torch.equal(again.batch(0, 0, 4)[0], expected)
+    assert len(seen.notes) == 1 and f"is damaged ({reason}" in seen.notes[0]
+    seen = Recorder()
+    load_corpus(config, seen)
+    assert seen.notes == [] and "tokenizing" not in seen.stages
+
+
+def test_what_killed_builders_left_is_removed_after_a_day(make_config: MakeConfig, tmp_path: Path) -> None:
+    for name, age in (("old", 25 * 3600), ("new", 3600)):
+        folder = tmp_path / f".building-{name}"
+        folder.mkdir()
+        (folder / "ids.bin").touch()
+        for path in (folder / "ids.bin", folder):
+            os.utime(path, (time.time() - age,) * 2)
+    corpus(make_config(data={"cache": str(tmp_path)}))
+    assert [path.name for path in tmp_path.glob(".building-*")] == [".building-new"]
+
+
+def test_an_entry_is_on_disk_before_it_is_published(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[set[str]] = []
+    monkeypatch.setattr(data, "sync", lambda folder: synced.append({path.name for path in folder.iterdir()}))
+    corpus(make_config(data={"cache": str(tmp_path)}))
+    assert synced == [{"facts.json", "ids.bin", "tokenizer.json"}]
+
+
+def test_jsonl_rows_may_differ_in_all_but_the_text(make_config: MakeConfig, tmp_path: Path) -> None:
+    lines = sentences(60).splitlines()
+    rows: list[dict[str, Any]] = [{"text": line} for line in lines]
+    rows[1] |= {"n": 1, "of": {"a": []}}
+    rows[2] |= {"n": "two"}
+    (tmp_path / "a.jsonl").write_text("\ufeff" + "".join(json.dumps(row) + "\n" for row in rows[:30]), encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row | {"k": 2}) + "\n" for row in rows[30:]))
+    loaded = corpus(make_config(data={"source": str(tmp_path / "*.jsonl"), "shuffle": False}))
+    stream = loaded.tokenizer.backend.decode(loaded._ids.tolist(), skip_special_tokens=False)
+    assert stream == "".join(line + END for line in lines)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_another_field_is_other_data(suffix: str, make_config: MakeConfig, tmp_path: Path) -> None:
+    texts = {field: sentences(60, seed).splitlines() for seed, field in enumerate(("a", "b"))}
+    table = datasets.Dataset.from_dict(texts)
+    source = tmp_path / f"x.{suffix}"
+    table.to_json(source) if suffix == "jsonl" else table.to_parquet(source)
+    for field, lines in texts.items():
+        keys = {"source": str(source), "text_field": field, "shuffle": False, "cache": str(tmp_path / "cache")}
+        assert "\n".join(lines).startswith(decoded(corpus(make_config(data=keys))).replace(END, "\n"))
+
+
+def test_a_file_whose_name_looks_like_a_pattern(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "a[1].txt").write_text(sentences(60))
+    (tmp_path / "a1.txt").write_text("another file " * 100)
+    loaded = corpus(make_config(data={"source": str(tmp_path / "a[1].txt"), "shuffle": False}))
+    assert sentences(60).startswith(decoded(loaded))
+
+
 def test_a_build_that_dies_leaves_no_entry(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +307,10 @@ def bad_source(folder: Path, name: str, content: bytes) -> str:
         ("a.parquet", b"not parquet at all", {}, "cannot be read: .*[Pp]arquet"),
         ("a.jsonl", b'{"text": "a"}\nnonsense{\n', {}, "cannot be read: .*JSON"),
         ("a.jsonl", b'{"txt": "a"}\n', {}, r"no field \"text\".*did you mean 'txt'.*set data\.text_field"),
-        ("a.jsonl", b'{"text": 3}\n', {}, 'field "text" .* is not text but int64'),
+        ("a.jsonl", b'{"text": 3}\n', {}, 'field "text" .* is not text but int'),
+        ("a.jsonl", b"", {}, "is empty"),
+        ("a.jsonl", b"\n\n", {}, "is empty"),
+        ("a.jsonl", b'{"text": "a"}\n[1]\n', {}, "a.jsonl, line 2 is no JSON object but list"),
         ("a.txt", b"too short", {"sequence_length": 64}, r"sequence_length = 64 is longer than the data: it has \d+"),
         ("a.csv", b"x", {}, r"files must end in \.txt, \.jsonl, \.parquet"),
     ],

@@ -1,4 +1,5 @@
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,12 @@ def test_mistakes_leave_a_folder_usable(make_config: MakeConfig, tmp_path: Path)
         seen = Recorder()
         with pytest.raises(ConfigError):
             run(make_config(**sections), out=out, progress=seen)
-        assert list(out.iterdir()) == []
+        assert not out.exists()
         assert (seen.stages == []) == ("model" in sections)  # a wrong model shows before the data is prepared
+    out.mkdir()
+    with pytest.raises(ConfigError):
+        run(make_config(model={"type": "lama"}), out=out)
+    assert list(out.iterdir()) == []  # the folder was there before
     assert run(make_config(), out=out).steps == 6
 
 
@@ -190,6 +195,29 @@ def test_a_non_finite_loss_stops_with_the_layer_named(
     assert curve(tmp_path) == curve(tmp_path / "clean")
 
 
+def test_a_failure_leaves_the_checkpoints_before_it(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, "model.layers.1", {4, 5}, torch.inf)
+    config = make_config(run={"save_every": 3, "keep": 1}, precision={"loss_scale": "none"})
+    with pytest.raises(NonFiniteError) as caught:
+        run(config, out=tmp_path)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-000003", "step-000004"]
+    message = str(caught.value)
+    assert re.search(r"Resume \S*step-000004 \(--resume\) with a lower optim\.lr or optim\.clip", message)
+    assert re.search(r"Where that fails again, remove \S*step-000004 to resume \S*step-000003$", message)
+
+
+def test_a_fixed_loss_scale_is_part_of_the_advice(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_scale, "MOST_SKIPS", 1)
+    spoil(monkeypatch, "model.layers.1", set(range(9)), torch.inf)
+    with pytest.raises(NonFiniteError, match=r'with a lower precision\.loss_scale, or with "dynamic"'):
+        run(make_config(precision={"loss_scale": 64.0}), out=tmp_path)
+
+
 def test_a_non_finite_gradient_stops_with_the_layer_named(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +239,7 @@ def test_parameters_that_are_not_finite_are_not_saved(make_config: MakeConfig, t
     with pytest.raises(NonFiniteError, match=r"step 1: its update was not finite; .* parameter model\.") as caught:
         run(config, out=tmp_path)
     assert caught.value.step == 1
+    assert "No checkpoint was saved: run anew with a lower optim.lr" in str(caught.value)
     assert latest_checkpoint(tmp_path) is None
     assert RunResult.read(tmp_path).stopped == "non-finite"
 
@@ -229,8 +258,8 @@ def test_the_default_folder_is_named_after_the_run(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run(make_config(run={"steps": 1, "name": "first"}))
-    run(make_config(run={"steps": 1, "out": "elsewhere"}))
+    run(make_config(run={"steps": 3, "name": "first"}))
+    run(make_config(run={"steps": 3, "out": "elsewhere"}))
     assert (tmp_path / "runs" / "first" / "run.json").exists()
     assert (tmp_path / "elsewhere" / "run.json").exists()
 

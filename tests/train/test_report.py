@@ -129,6 +129,15 @@ def test_verdict_json_holds_the_verdict_and_both_runs(pair: list[Path], tmp_path
     assert [run["arm"] for run in read["runs"]] == ["bf16", FP8]
 
 
+def test_steps_are_whole_numbers_on_the_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    seen: list[float] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: seen.extend(figure.axes[-1].get_xticks()))
+    write_report([folder(tmp_path / "a", steps=3)], tmp_path)
+    assert seen and all(tick == round(tick) for tick in seen)
+
+
 def test_the_png_shows_both_curves(pair: list[Path], tmp_path: Path) -> None:
     import numpy as np
     from matplotlib.image import imread

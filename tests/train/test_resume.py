@@ -67,6 +67,9 @@ def test_resume_of_a_finished_run_and_for_more_steps(make_config: MakeConfig, tm
 
 
 def test_resume_with_nothing_there_starts_and_says_so(make_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no folder .*a, so no run to resume"):
+        run(make_config(), out=tmp_path / "a", resume=True)
+    (tmp_path / "a").mkdir()
     seen = Recorder()
     assert run(make_config(), out=tmp_path / "a", resume=True, progress=seen).steps == 6
     assert any("no checkpoint" in note and "from the first step" in note for note in seen.notes)

@@ -15,7 +15,7 @@ change is reported.
 """
 
 import json
-import os
+import pickle
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError
 
 from octavo.train.config import ConfigError, TrainConfig
+from octavo.train.disk import sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import MasterAdamW
 from octavo.train.tokenizer import TextTokenizer
@@ -43,6 +44,8 @@ TUNABLE = {
     *(f"precision.{key}" for key in ("skip", "checkpointing")),
 }
 """What may differ on resume, and is reported: the run goes on, but is no longer the uninterrupted one."""
+UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError, ValueError, TypeError, AttributeError)
+"""What loading a damaged state raises, one kind or another."""
 
 
 def save_checkpoint(
@@ -55,10 +58,11 @@ def save_checkpoint(
     loss_scale: LossScale,
     config: TrainConfig,
     data_fingerprint: str,
+    prune: bool = True,
 ) -> Path:
-    """Writes the checkpoint of `step` under `out` and removes all but the newest `run.keep`. Returns its folder.
+    """Writes the checkpoint of `step` under `out` and, with `prune`, removes all but the newest `run.keep`.
 
-    A checkpoint of that step that is there already is kept: it is the same.
+    Returns its folder. A checkpoint of that step that is there already is kept: it is the same.
     """
     root = out / FOLDER
     target = root / f"step-{step:06d}"
@@ -76,19 +80,18 @@ def save_checkpoint(
         "config": config.model_dump(mode="json", exclude_none=True),
     }
     (scratch / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n", encoding="utf-8")
-    for path in scratch.iterdir():
-        _sync(path)
-    _sync(scratch)
+    sync(scratch)
     scratch.rename(target)
-    _sync(root)
-    for old in _checkpoints(out)[: -config.run.keep]:
-        shutil.rmtree(old)
+    sync_entry(root)
+    if prune:
+        for old in checkpoints(out)[: -config.run.keep]:
+            shutil.rmtree(old)
     return target
 
 
 def latest_checkpoint(out: Path) -> Path | None:
     """Folder of the newest checkpoint under `out`; None where there is none."""
-    found = _checkpoints(out)
+    found = checkpoints(out)
     return found[-1] if found else None
 
 
@@ -97,8 +100,11 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     path = folder / "trainer.json"
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        complete = isinstance(state, dict) and state.keys() >= {"step", "loss_scale", "data", "config"}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): remove {folder} to resume from the one before") from None
+        raise ConfigError(f"{path} cannot be read ({error}): {_remedy(folder)}") from None
+    if not complete:
+        raise ConfigError(f"{path} is not the state of a trainer: {_remedy(folder)}")
     return state
 
 
@@ -129,11 +135,13 @@ def load_checkpoint(folder: Path, model: Any, optimizer: MasterAdamW, loss_scale
     device = next(model.parameters()).device
     try:
         safetensors.torch.load_model(model, folder / "model.safetensors", device=str(device))
-        state = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True)
-    except (RuntimeError, OSError, SafetensorError) as error:
-        raise ConfigError(f"{folder} does not fit this model, or is damaged: {error}") from None
-    optimizer.load_state_dict(state)
-    loss_scale.load_state_dict(read_trainer_state(folder)["loss_scale"])
+        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True))
+        loss_scale.load_state_dict(read_trainer_state(folder)["loss_scale"])
+    except ConfigError:
+        raise
+    except (*UNREADABLE, SafetensorError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{folder} does not fit this model, or is damaged ({reason}): {_remedy(folder)}") from None
 
 
 def _save_model(folder: Path, model: Any, tokenizer: TextTokenizer) -> None:
@@ -142,7 +150,8 @@ def _save_model(folder: Path, model: Any, tokenizer: TextTokenizer) -> None:
     tokenizer.save(folder)
 
 
-def _checkpoints(out: Path) -> list[Path]:
+def checkpoints(out: Path) -> list[Path]:
+    """Folders of the checkpoints under `out`, the newest last."""
     found = [path for path in (out / FOLDER).glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
@@ -150,7 +159,7 @@ def _checkpoints(out: Path) -> list[Path]:
 def _settings(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The settings that decide a run's numbers, the model's first, as ("model.config.hidden_size", 256)."""
     for section in ("model", *(name for name in tables if name != "model")):
-        yield from ((key, value) for key, value in _flat(section, tables[section]) if key not in FREE)
+        yield from ((key, value) for key, value in _flat(section, tables.get(section, {})) if key not in FREE)
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -165,9 +174,5 @@ def _shown(value: Any) -> str:
     return value if value == "unset" else json.dumps(value)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _remedy(folder: Path) -> str:
+    return f"remove {folder} to resume from the one before"

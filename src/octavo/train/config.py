@@ -10,8 +10,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
@@ -20,6 +19,12 @@ from octavo.numerics.names import nearest
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+SHAPES = {
+    "optim.betas": "two numbers in [0, 1), as [0.9, 0.95]",
+    "precision.skip": 'a list of patterns, as ["lm_head"]',
+    "precision.loss_scale": '"none" | "dynamic", or a number > 0',
+}
+"""Settings of which pydantic would say what is wrong with a part, or with one of two forms."""
 
 
 class ConfigError(ValueError):
@@ -40,7 +45,7 @@ class Run(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights and of the order of the data."""
     steps: Count
-    """Optimizer steps of the whole run. The one setting of training that may differ on resume."""
+    """Optimizer steps of the whole run. May differ on resume, as may what `checkpoint.TUNABLE` lists."""
     out: str | None = None
     """Output folder; `runs/<name>` where it is not given."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -51,6 +56,15 @@ class Run(Section):
     """Steps between two checkpoints; 0 saves at the end only. The end of a run, and SIGTERM, always save."""
     keep: Count = 2
     """Newest checkpoints kept."""
+
+    @model_validator(mode="after")
+    def _name_of_a_folder(self) -> "Run":
+        if self.name in (".", "..") or "/" in self.name or "\\" in self.name or not self.name.isprintable():
+            raise ValueError(
+                f"run.name = {self.name!r} names the folder runs/<name>: give one name, without separators or control "
+                "characters; run.out is for a path"
+            )
+        return self
 
 
 class Model(Section):
@@ -133,6 +147,11 @@ class Optim(Section):
         return self
 
 
+def decay_steps(optim: Optim, steps: int) -> int:
+    """Steps that the decay of "wsd" takes of `steps`."""
+    return max(1, round(optim.decay * steps)) if optim.decay else 0
+
+
 class PrecisionConfig(Section):
     """`[precision]`: what is computed and kept in how many bits."""
 
@@ -171,6 +190,21 @@ class TrainConfig(Section):
     optim: Optim
     precision: PrecisionConfig = PrecisionConfig()
 
+    @model_validator(mode="after")
+    def _whole_schedule(self) -> "TrainConfig":
+        steps, warmup = self.run.steps, self.optim.warmup
+        if warmup >= steps:
+            raise ValueError(
+                f"optim.warmup = {warmup} leaves nothing of run.steps = {steps}: lower it, or take more steps"
+            )
+        decay = decay_steps(self.optim, steps)
+        if self.optim.schedule == "wsd" and warmup + decay > steps:
+            raise ValueError(
+                f"optim.warmup = {warmup} and a decay of {decay} steps (optim.decay = {self.optim.decay:g}) do not fit "
+                f"into run.steps = {steps}: lower either, or take more steps"
+            )
+        return self
+
     @property
     def arm(self) -> str:
         """Short label of the precision: "bf16", or level and recipe as "O1 rowwise"."""
@@ -194,7 +228,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     `precision.recipe=rowwise` needs no quotes. Raises ConfigError for every mistake.
     """
     try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"no such config file: {path}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -211,7 +245,7 @@ def parse_config(tables: Mapping[str, Any]) -> TrainConfig:
     try:
         return TrainConfig.model_validate(tables)
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
+        raise ConfigError(_explain(error, tables)) from None
 
 
 def _apply(tables: dict[str, Any], override: str) -> None:
@@ -231,7 +265,7 @@ def _apply(tables: dict[str, Any], override: str) -> None:
     table[last] = value
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(error: ValidationError, tables: Mapping[str, Any]) -> str:
     first = error.errors()[0]
     model: Any = TrainConfig
     key: list[str] = []
@@ -246,6 +280,9 @@ def _explain(error: ValidationError) -> str:
             return f"unknown {kind} {'.'.join(key)}{nearest(str(part), fields) or known}"
         model = model.model_fields[str(part)].annotation
     name = ".".join(key)
+    if name in SHAPES:
+        hint = nearest(first["input"], _choices(model)) if isinstance(first["input"], str) else ""
+        return f"{name}: should be {SHAPES[name]}, got {tables[key[0]][key[1]]!r}{hint}"
     if first["type"] == "missing":
         return f"missing {'section' if len(key) == 1 else 'key'} {name}"
     if first["type"] == "value_error":
@@ -253,8 +290,7 @@ def _explain(error: ValidationError) -> str:
     given = f", got {first['input']!r}"
     choices = _choices(model)
     if choices and isinstance(first["input"], str):
-        number = ", or a number" if get_origin(model) in (Union, UnionType) else ""
-        return f"{name}: should be {_listed(choices)}{number}{given}{nearest(first['input'], choices)}"
+        return f"{name}: should be {_listed(choices)}{given}{nearest(first['input'], choices)}"
     message = first["msg"].removeprefix("Input ")
     return f"{name}: {message}{given}"
 

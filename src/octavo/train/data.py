@@ -10,14 +10,15 @@ the order of an epoch is a permutation drawn from a counter-based generator keye
 the loader is saved, and a resumed run reads exactly what the uninterrupted one would have.
 
 The cache folder holds one directory per (content, vocabulary or tokenizer), made under a temporary name and renamed
-when complete: a killed process leaves nothing that looks finished, and two processes may build the same entry at
-once.
+when complete and on disk: a killed process leaves nothing that looks finished, and two processes may build the same
+entry at once. An entry that was damaged since is built anew.
 """
 
 import hashlib
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +29,7 @@ import tokenizers
 import torch
 
 from octavo.train.config import ConfigError, Data, TrainConfig
+from octavo.train.disk import sync
 from octavo.train.metrics import Progress
 from octavo.train.source import Source, open_source
 from octavo.train.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer, train_tokenizer
@@ -35,6 +37,10 @@ from octavo.train.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer,
 LAYOUT = "1"
 """Part of every cache key; changes with the format of an entry or the way text is cut."""
 DOCUMENTS_AT_ONCE = 256
+BUILDING = ".building-"
+"""Prefix of an entry that is not complete."""
+ABANDONED = 24 * 3600.0
+"""Seconds after which an entry that nobody writes to is taken for a killed builder's."""
 PIECE = 1 << 20
 """Longer documents are encoded in pieces of at most this many characters, cut after a line break where there is one."""
 
@@ -90,10 +96,14 @@ def load_corpus(config: TrainConfig, progress: Progress) -> Corpus:
     fingerprint = hashlib.sha256("\0".join((LAYOUT, source.fingerprint, vocabulary)).encode()).hexdigest()
     cache = Path(config.data.cache).expanduser()
     folder = cache / fingerprint[:24]
+    _clear_abandoned(cache)
+    if folder.exists() and (damage := _damage(folder)):
+        progress.note(f"{folder} is damaged ({damage}): built anew")
+        shutil.rmtree(folder)
     if not folder.exists():
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
+            scratch = Path(tempfile.mkdtemp(prefix=BUILDING, dir=cache))
         except OSError as error:
             raise ConfigError(f"data.cache = {config.data.cache} cannot be written: {error.strerror}") from None
         try:
@@ -101,7 +111,7 @@ def load_corpus(config: TrainConfig, progress: Progress) -> Corpus:
             _publish(scratch, folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-    tokenizer = given or TextTokenizer(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")), _end(folder))
+    tokenizer = given or _stored_tokenizer(folder)
     return Corpus(folder, tokenizer, config.data, fingerprint)
 
 
@@ -145,6 +155,7 @@ def _build(folder: Path, source: Source, given: TextTokenizer | None, config: Da
 
 
 def _publish(scratch: Path, folder: Path) -> None:
+    sync(scratch)
     try:
         scratch.rename(folder)
     except OSError:
@@ -152,8 +163,42 @@ def _publish(scratch: Path, folder: Path) -> None:
             raise
 
 
-def _end(folder: Path) -> str:
-    return str(json.loads((folder / "facts.json").read_text(encoding="utf-8"))["end"])
+def _damage(folder: Path) -> str:
+    """What is wrong with an entry of the cache; empty where nothing is."""
+    try:
+        facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+        expected = facts["tokens"] * np.dtype(facts["dtype"]).itemsize
+        if not facts.keys() >= {"documents", "skipped", "end"}:
+            return "facts.json is incomplete"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "facts.json cannot be read"
+    try:
+        size = (folder / "ids.bin").stat().st_size
+        if size != expected:
+            return f"ids.bin has {size} bytes, not {expected}"
+        _stored_tokenizer(folder)
+    except OSError as error:
+        return f"{Path(error.filename).name} is missing"
+    except Exception:  # of no other type: whatever `tokenizers` finds wrong with its file
+        return "tokenizer.json cannot be read"
+    return ""
+
+
+def _stored_tokenizer(folder: Path) -> TextTokenizer:
+    content = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    end = str(json.loads((folder / "facts.json").read_text(encoding="utf-8"))["end"])
+    return TextTokenizer(tokenizers.Tokenizer.from_str(content), end)
+
+
+def _clear_abandoned(cache: Path) -> None:
+    """Removes what builders that were killed left behind: entries under construction, untouched for a day."""
+    for folder in cache.glob(f"{BUILDING}*"):
+        try:
+            touched = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+        except OSError:  # its builder has just finished
+            continue
+        if touched < time.time() - ABANDONED:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _batches(documents: Any) -> Iterator[list[str]]:

@@ -5,7 +5,10 @@ configuration is `demo.toml` beside this file, so that it is there after `pip in
 copy.
 """
 
+import re
+import shlex
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import resources
 from itertools import count
@@ -15,19 +18,23 @@ from octavo.train.config import ConfigError, TrainConfig, load_config
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
 from octavo.train.metrics import Progress, RunResult
+from octavo.train.outputs import CONFIG_FILE
 from octavo.train.report import ReportFiles, write_report
 
 BASELINE, CANDIDATE = "bf16", "O1"
+STEPS = re.compile(r"\s*run\.steps\s*=")
 SET_BY_DEMO = ("precision.level", "run.out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """Both arms, as far as they got; `files` is None where the first was stopped before the second began."""
+    """Both arms, as far as they got; `files` is None where one of them was stopped."""
 
     out: Path
     arms: list[RunResult]
     files: ReportFiles | None
+    go_on: str = ""
+    """The command that finishes the arm that was stopped; empty where none was."""
 
 
 def demo_configs(overrides: Sequence[str] = ()) -> tuple[TrainConfig, TrainConfig]:
@@ -42,11 +49,29 @@ def demo_configs(overrides: Sequence[str] = ()) -> tuple[TrainConfig, TrainConfi
             raise ConfigError(
                 f"{key} is set by the demo, which compares {BASELINE} with {CANDIDATE}: use `octavo train`"
             )
-    with resources.as_file(resources.files("octavo.train") / "demo.toml") as path:
+    overrides = [*_fitting_warmup(overrides), *overrides]
+    with _packaged() as path:
         baseline, candidate = (
             load_config(path, [*overrides, f"precision.level={level}"]) for level in (BASELINE, CANDIDATE)
         )
     return baseline, candidate
+
+
+def _packaged() -> AbstractContextManager[Path]:
+    return resources.as_file(resources.files("octavo.train") / "demo.toml")
+
+
+def _fitting_warmup(overrides: Sequence[str]) -> list[str]:
+    """A warmup of half the steps, for a run of no more steps than the demo's own warmup takes."""
+    asked = [override.partition("=")[2].strip() for override in overrides if STEPS.match(override)]
+    if not asked or not asked[-1].isdecimal() or int(asked[-1]) > _own_warmup():
+        return []
+    return [f"optim.warmup={int(asked[-1]) // 2}"]
+
+
+def _own_warmup() -> int:
+    with _packaged() as path:
+        return load_config(path).optim.warmup
 
 
 def free_folder(wanted: Path) -> Path:
@@ -64,8 +89,10 @@ def run_demo(configs: Sequence[TrainConfig], out: Path, progress: Progress) -> D
     Raises:
         ConfigError: `out` holds something already.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(not path.is_dir() for path in out.rglob("*"))):
         raise ConfigError(f"{out} is not empty, and a demo overwrites nothing: give another folder with --out")
+    if (warmup := configs[0].optim.warmup) != _own_warmup():
+        progress.note(f"the learning rate warms up over {warmup} of the {configs[0].run.steps} steps")
     arms: list[RunResult] = []
     folders: list[Path] = []
     for config in configs:
@@ -76,5 +103,7 @@ def run_demo(configs: Sequence[TrainConfig], out: Path, progress: Progress) -> D
             progress.note(str(error))
             arms.append(RunResult.read(folders[-1]))
         if arms[-1].stopped == "sigterm":
-            return DemoResult(out=out, arms=arms, files=None)
+            folder = shlex.quote(str(folders[-1]))
+            go_on = f"octavo train {shlex.quote(str(folders[-1] / CONFIG_FILE))} --out {folder} --resume"
+            return DemoResult(out=out, arms=arms, files=None, go_on=go_on)
     return DemoResult(out=out, arms=arms, files=write_report(folders, out))

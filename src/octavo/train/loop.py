@@ -18,8 +18,8 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,13 @@ from torch.nn import functional as F
 
 from octavo._version import __version__
 from octavo.nn import Report, convert, report
-from octavo.nn.storage import kept_for_backward
 from octavo.numerics import Precision
-from octavo.train.checkpoint import load_checkpoint, read_trainer_state, save_checkpoint
+from octavo.train.checkpoint import checkpoints, load_checkpoint, read_trainer_state, save_checkpoint
 from octavo.train.checkpointing import Checkpointing
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.data import Corpus, load_corpus
 from octavo.train.diagnose import NonFiniteError, find_origin, non_finite_parameter
+from octavo.train.disk import output_folder
 from octavo.train.loss_scale import LossScale
 from octavo.train.metrics import (
     MetricsWriter,
@@ -49,10 +49,12 @@ from octavo.train.metrics import (
     median_speed,
     summarize_losses,
 )
-from octavo.train.model import build_model, check_model, choose_device, device_name
+from octavo.train.model import build_model, check_model, choose_device, device_name, exact_masters
 from octavo.train.optimizer import MasterAdamW
-from octavo.train.outputs import CONFIG_FILE, LAYERS_FILE, claim_folder
+from octavo.train.outputs import CONFIG_FILE, LAYERS_FILE, TOKENIZER_FILE, Claim, claim_folder
+from octavo.train.probe import check_causal, kept_bytes_per_token
 from octavo.train.schedule import learning_rate
+from octavo.train.signals import stop_on
 
 
 def run(
@@ -63,10 +65,11 @@ def run(
     Args:
         config: The run, from `load_config`.
         out: Output folder; overrides `run.out`. `runs/<name>` where neither is given.
-        resume: Continue from the newest checkpoint in `out`; from the start where there is none.
+        resume: Continue from the newest checkpoint in `out`, a folder; from the start where it holds none.
         progress: Told of stages, steps and notes; nothing is printed without one.
 
-    SIGTERM and SIGINT (where this is the main thread) finish the step, save, and return with `stopped = "sigterm"`.
+    In the main thread, SIGTERM, and SIGINT once training has begun, finish the step, save, and return with
+    `stopped = "sigterm"`. SIGTERM before the first step saves the beginning.
 
     Raises:
         ConfigError: For a mistake in configuration, data, model or output folder; nothing is overwritten.
@@ -75,46 +78,57 @@ def run(
     progress = progress or Silent()
     out = out or Path(config.run.out or Path("runs") / config.run.name)
     device = choose_device(config.run.device)
-    checkpoint, tuned = claim_folder(out, config, resume=resume)
-    check_model(config.model)
-    corpus = load_corpus(config, progress)
-    if corpus.skipped:
-        progress.note(f"{corpus.skipped} files of the data were left out: not UTF-8")
-    progress.stage("building the model")
-    trainer = Trainer(config, corpus, device)
+    if resume and not out.exists():
+        raise ConfigError(f"there is no folder {out}, so no run to resume: check --out, or leave out --resume")
+    stop = threading.Event()
+    with stop_on(stop, signal.SIGTERM), output_folder(out):
+        claim = claim_folder(out, config, resume=resume)
+        check_model(config.model)
+        corpus = load_corpus(config, progress)
+        if corpus.skipped:
+            progress.note(f"{corpus.skipped} files of the data were left out: not UTF-8")
+        progress.stage("building the model")
+        trainer = Trainer(config, corpus, device)
+        trainer.check_causal()
+        summary = trainer.describe()
+        if resume and claim.checkpoint is None:
+            progress.note(f"no checkpoint in {out}: starting from the first step")
+        _begin(trainer, out, claim, corpus, progress)
+        with stop_on(stop, signal.SIGINT):
+            return _train(trainer, summary, out, progress, stop)
+
+
+def _begin(trainer: "Trainer", out: Path, claim: Claim, corpus: Corpus, progress: Progress) -> None:
+    """Puts the trainer where the run starts, and writes what is known of the run before its first step."""
+    config, checkpoint = trainer.config, claim.checkpoint
     if checkpoint is not None:
         if read_trainer_state(checkpoint)["data"] != corpus.fingerprint:
             raise ConfigError(f"{out} holds a run on other data: the content of {config.data.source} has changed")
         load_checkpoint(checkpoint, trainer.model, trainer.optimizer, trainer.loss_scale)
         trainer.step = read_trainer_state(checkpoint)["step"]
-    elif resume:
-        progress.note(f"no checkpoint in {out}: starting from the first step")
-    for change in tuned:
+    for change in claim.tuned:
         progress.note(change)
     (out / CONFIG_FILE).write_text(config.to_toml(), encoding="utf-8")
     if trainer.layers is not None:
         (out / LAYERS_FILE).write_text(json.dumps([asdict(row) for row in trainer.layers.rows], indent=1) + "\n")
-    corpus.tokenizer.backend.save(str(out / "tokenizer.json"))
-    return _train(trainer, out, progress)
+    corpus.tokenizer.backend.save(str(out / TOKENIZER_FILE))
 
 
-def _train(trainer: "Trainer", out: Path, progress: Progress) -> RunResult:
+def _train(trainer: "Trainer", summary: RunResult, out: Path, progress: Progress, stop: threading.Event) -> RunResult:
     config = trainer.config
-    summary = trainer.describe()
     for note in filter(None, (summary.converted, trainer.attention_note())):
         progress.note(note)
-    with (
-        MetricsWriter(out, after_step=trainer.step, log_every=config.run.log_every) as metrics,
-        _stop_requests() as stop,
-    ):
+    with MetricsWriter(out, after_step=trainer.step, log_every=config.run.log_every) as metrics:
         progress.start(config, trainer.step)
         failure = None
         try:
             stopped = _take_steps(trainer, out, metrics, progress, stop)
         except NonFiniteError as error:
-            stopped, failure = "non-finite", error
+            stopped = "non-finite"
             if non_finite_parameter(trainer.model) is None:
-                trainer.save(out)
+                trainer.save(out, prune=False)  # it may be past saving already: the ones before it stay
+            message = f"{error}. {trainer.advice(checkpoints(out))}"
+            failure = NonFiniteError(message, step=error.step, origin=error.origin)
         result = replace(summary, **_totals(metrics.rows), stopped=stopped)
         result.write(out)
     progress.finish(result)
@@ -173,7 +187,7 @@ class Trainer:
             convert(self.model, precision=asked, verbose=False)
             self.layers = report(self.model)
         self._checkpointing = Checkpointing(self.model, precision.checkpointing)
-        self.optimizer = MasterAdamW(self.model, config.optim, master=precision.master)
+        self.optimizer = MasterAdamW(self.model, config.optim, master=precision.master, exact=exact_masters(config))
         self.loss_scale = LossScale(precision.loss_scale)
         self._corpus = corpus
         self._device = device
@@ -211,8 +225,11 @@ class Trainer:
             tokens_per_s=targets.numel() / seconds,
         )
 
-    def save(self, out: Path) -> None:
-        """Saves a checkpoint under `out`. Raises NonFiniteError for parameters that are not worth it."""
+    def save(self, out: Path, *, prune: bool = True) -> None:
+        """Saves a checkpoint under `out`. Raises NonFiniteError for parameters that are not worth it.
+
+        With `prune`, only the newest `run.keep` checkpoints stay.
+        """
         if bad := non_finite_parameter(self.model):
             raise self._failure(self.step, "its update was not finite", f"parameter {bad}")
         save_checkpoint(
@@ -224,10 +241,11 @@ class Trainer:
             loss_scale=self.loss_scale,
             config=self.config,
             data_fingerprint=self._corpus.fingerprint,
+            prune=prune,
         )
 
     def describe(self) -> RunResult:
-        """The summary of the run before its first step."""
+        """The summary of the run before its first step. Raises ConfigError where the model cannot run a micro-batch."""
         import transformers
 
         return RunResult(
@@ -252,6 +270,11 @@ class Trainer:
             stopped="done",
         )
 
+    def check_causal(self) -> None:
+        """Raises ConfigError for a model that sees later tokens."""
+        inputs, _ = self._batch(0)
+        check_causal(self.model, self._logits, inputs[:1])
+
     def attention_note(self) -> str:
         """Says so where the model has no fused attention; empty where it has."""
         used = getattr(self.model.config, "_attn_implementation", "sdpa")
@@ -275,9 +298,13 @@ class Trainer:
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy in fp32."""
-        with self._autocast():
-            logits = self.model(input_ids=inputs, **self._options).logits
+        logits = self._logits(inputs)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+    def _logits(self, inputs: Tensor) -> Tensor:
+        with self._autocast():
+            logits: Tensor = self.model(input_ids=inputs, **self._options).logits
+        return logits
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision.parameters != "fp32":
@@ -285,11 +312,8 @@ class Trainer:
         return torch.autocast(self._device.type, torch.bfloat16)
 
     def _kept_bytes_per_token(self) -> float:
-        inputs, targets = (tensor.chunk(self.config.optim.micro_batches)[0] for tensor in self._batch(0))
-        with kept_for_backward(self.model) as saved, self._checkpointing.kept_outputs() as outputs:
-            loss = self._loss(inputs, targets)
-        del loss
-        return (saved.bytes + outputs.bytes) / inputs.numel()
+        batch = tuple(tensor.chunk(self.config.optim.micro_batches)[0] for tensor in self._batch(0))
+        return kept_bytes_per_token(self.model, self._checkpointing, self._loss, batch)
 
     def _diagnose(self, inputs: Tensor, targets: Tensor, loss: float) -> NonFiniteError:
         self.optimizer.zero_grad()
@@ -302,45 +326,25 @@ class Trainer:
 
     def _failure(self, step: int, what: str, origin: str) -> NonFiniteError:
         return NonFiniteError(
-            f"step {step}: {what}; first value that is not finite: {origin}. Checkpoints are from before it: resume "
-            f"the newest with a lower optim.lr or optim.clip{self._advice()}",
-            step=step,
-            origin=origin,
+            f"step {step}: {what}; first value that is not finite: {origin}", step=step, origin=origin
         )
 
-    def _advice(self) -> str:
+    def advice(self, saved: Sequence[Path]) -> str:
+        """How to go on after a NonFiniteError, with the checkpoints there are, the newest last."""
         precision = self.config.precision
-        advice = ""
-        if precision.parameters == "fp16" and not self.loss_scale.active:
-            advice += ', or run anew with precision.loss_scale = "dynamic"'
+        advice = f"Resume {saved[-1]} (--resume)" if saved else "No checkpoint was saved: run anew"
+        advice += " with a lower optim.lr or optim.clip"
         if self.layers:
             advice += ", or with that layer in bf16 (precision.skip)"
+        if precision.parameters == "fp16" and not self.loss_scale.active:
+            advice += ', or run anew with precision.loss_scale = "dynamic"'
+        if not isinstance(precision.loss_scale, str):
+            advice += ', or run anew with a lower precision.loss_scale, or with "dynamic"'
+        if len(saved) > 1:
+            advice += f". Where that fails again, remove {saved[-1]} to resume {saved[-2]}"
         return advice
 
 
 def _seed_step(seed: int, step: int) -> None:
     """Seeds all generators with a hash of (seed, step), so that dropout needs no saved state."""
     torch.manual_seed(int(np.random.SeedSequence([seed, step]).generate_state(1, np.uint64)[0]))
-
-
-@contextmanager
-def _stop_requests() -> Iterator[threading.Event]:
-    """An event set by SIGTERM or SIGINT; a second one acts as usual. Outside the main thread it is never set."""
-    requested = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield requested
-        return
-
-    before: dict[signal.Signals, Any] = {}
-
-    def request(number: int, frame: Any) -> None:
-        requested.set()
-        signal.signal(number, before[signal.Signals(number)])
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, request)
-    try:
-        yield requested
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -14,6 +14,7 @@ from torch import nn
 
 from octavo.numerics.names import nearest
 from octavo.train.config import ConfigError, Model, TrainConfig
+from octavo.train.diagnose import non_finite_parameter
 from octavo.train.tokenizer import TextTokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -58,11 +59,26 @@ def build_model(config: TrainConfig, tokenizer: TextTokenizer) -> nn.Module:
     check_model(config.model)
     dtype = DTYPES[config.precision.parameters]
     if config.model.path is not None:
-        model = _from_folder(Path(config.model.path).expanduser(), dtype)
+        folder = Path(config.model.path).expanduser()
+        model = _from_folder(folder, dtype)
+        if bad := non_finite_parameter(model):
+            raise ConfigError(f"model.path = {folder}: {bad} is not finite in {config.precision.parameters}")
     else:
         model = _from_type(config, tokenizer, dtype)
     _check_fit(model, config, tokenizer)
     return model.train()
+
+
+def exact_masters(config: TrainConfig) -> dict[str, torch.Tensor]:
+    """fp32 values of the 16-bit parameters of a run that starts from a checkpoint, by name; {} where there are none.
+
+    The checkpoint may hold more bits than the parameters of the run: masters made of the parameters would lose them.
+    """
+    precision = config.precision
+    if config.model.path is None or precision.parameters == "fp32" or not precision.master:
+        return {}
+    model = _from_folder(Path(config.model.path).expanduser(), torch.float32)
+    return {name: param.detach() for name, param in model.named_parameters()}
 
 
 def _from_folder(folder: Path, dtype: torch.dtype) -> Any:
@@ -135,14 +151,19 @@ def _make_config(model_type: str, fields: dict[str, Any]) -> Any:
 
 def _check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
+    given = config.model.path is not None
     if rows < tokenizer.size:
+        remedy = (
+            "lower data.vocab_size, or give the model's tokenizer (data.tokenizer)"
+            if given
+            else f"set model.config.vocab_size = {tokenizer.size}, or leave it out"
+        )
         raise ConfigError(
-            f"the model's vocabulary of {rows} is smaller than the tokenizer's {tokenizer.size}: "
-            f"set model.config.vocab_size = {tokenizer.size}, or leave it out"
+            f"the model's vocabulary of {rows} is smaller than the tokenizer's {tokenizer.size}: {remedy}"
         )
     context = getattr(model.config, "max_position_embeddings", None)
     if isinstance(context, int) and context < config.data.sequence_length:
         raise ConfigError(
             f"data.sequence_length = {config.data.sequence_length} is longer than the model's context of {context}: "
-            f"shorten it, or raise model.config.max_position_embeddings"
+            f"shorten {'data.sequence_length' if given else 'it, or raise model.config.max_position_embeddings'}"
         )

@@ -8,6 +8,7 @@ unit in the last place are lost.
 Decoupled weight decay goes to parameters of two or more dimensions; norms and biases get none.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,16 +18,22 @@ from octavo.train.config import Optim
 
 
 class MasterAdamW:
-    """`torch.optim.AdamW` over the trainable parameters of a model, or over fp32 masters of the 16-bit ones."""
+    """`torch.optim.AdamW` over the trainable parameters of a model, or over fp32 masters of the 16-bit ones.
 
-    def __init__(self, model: nn.Module, optim: Optim, *, master: bool) -> None:
+    `exact`: fp32 values for masters, by name, where more is known than the parameters hold.
+    """
+
+    def __init__(
+        self, model: nn.Module, optim: Optim, *, master: bool, exact: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         self._names, self._params, self._masters = [], [], []
         for name, param in model.named_parameters():
             if param.requires_grad:
                 own = not master or param.dtype == torch.float32
                 self._names.append(name)
                 self._params.append(param)
-                self._masters.append(param if own else nn.Parameter(param.detach().float()))
+                value = (exact or {}).get(name, param.detach())
+                self._masters.append(param if own else nn.Parameter(value.to(param.device, torch.float32)))
         self._clip = optim.clip
         decayed = [master for master in self._masters if master.dim() >= 2]
         plain = [master for master in self._masters if master.dim() < 2]

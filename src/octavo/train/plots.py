@@ -25,6 +25,7 @@ def write_loss_png(runs: Sequence[tuple[str, Curves]], path: Path, *, title: str
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.ticker import MaxNLocator
 
     compared = len(runs) > 1
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
@@ -38,6 +39,7 @@ def write_loss_png(runs: Sequence[tuple[str, Curves]], path: Path, *, title: str
         _gaps(axes[1, 0], runs)
         axes[1, 0].set_ylabel(f"loss above\n{runs[0][0]} [%]")
     axes[-1, 0].set_xlabel("optimizer step")
+    axes[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.align_ylabels()
     figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", color=INK)
     axes[0, 0].set_title(

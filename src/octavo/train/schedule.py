@@ -10,7 +10,7 @@ With S steps, W of warmup, peak 1 and end e, at step t = 0 … S - 1:
 
 import math
 
-from octavo.train.config import Optim
+from octavo.train.config import Optim, decay_steps
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
@@ -26,7 +26,6 @@ def _factor(optim: Optim, step: int, steps: int) -> float:
         done = (step - optim.warmup) / max(1, steps - optim.warmup)
         return end + (1 - end) * (1 + math.cos(math.pi * done)) / 2
     if optim.schedule == "wsd":
-        decay = max(1, round(optim.decay * steps))
-        left = steps - step
-        return end + (1 - end) * min(1.0, left / decay) if optim.decay else 1.0
+        decay = decay_steps(optim, steps)
+        return end + (1 - end) * min(1.0, (steps - step) / decay) if decay else 1.0
     return 1.0

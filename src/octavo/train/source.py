@@ -11,8 +11,9 @@ import codecs
 import glob
 import hashlib
 import itertools
+import json
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,9 @@ from octavo.numerics.names import nearest
 from octavo.train.config import ConfigError, Data
 
 STDLIB = "python-stdlib"
-BUILDERS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+ROWS_FOR_FIELDS = 100
+"""Rows of a .jsonl that are asked for the names of their fields."""
 NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__"}
 """Folders of the standard library left out: what is installed beside it, and tests (two thirds of the text)."""
 
@@ -59,10 +62,10 @@ def open_source(config: Data) -> Source:
         return _standard_library(Path(sysconfig.get_paths()["stdlib"]))
     suffix = Path(config.source).suffix
     path = Path(config.source).expanduser()
-    if suffix in BUILDERS and not path.is_dir():
+    if suffix in SUFFIXES and not path.is_dir():
         return _files(config, str(path), suffix)
     if path.is_file() or glob.has_magic(config.source):
-        raise ConfigError(f'data.source = "{config.source}": files must end in {", ".join(BUILDERS)}')
+        raise ConfigError(f'data.source = "{config.source}": files must end in {", ".join(SUFFIXES)}')
     return _dataset(config)
 
 
@@ -83,10 +86,14 @@ def _standard_library(root: Path) -> Source:
 
 
 def _files(config: Data, pattern: str, suffix: str) -> Source:
-    paths = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    literal = Path(pattern).is_file()  # a name with [ ] in it may be just that
+    paths = (
+        [pattern] if literal else sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    )
     if not paths:
         raise ConfigError(f'data.source = "{config.source}" matches no file (seen from {Path.cwd()})')
-    digest = hashlib.sha256(suffix.encode())
+    column = "" if suffix == ".txt" else f"\0{config.text_field}"
+    digest = hashlib.sha256(f"{suffix}{column}".encode())
     for path in paths:
         _hash_file(path, digest, text=suffix != ".parquet")
 
@@ -95,9 +102,57 @@ def _files(config: Data, pattern: str, suffix: str) -> Source:
         options: dict[str, Any] = {"data_files": [glob.escape(path) for path in paths], "cache_dir": str(scratch)}
         if suffix == ".txt":
             return Column(_load_dataset(config, "text", sample_by="document", split="train", **options), "text")
-        return _column(config, _load_dataset(config, BUILDERS[suffix], split="train", **options))
+        if suffix == ".jsonl":
+            return _json_lines(config, paths, scratch)
+        return _column(config, _load_dataset(config, "parquet", split="train", **options))
 
     return Source(digest.hexdigest(), 0, load)
+
+
+def _json_lines(config: Data, paths: list[str], scratch: Path) -> Column:
+    """The text of each line. Only that column is read: the rest of a row may differ from the next."""
+    from datasets import Dataset, Features, Value
+    from datasets.exceptions import DatasetsError
+
+    field = config.text_field
+    fields: dict[str, None] = {}
+    for row in itertools.islice(_json_rows(config, paths), ROWS_FOR_FIELDS):
+        fields |= dict.fromkeys(row)
+    if not fields:
+        raise ConfigError(f'data.source = "{config.source}" is empty: no rows')
+    _check_field(config, fields)
+
+    def texts() -> Iterator[dict[str, str | None]]:
+        for row in _json_rows(config, paths):
+            text = row.get(field)
+            if not isinstance(text, str | None):
+                raise ConfigError(f'field "{field}" of "{config.source}" is not text but {type(text).__name__}')
+            yield {field: text}
+
+    features = Features({field: Value("large_string")})
+    try:
+        with _no_progress_bars():
+            dataset = Dataset.from_generator(texts, features=features, cache_dir=str(scratch))
+    except DatasetsError as error:
+        raise ConfigError(str(error.__cause__ or error)) from None
+    return Column(dataset, field)
+
+
+def _json_rows(config: Data, paths: list[str]) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        with open(path, encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    row, reason = None, f"is not JSON ({error.msg})"
+                else:
+                    reason = f"is no JSON object but {type(row).__name__}"
+                if not isinstance(row, dict):
+                    raise ConfigError(f'data.source = "{config.source}" cannot be read: {path}, line {number} {reason}')
+                yield row
 
 
 def _hash_file(path: str, digest: "hashlib._Hash", *, text: bool) -> None:
@@ -163,16 +218,20 @@ def _load_dataset(config: Data, name: str, *arguments: Any, **options: Any) -> A
 
 def _column(config: Data, dataset: Any) -> Column:
     fields = dataset.features
+    _check_field(config, fields)
+    kind = getattr(fields[config.text_field], "dtype", "")
+    if kind not in ("string", "large_string"):
+        raise ConfigError(f'field "{config.text_field}" of "{config.source}" is not text but {kind or "nested"}')
+    return Column(dataset, config.text_field)
+
+
+def _check_field(config: Data, fields: Collection[str]) -> None:
     if config.text_field not in fields:
         known = ", ".join(fields) or "none"
         raise ConfigError(
             f'"{config.source}" has no field "{config.text_field}"{nearest(config.text_field, fields)} '
             f"(fields: {known}): set data.text_field"
         )
-    kind = getattr(fields[config.text_field], "dtype", "")
-    if kind not in ("string", "large_string"):
-        raise ConfigError(f'field "{config.text_field}" of "{config.source}" is not text but {kind or "nested"}')
-    return Column(dataset, config.text_field)
 
 
 @contextmanager

@@ -1,0 +1,29 @@
+"""Requests to stop: a signal sets an event, and the run stops where it can save."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def stop_on(stop: threading.Event, *signals: signal.Signals) -> Iterator[None]:
+    """Sets `stop` when one of `signals` comes; a second one acts as usual. Does nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    before: dict[int, Any] = {}
+
+    def request(number: int, frame: Any) -> None:
+        stop.set()
+        signal.signal(number, before[number])
+
+    for wanted in signals:
+        before[wanted] = signal.signal(wanted, request)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,175 @@
+"""What is found out before a run's first step, and what it leaves in the folder then."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import GPT2, LLAMA, MakeConfig, Recorder, terminate
+from transformers import AutoModelForCausalLM
+
+from octavo.train import RunResult, disk, read_metrics, run
+from octavo.train.checkpoint import latest_checkpoint
+from octavo.train.config import ConfigError
+from octavo.train.data import load_corpus
+from octavo.train.loop import Trainer
+from octavo.train.metrics import Silent
+from octavo.train.model import build_model
+
+BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def checkpoint(make_config: MakeConfig, tmp_path: Path) -> Path:
+    """A local fp32 checkpoint without a tokenizer."""
+    config = make_config(precision={"parameters": "fp32"})
+    model: Any = build_model(config, load_corpus(config, Silent()).tokenizer)
+    model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def spoil(folder: Path, name: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.get_parameter(name)[0] = torch.nan
+    model.save_pretrained(folder)
+
+
+def test_one_process_at_a_time(make_config: MakeConfig, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from octavo.train.disk import output_folder\n"
+        "with output_folder(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "out")]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        for resume in (False, True):
+            with pytest.raises(ConfigError, match=r"another process is training into .*out"):
+                run(make_config(), out=tmp_path / "out", resume=resume)
+        holder.communicate(timeout=60)
+    finally:
+        holder.kill()
+    assert not (tmp_path / "out").exists()
+    assert run(make_config(), out=tmp_path / "out").steps == 6
+    assert not (tmp_path / "out" / disk.LOCK).exists()
+
+
+def test_a_lock_left_by_a_killed_process_holds_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / disk.LOCK).touch()
+    assert run(make_config(), out=tmp_path).steps == 6
+
+
+def test_folders_made_for_nothing_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ZeroDivisionError), disk.output_folder(tmp_path / "mine" / "a" / "b"):
+        raise ZeroDivisionError
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
+    with disk.output_folder(tmp_path / "mine" / "a" / "b"):
+        (tmp_path / "mine" / "a" / "b" / "file").touch()
+    assert (tmp_path / "mine" / "a" / "b" / "file").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "report.html", "loss.png", "layers.json", "tensorboard"])
+def test_files_of_the_user_are_not_overwritten(name: str, make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=f"holds {name}.* choose another folder"):
+            run(make_config(), out=tmp_path, resume=resume)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine", "notes.txt": "mine"}
+
+
+def test_a_run_does_not_go_into_its_models_folder(make_config: MakeConfig, checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is model\.path"):
+        run(make_config(model={"path": str(checkpoint)}), out=checkpoint / ".." / checkpoint.name)
+
+
+@pytest.mark.parametrize("level", ["bf16", "O1"])
+def test_a_model_that_cannot_run_a_batch(level: str, make_config: MakeConfig, tmp_path: Path) -> None:
+    heads = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3}
+    model = {"type": "llama", "config": LLAMA | heads}
+    with pytest.raises(ConfigError, match=r"the model cannot run a batch of \[1, 16\]: \S"):
+        run(make_config(model=model, precision={"level": level}, optim={"micro_batches": 4}), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("parameters", ["bf16", "fp32", "fp16"])
+def test_a_model_that_sees_later_tokens(parameters: str, make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(model={"type": "bert", "config": BERT}, precision={"parameters": parameters})
+    with pytest.raises(ConfigError, match=r"BertLMHeadModel is not causal: .*hold the answer"):
+        run(config, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    run(make_config(model={"type": "bert", "config": BERT | {"is_decoder": True}}), out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"model": GPT2},
+        {"precision": {"level": "O1", "recipe": "tensorwise"}},  # one scale for all tokens, the last one included
+        {"precision": {"checkpointing": "selective", "level": "O1"}},
+        {"data": {"sequence_length": 1}},
+    ],
+)
+def test_a_causal_model_passes_and_is_left_as_it_was(sections: dict[str, Any], make_config: MakeConfig) -> None:
+    config = make_config(**sections)
+    trainer = Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+    trainer.check_causal()
+    assert trainer.model.training
+    assert not trainer.model.get_input_embeddings()._forward_hooks
+    assert all(param.grad is None for param in trainer.model.parameters())
+
+
+def test_weights_that_are_not_finite(make_config: MakeConfig, checkpoint: Path, tmp_path: Path) -> None:
+    spoil(checkpoint, "model.norm.weight")
+    with pytest.raises(ConfigError, match=r"model\.path = .*: model\.norm\.weight is not finite in bf16"):
+        run(make_config(model={"path": str(checkpoint)}), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("parameters", ["bf16", "fp16"])
+def test_masters_take_all_bits_of_a_checkpoint(parameters: str, make_config: MakeConfig, checkpoint: Path) -> None:
+    config = make_config(model={"path": str(checkpoint)}, precision={"parameters": parameters})
+    trainer = Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+    exact = dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).named_parameters())
+    masters = trainer.optimizer.state_dict()["masters"]
+    assert masters.keys() == exact.keys()
+    assert all(torch.equal(masters[name], exact[name]) for name in exact)
+    rounded = dict(trainer.model.named_parameters())
+    assert all(torch.equal(param, exact[name].to(param.dtype)) for name, param in rounded.items())
+    assert any(not torch.equal(rounded[name].float(), exact[name]) for name in exact)
+
+
+@pytest.mark.parametrize(
+    ("data", "advice"),
+    [
+        ({"vocab_size": 320}, r"vocabulary of 300 .*: lower data\.vocab_size, or give the model's .*data\.tokenizer"),
+        ({"sequence_length": 65}, r"context of 64: shorten data\.sequence_length$"),
+    ],
+)
+def test_advice_for_a_checkpoint_can_be_followed(
+    data: dict[str, Any], advice: str, make_config: MakeConfig, checkpoint: Path
+) -> None:
+    config = make_config(model={"path": str(checkpoint)}, data=data)
+    with pytest.raises(ConfigError, match=advice):
+        build_model(config, load_corpus(config, Silent()).tokenizer)
+
+
+def test_sigterm_before_the_first_step(make_config: MakeConfig, tmp_path: Path) -> None:
+    class Early(Recorder):
+        def stage(self, text: str) -> None:
+            super().stage(text)
+            if text == "reading the data":
+                terminate()
+
+    result = run(make_config(), out=tmp_path / "out", progress=Early())
+    assert (result.stopped, result.steps) == ("sigterm", 0)
+    assert RunResult.read(tmp_path / "out") == result
+    assert latest_checkpoint(tmp_path / "out") == tmp_path / "out" / "checkpoints" / "step-000000"
+    assert run(make_config(), out=tmp_path / "out", resume=True).stopped == "done"
+    assert len(read_metrics(tmp_path / "out")) == 6
