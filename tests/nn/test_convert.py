@@ -292,6 +292,12 @@ def test_a_forward_replaced_on_the_instance_is_left_alone():
     assert not row.converted and "forward was replaced on the instance" in row.reason
 
 
+def test_a_layer_made_directly_reverts_too():
+    model = nn.Sequential(octavo.nn.Linear(8, 8), octavo.nn.Linear(8, 8))
+    octavo.revert(model)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
+
+
 def test_revert_refuses_classes_made_after_conversion():
     model = octavo.convert(nn.Sequential(nn.Linear(8, 8)), verbose=False)
     torch.nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())

@@ -372,9 +372,10 @@ def test_a_linear_can_be_made_directly():
     assert layer(randn(4, 64)).shape == (4, 32) and "recipe=rowwise" in repr(layer)
 
 
-def test_meta_tensors_go_through():
+@by_recipe
+def test_meta_tensors_go_through(name):
     with torch.device("meta"):
-        layer = octavo.convert(nn.Linear(64, 32), verbose=False)
+        layer = octavo.convert(nn.Linear(64, 32), name, verbose=False)
         x = torch.empty(4, 64, requires_grad=True)
     layer(x).sum().backward()
     assert layer.weight.grad.shape == (32, 64) and x.grad.is_meta

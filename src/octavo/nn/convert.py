@@ -14,7 +14,7 @@ from torch import nn
 
 from octavo.nn.linear import Linear
 from octavo.nn.report import PLAN_ATTRIBUTE, is_converted, report
-from octavo.nn.select import Filter, check_dtype, default_plan, is_conv1d, obstacle
+from octavo.nn.select import Filter, checked_weight, default_plan, is_conv1d, obstacle
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import Precision
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
@@ -107,7 +107,7 @@ def revert(model: M) -> M:
             )
     for module in converted.values():
         module.__class__ = type(module).__bases__[0]
-        del module.recipe
+        vars(module).pop("recipe", None)  # one that was made directly has the default, on the class
     for module in model.modules():
         if hasattr(module, PLAN_ATTRIBUTE):
             delattr(module, PLAN_ATTRIBUTE)
@@ -115,7 +115,7 @@ def revert(model: M) -> M:
 
 
 def _check(plan: Plan, modules: dict[str, nn.Module]) -> None:
-    """Raise for a plan that can not be carried out as a whole on these modules."""
+    """Raise for a plan that cannot be carried out as a whole on these modules."""
     for fqn in plan:
         if fqn not in modules:
             raise ValueError(f"the plan is for another model: it names {fqn!r}, which this model does not have")
@@ -123,7 +123,7 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> None:
         reason = obstacle(modules[fqn])
         if reason is not None:
             raise ValueError(f"the plan converts {fqn!r}, which cannot be: {reason}. The model was left as it was")
-        check_dtype(fqn, modules[fqn])
+        checked_weight(fqn, modules[fqn])
 
 
 def _plan(

@@ -140,8 +140,7 @@ class _LinearFunction(torch.autograd.Function):
                 g = quantize(g_MN, recipe.wgrad_g, fold=_fold(x) if recipe.folds_x else None)
             dw_NK = scaled_mm(g, x.unscaled if recipe.folds_x else x, "tn", out_dtype=w_dtype)
         elif needs_wgrad:
-            with torch.autocast(g_MN.device.type, enabled=False):
-                dw_NK = (g_MN.t() @ kept_data).to(w_dtype)
+            dw_NK = (g_MN.t() @ kept_data).to(w_dtype)
         if needs_bias:
             dbias_N = g_MN.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx_MK, dw_NK, dbias_N, None, None, None, None, None, None

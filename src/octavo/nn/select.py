@@ -75,7 +75,7 @@ def default_plan(
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why a module can not be converted whatever is asked for, or None."""
+    """Why a module cannot be converted whatever is asked for, or None."""
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     if not is_linear(module):
         return f"{kind} is not a linear layer"
@@ -90,8 +90,8 @@ def obstacle(module: nn.Module) -> str | None:
     return None
 
 
-def check_dtype(fqn: str, module: nn.Module) -> None:
-    """Raise TypeError for a linear whose weight has a dtype without an FP8 form."""
+def checked_weight(fqn: str, module: nn.Module) -> Tensor:
+    """The weight of a linear; raises TypeError for a dtype that has no FP8 form."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     if weight.dtype not in SUPPORTED_DTYPES:
@@ -100,6 +100,7 @@ def check_dtype(fqn: str, module: nn.Module) -> None:
             f"cannot convert {fqn or 'the model'}: its weight is {weight.dtype}; FP8 training starts from {supported}. "
             f"Cast the weight, or leave the layer out with skip=[{fqn!r}]. The model was left as it was"
         )
+    return weight
 
 
 def _decide(fqn: str, module: nn.Module, recipe: Recipe, head: str | None, filter: Filter | None) -> Decision:
@@ -110,10 +111,7 @@ def _decide(fqn: str, module: nn.Module, recipe: Recipe, head: str | None, filte
         return Decision(recipe=None, reason=f"vocabulary head ({head}) kept in high precision")
     if filter is not None and not _passes(filter, module, fqn):
         return Decision(recipe=None, reason="excluded by filter")
-    check_dtype(fqn, module)
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return Decision(recipe=recipe, reason="linear" + _padding(weight))
+    return Decision(recipe=recipe, reason="linear" + _padding(checked_weight(fqn, module)))
 
 
 def _passes(filter: Filter, module: nn.Module, fqn: str) -> bool:
