@@ -3,6 +3,8 @@
     x ≈ data · scale        scale broadcast over the blocks of spec.granularity
 
 `scale` is None for unit scales: the matrix whose scales were folded into the other operand (see `numerics.recipe`).
+`copy` is there where two products contract over different dimensions on hardware that wants both operands contiguous
+along the contraction: the same bytes again, in the other memory order.
 """
 
 from dataclasses import dataclass, replace
@@ -18,15 +20,17 @@ class ScaledTensor:
     """An FP8 matrix [R,C] and the dequantization scales of its blocks.
 
     Attributes:
-        data: FP8 values, [R,C], of dtype `spec.format.dtype`.
+        data: FP8 values, [R,C], of dtype `spec.format.dtype`, row-major or column-major.
         scale: Dequantization scales, `spec.granularity.scale_shape((R,C))`, of `spec.scale_dtype`; None for unit
             scales.
         spec: How it was quantized.
+        copy: `data` once more, [R,C] with the other memory order; None where there is no such copy.
     """
 
     data: Tensor
     scale: Tensor | None
     spec: QuantSpec
+    copy: Tensor | None = None
 
     @property
     def unscaled(self) -> "ScaledTensor":
@@ -35,7 +39,15 @@ class ScaledTensor:
 
     def t(self) -> "ScaledTensor":
         """The transposed matrix, as views."""
-        return ScaledTensor(self.data.t(), None if self.scale is None else self.scale.t(), self.spec.transposed)
+        scale, copy = (None if t is None else t.t() for t in (self.scale, self.copy))
+        return ScaledTensor(self.data.t(), scale, self.spec.transposed, copy)
+
+    def along(self, dim: int) -> Tensor | None:
+        """The bytes that are contiguous along a dimension (1: row-major, 0: column-major), if there are such."""
+        for bytes_ in (self.data, self.copy):
+            if bytes_ is not None and (bytes_ if dim == 1 else bytes_.t()).is_contiguous():
+                return bytes_
+        return None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values `data · scale`, [R,C], multiplied in float32 and rounded once to `dtype`."""

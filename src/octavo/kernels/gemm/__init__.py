@@ -23,7 +23,7 @@ from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
-__all__ = ["SCALED_MM", "Layout", "scaled_mm"]
+__all__ = ["SCALED_MM", "Layout", "scaled_mm", "wants_copies"]
 
 Layout = Literal["nt", "nn", "tn"]
 
@@ -115,6 +115,14 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
 SCALED_MM = register(Op(name="scaled_mm", cases=_cases(), probe=_probe))
 SCALED_MM.add(Backend(name="reference", run=reference.scaled_mm))
 SCALED_MM.add(Backend(name="torch_scaled", run=torch_scaled.scaled_mm, refuses=torch_scaled.refuses))
+
+
+def wants_copies(device: torch.device) -> bool:
+    """Whether products on this device want both operands contiguous along the contraction, as FP8 matrix units do.
+
+    What is contracted over both of its dimensions (W, G and X of a linear) is then kept in both memory orders.
+    """
+    return device.type == "cuda"
 
 
 def accelerated(recipe: Recipe, device: torch.device) -> bool:
