@@ -45,7 +45,7 @@ class ScaledTensor:
     def along(self, dim: int) -> Tensor | None:
         """The bytes that are contiguous along a dimension (1: row-major, 0: column-major), if there are such."""
         for bytes_ in (self.data, self.copy):
-            if bytes_ is not None and (bytes_ if dim == 1 else bytes_.t()).is_contiguous():
+            if bytes_ is not None and bytes_.stride(dim) == 1:
                 return bytes_
         return None
 

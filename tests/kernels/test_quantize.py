@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import quantize
-from octavo.kernels.quantize import QUANTIZE, reference
+from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize_pair, reference
 from octavo.numerics import E4M3, E5M2, ROW, TENSOR, Granularity, QuantSpec, first_mismatch, sqnr
 
 SPECS = [
@@ -43,22 +43,93 @@ def codes(fp8, nan):
 triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed (macOS, Windows)")
 
 
+def lognormal(rows, columns, dtype):
+    return (randn(rows, columns) * torch.exp(2 * randn(rows, columns, seed=1))).to(dtype)
+
+
+def factors(kind, rows, columns):
+    return {"none": None, "rows": randn(rows, 1, seed=2).abs(), "columns": randn(1, columns, seed=3).abs()}[kind]
+
+
+def forms(q):
+    """Everything a ScaledTensor holds, for comparison."""
+    return [t for t in (q.data, q.copy, q.scale) if t is not None]
+
+
+any_matrix = {
+    "rows": small_sizes,
+    "columns": small_sizes,
+    "dtype": st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    "fold": st.sampled_from(["none", "rows", "columns"]),
+}
+
+
 @triton
 @by_spec
-@settings(max_examples=10)
-@given(
-    rows=small_sizes,
-    columns=small_sizes,
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    fold=st.sampled_from(["none", "rows", "columns"]),
-)
-def test_triton_equals_reference(spec, rows, columns, dtype, fold):
-    x = (randn(rows, columns) * torch.exp(2 * randn(rows, columns, seed=1))).to(dtype)
-    factors = {"none": None, "rows": randn(rows, 1, seed=2).abs(), "columns": randn(1, columns, seed=3).abs()}[fold]
-    expected = reference.quantize(x, spec, factors)
+@settings(max_examples=12)
+@given(**any_matrix, order=st.sampled_from(["rows", "columns", "both"]))
+def test_triton_equals_reference(spec, rows, columns, dtype, fold, order):
+    x, factor = lognormal(rows, columns, dtype), factors(fold, rows, columns)
+    expected = quantize(x, spec, factor, order=order)
     with QUANTIZE.force("triton"):
-        actual = quantize(x, spec, factors)
-    assert_same_but_for_the_sign_of_nan(expected, (actual.data, actual.scale))
+        actual = quantize(x, spec, factor, order=order)
+    assert_same_but_for_the_sign_of_nan(forms(expected), forms(actual))
+
+
+@triton
+@by_spec
+@settings(max_examples=6)
+@given(**any_matrix, order=st.sampled_from(["rows", "columns", "both"]), given=st.sampled_from(["amax", "scale"]))
+def test_triton_equals_reference_with_given_scales(spec, rows, columns, dtype, fold, order, given):
+    x, factor = lognormal(rows, columns, dtype), factors(fold, rows, columns)
+    shape = spec.granularity.scale_shape((rows, columns))
+    amax = randn(*shape, seed=4).abs() * 3
+    known = {"amax": amax} if given == "amax" else {"scale": reference.scale_of(amax, spec)[0].to(spec.scale_dtype)}
+    expected = quantize(x, spec, factor, order=order, **known)
+    with QUANTIZE.force("triton"):
+        actual = quantize(x, spec, factor, order=order, **known)
+    assert_same_but_for_the_sign_of_nan(forms(expected), forms(actual))
+
+
+PAIRS = [
+    ("e4m3/row", "e4m3/column"), ("e4m3/row/pow2", "e4m3/column/pow2"), ("e5m2/row", "e5m2/column"),
+    ("e4m3/1x128", "e4m3/128x1"), ("e4m3/1x32/e8m0", "e4m3/32x1/e8m0"), ("e4m3/tensor", "e4m3/row"),
+]  # fmt: skip
+
+
+@triton
+@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+@settings(max_examples=12)
+@given(**any_matrix, fold_t=st.sampled_from(["none", "rows", "columns"]))
+def test_triton_equals_reference_in_pairs(pair, rows, columns, dtype, fold, fold_t):
+    x, spec, spec_t = lognormal(rows, columns, dtype), *(QuantSpec.parse(text) for text in pair)
+    fold, fold_t = factors(fold, rows, columns), factors(fold_t, rows, columns)
+    expected = quantize(x, spec, fold), quantize(x, spec_t, fold_t)
+    with QUANTIZE_PAIR.force("triton"):
+        actual = quantize_pair(x, spec, fold, spec_t, fold_t)
+    for want, got in zip(expected, actual, strict=True):
+        assert_same_but_for_the_sign_of_nan(forms(want), forms(got))
+    assert actual[0].along(1) is not None and actual[1].along(0) is not None
+
+
+@triton
+def test_every_configuration_equals_reference():
+    from octavo.kernels.quantize import triton as kernels
+
+    x, fold, fold_t = lognormal(70, 270, torch.bfloat16), factors("columns", 70, 270), factors("rows", 70, 270)
+    for text, order in ((s.text, o) for s in SPECS for o in ("rows", "both")):
+        spec = QuantSpec.parse(text)
+        expected = reference.quantize(x, spec, None, order=order)
+        for config in range(len(kernels.tiles(kernels.Task(form=kernels.Form(spec=spec), order=order)))):
+            actual = kernels.quantize(x, spec, None, None, None, order, config)
+            assert_same_but_for_the_sign_of_nan(expected, actual)
+    for pair in PAIRS:
+        specs = [QuantSpec.parse(text) for text in pair]
+        task = kernels.Task(form=kernels.Form(spec=specs[0]), second=kernels.Form(spec=specs[1]))
+        expected = reference.quantize_pair(x, specs[0], fold, specs[1], fold_t)
+        for config in range(len(kernels.tiles(task))):
+            actual = kernels.quantize_pair(x, specs[0], fold, specs[1], fold_t, config)
+            assert_same_but_for_the_sign_of_nan(expected, actual)
 
 
 @triton
@@ -70,7 +141,11 @@ def test_triton_treats_special_values_as_reference_does(spec, special):
     x[:, 140:] = 0
     with QUANTIZE.force("triton"):
         actual = quantize(x, spec)
-    assert_same_but_for_the_sign_of_nan(reference.quantize(x, spec, None), (actual.data, actual.scale))
+    assert_same_but_for_the_sign_of_nan(reference.quantize(x, spec, None), forms(actual))
+    known = actual.scale
+    with QUANTIZE.force("triton"):
+        actual = quantize(x, spec, scale=known)
+    assert_same_but_for_the_sign_of_nan(forms(quantize(x, spec, scale=known)), forms(actual))
 
 
 @triton
@@ -80,7 +155,7 @@ def test_triton_reads_any_strides(spec):
     for view in (x.t(), x[1:, 3:], x[::2, ::3], x.t()[5:, 1:]):
         with QUANTIZE.force("triton"):
             actual = quantize(view, spec)
-        assert_same_but_for_the_sign_of_nan(reference.quantize(view, spec, None), (actual.data, actual.scale))
+        assert_same_but_for_the_sign_of_nan(reference.quantize(view, spec, None), forms(actual))
 
 
 def quantize_element_by_element(x, spec):
@@ -163,6 +238,43 @@ def test_fold_is_a_product_in_float32_first(spec):
 
 
 @by_spec
+def test_memory_orders_hold_the_same_bytes(spec):
+    x = randn(100, 70)
+    rows, columns, both = (quantize(x, spec, order=order) for order in ("rows", "columns", "both"))
+    assert rows.copy is None and columns.copy is None
+    assert rows.data.is_contiguous() and columns.data.stride() == both.copy.stride() == (1, 112)
+    for data in (columns.data, both.data, both.copy):
+        assert first_mismatch(rows.data, data.contiguous()) is None
+    assert both.along(1) is both.data and both.along(0) is both.copy and rows.along(0) is None
+
+
+@by_spec
+def test_what_is_known_is_not_looked_for(spec):
+    """With its own maxima or scales the bytes are the same; with smaller ones, larger values are cut."""
+    x = randn(100, 140)
+    q = quantize(x, spec)
+    again = quantize(x, spec, scale=q.scale)
+    assert again.scale is q.scale and first_mismatch(q.data, again.data) is None
+    amax = torch.zeros_like(q.scale, dtype=torch.float32) + x.abs().max()
+    given = quantize(x, spec, amax=amax)
+    assert (given.dequantize() - x).abs().max() <= x.abs().max() * 2**-3
+    cut = quantize(x, spec, amax=amax / 100)
+    assert cut.data.float().abs().max() == spec.format.max and not cut.data.float().isnan().any()
+
+
+@by_spec
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_given_scales_hide_no_bad_values(spec, bad):
+    x = randn(40, 40)
+    x[3, 5] = bad
+    for q in (
+        quantize(x, spec, scale=quantize(randn(40, 40), spec).scale),
+        quantize(x, spec, scale=quantize(x, spec).scale),
+    ):
+        assert q.dequantize()[3, 5].isnan()
+
+
+@by_spec
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-38, 1e-12, 1e-10, 1.0, 3.0e38, -3.2e38])
 def test_constant_matrices_survive_at_every_magnitude(spec, value):
     x = torch.full((40, 50), value)
@@ -227,6 +339,19 @@ def test_e5m2_reaches_its_largest_value():
         (lambda s: quantize(torch.zeros(2, 3, dtype=torch.float64), s), "got torch.float64"),
         (lambda s: quantize(torch.zeros(2, 3), s, torch.ones(3)), r"fold is float32 \[2,1\] or \[1,3\]"),
         (lambda s: quantize(torch.zeros(2, 3), s, torch.ones(2, 1).double()), "got torch.float64"),
+        (lambda s: quantize(torch.zeros(2, 3), s, torch.ones(2, 1, device="meta")), "on cpu; got .* on meta"),
+        (
+            lambda s: quantize(torch.zeros(2, 3), s, amax=torch.ones(2)),
+            r"amax for e4m3/row .* \[2, 1\].*; got .* \[2\]",
+        ),
+        (lambda s: quantize(torch.zeros(2, 3), s, scale=torch.ones(2, 1).double()), "scale .* got torch.float64"),
+        (lambda s: quantize(torch.zeros(2, 3), s, amax=torch.ones(2, 1), scale=torch.ones(2, 1)), "not both"),
+        (lambda s: quantize(torch.zeros(2, 3), s, order="column"), "order is .*; got 'column'"),
+        (
+            lambda s: quantize_pair(torch.zeros(2, 3), s, None, QuantSpec.parse("e5m2/column"), None),
+            "call quantize twice",
+        ),
+        (lambda s: quantize_pair(torch.zeros(2, 3), s, None, s.transposed, torch.ones(3)), "fold_t is float32"),
     ],
 )
 def test_wrong_operands_are_named(call, message):

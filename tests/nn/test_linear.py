@@ -2,12 +2,15 @@ import copy
 import dataclasses
 import gc
 import math
+import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+import transformers.pytorch_utils
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MLP, llama
@@ -16,10 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo.kernels.gemm import SCALED_MM
-from octavo.kernels.quantize import QUANTIZE
+from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR
 from octavo.kernels.registry import Backend
 from octavo.nn.linear import _LAST_INPUT, linear
 from octavo.nn.storage import kept_for_backward
+from octavo.nn.weights import WEIGHTS
 from octavo.numerics import E4M3, RECIPES, QuantSpec, sqnr
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -178,13 +182,19 @@ def counted(op):
         op._forced.pop()
 
 
+def bytes_of_w_scales(layer):
+    """What dgrad needs to cast W again: the scales of its forward copy, where the recipe uses that."""
+    recipe, shape = layer.recipe, tuple(layer.weight.shape)
+    return 4 * math.prod(recipe.w.granularity.scale_shape(shape)) if recipe.dgrad_w == recipe.w else 0
+
+
 @by_recipe
 def test_frozen_weight_costs_no_wgrad_and_keeps_no_input(name):
     layer = octavo.convert(nn.Linear(64, 32), name, verbose=False).requires_grad_(False)
     x = randn(16, 64).requires_grad_()
     with counted(SCALED_MM) as products, kept_for_backward(layer) as kept:
         y = layer(x)
-        assert kept.bytes == 0
+        assert kept.bytes == bytes_of_w_scales(layer)
         y.sum().backward()
     assert [call[2] for call in products] == ["nt", "nn"]
     assert x.grad is not None and layer.weight.grad is None
@@ -243,7 +253,7 @@ def test_gate_and_up_share_one_copy(name):
     y = x * 1
     with kept_for_backward(mlp) as one:
         outputs += (mlp.gate_proj(y),)
-    assert 0 < both.bytes == one.bytes
+    assert 0 < both.bytes == one.bytes + bytes_of_w_scales(mlp.up_proj)
 
 
 def remembered(layer, x):
@@ -303,7 +313,119 @@ def test_q_k_and_v_of_a_llama_share_one_copy():
     with counted(QUANTIZE) as casts, kept_for_backward(attention) as kept:
         outputs = [attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)]
     assert [tuple(call[0].shape) for call in casts].count((8, 64)) == 1
-    assert kept.bytes == 8 * 64 + 8 * 4 and len(outputs) == 3
+    w_scales = sum(bytes_of_w_scales(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    assert kept.bytes == 8 * 64 + 8 * 4 + w_scales and len(outputs) == 3
+
+
+def set_copies(monkeypatch, wanted):
+    """Operands in both memory orders, as FP8 matrix units want them, or not."""
+    for module in ("octavo.nn.linear", "octavo.nn.weights"):
+        monkeypatch.setattr(sys.modules[module], "wants_copies", lambda device: wanted)
+
+
+@by_recipe
+@pytest.mark.parametrize("shape", [(48, 64, 32), (37, 19, 2), (0, 64, 32), (1, 7, 5)])
+def test_both_memory_orders_give_the_same_numbers(name, shape, monkeypatch):
+    m, k, n = shape
+    x, w, g, bias = randn(m, k), randn(n, k, seed=1), randn(m, n, seed=2), randn(n, seed=3)
+    set_copies(monkeypatch, True)
+    with counted(SCALED_MM) as products:
+        with_copies = three_products(x, w, g, name, bias)
+    for a, b, layout, *_ in products:
+        left, right = (a.t() if layout[0] == "t" else a), (b.t() if layout[1] == "t" else b)
+        assert m == 0 or (left.along(1) is not None and right.along(0) is not None), layout
+    set_copies(monkeypatch, False)
+    for one, other in zip(with_copies, three_products(x, w, g, name, bias), strict=True):
+        # Equal FP8 bytes; sums in float32 may run in another order where their scales are inside them.
+        assert torch.equal(one, other) or (name == "blockwise" and sqnr(one, other) > 120)
+
+
+@by_recipe
+def test_both_memory_orders_keep_one_byte_per_element(name, monkeypatch):
+    set_copies(monkeypatch, True)
+    layer = octavo.convert(nn.Linear(64, 32, dtype=torch.bfloat16), name, verbose=False)
+    with kept_for_backward(layer) as kept:
+        y = layer(randn(32, 64, dtype=torch.bfloat16).requires_grad_() * 1)
+    assert y.requires_grad and kept.by_dtype.get(torch.float8_e4m3fn, 0) == (0 if name == "rowwise_hp_wgrad" else 2048)
+
+
+def test_a_frozen_sibling_takes_the_copy_that_a_trained_one_made():
+    mlp = octavo.convert(MLP(), verbose=False)
+    mlp.up_proj.requires_grad_(False)
+    x = randn(32, 64).requires_grad_() * 1
+    with counted(QUANTIZE) as casts:
+        mlp.gate_proj(x), mlp.up_proj(x)
+    assert sum(call[0].shape == (32, 64) for call in casts) == 1
+
+
+def weight_casts(layer, x, *, backward=True):
+    """How often one step quantizes the layer's weight."""
+    with counted(QUANTIZE) as casts, counted(QUANTIZE_PAIR) as pairs:
+        y = layer(x)
+        if backward:
+            y.sum().backward()
+    return sum(call[0].shape == layer.weight.shape for call in casts + pairs)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@by_recipe
+def test_kept_weights_are_quantized_once_per_optimizer_step(name, gpu, monkeypatch):
+    set_copies(monkeypatch, gpu)
+    x, recipe = randn(48, 64).requires_grad_(), RECIPES[name]
+    plain = octavo.convert(nn.Linear(64, 32), name, verbose=False)
+    layer = octavo.convert(octavo.revert(copy.deepcopy(plain)), name, keep_weights=True, verbose=False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, layer)]
+    once = 1 if recipe.dgrad_w == recipe.w or gpu else 2
+    for _ in range(2):
+        assert [weight_casts(layer, x) for _ in range(3)] == [once, 0, 0]
+        assert [weight_casts(plain, x) for _ in range(3)] == [2, 2, 2]
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(plain.weight, layer.weight) and torch.equal(plain.bias, layer.bias)
+    assert weight_casts(layer, x, backward=False) == once and weight_casts(layer, x, backward=False) == 0
+
+
+def test_kept_weights_are_never_stale():
+    layer = octavo.convert(nn.Linear(64, 32, bias=False), keep_weights=True, verbose=False)
+    x = randn(16, 64)
+    first = layer(x)
+    changes = [
+        lambda: layer.weight.mul_(2),
+        lambda: layer.load_state_dict({"weight": 4 * layer.weight}),
+        lambda: setattr(layer.weight, "data", 2 * layer.weight.data),
+        lambda: setattr(layer, "weight", nn.Parameter(2 * layer.weight)),
+    ]
+    with torch.no_grad():
+        for change in changes:
+            before = layer(x)
+            change()
+            assert not torch.equal(layer(x), before)
+    fresh = octavo.convert(octavo.revert(layer), verbose=False)
+    assert torch.equal(fresh(x), layer(x)) and first.shape == (16, 32)
+
+
+def test_kept_weights_go_with_the_layer_and_its_conversion():
+    layer = octavo.convert(nn.Linear(64, 32), keep_weights=True, verbose=False)
+    layer(randn(16, 64))
+    assert layer.weight in WEIGHTS._entries
+    octavo.revert(layer)
+    assert layer.weight not in WEIGHTS._entries and "keeps_weight" not in vars(layer)
+    octavo.convert(layer, keep_weights=True, verbose=False)(randn(16, 64))
+    copies = weakref.ref(WEIGHTS._entries[layer.weight][1][0].data)
+    del layer
+    gc.collect()
+    assert copies() is None
+
+
+def test_a_kept_weight_of_gpt2_is_found_through_its_transposed_view():
+    conv = transformers.pytorch_utils.Conv1D(32, 64)
+    layer = octavo.convert(conv, keep_weights=True, verbose=False)
+    x = randn(16, 64).requires_grad_()
+    layer(x).sum().backward()
+    assert layer.weight in WEIGHTS._entries
+    with counted(QUANTIZE) as casts:
+        layer(x).sum().backward()
+    assert not any(call[0].shape == (32, 64) for call in casts)
 
 
 def test_shared_copy_dies_with_its_tensor():

@@ -53,6 +53,7 @@ class Variant:
         tile: Elements of the input that one program handles, or handles per trip of its loops.
         device_bytes: Bytes per element of the input that this launch moves through device memory.
         ones: Arguments that are 1 here, such as the stride between columns.
+        trips: Trips of its loops, for 4096 columns (or a contraction over 4096).
     """
 
     op: str
@@ -63,3 +64,4 @@ class Variant:
     tile: int
     device_bytes: float
     ones: tuple[str, ...] = field(default=())
+    trips: int = 1

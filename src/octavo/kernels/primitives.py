@@ -5,10 +5,10 @@ above infinity, and so a NaN reaches the scale without NaN-propagating min/max, 
 one-byte stores (triton-lang/triton issue 11111). It also makes the atomic maximum exact and independent of order.
 
 The reference divides in float64 and rounds to float32. For float32 operands that is the correctly rounded float32
-quotient, which is what `div_rn` gives.
+quotient, which is what `div_rn` gives, and what a few fused multiply-adds give here without its branches.
 
-Triton's interpreter drops the carry of an FP8 cast that rounds up to a power of two, and loses NaN, so under it values
-are rounded first (`ROUND_FIRST`).
+Triton's interpreter has no fused multiply-add and no inline assembly, drops the carry of an FP8 cast that rounds up to
+a power of two, and loses NaN. So under it (INTERPRETED) divisions are plain and values are rounded before the cast.
 """
 
 import triton
@@ -18,8 +18,8 @@ from octavo.numerics.spec import SMALLEST_SCALE as _SMALLEST
 
 SMALLEST_SCALE = tl.constexpr(_SMALLEST)
 INFINITY_BITS = tl.constexpr(0x7F800000)
+ONE_BITS = tl.constexpr(0x3F800000)
 ABS_MASK = tl.constexpr(0x7FFFFFFF)
-MANTISSA = tl.constexpr(0x7FFFFF)
 
 
 @triton.jit
@@ -29,24 +29,90 @@ def magnitude(values):
 
 
 @triton.jit
-def scale_of(amax_bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Dequantization scale and its inverse (NaN where amax is not finite), as `reference.scale_of`."""
-    amax = amax_bits.to(tl.float32, bitcast=True)
+def reciprocal(scale, INTERPRETED: tl.constexpr):
+    """1 / scale, correctly rounded, for scales in [2⁻¹²⁶, 2¹²⁶].
+
+    The arithmetic of `div_rn` without its check for operands outside that range, which costs a branch and a call for
+    every element a scale is spread over.
+    """
+    if INTERPRETED:
+        return tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    near = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+    )
+    near = tl.math.fma(tl.math.fma(-scale, near, 1.0), near, near)
+    return tl.math.fma(tl.math.fma(-scale, near, 1.0), near, near)
+
+
+@triton.jit
+def _over_fp8_max(amax, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The quotient, correctly rounded (Markstein's correction of a product with the rounded inverse)."""
+    if INTERPRETED:
+        return tl.math.div_rn(amax, tl.full(amax.shape, FP8_MAX, tl.float32))
+    INVERSE: tl.constexpr = 1.0 / FP8_MAX
+    near = amax * INVERSE
+    return tl.math.fma(tl.math.fma(near, -FP8_MAX, amax), INVERSE, near)
+
+
+@triton.jit
+def scale_of(amax_bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Dequantization scale and its inverse (NaN where amax is not finite), as `reference.scale_of`.
+
+    Both largest FP8 values are 1.75 · 2ⁿ, so the power of two at or above amax / max is found by adding what carries
+    a mantissa above 1.75 into the exponent.
+    """
     finite = amax_bits < INFINITY_BITS
-    scale = tl.math.div_rn(tl.where(finite, amax, 1.0), tl.full(amax.shape, FP8_MAX, tl.float32))
-    scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
     if POWER_OF_TWO:
-        bits = scale.to(tl.int32, bitcast=True)
-        scale = ((bits + MANTISSA) & ~MANTISSA).to(tl.float32, bitcast=True)
-    scale = tl.where(finite, scale, 1.0)
-    inverse = tl.math.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
+        N: tl.constexpr = 8 if FP8_MAX == 448.0 else 15
+        exponent = tl.maximum(((amax_bits + 0x1FFFFF) >> 23) - N, 1)
+        exponent = tl.where(finite, exponent, 127)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    else:
+        amax = tl.where(finite, amax_bits, ONE_BITS).to(tl.float32, bitcast=True)
+        scale = _over_fp8_max(amax, FP8_MAX, INTERPRETED)
+        scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+        scale = tl.where(finite, scale, 1.0)
+        inverse = reciprocal(scale, INTERPRETED)
     return scale, tl.where(finite, inverse, float("nan"))
 
 
 @triton.jit
-def to_fp8(scaled, dtype: tl.constexpr, E4M3: tl.constexpr, ROUND_FIRST: tl.constexpr):
+def four_codes(a, b, c, d, E4M3: tl.constexpr, INTERPRETED: tl.constexpr):
+    """FP8 codes of four elements in one 32-bit word, a in the lowest byte."""
+    if INTERPRETED:
+        return _byte(a, E4M3) | (_byte(b, E4M3) << 8) | (_byte(c, E4M3) << 16) | (_byte(d, E4M3) << 24)
+    if E4M3:
+        return tl.inline_asm_elementwise(
+            """
+            { .reg .b16 low, high;
+              cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+              cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+              mov.b32 $0, {low, high}; }
+            """,
+            "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        """
+        { .reg .b16 low, high;
+          cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+          cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+          mov.b32 $0, {low, high}; }
+        """,
+        "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _byte(values, E4M3: tl.constexpr):
+    codes = to_fp8(values, tl.float8e4nv if E4M3 else tl.float8e5, E4M3, True)
+    return codes.to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def to_fp8(scaled, dtype: tl.constexpr, E4M3: tl.constexpr, INTERPRETED: tl.constexpr):
     """Float32 values within the format's range, rounded to nearest even; what exceeds it by rounding is cut to it."""
-    if ROUND_FIRST:
+    if INTERPRETED:
         DROPPED: tl.constexpr = 20 if E4M3 else 21
         bits = scaled.to(tl.int32, bitcast=True)
         size = bits & ABS_MASK

@@ -14,10 +14,11 @@ class Conv1D(PlainConv1D):
     """As Transformers' `Conv1D`, computing in FP8. The weight is read transposed, in place: nothing is copied."""
 
     recipe: Recipe
+    keeps_weight: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Y = X W + b in FP8 for x [..., in_features]; see `octavo.nn.linear.linear`."""
-        return linear(x, self.weight.t(), self.bias, self.recipe)
+        return linear(x, self.weight.t(), self.bias, self.recipe, self.keeps_weight)
 
     def __repr__(self) -> str:
         return f"Conv1D(nf={self.nf}, nx={self.nx}, recipe={self.recipe.name})"

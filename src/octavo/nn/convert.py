@@ -15,6 +15,7 @@ from torch import nn
 from octavo.nn.linear import Linear
 from octavo.nn.report import PLAN_ATTRIBUTE, is_converted, report
 from octavo.nn.select import Filter, checked_weight, default_plan, is_conv1d, obstacle
+from octavo.nn.weights import WEIGHTS
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import Precision
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
@@ -35,6 +36,7 @@ def convert(
     plan: Plan | None = None,
     skip: Sequence[str] = (),
     filter: Filter | None = None,
+    keep_weights: bool = False,
     verbose: bool = True,
 ) -> M:
     """Make the linear layers of a model compute in FP8, in place.
@@ -46,10 +48,13 @@ def convert(
     Args:
         model: Any module, on any device including meta; a linear itself is fine.
         recipe: `"rowwise"` (default), `"tensorwise"`, `"rowwise_hp_wgrad"`, `"blockwise"`, `"mxfp8"`, or a `Recipe`.
-        precision: The whole request at once, instead of `recipe` and `skip`.
+        precision: The whole request at once, instead of `recipe`, `skip` and `keep_weights`.
         plan: Decisions made before, instead of all others.
         skip: Name patterns of layers to leave alone, as in `fnmatch`, such as `["*.o_proj", "model.layers.0"]`.
         filter: `filter(module, fqn) -> bool`, True to convert; asked for each layer that nothing else excludes.
+        keep_weights: Keep the FP8 form of each weight until it changes, rather than quantize it in every forward and
+            backward: for many small micro-batches per optimizer step, at 2 bytes per parameter on a GPU (1 on a CPU).
+            Not under torch.compile. See `octavo.nn.weights` for what it saves.
         verbose: Print one line on stderr that says what was done.
 
     Returns:
@@ -74,7 +79,7 @@ def convert(
         if given is not None and not isinstance(given, wanted):
             raise TypeError(f"{name} is an octavo.{wanted.__name__}; got {given!r}{_HINTS[name]}")
     if plan is None:
-        plan = _plan(model, recipe, precision, skip, filter)
+        plan = _plan(model, recipe, precision, skip, filter, keep_weights)
     elif recipe is not None or precision is not None or skip or filter is not None:
         raise ValueError("plan says everything: give plan alone, or recipe, precision, skip and filter without it")
     if not plan.converted and (precision is None or precision.matmul == "fp8"):
@@ -83,6 +88,7 @@ def convert(
     _check(plan, modules)
     for fqn in plan.converted:
         modules[fqn].recipe = plan[fqn].recipe
+        modules[fqn].keeps_weight = keep_weights if precision is None else precision.keep_weights
         modules[fqn].__class__ = _fp8_class(modules[fqn])
     setattr(model, PLAN_ATTRIBUTE, plan)
     if verbose:
@@ -107,7 +113,9 @@ def revert(model: M) -> M:
             )
     for module in converted.values():
         module.__class__ = type(module).__bases__[0]
-        vars(module).pop("recipe", None)  # one that was made directly has the default, on the class
+        for name in ("recipe", "keeps_weight"):
+            vars(module).pop(name, None)  # one that was made directly has the default, on the class
+        WEIGHTS.forget(module.weight)
     for module in model.modules():
         if hasattr(module, PLAN_ATTRIBUTE):
             delattr(module, PLAN_ATTRIBUTE)
@@ -132,11 +140,14 @@ def _plan(
     precision: Precision | None,
     skip: Sequence[str],
     filter: Filter | None,
+    keep_weights: bool,
 ) -> Plan:
     if precision is None:
         return default_plan(model, get_recipe(DEFAULT if recipe is None else recipe), skip, filter)
-    if recipe is not None or skip:
-        raise ValueError("precision holds the recipe and what to skip: set them there, or give recipe and skip alone")
+    if recipe is not None or skip or keep_weights:
+        raise ValueError(
+            "precision holds the recipe, what to skip and whether weights are kept: set them there, or give them alone"
+        )
     chosen = get_recipe(precision.recipe) if precision.matmul == "fp8" else None
     return default_plan(model, chosen, precision.skip, filter)
 

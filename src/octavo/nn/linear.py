@@ -7,10 +7,15 @@
 The recipe gives one spec per operand (see `octavo.numerics.recipe`, also for how row scales fold into G). There is
 one path for all recipes: quantize, multiply, done.
 
-Kept for backward: the FP8 form of X that wgrad reads, one byte per element, and W by reference. W is quantized again
-in backward rather than kept: the parameter exists anyway, autograd's version counter refuses a W modified in between,
-and a pass over W is small beside the product. A frozen W needs no wgrad, so X is not kept at all; a frozen X needs no
-dgrad.
+FP8 matrix units want both operands contiguous along the contraction, and X, W and G are each contracted over both of
+their dimensions. So on a GPU (`wants_copies`) each is quantized into both memory orders from one read: X row-major for
+forward and column-major for wgrad, G row-major for dgrad and column-major for wgrad, W row-major in forward and
+column-major in backward.
+
+Kept for backward: the form of X that wgrad reads, one byte per element, and W by reference with its scales. W is cast
+again in backward rather than kept (`octavo.nn.weights` keeps it, by choice): the parameter exists anyway, autograd's
+version counter refuses a W modified in between, and with its scales known a cast reads W once. A frozen W needs no
+wgrad, so X is not kept at all; a frozen X needs no dgrad.
 
 Layers that read the same tensor (q, k and v; gate and up) share one quantized copy: see `_LastInput`.
 """
@@ -26,7 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.kernels import quantize, scaled_mm
+from octavo.kernels import quantize, quantize_pair, scaled_mm, wants_copies
+from octavo.nn.surroundings import surroundings
+from octavo.nn.weights import WEIGHTS
 from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -43,17 +50,18 @@ class Linear(nn.Linear):
     """
 
     recipe: Recipe = DEFAULT
+    keeps_weight: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
-        return linear(input, self.weight, self.bias, self.recipe)
+        return linear(input, self.weight, self.bias, self.recipe, self.keeps_weight)
 
     def extra_repr(self) -> str:
         """As `nn.Linear`, with the recipe."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keeps_weight: bool = False) -> Tensor:
     """`torch.nn.functional.linear` in FP8, differentiable.
 
     Args:
@@ -61,6 +69,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -
         weight: [N, K], of the input's dtype unless autocast is on. Any strides.
         bias: [N] or None; added in float32.
         recipe: Precision of the operands of the three products.
+        keeps_weight: Keep the FP8 form of the weight until it changes; see `octavo.nn.weights`.
 
     Returns:
         [..., N] in the input's dtype, or autocast's where that is on.
@@ -88,26 +97,28 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -
     else:
         out_dtype = input.dtype
     x_MK = input.reshape(math.prod(input.shape[:-1]), weight.shape[1])
-    wants_other_form = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x not in (None, recipe.x)
+    wants_kept = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
     with torch.no_grad():
-        x = _LAST_INPUT.quantized(input, x_MK, recipe.x)
-        kept_data = kept_scale = None
-        if wants_other_form and recipe.wgrad_x is not None:
-            kept = _LAST_INPUT.quantized(input, x_MK, recipe.wgrad_x)
-            kept_data, kept_scale = kept.data, kept.scale
-    y_MN = _LinearFunction.apply(x_MK, weight, bias, x.data, x.scale, kept_data, kept_scale, recipe, out_dtype)
+        x, kept = _LAST_INPUT.quantized(input, x_MK, recipe, wants_kept)
+    # What both forms share is handed over once: torch.compile takes no tensor twice.
+    kept_data = None if kept is None or kept.data is x.data else kept.data
+    kept_scale = None if kept is None or kept.scale is x.scale else kept.scale
+    y_MN = _LinearFunction.apply(
+        x_MK, weight, bias, x.data, x.scale, kept_data, kept_scale, recipe, out_dtype, keeps_weight
+    )
     return y_MN.reshape(*input.shape[:-1], weight.shape[0])
 
 
 class _LinearFunction(torch.autograd.Function):
-    """The three products. X arrives quantized: `x_*` for forward; `kept_*` for wgrad where that reads another form."""
+    """The three products. X arrives quantized: `x_*` for forward; `kept_*` for wgrad, where that differs."""
 
     @staticmethod
     def forward(
         ctx: Any, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, x_data: Tensor, x_scale: Tensor,
         kept_data: Tensor | None, kept_scale: Tensor | None, recipe: Recipe, out_dtype: torch.dtype,
+        keeps_weight: bool,
     ) -> Tensor:  # fmt: skip
-        w = quantize(w_NK, recipe.w)
+        w = WEIGHTS.kept(w_NK, recipe)[0] if keeps_weight else quantize(w_NK, recipe.w)
         x = ScaledTensor(x_data, x_scale, recipe.x)
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
@@ -115,10 +126,12 @@ class _LinearFunction(torch.autograd.Function):
             kept_data = kept_scale = None
         elif recipe.wgrad_x is None:
             kept_data = x_MK.to(out_dtype)
-        elif recipe.wgrad_x == recipe.x:
-            kept_data, kept_scale = x_data, x_scale
-        ctx.save_for_backward(kept_data, kept_scale, w_NK if needs_dgrad else None)
-        ctx.recipe = recipe
+        else:
+            kept_data = x_data if kept_data is None else kept_data
+            kept_scale = x_scale if kept_scale is None else kept_scale
+        w_scale = w.scale if needs_dgrad and recipe.dgrad_w == recipe.w else None
+        ctx.save_for_backward(kept_data, kept_scale, w_NK if needs_dgrad else None, w_scale)
+        ctx.recipe, ctx.keeps_weight = recipe, keeps_weight
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype
         return y_MN
 
@@ -127,28 +140,68 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         recipe: Recipe = ctx.recipe
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
-        kept_data, kept_scale, w_NK = ctx.saved_tensors
+        kept_data, kept_scale, w_NK, w_scale = ctx.saved_tensors
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
-        dx_MK = dw_NK = dbias_N = g = None
+        dx_MK = dw_NK = dbias_N = w = x = None
         if needs_dgrad:
-            w = quantize(w_NK, recipe.dgrad_w, anew=True)
-            g = quantize(g_MN, recipe.dgrad_g, fold=_fold(w.t()) if recipe.folds_w else None)
-            dx_MK = scaled_mm(g, w.unscaled if recipe.folds_w else w, "nn", out_dtype=x_dtype)
-        if needs_wgrad and recipe.wgrad_x is not None and recipe.wgrad_g is not None:
+            w = WEIGHTS.kept(w_NK, recipe)[1] if ctx.keeps_weight else _cast_again(w_NK, w_scale, recipe.dgrad_w)
+        if needs_wgrad and recipe.wgrad_x is not None:
             x = ScaledTensor(kept_data, kept_scale, recipe.wgrad_x)
-            if g is None or not recipe.shares_g:
-                g = quantize(g_MN, recipe.wgrad_g, fold=_fold(x) if recipe.folds_x else None)
-            dw_NK = scaled_mm(g, x.unscaled if recipe.folds_x else x, "tn", out_dtype=w_dtype)
+        g_dgrad, g_wgrad = _quantized_gradient(g_MN, w, x, recipe)
+        if w is not None and g_dgrad is not None:
+            dx_MK = scaled_mm(g_dgrad, w.unscaled if recipe.folds_w else w, "nn", out_dtype=x_dtype)
+        if x is not None and g_wgrad is not None:
+            dw_NK = scaled_mm(g_wgrad, x.unscaled if recipe.folds_x else x, "tn", out_dtype=w_dtype)
         elif needs_wgrad:
             dw_NK = (g_MN.t() @ kept_data).to(w_dtype)
         if needs_bias:
             dbias_N = g_MN.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx_MK, dw_NK, dbias_N, None, None, None, None, None, None
+        return dx_MK, dw_NK, dbias_N, *[None] * 7
+
+
+def _cast_again(w_NK: Tensor, scale: Tensor | None, spec: QuantSpec) -> ScaledTensor:
+    """W for dgrad, with the scales of the forward copy where the recipe uses that again."""
+    return quantize(w_NK, spec, order="columns" if wants_copies(w_NK.device) else "rows", scale=scale)
+
+
+def _quantized_input(x_MK: Tensor, recipe: Recipe, wants_kept: bool) -> tuple[ScaledTensor, ScaledTensor | None]:
+    """X for forward, and for wgrad if that is wanted."""
+    spec, spec_t, copies = recipe.x, recipe.wgrad_x, wants_copies(x_MK.device)
+    if not wants_kept or spec_t is None:
+        return quantize(x_MK, spec), None
+    if spec == spec_t:
+        x = quantize(x_MK, spec, order="both" if copies else "rows")
+        return x, x if x.copy is None else ScaledTensor(x.copy, x.scale, spec)
+    if copies:
+        return quantize_pair(x_MK, spec, None, spec_t, None)
+    return quantize(x_MK, spec), quantize(x_MK, spec_t)
+
+
+def _quantized_gradient(
+    g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe
+) -> tuple[ScaledTensor | None, ScaledTensor | None]:
+    """G for dgrad (where there is a w) and for wgrad (where there is an x), other operands' scales folded in."""
+    fold_w = _fold(w.t()) if w is not None and recipe.folds_w else None
+    fold_x = _fold(x) if x is not None and recipe.folds_x else None
+    spec, spec_t, copies = recipe.dgrad_g, recipe.wgrad_g, wants_copies(g_MN.device)
+    if w is not None and x is not None and spec_t is not None:
+        if recipe.shares_g:
+            g = quantize(g_MN, spec, order="both" if copies else "rows")
+            return g, g
+        if copies:
+            return quantize_pair(g_MN, spec, fold_w, spec_t, fold_x)
+    g_dgrad = None if w is None else quantize(g_MN, spec, fold_w)
+    if x is None or spec_t is None:
+        return g_dgrad, None
+    return g_dgrad, quantize(g_MN, spec_t, fold_x, order="columns" if copies else "rows")
 
 
 def _fold(operand: ScaledTensor) -> Tensor | None:
     """Row scales [R,1] of an operand (or [1,R] of a transposed one), as a factor of G."""
     return None if operand.scale is None else operand.scale.float()
+
+
+_Forms = tuple[ScaledTensor, ScaledTensor | None]
 
 
 class _LastInput:
@@ -159,40 +212,35 @@ class _LastInput:
 
     Only tensors that autograd made (those with a `grad_fn`) are remembered. Others may be buffers that somebody writes
     into without autograd noticing (a receive buffer, a CUDA graph's input, an array shared with NumPy). A copy made on
-    another stream, inside another dispatch mode or CUDA graph capture is not used either: see `_surroundings`. What is
+    another stream, inside another dispatch mode or CUDA graph capture is not used either: see `surroundings`. What is
     not seen is a write into an activation behind autograd's back, through `.data`, between two layers that read it.
 
     Under torch.compile the graph of a training step merges equal `quantize` calls instead.
     """
 
     def __init__(self) -> None:
-        self._entry: tuple[weakref.ref[Tensor], tuple[Any, ...], dict[QuantSpec, ScaledTensor]] | None = None
+        self._entry: tuple[weakref.ref[Tensor], tuple[Any, ...], dict[Any, _Forms]] | None = None
 
-    def quantized(self, owner: Tensor, x_MK: Tensor, spec: QuantSpec) -> ScaledTensor:
-        """`quantize(x_MK, spec)`, where x_MK is the matrix view of `owner`."""
+    def quantized(self, owner: Tensor, x_MK: Tensor, recipe: Recipe, wants_kept: bool) -> "_Forms":
+        """`_quantized_input(x_MK, …)`, where x_MK is the matrix view of `owner`."""
         if torch.compiler.is_compiling() or owner.grad_fn is None or torch.is_inference_mode_enabled():
-            return quantize(x_MK, spec)
-        state = (owner._version, *_surroundings(owner))
+            return _quantized_input(x_MK, recipe, wants_kept)
+        state = (owner._version, *surroundings(owner))
         entry = self._entry
         if entry is None or entry[0]() is not owner or entry[1] != state:
             entry = (weakref.ref(owner, self._forget), state, {})
             self._entry = entry
         forms = entry[2]
-        if spec not in forms:
-            forms[spec] = quantize(x_MK, spec)
-        return forms[spec]
+        both, only = (recipe.x, recipe.wgrad_x), (recipe.x, None)
+        wanted = both if wants_kept else only if only in forms else both
+        if wanted not in forms:
+            wanted = both if wants_kept else only
+            forms[wanted] = _quantized_input(x_MK, recipe, wants_kept)
+        return forms[wanted]
 
     def _forget(self, dead: weakref.ref[Tensor]) -> None:
         if self._entry is not None and self._entry[0] is dead:
             self._entry = None
-
-
-def _surroundings(x: Tensor) -> tuple[Any, ...]:
-    """What decides where the work on x goes: the dispatch mode that records it, the stream, the capture."""
-    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
-    if not x.is_cuda:
-        return (mode,)
-    return mode, torch.cuda.current_stream(x.device).cuda_stream, torch.cuda.is_current_stream_capturing()
 
 
 class _Switch:

@@ -22,6 +22,8 @@ class Precision:
         matmul: `"fp8"` or `"bf16"`: the products of the linear layers, and with them what those keep for backward.
         recipe: Name of the recipe when `matmul` is `"fp8"`.
         skip: Name patterns (as in `fnmatch`, such as `"*.mlp.down_proj"`) of modules that stay as they are.
+        keep_weights: Keep the FP8 form of each weight until it changes, for many small micro-batches per optimizer
+            step: 2 bytes per parameter on a GPU.
 
     Raises:
         ValueError: For an unknown value, naming the nearest known one.
@@ -30,6 +32,7 @@ class Precision:
     matmul: Literal["bf16", "fp8"] = "fp8"
     recipe: str = DEFAULT.name
     skip: tuple[str, ...] = ()
+    keep_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.matmul not in ("bf16", "fp8"):

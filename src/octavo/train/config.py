@@ -161,6 +161,8 @@ class PrecisionConfig(Section):
     """Recipe of the FP8 products, a name in `octavo.RECIPES`; not used by "bf16"."""
     skip: Annotated[tuple[str, ...], Strict(False)] = ()
     """Patterns of module names that stay unconverted, as "*lm_head*"."""
+    keep_weights: bool = False
+    """Keep FP8 forms of the weights from one micro-batch to the next (2 bytes per parameter): for small ones."""
     parameters: Literal["bf16", "fp32", "fp16"] = "bf16"
     """Type of the model's parameters. With fp32 the forward runs under bf16 autocast."""
     master: bool = True
@@ -170,9 +172,14 @@ class PrecisionConfig(Section):
     checkpointing: Literal["none", "full", "selective"] = "none"
     """Activation checkpointing of each block: recompute all of it, or all but its matrix products and attention."""
 
+    @property
+    def asked(self) -> Precision:
+        """What the model is converted to."""
+        return Precision.level(self.level, recipe=self.recipe, skip=self.skip, keep_weights=self.keep_weights)
+
     @model_validator(mode="after")
     def _known_precision(self) -> "PrecisionConfig":
-        Precision.level(self.level, recipe=self.recipe, skip=self.skip)
+        _ = self.asked
         if self.parameters == "fp16" and not self.master:
             raise ValueError(
                 "precision.master = false with fp16 parameters: AdamW's second moment underflows in fp16; "

@@ -31,7 +31,6 @@ from torch.nn import functional as F
 
 from octavo._version import __version__
 from octavo.nn import Report, convert, report
-from octavo.numerics import Precision
 from octavo.train.checkpoint import checkpoints, load_checkpoint, read_trainer_state, save_checkpoint
 from octavo.train.checkpointing import Checkpointing
 from octavo.train.config import ConfigError, TrainConfig
@@ -181,7 +180,7 @@ class Trainer:
         self.config = config
         self.step = 0
         self.model: Any = build_model(config, corpus.tokenizer).to(device)
-        asked = Precision.level(precision.level, recipe=precision.recipe, skip=precision.skip)
+        asked = precision.asked
         self.layers: Report | None = None
         if asked.matmul == "fp8":
             convert(self.model, precision=asked, verbose=False)

@@ -1,12 +1,14 @@
 """quantize: a matrix in, its FP8 form out, by the rules of `numerics.spec`.
 
-    q, s = quantize(x · fold)        fold: optional float32 scales of the other operand, [R,1] or [1,C]
+    q, s = quantize(x · fold)                               fold: the other operand's scales, [R,1] or [1,C], or none
+    q1, s1, q2, s2 = quantize_pair(x · fold, x · fold_t)    two forms from the same reads, the second column-major
 
-Must move per element (bf16 in): 2 bytes read + 1 written by row, 2 + 2 + 1 by tensor, where the maximum is needed
-first.
+Must move per element (bf16 in): 2 bytes read, and 1 written per form and memory order, by row and by block; 2 more
+read by tensor, by column and in pairs with them, where the maximum of everything is needed first.
 """
 
 from importlib.util import find_spec
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,45 +21,134 @@ from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
-__all__ = ["QUANTIZE", "quantize"]
+__all__ = ["QUANTIZE", "QUANTIZE_PAIR", "Order", "quantize", "quantize_pair"]
+
+Order = Literal["rows", "columns", "both"]
 
 _INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def quantize(x: Tensor, spec: QuantSpec, fold: Tensor | None = None, *, anew: bool = False) -> ScaledTensor:
+def quantize(
+    x: Tensor,
+    spec: QuantSpec,
+    fold: Tensor | None = None,
+    *,
+    order: Order = "rows",
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> ScaledTensor:
     """Quantize a matrix.
 
     Args:
         x: [R,C], float32, bfloat16 or float16, any strides, any size from 0 up.
         spec: Format, granularity and scale rule.
         fold: float32 [R,1] or [1,C], multiplied into x (in float32) first; see `numerics.recipe` for why.
-        anew: Same numbers; under torch.compile it keeps this call from being merged with an equal one before it, whose
-            bytes would then be held in memory until here.
+        order: Memory order of the FP8 data: "rows" (contiguous rows), "columns" (contiguous columns, the transposed
+            copy that FP8 matrix units want where a product contracts over R; columns begin at multiples of 16 bytes,
+            zeros in between), or "both" from one read, the second as `ScaledTensor.copy`.
+        amax: Largest magnitudes per scale, float32 of the scales' shape, where something else has found them already
+            (a fused norm, or the history of delayed scaling). Saves the pass that looks for them.
+        scale: Scales to use, of the scales' shape and dtype: those of an earlier quantization of the same x.
 
     Returns:
-        Contiguous FP8 data [R,C] with scales of shape `spec.granularity.scale_shape((R,C))`.
+        FP8 data [R,C] with scales of shape `spec.granularity.scale_shape((R,C))`. Where amax or scale is given and too
+        small, larger values are cut to the largest FP8 value; what is not finite becomes NaN.
 
     Raises:
-        ValueError: Where x is not a matrix of a supported dtype, or fold does not broadcast along one of its
-            dimensions.
+        ValueError: Where an operand has a wrong dtype, shape or device; named, with what was wanted.
     """
+    _check(x, fold, "fold")
+    if amax is not None or scale is not None:
+        _check_given(x, spec, amax, scale)
+    if order not in ("rows", "columns", "both"):
+        raise ValueError(f"quantize: order is 'rows', 'columns' or 'both'; got {order!r}")
+    outputs = torch.ops.octavo.quantize(x, spec.text, fold, amax, scale, order)
+    copy = outputs[1].t() if order == "both" else None
+    return ScaledTensor(
+        outputs[0].t() if order == "columns" else outputs[0], outputs[-1] if scale is None else scale, spec, copy
+    )
+
+
+def quantize_pair(
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """Quantize a matrix in two ways at once.
+
+    Args:
+        x: [R,C], as in `quantize`.
+        spec: First form, row-major.
+        fold: Factor of the first form.
+        spec_t: Second form, column-major; of the first's format and scale rule.
+        fold_t: Factor of the second form.
+
+    Returns:
+        What `quantize(x, spec, fold)` and `quantize(x, spec_t, fold_t, order="columns")` return.
+
+    Raises:
+        ValueError: As `quantize`, and where the forms differ in format or scale rule.
+    """
+    _check(x, fold, "fold")
+    _check(x, fold_t, "fold_t")
+    if (spec.format, spec.scale_rule) != (spec_t.format, spec_t.scale_rule):
+        raise ValueError(
+            f"quantize_pair: both forms have one format and scale rule; got {spec} and {spec_t}: call quantize twice"
+        )
+    q, s, q_t, s_t = torch.ops.octavo.quantize_pair(x, spec.text, fold, spec_t.text, fold_t)
+    return ScaledTensor(q, s, spec), ScaledTensor(q_t.t(), s_t, spec_t)
+
+
+def _check(x: Tensor, fold: Tensor | None, name: str) -> None:
     if x.ndim != 2 or x.dtype not in _INPUT_DTYPES:
         raise ValueError(
             f"quantize takes a float32, bfloat16 or float16 matrix [R,C]; got {x.dtype} of shape {tuple(x.shape)}"
         )
-    if fold is not None and (fold.dtype != torch.float32 or fold.shape not in ((x.shape[0], 1), (1, x.shape[1]))):
+    if fold is None:
+        return
+    rows, columns = x.shape
+    if fold.dtype != torch.float32 or fold.shape not in ((rows, 1), (1, columns)) or fold.device != x.device:
         raise ValueError(
-            f"quantize: fold is float32 [{x.shape[0]},1] or [1,{x.shape[1]}]; got {fold.dtype} {tuple(fold.shape)}"
+            f"quantize: {name} is float32 [{rows},1] or [1,{columns}] on {x.device}; "
+            f"got {fold.dtype} {list(fold.shape)} on {fold.device}"
         )
-    data, scale = torch.ops.octavo.quantize(x, spec.text, fold, anew)
-    return ScaledTensor(data, scale, spec)
+
+
+def _check_given(x: Tensor, spec: QuantSpec, amax: Tensor | None, scale: Tensor | None) -> None:
+    if amax is not None and scale is not None:
+        raise ValueError("quantize: give amax or scale, not both")
+    shape = spec.granularity.scale_shape((x.shape[0], x.shape[1]))
+    for name, given, dtype in (("amax", amax, torch.float32), ("scale", scale, spec.scale_dtype)):
+        if given is not None and (given.dtype != dtype or given.shape != shape or given.device != x.device):
+            raise ValueError(
+                f"quantize: {name} for {spec} and x {list(x.shape)} is {dtype} {list(shape)} on {x.device}; "
+                f"got {given.dtype} {list(given.shape)} on {given.device}"
+            )
+
+
+def _sample(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """A matrix with sizes that fill no tile, and a factor for its rows and one for its columns."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(48, 272, generator=generator, device="cpu").to(device, torch.bfloat16)
+    rows, columns = (torch.rand(shape, generator=generator, device="cpu").to(device) for shape in ((48, 1), (1, 272)))
+    return x, rows, columns
 
 
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
-    x = torch.randn(48, 272, generator=torch.Generator().manual_seed(0), device="cpu").to(device, torch.bfloat16)
-    expected = reference.quantize(x, QuantSpec.parse(case[0]), None)
-    actual = backend.run(x, QuantSpec.parse(case[0]), None)
-    for name, e, a in zip(("data", "scale"), expected, actual, strict=True):
+    x, *_ = _sample(device)
+    spec = QuantSpec.parse(case[0])
+    expected = reference.quantize(x, spec, None, order="both")
+    return _difference(expected, backend.run(x, spec, None, None, None, "both"), ("data", "transposed data", "scale"))
+
+
+def _probe_pair(backend: Backend, device: torch.device, case: Case) -> str | None:
+    x, rows, columns = _sample(device)
+    spec, spec_t = (QuantSpec.parse(text) for text in case)
+    expected = reference.quantize_pair(x, spec, columns, spec_t, rows)
+    names = ("data", "scale", "second data", "second scale")
+    return _difference(expected, backend.run(x, spec, columns, spec_t, rows), names)
+
+
+def _difference(expected: list[Tensor], actual: list[Tensor], names: tuple[str, ...]) -> str | None:
+    for name, e, a in zip(names, expected, actual, strict=True):
         if (mismatch := first_mismatch(e, a)) is not None:
             return f"{name} differs from reference: {mismatch}"
     return None
@@ -70,10 +161,31 @@ def _specs() -> dict[str, Case]:
     return {text: (text,) for text in sorted(specs)}
 
 
-def _run_triton(x: Tensor, spec: QuantSpec, fold: Tensor | None) -> tuple[Tensor, Tensor]:
+def _pairs() -> dict[str, Case]:
+    """Every pair that a recipe quantizes together: X in both directions, or G for dgrad and wgrad."""
+    pairs = {
+        (row.text, column.text)
+        for r in RECIPES.values()
+        for row, column in ((r.x, r.wgrad_x), (r.dgrad_g, r.wgrad_g))
+        if column is not None and row != column
+    }
+    return {" and ".join(pair): pair for pair in sorted(pairs)}
+
+
+def _run_triton(
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: Order
+) -> list[Tensor]:
     from octavo.kernels.quantize import triton  # imports Triton, so only once it is wanted
 
-    return triton.quantize(x, spec, fold)
+    return triton.quantize(x, spec, fold, amax, scale, order)
+
+
+def _run_triton_pair(
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None
+) -> list[Tensor]:
+    from octavo.kernels.quantize import triton
+
+    return triton.quantize_pair(x, spec, fold, spec_t, fold_t)
 
 
 def _refuses_triton(device: torch.device, case: Case) -> str | None:
@@ -83,22 +195,56 @@ def _refuses_triton(device: torch.device, case: Case) -> str | None:
 
 
 QUANTIZE = register(Op(name="quantize", cases=_specs(), probe=_probe))
-QUANTIZE.add(Backend(name="reference", run=reference.quantize))
 QUANTIZE.add(Backend(name="triton", run=_run_triton, refuses=_refuses_triton))
+QUANTIZE.add(Backend(name="reference", run=reference.quantize))
+
+QUANTIZE_PAIR = register(Op(name="quantize_pair", cases=_pairs(), probe=_probe_pair))
+QUANTIZE_PAIR.add(Backend(name="triton", run=_run_triton_pair, refuses=_refuses_triton))
+QUANTIZE_PAIR.add(Backend(name="reference", run=reference.quantize_pair))
 
 
-def _run(x: Tensor, spec: str, fold: Tensor | None, anew: bool) -> tuple[Tensor, Tensor]:
-    data, scale = QUANTIZE.choose(x.device, (spec,)).run(x, QuantSpec.parse(spec), fold)
-    return data, scale
+def _run(
+    x: Tensor, spec: str, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str
+) -> list[Tensor]:
+    backend = QUANTIZE.choose(x.device, (spec,))
+    outputs: list[Tensor] = backend.run(x, QuantSpec.parse(spec), fold, amax, scale, order)
+    return outputs
 
 
-def _fake(x: Tensor, spec: str, fold: Tensor | None, anew: bool) -> tuple[Tensor, Tensor]:
+def _fake(
+    x: Tensor, spec: str, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str
+) -> list[Tensor]:
     parsed = QuantSpec.parse(spec)
     rows, columns = x.shape
-    return (
-        x.new_empty((rows, columns), dtype=parsed.format.dtype),
-        x.new_empty(parsed.granularity.scale_shape((rows, columns)), dtype=parsed.scale_dtype),
-    )
+    outputs = []
+    if order != "columns":
+        outputs.append(x.new_empty((rows, columns), dtype=parsed.format.dtype))
+    if order != "rows":
+        outputs.append(x.new_empty((columns, reference.padded(rows)), dtype=parsed.format.dtype)[:, :rows])
+    if scale is None:
+        outputs.append(x.new_empty(parsed.granularity.scale_shape((rows, columns)), dtype=parsed.scale_dtype))
+    return outputs
 
 
-define("quantize(Tensor x, str spec, Tensor? fold, bool anew) -> (Tensor, Tensor)", _run, _fake)
+def _run_pair(
+    x: Tensor, spec: str, fold: Tensor | None, spec_t: str, fold_t: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    backend = QUANTIZE_PAIR.choose(x.device, (spec, spec_t))
+    q, s, q_t, s_t = backend.run(x, QuantSpec.parse(spec), fold, QuantSpec.parse(spec_t), fold_t)
+    return q, s, q_t, s_t
+
+
+def _fake_pair(
+    x: Tensor, spec: str, fold: Tensor | None, spec_t: str, fold_t: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, s = _fake(x, spec, fold, None, None, "rows")
+    q_t, s_t = _fake(x, spec_t, fold_t, None, None, "columns")
+    return q, s, q_t, s_t
+
+
+define("quantize(Tensor x, str spec, Tensor? fold, Tensor? amax, Tensor? scale, str order) -> Tensor[]", _run, _fake)
+define(
+    "quantize_pair(Tensor x, str spec, Tensor? fold, str spec_t, Tensor? fold_t) -> (Tensor, Tensor, Tensor, Tensor)",
+    _run_pair,
+    _fake_pair,
+)

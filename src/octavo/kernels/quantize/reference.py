@@ -7,16 +7,54 @@ from torch import Tensor
 from octavo.numerics.spec import SMALLEST_SCALE, QuantSpec, ScaleRule
 
 
-def quantize(x: Tensor, spec: QuantSpec, fold: Tensor | None) -> tuple[Tensor, Tensor]:
-    """FP8 data [R,C] and scales of `x · fold`; see `octavo.kernels.quantize.quantize`."""
+def quantize(
+    x: Tensor,
+    spec: QuantSpec,
+    fold: Tensor | None,
+    amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    order: str = "rows",
+) -> list[Tensor]:
+    """Data in the orders asked for (the column-major one as [C,R]), then scales unless given."""
     values = x.float() if fold is None else x.float() * fold
     rows, columns = values.shape
     blocks = _blocks(values, spec)
-    amax = blocks.abs().amax((1, 3)) if blocks.numel() else blocks.new_zeros((blocks.shape[0], blocks.shape[2]))
-    scale, inverse = scale_of(amax, spec)
+    given = scale is not None or amax is not None
+    if scale is not None:
+        used = scale.float()
+        inverse = _reciprocal(used)
+    else:
+        if amax is None:
+            amax = blocks.abs().amax((1, 3)) if blocks.numel() else blocks.new_zeros(blocks.shape[0], blocks.shape[2])
+        used, inverse = scale_of(amax, spec)
     scaled = (blocks * inverse[:, None, :, None]).clamp_(-spec.format.max, spec.format.max)
+    if given:
+        scaled.masked_fill_(~blocks.isfinite(), torch.nan)
     data = scaled.reshape(scaled.shape[0] * scaled.shape[1], -1)[:rows, :columns] if scaled.numel() else values
-    return data.to(spec.format.dtype).contiguous(), scale.to(spec.scale_dtype)
+    data = data.to(spec.format.dtype).contiguous()
+    outputs = [data] * (order != "columns") + [_transposed(data)] * (order != "rows")
+    return outputs if scale is not None else [*outputs, used.to(spec.scale_dtype)]
+
+
+def quantize_pair(
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None
+) -> list[Tensor]:
+    """Row-major data and scales of the first form, column-major data (as [C,R]) and scales of the second."""
+    return [*quantize(x, spec, fold), *quantize(x, spec_t, fold_t, order="columns")]
+
+
+def padded(rows: int) -> int:
+    """Bytes from one column to the next in column-major data: rows, rounded up to what FP8 matrix units want.
+
+    The bytes in between are zeros.
+    """
+    return -(-rows // 16) * 16
+
+
+def _transposed(data: Tensor) -> Tensor:
+    """The transposed matrix [C,R] with rows that are `padded`."""
+    rows = data.shape[0]
+    return F.pad(data.t().contiguous().view(torch.uint8), (0, padded(rows) - rows)).view(data.dtype)[:, :rows]
 
 
 def scale_of(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
@@ -27,7 +65,11 @@ def scale_of(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     scale = (amax.double() / spec.format.max).float().clamp_min(SMALLEST_SCALE)
     finite = amax.isfinite()
     scale = torch.where(finite, _rounded(scale, spec.scale_rule), 1.0)
-    return scale, torch.where(finite, (1.0 / scale.double()).float(), torch.nan)
+    return scale, torch.where(finite, _reciprocal(scale), torch.nan)
+
+
+def _reciprocal(scale: Tensor) -> Tensor:
+    return (1.0 / scale.double()).float()
 
 
 def _blocks(values: Tensor, spec: QuantSpec) -> Tensor:

@@ -1,19 +1,14 @@
-"""quantize on a GPU: three kernels that compute what `reference` computes, byte for byte.
+"""quantize on a GPU: which kernels of `device` do what, byte for byte what `reference` computes.
 
     whole blocks (1×128, 128×128, 1×32 …)   one pass: a tile holds whole scale blocks
-    by row                                  one program per band of rows, two passes over it, the second from L2
-    by column, by tensor                    two launches: maxima (atomic, on integers), then the cast
+    by row                                  one pass: a band of rows, read again from L1 or L2 for the cast
+    by column, by tensor, pairs with them   two passes: maxima (atomic, on integers), then the cast
+    scales or maxima given                  one pass: the cast
 
-Maxima are taken over the bits of |x| as integers: for non-negative floats integer order is float order, NaN sorts
-above infinity, and so a NaN reaches the scale without NaN-propagating min/max, next to which Triton miscompiles
-one-byte stores (triton-lang/triton issue 11111). It also makes the atomic maximum exact and independent of order.
-
-The reference divides in float64 and rounds to float32. For float32 operands that is the correctly rounded float32
-quotient, which is what `div_rn` gives. There is no clamp: |x| ≤ amax, so x · (1/s) exceeds the largest FP8 value by a
-rounding error at most, and the cast rounds that down.
-
-Triton's interpreter drops the carry of an FP8 cast that rounds up to a power of two, and loses NaN, so under it values
-are rounded first (`ROUND_FIRST`).
+Each writes the FP8 bytes row-major, column-major (the transposed copy that FP8 matrix units want), or both, from one
+read. A *pair* is two different quantizations of one matrix in the same passes, the first row-major, the second
+column-major: G for dgrad and wgrad with the other operands' scales folded in, or X in both directions of a block
+recipe.
 """
 
 from dataclasses import dataclass
@@ -21,230 +16,243 @@ from typing import Any, Literal
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
+from octavo.kernels.launch import INTERPRETED, Launch, Variant
+from octavo.kernels.quantize.device import blocks_kernel, cast_kernel, maxima_kernel, rows_kernel
+from octavo.kernels.quantize.reference import padded
 from octavo.numerics.formats import E4M3
-from octavo.numerics.spec import FULL, ROW, SMALLEST_SCALE, QuantSpec
+from octavo.numerics.recipe import RECIPES
+from octavo.numerics.spec import FULL, ROW, QuantSpec
 
-_SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
-_INFINITY_BITS = tl.constexpr(0x7F800000)
-_ABS_MASK = tl.constexpr(0x7FFFFFFF)
-_MANTISSA = tl.constexpr(0x7FFFFF)
-
-
-@triton.jit
-def _load(x, fold, row, column, rows, columns, stride_r, stride_c, FOLD: tl.constexpr):
-    """A tile of x · fold in float32, zero outside the matrix."""
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    values = tl.load(x + row[:, None] * stride_r + column[None, :] * stride_c, mask=inside, other=0.0).to(tl.float32)
-    if FOLD == 1:
-        values = values * tl.load(fold + row, mask=row < rows, other=0.0)[:, None]
-    elif FOLD == 2:
-        values = values * tl.load(fold + column, mask=column < columns, other=0.0)[None, :]
-    return values
-
-
-@triton.jit
-def _magnitude(values):
-    """|values| as integers that sort like the floats, NaN last."""
-    return values.to(tl.int32, bitcast=True) & _ABS_MASK
-
-
-@triton.jit
-def _scale_of(amax_bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Dequantization scale and its inverse (NaN where amax is not finite), as `reference.scale_of`."""
-    amax = amax_bits.to(tl.float32, bitcast=True)
-    finite = amax_bits < _INFINITY_BITS
-    scale = tl.math.div_rn(tl.where(finite, amax, 1.0), tl.full(amax.shape, FP8_MAX, tl.float32))
-    scale = tl.where(scale < _SMALLEST_SCALE, _SMALLEST_SCALE, scale)
-    if POWER_OF_TWO:
-        bits = scale.to(tl.int32, bitcast=True)
-        scale = ((bits + _MANTISSA) & ~_MANTISSA).to(tl.float32, bitcast=True)
-    scale = tl.where(finite, scale, 1.0)
-    inverse = tl.math.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
-    return scale, tl.where(finite, inverse, float("nan"))
-
-
-@triton.jit
-def _to_fp8(scaled, dtype: tl.constexpr, E4M3: tl.constexpr, ROUND_FIRST: tl.constexpr):
-    if ROUND_FIRST:
-        DROPPED: tl.constexpr = 20 if E4M3 else 21
-        bits = scaled.to(tl.int32, bitcast=True)
-        size = bits & _ABS_MASK
-        rounded = (size + ((1 << (DROPPED - 1)) - 1) + ((size >> DROPPED) & 1)) & ~((1 << DROPPED) - 1)
-        # Below the smallest normal the spacing is fixed: adding and taking away a large number rounds to it.
-        MAGIC: tl.constexpr = 1.5 * 2.0**14 if E4M3 else 1.5 * 2.0**7
-        SMALLEST_NORMAL: tl.constexpr = 2.0**-6 if E4M3 else 2.0**-14
-        small = (size.to(tl.float32, bitcast=True) + MAGIC) - MAGIC
-        is_small = size.to(tl.float32, bitcast=True) < SMALLEST_NORMAL
-        rounded = tl.where(is_small, small.to(tl.int32, bitcast=True), rounded)
-        signed = (rounded | (bits & ~_ABS_MASK)).to(tl.float32, bitcast=True)
-        codes = tl.where(scaled == scaled, signed, 0.0).to(dtype).to(tl.uint8, bitcast=True)
-        return tl.where(scaled == scaled, codes, 0x7F).to(tl.uint8).to(dtype, bitcast=True)
-    return scaled.to(dtype)
-
-
-@triton.jit
-def _store_scale(pointer, scale, mask, E8M0: tl.constexpr):
-    if E8M0:
-        tl.store(pointer, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=mask)
-    else:
-        tl.store(pointer, scale, mask=mask)
-
-
-@triton.jit
-def _blocks_kernel(
-    x, fold, q, s, rows, columns, grid_columns, stride_r, stride_c,
-    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, FOLD: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, ROUND_FIRST: tl.constexpr,
-):  # fmt: skip
-    """One pass: each tile of TILE_R × TILE_C elements holds whole scale blocks of R × C."""
-    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
-    column = tl.program_id(1).to(tl.int64) * TILE_C + tl.arange(0, TILE_C)
-    values = _load(x, fold, row, column, rows, columns, stride_r, stride_c, FOLD)
-    blocks = tl.reshape(_magnitude(values), (TILE_R // R, R, TILE_C // C, C))
-    scale, inverse = _scale_of(tl.max(tl.max(blocks, axis=3), axis=1), FP8_MAX, POWER_OF_TWO)
-    spread = tl.broadcast_to(inverse[:, None, :, None], (TILE_R // R, R, TILE_C // C, C))
-    codes = _to_fp8(values * tl.reshape(spread, (TILE_R, TILE_C)), q.dtype.element_ty, E4M3, ROUND_FIRST)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(q + row[:, None] * columns + column[None, :], codes, mask=inside)
-    block_row = tl.program_id(0).to(tl.int64) * (TILE_R // R) + tl.arange(0, TILE_R // R)
-    block_column = tl.program_id(1).to(tl.int64) * (TILE_C // C) + tl.arange(0, TILE_C // C)
-    inside = (block_row * R < rows)[:, None] & (block_column * C < columns)[None, :]
-    _store_scale(s + block_row[:, None] * grid_columns + block_column[None, :], scale, inside, E8M0)
-
-
-@triton.jit
-def _rows_kernel(
-    x, fold, q, s, rows, columns, stride_r, stride_c,
-    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, FOLD: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr, ROUND_FIRST: tl.constexpr,
-):  # fmt: skip
-    """A band of TILE_R rows, twice: maxima, then the cast, which finds the band in L2."""
-    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
-    amax = tl.zeros((TILE_R, TILE_C), tl.int32)
-    for start in range(0, columns, TILE_C):
-        column = start + tl.arange(0, TILE_C).to(tl.int64)
-        values = _load(x, fold, row, column, rows, columns, stride_r, stride_c, FOLD)
-        amax = tl.maximum(amax, _magnitude(values))
-    scale, inverse = _scale_of(tl.max(amax, axis=1), FP8_MAX, POWER_OF_TWO)
-    _store_scale(s + row, scale, row < rows, E8M0)
-    for start in range(0, columns, TILE_C):
-        column = start + tl.arange(0, TILE_C).to(tl.int64)
-        values = _load(x, fold, row, column, rows, columns, stride_r, stride_c, FOLD)
-        codes = _to_fp8(values * inverse[:, None], q.dtype.element_ty, E4M3, ROUND_FIRST)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        tl.store(q + row[:, None] * columns + column[None, :], codes, mask=inside)
-
-
-@triton.jit
-def _amax_kernel(
-    x, fold, amax, rows, columns, stride_r, stride_c,
-    FOLD: tl.constexpr, BY_COLUMN: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
-):  # fmt: skip
-    """Maxima of a tile, by column or over all of it, into `amax` (int32, zero at the start)."""
-    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
-    column = tl.program_id(1).to(tl.int64) * TILE_C + tl.arange(0, TILE_C)
-    bits = _magnitude(_load(x, fold, row, column, rows, columns, stride_r, stride_c, FOLD))
-    largest = tl.max(bits, axis=0)
-    if BY_COLUMN:
-        tl.atomic_max(amax + column, largest, mask=column < columns, sem="relaxed")
-    else:
-        tl.atomic_max(amax, tl.max(largest, axis=0), sem="relaxed")
-
-
-@triton.jit
-def _cast_kernel(
-    x, fold, amax, q, s, rows, columns, stride_r, stride_c,
-    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, FOLD: tl.constexpr,
-    BY_COLUMN: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, ROUND_FIRST: tl.constexpr,
-):  # fmt: skip
-    """The cast of a tile with the maxima of `_amax_kernel`; the first row of tiles writes the scales."""
-    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
-    column = tl.program_id(1).to(tl.int64) * TILE_C + tl.arange(0, TILE_C)
-    where = column if BY_COLUMN else column * 0
-    bits = tl.load(amax + where, mask=column < columns, other=0)
-    scale, inverse = _scale_of(bits, FP8_MAX, POWER_OF_TWO)
-    if tl.program_id(0) == 0:
-        _store_scale(s + where, scale, (column < columns) if BY_COLUMN else (column == 0), E8M0)
-    values = _load(x, fold, row, column, rows, columns, stride_r, stride_c, FOLD)
-    codes = _to_fp8(values * inverse[None, :], q.dtype.element_ty, E4M3, ROUND_FIRST)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(q + row[:, None] * columns + column[None, :], codes, mask=inside)
-
-
-INTERPRETED = isinstance(_rows_kernel, InterpretedFunction)
-"""Whether these kernels run in Triton's CPU interpreter (TRITON_INTERPRET=1 when Triton was imported)."""
+Fold = Literal["none", "rows", "columns"]
+Order = Literal["rows", "columns", "both"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One kernel with its compile-time constants: what is launched, and what can be compiled without a GPU.
+class Form:
+    """One FP8 form of a matrix: how it is quantized, and along which of its dimensions a fold factor varies."""
+
+    spec: QuantSpec
+    fold: Fold = "none"
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether its scale blocks fit into a tile."""
+        return FULL not in self.spec.granularity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is asked for: a form in some memory order, or two forms, the first row-major and the second column-major.
 
     Attributes:
-        kernel: The `@triton.jit` function.
-        constants: Its `tl.constexpr` arguments.
-        num_warps: Warps per program.
+        form: The only form, or the first.
+        second: The second form of a pair.
+        order: Memory orders in which the only form is written; "rows" in a pair.
+        given: What is known beforehand about a single form.
     """
 
-    kernel: Any
-    constants: dict[str, Any]
-    num_warps: int
-
-    def grid(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Programs for a matrix of this size, at least one in each dimension."""
-        down = max(triton.cdiv(rows, self.constants["TILE_R"]), 1)
-        across = max(triton.cdiv(columns, self.constants["TILE_C"]), 1)
-        return (down,) if self.kernel is _rows_kernel else (down, across)
+    form: Form
+    second: Form | None = None
+    order: Order = "rows"
+    given: Literal["nothing", "amax", "scale"] = "nothing"
 
 
-def launches(spec: QuantSpec, fold: Literal["none", "rows", "columns"]) -> list[Launch]:
-    """The kernels that quantize by a spec, in order."""
-    fold_code = ("none", "rows", "columns").index(fold)
-    rule = {
+TILES: dict[str, tuple[tuple[int, int, int], ...]] = {
+    "blocks": ((64, 128, 4), (32, 256, 4), (128, 128, 8)),
+    "blocks 128": ((128, 128, 8), (128, 128, 4), (128, 256, 8)),
+    "rows": ((4, 2048, 4), (4, 4096, 8), (8, 1024, 4)),
+    "rows transposed": ((32, 256, 4), (16, 512, 4), (64, 128, 4), (32, 512, 8)),
+    "two passes": ((64, 128, 4), (128, 64, 4), (128, 128, 8)),
+}
+"""Configurations: rows and columns of a tile, warps. The first is the default, the others are for measurement."""
+
+
+def tiles(task: Task) -> tuple[tuple[int, int, int], ...]:
+    """The configurations of the kernels that do a task."""
+    if task.form.one_pass:
+        extents = [extent for form in (task.form, task.second) if form for extent in form.spec.granularity]
+        return TILES["blocks 128" if max(extents) > 64 else "blocks"]
+    if task.second is None and task.given == "nothing" and task.form.spec.granularity == ROW:
+        return TILES["rows" if task.order == "rows" else "rows transposed"]
+    return TILES["two passes"]
+
+
+def launches(task: Task, config: int = 0) -> list[Launch]:
+    """The kernels that do a task, in order.
+
+    Raises:
+        ValueError: For a pair of blocks with scales for whole rows, columns or the tensor.
+    """
+    spec, second = task.form.spec, task.second
+    if second is not None and task.form.one_pass != second.one_pass:
+        raise ValueError(f"quantize_pair: {spec} and {second.spec} are not quantized together; call quantize twice")
+    tile_r, tile_c, num_warps = tiles(task)[config]
+    tile = {"TILE_R": tile_r, "TILE_C": tile_c}
+    rule: dict[str, Any] = {
         "FP8_MAX": spec.format.max,
         "E4M3": spec.format is E4M3,
         "POWER_OF_TWO": spec.scale_rule != "amax",
         "E8M0": spec.scale_rule == "e8m0",
-        "FOLD": fold_code,
-        "ROUND_FIRST": INTERPRETED,
+        "INTERPRETED": INTERPRETED,
     }
-    r, c = spec.granularity
-    if spec.granularity == ROW:
-        return [Launch(kernel=_rows_kernel, constants={**rule, "TILE_R": 4, "TILE_C": 1024}, num_warps=8)]
-    if FULL not in (r, c):
-        tile = {"R": r, "C": c, "TILE_R": max(r, 32), "TILE_C": max(c, 128)}
-        return [Launch(kernel=_blocks_kernel, constants={**rule, **tile}, num_warps=8 if r == 128 else 4)]
-    tile = {"BY_COLUMN": c == 1, "TILE_R": 32, "TILE_C": 128}
-    return [
-        Launch(kernel=_amax_kernel, constants={"FOLD": fold_code, **tile}, num_warps=4),
-        Launch(kernel=_cast_kernel, constants={**rule, **tile}, num_warps=4),
-    ]
+    given = {"GIVEN": ("nothing", "amax", "scale").index(task.given)}
+    orders = {"ROWS": task.order != "columns", "COLUMNS": task.order != "rows"}
+    folds: dict[str, Any] = {"FOLD": _FOLDS.index(task.form.fold)}
+    other = second or task.form
+    folds_t = {"PAIR": second is not None, "FOLD_T": _FOLDS.index(other.fold)}
+    if task.form.one_pass:
+        (r, c), (r_t, c_t) = spec.granularity, other.spec.granularity
+        blocks = {"R": r, "C": c, "R_T": r_t, "C_T": c_t}
+        constants = rule | given | folds | folds_t | orders | blocks | tile
+        return [Launch(kernel=blocks_kernel, constants=constants, num_warps=num_warps)]
+    if second is None and task.given == "nothing" and spec.granularity == ROW:
+        return [Launch(kernel=rows_kernel, constants=rule | folds | orders | tile, num_warps=num_warps)]
+    axes = {"AXIS": _axis(spec), "AXIS_T": _axis(other.spec)}
+    cast = Launch(
+        kernel=cast_kernel, constants=rule | given | folds | folds_t | axes | orders | tile, num_warps=num_warps
+    )
+    if task.given != "nothing":
+        return [cast]
+    return [Launch(kernel=maxima_kernel, constants=folds | folds_t | axes | tile, num_warps=num_warps), cast]
 
 
-def quantize(x: Tensor, spec: QuantSpec, fold: Tensor | None) -> tuple[Tensor, Tensor]:
-    """FP8 data [R,C] and scales of `x · fold`; see `octavo.kernels.quantize.quantize`."""
+_FOLDS = ("none", "rows", "columns")
+
+
+def _axis(spec: QuantSpec) -> int:
+    """The dimension along which scales differ, as the kernels count it."""
+    return 1 if spec.granularity.rows == 1 else 2 if spec.granularity.columns == 1 else 0
+
+
+def _fold_name(fold: Tensor | None, rows: int) -> Fold:
+    return "none" if fold is None else "rows" if fold.shape == (rows, 1) else "columns"
+
+
+def quantize(
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: Order,
+    config: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    """Data in the orders asked for (the column-major one as [C,R]), then scales unless given."""
+    given = amax if scale is None else scale.float()
+    task = Task(
+        form=Form(spec=spec, fold=_fold_name(fold, x.shape[0])),
+        order=order,
+        given="scale" if scale is not None else "amax" if amax is not None else "nothing",
+    )
+    q, q_t, s, _ = _run(task, x, fold, None, given, config)
+    return [q] * (order != "columns") + [q_t] * (order != "rows") + [s] * (scale is None)
+
+
+def quantize_pair(
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None, config: int = 0
+) -> list[Tensor]:
+    """Row-major data and scales of the first form, column-major data (as [C,R]) and scales of the second."""
+    task = Task(
+        form=Form(spec=spec, fold=_fold_name(fold, x.shape[0])),
+        second=Form(spec=spec_t, fold=_fold_name(fold_t, x.shape[0])),
+    )
+    q, q_t, s, s_t = _run(task, x, fold, fold_t, None, config)
+    return [q, s, q_t, s_t]
+
+
+def _run(
+    task: Task, x: Tensor, fold: Tensor | None, fold_t: Tensor | None, given: Tensor | None, config: int
+) -> tuple[Tensor, ...]:
+    """The outputs q [R,C], q_t [C,R], s, s_t; those that the task does not ask for are some other tensor."""
     rows, columns = x.shape
-    scale_rows, scale_columns = spec.granularity.scale_shape((rows, columns))
-    q = torch.empty((rows, columns), dtype=spec.format.dtype, device=x.device)
-    scale = torch.empty((scale_rows, scale_columns), dtype=spec.scale_dtype, device=x.device)
+    spec, spec_t = task.form.spec, (task.second or task.form).spec
+    pair = task.second is not None
+
+    def empty(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    def scales(spec: QuantSpec) -> Tensor:
+        return empty(spec.granularity.scale_shape((rows, columns)), spec.scale_dtype)
+
+    writes_columns = pair or task.order != "rows"
+    transposed = empty((columns, padded(rows)) if writes_columns else (0, 0), spec.format.dtype)
+    q = empty((rows, columns) if task.order != "columns" else (0, 0), spec.format.dtype)
+    s = scales(spec)
+    s_t = scales(spec_t) if pair else s
+    steps = launches(task, config)
+    maxima, second_at = given, -(-s.numel() // 4) * 4  # 16-byte aligned
+    if len(steps) == 2:
+        maxima = torch.zeros(second_at + (s_t.numel() if pair else 0), dtype=torch.int32, device=x.device)
     arguments: dict[str, Any] = {
         "x": x,
-        "fold": x if fold is None else fold.contiguous(),
-        "q": q,
-        "s": scale.view(torch.uint8) if spec.scale_rule == "e8m0" else scale,
         "rows": rows,
         "columns": columns,
-        "grid_columns": scale_columns,
         "stride_r": x.stride(0),
         "stride_c": x.stride(1),
+        "fold": x if fold is None else fold.contiguous(),
+        "fold_t": x if fold_t is None else fold_t.contiguous(),
+        "q": q,
+        "q_t": transposed,
+        "padded_rows": padded(rows),
+        "s": s.view(torch.uint8) if spec.scale_rule == "e8m0" else s,
+        "s_t": s_t.view(torch.uint8) if spec.scale_rule == "e8m0" else s_t,
+        "grid_columns": s.shape[1],
+        "grid_columns_t": s_t.shape[1],
     }
-    steps = launches(spec, "none" if fold is None else "rows" if fold.shape == (rows, 1) else "columns")
-    if len(steps) == 2:
-        arguments["amax"] = torch.zeros(scale_rows * scale_columns, dtype=torch.int32, device=x.device)
+    bits = x if maxima is None else maxima.contiguous().view(torch.int32)
+    arguments |= {"given": bits, "amax": bits, "amax_t": bits[second_at:] if len(steps) == 2 and pair else bits}
     for step in steps:
-        named = {name: arguments[name] for name in step.kernel.arg_names if name in arguments}
-        step.kernel[step.grid(rows, columns)](**named, **step.constants, num_warps=step.num_warps)
-    return q, scale
+        covered = rows if step.kernel is maxima_kernel else padded(rows)
+        down = max(triton.cdiv(covered, step.constants["TILE_R"]), 1)
+        across = 1 if step.kernel is rows_kernel else max(triton.cdiv(columns, step.constants["TILE_C"]), 1)
+        step.run((down * across,), arguments)
+    return q, transposed[:, :rows], s, s_t
+
+
+def variants() -> list[Variant]:
+    """Every kernel, form, memory order and configuration that the recipes ask for."""
+    found: list[Variant] = []
+    for task, case in _tasks().items():
+        for config in range(len(tiles(task))):
+            found += [_variant(task, case, config, launch) for launch in launches(task, config)]
+    return found
+
+
+def _tasks() -> dict[Task, str]:
+    """What recipes ask for, with its label."""
+    folds: tuple[Fold, ...] = ("none", "rows", "columns")
+    orders: tuple[Order, ...] = ("rows", "columns", "both")
+    recipes = RECIPES.values()
+    plain = {spec for r in recipes for spec in (r.x, r.w, r.dgrad_g, r.dgrad_w, r.wgrad_g, r.wgrad_x) if spec}
+    tasks = {}
+    for spec in sorted(plain, key=str):
+        for order in orders:
+            for fold in folds if order == "rows" else folds[:1]:
+                tasks[Task(form=Form(spec=spec, fold=fold), order=order)] = f"{spec} fold={fold} {order}"
+            tasks[Task(form=Form(spec=spec), order=order, given="scale")] = f"{spec} scale given {order}"
+        tasks[Task(form=Form(spec=spec), order="both", given="amax")] = f"{spec} amax given both"
+    for r in recipes:
+        for first, second in ((r.x, r.wgrad_x), (r.dgrad_g, r.wgrad_g)):
+            if second is not None and first != second:
+                folded = first.granularity == ROW and first is r.dgrad_g
+                form = Form(spec=first, fold="columns" if folded else "none")
+                other = Form(spec=second, fold="rows" if folded else "none")
+                tasks[Task(form=form, second=other)] = f"{first} and {second}" + (" folded" if folded else "")
+    return tasks
+
+
+def _variant(task: Task, case: str, config: int, launch: Launch) -> Variant:
+    spec = task.form.spec
+    code = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[spec.format.name]
+    types = {"x": "*bf16", "q": code, "q_t": code, "given": "*i32", "amax": "*i32", "amax_t": "*i32"}
+    types |= dict.fromkeys(("s", "s_t"), "*u8" if spec.scale_rule == "e8m0" else "*fp32")
+    types |= dict.fromkeys(("fold", "fold_t"), "*fp32")
+    written = 2 if task.second is not None or task.order == "both" else 1
+    return Variant(
+        op="quantize" if task.second is None else "quantize_pair",
+        case=case,
+        config=config,
+        launch=launch,
+        types=types,
+        tile=launch.constants["TILE_R"] * launch.constants["TILE_C"],
+        device_bytes=2 + (0 if launch.kernel is maxima_kernel else written),
+        ones=("stride_c",),
+        trips=4096 // launch.constants["TILE_C"] if launch.kernel is rows_kernel else 1,
+    )

@@ -1,0 +1,14 @@
+"""What decides where the work on a tensor goes, so that a result remembered from elsewhere is not taken for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def surroundings(x: Tensor) -> tuple[Any, ...]:
+    """The dispatch mode that records work on x, the stream it runs on, and whether a CUDA graph captures it."""
+    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    if not x.is_cuda:
+        return (mode,)
+    return mode, torch.cuda.current_stream(x.device).cuda_stream, torch.cuda.is_current_stream_capturing()
