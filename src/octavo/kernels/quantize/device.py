@@ -6,8 +6,8 @@ and out in words instead of bytes (half the instructions; and no vectorized tran
 miscompiles beside some reductions, triton-lang/triton issue 11111). All four loads are issued before the first store,
 because a compiler may not move a load over a store.
 
-The transposed copy has its leading dimension rounded up to 16 rows, zeros in the rest: words never straddle a column,
-and a product that contracts over any number of tokens finds its operands aligned.
+The transposed copy has its leading dimension rounded up to 16 rows, zeros in the rest: words never straddle columns,
+and columns begin at addresses that matrix units can read.
 
 The cast takes its tiles in reverse, so that it begins with what the maxima pass read last and L2 still holds.
 
