@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import quantize, scaled_mm
-from octavo.kernels.gemm import SCALED_MM, torch_scaled
+from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.gemm.reference import widen
 from octavo.numerics import E4M3, E5M2, RECIPES, QuantSpec, sqnr
 
@@ -52,62 +54,6 @@ def test_bias_is_added_before_the_one_rounding(layout, dtype):
     assert sqnr(expected, y) > {torch.float32: 110, torch.float16: 75, torch.bfloat16: 60}[dtype]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scales", [("tensor", "tensor"), ("row", "row"), ("row", "unit"), ("tensor", "row")])
-@pytest.mark.parametrize("shape", [(48, 80, 176), (1, 17, 5), (0, 4, 4), (3, 0, 4), (3, 4, 0), (129, 2, 768)])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_torch_scaled_agrees_with_reference(layout, scales, shape, with_bias):
-    """Runs through PyTorch's slow CPU kernel: what is checked is the padding, layout and scales around it."""
-    along = {"row": ("row", "column"), "tensor": ("tensor", "tensor"), "unit": ("unit", "unit")}
-    a_text, b_text = along[scales[0]][layout[0] == "t"], along[scales[1]][layout[1] == "n"]
-    case = (*(t if t == "unit" else f"e4m3/{t}" for t in (a_text, b_text)), layout)
-    a, b, _ = operands(*shape, case)
-    bias = torch.linspace(-1, 1, shape[1]) if with_bias else None
-    for dtype in (torch.bfloat16, torch.float32):
-        expected = scaled_mm(a, b, layout, out_dtype=dtype, bias=bias)
-        with SCALED_MM.force("torch_scaled"):
-            actual = scaled_mm(a, b, layout, out_dtype=dtype, bias=bias)
-        assert actual.shape == expected.shape and actual.dtype == dtype
-        if expected.numel() and expected.abs().max() > 0:
-            assert sqnr(expected, actual) > (50 if dtype == torch.bfloat16 else 110)
-        else:
-            assert torch.equal(expected, actual)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scales", ["tensor", "row"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_torch_scaled_hands_over_what_the_hardware_wants(monkeypatch, layout, scales, dtype):
-    """K and N in multiples of 16, operands contiguous along the contraction, scales dense: what CUDA insists on."""
-    seen = []
-
-    def multiply(a, b, a_scale, b_scale, out_dtype, fast_accum):
-        assert all(size % 16 == 0 for size in (a.shape[1], *b.shape))
-        assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
-        if a_scale.dim() == 2:
-            assert out_dtype == torch.bfloat16 and a_scale.shape == (a.shape[0], 1) and b_scale.shape == (1, b.shape[1])
-            assert a_scale.is_contiguous() and b_scale.is_contiguous() and a_scale.stride(1) == 1
-        seen.append(a_scale.dim())
-        return torch.zeros(a.shape[0], b.shape[1], dtype=out_dtype)
-
-    monkeypatch.setattr(torch_scaled, "_multiply", multiply)
-    a_text = {"row": ("row", "column"), "tensor": ("tensor", "tensor")}[scales][layout[0] == "t"]
-    a, b, _ = operands(33, 70, 129, (f"e4m3/{a_text}", "unit", layout))
-    with SCALED_MM.force("torch_scaled"):
-        assert scaled_mm(a, b, layout, out_dtype=dtype).shape == (33, 70)
-    assert seen == [2 if scales == "row" and dtype == torch.bfloat16 else 0]
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_torch_scaled_serves_scales_by_tensor_and_by_row_on_cuda(name):
-    cases = [case for label, case in SCALED_MM.cases.items() if label.split()[0] == name]
-    reasons = [torch_scaled.refuses(torch.device("cuda"), case) for case in cases]
-    if name in ("blockwise", "mxfp8"):
-        assert all("vary along the contraction" in reason for reason in reasons)
-    else:
-        assert reasons == [None] * len(reasons) and reasons
-
-
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 def test_widen_is_exact_for_every_code(fmt):
     codes = torch.arange(256, dtype=torch.uint8).view(fmt.dtype)
@@ -144,19 +90,56 @@ def test_autocast_does_not_reach_inside(case):
         assert torch.equal(scaled_mm(a, b, layout, out_dtype=torch.float32), expected)
 
 
-def test_wrong_operands_are_named():
-    a, b, _ = operands(8, 8, 16, ("e4m3/row", "e4m3/row", "nt"))
-    with pytest.raises(ValueError, match=r"contract over different sizes: A is \(8, 16\), B is \(8, 16\)"):
-        scaled_mm(a, b, "nn", out_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"bias is \[8\]"):
-        scaled_mm(a, b, "nt", out_dtype=torch.bfloat16, bias=torch.zeros(7))
+ROW = QuantSpec.parse("e4m3/row")
+
+
+def wrong(**changes):
+    """A [8,16] by row with some of its fields replaced."""
+    return replace(quantize(torch.ones(8, 16), ROW), **changes)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "says"),
+    [
+        (wrong(data=torch.zeros(8, 16)), wrong(), r"A is a matrix of torch.float8_e4m3fn, .*got torch.float32"),
+        (wrong(), wrong(data=torch.zeros(8, 16).to(E5M2.dtype)), r"B is a matrix of .*e4m3fn.*got torch.float8_e5m2"),
+        (wrong(), wrong(data=torch.zeros(8, 16, 1).to(E4M3.dtype)), r"B is a matrix .*\(8, 16, 1\)"),
+        (wrong(), wrong(scale=torch.ones(1, 16)), r"scales of B \(8, 16\) by e4m3/row are \(8, 1\).*got \(1, 16\)"),
+        (wrong(scale=torch.ones(())), wrong(), r"scales of A \(8, 16\) by e4m3/row are \(8, 1\).*got \(\)"),
+        (wrong(scale=torch.ones(8, 1).double()), wrong(), r"scales of A .*torch.float32 .*got \(8, 1\), torch.float64"),
+        (wrong(spec=QuantSpec.parse("e4m3/1x128/e8m0")), wrong(), r"e4m3/1x128/e8m0 are \(8, 1\), .*e8m0fnu"),
+        (wrong(), wrong(spec=QuantSpec.parse("e4m3/tensor")), r"scales of B \(8, 16\) by e4m3/tensor are \(1, 1\)"),
+        (wrong(), wrong(data=torch.zeros(8, 17).to(E4M3.dtype)), r"different sizes: A is \(8, 16\), B is \(8, 17\)"),
+        (wrong(), wrong(data=torch.zeros(8, 16, device="meta").to(E4M3.dtype)), r"one device: A on cpu, B on meta"),
+        (wrong(), wrong(scale=torch.ones(8, 1, device="meta")), r"scales of B .* on cpu; got .* on meta"),
+    ],
+)  # fmt: skip
+def test_wrong_operands_are_named(a, b, says):
+    with pytest.raises(ValueError, match=says):
+        scaled_mm(a, b, "nt", out_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layout": "nn"}, r"scaled_mm nn: .* different sizes: A is \(8, 16\), B is \(8, 16\)"),
+        ({"layout": "tt"}, r"layout is 'nt', 'nn' or 'tn'; got 'tt'"),
+        ({"bias": torch.zeros(7)}, r"bias is \[8\].*got \(7,\)"),
+        ({"bias": torch.zeros(8, dtype=torch.int32)}, r"bias is \[8\].*got \(8,\), torch.int32"),
+        ({"bias": torch.zeros(8, device="meta")}, r"bias is \[8\].*on cpu; got .* on meta"),
+        ({"out_dtype": E4M3.dtype}, r"out_dtype is float32, bfloat16 or float16; got torch.float8_e4m3fn"),
+    ],
+)
+def test_wrong_arguments_are_named(changes, says):
+    arguments = {"layout": "nt", "out_dtype": torch.bfloat16, **changes}
+    with pytest.raises(ValueError, match=says):
+        scaled_mm(wrong(), wrong(), **arguments)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_ops_have_fake_implementations(name):
     recipe = RECIPES[name]
     x = torch.randn(20, 40)
-    torch.library.opcheck(torch.ops.octavo.quantize.default, (x, recipe.x.text, None, False))
     a, b = quantize(x, recipe.x), quantize(torch.randn(30, 40), recipe.w)
     arguments = (a.data, a.scale, a.spec.text, b.data, b.scale, b.spec.text, "nt", torch.bfloat16, None, False)
     # test_schema compares inputs before and after with arithmetic that PyTorch lacks for FP8; the op is functional

@@ -363,3 +363,17 @@ def test_block_scales_cost_what_they_claim():
     """1×32 groups with one-byte scales: 1.03 bytes per element."""
     q = quantize(randn(128, 256), QuantSpec(granularity=Granularity(1, 32), scale_rule="e8m0"))
     assert (q.data.nbytes + q.scale.nbytes) / q.data.numel() == 1 + 1 / 32
+
+
+@pytest.mark.parametrize("order", ["rows", "columns", "both"])
+@pytest.mark.parametrize("given", [{}, {"amax": torch.ones(40, 1)}, {"scale": torch.ones(40, 1)}], ids=str)
+def test_op_traces(order, given):
+    x = randn(40, 50, dtype=torch.bfloat16)
+    arguments = (x, "e4m3/row", None, given.get("amax"), given.get("scale"), order)
+    torch.library.opcheck(torch.ops.octavo.quantize.default, arguments)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+def test_pair_op_traces(pair):
+    x = randn(40, 50, dtype=torch.bfloat16)
+    torch.library.opcheck(torch.ops.octavo.quantize_pair.default, (x, pair[0], None, pair[1], None))

@@ -36,6 +36,38 @@ def test_preference_goes_to_what_passes_its_probe():
     assert make_op(lambda: 41).choose(CPU, ()).name == "reference"
 
 
+def test_order_is_that_of_registration_with_reference_last():
+    op = Op(name="answer", cases={"": ()}, probe=lambda backend, device, case: None)
+    for name in ("reference", "second", "first"):
+        op.add(Backend(name=name, run=lambda: 42))
+    assert [backend.name for backend in op._in_order()] == ["second", "first", "reference"]
+    assert list(SCALED_MM.backends) == ["torch_scaled", "triton", "reference"]
+
+
+def test_emulation_on_a_gpu_warns_once_whatever_the_shapes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    op = Op(name="answer", cases={"": ()}, probe=lambda backend, device, case: None)
+    op.add(Backend(name="triton", run=lambda: 42, refuses=lambda device, case: "not today"))
+    op.add(Backend(name="reference", run=lambda: 42))
+    with pytest.warns(RuntimeWarning, match="answer .* is emulated on cuda:0: .* triton: not today") as caught:
+        for rows in (1, 2, 3):
+            assert op.choose(torch.device("cuda", 0), (), (rows, 4)).name == "reference"
+    assert len(caught) == 1
+
+
+def test_choices_by_shape_do_not_pile_up(monkeypatch):
+    from octavo.kernels import registry
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(registry, "MOST_SHAPES", 10)
+    op = make_op(lambda: 42)
+    for rows in range(100):
+        assert op.choose(torch.device("cuda", 0), (), (rows, 4)).name == "triton"
+    assert len(op._measured) <= 10
+
+
 def test_what_a_kernel_raises_is_the_reason():
     def broken():
         raise RuntimeError("no kernel image is available\nfor this device")
@@ -91,19 +123,19 @@ def test_running_out_of_memory_is_no_verdict():
     assert op.choose(CPU, ()).name == "triton"
 
 
-def test_gemm_probe_runs_every_kind_of_product_a_linear_asks_for(monkeypatch):
-    from octavo.kernels.gemm import torch_scaled
-
+def test_gemm_probe_runs_every_kind_of_product_a_linear_asks_for():
     seen = set()
-    real = torch_scaled._multiply
 
-    def multiply(a, b, a_scale, b_scale, out_dtype, fast_accum):
-        seen.add((a_scale.dim(), out_dtype, fast_accum))
-        return real(a, b, a_scale, b_scale, out_dtype, False)
+    def run(a, b, layout, out_dtype, bias, fast_accum):
+        seen.add((layout, out_dtype, bias is not None, fast_accum))
+        return SCALED_MM.backends["reference"].run(a, b, layout, out_dtype, bias, fast_accum)
 
-    monkeypatch.setattr(torch_scaled, "_multiply", multiply)
-    assert SCALED_MM.probe(SCALED_MM.backends["torch_scaled"], CPU, ("e4m3/row", "e4m3/row", "nt")) is None
-    assert seen == {(2, torch.bfloat16, True), (0, torch.float32, True)}
+    for layout in ("nt", "nn"):
+        case = ("e4m3/row", "e4m3/row" if layout == "nt" else "unit", layout)
+        assert SCALED_MM.probe(Backend(name="some", run=run), CPU, case) is None
+    dtypes = (torch.bfloat16, torch.float32)
+    wanted = {("nt", dtype, biased, True) for dtype in dtypes for biased in (False, True)}
+    assert seen == wanted | {("nn", dtype, False, False) for dtype in dtypes}
 
 
 def test_default_dtype_does_not_reach_the_scales():

@@ -4,9 +4,11 @@ Imports Triton, so only the Triton backends and the tools that look at them impo
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import triton
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
@@ -32,12 +34,20 @@ class Launch:
     def run(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         """Launch on `grid` programs with those of `arguments` that the kernel takes.
 
-        Products and sums are never contracted to fused multiply-adds: the reference rounds after each.
+        Triton launches on the current device, whatever its tensors are on, so that is made theirs. Products and sums
+        are never contracted to fused multiply-adds: the reference rounds after each.
         """
         taken = {name: arguments[name] for name in self.kernel.arg_names if name in arguments}
-        self.kernel[grid](
-            **taken, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages, enable_fp_fusion=False
-        )
+        device = next(value.device for value in taken.values() if isinstance(value, torch.Tensor))
+        with torch.cuda.device(device) if _elsewhere(device) else nullcontext():
+            self.kernel[grid](
+                **taken, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages, enable_fp_fusion=False
+            )
+
+
+def _elsewhere(device: torch.device) -> bool:
+    """Whether a device is a GPU, but not the current one."""
+    return device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,27 +1,31 @@
 """Every op, its backends, which one runs here, and why the others do not.
 
 A backend is a choice of execution, never of numbers: all backends of an op compute the same thing. Which one runs is
-decided per device and per *case* (the specs of the operands): the first in order of preference that does not refuse the
-case and whose probe, a tiny run compared with `reference`, passes. A GPU is judged by what it does, not by its version
-number. The choice is cached; `status` shows it with every reason, and a GPU that has to emulate a case warns once.
+decided per device and per *case* (the specs of the operands): the first in the order in which they were added,
+`reference` last, that does not refuse the case and whose probe, a tiny run compared with `reference`, passes. A GPU is
+judged by what it does, not by its version number. For a shape that was measured on this device (`octavo calibrate`) the
+fastest one that serves takes over. The choice is cached; `status` shows it with every reason, and a GPU that has to
+emulate a case warns once.
 """
 
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from octavo.kernels import calibration
 from octavo.numerics.names import nearest
-
-PREFERENCE = ("triton", "torch_scaled", "reference")
-"""Backends from fastest to slowest; `reference` serves every case on every device."""
 
 Case = tuple[str, ...]
 """What decides who can serve a call: the text forms of its specs (and the layout of a product)."""
+
+Shape = tuple[int, ...]
+"""What decides who is fastest: rows and columns of a matrix, or m, n, k of a product."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +33,19 @@ class Backend:
     """One implementation of an op.
 
     Attributes:
-        name: One of `PREFERENCE`.
-        run: The implementation; same signature for all backends of the op.
+        name: Such as `"triton"`; `"reference"` serves every case on every device.
+        run: The implementation; same signature for all backends of the op, and `config`, an index, where it can be
+            compiled in several ways.
         refuses: Says why it cannot, or should not, serve a case on a device; None if it can. Cheap: runs no kernel.
     """
 
     name: str
     run: Callable[..., Any]
     refuses: Callable[[torch.device, Case], str | None] = lambda device, case: None
+
+    def configured(self, config: int | None) -> "Backend":
+        """The same backend with one of its configurations; itself for None."""
+        return self if config is None else replace(self, run=partial(self.run, config=config))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +57,7 @@ class Op:
         cases: Labelled cases that `status` shows, such as one per recipe.
         probe: Runs `backend` on a tiny input of a case on a device; returns None if it agrees with `reference`, else
             why not. Exceptions count as the reason.
-        backends: By name.
+        backends: By name, in order of preference but for `reference`, which is the last resort wherever it stands.
     """
 
     name: str
@@ -56,24 +65,40 @@ class Op:
     probe: Callable[[Backend, torch.device, Case], str | None]
     backends: dict[str, Backend] = field(default_factory=dict)
     _chosen: dict[tuple[torch.device, Case], Backend] = field(default_factory=dict)
+    _measured: dict[tuple[torch.device, Case, Shape], Backend] = field(default_factory=dict)
     _verdicts: dict[tuple[str, torch.device, Case], str | None] = field(default_factory=dict)
     _forced: list[Backend] = field(default_factory=list)
 
     def add(self, backend: Backend) -> None:
-        """Register a backend."""
-        assert backend.name in PREFERENCE and backend.name not in self.backends
+        """Register a backend, behind those that were added before."""
+        assert backend.name not in self.backends
         self.backends[backend.name] = backend
 
-    def choose(self, device: torch.device, case: Case) -> Backend:
-        """The backend that serves this case on this device."""
+    def choose(self, device: torch.device, case: Case, shape: Shape | None = None) -> Backend:
+        """The backend that serves this case on this device; where this shape was measured, the fastest that does."""
         if self._forced:
             return self._forced[-1]
+        if shape is not None and device.type == "cuda":
+            return self._measured.get((device, case, shape)) or self._fastest(device, case, shape)
         chosen = self._chosen.get((device, case))
         if chosen is None:
             chosen = next(b for b in self._in_order() if self.why_not(b, device, case) is None)
             if _can_probe(device):
                 self._chosen[device, case] = chosen
                 self._warn_if_emulated(chosen, device, case)
+        return chosen
+
+    def _fastest(self, device: torch.device, case: Case, shape: Shape) -> Backend:
+        chosen = self.choose(device, case)
+        best = calibration.best(device, self.name, case, shape)
+        if best is not None and best.backend in self.backends:
+            backend = self.backends[best.backend]
+            if self.why_not(backend, device, case) is None:
+                chosen = backend.configured(best.config)
+        if _can_probe(device):
+            if len(self._measured) >= MOST_SHAPES:
+                self._measured.clear()
+            self._measured[device, case, shape] = chosen
         return chosen
 
     def why_not(self, backend: Backend, device: torch.device, case: Case) -> str | None:
@@ -83,7 +108,7 @@ class Op:
             refusal = backend.refuses(device, case)
             if refusal is not None or backend.name == "reference" or not _can_probe(device):
                 return refusal
-            self._verdicts[key] = self._probe(backend, device, case)
+            self._verdicts[key] = self.tried(backend, device, case)
         return self._verdicts[key]
 
     @contextmanager
@@ -99,9 +124,10 @@ class Op:
             self._forced.pop()
 
     def _in_order(self) -> list[Backend]:
-        return [self.backends[name] for name in PREFERENCE if name in self.backends]
+        return sorted(self.backends.values(), key=lambda backend: backend.name == "reference")
 
-    def _probe(self, backend: Backend, device: torch.device, case: Case) -> str | None:
+    def tried(self, backend: Backend, device: torch.device, case: Case) -> str | None:
+        """What the probe says of a backend, or the exception that it ran into; None where all is well."""
         try:
             with unset_fake_temporarily(), torch.no_grad():
                 return self.probe(backend, device, case)
@@ -112,11 +138,15 @@ class Op:
             return f"{type(error).__name__}: {message.splitlines()[0]}"
 
     def _warn_if_emulated(self, chosen: Backend, device: torch.device, case: Case) -> None:
-        others = [b for b in self._in_order() if b is not chosen]
+        others = [b for b in self._in_order() if b.name != chosen.name]
         if device.type == "cuda" and chosen.name == "reference" and others:
             reasons = "; ".join(f"{b.name}: {self.why_not(b, device, case)}" for b in others)
             text = f"octavo: {self.name} ({' '.join(case)}) is emulated on {device}: right numbers, slow. {reasons}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+MOST_SHAPES = 4096
+"""Choices by shape that are remembered; where every batch has its own shape they start anew."""
 
 
 def _can_probe(device: torch.device) -> bool:
@@ -166,7 +196,7 @@ def status(device: torch.device | str) -> list[OpStatus]:
                         op=f"{op.name} {label}",
                         backend=backend.name,
                         serves=reason is None,
-                        chosen=backend is chosen,
+                        chosen=backend.name == chosen.name,
                         reason=reason or "",
                     )
                 )

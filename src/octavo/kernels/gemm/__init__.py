@@ -9,12 +9,14 @@ bias, are applied to the float32 sum; one rounding to the output dtype. What har
 bytes, sizes in multiples of 16) is each backend's own business.
 """
 
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.gemm import reference, torch_scaled
+from octavo.kernels.gemm.operands import UNIT
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import Backend, Case, Op, register
@@ -23,12 +25,9 @@ from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
-__all__ = ["SCALED_MM", "Layout", "scaled_mm", "wants_copies"]
+__all__ = ["SCALED_MM", "UNIT", "Layout", "accelerated", "cases_of", "scaled_mm", "wants_copies"]
 
 Layout = Literal["nt", "nn", "tn"]
-
-UNIT = "unit"
-"""In a case: an operand whose scales were folded away."""
 
 
 def scaled_mm(
@@ -47,35 +46,76 @@ def scaled_mm(
         b: Right operand, [k,n] (or [n,k] in layout "nt").
         layout: Which operand is transposed.
         out_dtype: float32, bfloat16 or float16.
-        bias: [n], added to every row, or None.
+        bias: [n], float32, bfloat16 or float16, added to every row, or None.
         fast_accum: Let the hardware keep partial sums in its shorter accumulator (Hopper). `reference` never does.
 
     Returns:
         [m,n] of out_dtype, contiguous.
 
     Raises:
-        ValueError: Where the operands do not share the contraction, or the bias does not fit.
+        ValueError: Where the operands do not share the contraction, where a dtype, device or the shape of scales is
+            not what the spec or the other operand says, or the bias does not fit.
     """
-    k = a.data.shape[0 if layout[0] == "t" else 1]
-    n, k_b = b.data.shape if layout[1] == "t" else reversed(b.data.shape)
-    if k != k_b:
+    if layout not in _CONTRACTED:
+        raise ValueError(f"scaled_mm: layout is 'nt', 'nn' or 'tn'; got {layout!r}")
+    along_a, along_b = _CONTRACTED[layout]
+    a_shape, b_shape = a.data.shape, b.data.shape
+    if a_shape[along_a] != b_shape[along_b]:
         raise ValueError(
-            f"scaled_mm {layout}: the operands contract over different sizes: A is {tuple(a.data.shape)}, "
-            f"B is {tuple(b.data.shape)}"
+            f"scaled_mm {layout}: the operands contract over different sizes: A is {tuple(a_shape)}, "
+            f"B is {tuple(b_shape)}"
         )
-    if bias is not None and bias.shape != (n,):
-        raise ValueError(f"scaled_mm {layout}: bias is [{n}], one per output column; got {tuple(bias.shape)}")
-    result: Tensor = torch.ops.octavo.scaled_mm(
-        a.data, a.scale, a.spec.text, b.data, b.scale, b.spec.text, layout, out_dtype, bias, fast_accum
-    )
+    device = a.data.device
+    _check_operand("A", a, layout, device)
+    _check_operand("B", b, layout, device)
+    if out_dtype not in _HIGH_PRECISION:
+        raise ValueError(f"scaled_mm {layout}: out_dtype is float32, bfloat16 or float16; got {out_dtype}")
+    if bias is not None:
+        n = b_shape[1 - along_b]
+        if bias.shape != (n,) or bias.dtype not in _HIGH_PRECISION or bias.device != device:
+            raise ValueError(
+                f"scaled_mm {layout}: bias is [{n}], one per output column, float32, bfloat16 or float16 on {device}; "
+                f"got {tuple(bias.shape)}, {bias.dtype} on {bias.device}"
+            )
+    result: Tensor = torch.ops.octavo.scaled_mm.default(
+        _bytes(a, along_a), a.scale, a.spec.text, _bytes(b, along_b), b.scale, b.spec.text,
+        layout, out_dtype, bias, fast_accum,
+    )  # fmt: skip
     return result
 
 
-def _case(a: ScaledTensor, b: ScaledTensor, layout: str) -> Case:
-    return (UNIT if a.scale is None else str(a.spec), UNIT if b.scale is None else str(b.spec), layout)
+_CONTRACTED = {"nt": (1, 1), "nn": (1, 0), "tn": (0, 0)}
+"""The dimension of A and of B that a layout contracts over."""
+
+_HIGH_PRECISION = (torch.bfloat16, torch.float32, torch.float16)
 
 
-def _cases_of(recipe: Recipe) -> dict[str, Case]:
+def _bytes(operand: ScaledTensor, along: int) -> Tensor:
+    """The bytes contiguous along the contraction, where they are kept; a backend that wants them else makes a copy."""
+    kept = operand.along(along) if operand.copy is not None else None
+    return operand.data if kept is None else kept
+
+
+def _check_operand(name: str, operand: ScaledTensor, layout: str, device: torch.device) -> None:
+    data, scale, spec = operand.data, operand.scale, operand.spec
+    if data.dtype != spec.format.dtype or data.ndim != 2:
+        raise ValueError(
+            f"scaled_mm {layout}: {name} is a matrix of {spec.format.dtype}, as its spec {spec} says; "
+            f"got {data.dtype} of shape {tuple(data.shape)}"
+        )
+    if data.device != device:
+        raise ValueError(f"scaled_mm {layout}: operands are on one device: A on {device}, {name} on {data.device}")
+    if scale is None:
+        return
+    wanted = spec.granularity.scale_shape((data.shape[0], data.shape[1]))
+    if scale.shape != wanted or scale.dtype != spec.scale_dtype or scale.device != device:
+        raise ValueError(
+            f"scaled_mm {layout}: scales of {name} {tuple(data.shape)} by {spec} are {wanted}, {spec.scale_dtype} on "
+            f"{device}; got {tuple(scale.shape)}, {scale.dtype} on {scale.device}"
+        )
+
+
+def cases_of(recipe: Recipe) -> dict[str, Case]:
     """The products of a recipe, by name."""
     cases: dict[str, Case] = {
         "forward": (recipe.x.text, recipe.w.text, "nt"),
@@ -87,7 +127,7 @@ def _cases_of(recipe: Recipe) -> dict[str, Case]:
 
 
 def _cases() -> dict[str, Case]:
-    return {f"{r.name} {product}": case for r in RECIPES.values() for product, case in _cases_of(r).items()}
+    return {f"{r.name} {product}": case for r in RECIPES.values() for product, case in cases_of(r).items()}
 
 
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
@@ -112,9 +152,29 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     return None
 
 
+def _run_triton(
+    a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+    config: int | None = None,
+) -> Tensor:  # fmt: skip
+    from octavo.kernels.gemm import triton  # imports Triton, so only once it is wanted
+
+    return triton.scaled_mm(a, b, layout, out_dtype, bias, fast_accum, config)
+
+
+def _refuses_triton(device: torch.device, case: Case) -> str | None:
+    if device.type != "cuda":
+        return f"Triton compiles for GPUs; this device is {device.type!r}"
+    if not find_spec("triton"):
+        return "Triton is not installed"
+    from octavo.kernels.gemm import triton
+
+    return triton.refuses(device, case)
+
+
 SCALED_MM = register(Op(name="scaled_mm", cases=_cases(), probe=_probe))
-SCALED_MM.add(Backend(name="reference", run=reference.scaled_mm))
 SCALED_MM.add(Backend(name="torch_scaled", run=torch_scaled.scaled_mm, refuses=torch_scaled.refuses))
+SCALED_MM.add(Backend(name="triton", run=_run_triton, refuses=_refuses_triton))
+SCALED_MM.add(Backend(name="reference", run=reference.scaled_mm))
 
 
 def wants_copies(device: torch.device) -> bool:
@@ -127,7 +187,7 @@ def wants_copies(device: torch.device) -> bool:
 
 def accelerated(recipe: Recipe, device: torch.device) -> bool:
     """Whether all FP8 products of a recipe run on matrix units of this device. True on meta, where nothing runs."""
-    cases = _cases_of(recipe).values()
+    cases = cases_of(recipe).values()
     return device.type == "meta" or all(SCALED_MM.choose(device, case).name != "reference" for case in cases)
 
 
@@ -135,9 +195,11 @@ def _run(
     a: Tensor, a_scale: Tensor | None, a_spec: str, b: Tensor, b_scale: Tensor | None, b_spec: str,
     layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
 ) -> Tensor:  # fmt: skip
+    case = (UNIT if a_scale is None else a_spec, UNIT if b_scale is None else b_spec, layout)
+    along_a, along_b = _CONTRACTED[layout]
+    backend = SCALED_MM.choose(a.device, case, (a.shape[1 - along_a], b.shape[1 - along_b], a.shape[along_a]))
     left = ScaledTensor(a, a_scale, QuantSpec.parse(a_spec))
     right = ScaledTensor(b, b_scale, QuantSpec.parse(b_spec))
-    backend = SCALED_MM.choose(a.device, _case(left, right, layout))
     result: Tensor = backend.run(left, right, layout, out_dtype, bias, fast_accum)
     return result
 

@@ -1,39 +1,62 @@
-"""scaled_mm through `torch._scaled_mm` (cuBLASLt and CUTLASS inside PyTorch), with scales by tensor or by row.
+"""scaled_mm through PyTorch's own FP8 products (cuBLASLt and CUTLASS inside), for every kind of scales they know.
 
-Hopper's FP8 matrix units want both operands contiguous along the contraction, sizes in multiples of 16, and at most
-one E5M2 operand. So operands are transposed (bytes, not bf16) and zero-padded here as needed, and the caller never
-sees it.
+    tensor    torch._scaled_mm      scalars
+    row       torch._scaled_mm      float32 vectors [M,1] and [1,N]; ones beside folded scales
+    block     F.scaled_mm           1×128 by 128×128 or 1×128, float32; Hopper, CUDA 12.9
+    mx        F.scaled_mm           1×32, one exponent byte each, in the order tensor cores read them; Blackwell
 
-PyTorch's row-wise product returns bf16 only; other output dtypes, and a bias, go through unit scales with a float32
-result that is scaled afterwards. An operand with unit scales, or one scale, beside a row-scaled one gets a vector of
-them.
+Output dtypes and biases that a kind takes differ between devices and versions, and documentation is not to be had. So
+the first product of a (kind, output dtype, with bias) on a device is tried on a small one whose result is known
+(`_takes`). What a kind refuses is done in float32 and finished by PyTorch ops: bias, cast; and where row scales are
+refused altogether, unit scales with a float32 result that is scaled afterwards. A bias in the product's own epilogue
+has the output's dtype, which is what autocast makes of a float32 bias in any linear.
+
+Block scales want a memory order of their own, made here from scales that are 1/128 of the data: 1×128 scales outer
+dimension first in memory, 128×128 scales contraction first and padded to multiples of 4.
 """
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.kernels.gemm.operands import ALIGNMENT, Operand, blocks_of, nothing_to_multiply, oriented, packed
 from octavo.kernels.registry import Case
-from octavo.numerics.spec import FULL, QuantSpec
+from octavo.numerics.error import sqnr
+from octavo.numerics.formats import E4M3, E5M2, E8M0
+from octavo.numerics.spec import FULL, Granularity
 from octavo.tensor import ScaledTensor
 
-ALIGNMENT = 16
-"""Rows and columns of FP8 operands come in multiples of this many bytes."""
+Kind = Literal["tensor", "row", "block", "mx"]
+
+BLOCK = 128
+GROUP = 32
 
 
 def refuses(device: torch.device, case: Case) -> str | None:
-    """Why this backend leaves a case to another one, or None."""
+    """Why this backend leaves a case to another one, or None. Says what is known without running anything."""
     if device.type == "cpu":
         return "on a CPU torch._scaled_mm is a slow loop; reference is exact and faster"
     if device.type != "cuda":
         return f"torch._scaled_mm has no FP8 kernel for device type {device.type!r}"
-    a_spec, b_spec, layout = case
-    for text, transposed, contraction in ((a_spec, layout[0] == "t", 1), (b_spec, layout[1] == "t", 0)):
-        if text == "unit":
-            continue
-        granularity = (QuantSpec.parse(text).transposed if transposed else QuantSpec.parse(text)).granularity
-        if granularity[contraction] != FULL:
-            return f"scales of {text} vary along the contraction; this backend takes scales by tensor or by row"
+    kind = _kind(*blocks_of(case))
+    if kind is None:
+        return f"PyTorch has no product for scales of {case[0]} by {case[1]}, layout {case[2]}"
+    if all(text.startswith(E5M2.name) for text in case[:2]):
+        return "FP8 matrix units multiply E5M2 by E4M3, not by E5M2"
+    capability = torch.cuda.get_device_capability(device)
+    here = "this device is sm_{}{}".format(*capability)
+    if capability < (8, 9):
+        return f"FP8 matrix units come with sm_89; {here}"
+    if kind in ("block", "mx") and not hasattr(F, "scaled_mm"):
+        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
+    if kind == "block" and capability[0] != 9:
+        return f"cuBLAS multiplies 128-wide blocks on Hopper (sm_90) only; {here}"
+    if kind == "block" and _cuda_version() < (12, 9):
+        return f"cuBLAS multiplies 128-wide blocks since CUDA 12.9; this torch was built with {torch.version.cuda}"
+    if kind == "mx" and capability[0] < 10:
+        return f"products with 1x32 scales come with Blackwell's matrix units (sm_100); {here}"
     return None
 
 
@@ -41,49 +64,188 @@ def scaled_mm(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Tensor:
     """See `octavo.kernels.gemm.scaled_mm`."""
-    left = a.t() if layout[0] == "t" else a
-    right = b.t() if layout[1] == "t" else b
-    m, k = left.data.shape
-    n = right.data.shape[1]
-    if m == 0 or n == 0 or k == 0:
-        zeros = left.data.new_zeros((m, n), dtype=out_dtype)
-        return zeros if bias is None else zeros + bias.to(out_dtype)
-    a_data = _padded(left.data, rows=False).contiguous()
-    b_data = _padded(right.data.t(), rows=True).contiguous().t()
-    by_row = any(scale is not None and scale.numel() > 1 for scale in (left.scale, right.scale))
-    if by_row and out_dtype == torch.bfloat16 and bias is None:
-        rows = _scale_vector(left.scale, m, a_data.shape[0], a_data.device)[:, None]
-        columns = _scale_vector(right.scale, n, b_data.shape[1], a_data.device)[None, :]
-        return _multiply(a_data, b_data, rows, columns, torch.bfloat16, fast_accum)[:m, :n].contiguous()
-    one = torch.ones((), device=a_data.device, dtype=torch.float32)
-    scales = [scale for scale in (left.scale, right.scale) if scale is not None]
-    outside = [scale for scale in scales if scale.numel() > 1]
-    a_scale, b_scale = (
-        scale.reshape(()) if scale is not None and scale.numel() == 1 else one for scale in (left.scale, right.scale)
-    )
-    done_inside = not outside and bias is None
-    sums = _multiply(a_data, b_data, a_scale, b_scale, out_dtype if done_inside else torch.float32, fast_accum)[:m, :n]
-    for scale in outside:
-        sums = sums * scale
-    return (sums if bias is None else sums + bias).to(out_dtype).contiguous()
+    left, right = oriented(a, b, layout)
+    if left.data.numel() == 0 or right.data.numel() == 0:
+        return nothing_to_multiply(left, right, out_dtype, bias)
+    kind, device = _kind(left.blocks, right.blocks), left.data.device
+    if kind is not None and _takes(kind, device, out_dtype, bias is not None):
+        return _product(kind, left, right, out_dtype, bias, fast_accum)
+    if kind is not None and _takes(kind, device, torch.float32, False):
+        sums = _product(kind, left, right, torch.float32, None, fast_accum)
+    elif kind == "row":
+        sums = _scaled_afterwards(left, right, fast_accum)
+    else:
+        raise NotImplementedError(
+            f"torch {torch.__version__} refuses scales of {a.spec} by {b.spec} for {out_dtype} output on {device}"
+        )
+    if bias is not None:
+        sums += bias
+    return sums.to(out_dtype)
 
 
-def _multiply(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, out_dtype: torch.dtype, fast_accum: bool
+def _kind(left: Granularity, right: Granularity) -> Kind | None:
+    """What PyTorch calls a pair of scale blocks, each as [outside, contraction]."""
+    if left.columns == right.columns == FULL:
+        return "tensor" if left.rows == right.rows == FULL else "row"
+    if (left, right) in (((1, BLOCK), (1, BLOCK)), ((1, BLOCK), (BLOCK, BLOCK)), ((BLOCK, BLOCK), (1, BLOCK))):
+        return "block"
+    return "mx" if left == right == (1, GROUP) else None
+
+
+def _product(
+    kind: Kind, left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Tensor:
-    return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=out_dtype, use_fast_accum=fast_accum)
+    """One call into PyTorch, with the padding and the scales as it wants them."""
+    m, n = left.data.shape[0], right.data.shape[0]
+    a = packed(left.data, *_multiples(kind, left.blocks, 1))
+    b = packed(right.data, *_multiples(kind, right.blocks, ALIGNMENT))
+    if bias is not None:
+        bias = bias.to(out_dtype).contiguous()
+        if b.shape[0] != n or bias.data_ptr() % ALIGNMENT:
+            bias = F.pad(bias, (0, b.shape[0] - n))
+    if kind in ("tensor", "row"):
+        scales = _scalar if kind == "tensor" else _vector
+        result = torch._scaled_mm(
+            a, b.t(), scale_a=scales(left, a), scale_b=scales(right, b).t(), bias=bias, out_dtype=out_dtype,
+            use_fast_accum=fast_accum,
+        )  # fmt: skip
+    else:
+        a_scale, a_type, a_swizzle = _block_scales(left, a)
+        b_scale, b_type, b_swizzle = _block_scales(right, b)
+        result = F.scaled_mm(
+            a, b.t(), a_scale, a_type, b_scale, b_type, a_swizzle, b_swizzle, bias=bias, output_dtype=out_dtype
+        )
+    return result if result.shape == (m, n) else result[:m, :n].contiguous()
 
 
-def _padded(data: Tensor, *, rows: bool) -> Tensor:
-    """Zero-pad columns, and rows if asked, to multiples of `ALIGNMENT`; a zero byte is 0.0 in every format."""
-    below, right = -data.shape[0] % ALIGNMENT if rows else 0, -data.shape[1] % ALIGNMENT
-    if not (below or right):
-        return data
-    return F.pad(data.view(torch.uint8), (0, right, 0, below)).view(data.dtype)
+def _multiples(kind: Kind, blocks: Granularity, outside: int) -> tuple[int, int]:
+    """What rows and columns of an operand [outside, contraction] are padded to multiples of."""
+    if kind in ("tensor", "row"):
+        return outside, ALIGNMENT
+    return (max(blocks.rows, ALIGNMENT), BLOCK) if kind == "block" else (GROUP, GROUP)
 
 
-def _scale_vector(scale: Tensor | None, size: int, padded: int, device: torch.device) -> Tensor:
-    """Row scales as a dense vector, ones where there are none (PyTorch refuses the strides of a transposed [1,n])."""
-    if scale is None:
-        return torch.ones(padded, device=device, dtype=torch.float32)
-    return F.pad(scale.flatten().expand(size), (0, padded - size), value=1.0)
+def _scalar(operand: Operand, data: Tensor) -> Tensor:
+    return _ones(1, data.device) if operand.scale is None else operand.scale
+
+
+def _vector(operand: Operand, data: Tensor) -> Tensor:
+    """Row scales as a dense [rows, 1], ones where there are none."""
+    rows, padded = operand.data.shape[0], data.shape[0]
+    if operand.scale is None:
+        return _ones(padded, data.device)
+    scale = operand.scale
+    if rows != padded or scale.shape[0] != rows or scale.stride(0) != 1:
+        return F.pad(scale.expand(rows, 1), (0, 0, 0, padded - rows), value=1.0)
+    # PyTorch looks at the stride of a dimension of size 1 too.
+    return scale if scale.stride(1) == 1 else scale.as_strided((rows, 1), (1, 1))
+
+
+def _block_scales(operand: Operand, data: Tensor) -> tuple[Tensor, "F.ScalingType", "F.SwizzleType"]:
+    """Scales of blocks in the memory order that cuBLAS reads, with PyTorch's names for what they are."""
+    assert operand.scale is not None
+    if operand.blocks == (1, GROUP):
+        return _swizzled(operand.scale), F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
+    if operand.blocks == (1, BLOCK):
+        memory = _padded_to(operand.scale.t(), data.shape[1] // BLOCK, data.shape[0])
+        return memory.t(), F.ScalingType.BlockWise1x128, F.SwizzleType.NO_SWIZZLE
+    blocks = operand.scale.shape[1]
+    memory = _padded_to(operand.scale, operand.scale.shape[0], blocks + -blocks % 4)
+    return memory.t(), F.ScalingType.BlockWise128x128, F.SwizzleType.NO_SWIZZLE
+
+
+def _padded_to(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """A dense copy [rows, columns], zeros beyond the scales; the scales themselves where they are that already."""
+    if scale.shape == (rows, columns) and scale.stride() == (columns, 1):
+        return scale
+    memory = scale.new_zeros((rows, columns))
+    memory[: scale.shape[0], : scale.shape[1]] = scale
+    return memory
+
+
+def _swizzled(scale: Tensor) -> Tensor:
+    """Exponent bytes in tiles of 128 rows × 4 groups, inside a tile 32 × (4 × 4): row r at (r mod 32, r div 32)."""
+    rows, groups = scale.shape
+    tall, wide = -(-rows // 128), -(-groups // 4)
+    padded = _padded_to(scale.view(torch.uint8), tall * 128, wide * 4)
+    tiles = padded.view(tall, 4, 32, wide, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(E8M0.dtype)
+
+
+def _scaled_afterwards(left: Operand, right: Operand, fast_accum: bool) -> Tensor:
+    """The row-wise product where PyTorch has none: unit scales inside, the vectors applied to the float32 result."""
+    sums = _product("tensor", _inside(left), _inside(right), torch.float32, None, fast_accum)
+    if left.scale is not None and left.blocks.rows == 1:
+        sums *= left.scale
+    if right.scale is not None and right.blocks.rows == 1:
+        sums *= right.scale.t()
+    return sums
+
+
+def _inside(operand: Operand) -> Operand:
+    return operand._replace(scale=None) if operand.blocks.rows == 1 else operand
+
+
+_VERDICTS: dict[tuple[Kind, torch.device, torch.dtype, bool], bool] = {}
+"""What PyTorch took, as found by trying; facts about devices and libraries, which do not change in a process."""
+
+
+def _takes(kind: Kind, device: torch.device, out_dtype: torch.dtype, biased: bool) -> bool:
+    """Whether PyTorch multiplies this kind into this dtype on a device, and right."""
+    key = (kind, device, out_dtype, biased)
+    verdict = _VERDICTS.get(key)
+    if verdict is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return out_dtype == torch.bfloat16 or (kind == "tensor" and not biased)
+        verdict = _VERDICTS[key] = _try(*key)
+    return verdict
+
+
+def _try(kind: Kind, device: torch.device, out_dtype: torch.dtype, biased: bool) -> bool:
+    """Multiply a small matrix of this kind and compare with the exact result."""
+    generator = torch.Generator().manual_seed(0)
+    m, n, k = 64, 256, 256
+    extents = {"tensor": (FULL, FULL), "row": (1, FULL), "block": (1, BLOCK), "mx": (1, GROUP)}[kind]
+    operands, values = [], []
+    for rows in (m, n):
+        data = torch.randn((rows, k), generator=generator, device="cpu").to(E4M3.dtype)
+        shape = Granularity(*extents).scale_shape((rows, k))
+        scale = torch.randint(-2, 3, shape, generator=generator, device="cpu").float().exp2()
+        spread = scale.repeat_interleave(-(-k // shape[1]), 1)
+        values.append((data.float() * spread).double())
+        stored = scale.to(E8M0.dtype) if kind == "mx" else scale
+        operands.append(Operand(data.to(device), stored.to(device), Granularity(*extents)))
+    expected, bias = values[0] @ values[1].t(), None
+    if biased:
+        bias = torch.randn(n, generator=generator, device="cpu").to(device, torch.bfloat16)
+        expected += bias.cpu()
+    try:
+        actual = _product(kind, operands[0], operands[1], out_dtype, bias, False)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about the product
+    except (RuntimeError, ValueError):
+        return False
+    return actual.dtype == out_dtype and sqnr(expected, actual.cpu()) > 40
+
+
+_ONES: dict[tuple[int, torch.device], Tensor] = {}
+"""Unit scales: the backward products of the default recipe read a vector of them in every call."""
+
+
+def _ones(size: int, device: torch.device) -> Tensor:
+    """A [size, 1] of ones that is kept, except in CUDA graph capture, where memory belongs to the graph."""
+    ones = _ONES.get((size, device))
+    if ones is None:
+        ones = torch.ones((size, 1), device=device, dtype=torch.float32)
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return ones
+            torch.cuda.current_stream(device).synchronize()  # whatever stream reads it next
+        if len(_ONES) >= 256:
+            _ONES.clear()
+        _ONES[size, device] = ones
+    return ones
+
+
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in (torch.version.cuda or "0").split("."))

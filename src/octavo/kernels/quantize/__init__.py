@@ -173,19 +173,21 @@ def _pairs() -> dict[str, Case]:
 
 
 def _run_triton(
-    x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: Order
-) -> list[Tensor]:
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: Order,
+    config: int | None = None,
+) -> list[Tensor]:  # fmt: skip
     from octavo.kernels.quantize import triton  # imports Triton, so only once it is wanted
 
-    return triton.quantize(x, spec, fold, amax, scale, order)
+    return triton.quantize(x, spec, fold, amax, scale, order, config)
 
 
 def _run_triton_pair(
-    x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None
-) -> list[Tensor]:
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None,
+    config: int | None = None,
+) -> list[Tensor]:  # fmt: skip
     from octavo.kernels.quantize import triton
 
-    return triton.quantize_pair(x, spec, fold, spec_t, fold_t)
+    return triton.quantize_pair(x, spec, fold, spec_t, fold_t, config)
 
 
 def _refuses_triton(device: torch.device, case: Case) -> str | None:

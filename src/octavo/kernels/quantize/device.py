@@ -23,7 +23,14 @@ import triton
 import triton.language as tl
 
 from octavo.kernels.primitives import (
-    INFINITY_BITS, ONE_BITS, four_codes, magnitude, reciprocal, scale_of, store_scale, to_fp8,
+    INFINITY_BITS,
+    ONE_BITS,
+    four_codes,
+    magnitude,
+    reciprocal,
+    scale_of,
+    store_scale,
+    to_fp8,
 )  # fmt: skip
 
 

@@ -12,12 +12,14 @@ recipe.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 import triton
 from torch import Tensor
 
+from octavo.kernels import calibration
 from octavo.kernels.launch import INTERPRETED, Launch, Variant
 from octavo.kernels.quantize.device import blocks_kernel, cast_kernel, maxima_kernel, rows_kernel
 from octavo.kernels.quantize.reference import padded
@@ -58,6 +60,12 @@ class Task:
     order: Order = "rows"
     given: Literal["nothing", "amax", "scale"] = "nothing"
 
+    @property
+    def case(self) -> tuple[str, ...]:
+        """Key of the calibration table: what decides which kernels run, folds aside."""
+        second = () if self.second is None else (self.second.spec.text,)
+        return (self.form.spec.text, *second, self.order, self.given)
+
 
 TILES: dict[str, tuple[tuple[int, int, int], ...]] = {
     "blocks": ((64, 128, 4), (32, 256, 4), (128, 128, 8)),
@@ -77,6 +85,13 @@ def tiles(task: Task) -> tuple[tuple[int, int, int], ...]:
     if task.second is None and task.given == "nothing" and task.form.spec.granularity == ROW:
         return TILES["rows" if task.order == "rows" else "rows transposed"]
     return TILES["two passes"]
+
+
+@lru_cache(maxsize=4096)
+def _fastest(task: Task, device: torch.device, rows: int, columns: int) -> int:
+    """The configuration measured to be fastest; the first where none was, or where the table is of older ones."""
+    measured = calibration.config(device, "quantize", task.case, rows, columns)
+    return measured if measured < len(tiles(task)) else 0
 
 
 def launches(task: Task, config: int = 0) -> list[Launch]:
@@ -132,9 +147,12 @@ def _fold_name(fold: Tensor | None, rows: int) -> Fold:
 
 def quantize(
     x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: Order,
-    config: int = 0,
+    config: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Data in the orders asked for (the column-major one as [C,R]), then scales unless given."""
+    """Data in the orders asked for (the column-major one as [C,R]), then scales unless given.
+
+    `config` is an index into `tiles`; None takes the fastest one measured by `octavo calibrate`, else the first.
+    """
     given = amax if scale is None else scale.float()
     task = Task(
         form=Form(spec=spec, fold=_fold_name(fold, x.shape[0])),
@@ -146,8 +164,9 @@ def quantize(
 
 
 def quantize_pair(
-    x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None, config: int = 0
-) -> list[Tensor]:
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None,
+    config: int | None = None,
+) -> list[Tensor]:  # fmt: skip
     """Row-major data and scales of the first form, column-major data (as [C,R]) and scales of the second."""
     task = Task(
         form=Form(spec=spec, fold=_fold_name(fold, x.shape[0])),
@@ -158,10 +177,12 @@ def quantize_pair(
 
 
 def _run(
-    task: Task, x: Tensor, fold: Tensor | None, fold_t: Tensor | None, given: Tensor | None, config: int
+    task: Task, x: Tensor, fold: Tensor | None, fold_t: Tensor | None, given: Tensor | None, config: int | None
 ) -> tuple[Tensor, ...]:
     """The outputs q [R,C], q_t [C,R], s, s_t; those that the task does not ask for are some other tensor."""
     rows, columns = x.shape
+    if config is None:
+        config = _fastest(task, x.device, rows, columns)
     spec, spec_t = task.form.spec, (task.second or task.form).spec
     pair = task.second is not None
 
@@ -238,13 +259,18 @@ def _tasks() -> dict[Task, str]:
     return tasks
 
 
+def device_bytes(task: Task, launch: Launch) -> float:
+    """Bytes per element of a bf16 matrix that one launch of a task moves through device memory."""
+    written = 2 if task.second is not None or task.order == "both" else 1
+    return 2 + (0 if launch.kernel is maxima_kernel else written)
+
+
 def _variant(task: Task, case: str, config: int, launch: Launch) -> Variant:
     spec = task.form.spec
     code = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[spec.format.name]
     types = {"x": "*bf16", "q": code, "q_t": code, "given": "*i32", "amax": "*i32", "amax_t": "*i32"}
     types |= dict.fromkeys(("s", "s_t"), "*u8" if spec.scale_rule == "e8m0" else "*fp32")
     types |= dict.fromkeys(("fold", "fold_t"), "*fp32")
-    written = 2 if task.second is not None or task.order == "both" else 1
     return Variant(
         op="quantize" if task.second is None else "quantize_pair",
         case=case,
@@ -252,7 +278,7 @@ def _variant(task: Task, case: str, config: int, launch: Launch) -> Variant:
         launch=launch,
         types=types,
         tile=launch.constants["TILE_R"] * launch.constants["TILE_C"],
-        device_bytes=2 + (0 if launch.kernel is maxima_kernel else written),
+        device_bytes=device_bytes(task, launch),
         ones=("stride_c",),
         trips=4096 // launch.constants["TILE_C"] if launch.kernel is rows_kernel else 1,
     )

@@ -1,0 +1,102 @@
+"""The persistent FP8 product as Triton code; `octavo.kernels.gemm.triton` says how it is launched, and why it is so."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rows_of(base, first, step, rows, k, ROWS: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr):
+    """Rows `first`… of an operand [rows, k] at one step of the contraction; rows beyond the last repeat some other."""
+    if TMA:
+        return base.load([first, step * TILE_K])
+    else:
+        row = (first + tl.arange(0, ROWS)) % rows
+        column = step * TILE_K + tl.arange(0, TILE_K)
+        where = base + row.to(tl.int64)[:, None] * k + column[None, :]
+        return tl.load(where, mask=(column < k)[None, :], other=0.0)
+
+
+@triton.jit
+def _tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Row and column of a tile, in the order in which they are computed: down a band of GROUP rows, then right."""
+    band = index // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - band * GROUP, GROUP)
+    inside = index % (GROUP * tiles_n)
+    return band * GROUP + inside % height, inside // height
+
+
+@triton.jit
+def _scales_at(
+    scale, first, step, rows, stride_r, stride_k,
+    ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Scales of a tile's rows at one step: a vector, or one number where a block has 128 rows and so the tile in it."""
+    step_scale = scale + step * (TILE_K // 128) * stride_k
+    if BLOCK_ROWS == 1:
+        row = first + tl.arange(0, ROWS)
+        return tl.load(step_scale + row * stride_r, mask=row < rows, other=0.0)
+    else:
+        return tl.load(step_scale + (first // BLOCK_ROWS) * stride_r)
+
+
+@triton.jit
+def _stored(sums, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
+    """Float32 rounded once to the output's dtype; Triton's interpreter cuts to bf16, so there it is rounded first."""
+    if ROUND_FIRST:
+        bits = sums.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+        sums = tl.where(sums == sums, rounded, sums)
+    return sums.to(dtype)
+
+
+@triton.jit
+def product_kernel(
+    a, b, out, a_scale, b_scale, bias, m, n, k, a_stride_r, a_stride_k, b_stride_r, b_stride_k,
+    A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, BLOCKED: tl.constexpr, BIAS: tl.constexpr, FAST: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
+    TMA: tl.constexpr, ROUND_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Tiles of out [m,n] = (A [m,k] · B [n,k]ᵀ) · scales + bias.
+
+    A_ROWS, B_ROWS: rows that share a scale; 0 for all of them, −1 for no scale. BLOCKED: scales change every 128 of k.
+    """
+    tiles_m = tl.cdiv(m, TILE_M)
+    tiles_n = tl.cdiv(n, TILE_N)
+    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n = _tile_at(index, tiles_m, tiles_n, GROUP)
+        first_m = tile_m * TILE_M
+        first_n = tile_n * TILE_N
+        sums = tl.zeros((TILE_M, TILE_N), tl.float32)
+        for step in range(tl.cdiv(k, TILE_K)):
+            left = _rows_of(a, first_m, step, m, k, TILE_M, TILE_K, TMA)
+            right = _rows_of(b, first_n, step, n, k, TILE_N, TILE_K, TMA)
+            if BLOCKED:
+                s = _scales_at(a_scale, first_m, step, m, a_stride_r, a_stride_k, TILE_M, A_ROWS, TILE_K)
+                t = _scales_at(b_scale, first_n, step, n, b_stride_r, b_stride_k, TILE_N, B_ROWS, TILE_K)
+                part = tl.dot(left, right.T)
+                if A_ROWS == 1 and B_ROWS == 1:
+                    sums = tl.fma(part, s[:, None] * t[None, :], sums)
+                elif A_ROWS == 1:
+                    sums = tl.fma(part, tl.broadcast_to((s * t)[:, None], (TILE_M, TILE_N)), sums)
+                else:
+                    sums = tl.fma(part, tl.broadcast_to((s * t)[None, :], (TILE_M, TILE_N)), sums)
+            elif FAST:
+                sums = tl.dot(left, right.T, sums)
+            else:
+                sums = tl.dot(left, right.T, sums, max_num_imprecise_acc=TILE_K)
+        row = first_m + tl.arange(0, TILE_M)
+        column = first_n + tl.arange(0, TILE_N)
+        if not BLOCKED:
+            if A_ROWS == 0:
+                sums = sums * tl.load(a_scale)
+            elif A_ROWS == 1:
+                sums = sums * tl.load(a_scale + row * a_stride_r, mask=row < m, other=0.0)[:, None]
+            if B_ROWS == 0:
+                sums = sums * tl.load(b_scale)
+            elif B_ROWS == 1:
+                sums = sums * tl.load(b_scale + column * b_stride_r, mask=column < n, other=0.0)[None, :]
+        if BIAS:
+            sums = sums + tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+        inside = (row < m)[:, None] & (column < n)[None, :]
+        result = _stored(sums, out.dtype.element_ty, ROUND_FIRST)
+        tl.store(out + row.to(tl.int64)[:, None] * n + column[None, :], result, mask=inside)

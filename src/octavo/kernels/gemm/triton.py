@@ -1,0 +1,289 @@
+"""scaled_mm as one persistent Triton kernel: any sizes, every kind of scales but 1×32, one rounding at the end.
+
+As many programs as the GPU holds at once walk the tiles of the output in groups of `GROUP` rows of tiles, so that what
+is read twice is still in L2. Operands are read contiguous along the contraction, by the copy engine (TMA) on Hopper and
+datacenter Blackwell, by plain asynchronous loads elsewhere. With `flatten` the loop over tiles and the loop over the
+contraction are one pipeline: the next tile's operands are on their way while this tile is written. Two programs per
+multiprocessor (`per_sm`) hide the same by taking turns.
+
+Hopper's FP8 accumulator keeps about 14 bits. With `fast_accum` a whole dot product lives in it; else, and with block
+scales always, the partial sum of every 128 products is added to float32 registers, which takes twice the registers and
+smaller tiles. The epilogue multiplies by the scales of A, then of B, adds the bias, in the order of `reference`.
+
+Rejected: warp specialization (`tl.range(warp_specialize=True)`), which Triton 3.9 fails to compile for this kernel on
+sm_90; storing through TMA, which needs rows of the output in multiples of 16 bytes and is no smaller.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octavo.kernels.gemm.device import product_kernel
+from octavo.kernels.gemm.operands import ALIGNMENT, blocks_of, nothing_to_multiply, oriented, packed
+from octavo.kernels.launch import INTERPRETED, Launch, Variant
+from octavo.kernels.registry import Case
+from octavo.numerics.formats import E5M2
+from octavo.numerics.spec import FULL, Granularity
+from octavo.tensor import ScaledTensor
+
+GROUP = 8
+"""Rows of tiles whose programs run at the same time, and so share columns of B in L2."""
+
+BLOCK = 128
+
+
+class Config(NamedTuple):
+    """How the kernel is compiled.
+
+    Attributes:
+        tile_m: Rows of the output per tile.
+        tile_n: Columns of the output per tile.
+        tile_k: Contraction per step.
+        warps: Warps per program.
+        stages: Tiles of operands in flight.
+        flatten: Whether the pipeline runs on from one tile to the next.
+        per_sm: Programs that share a multiprocessor.
+        rate: Share of the matrix units' rate that a large product is expected to reach; orders configurations where
+            nothing was measured.
+    """
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    warps: int
+    stages: int
+    flatten: bool
+    per_sm: int
+    rate: float
+
+    @property
+    def promotes(self) -> bool:
+        """Whether registers hold the accumulator twice, for sums that are promoted every step."""
+        return self.tile_m * self.tile_n <= 64 * 32 * self.warps
+
+    def stages_within(self, shared: int) -> int:
+        """Stages that fit into this many bytes of shared memory."""
+        return max(1, min(self.stages, shared // ((self.tile_m + self.tile_n) * self.tile_k)))
+
+
+CONFIGS = (
+    Config(128, 128, 128, 8, 4, True, 1, 0.8),
+    Config(128, 256, 128, 8, 3, True, 1, 1.0),
+    Config(128, 256, 128, 8, 4, False, 1, 0.95),
+    Config(128, 128, 128, 4, 3, False, 2, 0.9),
+    Config(64, 128, 128, 4, 4, False, 2, 0.7),
+    Config(64, 64, 128, 4, 4, False, 2, 0.45),
+)
+
+
+def refuses(device: torch.device, case: Case) -> str | None:
+    """Why this backend leaves a case to another one, or None. Says what is known without running anything."""
+    if device.type != "cuda":
+        return f"Triton compiles for GPUs; this device is {device.type!r}"
+    if not _serves(*blocks_of(case)):
+        return f"this kernel has no scales of {case[0]} by {case[1]}, layout {case[2]}"
+    if all(text.startswith(E5M2.name) for text in case[:2]):
+        return "FP8 matrix units multiply E5M2 by E4M3, not by E5M2"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        return "FP8 matrix units come with sm_89; this device is sm_{}{}".format(*capability)
+    return None
+
+
+def scaled_mm(
+    a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+    config: int | None = None,
+) -> Tensor:  # fmt: skip
+    """See `octavo.kernels.gemm.scaled_mm`; `config` is an index into `CONFIGS`.
+
+    One that was measured for another kind of product, and does not fit this one, gives way to a guess from the shape,
+    as None does.
+    """
+    left, right = oriented(a, b, layout)
+    if left.data.numel() == 0 or right.data.numel() == 0:
+        return nothing_to_multiply(left, right, out_dtype, bias)
+    if not _serves(left.blocks, right.blocks):
+        raise NotImplementedError(f"the Triton product has no scales of {a.spec} by {b.spec}, layout {layout}")
+    m, n = left.data.shape[0], right.data.shape[0]
+    device = left.data.device
+    target = _target(device)
+    blocked = left.blocks.columns == BLOCK
+    fast = fast_accum and target.short_sums and not blocked
+    kind = target, fast, blocked, out_dtype.itemsize
+    chosen = CONFIGS[config if config in configurations(*kind) else _guess(m, n, *kind)]
+    round_first = INTERPRETED and out_dtype == torch.bfloat16
+    a_rows, b_rows = (_ABSENT if operand.scale is None else operand.blocks.rows for operand in (left, right))
+    launch = _launch(chosen, target, a_rows, b_rows, blocked, bias is not None, fast, round_first)
+    left_data, right_data = packed(left.data, 1, ALIGNMENT), packed(right.data, 1, ALIGNMENT)
+    out = torch.empty((m, n), dtype=out_dtype, device=device)
+    arguments = {
+        "a": _descriptor(left_data, chosen.tile_m, chosen.tile_k) if target.tma else left_data,
+        "b": _descriptor(right_data, chosen.tile_n, chosen.tile_k) if target.tma else right_data,
+        "out": out,
+        "bias": out if bias is None else bias.contiguous(),
+        "m": m,
+        "n": n,
+        "k": left_data.shape[1],
+    }
+    for name, operand in (("a", left), ("b", right)):
+        scale = out if operand.scale is None else operand.scale
+        arguments |= {f"{name}_scale": scale, f"{name}_stride_r": scale.stride(0), f"{name}_stride_k": scale.stride(1)}
+    tiles = -(-m // chosen.tile_m) * -(-n // chosen.tile_n)
+    launch.run((min(tiles, target.multiprocessors * chosen.per_sm),), arguments)
+    return out
+
+
+_ABSENT = -1
+"""`A_ROWS` and `B_ROWS` of an operand without scales."""
+
+
+def _serves(left: Granularity, right: Granularity) -> bool:
+    """Whether the kernel has a pair of scale blocks, each as [outside, contraction]."""
+    if left.columns == right.columns == BLOCK:
+        return (left.rows, right.rows) in ((1, 1), (1, BLOCK), (BLOCK, 1))
+    return left.columns == right.columns == FULL and {left.rows, right.rows} <= {FULL, 1}
+
+
+def _descriptor(data: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(data, list(data.shape), list(data.stride()), [rows, columns])
+
+
+class Target(NamedTuple):
+    """What of a device decides how the kernel is compiled and launched.
+
+    Attributes:
+        tma: Whether operands are copied by TMA.
+        short_sums: Whether the matrix units have a shorter accumulator to save registers with (Hopper). Elsewhere
+            accumulators are float32 anyway, and configurations with more than 64 per thread spill.
+        shared: Bytes of shared memory that a program can have.
+        multiprocessors: How many there are.
+    """
+
+    tma: bool
+    short_sums: bool
+    shared: int
+    multiprocessors: int
+
+
+@lru_cache(maxsize=32)
+def _target(device: torch.device) -> Target:
+    if device.type != "cuda":
+        # The interpreter. Few programs, so that each has several tiles to walk.
+        return _target_of(90, 3)
+    properties = torch.cuda.get_device_properties(device)
+    return _target_of(properties.major * 10 + properties.minor, properties.multi_processor_count)
+
+
+def _target_of(capability: int, multiprocessors: int) -> Target:
+    # sm_120 has TMA but its matrix units read registers, as those of sm_89 do.
+    datacenter = 90 <= capability < 120
+    return Target(
+        tma=datacenter,
+        short_sums=capability == 90,
+        shared=(227 if datacenter else 99) * 1024,
+        multiprocessors=multiprocessors,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _guess(m: int, n: int, target: Target, fast: bool, blocked: bool, out_bytes: int) -> int:
+    """The configuration that should be fastest: fewest rounds of tiles, each weighed by its size and rate."""
+
+    def cost(index: int) -> float:
+        config = CONFIGS[index]
+        tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
+        return -(-tiles // target.multiprocessors) * config.tile_m * config.tile_n / config.rate
+
+    return min(configurations(target, fast, blocked, out_bytes), key=cost)
+
+
+@lru_cache(maxsize=64)
+def configurations(target: Target, fast: bool, blocked: bool, out_bytes: int) -> tuple[int, ...]:
+    """Indices of the configurations that compile for a kind of product with all they keep in registers and on chip."""
+
+    def fits(config: Config) -> bool:
+        if not (fast or config.promotes):
+            return False
+        if not target.tma:
+            # Operands pass through registers, and 1×128 scales on both sides leave no room for the largest tile.
+            return not (blocked and config.tile_m * config.tile_n > 64 * 128)
+        # A pipeline that runs on keeps its buffers while the tile is rearranged for wide stores.
+        rearranged = config.tile_m * config.tile_n * out_bytes if config.flatten else 0
+        return config.stages * (config.tile_m + config.tile_n) * config.tile_k + rearranged <= target.shared
+
+    return tuple(index for index, config in enumerate(CONFIGS) if fits(config))
+
+
+def usual_configurations(device: torch.device, case: Case) -> tuple[int, ...]:
+    """Those that serve a case as training asks for it: bf16 output, fast accumulation forward only."""
+    target, blocked = _target(device), blocks_of(case)[0].columns == BLOCK
+    return configurations(target, case[2] == "nt" and target.short_sums and not blocked, blocked, 2)
+
+
+@lru_cache(maxsize=1024)
+def _launch(
+    config: Config, target: Target, a_rows: int, b_rows: int, blocked: bool, bias: bool, fast: bool, round_first: bool
+) -> Launch:
+    constants: dict[str, Any] = {
+        "A_ROWS": a_rows,
+        "B_ROWS": b_rows,
+        "BLOCKED": blocked,
+        "BIAS": bias,
+        "FAST": fast,
+        "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        "TILE_K": config.tile_k,
+        "GROUP": GROUP,
+        "FLATTEN": config.flatten and target.tma,
+        "TMA": target.tma,
+        "ROUND_FIRST": round_first,
+    }
+    stages = config.stages_within(target.shared)
+    return Launch(kernel=product_kernel, constants=constants, num_warps=config.warps, num_stages=stages)
+
+
+def variants(capability: int = 90, out_bytes: int = 2) -> list[Variant]:
+    """What is launched on a device of this compute capability for bf16 (or, with 4 bytes, float32) output."""
+    target, out = _target_of(capability, 1), "*fp32" if out_bytes == 4 else "*bf16"
+    found = []
+    for case, a_rows, b_rows, blocked in _COMPILED:
+        for fast in (True, False) if target.short_sums and not blocked else (False,):
+            for index in configurations(target, fast, blocked, out_bytes):
+                config = CONFIGS[index]
+                launch = _launch(config, target, a_rows, b_rows, blocked, not blocked, fast, False)
+                left, right = _types(case, config, target.tma)
+                types = {"a": left, "b": right, "out": out, "bias": "*bf16", "a_scale": "*fp32", "b_scale": "*fp32"}
+                variant = Variant(
+                    op="scaled_mm",
+                    case=f"{case} {'fast' if fast else 'promoted'}",
+                    config=index,
+                    launch=launch,
+                    types=types,
+                    tile=(config.tile_m + config.tile_n) * config.tile_k,
+                    device_bytes=1.0,
+                    ones=("a_stride_k", "b_stride_k") if blocked else ("a_stride_r", "b_stride_r"),
+                )
+                found.append(variant)
+    return found
+
+
+_COMPILED = (
+    ("e4m3/row e4m3/row nt", 1, 1, False),
+    ("e4m3/row unit nn", 1, _ABSENT, False),
+    ("e5m2/tensor e4m3/tensor nn", 0, 0, False),
+    ("e4m3/1x128 e4m3/128x128 nt", 1, BLOCK, True),
+    ("e4m3/128x1 e4m3/128x1 tn", 1, 1, True),
+)
+"""Cases, `A_ROWS`, `B_ROWS` and `BLOCKED` that differ in code; a layout differs only in which bytes are read."""
+
+
+def _types(case: str, config: Config, tma: bool) -> list[str]:
+    """Triton types of the operands."""
+    codes = ["fp8e5" if text.startswith(E5M2.name) else "fp8e4nv" for text in case.split()[:2]]
+    if not tma:
+        return [f"*{code}" for code in codes]
+    tiles = (config.tile_m, config.tile_n)
+    return [f"tensordesc<{code}[{tile}, {config.tile_k}]>" for code, tile in zip(codes, tiles, strict=True)]

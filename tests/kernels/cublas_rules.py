@@ -1,0 +1,111 @@
+"""PyTorch's two FP8 products as a GPU has them: refusing what they refuse there, computing what the reference computes.
+
+The rules are those of torch 2.11-2.13 on sm_90 and sm_100 (`aten/src/ATen/native/cuda/ScaledBlas.cpp`): operands
+row-major by column-major, sizes in multiples of 16, scales of exactly these shapes and strides, bias in the output's
+dtype.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from octavo.numerics import E4M3, E5M2
+
+
+class Rules:
+    """Stands in for `torch._scaled_mm` and `F.scaled_mm`; `calls` lists (kind, out_dtype, with bias).
+
+    `refused` holds (kind, out_dtype) pairs, kind "row", "tensor", "block" or "mx", that raise, as on another device.
+    """
+
+    def __init__(self, refused=()):
+        self.calls = []
+        self.refused = set(refused)
+
+    def scaled_mm_v1(self, a, b, *, scale_a, scale_b, bias=None, out_dtype=None, use_fast_accum=False):
+        self._operands(a, b, scale_a, scale_b, bias, out_dtype)
+        m, n = a.shape[0], b.shape[1]
+        assert scale_a.dtype == scale_b.dtype == torch.float32
+        if scale_a.numel() == scale_b.numel() == 1:
+            kind = "tensor"
+        else:
+            kind = "row"
+            assert scale_a.shape == (m, 1) and scale_b.shape == (1, n)
+            assert scale_a.is_contiguous() and scale_b.is_contiguous()
+            assert scale_a.stride(1) == 1 and scale_b.stride(1) == 1
+        return self._product(kind, a, b, scale_a, scale_b, bias, out_dtype)
+
+    def scaled_mm_v2(
+        self, a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a=None, swizzle_b=None, bias=None,
+        output_dtype=torch.bfloat16, contraction_dim=(), use_fast_accum=False,
+    ):  # fmt: skip
+        self._operands(a, b, scale_a, scale_b, bias, output_dtype)
+        assert a.dtype == b.dtype == E4M3.dtype
+        (m, k), n = a.shape, b.shape[1]
+        names = recipe_a.name, recipe_b.name
+        if names == ("BlockWise1x32", "BlockWise1x32"):
+            assert k % 32 == 0
+            assert swizzle_a.name == swizzle_b.name == "SWIZZLE_32_4_4"
+            spread = [self._unswizzled(scale, rows, k) for scale, rows in ((scale_a, m), (scale_b, n))]
+            return self._product("mx", a, b, spread[0], spread[1].t(), bias, output_dtype)
+        assert names in (
+            ("BlockWise1x128", "BlockWise1x128"),
+            ("BlockWise1x128", "BlockWise128x128"),
+            ("BlockWise128x128", "BlockWise1x128"),
+        )
+        assert k % 128 == 0
+        spread = [
+            self._spread(s, name, rows, k) for s, name, rows in zip((scale_a, scale_b), names, (m, n), strict=True)
+        ]
+        return self._product("block", a, b, spread[0], spread[1].t(), bias, output_dtype)
+
+    @staticmethod
+    def _operands(a, b, scale_a, scale_b, bias, out_dtype):
+        assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
+        assert a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0 and b.shape[1] % 16 == 0
+        assert a.data_ptr() % 16 == b.data_ptr() % 16 == scale_a.data_ptr() % 4 == scale_b.data_ptr() % 4 == 0
+        assert not a.dtype == b.dtype == E5M2.dtype
+        if bias is not None:
+            assert bias.numel() == b.shape[1] and bias.is_contiguous() and bias.data_ptr() % 16 == 0
+            if out_dtype == torch.float32:
+                raise RuntimeError("Bias is not supported when out_dtype is set to Float32")
+            assert bias.dtype == out_dtype
+
+    @staticmethod
+    def _spread(scale, name, rows, k):
+        blocks = k // 128
+        assert scale.dtype == torch.float32
+        if name == "BlockWise1x128":
+            assert scale.shape == (rows, blocks) and scale.stride() == (1, rows)
+            return scale.repeat_interleave(128, 1)
+        padded = -(-blocks // 4) * 4
+        assert rows % 128 == 0
+        assert scale.shape == (padded, rows // 128) and scale.stride() == (1, padded)
+        return scale[:blocks].t().repeat_interleave(128, 1).repeat_interleave(128, 0)
+
+    @staticmethod
+    def _unswizzled(scale, rows, k):
+        tall, groups = -(-rows // 128), k // 32
+        wide = -(-groups // 4)
+        assert scale.dtype == torch.float8_e8m0fnu and scale.is_contiguous() and scale.numel() == tall * wide * 512
+        flat = scale.float().flatten()
+        r, g = torch.arange(rows)[:, None], torch.arange(groups)[None, :]
+        # cuBLAS documents the offset of scale (r, g) inside its 128 × 4 tile so.
+        inside = (r % 32) * 16 + (r % 128 // 32) * 4 + g % 4
+        return flat[((r // 128) * wide + g // 4) * 512 + inside].repeat_interleave(32, 1)
+
+    def _product(self, kind, a, b, scale_a, scale_b, bias, out_dtype):
+        if (kind, out_dtype) in self.refused:
+            raise RuntimeError(f"no {kind} product for {out_dtype}")
+        self.calls.append((kind, out_dtype, bias is not None))
+        sums = (a.double() * scale_a.double()) @ (b.double() * scale_b.double())
+        return (sums if bias is None else sums + bias.double()).to(out_dtype)
+
+
+def install(monkeypatch, rules):
+    """Put the rules in place of PyTorch's products, and forget what was found out about those."""
+    from octavo.kernels.gemm import torch_scaled
+
+    monkeypatch.setattr(torch, "_scaled_mm", rules.scaled_mm_v1)
+    monkeypatch.setattr(F, "scaled_mm", rules.scaled_mm_v2)
+    monkeypatch.setattr(torch_scaled, "_VERDICTS", {})
+    return rules

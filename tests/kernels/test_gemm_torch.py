@@ -1,0 +1,170 @@
+"""What torch_scaled hands to PyTorch's products, against the rules those have on a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cublas_rules import Rules, install
+from test_gemm import operands
+
+from octavo.kernels import quantize, scaled_mm
+from octavo.kernels.gemm import SCALED_MM, torch_scaled
+from octavo.numerics import RECIPES, QuantSpec, sqnr
+from octavo.tensor import ScaledTensor
+
+SHAPES = [
+    (64, 128, 256),
+    (48, 80, 176),
+    (1, 17, 5),
+    (1, 16, 128),
+    (16, 1, 32),
+    (0, 4, 4),
+    (3, 0, 4),
+    (3, 4, 0),
+    (129, 2, 768),
+    (257, 130, 131),
+]
+PRODUCTS = {label: case for label, case in SCALED_MM.cases.items() if label.split()[0] != "rowwise_hp_wgrad"}
+MIXED = {
+    "mixed forward": ("e4m3/tensor", "e4m3/row", "nt"),
+    "mixed dgrad": ("e5m2/row", "unit", "nn"),
+    "mixed wgrad": ("e4m3/column", "e4m3/tensor", "tn"),
+    "one scale": ("unit", "e4m3/tensor", "nn"),
+    "blocks left": ("e4m3/128x128", "e4m3/1x128", "nt"),
+}
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+
+@pytest.fixture
+def rules(monkeypatch):
+    return install(monkeypatch, Rules())
+
+
+def compare(a, b, layout, dtype, bias=None):
+    expected = scaled_mm(a, b, layout, out_dtype=dtype, bias=bias)
+    with SCALED_MM.force("torch_scaled"):
+        actual = scaled_mm(a, b, layout, out_dtype=dtype, bias=bias)
+    assert actual.shape == expected.shape and actual.dtype == dtype and actual.is_contiguous()
+    if expected.numel() and expected.abs().max() > 0:
+        assert sqnr(expected, actual) > {torch.bfloat16: 50, torch.float16: 65, torch.float32: 110}[dtype]
+    else:
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("label", PRODUCTS | MIXED)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_product_keeps_the_rules(rules, label, shape, dtype):
+    a, b, layout = operands(*shape, (PRODUCTS | MIXED)[label])
+    for bias in (None, torch.linspace(-1, 1, shape[1], dtype=dtype)):
+        compare(a, b, layout, dtype, bias)
+
+
+@pytest.mark.parametrize("label", PRODUCTS)
+def test_bytes_kept_in_both_orders_are_not_copied(rules, monkeypatch, label):
+    a, b, layout = operands(64, 128, 256, PRODUCTS[label])
+
+    def both(operand):
+        return ScaledTensor(operand.data, operand.scale, operand.spec, operand.data.t().contiguous().t())
+
+    a, b = both(a), both(b)
+    kept = {t.data_ptr() for operand in (a, b) for t in (operand.data, operand.copy)}
+    seen = []
+
+    def spy(product):
+        def seeing(x, y, *arguments, **named):
+            seen.append((x, y))
+            return product(x, y, *arguments, **named)
+
+        return seeing
+
+    monkeypatch.setattr(torch, "_scaled_mm", spy(rules.scaled_mm_v1))
+    monkeypatch.setattr(F, "scaled_mm", spy(rules.scaled_mm_v2))
+    compare(a, b, layout, torch.bfloat16)
+    left, right = seen[-1]
+    assert left.data_ptr() in kept and right.data_ptr() in kept
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("label", ["rowwise forward", "rowwise dgrad", "rowwise wgrad", "tensorwise forward"])
+def test_scales_and_bias_stay_inside_the_product_where_it_takes_them(rules, label, dtype):
+    a, b, layout = operands(32, 48, 64, PRODUCTS[label])
+    kind = "tensor" if "tensorwise" in label else "row"
+    compare(a, b, layout, dtype, torch.ones(48, dtype=dtype))
+    # PyTorch has no bias for float32 output on any device.
+    assert rules.calls[-1] == (kind, dtype, dtype == torch.bfloat16)
+
+
+def test_refused_output_goes_through_unit_scales(monkeypatch):
+    rules = install(monkeypatch, Rules(refused=[("row", torch.float32), ("row", torch.float16)]))
+    a, b, layout = operands(33, 48, 65, ("e4m3/row", "e4m3/row", "nt"))
+    for dtype in (torch.float16, torch.float32):
+        compare(a, b, layout, dtype, torch.ones(48, dtype=dtype))
+        assert rules.calls[-1] == ("tensor", torch.float32, False)
+    compare(a, b, layout, torch.bfloat16)
+    assert rules.calls[-1] == ("row", torch.bfloat16, False)
+
+
+def test_what_torch_multiplies_wrong_it_does_not_take(monkeypatch):
+    rules = install(monkeypatch, Rules())
+    real = rules.scaled_mm_v1
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda a, b, **rest: real(a, b, **rest) * (1 + (rest["scale_a"].dim() > 1))
+    )
+    a, b, layout = operands(16, 16, 32, ("e4m3/row", "e4m3/row", "nt"))
+    with SCALED_MM.force("torch_scaled"), pytest.raises(NotImplementedError, match="refuses"):
+        scaled_mm(*operands(16, 16, 128, ("e4m3/tensor", "e4m3/tensor", "nt")), out_dtype=torch.float32)
+    del a, b, layout
+
+
+def test_a_bias_of_another_dtype_enters_the_product_in_the_output_dtype(rules):
+    a, b, layout = operands(32, 40, 64, ("e4m3/row", "e4m3/row", "nt"))
+    compare(a, b, layout, torch.bfloat16, torch.linspace(-1, 1, 40, dtype=torch.float32))
+    assert rules.calls[-1] == ("row", torch.bfloat16, True)
+
+
+def test_a_bias_may_lie_anywhere(rules):
+    a, b, layout = operands(32, 48, 64, ("e4m3/row", "e4m3/row", "nt"))
+    compare(a, b, layout, torch.bfloat16, torch.randn(97).to(torch.bfloat16)[1::2])
+    compare(a, b, layout, torch.bfloat16, torch.randn(49).to(torch.bfloat16)[1:])
+    assert rules.calls[-1] == ("row", torch.bfloat16, True)
+
+
+def test_unaligned_bytes_are_copied(rules):
+    a, b, layout = operands(16, 16, 32, ("e4m3/tensor", "e4m3/tensor", "nt"))
+    shifted = torch.empty(16 * 32 + 1, dtype=torch.uint8)[1:].view(a.data.dtype).view(16, 32).copy_(a.data)
+    compare(ScaledTensor(shifted, a.scale, a.spec), b, layout, torch.float32)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), HOPPER, BLACKWELL], ids=str)
+def test_refusals_are_those_of_the_device(monkeypatch, name, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    cases = [case for label, case in SCALED_MM.cases.items() if label.split()[0] == name]
+    reasons = [torch_scaled.refuses(torch.device("cuda"), case) for case in cases]
+    serves = {"blockwise": capability == HOPPER, "mxfp8": capability == BLACKWELL}.get(name, capability >= (8, 9))
+    if serves:
+        assert reasons == [None] * len(reasons) and reasons
+    else:
+        assert all(f"sm_{capability[0]}{capability[1]}" in reason for reason in reasons)
+
+
+def test_refusals_are_those_of_the_versions(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    cuda, case = torch.device("cuda"), ("e4m3/1x128", "e4m3/128x128", "nt")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "CUDA 12.9" in torch_scaled.refuses(cuda, case)
+    monkeypatch.delattr(F, "scaled_mm")
+    assert "has no torch.nn.functional.scaled_mm" in torch_scaled.refuses(cuda, case)
+    assert torch_scaled.refuses(cuda, ("e4m3/row", "e4m3/row", "nt")) is None
+    assert "E5M2" in torch_scaled.refuses(cuda, ("e5m2/tensor", "e5m2/tensor", "nt"))
+    assert "no product for scales" in torch_scaled.refuses(cuda, ("e4m3/row", "e4m3/row", "nn"))
+
+
+def test_unit_scales_are_made_once(rules, monkeypatch):
+    monkeypatch.setattr(torch_scaled, "_ONES", {})
+    a = quantize(torch.randn(16, 32), QuantSpec.parse("e4m3/row"))
+    with SCALED_MM.force("torch_scaled"):
+        for _ in range(2):
+            scaled_mm(a, a.unscaled, "nt", out_dtype=torch.bfloat16)
+    assert [tuple(ones.shape) for ones in torch_scaled._ONES.values()] == [(16, 1)]

@@ -1,0 +1,243 @@
+"""The Triton product, in Triton's interpreter where there is no GPU, against the reference."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.kernels import scaled_mm
+from octavo.kernels.gemm import SCALED_MM
+from octavo.numerics import QuantSpec, sqnr
+from octavo.tensor import ScaledTensor
+
+if not find_spec("triton"):
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from test_gemm import operands
+
+from octavo.kernels.gemm import triton as kernels
+
+CASES = sorted({case for label, case in SCALED_MM.cases.items() if not label.startswith("mxfp8")})
+MIXED = [
+    ("e4m3/tensor", "e4m3/row", "nt"),
+    ("unit", "unit", "nn"),
+    ("e5m2/column", "e4m3/tensor", "tn"),
+    ("e4m3/128x128", "e4m3/1x128", "nt"),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+sizes = st.one_of(st.sampled_from([0, 1, 2, 16, 17, 64, 65, 127, 128, 129, 257]), st.integers(0, 140))
+
+
+def moved(operand):
+    scale = None if operand.scale is None else operand.scale.to(DEVICE)
+    return ScaledTensor(operand.data.to(DEVICE), scale, operand.spec)
+
+
+def whole(m, n, k, case, seed=0):
+    """Operands whose values and scales are small integers and powers of two: their sums are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    a_text, b_text, layout = case
+    made = []
+    for text, shape, transposed in ((a_text, (m, k), layout[0] == "t"), (b_text, (k, n), layout[1] == "t")):
+        spec = QuantSpec.parse("e4m3/tensor" if text == "unit" else text)
+        shape = shape[::-1] if transposed else shape
+        data = torch.randint(-8, 9, shape, generator=generator).float().to(spec.format.dtype)
+        scale = torch.randint(-2, 3, spec.granularity.scale_shape(shape), generator=generator).float().exp2()
+        made.append(ScaledTensor(data.to(DEVICE), None if text == "unit" else scale.to(DEVICE), spec))
+    return *made, layout
+
+
+def product(a, b, layout, dtype, bias=None, fast=False, config=None):
+    expected = SCALED_MM.backends["reference"].run(a, b, layout, dtype, bias, fast)
+    actual = kernels.scaled_mm(a, b, layout, dtype, bias, fast, config)
+    assert actual.shape == expected.shape and actual.dtype == dtype and actual.is_contiguous()
+    return expected, actual
+
+
+@pytest.mark.parametrize("case", CASES + MIXED, ids=str)
+@settings(max_examples=6)
+@given(
+    m=sizes, n=sizes, k=sizes, biased=st.booleans(), fast=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)  # fmt: skip
+def test_exact_sums_give_the_bytes_of_the_reference(case, m, n, k, biased, fast, dtype):
+    a, b, layout = whole(m, n, k, case, seed=m + n + k)
+    bias = torch.arange(n, dtype=torch.float32, device=DEVICE) / 4 if biased else None
+    expected, actual = product(a, b, layout, dtype, bias, fast)
+    assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("config", range(len(kernels.CONFIGS)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_configuration_computes_the_same(config, dtype):
+    for case in (("e4m3/row", "e4m3/row", "nt"), ("e4m3/128x1", "e4m3/128x1", "tn")):
+        a, b, layout = whole(140, 260, 140, case)
+        fast = layout == "nt"
+        expected, actual = product(a, b, layout, dtype, torch.ones(260, dtype=dtype, device=DEVICE), fast, config)
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_values_agree_up_to_the_order_of_float32_sums(case):
+    a, b, layout = operands(131, 140, 389, case)
+    a, b = moved(a), moved(b)
+    assert sqnr(*product(a, b, layout, torch.float32)) > 120
+    assert sqnr(*product(a, b, layout, torch.bfloat16)) > 60
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
+@pytest.mark.parametrize("where", ["row-major", "column-major", "both", "strided", "unaligned"])
+def test_bytes_may_lie_anywhere(layout, where):
+    a, b, _ = whole(40, 48, 64, ("e4m3/tensor", "e4m3/tensor", layout))
+
+    def laid(operand):
+        data, other = operand.data, operand.data.t().contiguous().t()
+        rows, columns = data.shape
+        strided = torch.zeros((2 * rows, 3 * columns), dtype=torch.uint8, device=DEVICE).view(data.dtype)[::2, ::3]
+        shifted = torch.zeros(rows * columns + 1, dtype=torch.uint8, device=DEVICE).view(data.dtype)[1:]
+        places = {
+            "row-major": (data, None),
+            "column-major": (other, None),
+            "both": (data, other),
+            "strided": (strided.copy_(data), None),
+            "unaligned": (shifted.view(rows, columns).copy_(data), None),
+        }
+        return ScaledTensor(places[where][0], operand.scale, operand.spec, places[where][1])
+
+    expected, actual = product(laid(a), laid(b), layout, torch.float32)
+    assert torch.equal(expected, actual)
+
+
+def test_loads_without_tma_compute_the_same(monkeypatch):
+    pointers = kernels._target_of(89, 3)
+    monkeypatch.setattr(kernels, "_target", lambda device: pointers)
+    for case in (("e4m3/row", "e4m3/row", "nt"), ("e4m3/1x128", "e4m3/128x128", "nn"), ("unit", "e4m3/tensor", "tn")):
+        for shape in ((65, 130, 129), (1, 1, 1), (300, 2, 50)):
+            a, b, layout = whole(*shape, case)
+            expected, actual = product(a, b, layout, torch.float32)
+            assert torch.equal(expected, actual)
+
+
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the interpreter reads the NaN code of E4M3 as 480")
+def test_nan_reaches_its_row_only():
+    a, b, layout = whole(8, 8, 40, ("e4m3/row", "e4m3/row", "nt"))
+    a.data.view(torch.uint8)[2, 3] = 0x7F
+    _, y = product(a, b, layout, torch.bfloat16)
+    assert y[2].isnan().all() and not y[[0, 1, 3, 4, 5, 6, 7]].isnan().any()
+
+
+def test_the_other_backends_are_left_what_there_is_no_kernel_for(monkeypatch):
+    cuda = torch.device("cuda")
+    assert "compiles for GPUs" in kernels.refuses(torch.device("cpu"), ("e4m3/row", "e4m3/row", "nt"))
+    assert "no scales of e4m3/1x32/e8m0" in kernels.refuses(cuda, ("e4m3/1x32/e8m0", "e4m3/1x32/e8m0", "nt"))
+    assert "no scales" in kernels.refuses(cuda, ("e4m3/row", "e4m3/row", "nn"))
+    assert "E5M2" in kernels.refuses(cuda, ("e5m2/tensor", "e5m2/tensor", "nt"))
+    for capability, reason in (((8, 0), "sm_80"), ((8, 9), None), ((9, 0), None), ((12, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, given=capability: given)
+        said = kernels.refuses(cuda, ("e4m3/1x128", "e4m3/128x128", "nt"))
+        assert said is None if reason is None else reason in said
+    a, b, layout = operands(8, 8, 32, ("e4m3/1x32/e8m0", "e4m3/1x32/e8m0", "nt"))
+    with pytest.raises(NotImplementedError, match="no scales of e4m3/1x32/e8m0"):
+        kernels.scaled_mm(a, b, layout, torch.float32, None, False)
+
+
+def test_the_guess_fills_the_device_and_prefers_large_tiles():
+    hopper = kernels._target_of(90, 132)
+
+    def guess(m, n, fast):
+        config = kernels.CONFIGS[kernels._guess(m, n, hopper, fast, False, 2)]
+        return config.tile_m, config.tile_n
+
+    assert guess(16384, 14336, True) == (128, 256)
+    assert guess(16384, 14336, False) == (128, 128)
+    assert guess(64, 4096, True) == (64, 64)
+    for fast in (True, False):
+        for blocked in (True, False):
+            for capability in (89, 90, 100, 120):
+                for size in (1, 2, 4):
+                    target = kernels._target_of(capability, 100)
+                    assert kernels.configurations(target, fast and target.short_sums, blocked, size)
+
+
+def test_tiles_are_each_computed_once(monkeypatch):
+    """More programs than tiles, fewer, and a last band of fewer rows than GROUP."""
+    for multiprocessors in (1, 2, 7, 200):
+        target = kernels._target_of(90, multiprocessors)
+        monkeypatch.setattr(kernels, "_target", lambda device, target=target: target)
+        a, b, layout = whole(64 * 9, 64 * 2, 16, ("unit", "unit", "nt"))
+        expected, actual = product(a, b, layout, torch.float32, None, True, 5)
+        assert torch.equal(expected, actual)
+
+
+def test_variants_are_what_is_launched():
+    cases = {variant.case for variant in kernels.variants()}
+    assert len(cases) == 8 and {variant.config for variant in kernels.variants()} == set(range(len(kernels.CONFIGS)))
+    for capability in (89, 90, 100, 120):
+        for variant in kernels.variants(capability):
+            names = set(variant.launch.kernel.arg_names)
+            assert {*variant.types, *variant.ones, *variant.launch.constants} <= names
+            assert variant.launch.constants["TMA"] == variant.types["a"].startswith("tensordesc")
+
+
+def test_registry_runs_it_where_forced():
+    a, b, layout = whole(16, 16, 32, ("e4m3/row", "e4m3/row", "nt"))
+    with SCALED_MM.force("triton"):
+        y = scaled_mm(a, b, layout, out_dtype=torch.bfloat16)
+    assert torch.equal(y, scaled_mm(a, b, layout, out_dtype=torch.bfloat16))
+
+
+COMPILE = """
+import json, re, subprocess, sys, tempfile, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from octavo.kernels.gemm.triton import variants
+
+tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+capability = int(sys.argv[1])
+for variant in variants(capability, 4):
+    launch = variant.launch
+    constants = {**launch.constants, **dict.fromkeys(variant.ones, 1)}
+    names = launch.kernel.arg_names
+    signature = {name: "constexpr" if name in constants else variant.types.get(name, "i32") for name in names}
+    whole = [i for i, name in enumerate(names) if signature[name].startswith(("*", "i"))]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in whole}
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attrs)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, code = (subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+                       for option in ("--dump-resource-usage", "--dump-sass"))
+    print(json.dumps({
+        "variant": [variant.case, variant.config],
+        "stack": int(re.search(r"STACK:(\\d+)", usage)[1]),
+        "shared": compiled.metadata.shared,
+        "matrix": bool(re.search(r"QGMMA|QMMA|UTCQMMA", code)),
+        "wide": "STG.E.128" in code,
+    }))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+def test_float32_output_compiles_without_spills_within_shared_memory(capability):
+    """bf16 output is in the table of `benchmarks/results/sass`; float32 needs more on-chip memory for wide stores."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(capability)], env=environment, capture_output=True, text=True, check=True
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert rows
+    for row in rows:
+        assert row["stack"] == 0 and row["matrix"] and row["wide"], row
+        assert row["shared"] <= (227 if capability in (90, 100) else 99) * 1024, row
