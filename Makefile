@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PEERS  := torchao
+TRITON := 3.6
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint sass gpu clean
+.PHONY: help setup demo test test-slow lint sass gpu bench clean
 
 help:            ## List what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -28,6 +29,10 @@ $(VENV)/.peers: $(VENV)/.developer
 	@$(PIP) install --no-deps --upgrade --target $(VENV)/peers $(PEERS)
 	@touch $@
 
+$(VENV)/.triton-$(TRITON): $(VENV)/.developer
+	@$(PIP) install --no-deps --upgrade --target $(VENV)/triton-$(TRITON) triton==$(TRITON).0
+	@touch $@
+
 setup: $(VENV)/.developer  ## Make .venv with everything a developer needs
 
 demo: $(VENV)/.user  ## Train a small Llama in BF16 and in FP8 and compare them (a few minutes on 2 cores)
@@ -41,14 +46,19 @@ lint: $(VENV)/.developer  ## Ruff (rules and formatting) and mypy
 test: lint  ## Lint, type-check, and run the tests
 	@$(BIN)/python -m pytest -n 2
 
-test-slow: $(VENV)/.peers lint  ## All tests, with the slow ones and the cross-check against torchao
+test-slow: $(VENV)/.peers $(VENV)/.triton-$(TRITON) lint  ## All tests, with the slow ones, torchao and an older Triton
 	@$(BIN)/python -m pytest -n 2 -m 'not gpu'
 
-sass: $(VENV)/.developer  ## What Triton's compiler makes of each kernel for Hopper; needs no GPU
+sass: $(VENV)/.triton-$(TRITON)  ## What Triton's compilers make of each kernel, for four GPUs; needs none (minutes)
 	@$(BIN)/python -m benchmarks sass
+	@PYTHONPATH=$(VENV)/triton-$(TRITON) $(BIN)/python -m benchmarks sass --capability 90
 
-gpu: $(VENV)/.developer  ## The tests that need a GPU with FP8 matrix units
-	@$(BIN)/python -m pytest -m gpu
+gpu: $(VENV)/.developer  ## Checks and benchmarks on a GPU, stage by stage (STAGES=probe,linear); a rehearsal without one
+	@$(BIN)/python -m benchmarks gpu $(if $(STAGES),--stages $(STAGES)) --peers $(VENV)/peers
+
+bench: $(VENV)/.peers  ## Time the linear layer on this machine beside torchao, and renew docs/performance.md
+	@$(BIN)/python -m benchmarks linear
+	@$(BIN)/python -m benchmarks performance
 
 clean:           ## Remove .venv, caches and run outputs
 	rm -rf $(VENV) runs build .pytest_cache .hypothesis .mypy_cache .ruff_cache src/*.egg-info

@@ -1,11 +1,50 @@
-"""`python -m benchmarks <name> [options]`."""
+"""Benchmarks that anyone can repeat: `python -m benchmarks <name> [options]`, each with `--help`.
 
+  kernels      quantizers, FP8 products and fused kernels, one by one, in TB/s and TFLOP/s
+  linear       a linear layer, forward and backward, beside bf16 and torchao; also times CPUs
+  calibrate    which backend and configuration wins each FP8 product, kept for what runs after it
+  layer        a Llama decoder layer: time, peak memory, bytes kept per token
+  compile      the two ways of quantizing under torch.compile
+  train        tokens/s of training
+  probe        which backends run here, and whether their bytes are the reference's
+  gpu          all of these, each in a process of its own with a limit, and what became of the targets
+  roofline     predicted times and where FP8 begins to pay; needs no GPU
+  sass         what Triton's compiler makes of each kernel; needs no GPU
+  performance  docs/performance.md from all result files
+
+Results are JSON under benchmarks/results/<device>/. Where a benchmark needs a GPU and there is none, it runs tiny
+shapes, Triton's kernels in its interpreter, and says that it timed nothing.
+"""
+
+import importlib
+import os
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
-from benchmarks import linear, sass
+NAMES = (
+    "kernels", "linear", "calibrate", "layer", "compile", "train", "probe", "gpu", "roofline", "sass", "performance",
+)  # fmt: skip
+COMPILES_ONLY = ("sass",)
 
-BENCHMARKS = {"linear": linear.main, "sass": sass.main}
 
-if len(sys.argv) < 2 or sys.argv[1] not in BENCHMARKS:
-    sys.exit(f"usage: python -m benchmarks {{{','.join(BENCHMARKS)}}} [options]")
-BENCHMARKS[sys.argv[1]](sys.argv[2:])
+def main(arguments: list[str]) -> None:
+    """Run a benchmark by name."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        sys.exit(0 if arguments else 2)
+    name, *rest = arguments
+    if find_spec("octavo") is None:  # not installed: the source tree will do
+        sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
+    if name not in NAMES:
+        sys.exit(f"python -m benchmarks: there is no benchmark {name!r}; there are: {', '.join(NAMES)}")
+    if name not in COMPILES_ONLY:
+        import torch
+
+        if not torch.cuda.is_available() or "--rehearse" in rest:  # Triton reads it when it is imported
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+    importlib.import_module(f"benchmarks.{name}").main(rest)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,8 +1,11 @@
-"""What a result file says about the machine it was measured on."""
+"""What a result file says about the machine it was measured on, and how it is kept: complete after every row."""
 
 import datetime
+import importlib.metadata
 import json
 import platform
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 import octavo
 
 RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("triton", "transformers", "torchao")
 
 
 def device_name(device: torch.device) -> str:
@@ -19,26 +23,45 @@ def device_name(device: torch.device) -> str:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Device, driver-relevant versions and date."""
+    """Device, driver, versions and date."""
+    gpu = device.type == "cuda"
     cpu = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), "unknown")
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {cpu}",
+        "device": torch.cuda.get_device_name(device) if gpu else f"CPU {cpu}",
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))) if gpu else None,
+        "driver": _driver() if gpu else None,
         "cpu_threads": torch.get_num_threads(),
         "cpu_bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         "cuda": torch.version.cuda,
         "octavo": octavo.__version__,
         "torch": torch.__version__,
+        **{name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
 
 
-def write(name: str, device: torch.device, rows: list[dict[str, Any]]) -> Path:
-    """Write a result file and return its path."""
-    path = RESULTS / device_name(device) / f"{name}.json"
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a result file in one step: a reader, or a kill, meets the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": environment(device), "rows": rows}, indent=1) + "\n")
-    return path
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(content, indent=1) + "\n")
+    scratch.replace(path)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout
+    return answer.split("\n")[0].strip() or None
 
 
 def _cpuinfo() -> list[str]:

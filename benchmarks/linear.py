@@ -1,98 +1,175 @@
-"""One linear layer, forward and backward, quantization included: wall time against bf16 and, where installed, torchao.
+"""One linear layer, forward and backward, quantization included, beside bf16, torchao, and what limits it.
 
-Every arm is timed in turn, round after round, and the best round counts: arms of one run meet the same machine.
-torchao is imported from `--peers` (a folder made by `pip install --target`) and runs `emulate=True` without a GPU.
+On a GPU: kernel time and wall time of every arm, at the shapes the project's targets name first. Beside each row stand
+the roofline (`benchmarks/roofline.py` with this device's own ceilings) and the Amdahl limit: the three FP8 products
+alone, measured at this very shape. `given tensorwise` is delayed scaling, whose maxima cost nothing.
+
+On a CPU: wall time of a small layer, every arm in turn, round after round, and the best round counts: arms of one run
+meet the same machine. FP8 is emulated there, exact and slower than bf16.
 """
 
-import argparse
-import copy
-import dataclasses
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import octavo
-from benchmarks.environment import write
+from benchmarks import ceilings, roofline, shapes
+from benchmarks.arms import BF16, MORE_ARMS, TARGET_ARMS, Arm, available, build, speedup, step
+from benchmarks.session import Row, Session, begin, parser, times
+from benchmarks.shapes import Shape
+from benchmarks.timing import CpuClock, Run, sets
 
-TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-
-
-def arms(layer: nn.Linear, device: torch.device) -> dict[str, nn.Module]:
-    """The models to time, by name."""
-    models: dict[str, nn.Module] = {"bf16": copy.deepcopy(layer)}
-    for name in octavo.RECIPES:
-        models[f"octavo {name}"] = octavo.convert(copy.deepcopy(layer), name, verbose=False)
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError:
-        print("torchao is not importable: its arms are left out (see --peers)")
-        return models
-    for name in TORCHAO_RECIPES:
-        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(name), emulate=device.type != "cuda")
-        models[f"torchao {name}"] = convert_to_float8_training(nn.Sequential(copy.deepcopy(layer)), config=config)
-    return models
+EXAMPLES = """linear
+linear --quick
+linear --shapes llama cubes --minutes 8
+linear --shapes 16384,4096,14336 --peers wheels/site
+linear --rehearse"""
+CPU_SHAPE = (2048, 1024, 1024)
+FIRST_ARMS = 3
+"""Arms of `TARGET_ARMS`, the eager ones, that every other shape gets before any is compiled, which takes seconds."""
 
 
-def step(model: nn.Module, x: Tensor, g: Tensor) -> Callable[[], None]:
-    """One forward and backward, gradients thrown away."""
-
-    def run() -> None:
-        x.grad = None
-        model.zero_grad()
-        model(x).backward(g)
-
-    return run
+def layer(shape: Shape, session: Session) -> nn.Linear:
+    """A bf16 linear with PyTorch's own initial weights."""
+    return nn.Linear(shape[1], shape[2], bias=False, device=session.device, dtype=torch.bfloat16)
 
 
-def seconds(run: Callable[[], None], device: torch.device) -> float:
-    """Wall time of one call, the device's work included."""
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
-def measure(m: int, k: int, n: int, rounds: int, device: torch.device) -> list[dict[str, Any]]:
-    """Best time of each arm at one shape."""
-    torch.manual_seed(0)
-    layer = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
-    x = torch.randn(m, k, device=device, dtype=torch.bfloat16).requires_grad_()
-    g = torch.randn(m, n, device=device, dtype=torch.bfloat16)
-    steps = {name: step(model, x, g) for name, model in arms(layer, device).items()}
-    for run in steps.values():
-        run()
-    best = {name: min(times) for name, times in _rounds(steps, rounds, device).items()}
+@functools.lru_cache(maxsize=1)
+def buffers(shape: Shape, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Sets of X (differentiable) and G, random normal."""
+    m, k, n = shape
     return [
-        {"m": m, "k": k, "n": n, "arm": name, "ms": round(1e3 * t, 3), "times_bf16": round(t / best["bf16"], 3)}
-        for name, t in best.items()
+        (
+            torch.randn(m, k, device=device, dtype=torch.bfloat16).requires_grad_(),
+            torch.randn(m, n, device=device, dtype=torch.bfloat16),
+        )
+        for _ in range(count)
     ]
 
 
-def _rounds(steps: dict[str, Callable[[], None]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, run in steps.items():
-            times[name].append(seconds(run, device))
-    return times
+def runs_of(session: Session, shape: Shape, arm: Arm) -> list[Run]:
+    """Forward and backward of one arm over each buffer set."""
+    m, k, n = shape
+    torch.manual_seed(0)
+    model: Any = build(layer(shape, session), arm, session)
+    count = sets(2 * (m * k + m * n), session.clock.l2_bytes) if session.gpu else 1
+    return [step(model, list(model.parameters()), x, g) for x, g in buffers(shape, session.device, count)]
+
+
+def measure(session: Session, shape: Shape, arm: Arm) -> Row:
+    """One row: times, speed-up, rate, peak memory, and the limits."""
+    runs = runs_of(session, shape, arm)
+    found = times(session.clock.measure(runs))
+    found["peak_mib"] = session.clock.peak_mib(runs[0])
+    same = {"shape": shapes.label(shape)}
+    found |= speedup(session.rows, {**found, "mode": arm.mode}, **same)
+    if found["kernel_ms"] is None:
+        return found
+    found["tflops"] = round(6 * shape[0] * shape[1] * shape[2] / found["kernel_ms"] / 1e9, 1)
+    rates = session.facts["ceilings"]
+    found["percent"] = round(100 * found["tflops"] / rates["bf16_tflops"], 1)
+    device = roofline.named(session.facts.get("gpu", "")) or roofline.DEVICES["H200"]
+    recipe = arm.recipe if arm.recipe in roofline.PASSES else "rowwise"
+    if arm.name.startswith("given"):
+        recipe = "amax given"
+    found["roofline_ms"] = round(1e3 * device.measured(rates).linear(shape, recipe if arm.recipe else "bf16"), 4)
+    limit = next((r for r in session.rows if r.get("arm") == "products" and same.items() <= r.items()), {})
+    found["amdahl_ms"] = limit.get("kernel_ms")
+    return found
+
+
+def products(session: Session, shape: Shape, *, fp8: bool = True) -> Row:
+    """The three products alone, in FP8 as cuBLAS runs them by tensor: no arm with these products can be faster."""
+    total = 0.0
+    for index, (m, k, n) in enumerate(roofline.products(shape)):
+        count = sets((1 if fp8 else 2) * (m * k + k * n) + 2 * m * n, session.clock.l2_bytes) if session.gpu else 1
+        runs: list[Run] = []
+        for _ in range(count):
+            a = torch.randn(m, k, device=session.device, dtype=torch.bfloat16)
+            b = torch.randn(n, k, device=session.device, dtype=torch.bfloat16)
+            cublas = fp8 and session.gpu
+            runs.append(ceilings.fp8_product(a, b, fast_accum=index == 0) if cublas else functools.partial(_mm, a, b))
+        total += session.clock.measure(runs, wall=False).kernel_ms or 0.0
+    return {"kernel_ms": round(total, 5) or None}
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b.t()
+
+
+def plan(options: Any, targets: tuple[Shape, ...]) -> list[tuple[Shape, Arm]]:
+    """What to measure, in order of importance."""
+    wanted = shapes.parse(options.shapes) if options.shapes else []
+    if options.quick:
+        wanted = wanted or list(targets)
+        return [(shape, arm) for shape in wanted for arm in TARGET_ARMS]
+    wanted = wanted or shapes.parse(["targets", "llama", "cubes", "losing"])
+    first = [shape for shape in targets if shape in wanted] or wanted[:1]
+    rest = [shape for shape in wanted if shape not in first]
+    return [
+        *((shape, arm) for shape in first for arm in TARGET_ARMS),
+        *((shape, arm) for shape in first[:1] for arm in MORE_ARMS),
+        *((shape, arm) for shape in rest for arm in TARGET_ARMS[:FIRST_ARMS]),
+        *((shape, arm) for shape in rest for arm in TARGET_ARMS[FIRST_ARMS:]),
+    ]
+
+
+def on_gpu(session: Session) -> None:
+    """Every arm at every shape (tiny ones in a rehearsal)."""
+    session.facts["gpu"] = torch.cuda.get_device_name(session.device) if session.gpu else ""
+    ceilings.measure(session)
+    todo = plan(session.options, shapes.TARGETS)
+    if session.tiny:
+        tiny = shapes.SETS["tiny"]
+        todo = [(shape, arm) for shape in tiny[:1] for arm in (*TARGET_ARMS, *MORE_ARMS)] + [
+            (shape, arm) for shape in tiny[1:] for arm in (*BF16, Arm("octavo rowwise"))
+        ]
+    arms = set(available(list(dict.fromkeys(arm for _, arm in todo))))
+    for shape, arm in todo:
+        if arm not in arms:
+            continue
+        m, k, n = shape
+        same: Row = {"shape": shapes.label(shape), "m": m, "k": k, "n": n}
+        if all(size % 16 == 0 for size in shape):
+            session.attempt({**same, "arm": "products", "mode": "eager"}, functools.partial(products, session, shape))
+        session.attempt({**same, "arm": arm.name, "mode": arm.mode}, functools.partial(measure, session, shape, arm))
+    buffers.cache_clear()
+
+
+def on_cpu(session: Session, rounds: int) -> None:
+    """Best wall time of each eager arm, all in one process, in turn."""
+    wanted = shapes.parse(session.options.shapes) if session.options.shapes else [CPU_SHAPE]
+    for shape in wanted:
+        arms = available([arm for arm in (*TARGET_ARMS, *MORE_ARMS) if arm.mode == "eager"])
+        runs = {arm: runs_of(session, shape, arm)[0] for arm in arms}
+        for run in runs.values():
+            run()
+        best = dict.fromkeys(runs, float("inf"))
+        clock = CpuClock(rounds=1)
+        for _ in range(rounds):
+            for arm, run in runs.items():
+                best[arm] = min(best[arm], clock.measure([run]).wall_ms or 0.0)
+        m, k, n = shape
+        for arm, ms in best.items():
+            found = {"wall_ms": round(ms, 3), "method": "wall", "wall_speedup": round(best[arms[0]] / ms, 4)}
+            identity = {"shape": shapes.label(shape), "m": m, "k": k, "n": n, "arm": arm.name, "mode": arm.mode}
+            session.attempt(identity, functools.partial(dict, found))
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, print a table, write `results/<device>/linear.json`."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks linear", description=__doc__)
-    parser.add_argument("--shape", default="2048,1024,1024", help="M,K,N: tokens, in_features, out_features")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--peers", type=Path, default=Path(sys.prefix) / "peers", help="folder that holds torchao")
-    options = parser.parse_args(arguments)
-    sys.path.append(str(options.peers))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    m, k, n = (int(size) for size in options.shape.split(","))
-    rows = measure(m, k, n, options.rounds, device)
-    for row in rows:
-        print(f"{row['arm']:<28} {row['ms']:>9.2f} ms   {row['times_bf16']:>5.2f} × bf16")
-    print(f"written to {write('linear', device, rows)}")
+    """Measure, print a row at a time, write `results/<device>/linear.json`."""
+    options = parser("linear", __doc__, EXAMPLES)
+    options.add_argument("--shapes", nargs="+", metavar="SET|M,K,N", help=shapes.DESCRIPTION)
+    options.add_argument("--rounds", type=int, default=15, help="on a CPU: rounds of which the best counts")
+    chosen = options.parse_args(arguments)
+    try:
+        shapes.parse(chosen.shapes or [])
+    except ValueError as error:
+        options.error(str(error))
+    session = begin("linear", chosen, arguments, times_cpus=True)
+    if session.gpu or session.tiny:
+        on_gpu(session)
+    else:
+        on_cpu(session, chosen.rounds)
+    session.finish()

@@ -1,43 +1,244 @@
-"""What only a GPU with FP8 matrix units can show: that its backends run, and compute what the reference computes."""
+"""What only a GPU with FP8 matrix units can show: that its backends run, and compute what the reference computes.
+
+`python -m benchmarks gpu --stages tests` runs these from the source tree alone; `octavo doctor --deep` goes further,
+over every configuration of every kernel.
+"""
+
+import math
 
 import pytest
 import torch
 from torch import nn
 
 import octavo
-from octavo.kernels.registry import status
-from octavo.numerics import RECIPES, sqnr
+import octavo.kernels.fused  # registers its ops
+from octavo.kernels import scaled_mm
+from octavo.kernels.deep import difference
+from octavo.kernels.gemm import SCALED_MM
+from octavo.kernels.gemm import reference as gemm_reference
+from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize, quantize_pair, reference
+from octavo.kernels.registry import OPS, Backend, Op, status
+from octavo.numerics import RECIPES, QuantSpec, sqnr
+from octavo.numerics.spec import FULL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
+DEVICE = torch.device("cuda")
+ODD = ((1, 1), (1, 4096), (4099, 1), (257, 771), (16, 4096), (1023, 130), (0, 64), (64, 0))
+RECIPES_ON_MATRIX_UNITS = ("rowwise", "tensorwise", "rowwise_hp_wgrad")
 
-def test_every_spec_is_quantized_by_triton():
-    chosen = {row.op: row.backend for row in status("cuda") if row.chosen and row.op.startswith("quantize")}
-    assert set(chosen.values()) == {"triton"}, [row for row in status("cuda") if row.backend == "triton"]
+
+def matrix(shape, *, broken=False, dtype=torch.bfloat16):
+    """Random numbers, rows of magnitudes up to 10²³ apart and one of zeros; and, broken, a NaN and an infinity."""
+    generator = torch.Generator(DEVICE).manual_seed(sum(shape))
+    magnitudes = torch.logspace(-20, 3, max(shape[0], 1), device=DEVICE)[: shape[0], None]
+    values = torch.randn(shape, device=DEVICE, generator=generator) * magnitudes
+    if min(shape) > 3:
+        values[2] = 0.0
+        if broken:
+            values[1, 2], values[3, 0] = math.nan, -math.inf
+    return values.to(dtype)
 
 
-@pytest.mark.parametrize("name", ["rowwise", "tensorwise", "rowwise_hp_wgrad"])
+def mismatch(expected, outputs):
+    """What differs in a byte; None if nothing does."""
+    return difference([tensor.cpu() for tensor in expected], outputs)
+
+
+def factors(shape):
+    """A positive factor for each row, and one for each column."""
+    return tuple(torch.rand(size, device=DEVICE) + 0.1 for size in ((shape[0], 1), (1, shape[1])))
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if op is not SCALED_MM], ids=lambda op: op.name)
+def test_every_case_but_products_runs_on_triton(op):
+    for case in op.cases.values():
+        backend = op.backends["triton"]
+        assert op.choose(DEVICE, case) is backend, (case, op.why_not(backend, DEVICE, case))
+
+
+@pytest.mark.parametrize("name", RECIPES_ON_MATRIX_UNITS)
 def test_products_run_on_matrix_units(name):
-    chosen = {row.op: row.backend for row in status("cuda") if row.chosen and row.op.startswith(f"scaled_mm {name} ")}
-    assert set(chosen.values()) == {"torch_scaled"}
+    rows = [row for row in status(DEVICE) if row.op.startswith(f"scaled_mm {name} ")]
+    assert rows and "reference" not in {row.backend for row in rows if row.chosen}, [row for row in rows if row.reason]
 
 
-@pytest.mark.filterwarnings("ignore:octavo. scaled_mm:RuntimeWarning")  # blockwise and mxfp8 are emulated, and say so
+@pytest.mark.parametrize("text", QUANTIZE.cases)
+@pytest.mark.parametrize("fold", ["no fold", "rows", "columns"])
+def test_quantizers_give_the_reference_s_bytes(text, fold):
+    spec = QuantSpec.parse(text)
+    for shape in ODD:
+        factor = {"no fold": None, "rows": factors(shape)[0], "columns": factors(shape)[1]}[fold]
+        for x in (matrix(shape), matrix(shape, broken=True), matrix(shape[::-1]).t()):
+            data, scale = reference.quantize(x, spec, factor)
+            for order in ("rows", "columns", "both"):
+                with QUANTIZE.force("triton"):
+                    q = quantize(x, spec, factor, order=order)
+                outputs = [q.data, q.scale, q.copy if order == "both" else q.data]
+                assert (why := mismatch([data, scale, data], outputs)) is None, (shape, order, why)
+                assert q.along(1 if order == "rows" else 0) is not None
+
+
+@pytest.mark.parametrize("text", [text for text in QUANTIZE.cases if FULL in QuantSpec.parse(text).granularity])
+def test_quantizers_take_maxima_that_are_given(text):
+    spec = QuantSpec.parse(text)
+    for shape in ((257, 771), (16, 4096)):
+        x = matrix(shape)
+        amax = torch.full(spec.granularity.scale_shape(shape), 0.37, device=DEVICE)
+        data, scale = reference.quantize(x, spec, None, amax=amax)
+        with QUANTIZE.force("triton"):
+            q = quantize(x, spec, order="both", amax=amax)
+        assert (why := mismatch([data, scale, data], [q.data, q.scale, q.copy])) is None, (shape, why)
+
+
+@pytest.mark.parametrize("case", QUANTIZE_PAIR.cases.values(), ids=" and ".join)
+def test_pairs_give_the_reference_s_bytes(case):
+    spec, spec_t = (QuantSpec.parse(text) for text in case)
+    for shape in ODD:
+        fold_t, fold = factors(shape)
+        for x in (matrix(shape), matrix(shape, broken=True)):
+            expected = [*reference.quantize(x, spec, fold), *reference.quantize(x, spec_t, fold_t)]
+            with QUANTIZE_PAIR.force("triton"):
+                first, second = quantize_pair(x, spec, fold, spec_t, fold_t)
+            outputs = [first.data, first.scale, second.data, second.scale]
+            assert (why := mismatch(expected, outputs)) is None, (shape, why)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("text", ["e4m3/row", "e5m2/tensor", "e4m3/1x32/e8m0"])
+def test_other_dtypes_and_unaligned_inputs(text, dtype):
+    spec = QuantSpec.parse(text)
+    x = matrix((130, 515), dtype=dtype)[1:, 3:]
+    data, scale = reference.quantize(x, spec, None)
+    with QUANTIZE.force("triton"):
+        q = quantize(x, spec, order="both")
+    assert (why := mismatch([data, scale, data], [q.data, q.scale, q.copy])) is None, why
+
+
+def test_offsets_beyond_32_bits():
+    rows, columns = (1 << 17) + 3, 1 << 14
+    if torch.cuda.get_device_properties(DEVICE).total_memory < 20 << 30:
+        pytest.skip("needs 20 GiB of GPU memory")
+    x = torch.zeros(rows, columns, device=DEVICE, dtype=torch.bfloat16)
+    x[-4:] = matrix((4, columns))
+    spec = QuantSpec.parse("e4m3/row")
+    data, scale = reference.quantize(x[-4:], spec, None)
+    with QUANTIZE.force("triton"):
+        q = quantize(x, spec, order="both")
+    assert mismatch([data, scale, data], [q.data[-4:], q.scale[-4:], q.copy[-4:]]) is None
+
+
+@pytest.mark.parametrize("name", [name for name in SCALED_MM.backends if name != "reference"])
+@pytest.mark.parametrize("label", SCALED_MM.cases)
+def test_products_agree_with_the_reference(name, label):
+    backend, case = SCALED_MM.backends[name], SCALED_MM.cases[label]
+    if (reason := SCALED_MM.why_not(backend, DEVICE, case)) is not None:
+        pytest.skip(reason)
+    a_text, b_text, layout = case
+    for m, k, n in ((256, 512, 384), (17, 129, 250), (1, 4096, 16), (5, 0, 7), (0, 64, 64), (1000, 2048, 1536)):
+        operands = []
+        for text, shape, transposed in ((a_text, (m, k), layout[0] == "t"), (b_text, (k, n), layout[1] == "t")):
+            x = torch.randn(shape[::-1] if transposed else shape, device=DEVICE, dtype=torch.bfloat16)
+            q = quantize(x, QuantSpec.parse("e4m3/tensor" if text == "unit" else text), order="both")
+            operands.append(q.unscaled if text == "unit" else q)
+        for dtype in (torch.bfloat16, torch.float32):
+            expected = gemm_reference.scaled_mm(*operands, layout, torch.float32, None, False)
+            with SCALED_MM.force(name):
+                y = scaled_mm(*operands, layout, out_dtype=dtype, fast_accum=layout == "nt")
+            assert y.dtype == dtype and y.shape == (m, n)
+            assert torch.equal(expected, y.float()) or sqnr(expected, y.float()) > 45, (m, k, n, dtype)
+
+
+def forward_backward(layer, x, g):
+    """Y, ∂X and the gradients of the parameters."""
+    own = x.detach().requires_grad_()
+    y = layer(own)
+    return [y.detach(), *torch.autograd.grad(y, (own, *layer.parameters()), g)]
+
+
+def agree(expected, actual, db=40.0):
+    """Whether tensors are equal, or nearly."""
+    return all(torch.equal(e, a) or sqnr(e.float(), a.float()) > db for e, a in zip(expected, actual, strict=True))
+
+
+def converted(name, k, n, *, bias=False):
+    torch.manual_seed(0)
+    return octavo.convert(nn.Linear(k, n, bias=bias, dtype=torch.bfloat16), name, verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore:octavo. scaled_mm:RuntimeWarning")  # what is emulated here says so
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("shape", [(512, 256, 384), (37, 19, 2), (0, 64, 64), (1, 768, 2)])
+@pytest.mark.parametrize("shape", [(512, 256, 384), (37, 19, 2), (0, 64, 64), (1, 768, 2), (2048, 1024, 4096)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_linear_agrees_with_the_cpu(name, shape, bias):
     m, k, n = shape
-    torch.manual_seed(0)
-    layer = octavo.convert(nn.Linear(k, n, bias=bias, dtype=torch.bfloat16), name, verbose=False)
-    x, g = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(m, n, dtype=torch.bfloat16)
-    results = {}
-    for device in ("cpu", "cuda"):
-        layer.to(device)
-        layer.zero_grad()
-        own = x.to(device).detach().requires_grad_()
-        y = layer(own)
-        y.backward(g.to(device))
-        results[device] = [t.detach().cpu() for t in (y, own.grad, layer.weight.grad)]
-    for cpu, gpu in zip(results["cpu"], results["cuda"], strict=True):
-        assert torch.equal(cpu, gpu) or sqnr(cpu, gpu) > 40
+    layer = converted(name, k, n, bias=bias)
+    x, g = torch.randn(m, k).bfloat16(), torch.randn(m, n).bfloat16()
+    expected = forward_backward(layer, x, g)
+    actual = forward_backward(layer.to(DEVICE), x.to(DEVICE), g.to(DEVICE))
+    assert agree(expected, [t.cpu() for t in actual])
+
+
+@pytest.mark.filterwarnings("ignore:octavo. scaled_mm:RuntimeWarning")
+@pytest.mark.parametrize("name", RECIPES)
+def test_linear_is_captured_into_a_cuda_graph(name):
+    layer = converted(name, 256, 384, bias=True).to(DEVICE)
+    x, g = (torch.randn(128, size, device=DEVICE).bfloat16() for size in (256, 384))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        forward_backward(layer, x, g)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = forward_backward(layer, x, g)
+    for scale in (1.0, 7.0):
+        x.normal_().mul_(scale)
+        g.normal_()
+        for result in results:
+            result.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert agree(forward_backward(layer, x, g), results, db=55.0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize("name", ["rowwise", "tensorwise"])
+def test_linear_compiles_without_a_graph_break(name):
+    layer = converted(name, 256, 384).to(DEVICE)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True)
+    for m in (128, 64, 33):
+        x, g = (torch.randn(m, size, device=DEVICE).bfloat16() for size in (256, 384))
+        own, again = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, expected = compiled(own), layer(again)
+        gradients = [torch.autograd.grad(out, (leaf, layer.weight), g) for out, leaf in ((y, own), (expected, again))]
+        assert agree((expected, *gradients[1]), (y, *gradients[0]), db=55.0)
+
+
+def test_work_goes_to_the_current_stream():
+    layer = converted("rowwise", 1024, 1024).to(DEVICE)
+    x, g = (torch.randn(2048, 1024, device=DEVICE).bfloat16() for _ in range(2))
+    expected = forward_backward(layer, x, g)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late = x * 1.0  # not there yet when the host goes on
+        actual = forward_backward(layer, late, g)
+    stream.synchronize()
+    assert agree(expected, actual, db=55.0)
+
+
+def test_running_out_of_memory_is_not_remembered():
+    sizes = [1 << 50, 16]
+
+    def probe(backend, device, case):
+        torch.empty(sizes.pop(0), dtype=torch.uint8, device=device)
+
+    op = Op(name="tried", cases={"only": ("only",)}, probe=probe)
+    op.add(Backend(name="triton", run=lambda: None))
+    op.add(Backend(name="reference", run=lambda: None))
+    with pytest.raises(torch.OutOfMemoryError):
+        op.choose(DEVICE, ("only",))
+    assert op.choose(DEVICE, ("only",)).name == "triton"

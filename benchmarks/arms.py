@@ -1,0 +1,129 @@
+"""The arms of a comparison: one module, computed in every way that is measured beside each other."""
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from benchmarks.session import Session
+from benchmarks.timing import Run
+from benchmarks.variants import Given, VariantLinear, plain, replace_linears
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to compute a module.
+
+    Attributes:
+        name: What computes: `bf16`, `octavo <recipe>`, `torchao <recipe>`, `given <recipe>` or `plain <recipe>`.
+        mode: `eager` or `compiled`.
+    """
+
+    name: str
+    mode: str = "eager"
+
+    @property
+    def recipe(self) -> str:
+        """The recipe in its name; empty for bf16."""
+        return self.name.partition(" ")[2]
+
+
+BF16 = (Arm("bf16"), Arm("bf16", "compiled"))
+TARGET_ARMS = (
+    Arm("bf16"),
+    Arm("octavo rowwise"),
+    Arm("octavo tensorwise"),
+    Arm("bf16", "compiled"),
+    Arm("torchao tensorwise", "compiled"),
+    Arm("torchao rowwise", "compiled"),
+    Arm("octavo rowwise", "compiled"),
+    Arm("octavo tensorwise", "compiled"),
+    Arm("given tensorwise"),
+)
+"""What the project's targets compare, in order of importance."""
+MORE_ARMS = (
+    Arm("octavo rowwise_hp_wgrad"),
+    Arm("torchao rowwise_with_gw_hp", "compiled"),
+    Arm("octavo rowwise_hp_wgrad", "compiled"),
+    Arm("torchao tensorwise"),
+    Arm("torchao rowwise"),
+    Arm("torchao rowwise_with_gw_hp"),
+    Arm("octavo blockwise"),
+    Arm("octavo mxfp8"),
+)
+
+
+def build(module: nn.Module, arm: Arm, session: Session) -> Callable[..., Tensor]:
+    """A copy of a bf16 module, computed as the arm says. Raises ImportError for torchao where there is none."""
+    kind, _, recipe = arm.name.partition(" ")
+    made: Any = copy.deepcopy(module)
+    if kind == "octavo":
+        made = octavo.convert(made, recipe, verbose=False)
+    elif kind == "torchao":
+        made = _torchao(made, recipe, session)
+    elif kind == "given":
+        made = replace_linears(made, lambda layer: VariantLinear(layer, recipe, Given()))
+    elif kind == "plain":
+        made = replace_linears(made, lambda layer: VariantLinear(layer, recipe, plain))
+    if arm.mode == "compiled":
+        torch._dynamo.reset()  # each arm and shape is compiled by itself, for static shapes
+        backend = "inductor" if session.gpu else "aot_eager"  # without a GPU: traced and partitioned, not code made
+        return torch.compile(made, dynamic=False, backend=backend)
+    return made
+
+
+def _torchao(module: nn.Module, recipe: str, session: Session) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not session.gpu)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inside = convert_to_float8_training(nn.Sequential(module), config=config)
+    made: nn.Module = inside[0]
+    return made
+
+
+def has_torchao() -> bool:
+    """Whether torchao can be imported (see `--peers`)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torchao.float8  # noqa: F401
+    except Exception:  # a torchao that does not fit this torch fails in its own ways
+        return False
+    return True
+
+
+def available(arms: Sequence[Arm]) -> list[Arm]:
+    """Those of the arms that can run here; says so where torchao's cannot."""
+    if has_torchao():
+        return list(arms)
+    print("torchao is not importable: its arms are left out (see --peers)")
+    return [arm for arm in arms if not arm.name.startswith("torchao")]
+
+
+def step(model: Callable[..., Tensor], parameters: Sequence[Tensor], x: Tensor, g: Tensor, *context: Any) -> Run:
+    """One forward and backward. Gradients are returned rather than accumulated, which a graph can capture."""
+    inputs = (x, *parameters)
+    return lambda: torch.autograd.grad(model(x, *context), inputs, g)
+
+
+def speedup(rows: Sequence[dict[str, Any]], row: dict[str, Any], **same: Any) -> dict[str, Any]:
+    """Kernel and wall speed-up over the bf16 row of the same mode, or eager where bf16 was not compiled."""
+    found: dict[str, Any] = {}
+    for mode in (row.get("mode"), "eager"):
+        wanted = {**same, "arm": "bf16", "mode": mode}
+        base = next((r for r in rows if wanted.items() <= r.items() and "error" not in r), None)
+        if base is None:
+            continue
+        for field, name in (("kernel_ms", "speedup"), ("wall_ms", "wall_speedup")):
+            if row.get(field) and base.get(field):
+                found[name] = round(base[field] / row[field], 4)
+        break
+    return found

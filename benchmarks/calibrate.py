@@ -1,0 +1,81 @@
+"""`octavo calibrate`, a row at a time: every backend and configuration of each product and quantizer, and the choices.
+
+What is run after it on the same machine (`linear`, `layer`, `train`) multiplies with what won here; their result files
+say with how many choices (`calibrated`). Without it the registry's order and the kernels' own heuristics decide.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import ceilings, shapes
+from benchmarks.session import Row, Session, begin, parser
+from octavo.kernels import calibration
+from octavo.kernels.gemm.measure import Task, measure, tasks
+from octavo.kernels.quantize.measure import Quantization, quantizations
+from octavo.kernels.quantize.measure import measure as measure_quantization
+from octavo.kernels.timing import time_on_gpu
+from octavo.numerics import RECIPES
+
+EXAMPLES = """calibrate --minutes 4
+calibrate --shapes targets
+calibrate --rehearse"""
+PRODUCTS = ("rowwise", "tensorwise")
+
+
+def run(session: Session, wanted: list[shapes.Shape]) -> None:
+    """Measure the products of each linear; keep the winners after every one."""
+    entries: list[calibration.Entry] = []
+    for shape in wanted:
+        for recipe in PRODUCTS:
+            found: list[Task | Quantization] = [
+                *tasks(RECIPES[recipe], [shape]),
+                *quantizations(RECIPES[recipe], [shape]),
+            ]
+            for task in found:
+                same: Row = {"stage": "calibrate", "shape": ",".join(map(str, task.shape)), "case": task.name}
+                session.attempt(same, functools.partial(_measure, session, task, entries))
+
+
+def _measure(session: Session, task: Task | Quantization, entries: list[calibration.Entry]) -> Row:
+    timer = time_on_gpu if session.gpu else _untimed
+    if isinstance(task, Task):
+        result = measure(task, session.device, timer)
+    else:
+        result = measure_quantization(task, session.device, timer)
+    if result.entry is None:
+        return {"result": "reference: nothing else serves"}
+    if session.tiny:
+        return {"result": "measured nothing"}
+    entries.append(result.entry)
+    calibration.save(session.device, entries)
+    best = result.entry.microseconds
+    return {
+        "arm": f"{result.entry.backend} {'' if result.entry.config is None else result.entry.config}".strip(),
+        "kernel_ms": round(1e-3 * best, 5),
+        "rate": task.rate(best),
+        "microseconds": {label: round(value, 2) for label, value in result.times.items()},
+    }
+
+
+def _untimed(calls: list[Callable[[], Any]]) -> list[float]:
+    for call in calls:
+        call()
+    return [1.0] * len(calls)
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, keep the choices, write `results/<device>/calibrate.json`."""
+    options = parser("calibrate", __doc__, EXAMPLES)
+    options.add_argument("--shapes", nargs="+", metavar="SET|M,K,N", help=shapes.DESCRIPTION)
+    chosen = options.parse_args(arguments)
+    try:
+        wanted = shapes.parse(chosen.shapes or ["targets", "cubes", "llama"])
+    except ValueError as error:
+        options.error(str(error))
+    session = begin("calibrate", chosen, arguments)
+    ceilings.measure(session)
+    if chosen.quick and not chosen.shapes:
+        wanted = list(shapes.TARGETS)
+    run(session, list(shapes.SETS["tiny"]) if session.tiny else wanted)
+    session.finish()

@@ -1,0 +1,57 @@
+"""The two ways of quantizing under `torch.compile`: an op that the compiler does not look into, or plain PyTorch.
+
+    octavo …   the quantizing op stays one opaque call: Octavo's Triton kernels, one read, both memory orders
+    plain …    amax, scale, cast and transposition in PyTorch (`benchmarks/variants.py`), which Inductor fuses with each
+               other and with the norms and activations around them
+
+Everything else is the same, the products included. Measured on a linear alone, where there is nothing to fuse with, and
+in a Llama 3 8B decoder layer, where there is. The faster one is what Octavo should do by default.
+"""
+
+import functools
+
+import torch
+
+from benchmarks import ceilings, layer, linear, shapes
+from benchmarks.arms import Arm
+from benchmarks.session import Row, Session, begin, parser
+
+EXAMPLES = """compile
+compile --minutes 6
+compile --rehearse"""
+ARMS = tuple(
+    Arm(name, "compiled")
+    for name in ("bf16", "octavo rowwise", "plain rowwise", "octavo tensorwise", "plain tensorwise")
+)
+
+
+def run(session: Session) -> None:
+    """Both ways and bf16, on a linear and in a layer."""
+    session.facts["gpu"] = torch.cuda.get_device_name(session.device) if session.gpu else ""
+    sizes = list(layer.TINY.items())[:1] if session.tiny else list(layer.LAYERS.items())[:2]
+    measured = shapes.SETS["tiny"][:1] if session.tiny else (*shapes.TARGETS, shapes.SETS["cubes"][0])
+    for name, size in sizes[:1]:
+        for arm in ARMS:
+            _layer(session, name, size, arm)
+    for shape in measured:
+        for arm in ARMS:
+            m, k, n = shape
+            same: Row = {"stage": "linear", "shape": shapes.label(shape), "m": m, "k": k, "n": n}
+            one = functools.partial(linear.measure, session, shape, arm)
+            session.attempt({**same, "arm": arm.name, "mode": arm.mode}, one)
+    for name, size in sizes[1:]:
+        for arm in ARMS:
+            _layer(session, name, size, arm)
+
+
+def _layer(session: Session, name: str, size: layer.Size, arm: Arm) -> None:
+    one = functools.partial(layer.measure, session, name, size, arm)
+    session.attempt({"stage": "layer", "shape": name, "arm": arm.name, "mode": arm.mode}, one)
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, print a row at a time, write `results/<device>/compile.json`."""
+    session = begin("compile", parser("compile", __doc__, EXAMPLES).parse_args(arguments), arguments)
+    ceilings.measure(session)
+    run(session)
+    session.finish()

@@ -1,0 +1,198 @@
+"""A decoder layer, forward and backward: time, peak memory, and what it keeps for backward per token.
+
+The layers are those of Transformers (`LlamaDecoderLayer`, fused attention), sized as in Llama 3 8B (batch 1, 8192
+tokens) and Llama 2 7B (batch 8 × 2048 tokens), converted as a user would: by `octavo.convert`, by torchao. The third is
+the block of torchao's published microbenchmark at dim 16384, layer norm → linear → sigmoid: 1.51 × bf16 there,
+compiled, on an H100.
+
+Beside each row: the share of linear layers in the bf16 layer's time, measured as their products alone, and the Amdahl
+limit that follows, with cuBLAS's FP8 products in place of those and everything else as it is.
+"""
+
+import functools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import ceilings, linear
+from benchmarks.arms import Arm, available, build, speedup, step
+from benchmarks.session import Row, Session, begin, parser, times
+from benchmarks.shapes import Shape
+from benchmarks.timing import sets
+from octavo.nn.storage import kept_for_backward
+
+EXAMPLES = """layer
+layer --quick
+layer --layers llama-3-8b
+layer --rehearse"""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a layer and its batch; `heads` is 0 for the block of torchao's microbenchmark."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    batch: int
+    sequence: int
+
+    @property
+    def tokens(self) -> int:
+        """In a batch."""
+        return self.batch * self.sequence
+
+
+LAYERS = {
+    "llama-3-8b": Size(4096, 14336, 32, 8, 1, 8192),
+    "dim-16384": Size(16384, 16384, 0, 0, 1, 16384),
+    "llama-2-7b": Size(4096, 11008, 32, 32, 8, 2048),
+}
+TINY = {"tiny-llama": Size(64, 96, 4, 2, 1, 32), "tiny-block": Size(64, 64, 0, 0, 1, 32)}
+COMPILED = tuple(
+    Arm(name, "compiled")
+    for name in (
+        "bf16", "octavo rowwise", "torchao tensorwise", "octavo tensorwise", "torchao rowwise",
+        "torchao rowwise_with_gw_hp", "octavo rowwise_hp_wgrad",
+    )
+)  # fmt: skip
+EAGER = tuple(
+    Arm(name) for name in ("bf16", "octavo rowwise", "octavo tensorwise", "torchao tensorwise", "torchao rowwise")
+)
+
+
+class Layer(nn.Module):
+    """A Transformers decoder layer with its position embeddings: [batch, sequence, hidden] in and out."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+        config = LlamaConfig(
+            hidden_size=size.hidden, intermediate_size=size.intermediate, num_attention_heads=size.heads,
+            num_key_value_heads=size.kv_heads, max_position_embeddings=size.sequence, num_hidden_layers=1,
+            bos_token_id=0, eos_token_id=1,
+        )  # fmt: skip
+        config._attn_implementation = "sdpa"
+        self.layer = LlamaDecoderLayer(config, 0)
+        positions = torch.arange(size.sequence)[None]
+        cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.bfloat16), positions)
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One layer, causal attention."""
+        out = self.layer(x, position_embeddings=(self.cos, self.sin))
+        result: Tensor = out if isinstance(out, Tensor) else out[0]
+        return result
+
+
+def block(size: Size, device: torch.device) -> nn.Module:
+    """The bf16 layer of a size, initial weights random."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        if size.heads:
+            return Layer(size).to(torch.bfloat16)
+        norm = nn.LayerNorm(size.hidden, elementwise_affine=False)
+        inner = nn.Linear(size.hidden, size.intermediate, bias=False)
+        return nn.Sequential(norm, inner, nn.Sigmoid()).to(torch.bfloat16)
+
+
+def linears(size: Size) -> Counter[Shape]:
+    """(M, K, N) of the layer's linears, with their number."""
+    m, hidden = size.tokens, size.hidden
+    if not size.heads:
+        return Counter([(m, hidden, size.intermediate)])
+    kv = hidden // size.heads * size.kv_heads
+    up, down = (m, hidden, size.intermediate), (m, size.intermediate, hidden)
+    return Counter([(m, hidden, hidden), (m, hidden, hidden), (m, hidden, kv), (m, hidden, kv), up, up, down])
+
+
+def products(session: Session, size: Size, *, fp8: bool) -> Row:
+    """The products of the layer's linears alone, forward and backward."""
+    each = {shape: linear.products(session, shape, fp8=fp8)["kernel_ms"] for shape in linears(size)}
+    if None in each.values():
+        return {"kernel_ms": None}
+    return {"kernel_ms": round(sum(each[shape] * count for shape, count in linears(size).items()), 5)}
+
+
+def measure(session: Session, name: str, size: Size, arm: Arm) -> Row:
+    """One row: times, speed-up, memory, Amdahl limit."""
+    model: Any = build(block(size, session.device), arm, session)
+    count = sets(4 * size.tokens * size.hidden, session.clock.l2_bytes) if session.gpu else 1
+    runs, x = [], torch.empty(0)
+    for _ in range(count):
+        shape = (size.batch, size.sequence)
+        x = torch.randn(*shape, size.hidden, device=session.device, dtype=torch.bfloat16).requires_grad_()
+        g = torch.randn(*shape, size.hidden if size.heads else size.intermediate, device=session.device).bfloat16()
+        runs.append(step(model, list(model.parameters()), x, g))
+    found = times(session.clock.measure(runs))
+    found["peak_mib"] = session.clock.peak_mib(runs[0])
+    found["kept_bytes_per_token"] = round(_kept(session, model, arm, x) / size.tokens, 1)
+    same = {"shape": name}
+    found |= speedup(session.rows, {**found, "mode": arm.mode}, **same)
+    if found["kernel_ms"] is None:
+        return found
+    found["tokens_per_s"] = round(1e3 * size.tokens / found["kernel_ms"])
+    operations = sum(6 * m * k * n * number for (m, k, n), number in linears(size).items())
+    found["tflops"] = round(operations / found["kernel_ms"] / 1e9, 1)
+    base, bf16, fp8 = (
+        _kernel_ms(session, {**same, **wanted})
+        for wanted in ({"arm": "bf16", "mode": arm.mode}, {"arm": "products bf16"}, {"arm": "products fp8"})
+    )
+    base = found["kernel_ms"] if arm.name == "bf16" else base
+    if base and bf16 and fp8:
+        found |= {"linear_share": round(bf16 / base, 4), "amdahl_ms": round(base - bf16 + fp8, 4)}
+    return found
+
+
+def _kernel_ms(session: Session, wanted: Row) -> float | None:
+    found = (row.get("kernel_ms") for row in session.rows if wanted.items() <= row.items())
+    return next((ms for ms in found if ms), None)
+
+
+def _kept(session: Session, model: Any, arm: Arm, x: Tensor) -> float:
+    """Bytes that a forward keeps for backward: what the allocator holds more, or what autograd saves."""
+    if not session.gpu:
+        with kept_for_backward(model) as kept:
+            model(x)
+        return float(kept.bytes)
+    session.clean()
+    before = torch.cuda.memory_allocated(session.device)
+    y = model(x)
+    torch.cuda.synchronize(session.device)
+    return float(torch.cuda.memory_allocated(session.device) - before - y.untyped_storage().nbytes())
+
+
+def plan(session: Session) -> list[tuple[str, Size, Arm]]:
+    """What to measure, in order of importance."""
+    sizes = TINY if session.tiny else {name: LAYERS[name] for name in session.options.layers}
+    arms = (*COMPILED[:5], *EAGER[:3]) if session.options.quick else (*COMPILED[:5], *EAGER[:3], *COMPILED, *EAGER)
+    todo = {(name, size, arm): None for name, size in sizes.items() for arm in arms[:8]}
+    todo |= {(name, size, arm): None for name, size in sizes.items() for arm in arms}
+    return list(todo)
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, print a row at a time, write `results/<device>/layer.json`."""
+    options = parser("layer", __doc__, EXAMPLES)
+    options.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    session = begin("layer", options.parse_args(arguments), arguments)
+    ceilings.measure(session)
+    todo = plan(session)
+    arms = set(available(list(dict.fromkeys(arm for *_, arm in todo))))
+    for name, size, arm in todo:
+        if arm not in arms:
+            continue
+        same: Row = {"shape": name, "tokens": size.tokens}
+        for kind, fp8 in (("bf16", False), ("fp8", True)):
+            one = functools.partial(products, session, size, fp8=fp8)
+            session.attempt({**same, "arm": f"products {kind}", "mode": "eager"}, one)
+        one = functools.partial(measure, session, name, size, arm)
+        session.attempt({**same, "arm": arm.name, "mode": arm.mode}, one)
+    session.finish()

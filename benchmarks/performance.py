@@ -1,0 +1,339 @@
+"""docs/performance.md from the result files: a pure function of them, so that a test can hold the document to them.
+
+Measured on GPUs first, where there are results; then what is predicted from machine code and from the roofline,
+labelled as such; then the CPU. A figure stands with its command, and arms that lose stand with those that win.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import plots, roofline, shapes, targets
+from benchmarks.environment import RESULTS
+
+Row = dict[str, Any]
+Files = Mapping[str, Mapping[str, Any]]
+ROOT = Path(__file__).parent.parent
+DOCUMENT = ROOT / "docs" / "performance.md"
+IMAGES = "images"
+NOT_DEVICES = ("cpu", "sass")
+MATRIX, PRODUCT = "16384×4096", "8192×8192×8192"
+"""What times are predicted for from machine code."""
+HEAD = """# Performance
+
+Generated from the result files under `benchmarks/results` by `python -m benchmarks performance`; edit nothing here.
+`python -m benchmarks --help` lists what can be measured; `make gpu` measures it all and ends with the targets below.
+
+*Kernel time* is what the GPU needs (CUDA-graph replay, buffers rotating beyond its L2, random normal data, median);
+*wall time* is calls back to back, with the launch overhead of eager code. A speed-up is over bf16 in the same mode.
+Forward and backward are always both measured, quantization included.
+"""
+
+NO_GPU = """## GPUs: not yet run on one
+
+No figure about a GPU's speed in this document is measured. These are the targets, for an H200, and the commands that
+will measure them: `make gpu`, or one by one `python -m benchmarks {kernels,linear,layer,compile,train}`.
+
+"""
+CEILINGS = """
+This device's own ceilings, which every percentage below refers to: copy {copy_tbs} TB/s (read and written), 8192³
+products {bf16_tflops} TFLOP/s in bf16, {fp8_tflops} in FP8 with fast and {fp8_exact_tflops} with exact accumulation.
+"""
+COMPILE = """### Quantizing under `torch.compile`
+
+`python -m benchmarks compile`: `octavo` keeps the quantizing op opaque, `plain` writes it in PyTorch for Inductor to
+fuse.
+
+"""
+MACHINE_CODE = """## Predicted from machine code: not measured
+
+Hopper code (sm_90) of each kernel's default configuration, as Triton {version} compiles it without a GPU; what bounds
+it (memory, latency, or a unit of the SM), and the time that follows for a {matrix} matrix, or for a {product}
+product in the best of its configurations. `make sass`, `benchmarks/results/sass/sm_90.json`. A kernel can be slower
+than its bound and not faster.
+
+"""
+ROOFLINE = """## Predicted by the roofline: not measured
+
+`python -m benchmarks roofline` (formulas, data-sheet rates and their sources: `benchmarks/roofline.py`). A linear
+layer, `rowwise`, forward and backward; bf16 products at 80 %, FP8 products at 70 %, copies at 90 % of the data sheet,
+which are assumptions until a device is measured. *Kernel* is GPU time; *eager* counts the host's time per op where that
+is longer; *at most* is with quantization for free.
+
+![predicted speed-up]({images}/predicted.svg)
+
+Smallest cube M = K = N from which FP8 pays, predicted:
+
+"""
+CPU = """## CPU
+
+FP8 is emulated on a CPU, exactly: slower than bf16. `python -m benchmarks linear`, best wall time, on {cpu_threads}
+threads of: {device}; torch {torch}, {date}.
+
+"""
+
+
+def load(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Result files of a device, by benchmark."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def document(results: Path) -> str:
+    """The whole text."""
+    devices = {path.name: load(path) for path in sorted(results.iterdir()) if path.name not in NOT_DEVICES}
+    parts = [HEAD, *(_device(name, files) for name, files in devices.items() if files)]
+    if len(parts) == 1:
+        parts.append(_no_gpu())
+    parts += [_machine_code(load(results / "sass")), _roofline(), _cpu(load(results / "cpu"))]
+    return "\n".join(part for part in parts if part)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; the first column left, the others right."""
+    lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
+    lines += ["| " + " | ".join("–" if cell is None else str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _no_gpu() -> str:
+    return NO_GPU + table(("target", "wanted", "reached", ""), targets.table({}))
+
+
+def _device(name: str, files: Files) -> str:
+    any_file = next(iter(files.values()))
+    title = any_file.get("environment", {}).get("device", name)
+    parts = [f"## {title}\n", _provenance(files), _targets(files)]
+    if "linear" in files:
+        parts.append(_linear(name, files["linear"]))
+    if "layer" in files:
+        parts.append(_layers(files["layer"]))
+    if "kernels" in files:
+        parts.append(_kernels(name, files["kernels"]))
+    if "compile" in files:
+        parts.append(_compile(files["compile"]))
+    if "train" in files:
+        parts.append(_train(files["train"]))
+    return "\n".join([*parts, _losses(files)])
+
+
+def _provenance(files: Files) -> str:
+    rows = []
+    for name, content in files.items():
+        of = content.get("environment", {})
+        versions = ", ".join(f"{key} {of[key]}" for key in ("torch", "triton", "torchao") if of.get(key))
+        rows.append((name, f"`{content.get('command', 'make gpu')}`", of.get("date"), of.get("driver"), versions))
+    text = table(("result file", "command", "date", "driver", "versions"), rows)
+    rates = next((content["ceilings"] for content in files.values() if "ceilings" in content), None)
+    if rates is None:
+        return text
+    return text + CEILINGS.format(**rates)
+
+
+def _targets(files: Files) -> str:
+    return "### Targets\n\n" + table(("target", "wanted", "reached", ""), targets.table(files))
+
+
+def _linear(name: str, content: Mapping[str, Any]) -> str:
+    rows = _timed(content)
+    plots_of = [row for row in rows if row["arm"] in plots.COLOURS]
+    text = ["### A linear layer, forward and backward\n", "`python -m benchmarks linear`\n"]
+    if plots_of:
+        text.append(f"![speed-ups]({IMAGES}/linear-{name}.svg)\n")
+    for mode in ("eager", "compiled"):
+        if side := begins_to_pay(rows, mode):
+            text.append(f"`rowwise` begins to pay, {mode}, at M = K = N = {side}, of the cubes that were measured.\n")
+    columns = ("shape", "arm", "kernel ms", "wall ms", "× bf16", "TFLOP/s", "peak MiB", "roofline ms", "Amdahl ms")
+    fields = ("kernel_ms", "wall_ms", "speedup", "tflops", "peak_mib", "roofline_ms", "amdahl_ms")
+    made = [(r["shape"], f"{r['arm']}, {r['mode']}", *_cells(r, fields)) for r in rows if r["arm"] != "products"]
+    return "\n".join([*text, table(columns, made)])
+
+
+def begins_to_pay(rows: Sequence[Row], mode: str, arm: str = "octavo rowwise") -> int | None:
+    """Smallest measured cube from which on an arm beats bf16; None where it does not, or was not measured."""
+    cubes = sorted({row["m"] for row in rows if row.get("m") == row.get("k") == row.get("n") and row.get("m")})
+    paying = None
+    for side in reversed(cubes):
+        wanted = {"m": side, "k": side, "n": side, "arm": arm, "mode": mode}
+        row = next((r for r in rows if wanted.items() <= r.items()), None)
+        if row is None or row.get("speedup", 0.0) <= 1.0:
+            break
+        paying = side
+    return paying
+
+
+def _layers(content: Mapping[str, Any]) -> str:
+    columns = ("layer", "arm", "kernel ms", "wall ms", "× bf16", "tokens/s", "peak MiB", "kept B/token", "Amdahl ms")
+    fields = ("kernel_ms", "wall_ms", "speedup", "tokens_per_s", "peak_mib", "kept_bytes_per_token", "amdahl_ms")
+    rows = [row for row in _timed(content) if not row["arm"].startswith("products")]
+    made = [(row["shape"], f"{row['arm']}, {row['mode']}", *_cells(row, fields)) for row in rows]
+    shares = [
+        f"{row['shape']}, {row['mode']}: {100 * row['linear_share']:.0f} %"
+        for row in rows
+        if row["arm"] == "bf16" and "linear_share" in row
+    ]
+    note = f"Share of the linear layers' products in the bf16 layer's time: {'; '.join(shares)}.\n" if shares else ""
+    return "\n".join(
+        ["### A decoder layer, forward and backward\n", "`python -m benchmarks layer`\n", note, table(columns, made)]
+    )
+
+
+def _kernels(name: str, content: Mapping[str, Any]) -> str:
+    rows = _timed(content)
+    text = ["### Kernels\n", "`python -m benchmarks kernels`\n"]
+    moving = [row for row in rows if row["stage"] in ("quantize", "fused")]
+    if any(row["stage"] == "quantize" for row in moving):
+        text.append(f"![bandwidths]({IMAGES}/quantize-{name}.svg)\n")
+    fields = ("kernel_ms", "bytes_per_element", "tbs", "percent")
+    made = [(f"{r['case']}, {r['arm']}", r["shape"], *_cells(r, fields)) for r in moving]
+    text.append(table(("kernel", "matrix", "ms", "bytes per element", "TB/s", "% of copy"), made))
+    products = [row for row in rows if row["stage"] == "product"]
+    fields = ("kernel_ms", "tflops", "percent", "of_cublas")
+    made = [(f"{r['case']}, {r['arm']}", r["shape"], *_cells(r, fields)) for r in products]
+    text.append(table(("product", "M×K×N", "ms", "TFLOP/s", "% of 8192³", "× cuBLAS by tensor"), made))
+    return "\n".join(text)
+
+
+def _compile(content: Mapping[str, Any]) -> str:
+    fields = ("kernel_ms", "wall_ms", "speedup", "peak_mib")
+    made = [(row["shape"], row["arm"], *_cells(row, fields)) for row in _timed(content)]
+    return COMPILE + table(("where", "arm, compiled", "kernel ms", "wall ms", "× bf16", "peak MiB"), made)
+
+
+def _train(content: Mapping[str, Any]) -> str:
+    rows = [row for row in content["rows"] if row.get("tokens_per_s")]
+    fields = ("wall_ms", "tokens_per_s", "peak_mib")
+    made = [(row["stage"], f"{row['arm']}, {row['mode']}", *_cells(row, fields)) for row in rows]
+    return "### Training\n\n`python -m benchmarks train`\n\n" + table(
+        ("loop", "arm", "step ms", "tokens/s", "peak MiB"), made
+    )
+
+
+def _losses(files: Files) -> str:
+    """Everything of Octavo's that is slower than bf16, and what failed."""
+    slower = [
+        (row.get("shape"), f"{row['arm']}, {row['mode']}", f"{row['speedup']:.2f}")
+        for name in ("linear", "layer")
+        for row in files.get(name, {"rows": []})["rows"]
+        if row["arm"].startswith("octavo") and row.get("speedup", 1.0) < 1.0
+    ]
+    failed = [
+        (name, " ".join(str(row[key]) for key in ("stage", "shape", "case", "arm", "mode") if key in row), _last(row))
+        for name, content in files.items()
+        for row in content.get("rows", [])
+        if "error" in row
+    ]
+    text = ["### Where it loses\n"]
+    text.append(table(("shape", "arm", "× bf16"), slower) if slower else "Nothing measured was slower than bf16.\n")
+    if failed:
+        text.append("What failed:\n\n" + table(("benchmark", "what", "error"), failed))
+    return "\n".join(text)
+
+
+def _last(row: Row) -> str:
+    return str(row["error"]).strip().splitlines()[-1][:120].replace("|", "\\|")
+
+
+def _machine_code(files: Files) -> str:
+    """What Triton's compiler makes of the default configurations for Hopper, and the times that follow."""
+    versions = {key: rows for key, rows in files.get("sm_90", {}).items() if key[0].isdigit()}
+    if not versions:
+        return ""
+    from benchmarks import sass
+    from benchmarks.sass_bound import DEVICES
+
+    version = max(versions, key=lambda text: tuple(map(int, text.split(".")[:2])))
+    good = [row for row in versions[version] if "error" not in row]
+    passes: dict[tuple[str, str], list[Row]] = {
+        (row["op"], row["case"]): [] for row in good if not row["matrix"] and row["config"] == 0
+    }
+    products: dict[tuple[str, str], list[Row]] = {(row["op"], row["case"]): [] for row in good if row["matrix"]}
+    for row in good:
+        if row["matrix"]:
+            products[row["op"], row["case"]].append(row)
+        elif row["config"] == 0:
+            passes[row["op"], row["case"]].append(row)
+    made = [
+        (
+            f"{op} {case}",
+            " + ".join(str(row["reg"]) for row in rows),
+            sum(row["stack"] + row["local"] for row in rows),
+            " + ".join(f"{row['bytes']:.3g}" for row in rows),
+            " + ".join(row["bound"] for row in rows),
+            *(f"{sum(sass.predicted(row, device)[MATRIX] for row in rows):.0f}" for device in DEVICES),
+        )
+        for (op, case), rows in passes.items()
+    ]
+    names = [f"{device.name} µs" for device in DEVICES]
+    text = MACHINE_CODE.format(version=version, matrix=MATRIX, product=PRODUCT)
+    text += table(("kernels of an op", "registers", "spilled bytes", "B/el.", "bound", *names), made)
+    made = []
+    for (op, case), rows in products.items():
+        best = min(rows, key=lambda row: sass.predicted(row, DEVICES[-1])[PRODUCT])
+        microseconds = (f"{sass.predicted(best, device)[PRODUCT]:.0f}" for device in DEVICES)
+        made.append((f"{op} {case}", best["shape"], best["reg"], best["stack"] + best["local"], *microseconds))
+    return text + "\n" + table(("product", "best tile", "registers", "spilled bytes", *names), made)
+
+
+def _roofline() -> str:
+    made, sides = [], []
+    tables = {name: {row["shape"]: row for row in roofline.table(roofline.DEVICES[name])} for name in ("H100", "H200")}
+    for shape in shapes.parse(["targets", "cubes", "llama", "losing"]):
+        label = shapes.label(shape)
+        h100, h200 = (tables[name][label] for name in ("H100", "H200"))
+        limit = h200["bf16_ms"] / h200["limit_ms"]
+        numbers = (h100["speedup"], h100["speedup_eager"], h200["speedup"], h200["speedup_eager"], limit)
+        made.append((label, f"{h200['bf16_ms']:.3f}", f"{h200['fp8_ms']:.3f}", *(f"{n:.2f}" for n in numbers)))
+    for device in roofline.DEVICES.values():
+        found = [roofline.begins_to_pay(device, "rowwise", eager=eager) for eager in (False, True)]
+        sides.append((device.name, *found))
+    columns = ("H200 bf16 ms", "H200 FP8 ms", "H100 kernel", "H100 eager", "H200 kernel", "H200 eager", "at most")
+    pays = table(("device", "kernel time", "eager"), sides)
+    return f"{ROOFLINE.format(images=IMAGES)}{pays}\n{table(('M×K×N', *columns), made)}"
+
+
+def _cpu(files: Files) -> str:
+    if "linear" not in files:
+        return ""
+    content = files["linear"]
+    made = [
+        (row["shape"], row["arm"], f"{row['wall_ms']:.1f}", f"{1 / row['wall_speedup']:.2f}") for row in content["rows"]
+    ]
+    return CPU.format(**content["environment"]) + table(("M×K×N", "arm", "ms", "time over bf16"), made)
+
+
+def _timed(content: Mapping[str, Any]) -> list[Row]:
+    return [row for row in content["rows"] if row.get("kernel_ms")]
+
+
+def _cells(row: Row, fields: Sequence[str]) -> list[str | None]:
+    """Three significant digits, or as many as there are before the point."""
+    values = (row.get(field) for field in fields)
+    return [None if v is None else f"{v:.0f}" if abs(v) >= 100 else f"{v:.3g}" for v in values]
+
+
+def draw(results: Path, images: Path) -> None:
+    """The plots that the document shows."""
+    plots.predicted(images / "predicted.svg")
+    for path in sorted(results.iterdir()):
+        if path.name in NOT_DEVICES:
+            continue
+        files = load(path)
+        if any(row["arm"] in plots.COLOURS for row in _timed(files.get("linear", {"rows": []}))):
+            plots.speedups(files["linear"]["rows"], images / f"linear-{path.name}.svg")
+        if any(row["stage"] == "quantize" for row in _timed(files.get("kernels", {"rows": []}))):
+            plots.bandwidths(files["kernels"]["rows"], images / f"quantize-{path.name}.svg")
+
+
+def main(arguments: list[str]) -> None:
+    """Write the document and its plots."""
+    options = argparse.ArgumentParser(
+        prog="python -m benchmarks performance", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    options.add_argument("--out", type=Path, default=DOCUMENT, help="the document; plots go to images/ beside it")
+    out = options.parse_args(arguments).out
+    out.write_text(document(RESULTS))
+    draw(RESULTS, out.parent / IMAGES)
+    print(f"written to {out}")

@@ -1,0 +1,223 @@
+"""What every benchmark shares: its options, its clock, its result file, and rows that survive what goes wrong.
+
+A benchmark is a list of attempts in order of importance. Each attempt makes one row; the result file is complete after
+every row, so that a limit loses nothing that was measured. An attempt that fails leaves a row with the error and the
+benchmark goes on, except where the GPU itself has failed: then the process ends, and `--resume` goes on after that.
+"""
+
+import argparse
+import gc
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.environment import RESULTS, device_name, environment, write_json
+from benchmarks.timing import Clock, CpuClock, GpuClock, Rehearsal
+from octavo.kernels import calibration
+
+NOTHING_TIMED = "timed nothing: no GPU"
+FATAL = ("CUDA error", "device-side assert", "unspecified launch failure", "illegal memory access")
+"""In an error's text: the CUDA context is lost, and nothing more can run in this process."""
+
+Row = dict[str, Any]
+
+
+def parser(name: str, description: str | None, examples: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks have; `examples` are lines of a command each."""
+    text = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n" + "\n".join(f"  python -m benchmarks {line}".rstrip() for line in examples.splitlines()),
+    )
+    add = text.add_argument
+    add("--quick", action="store_true", help="only what the project's targets need")
+    add("--minutes", type=float, help="stop cleanly, between two rows, after so long")
+    add("--peers", type=Path, default=Path(sys.prefix) / "peers", help="folder with torchao (pip install --target)")
+    add("--out", type=Path, help=f"write <out>/{name}.json, beside benchmarks/results/<device>/{name}.json")
+    add("--resume", action="store_true", help="keep the rows of the last result file and go on behind them")
+    add(
+        "--rehearse", action="store_true", help="tiny shapes, nothing timed; always so where a GPU is needed and absent"
+    )
+    return text
+
+
+@dataclass
+class Session:
+    """One run of one benchmark.
+
+    Attributes:
+        name: Of the benchmark, and of its result file.
+        device: What it runs on.
+        clock: What it is timed with.
+        options: The command line.
+        rows: Results so far.
+        facts: What goes into the result file beside rows and environment, such as the device's ceilings.
+        paths: Result files. A rehearsal keeps none but the one asked for.
+    """
+
+    name: str
+    device: torch.device
+    clock: Clock
+    options: argparse.Namespace
+    rows: list[Row] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    paths: list[Path] = field(default_factory=list)
+    _end: float = field(default=float("inf"))
+    _began: Row | None = None
+    _environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def gpu(self) -> bool:
+        """Whether the benchmark runs on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def tiny(self) -> bool:
+        """Whether this is a rehearsal."""
+        return not self.clock.timed
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether `--minutes` are over."""
+        return time.monotonic() > self._end
+
+    def attempt(self, identity: Row, measure: Callable[[], Row | None]) -> Row | None:
+        """Make the row of `identity` by calling `measure`, unless it is there already or time is over.
+
+        An error makes a row as well. Returns the row, or None where there is none.
+        """
+        if (known := self._known(identity)) is not None:
+            return known
+        if self.out_of_time:
+            self.facts["stopped"] = "time"
+            return None
+        self._began = identity
+        self.save()
+        start = time.monotonic()
+        try:
+            found = measure()
+        except Exception as error:
+            found = {"error": _tail(error)}
+            if isinstance(error, torch.OutOfMemoryError):
+                found["error"] = "out of memory"
+            fatal = any(text in str(error) for text in FATAL) and self.gpu
+        else:
+            fatal = False
+        self._began = None
+        row = None if found is None else {**identity, **found, "took_s": round(time.monotonic() - start, 1)}
+        if row is not None:
+            self.rows.append(row)
+            print(line(row), flush=True)
+        self.save()
+        if fatal:
+            raise SystemExit(f"{self.name}: the GPU failed in {identity}; --resume goes on behind it")
+        self.clean()
+        return row
+
+    def clean(self) -> None:
+        """Give back what the last attempt held."""
+        gc.collect()
+        if self.gpu:
+            torch.cuda.empty_cache()
+
+    def save(self) -> None:
+        """Write the result files."""
+        content = {
+            "benchmark": self.name,
+            "command": f"python -m benchmarks {self.name}",
+            "arguments": [str(value) for value in self.options.given],
+            "timed": self.clock.timed,
+            **({} if self.clock.timed else {"note": NOTHING_TIMED}),
+            "environment": self._environment,
+            **({"calibrated": len(calibration.entries(self.device))} if self.gpu else {}),
+            **self.facts,
+            **({"running": self._began} if self._began else {}),
+            "rows": self.rows,
+        }
+        for path in self.paths:
+            write_json(path, content)
+
+    def finish(self) -> None:
+        """Say where the results are."""
+        self.facts.setdefault("stopped", "done")
+        self.save()
+        if self.tiny:
+            print(NOTHING_TIMED)
+        for path in self.paths:
+            print(f"written to {path}")
+
+    def take_up(self, content: Row) -> None:
+        """Go on with the rows of a result file; what was running when it ended counts as crashed."""
+        self.rows = content["rows"]
+        if content.get("running"):
+            self.rows.append({**content["running"], "error": "the process crashed or hung here"})
+        self.facts |= {key: content[key] for key in ("ceilings",) if key in content}
+
+    def _known(self, identity: Row) -> Row | None:
+        return next((row for row in self.rows if identity.items() <= row.items()), None)
+
+
+def begin(name: str, options: argparse.Namespace, given: list[str], *, times_cpus: bool = False) -> Session:
+    """A session on the GPU where there is one; elsewhere a rehearsal, or wall times where the benchmark has a use for
+    them (`times_cpus`).
+    """
+    sys.path.append(str(options.peers))
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    clock: Clock
+    if options.rehearse or not (times_cpus or device.type == "cuda"):
+        clock, device = Rehearsal(), torch.device("cpu")
+    else:
+        clock = GpuClock(device) if device.type == "cuda" else CpuClock()
+    options.given = given
+    session = Session(name, device, clock, options, _environment=environment(device))
+    if clock.timed:
+        session.paths.append(RESULTS / device_name(device) / f"{name}.json")
+    if options.out is not None:
+        session.paths.insert(0, options.out / f"{name}.json")
+    if options.minutes is not None:
+        session._end = time.monotonic() + 60 * options.minutes
+    if options.resume and session.paths and session.paths[0].exists():
+        import json
+
+        session.take_up(json.loads(session.paths[0].read_text()))
+    return session
+
+
+def line(row: Row) -> str:
+    """A row as one line of a terminal: what it is, then what was found."""
+    words = [str(row[key]) for key in ("stage", "shape", "case", "arm", "mode") if key in row]
+    if "error" in row:
+        return f"{' '.join(words):<64} {row['error'].strip().splitlines()[-1][:120]}"
+    numbers = [
+        form.format(row[key])
+        for key, form in (
+            ("kernel_ms", "{:9.3f} ms"), ("wall_ms", "{:9.3f} ms wall"), ("speedup", "{:5.2f} × bf16"),
+            ("tbs", "{:5.2f} TB/s"), ("tflops", "{:6.0f} TFLOP/s"), ("percent", "{:4.0f} % of ceiling"),
+            ("peak_mib", "{:8.0f} MiB peak"), ("tokens_per_s", "{:9.0f} tokens/s"),
+        )
+        if row.get(key) is not None
+    ]  # fmt: skip
+    return f"{' '.join(words):<64} {'  '.join(numbers) or row.get('result', 'ran')}"
+
+
+def times(clock_times: Any) -> Row:
+    """A timing as fields of a row."""
+    found = {
+        "kernel_ms": clock_times.kernel_ms,
+        "wall_ms": clock_times.wall_ms,
+        "spread": clock_times.spread,
+        "method": clock_times.method,
+    }
+    return {key: round(value, 5) if isinstance(value, float) else value for key, value in found.items()}
+
+
+def _tail(error: BaseException, lines: int = 12) -> str:
+    text = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    return "\n".join(text[-lines:])

@@ -1,0 +1,53 @@
+"""The shapes that are measured, as named sets of (M, K, N): tokens, in_features, out_features."""
+
+Shape = tuple[int, int, int]
+
+TOKENS = 16384
+"""Tokens of a batch, where a shape is a layer's."""
+
+TARGETS: tuple[Shape, ...] = ((TOKENS, 4096, 14336), (TOKENS, 8192, 28672))
+"""The two that the project's targets name; measured first."""
+
+_PROJECTIONS = (
+    (4096, 14336), (14336, 4096), (4096, 4096), (4096, 6144), (4096, 11008), (11008, 4096), (5120, 13824),
+    (8192, 28672), (8192, 7168), (3584, 8192), (8192, 1280), (1024, 8192),
+)  # fmt: skip
+_LOSING = (
+    (TOKENS, 1024, 1024), (TOKENS, 2048, 2048), (TOKENS, 4096, 128), (1, 4096, 4096), (16, 4096, 4096),
+    (128, 4096, 4096), (512, 4096, 4096), (TOKENS, 4096, 8), (TOKENS, 4096, 64), (4096, 4096, 128256),
+)  # fmt: skip
+
+SETS: dict[str, tuple[Shape, ...]] = {
+    "targets": TARGETS,
+    "cubes": tuple((size, size, size) for size in (4096, 8192, 16384, 2048, 1024)),
+    "llama": tuple((TOKENS, k, n) for k, n in _PROJECTIONS),
+    "losing": _LOSING,
+    "tiny": ((48, 64, 32), (17, 19, 5)),
+}
+"""`llama`: projections of Llama 2 7B/13B, Llama 3 8B/70B and their tensor-parallel shards. `losing`: where FP8 should
+lose: narrow layers, few tokens, LoRA ranks, a vocabulary head. `tiny`: what runs without a GPU."""
+
+DESCRIPTION = (
+    "named sets, or shapes, separated by spaces. Sets: "
+    + "; ".join(f"{name} ({len(shapes)})" for name, shapes in SETS.items())
+    + ". A shape is M,K,N: tokens, in_features, out_features."
+)
+
+
+def parse(texts: list[str]) -> list[Shape]:
+    """Shapes of a command line, each once, in order. Raises ValueError that says what can be given."""
+    found: dict[Shape, None] = {}
+    for text in texts:
+        if text in SETS:
+            found |= dict.fromkeys(SETS[text])
+            continue
+        sizes = text.split(",")
+        if len(sizes) != 3 or not all(size.isdigit() for size in sizes):
+            raise ValueError(f"{text!r} is neither a named set ({', '.join(SETS)}) nor a shape M,K,N")
+        found[int(sizes[0]), int(sizes[1]), int(sizes[2])] = None
+    return list(found)
+
+
+def label(shape: Shape) -> str:
+    """A shape as tables show it."""
+    return "×".join(map(str, shape))

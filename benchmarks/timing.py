@@ -1,0 +1,182 @@
+"""Clocks: how a call is timed on a GPU, and what stands in for that where there is none.
+
+*Kernel time* is what the GPU needs: the calls are captured into a CUDA graph once and the graph is replayed, so that
+launches and Python cost nothing. What cannot be captured is timed with events instead, behind a kernel that sleeps
+while the launches queue up. *Wall time* is what a training loop sees: calls back to back, one synchronization at the
+end, so it holds the launch overhead of eager code where that is longer than the work.
+
+A call comes as several `runs`, each over buffers of its own, together at least `CACHES` times the L2: repeated over
+one small buffer, a kernel would be timed on the cache. Inputs are random normal numbers: on zeros the same products
+run faster.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+CACHES = 2.0
+"""Buffers rotate over this many times the L2."""
+MOST_SETS = 24
+ENOUGH_MS = 60.0
+"""Replays, and wall-clock rounds, go on for about this long."""
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call; None where nothing was timed.
+
+    Attributes:
+        kernel_ms: Median time on the GPU.
+        wall_ms: Median wall time, calls back to back.
+        spread: Width of the middle half of the kernel times over their median.
+        method: `"graph"`, `"events…"` with what kept it from being captured, or `"wall"`; `"none"` for a rehearsal.
+    """
+
+    kernel_ms: float | None
+    wall_ms: float | None
+    spread: float | None
+    method: str
+
+
+def sets(bytes_per_run: float, l2_bytes: float) -> int:
+    """How many buffer sets it takes to leave the cache behind."""
+    return int(min(max(-(-CACHES * l2_bytes // max(bytes_per_run, 1.0)), 2), MOST_SETS))
+
+
+class Rehearsal:
+    """No GPU: every run is called once, so that the code is exercised, and nothing is timed."""
+
+    timed = False
+    l2_bytes = 0.0
+
+    def measure(self, runs: Sequence[Run], *, wall: bool = True) -> Timing:
+        """Call each run once."""
+        for run in runs:
+            run()
+        return Timing(None, None, None, "none")
+
+    def peak_mib(self, run: Run) -> float | None:
+        """Call it; there is no allocator to ask."""
+        run()
+        return None
+
+
+class CpuClock(Rehearsal):
+    """Wall time on a CPU, best of some rounds: other processes only ever add to it."""
+
+    timed = True
+
+    def __init__(self, rounds: int = 5) -> None:
+        self.rounds = rounds
+
+    def measure(self, runs: Sequence[Run], *, wall: bool = True) -> Timing:
+        """Best wall time of a run."""
+        times = []
+        for _ in range(self.rounds):
+            for run in runs:
+                start = time.perf_counter()
+                run()
+                times.append(1e3 * (time.perf_counter() - start))
+        return Timing(None, min(times), None, "wall")
+
+
+class GpuClock:
+    """CUDA graphs, events and the wall clock.
+
+    Args:
+        device: The GPU.
+        cuda: `torch.cuda`, or what stands in for it in a test.
+    """
+
+    timed = True
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self.cuda = cuda
+        self.device = device
+        self.l2_bytes = float(cuda.get_device_properties(device).L2_cache_size)
+
+    def measure(self, runs: Sequence[Run], *, wall: bool = True) -> Timing:
+        """Kernel and wall time of one run, the mean over `runs` and the median over repetitions."""
+        stream = self.cuda.Stream(self.device)
+        stream.wait_stream(self.cuda.current_stream(self.device))
+        with self.cuda.stream(stream):  # compiles, fills caches, probes backends: nothing of it may fall into a capture
+            for _ in range(2):
+                for run in runs:
+                    run()
+        self.cuda.current_stream(self.device).wait_stream(stream)
+        self.cuda.synchronize(self.device)
+        try:
+            samples, method = self._replay(runs), "graph"
+        except Exception as error:  # what synchronizes cannot be captured; timing it is still worth while
+            self.cuda.synchronize(self.device)
+            samples, method = self._events(runs), f"events, after {type(error).__name__} in capture"
+        kernel = statistics.median(samples)
+        quarter = len(samples) // 4
+        middle = sorted(samples)[quarter : len(samples) - quarter]
+        return Timing(kernel, self._wall(runs, kernel) if wall else None, (middle[-1] - middle[0]) / kernel, method)
+
+    def peak_mib(self, run: Run) -> float:
+        """Most memory allocated during a run, beyond what was there before it, in MiB."""
+        self.cuda.synchronize(self.device)
+        self.cuda.empty_cache()
+        before = self.cuda.memory_allocated(self.device)
+        self.cuda.reset_peak_memory_stats(self.device)
+        run()
+        self.cuda.synchronize(self.device)
+        return (self.cuda.max_memory_allocated(self.device) - before) / 2**20
+
+    def _replay(self, runs: Sequence[Run]) -> list[float]:
+        graph = self.cuda.CUDAGraph()
+        with self.cuda.graph(graph):
+            for run in runs:
+                run()
+        self.cuda.synchronize(self.device)
+        samples = self._timed(graph.replay, len(runs))
+        graph.reset()
+        return samples
+
+    def _events(self, runs: Sequence[Run]) -> list[float]:
+        def all_runs() -> None:
+            for run in runs:
+                run()
+
+        return self._timed(all_runs, len(runs), asleep=True)
+
+    def _timed(self, call: Run, count: int, *, asleep: bool = False) -> list[float]:
+        """Milliseconds per run of repeated calls of `count` runs each."""
+        first = self._once(call, asleep)
+        repeats = int(min(max(ENOUGH_MS / max(first, 1e-3), 7), 100))
+        return [self._once(call, asleep) / count for _ in range(repeats)]
+
+    def _once(self, call: Run, asleep: bool) -> float:
+        start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
+        if asleep:
+            self.cuda._sleep(20_000_000)  # cycles: about 10 ms, for the launches to queue up behind
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        elapsed: float = start.elapsed_time(end)
+        return elapsed
+
+    def _wall(self, runs: Sequence[Run], kernel_ms: float) -> float:
+        rounds = int(min(max(ENOUGH_MS / 3 / max(kernel_ms * len(runs), 1e-3), 1), 20))
+        samples = []
+        for _ in range(3):
+            self.cuda.synchronize(self.device)
+            start = time.perf_counter()
+            for _ in range(rounds):
+                for run in runs:
+                    run()
+            self.cuda.synchronize(self.device)
+            samples.append(1e3 * (time.perf_counter() - start) / (rounds * len(runs)))
+        return statistics.median(samples)
+
+
+Clock = Rehearsal | CpuClock | GpuClock

@@ -1,0 +1,368 @@
+"""The benchmark suite without a GPU: its arithmetic with clocks that lie, its recovery, rehearsals of its stages."""
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import (
+    __main__,
+    arms,
+    calibrate,
+    compile,
+    gemm,
+    gpu,
+    kernels,
+    layer,
+    linear,
+    probe,
+    roofline,
+    session,
+    shapes,
+    timing,
+    train,
+    variants,
+)  # fmt: skip
+from benchmarks.timing import GpuClock, Rehearsal, Timing
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+CEILINGS = {"copy_tbs": 4.0, "bf16_tflops": 800.0, "fp8_tflops": 1400.0, "fp8_exact_tflops": 1300.0}
+NO_PEERS = ["--peers", "nowhere"]
+
+
+class Lying:
+    """Says that each next call takes one millisecond longer than the last, and runs it."""
+
+    timed, l2_bytes = True, 0.0
+
+    def __init__(self):
+        self.ms = 0.0
+
+    def measure(self, runs, *, wall=True):
+        for run in runs:
+            run()
+        self.ms += 1.0
+        return Timing(self.ms, 2 * self.ms if wall else None, 0.01, "graph")
+
+    def peak_mib(self, run):
+        return 3.0
+
+
+@pytest.fixture
+def lying(tmp_path):
+    options = argparse.Namespace(given=[], quick=False)
+    facts = {"ceilings": CEILINGS, "gpu": "NVIDIA H200"}
+    return session.Session("linear", CPU, Lying(), options, facts=facts, paths=[tmp_path / "linear.json"])
+
+
+def rehearse(module, *words, out):
+    module.main(["--rehearse", *NO_PEERS, "--out", str(out), *words])
+    return json.loads((out / f"{module.__name__.rpartition('.')[2]}.json").read_text())
+
+
+# Shapes, roofline, clocks
+
+
+def test_shapes_are_sets_or_sizes():
+    assert shapes.parse(["targets", "16384,4096,14336", "1,2,3"]) == [*shapes.TARGETS, (1, 2, 3)]
+    for wrong in ("cube", "1,2", "1,2,x"):
+        with pytest.raises(ValueError, match="neither a named set"):
+            shapes.parse([wrong])
+
+
+def test_roofline_follows_its_formulas():
+    device = roofline.DEVICES["H200"]
+    assert device.product(8192, 8192, 8192, fp8=False) == pytest.approx(2 * 8192**3 / (989e12 * 0.8))
+    assert device.product(16384, 64, 4096, fp8=True) == pytest.approx(
+        (16384 * 64 + 64 * 4096 + 2 * 16384 * 4096) / (4.8e12 * 0.9)
+    )
+    assert device.product(16, 16, 16, fp8=True) == device.floor
+    m, k, n = shape = (16384, 4096, 14336)
+    moved = 4 * (m * k + n * k) + 6 * m * n
+    limit = device.free_quantization(shape)
+    assert device.linear(shape, "rowwise") == pytest.approx(limit + moved / (4.8e12 * 0.9))
+    assert device.linear(shape, "amax given") < device.linear(shape, "rowwise") < device.linear(shape, "tensorwise")
+    assert device.linear((1, 64, 64), eager=True) == 3 * device.eager
+
+
+def test_fp8_pays_earlier_where_memory_is_faster():
+    sides = [roofline.begins_to_pay(roofline.DEVICES[name], "rowwise", eager=False) for name in ("H200", "H100")]
+    assert sides[0] < sides[1]
+    side, device = sides[0], roofline.DEVICES["H200"]
+    wins = [device.linear((s,) * 3, "rowwise") < device.linear((s,) * 3) for s in (side - 64, side)]
+    assert wins == [False, True]
+
+
+def test_a_measured_device_has_its_own_rates():
+    device = roofline.named("NVIDIA H200").measured(CEILINGS)
+    assert device.product(8192, 8192, 8192, fp8=True) == pytest.approx(2 * 8192**3 / 1400e12)
+    assert roofline.named("NVIDIA A100") is None
+
+
+def test_buffers_leave_the_cache_behind():
+    assert timing.sets(10e6, 60e6) == 12 and timing.sets(1e9, 60e6) == 2 and timing.sets(1.0, 60e6) == timing.MOST_SETS
+
+
+class FakeCuda:
+    """`torch.cuda` with a clock that moves by `ms` for each run, less on the stream that captures."""
+
+    def __init__(self, *, capturable=True):
+        self.now, self.capturing, self.captured, self.slept, self.capturable = 0.0, False, 0, 0, capturable
+        cuda = self
+
+        class Stream:
+            def __init__(self, *_):
+                pass
+
+            def wait_stream(self, other):
+                pass
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                pass
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = cuda.now
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        class Graph:
+            def replay(self):
+                cuda.now += cuda.captured
+
+            def reset(self):
+                pass
+
+        class Capture(Stream):
+            def __enter__(self):
+                cuda.capturing = True
+
+            def __exit__(self, *_):
+                cuda.capturing = False
+
+        self.Stream, self.Event, self.CUDAGraph, self.graph = Stream, Event, Graph, Capture
+        self.stream = lambda stream: stream
+        self.current_stream = lambda device: Stream()
+        self.get_device_properties = lambda device: argparse.Namespace(L2_cache_size=60 << 20)
+        self.synchronize = self.empty_cache = self.reset_peak_memory_stats = lambda *_: None
+        self.allocated = 0
+        self.memory_allocated = lambda device: 1 << 20
+        self.max_memory_allocated = lambda device: 6 << 20
+
+    def _sleep(self, cycles):
+        self.slept += 1
+
+    def run(self):
+        if not self.capturing:
+            self.now += 4.0  # with launch overhead
+        elif self.capturable:
+            self.captured += 3.0
+        else:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_kernel_time_is_a_graph_s():
+    cuda = FakeCuda()
+    found = GpuClock(CPU, cuda).measure([cuda.run, cuda.run])
+    assert (found.kernel_ms, found.method, cuda.slept) == (3.0, "graph", 0) and found.wall_ms is not None
+
+
+def test_what_cannot_be_captured_is_timed_behind_a_sleeping_kernel():
+    cuda = FakeCuda(capturable=False)
+    found = GpuClock(CPU, cuda).measure([cuda.run, cuda.run], wall=False)
+    assert (found.kernel_ms, found.wall_ms) == (4.0, None)
+    assert found.method == "events, after RuntimeError in capture" and cuda.slept > 5
+    assert GpuClock(CPU, cuda).peak_mib(cuda.run) == 5.0
+
+
+# Rows
+
+
+def test_rows_of_a_linear(lying):
+    shape = (48, 64, 32)
+    lying.attempt({"shape": "48×64×32", "arm": "products", "mode": "eager"}, lambda: linear.products(lying, shape))
+    for arm in (arms.Arm("bf16"), arms.Arm("octavo rowwise"), arms.Arm("given tensorwise"), arms.Arm("plain rowwise")):
+        identity = {"shape": "48×64×32", "m": 48, "k": 64, "n": 32, "arm": arm.name, "mode": arm.mode}
+        row = lying.attempt(identity, lambda arm=arm: linear.measure(lying, shape, arm))
+        assert "error" not in row, row["error"]
+    assert lying.rows[0]["kernel_ms"] == 1 + 2 + 3
+    bf16, rowwise = lying.rows[1:3]
+    assert (bf16["kernel_ms"], rowwise["kernel_ms"], rowwise["speedup"]) == (4.0, 5.0, 0.8)
+    assert rowwise["tflops"] == pytest.approx(6 * 48 * 64 * 32 / 5e-3 / 1e12, abs=0.1)
+    assert rowwise["amdahl_ms"] == 6.0 and rowwise["peak_mib"] == 3.0 and rowwise["roofline_ms"] > 0
+
+
+def test_rows_of_kernels(lying):
+    lying.attempt({"stage": "quantize"}, lambda: kernels.bandwidth(lying, (64, 48), 4, torch.clone))
+    assert lying.rows[0]["tbs"] == round(4 * 64 * 48 / 1e-3 / 1e12, 4)
+    same = {"stage": "product", "shape": "48×64×32"}
+    names = list(gemm.REFERENCES)
+    lying.attempt({**same, "arm": names[0]}, lambda: gemm._rated(lying, (48, 64, 32), {"kernel_ms": 1.0}, fast=True))
+    row = gemm._rated(lying, (48, 64, 32), {"kernel_ms": 2.0}, fast=True)
+    assert row["of_cublas"] == 0.5
+
+
+def test_bytes_of_quantizers_are_the_design_s():
+    per_row, by_tensor, block = (kernels.QuantSpec.parse(f"e4m3/{name}") for name in ("row", "tensor", "1x128"))
+    assert kernels.bytes_per_element(per_row, "rows") == 3 and kernels.bytes_per_element(per_row, "both") == 4
+    assert kernels.bytes_per_element(by_tensor, "both") == 6
+    assert kernels.bytes_per_element(by_tensor, "both", given=True) == kernels.bytes_per_element(block, "both") == 4
+
+
+def test_rows_of_a_layer(lying):
+    name, size = next(iter(layer.TINY.items()))
+    for kind in ("bf16", "fp8"):
+        lying.attempt({"shape": name, "arm": f"products {kind}"}, lambda: layer.products(lying, size, fp8=False))
+    for arm in (arms.Arm("bf16"), arms.Arm("octavo rowwise")):
+        identity = {"shape": name, "arm": arm.name, "mode": arm.mode}
+        row = lying.attempt(identity, lambda arm=arm: layer.measure(lying, name, size, arm))
+        assert "error" not in row, row["error"]
+    bf16, rowwise = lying.rows[2:]
+    assert rowwise["kept_bytes_per_token"] < bf16["kept_bytes_per_token"]
+    products = [row["kernel_ms"] for row in lying.rows[:2]]
+    assert rowwise["amdahl_ms"] == pytest.approx(bf16["kernel_ms"] - products[0] + products[1])
+    assert sum(layer.linears(layer.LAYERS["llama-3-8b"]).values()) == 7
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("kind", ["plain", "given"])
+def test_variants_compute_what_octavo_computes(lying, recipe, kind):
+    """With the maxima of the same tensors, and with plain PyTorch, every bit is the same."""
+    torch.manual_seed(0)
+    base = torch.nn.Linear(48, 80, bias=False, dtype=torch.bfloat16)
+    x, g = torch.randn(33, 48).bfloat16().requires_grad_(), torch.randn(33, 80).bfloat16()
+    results = []
+    for name in (f"octavo {recipe}", f"{kind} {recipe}"):
+        model = arms.build(base, arms.Arm(name), lying)
+        results.append([model(x), *arms.step(model, list(model.parameters()), x, g)()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["plain", "given"])
+def test_variants_hand_over_what_is_contiguous_along_the_contraction(lying, kind, monkeypatch):
+    seen = []
+
+    def product(a, b, layout, **options):
+        seen.append((layout, a.along(0 if layout[0] == "t" else 1), b.along(1 if layout[1] == "t" else 0)))
+        return gemm.scaled_mm(a, b, layout, **options)
+
+    monkeypatch.setattr(variants, "scaled_mm", product)
+    base = torch.nn.Linear(48, 80, bias=False, dtype=torch.bfloat16)
+    x, g = torch.randn(33, 48).bfloat16().requires_grad_(), torch.randn(33, 80).bfloat16()
+    model = arms.build(base, arms.Arm(f"{kind} rowwise"), lying)
+    arms.step(model, list(model.parameters()), x, g)()
+    assert [layout for layout, *_ in seen] == ["nt", "nn", "tn"]
+    assert all(operand is not None for _, *operands in seen for operand in operands)
+
+
+# Recovery
+
+
+def test_a_failing_row_is_kept_and_the_next_runs(lying):
+    lying.attempt({"arm": "broken"}, lambda: 1 / 0)
+    lying.attempt({"arm": "good"}, lambda: {"kernel_ms": 1.0})
+    kept = json.loads(lying.paths[0].read_text())["rows"]
+    assert "ZeroDivisionError" in kept[0]["error"] and kept[1]["kernel_ms"] == 1.0
+    assert lying.attempt({"arm": "good"}, lambda: pytest.fail("made twice"))["kernel_ms"] == 1.0
+
+
+def test_resuming_leaves_out_what_took_the_process_down(lying):
+    content = {"rows": [{"arm": "good", "kernel_ms": 1.0}], "running": {"arm": "deadly"}, "ceilings": {"copy_tbs": 9.0}}
+    lying.take_up(content)
+    for arm in ("good", "deadly"):
+        lying.attempt({"arm": arm}, lambda: pytest.fail("run again"))
+    assert "crashed or hung" in lying.rows[1]["error"] and lying.facts["ceilings"] == {"copy_tbs": 9.0}
+
+
+def test_no_row_begins_after_its_time(lying):
+    lying._end = 0.0
+    assert lying.attempt({"arm": "late"}, lambda: pytest.fail("run")) is None
+    lying.finish()
+    assert json.loads(lying.paths[0].read_text())["stopped"] == "time"
+
+
+# Commands
+
+
+def test_every_benchmark_explains_itself(capsys):
+    for name in __main__.NAMES:
+        if name == "sass":
+            continue
+        with pytest.raises(SystemExit) as end:
+            __main__.main([name, "--help"])
+        assert end.value.code == 0 and f"python -m benchmarks {name}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="there is no benchmark 'lnear'"):
+        __main__.main(["lnear"])
+
+
+def test_a_wrong_shape_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as end:
+        linear.main(["--shapes", "cube"])
+    assert end.value.code == 2 and "neither a named set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("module", "words"), [(linear, ()), (kernels, ("--quick",)), (train, ("--quick",))])
+def test_rehearsals(module, words, tmp_path, capsys):
+    content = rehearse(module, *words, out=tmp_path)
+    assert content["note"] == session.NOTHING_TIMED and not content["timed"]
+    assert session.NOTHING_TIMED in capsys.readouterr().out
+    errors = [row for row in content["rows"] if "error" in row]
+    assert content["rows"] and not errors, errors[0]
+    assert not any(row.get("kernel_ms") or row.get("tokens_per_s") for row in content["rows"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [probe, kernels, calibrate, layer, compile, train])
+def test_full_rehearsals(module, tmp_path):
+    content = rehearse(module, out=tmp_path)
+    errors = [row for row in content["rows"] if "error" in row or "WRONG" in row.get("result", "")]
+    assert content["rows"] and not errors, errors[0]
+
+
+@pytest.mark.slow
+def test_the_gpu_runner_rehearses_every_stage(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--rehearse", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.count("timed nothing: no GPU") == 1
+    stages = {stage["stage"]: stage for stage in json.loads((tmp_path / "gpu.json").read_text())["stages"]}
+    assert set(stages) == set(gpu.USUAL)
+    assert {stage["ended"] for stage in stages.values()} == {"done"}, stages
+    assert all(stage["rows"] and not stage["failed"] for stage in stages.values()), stages
+
+
+def test_a_cpu_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "RESULTS", tmp_path)
+    linear.main(["--shapes", "32,16,16", "--rounds", "2", *NO_PEERS])
+    content = json.loads((tmp_path / "cpu" / "linear.json").read_text())
+    assert content["timed"] and all(row["wall_ms"] > 0 for row in content["rows"])
+    assert content["rows"][0]["wall_speedup"] == 1.0
+
+
+def test_a_rehearsal_times_nothing():
+    ran = []
+    found = Rehearsal().measure([lambda: ran.append(1), lambda: ran.append(2)])
+    assert ran == [1, 2] and found == Timing(None, None, None, "none")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
+def test_files_and_functions_stay_short(path):
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert (node.end_lineno or 0) - node.lineno + 1 <= 80, node.name
