@@ -3,6 +3,7 @@
     import octavo
     model = octavo.convert(model)      # the one line: linear layers compute in FP8, in place
     print(octavo.report(model))        # which, in what recipe, and why
+    optimizer = octavo.AdamW(model.parameters(), lr=3e-4)      # moments in FP8, exact masters in 16 bits
 
 Importing it touches no device and imports neither Triton nor Transformers.
 """
@@ -10,9 +11,11 @@ Importing it touches no device and imports neither Triton nor Transformers.
 from octavo._version import __version__
 from octavo.nn import convert, disabled, report, revert
 from octavo.numerics import RECIPES, Plan, Precision, Recipe
+from octavo.optim import AdamW
 
 __all__ = [
     "RECIPES",
+    "AdamW",
     "Plan",
     "Precision",
     "Recipe",

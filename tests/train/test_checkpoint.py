@@ -34,7 +34,7 @@ CASES: list[dict[str, dict[str, Any]]] = [
     {},
     {"precision": {"parameters": "fp32"}},
     {"precision": {"parameters": "fp16", "loss_scale": "dynamic"}},
-    {"precision": {"master": False}},
+    {"precision": {"master": "none"}},
     {"precision": {"level": "O1"}},
     {"model": {"type": "llama", "config": LLAMA | {"tie_word_embeddings": True}}},
     {"model": {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}}},

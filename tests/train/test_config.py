@@ -79,7 +79,7 @@ def test_defaults_and_overrides(toml: Path) -> None:
         ("precision.loss_scale=-1.0", r"precision.loss_scale: .*got -1.0"),
         ("precision.level=O7", r"O7"),
         ("precision.recipe=rowise", r"'rowise'.*did you mean 'rowwise'"),
-        ("precision.master=false", r"fp16"),
+        ("precision.master=none", r"fp16"),
         ("model.path=x", r"either model.path .* or model.type"),
         ("optim", r'override "optim": write section.key=value'),
         ("lr=1", r'override "lr=1": write section.key=value'),

@@ -125,6 +125,17 @@ def test_a_causal_model_passes_and_is_left_as_it_was(sections: dict[str, Any], m
     assert all(param.grad is None for param in trainer.model.parameters())
 
 
+def test_remainders_take_all_bits_of_a_checkpoint(make_config: MakeConfig, checkpoint: Path) -> None:
+    sections: dict[str, Any] = {"precision": {"master": "remainder"}, "optim": {"states": "fp8"}}
+    config = make_config(model={"path": str(checkpoint)}, **sections)
+    trainer = Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+    exact = dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).named_parameters())
+    states = {id(param): state for param, state in trainer.optimizer._adamw.state.items()}
+    for name, param in trainer.model.named_parameters():
+        upper = param.detach().view(torch.int16).int() << 16
+        assert torch.equal((upper + states[id(param)]["remainder"].int()).view(torch.float32), exact[name]), name
+
+
 def test_weights_that_are_not_finite(make_config: MakeConfig, checkpoint: Path, tmp_path: Path) -> None:
     spoil(checkpoint, "model.norm.weight")
     with pytest.raises(ConfigError, match=r"model\.path = .*: model\.norm\.weight is not finite in bf16"):

@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.disk import sync, sync_entry
 from octavo.train.loss_scale import LossScale
-from octavo.train.optimizer import MasterAdamW
+from octavo.train.optimizer import CompactAdamW, MasterAdamW
 from octavo.train.tokenizer import TextTokenizer
 
 FOLDER = "checkpoints"
@@ -54,7 +54,7 @@ def save_checkpoint(
     step: int,
     model: Any,
     tokenizer: TextTokenizer,
-    optimizer: MasterAdamW,
+    optimizer: MasterAdamW | CompactAdamW,
     loss_scale: LossScale,
     config: TrainConfig,
     data_fingerprint: str,
@@ -130,7 +130,7 @@ def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -
     return tuned
 
 
-def load_checkpoint(folder: Path, model: Any, optimizer: MasterAdamW, loss_scale: LossScale) -> None:
+def load_checkpoint(folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW, loss_scale: LossScale) -> None:
     """Puts weights, optimizer state and loss scale in place. Raises ConfigError where they do not fit."""
     device = next(model.parameters()).device
     try:

@@ -121,6 +121,8 @@ class Optim(Section):
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled decay; not applied to parameters of fewer than two dimensions (norms, biases)."""
+    states: Literal["fp32", "fp8"] = "fp32"
+    """Moments of AdamW: 8 bytes per parameter, or about 2.1 in FP8 with dynamic range expansion (`octavo.AdamW`)."""
     clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest global L2 norm of the gradient; 0 does not clip."""
     batch: Count = 8
@@ -165,8 +167,8 @@ class PrecisionConfig(Section):
     """Keep FP8 forms of the weights from one micro-batch to the next (2 bytes per parameter): for small ones."""
     parameters: Literal["bf16", "fp32", "fp16"] = "bf16"
     """Type of the model's parameters. With fp32 the forward runs under bf16 autocast."""
-    master: bool = True
-    """Keep fp32 master copies of 16-bit parameters in the optimizer; fp32 parameters are their own master."""
+    master: Literal["fp32", "remainder", "none"] = "fp32"
+    """Exact fp32 masters of 16-bit parameters: a copy, or for bf16 the 16 bits it lacks; fp32 ones are their own."""
     loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
     """"dynamic", a fixed number, or "none". fp16 gradients underflow without one."""
     checkpointing: Literal["none", "full", "selective"] = "none"
@@ -180,10 +182,10 @@ class PrecisionConfig(Section):
     @model_validator(mode="after")
     def _known_precision(self) -> "PrecisionConfig":
         _ = self.asked
-        if self.parameters == "fp16" and not self.master:
+        if self.parameters == "fp16" and self.master != "fp32":
             raise ValueError(
-                "precision.master = false with fp16 parameters: AdamW's second moment underflows in fp16; "
-                "set precision.master = true"
+                f'precision.master = "{self.master}" with fp16 parameters: AdamW\'s second moment underflows in fp16, '
+                'and 16 bits more do not make fp32 of it; set precision.master = "fp32"'
             )
         return self
 

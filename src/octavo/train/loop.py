@@ -49,7 +49,7 @@ from octavo.train.metrics import (
     summarize_losses,
 )
 from octavo.train.model import build_model, check_model, choose_device, device_name, exact_masters
-from octavo.train.optimizer import MasterAdamW
+from octavo.train.optimizer import make_optimizer
 from octavo.train.outputs import CONFIG_FILE, LAYERS_FILE, TOKENIZER_FILE, Claim, claim_folder
 from octavo.train.probe import check_causal, kept_bytes_per_token
 from octavo.train.schedule import learning_rate
@@ -186,7 +186,7 @@ class Trainer:
             convert(self.model, precision=asked, verbose=False)
             self.layers = report(self.model)
         self._checkpointing = Checkpointing(self.model, precision.checkpointing)
-        self.optimizer = MasterAdamW(self.model, config.optim, master=precision.master, exact=exact_masters(config))
+        self.optimizer = make_optimizer(self.model, config, exact_masters(config))
         self.loss_scale = LossScale(precision.loss_scale)
         self._corpus = corpus
         self._device = device

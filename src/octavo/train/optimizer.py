@@ -5,16 +5,31 @@ on the masters, and the parameters are rounded from them. fp32 parameters are th
 (`master = false`) the step is taken on the 16-bit parameters as they are, with 16-bit moments: updates below half a
 unit in the last place are lost.
 
+With FP8 moments, or masters as 16-bit remainders, `octavo.AdamW` takes the step (`CompactAdamW`): gradients are then
+added up over the micro-batches in the parameters' own dtype, because an fp32 copy of them would cost more than the
+moments save.
+
 Decoupled weight decay goes to parameters of two or more dimensions; norms and biases get none.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from octavo.train.config import Optim
+from octavo.optim import AdamW
+from octavo.train.config import Optim, TrainConfig
+
+
+def make_optimizer(
+    model: nn.Module, config: TrainConfig, exact: Mapping[str, torch.Tensor]
+) -> "MasterAdamW | CompactAdamW":
+    """The optimizer that a configuration asks for; `exact` holds fp32 values of parameters where more is known."""
+    master = config.precision.master
+    if config.optim.states == "fp8" or (master == "remainder" and config.precision.parameters == "bf16"):
+        return CompactAdamW(model, config.optim, master=None if master == "none" else master, exact=exact)
+    return MasterAdamW(model, config.optim, master=master != "none", exact=exact)
 
 
 class MasterAdamW:
@@ -35,11 +50,8 @@ class MasterAdamW:
                 value = (exact or {}).get(name, param.detach())
                 self._masters.append(param if own else nn.Parameter(value.to(param.device, torch.float32)))
         self._clip = optim.clip
-        decayed = [master for master in self._masters if master.dim() >= 2]
-        plain = [master for master in self._masters if master.dim() < 2]
-        groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
+            _groups(self._masters, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
         )
 
     @torch.no_grad()
@@ -57,16 +69,12 @@ class MasterAdamW:
     @torch.no_grad()
     def gradient_norm(self, loss_scale: float) -> torch.Tensor:
         """Divides the gradients by `loss_scale`; returns their global L2 norm, not finite if any of them is not."""
-        grads = self._grads()
-        if loss_scale != 1.0:
-            torch._foreach_div_(grads, loss_scale)
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
+        return _unscaled_norm(self._grads(), loss_scale)
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor) -> None:
         """Clips the gradients, whose global norm is `norm`, takes a step and rounds the parameters from the masters."""
-        if self._clip:
-            torch._foreach_mul_(self._grads(), torch.clamp(self._clip / (norm + 1e-6), max=1.0))
+        _clip(self._grads(), self._clip, norm)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
@@ -95,3 +103,77 @@ class MasterAdamW:
 
     def _grads(self) -> list[torch.Tensor]:
         return [master.grad for master in self._masters if master.grad is not None]
+
+
+class CompactAdamW:
+    """`octavo.AdamW` over the trainable parameters of a model, with the methods of `MasterAdamW`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: Optim,
+        *,
+        master: Literal["remainder", "fp32"] | None,
+        exact: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        self._params = list(named.values())
+        self._clip = optim.clip
+        # The loop has looked at the gradients' norm before it takes a step.
+        self._adamw = AdamW(
+            _groups(self._params, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, states=optim.states,
+            master=master, nonfinite="ignore",
+        )  # fmt: skip
+        known = {named[name]: value for name, value in (exact or {}).items() if name in named}
+        self._adamw.set_masters({param: value for param, value in known.items() if param.dtype != torch.float32})
+
+    def accumulate(self) -> None:
+        """Nothing: backward adds to the parameters' own gradients."""
+
+    @torch.no_grad()
+    def gradient_norm(self, loss_scale: float) -> torch.Tensor:
+        """Divides the gradients by `loss_scale`; returns their global L2 norm, not finite if any of them is not."""
+        return _unscaled_norm(self._grads(), loss_scale)
+
+    @torch.no_grad()
+    def step(self, lr: float, norm: torch.Tensor) -> None:
+        """Clips the gradients, whose global norm is `norm`, and takes a step."""
+        _clip(self._grads(), self._clip, norm)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+
+    def zero_grad(self) -> None:
+        """Frees all gradients."""
+        for param in self._params:
+            param.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments, scales, remainders or masters and step counts, for `torch.load(weights_only=True)`."""
+        return {"adamw": self._adamw.state_dict(), "masters": {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` returned for the same model."""
+        self._adamw.load_state_dict(state["adamw"])
+
+    def _grads(self) -> list[torch.Tensor]:
+        return [param.grad for param in self._params if param.grad is not None]
+
+
+def _groups(params: Sequence[torch.Tensor], optim: Optim) -> list[dict[str, Any]]:
+    """Parameter groups with and without weight decay; none is empty."""
+    decayed = [param for param in params if param.dim() >= 2]
+    plain = [param for param in params if param.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _unscaled_norm(grads: list[torch.Tensor], loss_scale: float) -> torch.Tensor:
+    if loss_scale != 1.0:
+        torch._foreach_div_(grads, loss_scale)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
+
+
+def _clip(grads: list[torch.Tensor], largest: float, norm: torch.Tensor) -> None:
+    if largest:
+        torch._foreach_mul_(grads, torch.clamp(largest / (norm + 1e-6), max=1.0))

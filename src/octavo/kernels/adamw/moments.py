@@ -1,0 +1,106 @@
+"""FP8 moments of AdamW: groups of 128 along a row, each stretched over the format's range before it is rounded.
+
+Dynamic range expansion (COAT, arXiv 2410.19313): the magnitudes of a group span far less than FP8 can hold, so they are
+raised to a power k ≥ 1 that spreads them over all of it, and relative errors shrink k-fold when the root is taken.
+
+    hi = max|m|,  lo = min|m| over non-zeros,  k = ⌊16·L / log2(hi/lo)⌋ / 16
+    q  = round( sign(m) · top · (|m| / hi)^k )            m ≈ sign(q) · hi · (|q| / top)^(1/k)
+
+COAT also centres a group, by c = √(hi·lo), and stores c beside the scale of the result; with s = (hi/c)^k / top both
+cancel in the round trip, so hi (float32) and k (one byte, in sixteenths) are all there is to keep: 5 bytes per group.
+
+    first moment     E4M3        top 448          L = log2(448² / 2)
+    second moment    unsigned    top 2¹⁵·31/16    L = log2(top / (17/16))
+
+The second moment is never negative, so its sign bit goes to the mantissa: 4 exponent and 4 mantissa bits, code 0 for
+zero. That halves its error.
+
+A group of zeros, equal values (k at its largest), one element, zeros beside non-zeros and magnitudes at either end of
+float32 all stay finite: quotients are taken as differences of logarithms. The largest magnitude of a group is exact.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.numerics.formats import E4M3
+
+GROUP = 128
+"""Elements that share hi and k."""
+
+_TOP_SIGNED, _RANGE_SIGNED = E4M3.max, math.log2(E4M3.max**2 / 2)
+_TOP_UNSIGNED = 2.0**15 * 31 / 16
+_RANGE_UNSIGNED = math.log2(_TOP_UNSIGNED * 16 / 17)
+_MOST = 255
+"""Largest k in sixteenths."""
+
+
+def groups(columns: int) -> int:
+    """Groups per row of a matrix with so many columns."""
+    return -(-columns // GROUP)
+
+
+def compress(values: Tensor, signed: bool, noise: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """FP8 form of float32 moments.
+
+    Args:
+        values: [R,C]; not negative unless signed.
+        signed: Whether this is a first moment.
+        noise: Rounds up or down at random, in proportion, rather than to nearest.
+
+    Returns:
+        Codes [R,C] (float8_e4m3fn if signed, else uint8), hi float32 and k uint8, both [R, groups].
+    """
+    rows, columns = values.shape
+    grouped = F.pad(values, (0, -columns % GROUP)).view(rows, groups(columns), GROUP)
+    size = grouped.abs()
+    hi = size.amax(-1, keepdim=True)
+    lo = size.masked_fill(size == 0, torch.inf).amin(-1, keepdim=True)
+    empty = hi == 0
+    log_hi = hi.masked_fill(empty, 1.0).log2()
+    spread = log_hi - lo.masked_fill(empty, 1.0).log2()
+    reach = _RANGE_SIGNED if signed else _RANGE_UNSIGNED
+    k = (16 * reach / spread).floor_().clamp_(1, _MOST)  # 255 where all are equal: the quotient is infinite
+    top = _TOP_SIGNED if signed else _TOP_UNSIGNED
+    stretched = size.log2_().sub_(log_hi).mul_(k / 16).exp2_().mul_(top)
+    codes = _signed_codes(stretched, grouped, noise) if signed else _unsigned_codes(stretched, noise)
+    codes = codes.view(rows, groups(columns) * GROUP)[:, :columns].contiguous()
+    return codes, hi.squeeze(-1), k.squeeze(-1).to(torch.uint8)
+
+
+def expand(codes: Tensor, hi: Tensor, k: Tensor, signed: bool) -> Tensor:
+    """Float32 moments [R,C] from what `compress` returns."""
+    rows, columns = codes.shape
+    values = codes.float() if signed else _unsigned_values(codes)
+    grouped = F.pad(values, (0, -columns % GROUP)).view(rows, hi.shape[1], GROUP)
+    root = (16.0 / k.float()).unsqueeze(-1)
+    top = _TOP_SIGNED if signed else _TOP_UNSIGNED
+    half = grouped.abs().div_(top).log2_().mul_(root / 2).exp2_()  # of the ratio's root: all of it may underflow
+    size = half * hi.unsqueeze(-1) * half
+    return (size.copysign_(grouped) if signed else size).view(rows, hi.shape[1] * GROUP)[:, :columns]
+
+
+def _signed_codes(size: Tensor, values: Tensor, noise: torch.Generator | None) -> Tensor:
+    if noise is not None:
+        size = _rounded_at_random(size, 20, noise).clamp_(max=_TOP_SIGNED)
+    return size.copysign(values).to(E4M3.dtype)
+
+
+def _unsigned_codes(size: Tensor, noise: torch.Generator | None) -> Tensor:
+    """The four exponent and four mantissa bits of numbers from 1 to 2¹⁵·31/16, code 0 for zero."""
+    bits = (_rounded_at_random(size, 19, noise) if noise is not None else size).view(torch.int32)
+    codes = ((bits + (1 << 18 if noise is None else 0)) >> 19) - (127 << 4)
+    return codes.clamp_(1, 255).masked_fill_(size == 0, 0).to(torch.uint8)
+
+
+def _unsigned_values(codes: Tensor) -> Tensor:
+    bits = (codes.to(torch.int32) + (127 << 4)) << 19
+    return bits.view(torch.float32).masked_fill(codes == 0, 0.0)
+
+
+def _rounded_at_random(size: Tensor, dropped: int, noise: torch.Generator) -> Tensor:
+    """Float32 with `dropped` low bits cleared, up or down with the probability that keeps the mean."""
+    random = torch.randint(0, 1 << dropped, size.shape, generator=noise, device=size.device, dtype=torch.int32)
+    return ((size.view(torch.int32) + random) & -(1 << dropped)).view(torch.float32)

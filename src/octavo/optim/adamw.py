@@ -1,0 +1,324 @@
+"""AdamW in the place of `torch.optim.AdamW`, with half the memory or less.
+
+    states="fp8"           both moments in about 2.1 bytes per parameter instead of 8 (`octavo.kernels.adamw.moments`)
+    master="remainder"     an exact float32 master of a bf16 parameter in 2 bytes instead of 4
+
+Neither needs anything of the model: it may be bf16, FP8 (`octavo.convert`) or float32, and the optimizer is all one
+changes. States are plain tensors of the parameter's shape, with one row of scales per row, so `state_dict` goes
+through `torch.save` and `weights_only=True` loading.
+
+Parameters with fewer than 64 elements per row (norms and biases among them) keep float32 moments: scales would cost
+more than they save.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.adamw import Hyper, Slot, groups, split, step
+from octavo.numerics.formats import E4M3
+from octavo.numerics.names import nearest
+
+SMALLEST_ROW = 64
+"""Columns from which on FP8 moments pay for their scales."""
+
+_STATES = ("fp8", "fp32")
+_MASTERS = ("remainder", "fp32", None)
+_NONFINITE = ("raise", "skip", "ignore")
+
+
+class AdamW(torch.optim.Optimizer):
+    """Decoupled-weight-decay Adam (Loshchilov and Hutter, arXiv 1711.05101).
+
+    Args:
+        params: Parameters, or groups of them, as for any `torch.optim.Optimizer`.
+        lr: Learning rate, a number or a tensor with one element.
+        betas: Decay of the first and the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+        states: `"fp8"`: moments in 8 bits with dynamic range expansion. `"fp32"`: as `torch.optim.AdamW`.
+        master: `"remainder"`: bf16 parameters get 16 bits more, which make an exact float32 master. `"fp32"`: float32
+            copies of 16-bit parameters. None: the parameters as they are. float32 parameters are their own masters.
+        stochastic_rounding: Round FP8 moments, and bf16 parameters without a master, up or down at random so that
+            the mean is kept; the same in every run.
+        nonfinite: What a NaN or Inf in a gradient does: `"raise"` refuses the step, `"skip"` leaves it out and counts
+            it (`skipped`), `"ignore"` does not look. In the first two cases nothing is changed.
+        maximize: Climb rather than descend.
+        amsgrad: Not supported; here so that the arguments of `torch.optim.AdamW` are understood.
+
+    Raises:
+        ValueError: For a value that is not one of these, naming the nearest, and for parameters that `master` does
+            not fit.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        states: Literal["fp8", "fp32"] = "fp8",
+        master: Literal["remainder", "fp32"] | None = "remainder",
+        stochastic_rounding: bool = False,
+        nonfinite: Literal["raise", "skip", "ignore"] = "raise",
+        maximize: bool = False,
+        amsgrad: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise ValueError("amsgrad keeps a third moment, which octavo.AdamW has not; use torch.optim.AdamW")
+        self.skipped = 0
+        """Steps left out because of a gradient that was not finite."""
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "states": states,
+            "master": master,
+            "stochastic_rounding": stochastic_rounding,
+            "nonfinite": nonfinite,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As `torch.optim.Optimizer`; checks the group's values first."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_group(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step on every parameter that has a gradient.
+
+        Args:
+            closure: Computes the loss and the gradients again, as for any optimizer.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            FloatingPointError: Where `nonfinite="raise"` and a gradient is not finite; nothing was changed.
+            ValueError: For sparse or complex gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        for _, param in work:
+            if param.grad.is_sparse or param.grad.is_complex():
+                kind = "sparse" if param.grad.is_sparse else "complex"
+                raise ValueError(f"octavo.AdamW takes dense real gradients; one of shape {list(param.shape)} is {kind}")
+        if not self._finite(work):
+            self.skipped += 1
+            return loss
+        index = {param: i for i, param in enumerate(p for g in self.param_groups for p in g["params"])}
+        for group, param in work:
+            state = self.state[param]
+            if not state:
+                state.update(_fresh_state(param, group))
+            state["step"] += 1
+            count = int(state["step"].item())
+            beta1, beta2 = group["betas"]
+            hyper = Hyper(
+                lr=float(group["lr"]),
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=count,
+                maximize=group["maximize"],
+            )
+            noise = _noise(index[param], count, param.device) if group["stochastic_rounding"] else None
+            _step(param, state, hyper, noise)
+        return loss
+
+    @torch.no_grad()
+    def set_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Give parameters more exact values than their dtype holds: those of a float32 checkpoint, before training.
+
+        Args:
+            masters: Float32 values by parameter of this optimizer; each parameter becomes its value, rounded.
+
+        Raises:
+            ValueError: For a parameter that keeps no master (`master=None`), or values of another shape or dtype.
+        """
+        groups_of = {param: group for group in self.param_groups for param in group["params"]}
+        for param, value in masters.items():
+            group = groups_of.get(param)
+            if group is None or group["master"] is None or param.dtype == torch.float32:
+                raise ValueError(
+                    f"set_masters takes 16-bit parameters of this optimizer that have a master; got {list(param.shape)}"
+                )
+            if value.shape != param.shape or value.dtype != torch.float32:
+                raise ValueError(
+                    f"the master of a parameter {list(param.shape)} is float32 of its shape; got {value.dtype} "
+                    f"{list(value.shape)}"
+                )
+        for param, value in masters.items():
+            state = self.state[param]
+            if not state:
+                state.update(_fresh_state(param, groups_of[param]))
+            value = value.to(param.device)
+            if "master" in state:
+                state["master"].copy_(value)
+                param.copy_(value)
+            else:
+                upper, state["remainder"] = split(value)
+                param.copy_(upper)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, bit for bit.
+
+        Raises:
+            ValueError: For the state of other parameters, or of other `states` or `master`; nothing was changed.
+        """
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        if len(saved) != len(params):
+            raise ValueError(
+                f"this optimizer state is for {len(saved)} parameters; this optimizer has {len(params)}: it is the "
+                "state of another model"
+            )
+        settings = [group for group in state_dict["param_groups"] for _ in group["params"]]
+        for i, param, group in zip(saved, params, settings, strict=True):
+            state = state_dict["state"].get(i)
+            if state is not None:
+                _check_state(i, param, state, {**self.defaults, **group})
+        super().load_state_dict(state_dict)
+        for i, param in zip(saved, params, strict=True):
+            for name, value in state_dict["state"].get(i, {}).items():
+                # The base class casts states to the parameter's dtype.
+                device = "cpu" if name == "step" else param.device
+                self.state[param][name] = value.to(device, copy=True)
+
+    def _finite(self, work: list[tuple[dict[str, Any], Tensor]]) -> bool:
+        """Whether all gradients that are to be looked at are finite; raises where that is asked for."""
+        looked_at = [param for group, param in work if group["nonfinite"] != "ignore" and param.numel()]
+        if not looked_at:
+            return True
+        grads: dict[torch.device, list[Tensor]] = {}
+        for param in looked_at:
+            assert param.grad is not None
+            grads.setdefault(param.grad.device, []).append(param.grad)
+        largest = [torch.stack([n.float().cpu() for n in torch._foreach_norm(g, torch.inf)]) for g in grads.values()]
+        if all(bool(norms.isfinite().all()) for norms in largest):
+            return True
+        if any(group["nonfinite"] == "raise" for group, _ in work):
+            bad = [list(p.shape) for p in looked_at if p.grad is not None and not p.grad.isfinite().all()]
+            raise FloatingPointError(
+                f"{len(bad)} gradients hold NaN or Inf, the first of shape {bad[0]}; parameters and states are as "
+                "before. Lower the learning rate, clip gradients, or leave such steps out with nonfinite='skip'"
+            )
+        return False
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Raise ValueError for a parameter group whose values do not fit."""
+    for name, known in (("states", _STATES), ("master", _MASTERS), ("nonfinite", _NONFINITE)):
+        if group[name] not in known:
+            hint = nearest(str(group[name]), [str(value) for value in known])
+            raise ValueError(f"{name} is one of {', '.join(map(repr, known))}; got {group[name]!r}{hint}")
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr is a number or a tensor with one element; got shape {list(lr.shape)}")
+    limits = {"lr": (float(lr), math.inf), "eps": (group["eps"], math.inf)}
+    limits |= {f"betas[{i}]": (beta, 1.0) for i, beta in enumerate(group["betas"])}
+    limits |= {"weight_decay": (group["weight_decay"], math.inf)}
+    for name, (value, end) in limits.items():
+        if not 0.0 <= value < end:
+            raise ValueError(f"{name} is at least 0{' and below 1' if end == 1 else ''}; got {value}")
+    for param in group["params"]:
+        if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"octavo.AdamW takes float32, bfloat16 and float16 parameters; got {param.dtype}")
+        if param.dtype == torch.float16 and group["master"] == "remainder":
+            raise ValueError(
+                "master='remainder' extends bf16 to float32 by 16 bits, which float16 parameters do not allow; "
+                "use master='fp32' for them"
+            )
+
+
+def _fresh_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    """State of a parameter before its first step."""
+    rows, columns = _as_matrix(param).shape
+    state = {"step": torch.zeros((), dtype=torch.float32)}
+    if group["states"] == "fp8" and columns >= SMALLEST_ROW:
+        state["exp_avg"] = torch.zeros(param.shape, dtype=E4M3.dtype, device=param.device)
+        state["exp_avg_sq"] = torch.zeros(param.shape, dtype=torch.uint8, device=param.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            shape = rows, groups(columns)
+            state[f"{name}_hi"] = torch.zeros(shape, dtype=torch.float32, device=param.device)
+            state[f"{name}_k"] = torch.full(shape, 16, dtype=torch.uint8, device=param.device)
+    else:
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
+    if param.dtype != torch.float32:
+        if group["master"] == "remainder":
+            state["remainder"] = torch.zeros(param.shape, dtype=torch.int16, device=param.device)
+        elif group["master"] == "fp32":
+            state["master"] = param.detach().float()
+    return state
+
+
+def _check_state(index: int, param: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    """Raise ValueError for a state that is not one of this parameter under these settings."""
+    wanted = {name: (value.shape, value.dtype) for name, value in _fresh_state(param.to("meta"), group).items()}
+    given = {name: (value.shape, value.dtype) for name, value in state.items()}
+    if wanted == given:
+        return
+    name = next(n for n in (*wanted, *given) if wanted.get(n) != given.get(n))
+    described = [
+        "none" if value is None else f"{value[1]} {list(value[0])}" for value in (wanted.get(name), given.get(name))
+    ]
+    raise ValueError(
+        f"the saved state of parameter {index} {list(param.shape)} does not fit: {name} is {described[0]} here and "
+        f"{described[1]} there. It is the state of another model, or of other settings of `states` or `master`"
+    )
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    """View of a tensor as [first dimension, rest]; [1, n] for fewer than two dimensions."""
+    if tensor.ndim < 2:
+        return tensor.reshape(1, -1)
+    return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
+
+
+def _step(param: Tensor, state: dict[str, Tensor], hyper: Hyper, noise: torch.Generator | None) -> None:
+    """One step on a parameter of any shape and strides."""
+    dense = param if param.is_contiguous() else param.contiguous()
+    quantized = "exp_avg_hi" in state
+    assert param.grad is not None
+    step(
+        Slot(
+            param=_as_matrix(dense),
+            grad=_as_matrix(param.grad.contiguous()),
+            exp_avg=_as_matrix(state["exp_avg"]),
+            exp_avg_sq=_as_matrix(state["exp_avg_sq"]),
+            scales=(
+                (state["exp_avg_hi"], state["exp_avg_k"], state["exp_avg_sq_hi"], state["exp_avg_sq_k"])
+                if quantized
+                else None
+            ),
+            remainder=_as_matrix(state["remainder"]) if "remainder" in state else None,
+            master=_as_matrix(state["master"]) if "master" in state else None,
+            noise=noise,
+        ),
+        hyper,
+    )
+    if dense is not param:
+        param.copy_(dense)
+
+
+def _noise(index: int, count: int, device: torch.device) -> torch.Generator:
+    """Random bits that depend on the parameter's place and its step alone, so that a resumed run draws the same."""
+    return torch.Generator(device).manual_seed((index << 32) + count)

@@ -1,0 +1,267 @@
+import copy
+import io
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from octavo.optim import AdamW
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def parameters(dtype=torch.float32):
+    shapes = [(40, 200), (7, 128), (96,), (3, 5, 30), (1,), (0, 64), ()]
+    return [nn.Parameter(randn(*shape, seed=i, dtype=dtype)) for i, shape in enumerate(shapes)]
+
+
+def set_gradients(params, step, dtype=None):
+    for i, param in enumerate(params):
+        param.grad = randn(*param.shape, seed=1000 * step + i).to(dtype or param.dtype)
+
+
+def train(optimizer, params, steps, start=0):
+    for step in range(start, start + steps):
+        set_gradients(params, step)
+        optimizer.step()
+
+
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_with_fp32_states_it_is_torch_adamw(maximize):
+    ours, theirs = parameters(), parameters()
+    train(AdamW(ours, **SETTINGS, states="fp32", maximize=maximize), ours, 5)
+    train(torch.optim.AdamW(theirs, **SETTINGS, foreach=False, maximize=maximize), theirs, 5)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("states", ["fp32", "fp8"])
+def test_a_remainder_is_an_exact_fp32_master(states):
+    """bf16 parameters with remainders walk exactly the path of float32 masters; parameters are the masters, rounded."""
+    start = [p.detach().bfloat16() for p in parameters()]
+    remainder, master = ([nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    one = AdamW(remainder, **SETTINGS, states=states, master="remainder")
+    other = AdamW(master, **SETTINGS, states=states, master="fp32")
+    train(one, remainder, 8)
+    train(other, master, 8)
+    for a, b in zip(remainder, master, strict=True):
+        if a.numel():
+            bits = (a.detach().view(torch.int16).int() << 16) + one.state[a]["remainder"].int()
+            assert torch.equal(bits.view(torch.float32), other.state[b]["master"])
+            # Ties are rounded up here and to even there.
+            assert (a.detach().view(torch.int16).int() - b.detach().view(torch.int16).int()).abs().max() <= 1
+
+
+@given(st.integers(-(2**31), 2**31 - 1))
+def test_any_fp32_value_is_a_bf16_parameter_and_a_remainder(pattern):
+    upper = (pattern + 0x8000) >> 16
+    remainder = pattern - (upper << 16)
+    assert -(2**15) <= remainder < 2**15 and -(2**15) <= upper <= 2**15
+    value = torch.tensor([pattern], dtype=torch.int32).view(torch.float32)
+    if value.isfinite().all():
+        parameter = torch.tensor([upper], dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        nearest = value.bfloat16()
+        assert abs(parameter.view(torch.int16).int() - nearest.view(torch.int16).int()) <= 1
+
+
+def bytes_per_parameter(optimizer, names):
+    total = sum(t.nbytes for s in optimizer.state.values() for n, t in s.items() if n.startswith(names))
+    return total / sum(p.numel() for g in optimizer.param_groups for p in g["params"])
+
+
+@pytest.mark.parametrize("shape", [(64, 4096), (128, 128), (50, 1000), (300, 64), (32, 3, 14, 14)])
+def test_bytes_per_parameter(shape):
+    param = nn.Parameter(randn(*shape, dtype=torch.bfloat16))
+    optimizer = AdamW([param])
+    train(optimizer, [param], 1)
+    assert bytes_per_parameter(optimizer, ("exp_avg",)) <= 2.2
+    assert bytes_per_parameter(optimizer, ("remainder", "master")) == 2
+
+
+@pytest.mark.parametrize("steps", [1, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_resuming_is_bitwise_the_uninterrupted_run(steps, dtype, stochastic):
+    settings = {**SETTINGS, "stochastic_rounding": stochastic}
+    whole = parameters(dtype)
+    optimizer = AdamW(whole, **settings)
+    train(optimizer, whole, steps)
+    file = io.BytesIO()
+    torch.save({"model": [p.detach() for p in whole], "optimizer": optimizer.state_dict()}, file)
+    train(optimizer, whole, 3, start=steps)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed = [nn.Parameter(p) for p in saved["model"]]
+    second = AdamW(resumed, **settings)
+    second.load_state_dict(saved["optimizer"])
+    train(second, resumed, 3, start=steps)
+    for a, b in zip(whole, resumed, strict=True):
+        assert torch.equal(a, b)
+        for name, value in optimizer.state[a].items():
+            assert value.dtype == second.state[b][name].dtype, name
+            assert torch.equal(value.float(), second.state[b][name].float()), name
+
+
+@pytest.mark.parametrize("change", [{"states": "fp32"}, {"master": "fp32"}])
+def test_a_state_of_other_settings_is_refused_and_nothing_changes(change):
+    params = parameters(torch.bfloat16)
+    optimizer = AdamW(params, **SETTINGS)
+    train(optimizer, params, 1)
+    saved = optimizer.state_dict()
+    other = AdamW(params, **{**SETTINGS, **change})
+    train(other, params, 1)
+    before = copy.deepcopy(other.state_dict())
+    other_saved = copy.deepcopy(saved)
+    other_saved["param_groups"][0].update(change)
+    with pytest.raises(ValueError, match="does not fit: .* of other settings of `states` or `master`"):
+        other.load_state_dict(other_saved)
+    after = other.state_dict()
+    assert before["param_groups"] == after["param_groups"]
+    for i, state in before["state"].items():
+        for name, value in state.items():
+            assert value.dtype == after["state"][i][name].dtype
+
+
+def test_the_state_of_another_model_is_refused():
+    params = parameters()
+    optimizer = AdamW(params, **SETTINGS)
+    train(optimizer, params, 1)
+    with pytest.raises(ValueError, match="for 7 parameters; this optimizer has 1"):
+        AdamW([nn.Parameter(randn(4, 64))]).load_state_dict(optimizer.state_dict())
+    swapped = [params[1], params[0], *params[2:]]
+    with pytest.raises(ValueError, match=r"parameter 0 \[7, 128\] does not fit"):
+        AdamW(swapped).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad, nonfinite):
+    params = parameters()
+    optimizer = AdamW(params, **SETTINGS, nonfinite=nonfinite)
+    train(optimizer, params, 2)
+    values, states = copy.deepcopy(params), copy.deepcopy(optimizer.state_dict()["state"])
+    set_gradients(params, 5)
+    params[1].grad[3, 7] = bad
+    if nonfinite == "raise":
+        with pytest.raises(FloatingPointError, match=r"1 gradients hold NaN or Inf, the first of shape \[7, 128\]"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert optimizer.skipped == (nonfinite == "skip")
+    for a, b in zip(params, values, strict=True):
+        assert torch.equal(a, b)
+    for i, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(v.float(), states[i][n].float()) for n, v in state.items())
+
+
+def test_ignored_gradients_reach_the_parameters():
+    param = nn.Parameter(randn(4, 128))
+    optimizer = AdamW([param], nonfinite="ignore")
+    param.grad = torch.full_like(param, torch.nan)
+    optimizer.step()
+    assert param.isnan().all()
+
+
+def test_parameters_without_a_gradient_are_left_alone():
+    params = parameters()
+    optimizer = AdamW(params, **SETTINGS)
+    set_gradients(params, 0)
+    params[0].grad = None
+    before = params[0].detach().clone()
+    optimizer.step()
+    assert torch.equal(params[0], before) and params[0] not in optimizer.state
+
+
+def test_groups_lr_as_a_tensor_closure_and_added_groups():
+    params = parameters()
+    lr = torch.tensor(1e-2)
+    ours = AdamW([{"params": params[:1], "weight_decay": 0.0}, {"params": params[1:3]}], lr=lr, states="fp32")
+    ours.add_param_group({"params": params[3:], "lr": 1e-3})
+    twins = parameters()
+    theirs = torch.optim.AdamW(
+        [{"params": twins[:1], "weight_decay": 0.0}, {"params": twins[1:3]}, {"params": twins[3:], "lr": 1e-3}],
+        lr=1e-2, foreach=False,
+    )  # fmt: skip
+    for step in range(3):
+        set_gradients(params, step)
+        set_gradients(twins, step)
+        assert ours.step(lambda: 3.5) == 3.5
+        theirs.step()
+        lr.fill_(1e-2 / (step + 2))
+        for group in theirs.param_groups[:2]:
+            group["lr"] = 1e-2 / (step + 2)
+    for a, b in zip(params, twins, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+
+
+def test_strides_of_a_parameter_do_not_matter():
+    dense = nn.Parameter(randn(96, 160))
+    strided = nn.Parameter(randn(96, 160).t().contiguous().t())
+    for param in (dense, strided):
+        train(AdamW([param], **SETTINGS), [param], 3)
+    assert torch.equal(dense, strided) and not strided.is_contiguous()
+
+
+def test_grad_scaler_and_accumulation_work():
+    model = nn.Linear(128, 64)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        scaler.scale(model(randn(16, 128)).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(before, model.weight)
+
+
+def test_stochastic_rounding_keeps_small_updates_of_bf16_parameters():
+    """Updates of a tenth of a unit in the last place vanish when rounded to nearest, and arrive at random."""
+    still, moving = (nn.Parameter(torch.ones(64, 256, dtype=torch.bfloat16)) for _ in range(2))
+    for param, stochastic in ((still, False), (moving, True)):
+        optimizer = AdamW([param], lr=2**-8 / 10, weight_decay=0, master=None, stochastic_rounding=stochastic)
+        for _ in range(20):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+    assert torch.equal(still, torch.ones_like(still))
+    assert moving.float().mean().item() == pytest.approx(1 - 20 * 2**-8 / 10, abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"states": "fp4"}, "states is one of 'fp8', 'fp32'; got 'fp4'.*did you mean 'fp8'"),
+        ({"master": "remaindr"}, "did you mean 'remainder'"),
+        ({"nonfinite": "stop"}, "nonfinite is one of"),
+        ({"amsgrad": True}, "use torch.optim.AdamW"),
+        ({"lr": -1.0}, "lr is at least 0; got -1.0"),
+        ({"lr": torch.ones(2)}, "one element"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] is at least 0 and below 1; got 1.0"),
+        ({"eps": -1e-8}, "eps is at least 0"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AdamW(parameters(), **settings)
+
+
+def test_parameters_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="use master='fp32' for them"):
+        AdamW(parameters(torch.float16))
+    AdamW(parameters(torch.float16), master="fp32")
+    with pytest.raises(ValueError, match="got torch.float64"):
+        AdamW([nn.Parameter(torch.zeros(3, dtype=torch.float64))])
+
+
+def test_sparse_gradients_are_refused():
+    embedding = nn.Embedding(10, 64, sparse=True)
+    optimizer = AdamW(embedding.parameters())
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="is sparse"):
+        optimizer.step()

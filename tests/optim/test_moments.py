@@ -1,0 +1,85 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.kernels import quantize
+from octavo.kernels.adamw import compress, expand
+from octavo.numerics import QuantSpec, sqnr
+
+
+def lognormal(*shape, sigma=1.0, seed=0):
+    return torch.exp(sigma * torch.randn(*shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def round_trip(values, signed):
+    return expand(*compress(values, signed), signed)
+
+
+def without_expansion(values):
+    """E4M3 with one scale per group of 128."""
+    return quantize(values.reshape(-1, 128), QuantSpec.parse("e4m3/row")).dequantize().reshape(values.shape)
+
+
+def test_expansion_gains_6_db_on_first_moments_and_12_on_second():
+    signs = torch.randn(256, 1024, generator=torch.Generator().manual_seed(1)).sign()
+    first, second = lognormal(256, 1024) * signs, lognormal(256, 1024)
+    assert sqnr(first, round_trip(first, True)) >= sqnr(first, without_expansion(first)) + 6
+    assert sqnr(second, round_trip(second, False)) >= sqnr(second, without_expansion(second)) + 12
+
+
+def test_averages_of_squares_gain_more_because_they_span_less():
+    squares = torch.randn(1000, 64, 256, generator=torch.Generator().manual_seed(0)).square().mean(0)
+    assert sqnr(squares, round_trip(squares, False)) >= sqnr(squares, without_expansion(squares)) + 20
+
+
+EDGES = {
+    "zeros": [0.0] * 130,
+    "constant": [3.0] * 130,
+    "one element": [7.0],
+    "one among zeros": [0.0, 5.0, 0.0],
+    "tiny": [1e-38] * 5,
+    "huge": [1e38] * 5,
+    "both ends": [1e-37, 1e38, 0.0, 1.0],
+    "nearly constant": [1.0, 1.0 + 2**-23],
+    "subnormal": [1e-40, 2e-40],
+}
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("values", EDGES.values(), ids=EDGES)
+def test_edges_stay_finite_and_accurate(values, signed):
+    values = torch.tensor([values])
+    back = round_trip(values, signed)
+    assert back.isfinite().all()
+    assert torch.equal(back == 0, values == 0)
+    wide = values.max() / values.masked_fill(values == 0, torch.inf).min() > 1e30
+    torch.testing.assert_close(back, values, rtol=2.0 if wide else 2**-4, atol=0)
+
+
+@given(st.integers(0, 5), st.integers(0, 300), st.booleans(), st.integers(0, 100))
+def test_any_size(rows, columns, signed, seed):
+    values = lognormal(rows, columns, seed=seed)
+    if signed:
+        values *= torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).sign()
+    codes, hi, k = compress(values, signed)
+    assert codes.shape == values.shape and hi.shape == k.shape == (rows, -(-columns // 128))
+    back = expand(codes, hi, k, signed)
+    assert back.shape == values.shape and ((back - values).abs() <= 0.2 * values.abs()).all()
+    largest = values.abs().amax().item() if values.numel() else 0
+    assert back.abs().amax().item() == pytest.approx(largest, rel=1e-5) if values.numel() else True
+
+
+def test_a_group_of_its_own_does_not_see_the_others():
+    values = lognormal(2, 384)
+    alone = round_trip(values[:, 128:256], False)
+    assert torch.equal(round_trip(values, False)[:, 128:256], alone)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_rounding_at_random_keeps_the_mean(signed):
+    values = lognormal(8, 128) * (torch.randn(8, 128).sign() if signed else 1)
+    noise = torch.Generator().manual_seed(0)
+    mean = sum(expand(*compress(values, signed, noise), signed) for _ in range(600)) / 600
+    at_random, to_nearest = ((t / values - 1).abs().mean() for t in (mean, round_trip(values, signed)))
+    assert at_random < to_nearest / 5
