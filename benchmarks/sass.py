@@ -1,105 +1,263 @@
-"""What the compiler makes of each Triton kernel, seen without a GPU: registers, spills, widths of memory accesses.
+"""What the compiler makes of each Triton kernel, seen without a GPU: registers, spills, accesses, what bounds it.
 
 Triton compiles for a GPU that is not there, down to machine code, with the `ptxas` and `cuobjdump` of its own wheel.
-One row per kernel, input dtype and fold at aligned shapes; the rows of sm_90 are kept in `results/sass/sm_90.json`,
-and `tests/kernels/test_sass.py` fails when a change spills registers or narrows an access. `--write` renews that
-file.
+One row per variant (kernel × case × configuration) and target, for bf16 input at aligned shapes. Each kernel is costed
+from its machine code (`sass_code`) and bounded (`sass_bound`). The rows of sm_90 are kept, per Triton version, in
+`results/sass/sm_90.json`; `tests/kernels/test_sass.py` fails when a change spills, narrows an access or grows a loop.
+`--write` renews the rows of the Triton that runs. Another one: `PYTHONPATH=.venv/triton-3.6 python -m benchmarks sass`.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import tempfile
-from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from importlib import import_module
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from benchmarks import shapes
 from benchmarks.environment import RESULTS
-from octavo.kernels.quantize import QUANTIZE
-from octavo.numerics import QuantSpec
+from benchmarks.roofline import Device
+from benchmarks.sass_bound import ARCHITECTURES, DEVICES, Cost, cost_of, product_seconds, seconds_per_element
+from benchmarks.sass_code import Code
 
-CODES = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
-INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+if TYPE_CHECKING:
+    from octavo.kernels.launch import Variant
 
-
-def rows(capability: int) -> list[dict[str, Any]]:
-    """Compile every quantizer for `sm_<capability>` and describe what came out."""
-    from octavo.kernels.quantize import triton as kernels
-
-    found = []
-    for (text,) in QUANTIZE.cases.values():
-        spec = QuantSpec.parse(text)
-        for fold in ("none", "rows", "columns"):
-            for launch in kernels.launches(spec, fold):
-                compiled = compile_for(capability, launch, spec, fold)
-                found.append({"spec": text, "fold": fold, "kernel": launch.kernel.fn.__name__} | describe(compiled))
-    return found
+MODULES = ("octavo.kernels.quantize.triton", "octavo.kernels.gemm.triton", "octavo.kernels.fused.triton")
+DIFFER_BY_TARGET = ("octavo.kernels.gemm.triton",)
+"""Whose configurations depend on the compute capability."""
+GOLDEN = RESULTS / "sass" / "sm_90.json"
+PRODUCTS = tuple(dict.fromkeys((*shapes.TARGETS, *shapes.SETS["cubes"], *shapes.SETS["llama"])))
+"""M, K, N of the products to predict."""
+SHAPES = ((16384, 4096), (16384, 8192), (16384, 14336), (28672, 8192))
+"""Matrices to predict a pass over: X of the two targets and of a down projection, W of the larger target."""
 
 
-def compile_for(capability: int, launch: Any, spec: QuantSpec, fold: str) -> Any:
-    """Compile one launch for bf16 input, contiguous rows, pointers and sizes divisible by 16."""
+@cache
+def variants(capability: int) -> tuple["Variant", ...]:
+    """Every kernel × case × configuration that the backends can launch on a device of this compute capability."""
+    found: list[Variant] = []
+    for name in MODULES:
+        module = import_module(name)
+        found += module.variants(capability) if name in DIFFER_BY_TARGET else module.variants()
+    return tuple(found)
+
+
+def rows(capability: int, wanted: list[int], jobs: int) -> list[dict[str, Any]]:
+    """Compile the variants with these indices for `sm_<capability>` in parallel and describe what came out.
+
+    What is compiled the same way for several cases is compiled once.
+    """
+    first: dict[str, int] = {}
+    same = {i: first.setdefault(_identity(variants(capability)[i]), i) for i in wanted}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        tasks = ((index, capability) for index in first.values())
+        found = dict(zip(first.values(), pool.map(_row, tasks, chunksize=2), strict=True))
+    return [found[same[i]] | _named(variants(capability)[i]) for i in wanted]
+
+
+def _identity(variant: "Variant") -> str:
+    launch = variant.launch
+    kernel = f"{launch.kernel.fn.__module__} {launch.kernel.fn.__name__}"
+    return repr((kernel, launch.constants, launch.num_warps, launch.num_stages, variant.types, variant.ones,
+                 variant.tile, variant.trips, variant.device_bytes))  # fmt: skip
+
+
+def _row(task: tuple[int, int]) -> dict[str, Any]:
+    index, capability = task
+    return describe(variants(capability)[index], capability)
+
+
+def _named(variant: "Variant") -> dict[str, Any]:
+    return {
+        "op": variant.op,
+        "case": variant.case,
+        "config": variant.config,
+        "kernel": variant.launch.kernel.fn.__name__,
+        "shape": _shape(variant.launch),
+    }
+
+
+def compile_for(capability: int, variant: "Variant") -> Any:
+    """Compile a variant for bf16 input, contiguous rows, pointers and sizes divisible by 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = {
-        "x": "*bf16",
-        "fold": "*bf16" if fold == "none" else "*fp32",
-        "amax": "*i32",
-        "q": CODES[spec.format.name],
-        "s": "*u8" if spec.scale_rule == "e8m0" else "*fp32",
-    }
-    constants = {**launch.constants, "stride_c": 1}
+    launch = variant.launch
+    constants = {**launch.constants, **dict.fromkeys(variant.ones, 1)}
     names = launch.kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants}
+    signature = {name: "constexpr" if name in constants else variant.types.get(name, "i32") for name in names}
+    whole = [i for i, name in enumerate(names) if signature[name].startswith(("*", "i"))]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in whole}
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": launch.num_warps})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def describe(compiled: Any) -> dict[str, Any]:
-    """Registers, stack and local bytes, and the global accesses by width, of a compiled kernel."""
+def describe(variant: "Variant", capability: int) -> dict[str, Any]:
+    """The row of one variant: what the compiler made of it, and what follows."""
+    name = _named(variant)
+    try:
+        compiled = compile_for(capability, variant)
+    except Exception as error:  # whatever the compiler raises is a row of the table
+        return name | {"error": " ".join(str(error.__cause__ or error).split()[-40:])}
+    code_text, resources = _disassembled(compiled.asm["cubin"])
+    code = Code.parse(code_text)
+    warps = max(variant.launch.num_warps, getattr(compiled.metadata, "num_warps", 0))
+    programs, occupancy = ARCHITECTURES[capability].occupancy(resources["reg"], compiled.metadata.shared, warps)
+    contraction = variant.launch.constants.get("TILE_K")
+    cost = cost_of(code, warps, variant.tile, 4096 // contraction if contraction else variant.trips)
+    asynchronous = any(op.startswith(("UTMALDG", "LDGSTS")) for op in code.accesses)
+    in_flight = programs * (compiled.metadata.shared if asynchronous else code.in_flight * 32 * warps)
+    times = seconds_per_element(cost, variant.device_bytes, in_flight, DEVICES[-1])
+    if code.matrix:  # most of what it loads comes from L2: see `product_seconds`
+        del times["memory"], times["latency"]
+    return {
+        **name,
+        **resources,
+        "shared": compiled.metadata.shared,
+        "programs": programs,
+        "occupancy": round(occupancy, 3),
+        "accesses": code.accesses,
+        "matrix": code.matrix,
+        "subroutines": sum(i.op == "CALL" for i in code.instructions),
+        "loops": [len(body) for body in code.loops],
+        "instructions": round(cost.instructions, 2),
+        "bytes": round(variant.device_bytes, 4),
+        "loaded": round(cost.loaded, 3),
+        "stored": round(cost.stored, 3),
+        "wide": round(cost.wide, 3),
+        "in_flight": in_flight,
+        "clocks": {unit: round(clocks, 4) for unit, clocks in cost.clocks.items()},
+        "flops": round(cost.flops, 2),
+        "bound": max(times, key=times.__getitem__),
+        "over_memory": round(max(times.values()) / times["memory"], 3) if "memory" in times else None,
+    }
+
+
+def _shape(launch: Any) -> str:
+    """The tile of a launch, its warps and stages, as in `4x1024 w8 s3`."""
+    sizes = [str(v) for k, v in launch.constants.items() if k.startswith("TILE_")]
+    return f"{'x'.join(sizes)} w{launch.num_warps} s{launch.num_stages}"
+
+
+def _disassembled(cubin: bytes) -> tuple[str, dict[str, int]]:
+    """Machine code as text; registers, stack and local bytes."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
         usage, code = (
             subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
             for option in ("--dump-resource-usage", "--dump-sass")
         )
-    counts = Counter(INSTRUCTION.findall(code))
-    resource = {key.lower(): int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
-    accesses = {op: n for op, n in sorted(counts.items()) if op.startswith(("LDG", "STG", "LDL", "STL"))}
-    return resource | {"shared": compiled.metadata.shared, "instructions": counts.total(), "accesses": accesses}
+    return code, {key.lower(): int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+
+
+def predicted(row: dict[str, Any], device: Device) -> dict[str, float]:
+    """Predicted microseconds by shape: of a product for `PRODUCTS` (M×K×N), of a pass for `SHAPES`."""
+    if row["matrix"]:
+        tile_m, tile_n, _ = map(int, row["shape"].split()[0].split("x"))
+        return {
+            shapes.label((m, k, n)): 1e6 * product_seconds(m, n, k, (tile_m, tile_n), row["programs"], device)
+            for m, k, n in PRODUCTS
+        }
+    cost = Cost(row["instructions"], row["clocks"], row["loaded"], row["stored"], row["wide"], row["flops"])
+    slowest = max(seconds_per_element(cost, row["bytes"], row["in_flight"], device).values())
+    return {f"{m}×{n}": 1e6 * max(slowest * m * n, device.floor) for m, n in SHAPES}
+
+
+def times(found: list[dict[str, Any]]) -> None:
+    """Print what the static bounds come to on Hopper: a case's kernels together, a product's best configuration."""
+    print("\npredicted µs, static bounds: nothing of this was measured")
+    rows = [row for row in found if "error" not in row]
+    passes = groupby((r for r in rows if not r["matrix"] and not r["config"]), lambda r: (r["op"], r["case"]))
+    products = groupby((r for r in rows if r["matrix"]), lambda r: (r["op"], r["case"]))
+    for cases, combined in ((passes, sum), (products, min)):
+        for (op, case), its_rows in [(name, list(group)) for name, group in cases]:
+            for device in DEVICES:
+                each = [predicted(row, device) for row in its_rows]
+                cells = "  ".join(f"{shape} {combined(us[shape] for us in each):.0f}" for shape in each[0])
+                print(f"{device.name}  {op + ' ' + case:<52} {cells}")
+
+
+def table(found: list[dict[str, Any]], capability: int) -> None:
+    """Print one line per row, spills marked."""
+    print(f"sm_{capability}: i/el instructions, B/el bytes of device memory, KiB/SM of loads under way")
+    print(f"{'op case':<52} {'kernel':<16} {'tile':<20} reg   shared occ  i/el  B/el KiB/SM  bound    accesses")
+    for row in found:
+        label = f"{row['op'] + ' ' + row['case']:<52} {row['kernel']:<16} {row['config']} {row['shape']:<18}"
+        if "error" in row:
+            print(f"{label} DOES NOT COMPILE: {row['error']}")
+            continue
+        accesses = " ".join(f"{op}×{n}" for op, n in (row["accesses"] | row["matrix"]).items())
+        spilled = f"  SPILLS {row['stack']} stack {row['local']} local" if row["stack"] or row["local"] else ""
+        print(
+            f"{label} {row['reg']:>3} {row['shared']:>8} {row['occupancy']:>3.0%} {row['instructions']:>5.1f} "
+            f"{row['bytes']:>5.2f} {row['in_flight'] / 1024:>6.0f}  {row['bound']:<8} {accesses}{spilled}"
+        )
+
+
+def _matches(only: list[str], variant: "Variant") -> bool:
+    name = f"{variant.op} {variant.case} {variant.launch.kernel.fn.__name__}"
+    return any(text in name for text in only)
+
+
+def keep(found: list[dict[str, Any]], version: str) -> None:
+    """Renew these rows of one Triton version in the golden file; drop rows of variants that are no more."""
+    tables = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    known = {_key(row): row for row in (*tables.get(version, ()), *found)}
+    tables[version] = [known[key] for variant in variants(90) if (key := _key(_named(variant))) in known]
+    texts = [f'"{v}": [\n' + ",\n".join(map(json.dumps, its_rows)) + "\n]" for v, its_rows in sorted(tables.items())]
+    GOLDEN.write_text("{" + ",\n".join(texts) + "}\n")
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("op", "case", "config", "kernel"))
 
 
 def main(arguments: list[str]) -> None:
-    """Print the table; with `--write`, keep it."""
+    """Print the tables; with `--write`, keep the one of sm_90."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks sass", description=__doc__)
-    parser.add_argument("--capability", type=int, default=90, help="89, 90, 100 or 120")
-    parser.add_argument("--write", action="store_true", help="renew results/sass/sm_<capability>.json")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--capability", type=int, choices=ARCHITECTURES, nargs="+", default=list(ARCHITECTURES))
+    parser.add_argument("--default", action="store_true", help="only the default configuration of each kernel")
+    parser.add_argument(
+        "--only", default=[""], nargs="+", help="only rows whose 'op case kernel' contains one of these"
+    )
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8))
+    parser.add_argument("--write", action="store_true", help="renew what is compiled in results/sass/sm_90.json")
+    parser.add_argument("--json", action="store_true", help="print JSON, one list of rows per target")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise SystemExit("TRITON_INTERPRET=1 is set: kernels are interpreted then, not compiled; unset it")
     import triton
 
-    table = rows(options.capability)
-    result = {"triton": triton.__version__, "target": f"sm_{options.capability}", "rows": table}
+    found = {}
+    for capability in options.capability:
+        wanted = [
+            i
+            for i, v in enumerate(variants(capability))
+            if not (options.default and v.config) and _matches(options.only, v)
+        ]
+        found[capability] = rows(capability, wanted, options.jobs)
     if options.json:
-        print(json.dumps(result))
+        print(json.dumps({"triton": triton.__version__, "targets": found}))
         return
-    for row in table:
-        accesses = " ".join(f"{op}×{n}" for op, n in row["accesses"].items())
-        print(
-            f"{row['spec']:<16} {row['fold']:<8} {row['kernel']:<15} {row['reg']:>3} registers  {row['stack']} stack  "
-            f"{row['shared']:>6} shared  {row['instructions']:>5} instructions  {accesses}"
-        )
+    for capability, its_rows in found.items():
+        table(its_rows, capability)
+        if capability == 90:
+            times(its_rows)
     if options.write:
-        path = RESULTS / "sass" / f"sm_{options.capability}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written to {path}")
+        keep(found[90], triton.__version__)
+        print(f"written to {GOLDEN}")

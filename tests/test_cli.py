@@ -379,6 +379,49 @@ def test_doctor_as_json_holds_every_backend_with_its_reason() -> None:
     assert any(op.startswith("scaled_mm") for op in ops)
 
 
+@pytest.fixture
+def interpreted() -> None:
+    """Triton's kernels run in its interpreter here."""
+    pytest.importorskip("triton")
+    from octavo.kernels.launch import INTERPRETED
+
+    if not INTERPRETED:
+        pytest.skip("kernels run on the GPU here")
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_doctor_deep_compares_kernels_in_the_interpreter() -> None:
+    arguments = ("doctor", "--deep", "--device", "cpu", "--seconds", 0, "--only", "quantize e4m3/tensor fold=none")
+    result = octavo(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "0: 1 ok" in result.stdout and "3 runs on cpu, seed 0: all bytes are equal." in result.stdout
+    found = json.loads(octavo(*arguments, "--json").stdout)
+    assert [(o["op"], o["config"], o["mismatches"]) for o in found["outcomes"]][:1] == [("quantize", 0, 0)]
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_doctor_deep_says_what_a_difference_is_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo.kernels.quantize import reference
+
+    monkeypatch.setattr(reference, "SMALLEST_SCALE", 1.0)  # a reference that the kernels do not equal
+    result = octavo("doctor", "--deep", "--device", "cpu", "--seconds", 0, "--only", "quantize e4m3/tensor fold=none")
+    assert result.exit_code == 1
+    assert "differ" in result.stdout and "expected" in result.stdout
+
+
+def test_doctor_deep_without_a_gpu_says_what_to_do() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "octavo", "doctor", "--deep", "--device", "cpu"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert "doctor --deep: Triton" in done.stderr and ("GPU" in done.stderr or "pip install" in done.stderr)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_doctor_deep_refuses_a_case_it_does_not_know() -> None:
+    refused(octavo("doctor", "--deep", "--device", "cpu", "--only", "quantise"), "quantise", "quantize_pair")
+
+
 @pytest.mark.parametrize("device", ["gpu", "cpu:x", "mps", ""])
 def test_doctor_refuses_a_device_it_does_not_know(device: str) -> None:
     refused(octavo("doctor", "--device", device), "device", "cpu")

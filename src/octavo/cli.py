@@ -1,4 +1,4 @@
-"""The command line: `octavo train | demo | doctor`.
+"""The command line: `octavo train | demo | doctor | calibrate`.
 
 A mistake of the user (a wrong key, a missing file, data that cannot be used) is one message on stderr and exit code 2;
 `--traceback` shows where it was raised. Code 1 is a run that failed: a loss that is not finite. A run that was told to
@@ -49,6 +49,8 @@ EXAMPLES = {
   octavo train configs/demo.toml precision.level=O1 precision.recipe=mxfp8
   [dim]# what runs here, on which backend, and why not on another[/dim]
   octavo doctor
+  [dim]# on a GPU: measure which kernels are fastest, for all later runs[/dim]
+  octavo calibrate
 """,
     "train": """
 [bold]Examples[/bold]
@@ -72,6 +74,17 @@ EXAMPLES = {
   octavo doctor
   octavo doctor --device cpu
   octavo doctor --json > doctor.json
+  [dim]# every Triton kernel in every configuration against the reference, byte for byte[/dim]
+  octavo doctor --deep
+  octavo doctor --deep --seconds 600 --only e4m3/row
+""",
+    "calibrate": """
+[bold]Examples[/bold]
+
+  [dim]# the products of Llama-sized linears; a minute or two on one GPU[/dim]
+  octavo calibrate
+  [dim]# own linears: tokens, in_features, out_features[/dim]
+  octavo calibrate --shapes 8192,3072,9216 --shapes 8192,9216,3072 --recipe blockwise
 """,
 }
 
@@ -226,13 +239,30 @@ def doctor(
     context: typer.Context,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1; auto takes a GPU where there is one.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Compare all Triton kernels with the reference instead.")
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option(help="With --deep: go on with new inputs for so long, once each has run.")
+    ] = 60,
+    seed: Annotated[int, typer.Option(help="With --deep: what the inputs are drawn from.")] = 0,
+    only: Annotated[str, typer.Option(help="With --deep: only where 'op case' contains this.")] = "",
 ) -> None:
     """Show the device, the versions, and what serves each op here.
 
     Every backend is tried on a tiny input, on this device, and compared with
     the reference; one that does not serve an op is listed with the reason.
+
+    With --deep, every Triton kernel runs in every configuration on many random
+    inputs and is compared with the reference byte for byte. Exit code 1 if any
+    differs.
     """
     with _user_errors(context):
+        if deep:
+            from octavo.kernels.deep.console import doctor as doctor_deep
+
+            equal = doctor_deep(_device(device), as_json=as_json, seconds=seconds, seed=seed, only=only)
+            raise typer.Exit(0 if equal else 1)
         found = _examine(device)
     if as_json:
         print(json.dumps(found, indent=2))
@@ -249,12 +279,36 @@ def doctor(
         table.add_row(op, cases, chosen, refusals)
     console.print(table)
     console.print(found["summary"], style="bold", markup=False, highlight=False)
+    console.print(found["calibration"], markup=False, highlight=False)
+
+
+@app.command(epilog=EXAMPLES["calibrate"])
+def calibrate(
+    context: typer.Context,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="M,K,N", help="Tokens, in_features, out_features of a linear; may be repeated."),
+    ] = None,
+    recipe: Annotated[str, typer.Option(help="Whose products to measure; all takes every recipe.")] = "rowwise",
+    device: Annotated[str, typer.Option(help="cuda or cuda:1; auto takes the first GPU.")] = "auto",
+) -> None:
+    """Measure which kernels are fastest on this GPU, and remember it.
+
+    Times the three products of each linear on every backend that serves them,
+    in every configuration. What won is kept in the cache folder, for this
+    device and these versions, and every later run here uses it.
+    """
+    with _user_errors(context):
+        from octavo.kernels.gemm.console import calibrate as run
+
+        run(_device(device), recipe, shapes or [])
 
 
 def _examine(name: str) -> dict[str, Any]:
     """Everything `octavo doctor` shows, ready for JSON."""
     import torch
 
+    from octavo.kernels import calibration
     from octavo.kernels.gemm import accelerated
     from octavo.kernels.registry import status
     from octavo.numerics.recipe import RECIPES
@@ -281,6 +335,7 @@ def _examine(name: str) -> dict[str, Any]:
         "ops": [asdict(row) for row in status(device)],
         "native_recipes": native,
         "summary": _summary(device.type, native, len(RECIPES)),
+        "calibration": calibration.summary(device),
     }
 
 

@@ -116,7 +116,7 @@ def test_bytes_may_lie_anywhere(layout, where):
 
 def test_loads_without_tma_compute_the_same(monkeypatch):
     pointers = kernels._target_of(89, 3)
-    monkeypatch.setattr(kernels, "_target", lambda device: pointers)
+    monkeypatch.setattr(kernels, "target_for", lambda device: pointers)
     for case in (("e4m3/row", "e4m3/row", "nt"), ("e4m3/1x128", "e4m3/128x128", "nn"), ("unit", "e4m3/tensor", "tn")):
         for shape in ((65, 130, 129), (1, 1, 1), (300, 2, 50)):
             a, b, layout = whole(*shape, case)
@@ -169,7 +169,7 @@ def test_tiles_are_each_computed_once(monkeypatch):
     """More programs than tiles, fewer, and a last band of fewer rows than GROUP."""
     for multiprocessors in (1, 2, 7, 200):
         target = kernels._target_of(90, multiprocessors)
-        monkeypatch.setattr(kernels, "_target", lambda device, target=target: target)
+        monkeypatch.setattr(kernels, "target_for", lambda device, target=target: target)
         a, b, layout = whole(64 * 9, 64 * 2, 16, ("unit", "unit", "nt"))
         expected, actual = product(a, b, layout, torch.float32, None, True, 5)
         assert torch.equal(expected, actual)

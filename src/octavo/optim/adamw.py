@@ -43,7 +43,9 @@ class AdamW(torch.optim.Optimizer):
         master: `"remainder"`: bf16 parameters get 16 bits more, which make an exact float32 master. `"fp32"`: float32
             copies of 16-bit parameters. None: the parameters as they are. float32 parameters are their own masters.
         stochastic_rounding: Round FP8 moments, and bf16 parameters without a master, up or down at random so that
-            the mean is kept; the same in every run.
+            the mean is kept; the same in every run. To nearest, a moving average that changes by less than half a
+            step of its 8 bits stands still: after 1000 steps a quadratic's loss is 8 % off, at random 0.7 %
+            (`pytest tests/optim/test_convergence.py`).
         nonfinite: What a NaN or Inf in a gradient does: `"raise"` refuses the step, `"skip"` leaves it out and counts
             it (`skipped`), `"ignore"` does not look. In the first two cases nothing is changed.
         maximize: Climb rather than descend.
@@ -64,7 +66,7 @@ class AdamW(torch.optim.Optimizer):
         *,
         states: Literal["fp8", "fp32"] = "fp8",
         master: Literal["remainder", "fp32"] | None = "remainder",
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool = True,
         nonfinite: Literal["raise", "skip", "ignore"] = "raise",
         maximize: bool = False,
         amsgrad: bool = False,

@@ -83,7 +83,7 @@ def refuses(device: torch.device, case: Case) -> str | None:
     """Why this backend leaves a case to another one, or None. Says what is known without running anything."""
     if device.type != "cuda":
         return f"Triton compiles for GPUs; this device is {device.type!r}"
-    if not _serves(*blocks_of(case)):
+    if not serves(*blocks_of(case)):
         return f"this kernel has no scales of {case[0]} by {case[1]}, layout {case[2]}"
     if all(text.startswith(E5M2.name) for text in case[:2]):
         return "FP8 matrix units multiply E5M2 by E4M3, not by E5M2"
@@ -105,11 +105,11 @@ def scaled_mm(
     left, right = oriented(a, b, layout)
     if left.data.numel() == 0 or right.data.numel() == 0:
         return nothing_to_multiply(left, right, out_dtype, bias)
-    if not _serves(left.blocks, right.blocks):
+    if not serves(left.blocks, right.blocks):
         raise NotImplementedError(f"the Triton product has no scales of {a.spec} by {b.spec}, layout {layout}")
     m, n = left.data.shape[0], right.data.shape[0]
     device = left.data.device
-    target = _target(device)
+    target = target_for(device)
     blocked = left.blocks.columns == BLOCK
     fast = fast_accum and target.short_sums and not blocked
     kind = target, fast, blocked, out_dtype.itemsize
@@ -140,7 +140,7 @@ _ABSENT = -1
 """`A_ROWS` and `B_ROWS` of an operand without scales."""
 
 
-def _serves(left: Granularity, right: Granularity) -> bool:
+def serves(left: Granularity, right: Granularity) -> bool:
     """Whether the kernel has a pair of scale blocks, each as [outside, contraction]."""
     if left.columns == right.columns == BLOCK:
         return (left.rows, right.rows) in ((1, 1), (1, BLOCK), (BLOCK, 1))
@@ -169,7 +169,8 @@ class Target(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def _target(device: torch.device) -> Target:
+def target_for(device: torch.device) -> Target:
+    """What of this device decides how the kernel is compiled; without a GPU, for the interpreter."""
     if device.type != "cuda":
         # The interpreter. Few programs, so that each has several tiles to walk.
         return _target_of(90, 3)
@@ -219,7 +220,7 @@ def configurations(target: Target, fast: bool, blocked: bool, out_bytes: int) ->
 
 def usual_configurations(device: torch.device, case: Case) -> tuple[int, ...]:
     """Those that serve a case as training asks for it: bf16 output, fast accumulation forward only."""
-    target, blocked = _target(device), blocks_of(case)[0].columns == BLOCK
+    target, blocked = target_for(device), blocks_of(case)[0].columns == BLOCK
     return configurations(target, case[2] == "nt" and target.short_sums and not blocked, blocked, 2)
 
 

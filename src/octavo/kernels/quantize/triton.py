@@ -68,10 +68,10 @@ class Task:
 
 
 TILES: dict[str, tuple[tuple[int, int, int], ...]] = {
-    "blocks": ((64, 128, 4), (32, 256, 4), (128, 128, 8)),
-    "blocks 128": ((128, 128, 8), (128, 128, 4), (128, 256, 8)),
+    "blocks": ((64, 128, 4), (32, 256, 4)),
+    "blocks 128": ((128, 128, 8), (128, 128, 16)),
     "rows": ((4, 2048, 4), (4, 4096, 8), (8, 1024, 4)),
-    "rows transposed": ((32, 256, 4), (16, 512, 4), (64, 128, 4), (32, 512, 8)),
+    "rows transposed": ((32, 256, 4), (64, 128, 4), (32, 512, 8)),
     "two passes": ((64, 128, 4), (128, 64, 4), (128, 128, 8)),
 }
 """Configurations: rows and columns of a tile, warps. The first is the default, the others are for measurement."""
@@ -230,13 +230,13 @@ def _run(
 def variants() -> list[Variant]:
     """Every kernel, form, memory order and configuration that the recipes ask for."""
     found: list[Variant] = []
-    for task, case in _tasks().items():
+    for task, case in tasks().items():
         for config in range(len(tiles(task))):
             found += [_variant(task, case, config, launch) for launch in launches(task, config)]
     return found
 
 
-def _tasks() -> dict[Task, str]:
+def tasks() -> dict[Task, str]:
     """What recipes ask for, with its label."""
     folds: tuple[Fold, ...] = ("none", "rows", "columns")
     orders: tuple[Order, ...] = ("rows", "columns", "both")

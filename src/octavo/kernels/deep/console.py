@@ -1,0 +1,67 @@
+"""What `octavo doctor --deep` shows."""
+
+import json
+from dataclasses import asdict
+from itertools import groupby
+
+import torch
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from octavo.kernels.deep.cases import checks, unavailable
+from octavo.kernels.deep.compare import Outcome, compare
+from octavo.kernels.deep.draw import GPU, INTERPRETER
+
+
+def doctor(device: torch.device, *, as_json: bool, seconds: float, seed: int, only: str) -> bool:
+    """Compare, with a progress bar on stderr, and print a row per case; whether all bytes are equal.
+
+    Raises:
+        ValueError: Where nothing can be compared on the device, or nothing is called `only`.
+    """
+    if (reason := unavailable(device)) is not None:
+        raise ValueError(f"doctor --deep: {reason}")
+    budget = GPU if device.type == "cuda" else INTERPRETER
+    wanted = checks(device, only)
+    kinds = f"{sum(len(check.configs[: budget.configs]) for check in wanted)} configurations of {len(wanted)} cases"
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        first = progress.add_task(f"compiling and comparing {kinds}", total=len(wanted))
+        more = progress.add_task(f"new inputs for {seconds:g} s", total=seconds, start=False, visible=False)
+        begin = progress.get_time()
+
+        def advance(round_: int) -> None:
+            if round_ == 0:
+                progress.advance(first)
+            else:
+                progress.update(more, completed=progress.get_time() - begin, visible=True)
+
+        outcomes = compare(wanted, device, seconds=seconds, seed=seed, budget=budget, after=advance)
+    if as_json:
+        print(json.dumps({"device": str(device), "seed": seed, "outcomes": [asdict(o) for o in outcomes]}, indent=2))
+    else:
+        _show(Console(), device, seed, outcomes)
+    return not any(outcome.mismatches for outcome in outcomes)
+
+
+def _show(console: Console, device: torch.device, seed: int, outcomes: list[Outcome]) -> None:
+    table = Table(box=ROUNDED, border_style="dim", header_style="bold")
+    for heading in ("op", "case", "runs in each configuration"):
+        table.add_column(heading)
+    for (op, case), its in groupby(outcomes, key=lambda outcome: (outcome.op, outcome.case)):
+        cells = [
+            f"[red]{o.config}: {o.mismatches} of {o.runs} differ[/red]" if o.mismatches else f"{o.config}: {o.runs} ok"
+            for o in its
+        ]
+        table.add_row(op, case, "  ".join(cells))
+    console.print(table)
+    bad = [outcome for outcome in outcomes if outcome.mismatches]
+    for o in bad:
+        text = f"{o.op} {o.case}, configuration {o.config}: {o.first}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    runs = sum(outcome.runs for outcome in outcomes)
+    verdict = (
+        f"{len(bad)} of {len(outcomes)} configurations differ from the reference" if bad else "all bytes are equal"
+    )
+    console.print(f"{runs} runs on {device}, seed {seed}: {verdict}.", style="bold", markup=False, highlight=False)

@@ -1,0 +1,340 @@
+"""The table of measurements: what it answers, what becomes of a damaged one, and that nothing else is ever measured."""
+
+import functools
+import json
+import os
+import re
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from octavo.cli import app
+from octavo.kernels import calibration
+from octavo.kernels.calibration import Entry
+from octavo.kernels.gemm import console, measure
+from octavo.kernels.quantize import triton as triton_quantize
+from octavo.kernels.quantize.measure import measure as measure_quantization
+from octavo.kernels.quantize.measure import quantizations
+from octavo.kernels.quantize.triton import tiles
+from octavo.kernels.registry import Backend, Op
+from octavo.kernels.timing import Result
+from octavo.numerics import RECIPES
+
+GPU = torch.device("cuda", 0)
+CASE = ("e4m3/row", "e4m3/row", "nt")
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    calibration.forget()
+    yield tmp_path / "octavo" / "calibration"
+    calibration.forget()
+
+
+def entry(shape=(1024, 1024, 1024), backend="triton", config=2, op="scaled_mm", case=CASE):
+    others = {"torch_scaled": 12.5}
+    return Entry(op=op, case=case, shape=shape, backend=backend, config=config, microseconds=10.0, others=others)
+
+
+def test_what_is_saved_is_found_again(cache):
+    file = calibration.save(GPU, [entry()])
+    assert file.parent == cache and list(cache.iterdir()) == [file]
+    assert re.fullmatch(r"nvidia-h200-torch.*-triton.*-cuda.*\.json", file.name)
+    calibration.forget()
+    assert calibration.best(GPU, "scaled_mm", CASE, (1024, 1024, 1024)) == entry()
+    assert json.loads(file.read_text())["device"] == "NVIDIA H200"
+
+
+def test_saving_adds_and_replaces():
+    calibration.save(GPU, [entry(), entry(shape=(8, 8, 8))])
+    calibration.save(GPU, [entry(config=4), entry(shape=(64, 64, 64))])
+    assert {e.shape: e.config for e in calibration.entries(GPU)} == {
+        (1024, 1024, 1024): 4,
+        (8, 8, 8): 2,
+        (64, 64, 64): 2,
+    }
+
+
+def test_a_shape_near_a_measured_one_takes_its_choice_and_no_other():
+    calibration.save(GPU, [entry(), entry(shape=(4096, 1024, 1024), config=3)])
+    configs = {
+        (1000, 1024, 1100): 2,
+        (3000, 1024, 1024): 3,
+        (1024, 1024, 2048): None,
+        (0, 1024, 1024): None,
+    }
+    for shape, config in configs.items():
+        found = calibration.best(GPU, "scaled_mm", CASE, shape)
+        assert (found and found.config) == config, shape
+    assert calibration.best(GPU, "scaled_mm", ("e4m3/row", "unit", "nn"), (1024, 1024, 1024)) is None
+    assert calibration.best(GPU, "quantize", CASE, (1024, 1024, 1024)) is None
+
+
+def test_other_devices_and_versions_have_tables_of_their_own(monkeypatch):
+    calibration.save(GPU, [entry()])
+    for change in ("NVIDIA H100", "2.99"):
+        calibration.forget()
+        if change == "2.99":
+            monkeypatch.setattr(torch, "__version__", change)
+        else:
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+        assert calibration.entries(GPU) == []
+
+
+def test_a_cpu_has_nothing_to_look_up(monkeypatch):
+    monkeypatch.setattr(calibration, "_read", lambda device: pytest.fail("read a table for a CPU"))
+    assert calibration.best(torch.device("cpu"), "scaled_mm", CASE, (1, 1, 1)) is None
+    assert calibration.config(torch.device("cpu"), "quantize", ("e4m3/row",), 16, 16) == 0
+    assert "nothing to measure" in calibration.summary(torch.device("cpu"))
+
+
+def test_configuration_of_a_matrix_op():
+    calibration.save(GPU, [entry(op="quantize", case=("e4m3/row",), shape=(4096, 4096), config=3)])
+    assert calibration.config(GPU, "quantize", ("e4m3/row",), 4096, 4096) == 3
+    assert calibration.config(GPU, "quantize", ("e4m3/row",), 4096, 16) == 0
+    assert calibration.config(GPU, "quantize", ("e4m3/tensor",), 4096, 4096) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "null", '{"format": 1}', '{"format": 2, "entries": []}', '{"format": 1, "entries": 7}'),
+        '{"format": 1, "entries": [{"op": "x"}]}',
+        '{"format": 1, "entries": [{"config": 1, "op": "x", "case": "c", "shape": ["a"]}]}',
+    ],
+)
+def test_a_damaged_table_is_named_taken_away_and_made_anew(text):
+    file = calibration.save(GPU, [entry()])
+    file.write_text(text)
+    calibration.forget()
+    with pytest.warns(RuntimeWarning, match=re.escape(str(file))):
+        assert calibration.best(GPU, "scaled_mm", CASE, (1024, 1024, 1024)) is None
+    assert not file.exists()
+    assert calibration.entries(GPU) == []  # and no second warning
+    calibration.save(GPU, [entry()])
+    assert calibration.entries(GPU) == [entry()]
+
+
+def test_bytes_that_are_no_text_are_a_damaged_table():
+    file = calibration.save(GPU, [entry()])
+    file.write_bytes(b"\xff\xfe\x00")
+    calibration.forget()
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        assert calibration.entries(GPU) == []
+
+
+def test_a_folder_that_cannot_be_written_says_what_to_do(cache):
+    cache.parent.mkdir(parents=True)
+    cache.write_text("a file where the folder should be")
+    with pytest.raises(OSError, match=r"cannot be written .*set XDG_CACHE_HOME"):
+        calibration.save(GPU, [entry()])
+    assert calibration.entries(GPU) == []
+
+
+def test_a_table_that_cannot_be_opened_is_a_warning(cache):
+    cache.mkdir(parents=True)
+    calibration.path(GPU).mkdir()
+    with pytest.warns(RuntimeWarning, match="cannot be opened"):
+        assert calibration.entries(GPU) == []
+
+
+def test_saving_is_all_or_nothing(cache, monkeypatch):
+    calibration.save(GPU, [entry()])
+    before = calibration.path(GPU).read_text()
+    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        calibration.save(GPU, [entry(config=5)])
+    assert calibration.path(GPU).read_text() == before and len(list(cache.iterdir())) == 1
+
+
+def make_op():
+    op = Op(name="scaled_mm", cases={"": CASE}, probe=lambda backend, device, case: None)
+    op.add(Backend(name="first", run=lambda: "first"))
+    op.add(Backend(name="triton", run=lambda config=0: f"triton {config}"))
+    op.add(Backend(name="slow", run=lambda: "slow", refuses=lambda device, case: "too slow"))
+    op.add(Backend(name="reference", run=lambda: "reference"))
+    return op
+
+
+def test_the_registry_takes_what_was_measured_and_its_order_elsewhere():
+    calibration.save(GPU, [entry(), entry(shape=(8, 8, 8), backend="slow", config=None)])
+    op = make_op()
+    assert op.choose(GPU, CASE, (1024, 1024, 1024)).run() == "triton 2"
+    assert op.choose(GPU, CASE, (100, 1024, 1024)).run() == "first"
+    assert op.choose(GPU, CASE, (8, 8, 8)).run() == "first"  # measured, but refused here
+    assert op.choose(GPU, CASE).run() == "first"
+    with op.force("reference"):
+        assert op.choose(GPU, CASE, (1024, 1024, 1024)).run() == "reference"
+
+
+def test_a_choice_is_looked_up_once(monkeypatch):
+    calibration.save(GPU, [entry()])
+    op = make_op()
+    first = op.choose(GPU, CASE, (1024, 1024, 1024))
+    monkeypatch.setattr(calibration, "best", lambda *arguments: pytest.fail("looked up again"))
+    assert op.choose(GPU, CASE, (1024, 1024, 1024)) is first
+
+
+def test_nothing_is_remembered_while_a_graph_is_captured(monkeypatch):
+    op = make_op()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert op.choose(GPU, CASE, (8, 8, 8)).run() == "first"
+    assert not op._measured and not op._chosen
+
+
+def test_products_of_a_linear_have_the_shapes_it_asks_for():
+    found = {task.name: (task.case[2], task.shape) for task in measure.tasks(RECIPES["rowwise"], [(10, 20, 30)])}
+    assert found == {
+        "rowwise forward": ("nt", (10, 30, 20)),
+        "rowwise dgrad": ("nn", (10, 20, 30)),
+        "rowwise wgrad": ("tn", (30, 20, 10)),
+    }
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name):
+    reference = measure.SCALED_MM.backends["reference"].run
+    times = {"slow": 9.0, "fast": 3.0}
+    ran = []
+
+    def candidate(label):
+        def run(a, b, layout, dtype, bias, fast, config=None):
+            ran.append((label, fast))
+            return reference(a, b, layout, dtype, bias, fast)
+
+        return label, Backend(name=label, run=run), {"slow": None, "fast": 1}[label]
+
+    broken = "broken", Backend(name="broken", run=lambda *rest, config=None: torch.zeros(1)), 0
+    monkeypatch.setattr(measure, "_candidates", lambda device, case: [candidate("slow"), candidate("fast"), broken])
+
+    def timer(calls):
+        for call in calls[:1]:
+            call()
+        return [times[ran[-1][0]]] * len(calls)
+
+    for task in measure.tasks(RECIPES[name], [(32, 64, 48)]):
+        result = measure.measure(task, torch.device("cpu"), timer)
+        assert list(result.times) == ["fast", "slow"]
+        assert (result.entry.backend, result.entry.config, result.entry.others) == ("fast", 1, {"slow": 9.0})
+        assert result.entry.shape == task.shape and result.entry.case == task.case
+        assert "ValueError" in result.left_out["broken"]
+        assert ran[-1][1] == (task.case[2] == "nt")  # fast accumulation in forward only
+        shown = console.table([result])
+        assert shown.row_count == 1
+
+
+def test_a_candidate_that_fails_when_timed_is_left_out(monkeypatch):
+    backend = Backend(name="some", run=measure.SCALED_MM.backends["reference"].run)
+    monkeypatch.setattr(measure, "_candidates", lambda device, case: [("some", backend, None)])
+
+    def timer(calls):
+        raise RuntimeError("out of resources")
+
+    task = measure.tasks(RECIPES["rowwise"], [(16, 16, 16)])[0]
+    result = measure.measure(task, torch.device("cpu"), timer)
+    assert result.entry is None and result.left_out == {"some": "RuntimeError: out of resources"}
+    assert console.table([result]).row_count == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "nothing to calibrate on device type 'cpu'"),
+        (("--shapes", "1,2"), "--shapes takes M,K,N"),
+        (("--shapes", "0,2,3"), "--shapes takes M,K,N"),
+        (("--recipe", "rowwis"), "did you mean 'rowwise'"),
+        (("--device", "cda"), "device is auto, cpu, cuda"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU answers")
+def test_command_says_what_is_wrong(arguments, says):
+    result = CliRunner().invoke(app, ["calibrate", *arguments])
+    assert result.exit_code == 2 and says in result.stderr and "Traceback" not in result.output
+
+
+def test_command_measures_shows_and_keeps(monkeypatch):
+    monkeypatch.setattr("octavo.cli._device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+
+    def measured(task, device, time):
+        won = entry(shape=task.shape, case=task.case)
+        return Result(task=task, times={"triton 128x128 #0": 10.0, "torch_scaled": 12.5}, entry=won)
+
+    monkeypatch.setattr(console, "measure", measured)
+    monkeypatch.setattr(sys.modules["octavo.kernels.quantize.measure"], "measure", measured)
+    result = CliRunner().invoke(app, ["calibrate", "--shapes", "64,128,256", "--recipe", "all"])
+    assert result.exit_code == 0, result.output
+    assert "25 %" in result.stdout and str(calibration.path(GPU)) in result.stdout.replace("\n", "")
+    sizes = [(64, 128, 256)]
+    assert len(calibration.entries(GPU)) == len(
+        {(t.case, t.shape) for r in RECIPES.values() for t in (*measure.tasks(r, sizes), *quantizations(r, sizes))}
+    )
+    assert str(calibration.path(GPU)) in calibration.summary(GPU)
+
+
+def counting_down():
+    """A timer under which the second candidate is the fastest; runs each once."""
+    times = iter([5.0, 2.0, 3.0, 4.0])
+
+    def timer(calls):
+        calls[0]()
+        return [next(times)]
+
+    return timer
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_measuring_quantizers_times_every_configuration_and_names_the_fastest(name):
+    found = quantizations(RECIPES[name], [(64, 96, 160)])
+    assert [q.name for q in found] == [f"{name} {operand}" for operand in ("W", "X", "G", "W again")]
+    for what in found:
+        result = measure_quantization(what, torch.device("cpu"), counting_down())
+        assert len(result.times) == len(tiles(what.task)) and not result.left_out
+        assert (result.entry.config, result.entry.microseconds, result.entry.case) == (1, 2.0, what.task.case)
+        assert what.rate(2.0).endswith("TB/s")
+
+
+def test_a_quantizer_whose_bytes_differ_is_left_out(monkeypatch):
+    what = quantizations(RECIPES["rowwise"], [(64, 96, 160)])[0]
+    right = triton_quantize.quantize
+
+    def wrong(x, spec, fold, amax, scale, order, config):
+        outputs = right(x, spec, fold, amax, scale, order, config)
+        if config == 1:
+            outputs[0].view(torch.uint8)[3, 5] ^= 1
+        return outputs
+
+    monkeypatch.setattr(triton_quantize, "quantize", wrong)
+    result = measure_quantization(what, torch.device("cpu"), lambda calls: [1.0])
+    assert [label[-2:] for label in result.left_out] == ["#1"]
+    assert "differs from reference" in next(iter(result.left_out.values()))
+
+
+def test_a_quantizer_takes_the_configuration_that_was_measured(monkeypatch):
+    asked = []
+
+    @functools.lru_cache
+    def config(device, op, case, rows, columns):
+        asked.append((op, case, rows, columns))
+        return 1 if rows == 64 else 99
+
+    monkeypatch.setattr(calibration, "config", config)
+    triton_quantize._fastest.cache_clear()
+    used = []
+    launches = triton_quantize.launches
+
+    def noted(task, config=0):
+        used.append(config)
+        return launches(task, config)
+
+    monkeypatch.setattr(triton_quantize, "launches", noted)
+    for rows in (64, 32):
+        triton_quantize.quantize(torch.randn(rows, 48), RECIPES["rowwise"].x, None, None, None, "both")
+    triton_quantize._fastest.cache_clear()
+    assert used == [1, 0]
+    assert asked[0] == ("quantize", ("e4m3/row", "both", "nothing"), 64, 48)

@@ -1,0 +1,181 @@
+"""`octavo doctor --deep`: that it runs what there is, and finds what is wrong."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octavo.kernels import deep
+
+pytest.importorskip("triton", reason="Triton is not installed (macOS, Windows)")
+
+from octavo.kernels.fused import triton as fused
+from octavo.kernels.gemm import triton as products
+from octavo.kernels.launch import INTERPRETED
+from octavo.kernels.quantize import triton as quantizers
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="on a GPU: octavo doctor --deep, and tests/test_gpu.py")
+CPU = torch.device("cpu")
+
+
+ALL_CONFIGS = deep.INTERPRETER._replace(configs=None)
+
+
+def compare(only, seed=0, budget=deep.INTERPRETER):
+    return deep.compare(deep.checks(CPU, only), CPU, seconds=0, seed=seed, budget=budget)
+
+
+def test_all_kernels_equal_the_reference():
+    """Each case of each op on one small input; `octavo doctor --deep` draws more."""
+    outcomes = compare("")
+    assert {outcome.op for outcome in outcomes} == {
+        "quantize", "quantize_pair", "scaled_mm", "rms_norm", "layer_norm", "rms_norm_backward", "layer_norm_backward",
+        "glu", "glu_backward",
+    }  # fmt: skip
+    assert [o for o in outcomes if o.mismatches] == []
+    assert all(outcome.runs == 1 for outcome in outcomes)
+
+
+def test_every_variant_that_can_be_launched_is_compared():
+    """The same ops and configurations as in `variants`, which the cross-compilation looks at too."""
+    compared = {(c.op, c.case, config) for c in deep.checks(CPU) for config in c.configs}
+    assert {(v.op, v.case, v.config) for v in quantizers.variants()} <= compared
+    others = {(v.op, v.config) for module in (products, fused) for v in module.variants()}
+    assert others == {(op, config) for op, _, config in compared} - {(v.op, v.config) for v in quantizers.variants()}
+
+
+@pytest.fixture
+def broken_launches(monkeypatch):
+    """Configuration 1 of every quantizer divides by a largest value that is one rounding step too small."""
+    launches = quantizers.launches
+
+    def broken(task, config=0):
+        steps = launches(task, config)
+        return [replace(s, constants={**s.constants, "FP8_MAX": 447.99997}) for s in steps] if config == 1 else steps
+
+    monkeypatch.setattr(quantizers, "launches", broken)
+
+
+def test_a_broken_configuration_is_found(broken_launches):
+    outcomes = compare("quantize e4m3/row fold=none both", seed=3, budget=ALL_CONFIGS)
+    assert {o.config: bool(o.mismatches) for o in outcomes} == {o.config: o.config == 1 for o in outcomes}
+    (bad,) = (o for o in outcomes if o.mismatches)
+    assert "round 0" in bad.first and "elements differ" in bad.first and "expected" in bad.first
+
+
+def test_a_configuration_that_raises_is_found(monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("out of resource: shared memory\nand more lines")
+
+    (check,) = deep.checks(CPU, "quantize e4m3/tensor fold=none columns")
+    (outcome,) = deep.compare([replace(check, actual=fails)], CPU, seconds=0, seed=0, budget=deep.INTERPRETER)
+    assert (outcome.runs, outcome.mismatches) == (1, 1)
+    assert outcome.first.endswith("RuntimeError: out of resource: shared memory")
+
+
+def test_one_run_in_many_that_differs_is_counted():
+    (check,) = deep.checks(CPU, "quantize e4m3/1x128 fold=none both")
+    calls = []
+
+    def sometimes(*arguments):
+        outputs = check.actual(*arguments)
+        calls.append(1)
+        if len(calls) == 5:
+            outputs[1].view(torch.uint8)[0, 0] ^= 1
+        return outputs
+
+    budget = deep.INTERPRETER._replace(repeats=6)
+    (outcome,) = deep.compare([replace(check, actual=sometimes)], CPU, seconds=0, seed=0, budget=budget)
+    assert (outcome.mismatches, outcome.runs, len(calls)) == (1, 6, 6)
+    assert outcome.first.startswith("round 0, ") and "output 1 of 3: 1 of" in outcome.first
+
+
+def test_it_goes_on_with_new_inputs_until_the_time_is_over():
+    rounds, seen = [], []
+    (check,) = deep.checks(CPU, "quantize e4m3/1x128 fold=none both")
+    actual = check.actual
+    watched = replace(check, actual=lambda x, *rest: seen.append(x) or actual(x, *rest))
+    arguments = {"seconds": 0.3, "seed": 0, "budget": deep.INTERPRETER, "after": rounds.append}
+    (outcome,) = deep.compare([watched], CPU, **arguments)
+    assert outcome.mismatches == 0 and outcome.runs == len(seen) >= 1
+    assert rounds == list(range(len(seen)))
+    assert len({(x.shape, x.dtype, x.double().sum().item()) for x in seen}) >= len(seen) - 1
+
+
+def test_inputs_depend_on_nothing_but_seed_round_and_case():
+    def drawn(seed):
+        found = []
+        for check in deep.checks(CPU, "e4m3/row"):
+            draw = deep.Draw(f"{seed}/0/{check.op}/{check.case}", deep.GPU)
+            check.draw(draw)
+            found.append(draw.notes)
+        return found
+
+    assert drawn(0) == drawn(0) != drawn(1)
+
+
+def test_inputs_are_of_every_kind():
+    """Values, strides and sizes that have broken kernels: all are drawn, and what is drawn is what the note says."""
+    notes, kinds = [], set()
+    for number in range(150):
+        draw = deep.Draw(str(number), deep.GPU._replace(side=40))
+        x = draw.matrix()
+        notes.append(draw.notes[0])
+        values, limits = x.float(), torch.finfo(x.dtype)
+        largest = values.abs().max()
+        kinds |= {
+            ("nan", bool(values.isnan().any())), ("inf", bool(values.isinf().any())), ("row", x.shape[0] == 1),
+            ("zero rows", bool((values == 0).all(1).any())), ("contiguous", x.is_contiguous()),
+            ("aligned", x.data_ptr() % 16 == 0), ("tiny", bool(0 < largest < limits.smallest_normal)),
+            ("huge", bool(limits.max / 10 < largest <= limits.max)), ("dtype", x.dtype),
+        }  # fmt: skip
+        assert ("not finite" in notes[-1]) or x.dtype == torch.float16 or values.isfinite().all()
+    assert len(kinds) == 8 * 2 + 3
+
+
+def test_moved_inputs_keep_strides_and_alignment():
+    from octavo.kernels.deep.compare import _on
+
+    base = torch.arange(60.0).reshape(6, 10)
+    for view in (base, base.t(), base[:, ::2], base[1:, 3:]):
+        moved = _on(CPU, view)
+        assert torch.equal(moved, view) and moved.stride() == view.stride()
+        assert moved.storage_offset() == view.storage_offset()
+
+
+def test_difference_ignores_the_sign_of_nan_and_nothing_else():
+    e4m3 = torch.tensor([0x7F, 0xFF, 0x00, 0x38], dtype=torch.uint8)
+    as_fp8 = [t.view(torch.float8_e4m3fn) for t in (e4m3, e4m3 ^ torch.tensor([0x80, 0x80, 0, 0], dtype=torch.uint8))]
+    assert deep.difference([as_fp8[0]], [as_fp8[1]]) is None
+    assert "1 of 4" in deep.difference(
+        [as_fp8[0]], [(e4m3 ^ torch.tensor([0, 0, 0x80, 0])).byte().view(as_fp8[0].dtype)]
+    )
+    nan = torch.tensor([torch.nan, 1.0])
+    assert deep.difference([nan], [-nan * torch.tensor([1.0, -1.0])]) is None
+    assert "expected nan, got 1.0" in deep.difference([nan], [torch.ones(2)])
+    with pytest.raises(ValueError, match="zip"):
+        deep.difference([nan], [])
+
+
+def test_without_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.setattr("octavo.kernels.launch.INTERPRETED", False)
+    reason = deep.unavailable(CPU)
+    assert "'cpu'" in reason and "TRITON_INTERPRET=1" in reason and "NVIDIA GPU" in reason
+    monkeypatch.setattr("octavo.kernels.deep.cases.find_spec", lambda name: None)
+    assert "pip install triton" in deep.unavailable(CPU)
+
+
+def test_the_console_shows_each_configuration_and_exits_by_what_it_found(broken_launches, monkeypatch, capsys):
+    from octavo.kernels.deep.console import doctor
+
+    monkeypatch.setattr("octavo.kernels.deep.console.INTERPRETER", ALL_CONFIGS)
+
+    arguments = {"seconds": 0, "seed": 3, "only": "quantize e4m3/row fold=none both"}
+    assert not doctor(CPU, as_json=False, **arguments)
+    shown = capsys.readouterr().out
+    assert "0: 1 ok" in shown and "1: 1 of 1 differ" in shown
+    assert "configuration 1: round 0" in shown and "seed 3: 1 of" in shown
+    assert not doctor(CPU, as_json=True, **arguments)
+    found = json.loads(capsys.readouterr().out)
+    assert found["seed"] == 3 and [o["mismatches"] for o in found["outcomes"]][:2] == [0, 1]

@@ -1,0 +1,177 @@
+"""Bytes that each kernel moves, counted under the interpreter, against the table of the design."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (macOS, Windows)")
+
+import triton
+import triton.language as tl
+from traffic import counted
+
+from octavo.kernels.fused.checks import cases_of_inputs
+from octavo.kernels.fused.glu import triton as glus
+from octavo.kernels.fused.norm import triton as norms
+from octavo.kernels.launch import INTERPRETED
+from octavo.kernels.quantize import triton as quantizers
+from octavo.numerics.spec import COLUMN, TENSOR, QuantSpec
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED, reason="bytes are counted in Triton's interpreter (TRITON_INTERPRET=1)"
+)
+
+ROWS, COLUMNS = 128, 512
+"""Whole tiles of every configuration."""
+TASKS = {label: task for task, label in quantizers.tasks().items()}
+
+
+def table(task):
+    """Section 4 of the design: bytes per element of each launch, bf16 in."""
+    written = 2 if task.second or task.order == "both" else 1
+    maxima_first = task.given == "nothing" and task.form.spec.granularity in (TENSOR, COLUMN)
+    if task.second is not None:
+        maxima_first = not task.form.one_pass
+    return [2, 2 + written] if maxima_first else [2 + written]
+
+
+def run(task, config, x):
+    """Do a task on x, with factors, maxima and scales as it wants them; the traffic of each launch."""
+    rows, columns = x.shape
+    folds = {"none": None, "rows": torch.ones(rows, 1), "columns": torch.ones(1, columns)}
+    spec, fold = task.form.spec, folds[task.form.fold]
+    known = torch.full(spec.granularity.scale_shape((rows, columns)), 4.0)
+    with counted() as launches:
+        if task.second is not None:
+            quantizers.quantize_pair(x, spec, fold, task.second.spec, folds[task.second.fold], config)
+        else:
+            amax = known if task.given == "amax" else None
+            scale = known.to(spec.scale_dtype) if task.given == "scale" else None
+            quantizers.quantize(x, spec, fold, amax, scale, task.order, config)
+    return launches
+
+
+@pytest.mark.parametrize("label", TASKS)
+def test_quantizers_move_what_the_design_says(label):
+    task = TASKS[label]
+    x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16)
+    variants = [v for v in quantizers.variants() if v.case == label]
+    for config in range(len(quantizers.tiles(task))):
+        launches = run(task, config, x)
+        moved = [launch.device_bytes(x.numel()) / x.numel() for launch in launches]
+        assert moved == table(task) == [v.device_bytes for v in variants if v.config == config]
+        for launch in launches:
+            check_operands(launch, x.numel())
+        check_scales(task, launches[-1])
+        # The default writes no part of a sector: memory need not read it first to fill it up.
+        written = [b for name, b in launches[-1].stores.items() if name in ("q", "q_t")]
+        assert config or all(b.sectors == x.numel() for b in written)
+
+
+def check_operands(launch, elements):
+    """No program reads what another one reads; what it reads twice, a band of rows, is on chip the second time."""
+    read = launch.loads["x"]
+    assert read.program == read.device == read.sectors == 2 * elements
+    assert read.asked == read.device * (2 if launch.kernel == "rows_kernel" else 1)
+    for name, written in launch.stores.items():
+        assert written.asked == written.program == written.device, f"{name} is stored twice"
+
+
+def check_scales(task, launch):
+    """Beside the table: each scale is stored once, and maxima, scales and factors are as few as they are."""
+    spec = task.form.spec
+    scales = math.prod(spec.granularity.scale_shape((ROWS, COLUMNS)))
+    assert task.given == "scale" or launch.stores["s"].device == scales * spec.scale_dtype.itemsize
+    small = [b.device for name, b in launch.loads.items() if name != "x"]
+    assert sum(small) <= 8 * (ROWS + COLUMNS) + 4 * scales
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 130)])
+def test_nothing_outside_the_operands_is_touched(shape):
+    """Every access of every kernel at odd sizes lies in an argument: `counted` asserts it."""
+    x = torch.ones(shape, dtype=torch.bfloat16)
+    for task in TASKS.values():
+        *_, launch = run(task, 0, x)
+        assert launch.device_bytes(x.numel()) >= 3 * x.numel()
+
+
+def fused_forms():
+    """FP8 forms that producers make: spec, order, bytes written per element."""
+    for spec in map(QuantSpec.parse, cases_of_inputs()):
+        by_tensor = spec.granularity == TENSOR
+        for order in ("rows",) if by_tensor else ("rows", "columns", "both"):
+            yield spec, order, 0 if by_tensor else 2 if order == "both" else 1
+
+
+FUSED = list(fused_forms())
+
+
+@pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)
+@pytest.mark.parametrize("config", range(3))
+def test_norms_move_what_the_design_says(spec, order, written, config):
+    """x, the residual and the sum, y where it is kept, the FP8 forms; a band that is read again is on chip by then.
+
+    Where the transposed copy is a step of its own, that reads the row-major bytes, which are written for it if need be.
+    """
+    x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16)
+    weight = torch.ones(COLUMNS, dtype=torch.bfloat16)
+    for residual, keep, center in ((False, True, False), (True, spec.granularity == TENSOR, True)):
+        with counted() as launches:
+            bias, added = weight if center else None, x.clone() if residual else None
+            norms.norm(x, added, weight, bias, 1e-5, False, center, spec, order, keep, config)
+        moved = sum(launch.device_bytes(x.numel()) for launch in launches) / x.numel()
+        extra = (1 if order == "both" else 2) if len(launches) == 2 else 0
+        assert moved == 2 + 4 * residual + 2 * keep + written + extra
+
+
+@pytest.mark.parametrize("config", range(len(norms.BACKWARD_CONFIGS)))
+def test_gradients_of_norms_move_what_the_design_says(config):
+    """grad and x (and the residual stream's gradient) in, dx out, float32 partial sums per band of rows beside them."""
+    grad, x, passed = (torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(3))
+    weight, rstd = torch.ones(COLUMNS, dtype=torch.bfloat16), torch.ones(ROWS, 1)
+    for total in (None, passed):
+        with counted() as launches:
+            norms.norm_backward(grad, x, weight, rstd, None, total, False, False, config)
+        assert launches[0].device_bytes(x.numel()) == (6 if total is None else 8) * x.numel()
+        sums = sum(launch.device_bytes(0) for launch in launches) - launches[0].device_bytes(x.numel())
+        assert sums <= (2 * 4 / norms.BAND + 0.1) * x.numel()
+
+
+@pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)
+@pytest.mark.parametrize("config", range(3))
+def test_gated_activations_move_what_the_design_says(spec, order, written, config):
+    gate, up = (torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(2))
+    for keep in (True,) if spec.granularity == TENSOR else (True, False):
+        with counted() as launches:
+            glus.glu(gate, up, "silu", spec, order, keep, config)
+        moved = sum(launch.device_bytes(gate.numel()) for launch in launches) / gate.numel()
+        extra = (1 if order == "both" else 2) if len(launches) == 2 else 0
+        assert moved == 4 + 2 * keep + written + extra
+    with counted() as launches:
+        glus.glu_backward(gate, gate.clone(), up, "silu", False, config)
+    assert sum(launch.device_bytes(gate.numel()) for launch in launches) == 10 * gate.numel()
+
+
+@triton.jit
+def _twice_kernel(x, y, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    values = tl.load(x + at, mask=at < 24, other=0.0) + tl.load(x + at, mask=at < 24, other=0.0)
+    values += tl.load(x + 3)
+    tl.store(y + 2 * at, values, mask=at < 24)
+    tl.store(y + 2 * at, values + 0 * tl.load(y + 2 * at, mask=at < 24), mask=at < 24)
+
+
+def test_what_is_counted():
+    """Masked lanes are not; a second read by one program or by two, and of what was just written, is told apart."""
+    x, y = torch.ones(64), torch.zeros(64)
+    with counted() as launches:
+        _twice_kernel[(2,)](x, y, SIZE=16)
+    (launch,) = launches
+    assert y[:48:2].eq(3).all() and not y[1::2].any()
+    loaded, stored = launch.loads["x"], launch.stores["y"]
+    assert (loaded.asked, loaded.program, loaded.device) == (4 * (24 + 24 + 2), 4 * (24 + 1), 4 * 24)
+    assert (stored.asked, stored.program, stored.device) == (2 * 4 * 24, 4 * 24, 4 * 24)
+    assert (launch.loads["y"].program, launch.loads["y"].device) == (4 * 24, 0)  # read back what was just written
+    assert stored.sectors == 2 * 4 * 24  # every other element of each sector
+    assert launch.device_bytes(4 * 64) == 2 * 4 * 24 and launch.device_bytes(4 * 64 + 1) == 0
