@@ -125,6 +125,8 @@ class AdamW(torch.optim.Optimizer):
             self.skipped += 1
             return loss
         index = {param: i for i, param in enumerate(p for g in self.param_groups for p in g["params"])}
+        slots: dict[torch.device, list[tuple[Slot, Hyper]]] = {}
+        copies = []
         for group, param in work:
             state = self.state[param]
             if not state:
@@ -141,9 +143,24 @@ class AdamW(torch.optim.Optimizer):
                 step=count,
                 maximize=group["maximize"],
             )
-            noise = _noise(index[param], count, param.device) if group["stochastic_rounding"] else None
-            _step(param, state, hyper, noise)
+            dense = param if param.is_contiguous() else param.contiguous()
+            copies += [] if dense is param else [(param, dense)]
+            # Random bits depend on the parameter's place and its step alone: a resumed run draws the same.
+            seed = (index[param] << 32) + 3 * count if group["stochastic_rounding"] else None
+            slots.setdefault(param.device, []).append((_slot(dense, param.grad, state, seed), hyper))
+        for some in slots.values():
+            step(some)
+        for param, dense in copies:
+            param.copy_(dense)
         return loss
+
+    @torch.no_grad()
+    def make_states(self) -> None:
+        """Make the states of all parameters that have none, which the first step would do: to know what they take."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if not self.state[param]:
+                    self.state[param].update(_fresh_state(param, group))
 
     @torch.no_grad()
     def set_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
@@ -295,32 +312,19 @@ def _as_matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
 
 
-def _step(param: Tensor, state: dict[str, Tensor], hyper: Hyper, noise: torch.Generator | None) -> None:
-    """One step on a parameter of any shape and strides."""
-    dense = param if param.is_contiguous() else param.contiguous()
+def _slot(dense: Tensor, grad: Tensor, state: dict[str, Tensor], seed: int | None) -> Slot:
+    """A contiguous parameter of any shape with its gradient and states, as matrices."""
     quantized = "exp_avg_hi" in state
-    assert param.grad is not None
-    step(
-        Slot(
-            param=_as_matrix(dense),
-            grad=_as_matrix(param.grad.contiguous()),
-            exp_avg=_as_matrix(state["exp_avg"]),
-            exp_avg_sq=_as_matrix(state["exp_avg_sq"]),
-            scales=(
-                (state["exp_avg_hi"], state["exp_avg_k"], state["exp_avg_sq_hi"], state["exp_avg_sq_k"])
-                if quantized
-                else None
-            ),
-            remainder=_as_matrix(state["remainder"]) if "remainder" in state else None,
-            master=_as_matrix(state["master"]) if "master" in state else None,
-            noise=noise,
-        ),
-        hyper,
+    scales = (
+        (state["exp_avg_hi"], state["exp_avg_k"], state["exp_avg_sq_hi"], state["exp_avg_sq_k"]) if quantized else None
     )
-    if dense is not param:
-        param.copy_(dense)
-
-
-def _noise(index: int, count: int, device: torch.device) -> torch.Generator:
-    """Random bits that depend on the parameter's place and its step alone, so that a resumed run draws the same."""
-    return torch.Generator(device).manual_seed((index << 32) + count)
+    return Slot(
+        param=_as_matrix(dense),
+        grad=_as_matrix(grad.contiguous()),
+        exp_avg=_as_matrix(state["exp_avg"]),
+        exp_avg_sq=_as_matrix(state["exp_avg_sq"]),
+        scales=scales,
+        remainder=_as_matrix(state["remainder"]) if "remainder" in state else None,
+        master=_as_matrix(state["master"]) if "master" in state else None,
+        seed=seed,
+    )

@@ -30,9 +30,9 @@ from octavo.numerics.formats import E4M3
 GROUP = 128
 """Elements that share hi and k."""
 
-_TOP_SIGNED, _RANGE_SIGNED = E4M3.max, math.log2(E4M3.max**2 / 2)
-_TOP_UNSIGNED = 2.0**15 * 31 / 16
-_RANGE_UNSIGNED = math.log2(_TOP_UNSIGNED * 16 / 17)
+TOP_SIGNED, RANGE_SIGNED = E4M3.max, math.log2(E4M3.max**2 / 2)
+TOP_UNSIGNED = 2.0**15 * 31 / 16
+RANGE_UNSIGNED = math.log2(TOP_UNSIGNED * 16 / 17)
 _MOST = 255
 """Largest k in sixteenths."""
 
@@ -42,13 +42,13 @@ def groups(columns: int) -> int:
     return -(-columns // GROUP)
 
 
-def compress(values: Tensor, signed: bool, noise: torch.Generator | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def compress(values: Tensor, signed: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """FP8 form of float32 moments.
 
     Args:
         values: [R,C]; not negative unless signed.
         signed: Whether this is a first moment.
-        noise: Rounds up or down at random, in proportion, rather than to nearest.
+        noise: Random bits (`random_bits`), to round up or down at random, in proportion, rather than to nearest.
 
     Returns:
         Codes [R,C] (float8_e4m3fn if signed, else uint8), hi float32 and k uint8, both [R, groups].
@@ -61,9 +61,9 @@ def compress(values: Tensor, signed: bool, noise: torch.Generator | None = None)
     empty = hi == 0
     log_hi = hi.masked_fill(empty, 1.0).log2()
     spread = log_hi - lo.masked_fill(empty, 1.0).log2()
-    reach = _RANGE_SIGNED if signed else _RANGE_UNSIGNED
+    reach = RANGE_SIGNED if signed else RANGE_UNSIGNED
     k = (16 * reach / spread).floor_().clamp_(1, _MOST)  # 255 where all are equal: the quotient is infinite
-    top = _TOP_SIGNED if signed else _TOP_UNSIGNED
+    top = TOP_SIGNED if signed else TOP_UNSIGNED
     stretched = size.log2_().sub_(log_hi).mul_(k / 16).exp2_().mul_(top)
     codes = _signed_codes(stretched, grouped, noise) if signed else _unsigned_codes(stretched, noise)
     codes = codes.view(rows, groups(columns) * GROUP)[:, :columns].contiguous()
@@ -76,19 +76,45 @@ def expand(codes: Tensor, hi: Tensor, k: Tensor, signed: bool) -> Tensor:
     values = codes.float() if signed else _unsigned_values(codes)
     grouped = F.pad(values, (0, -columns % GROUP)).view(rows, hi.shape[1], GROUP)
     root = (16.0 / k.float()).unsqueeze(-1)
-    top = _TOP_SIGNED if signed else _TOP_UNSIGNED
+    top = TOP_SIGNED if signed else TOP_UNSIGNED
     half = grouped.abs().div_(top).log2_().mul_(root / 2).exp2_()  # of the ratio's root: all of it may underflow
     size = half * hi.unsqueeze(-1) * half
     return (size.copysign_(grouped) if signed else size).view(rows, hi.shape[1] * GROUP)[:, :columns]
 
 
-def _signed_codes(size: Tensor, values: Tensor, noise: torch.Generator | None) -> Tensor:
+def random_bits(rows: int, columns: int, first: int, seed: int, device: torch.device) -> Tensor:
+    """32 random bits, int32 [rows, groups, 128], for the groups of a matrix.
+
+    A number is its element's index and the seed, mixed (the finalizer of MurmurHash3), so it depends on neither the
+    order nor the pieces in which elements are handled, nor on the device.
+
+    Args:
+        rows: Rows of the matrix, or of a piece of it.
+        columns: Columns of the matrix.
+        first: First row of the piece.
+        seed: Any integer.
+        device: Where the numbers are needed.
+    """
+    across = groups(columns) * GROUP
+    bits = torch.arange(rows * across, dtype=torch.int32, device=device)
+    bits = (bits * _signed(0x9E3779B1)).add_(_signed(first * across * 0x9E3779B1 + seed))
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * _signed(0x85EBCA6B)
+    bits = (bits ^ ((bits >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35)
+    return (bits ^ ((bits >> 16) & 0xFFFF)).view(rows, groups(columns), GROUP)
+
+
+def _signed(number: int) -> int:
+    """The low 32 bits as int32 has them."""
+    return ((number + 2**31) % 2**32) - 2**31
+
+
+def _signed_codes(size: Tensor, values: Tensor, noise: Tensor | None) -> Tensor:
     if noise is not None:
-        size = _rounded_at_random(size, 20, noise).clamp_(max=_TOP_SIGNED)
+        size = _rounded_at_random(size, 20, noise).clamp_(max=TOP_SIGNED)
     return size.copysign(values).to(E4M3.dtype)
 
 
-def _unsigned_codes(size: Tensor, noise: torch.Generator | None) -> Tensor:
+def _unsigned_codes(size: Tensor, noise: Tensor | None) -> Tensor:
     """The four exponent and four mantissa bits of numbers from 1 to 2¹⁵·31/16, code 0 for zero."""
     bits = (_rounded_at_random(size, 19, noise) if noise is not None else size).view(torch.int32)
     codes = ((bits + (1 << 18 if noise is None else 0)) >> 19) - (127 << 4)
@@ -100,7 +126,7 @@ def _unsigned_values(codes: Tensor) -> Tensor:
     return bits.view(torch.float32).masked_fill(codes == 0, 0.0)
 
 
-def _rounded_at_random(size: Tensor, dropped: int, noise: torch.Generator) -> Tensor:
+def _rounded_at_random(size: Tensor, dropped: int, noise: Tensor) -> Tensor:
     """Float32 with `dropped` low bits cleared, up or down with the probability that keeps the mean."""
-    random = torch.randint(0, 1 << dropped, size.shape, generator=noise, device=size.device, dtype=torch.int32)
-    return ((size.view(torch.int32) + random) & -(1 << dropped)).view(torch.float32)
+    mask = (1 << dropped) - 1
+    return ((size.view(torch.int32) + (noise & mask)) & ~mask).view(torch.float32)

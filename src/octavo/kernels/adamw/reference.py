@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.kernels.adamw.moments import compress, expand
+from octavo.kernels.adamw.moments import compress, expand, random_bits
 
 PIECE = 1 << 16
 """Elements handled at a time."""
@@ -53,7 +53,8 @@ class Slot:
         scales: hi and k of both moments, as `moments.compress` gives them; None for float32 moments.
         remainder: int16, the lower half of the master's bits; None without.
         master: float32 master; None where the parameter is its own, or with a remainder.
-        noise: Rounds moments, and a 16-bit parameter without a master, at random; None: to nearest.
+        seed: Rounds moments, and a bf16 parameter without a master, at random; None: to nearest.
+        first: Row of the whole parameter that these rows begin with.
     """
 
     param: Tensor
@@ -63,7 +64,8 @@ class Slot:
     scales: tuple[Tensor, Tensor, Tensor, Tensor] | None
     remainder: Tensor | None
     master: Tensor | None
-    noise: torch.Generator | None
+    seed: int | None = None
+    first: int = 0
 
     def rows(self, start: int, end: int) -> "Slot":
         """The same for some of the rows."""
@@ -79,12 +81,19 @@ class Slot:
             scales=None if self.scales is None else tuple(s[start:end] for s in self.scales),  # type: ignore[arg-type]
             remainder=part(self.remainder),
             master=part(self.master),
-            noise=self.noise,
+            seed=self.seed,
+            first=self.first + start,
         )
 
 
+def step_all(work: list[tuple[Slot, Hyper]]) -> None:
+    """Take one step on each parameter, in place."""
+    for slot, hyper in work:
+        step(slot, hyper)
+
+
 def step(slot: Slot, hyper: Hyper) -> None:
-    """Take one step, in place."""
+    """Take one step on a parameter, in place."""
     rows, columns = slot.param.shape
     at_once = max(PIECE // max(columns, 1), 1)
     for start in range(0, rows, at_once):
@@ -118,9 +127,17 @@ def _step(slot: Slot, hyper: Hyper) -> None:
             (slot.exp_avg, slot.scales[0], slot.scales[1], m),
             (slot.exp_avg_sq, slot.scales[2], slot.scales[3], v),
         ):
-            for old, new in zip((codes, hi, k), compress(values, values is m, slot.noise), strict=True):
+            for old, new in zip((codes, hi, k), compress(values, values is m, _noise(slot, values is v)), strict=True):
                 old.copy_(new)
     _write(slot, p)
+
+
+def _noise(slot: Slot, which: int) -> Tensor | None:
+    """Random bits for the first moment (0), the second (1) or the parameter (2) of these rows."""
+    if slot.seed is None:
+        return None
+    rows, columns = slot.param.shape
+    return random_bits(rows, columns, slot.first, slot.seed + which, slot.param.device)
 
 
 def _master(slot: Slot) -> Tensor:
@@ -139,8 +156,10 @@ def _write(slot: Slot, p: Tensor) -> None:
         upper, remainder = split(p)
         slot.param.copy_(upper)
         slot.remainder.copy_(remainder)
-    elif slot.param.dtype == torch.bfloat16 and slot.master is None and slot.noise is not None:
-        random = torch.randint(0, 1 << 16, p.shape, generator=slot.noise, device=p.device, dtype=torch.int32)
+    elif slot.param.dtype == torch.bfloat16 and slot.master is None and slot.seed is not None:
+        random = _noise(slot, 2)
+        assert random is not None
+        random = random.view(p.shape[0], -1)[:, : p.shape[1]] & 0xFFFF
         slot.param.view(torch.int16).copy_((p.view(torch.int32) + random) >> 16)
     elif p is not slot.param:
         slot.param.copy_(p)

@@ -1,0 +1,179 @@
+"""glu: h = activation(gate) · up with its FP8 form, and its gradients.
+
+    dgate = grad · up · activation'(gate)         dup = grad · activation(gate)
+
+in float32, each result rounded once to gate's dtype; the FP8 form is that of the rounded h. h need not be stored for
+backward: the gradients use gate and up alone, and the product that reads h keeps its FP8 form.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.fused import reference
+from octavo.kernels.fused.activations import ACTIVATIONS
+from octavo.kernels.fused.checks import (
+    cases_of_inputs,
+    check_form,
+    check_like,
+    check_matrix,
+    difference,
+    refuses_triton,
+    sample,
+)  # fmt: skip
+from octavo.kernels.fused.forms import Order, empty_forms, parse, unpack
+from octavo.kernels.library import define
+from octavo.kernels.registry import Backend, Case, Op, register
+from octavo.numerics.names import nearest
+from octavo.numerics.spec import QuantSpec
+from octavo.tensor import ScaledTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gated:
+    """What a gated activation makes of gate and up [R,C].
+
+    Attributes:
+        h: Result in gate's dtype, [R,C]; None unless kept.
+        quantized: FP8 form of h, as `quantize(h, spec, order=order)` gives it; None by tensor and without a spec.
+        amax: By tensor, the largest magnitude of h, float32 [1,1]: what `quantize(h, spec, amax=...)` takes.
+    """
+
+    h: Tensor | None
+    quantized: ScaledTensor | None
+    amax: Tensor | None
+
+
+def glu(
+    gate: Tensor,
+    up: Tensor,
+    activation: str = "silu",
+    spec: QuantSpec | None = None,
+    order: Order = "rows",
+    *,
+    keep: bool = True,
+) -> Gated:
+    """Gated linear unit after its products (Shazeer, arXiv 2002.05202).
+
+    Args:
+        gate: [R,C], float32, bfloat16 or float16, any strides: it may be half of one [R,2C] tensor.
+        up: [R,C] of gate's dtype, any strides.
+        activation: "silu", "gelu_tanh" or "gelu".
+        spec: FP8 form wanted, with scales by tensor (only the amax is found, the cast comes later), row, or blocks of
+            1x16 to 1x128; None for none.
+        order: Memory orders of the FP8 data, as `quantize` takes them. By tensor it says nothing here.
+        keep: Write h in gate's dtype. What only products read need not be.
+
+    Raises:
+        ValueError: Where an operand has a wrong dtype, shape or device, the activation is unknown, or nothing is asked
+            for.
+    """
+    _check("glu", gate, up, None, activation)
+    check_form("glu", spec, order, keep)
+    found = torch.ops.octavo.glu(gate, up, activation, "" if spec is None else spec.text, order, keep)
+    quantized, amax = unpack(found[1:] if keep else found, spec, order)
+    return Gated(h=found[0] if keep else None, quantized=quantized, amax=amax)
+
+
+def glu_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str = "silu", *, joined: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `glu`.
+
+    Args:
+        grad: ∂L/∂h [R,C] of gate's dtype.
+        gate: As in `glu`.
+        up: As in `glu`.
+        activation: As in `glu`.
+        joined: Make the two results the halves of one contiguous [R,2C] tensor, as the backward of one joint gate and
+            up projection wants them; it is their `._base`.
+
+    Returns:
+        dgate and dup [R,C] of gate's dtype.
+
+    Raises:
+        ValueError: Where an operand has a wrong dtype, shape or device, or the activation is unknown.
+    """
+    _check("glu_backward", gate, up, grad, activation)
+    found = torch.ops.octavo.glu_backward(grad, gate, up, activation, joined)
+    dgate, dup = found[0].split(gate.shape[1], dim=1) if joined and gate.shape[1] else (found[0], found[-1])
+    return dgate, dup
+
+
+def _check(op: str, gate: Tensor, up: Tensor, grad: Tensor | None, activation: str) -> None:
+    check_matrix(op, "gate", gate)
+    check_like(op, "up", up, tuple(gate.shape), (gate.dtype,), gate)
+    check_like(op, "grad", grad, tuple(gate.shape), (gate.dtype,), gate)
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"{op}: unknown activation {activation!r}{nearest(activation, ACTIVATIONS)}. Known: "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+
+
+def _triton_glu(*arguments: Any) -> list[Tensor]:
+    from octavo.kernels.fused.glu import triton  # imports Triton, so only once it is wanted
+
+    return triton.glu(*arguments)
+
+
+def _triton_backward(*arguments: Any) -> list[Tensor]:
+    from octavo.kernels.fused.glu import triton
+
+    return triton.glu_backward(*arguments)
+
+
+def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
+    activation, text = case
+    gate, up = sample(device, 2)
+    call = (gate, up, activation, QuantSpec.parse(text))
+    return next(
+        (d for o in ("rows", "both") if (d := difference(reference.glu(*call, o, True), backend.run(*call, o, True)))),
+        None,
+    )
+
+
+def _probe_backward(backend: Backend, device: torch.device, case: Case) -> str | None:
+    grad, gate, up = sample(device, 3)
+    return difference(*(run(grad, gate, up, case[0], True) for run in (reference.glu_backward, backend.run)))
+
+
+_CASES: dict[str, Case] = {f"{a} {text}": (a, text) for a in ACTIVATIONS for text in cases_of_inputs()}
+
+GLU = register(Op(name="glu", cases=_CASES, probe=_probe))
+GLU.add(Backend(name="triton", run=_triton_glu, refuses=refuses_triton))
+GLU.add(Backend(name="reference", run=reference.glu))
+
+GLU_BACKWARD = register(Op(name="glu_backward", cases={a: (a,) for a in ACTIVATIONS}, probe=_probe_backward))
+GLU_BACKWARD.add(Backend(name="triton", run=_triton_backward, refuses=refuses_triton))
+GLU_BACKWARD.add(Backend(name="reference", run=reference.glu_backward))
+
+
+def _run(gate: Tensor, up: Tensor, activation: str, spec: str, order: str, keep: bool) -> list[Tensor]:
+    backend = GLU.choose(gate.device, (activation, spec))
+    found: list[Tensor] = backend.run(gate, up, activation, parse(spec), order, keep)
+    return found
+
+
+def _fake(gate: Tensor, up: Tensor, activation: str, spec: str, order: str, keep: bool) -> list[Tensor]:
+    return [*([gate.new_empty(gate.shape)] if keep else []), *empty_forms(gate, parse(spec), order)]
+
+
+def _run_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool) -> list[Tensor]:
+    found: list[Tensor] = GLU_BACKWARD.choose(gate.device, (activation,)).run(grad, gate, up, activation, joined)
+    return found
+
+
+def _fake_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool) -> list[Tensor]:
+    rows, columns = gate.shape
+    return [gate.new_empty((rows, 2 * columns))] if joined else [gate.new_empty(gate.shape) for _ in range(2)]
+
+
+define("glu(Tensor gate, Tensor up, str activation, str spec, str order, bool keep) -> Tensor[]", _run, _fake)
+define(
+    "glu_backward(Tensor grad, Tensor gate, Tensor up, str activation, bool joined) -> Tensor[]",
+    _run_backward,
+    _fake_backward,
+)

@@ -1,0 +1,142 @@
+"""Kernels of the gated activations; see `triton` for which runs when and what it costs."""
+
+import triton
+import triton.language as tl
+
+from octavo.kernels.fused.device import (
+    AMAX,
+    factor_and_slope,
+    over_row_scales,
+    place,
+    raise_amax,
+    rounded,
+    store_rows,
+    store_strands,
+    strands_of,
+    strands_over_block_scales,
+    widened,
+)  # fmt: skip
+from octavo.kernels.primitives import magnitude, scale_of, store_scale
+
+
+@triton.jit
+def _h(
+    gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c,
+    ACTIVATION: tl.constexpr, KEEP: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """A tile of activation(gate) · up, rounded to gate's dtype, in float32, 0 outside; written where kept."""
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    g = widened(tl.load(gate + place(row, column, gate_r, gate_c), mask=inside, other=0.0), INTERPRETED)
+    u = widened(tl.load(up + place(row, column, up_r, up_c), mask=inside, other=0.0), INTERPRETED)
+    value, _ = factor_and_slope(g, ACTIVATION, False, INTERPRETED)
+    out = rounded((g * value) * u, gate.dtype.element_ty, INTERPRETED)
+    if KEEP:
+        tl.store(h + row[:, None] * columns + column[None, :], out, mask=inside)
+    return widened(out, INTERPRETED)
+
+
+@triton.jit
+def glu_flat_kernel(
+    gate, up, h, amax, rows, columns, gate_r, gate_c, up_r, up_c,
+    ACTIVATION: tl.constexpr, KEEP: tl.constexpr, FORM: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One tile without FP8 forms."""
+    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
+    column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    out = _h(gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
+    if FORM == AMAX:
+        raise_amax(amax, out)
+
+
+@triton.jit
+def glu_blocks_kernel(
+    gate, up, h, q, qt, s, rows, words, columns, grid_columns, gate_r, gate_c, up_r, up_c,
+    ACTIVATION: tl.constexpr, KEEP: tl.constexpr, FP8_MAX: tl.constexpr, E4M3: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One tile of whole blocks, as four strands."""
+    word = tl.program_id(0).to(tl.int64) * (TILE_R // 4) + tl.arange(0, TILE_R // 4)
+    row = 4 * word
+    first = tl.program_id(1) * TILE_C
+    column = first + tl.arange(0, TILE_C)
+    a = _h(gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
+    b = _h(gate, up, h, row + 1, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
+    c = _h(gate, up, h, row + 2, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
+    d = _h(gate, up, h, row + 3, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
+    a, b, c, d = strands_over_block_scales(
+        a, b, c, d, s, row, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, TILE_R // 4, TILE_C,
+        INTERPRETED,
+    )  # fmt: skip
+    store_strands(q, qt, a, b, c, d, word, column, rows, columns, words, E4M3, ROWS, COLUMNS, INTERPRETED)
+
+
+@triton.jit
+def glu_rows_kernel(
+    gate, up, h, q, s, rows, columns, gate_r, gate_c, up_r, up_c,
+    ACTIVATION: tl.constexpr, KEEP: tl.constexpr, FP8_MAX: tl.constexpr, E4M3: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """TILE_R whole rows in registers; row-major output only."""
+    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
+    column = tl.arange(0, TILE_C)
+    out = _h(gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
+    scaled = over_row_scales(out, s, row, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
+    store_rows(q, scaled, row, column, rows, columns, E4M3, INTERPRETED)
+
+
+@triton.jit
+def _load_h(h, row, column, rows, columns, INTERPRETED: tl.constexpr):
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    return widened(tl.load(h + row[:, None] * columns + column[None, :], mask=inside, other=0.0), INTERPRETED)
+
+
+@triton.jit
+def glu_band_kernel(
+    gate, up, h, q, qt, s, rows, words, columns, gate_r, gate_c, up_r, up_c,
+    ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    E8M0: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """A band of TILE_R rows of any length: h with its row maxima, then the cast of what was written."""
+    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
+    lanes = tl.arange(0, TILE_C)
+    largest = tl.zeros((TILE_R, TILE_C), tl.int32)
+    for start in range(0, columns, TILE_C):
+        out = _h(
+            gate, up, h, row, start + lanes, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, True, INTERPRETED
+        )
+        largest = tl.maximum(largest, magnitude(out))
+    scale, inverse = scale_of(tl.max(largest, axis=1), FP8_MAX, POWER_OF_TWO, INTERPRETED)
+    store_scale(s + row, scale, row < rows, E8M0)
+    ia, ib, ic, id = strands_of(inverse, TILE_R)
+    word = tl.program_id(0).to(tl.int64) * (TILE_R // 4) + tl.arange(0, TILE_R // 4)
+    row = 4 * word
+    tl.debug_barrier()  # what one thread wrote of h, another reads below
+    for start in range(0, columns, TILE_C):
+        column = start + lanes
+        a = _load_h(h, row, column, rows, columns, INTERPRETED) * ia[:, None]
+        b = _load_h(h, row + 1, column, rows, columns, INTERPRETED) * ib[:, None]
+        c = _load_h(h, row + 2, column, rows, columns, INTERPRETED) * ic[:, None]
+        d = _load_h(h, row + 3, column, rows, columns, INTERPRETED) * id[:, None]
+        store_strands(q, qt, a, b, c, d, word, column, rows, columns, words, E4M3, ROWS, COLUMNS, INTERPRETED)
+
+
+@triton.jit
+def glu_backward_kernel(
+    grad, gate, up, dgate, dup, rows, columns, grad_r, grad_c, gate_r, gate_c, up_r, up_c, out_r,
+    ACTIVATION: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One tile of both gradients."""
+    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
+    column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    upstream = widened(tl.load(grad + place(row, column, grad_r, grad_c), mask=inside, other=0.0), INTERPRETED)
+    g = widened(tl.load(gate + place(row, column, gate_r, gate_c), mask=inside, other=0.0), INTERPRETED)
+    u = widened(tl.load(up + place(row, column, up_r, up_c), mask=inside, other=0.0), INTERPRETED)
+    value, slope = factor_and_slope(g, ACTIVATION, True, INTERPRETED)
+    where = row[:, None] * out_r + column[None, :]
+    tl.store(dgate + where, rounded((upstream * u) * slope, dgate.dtype.element_ty, INTERPRETED), mask=inside)
+    tl.store(dup + where, rounded(upstream * (g * value), dup.dtype.element_ty, INTERPRETED), mask=inside)

@@ -1,0 +1,109 @@
+"""Gated activations on a GPU.
+
+by tensor, by block, nothing   one pass over tiles: 2 + 2 bytes read per element, 2 written where h is kept, 1 per
+                               FP8 copy
+by row, rows only              one program per row, which stays in registers: the same bytes
+by row, transposed copy        one program per band of rows in two passes: h and its maxima, then the cast. h always
+                               goes through memory, as computing it twice would cost more instructions than the
+                               second pass has time for: 2 + 2 read, 2 written, up to 2 read again, 1 per copy
+backward                       one pass over tiles: 2 + 2 + 2 read, 2 + 2 written
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from octavo.kernels.fused.activations import ACTIVATIONS
+from octavo.kernels.fused.forms import arguments_of, constants_of, empty_forms
+from octavo.kernels.fused.glu.device import (
+    glu_backward_kernel,
+    glu_band_kernel,
+    glu_blocks_kernel,
+    glu_flat_kernel,
+    glu_rows_kernel,
+)  # fmt: skip
+from octavo.kernels.fused.tiles import TRANSPOSE, WIDEST_ROW, rows_launch, run
+from octavo.kernels.launch import INTERPRETED, Launch
+from octavo.numerics.spec import QuantSpec
+
+FLAT_CONFIGS = ((8, 256, 4), (4, 256, 4), (8, 512, 8))
+"""Rows, columns, warps of a tile of `glu_flat_kernel`."""
+BLOCKS_CONFIGS = ((64, 128, 4), (32, 256, 4), (64, 128, 8))
+"""Rows, columns, warps of a tile of `glu_blocks_kernel`."""
+ROWS_CONFIGS = (32, 16, 8)
+"""Elements per thread of `glu_rows_kernel`."""
+BAND_CONFIGS = ((16, 512, 8), (32, 256, 8), (32, 128, 4))
+"""Rows, columns, warps of a tile of `glu_band_kernel`."""
+BACKWARD_CONFIGS = ((8, 256, 4), (4, 256, 4), (8, 512, 8))
+"""Rows, columns, warps of a tile of `glu_backward_kernel`."""
+
+
+def launches(
+    activation: str, spec: QuantSpec | None, order: str, columns: int, keep: bool, config: int = 0
+) -> list[Launch]:
+    """The kernels for a case and row length, in order."""
+    own = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERPRETED": INTERPRETED}
+    orders = {"ROWS": order != "columns", "COLUMNS": order != "rows"}
+    rule = constants_of(spec)
+    if rule["FORM"] < 2:
+        tile_r, tile_c, warps = FLAT_CONFIGS[config]
+        constants = {**own, "FORM": rule["FORM"], "KEEP": keep, "TILE_R": tile_r, "TILE_C": tile_c}
+        return [Launch(kernel=glu_flat_kernel, constants=constants, num_warps=warps)]
+    if rule.pop("FORM") == 3:
+        tile_r, tile_c, warps = BLOCKS_CONFIGS[config]
+        constants = {**own, **orders, **rule, "KEEP": keep, "TILE_R": tile_r, "TILE_C": tile_c}
+        return [Launch(kernel=glu_blocks_kernel, constants=constants, num_warps=warps)]
+    del rule["BLOCK"]
+    if columns <= WIDEST_ROW:
+        first = rows_launch(glu_rows_kernel, {**own, **rule, "KEEP": keep}, columns, ROWS_CONFIGS[config])
+        return [first] if order == "rows" else [first, TRANSPOSE]
+    tile_r, tile_c, warps = BAND_CONFIGS[config]
+    constants = {**own, **orders, **rule, "TILE_R": tile_r, "TILE_C": tile_c}
+    return [Launch(kernel=glu_band_kernel, constants=constants, num_warps=warps)]
+
+
+def backward_launch(activation: str, config: int = 0) -> Launch:
+    """The kernel of the gradients."""
+    tile_r, tile_c, warps = BACKWARD_CONFIGS[config]
+    own = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERPRETED": INTERPRETED}
+    return Launch(kernel=glu_backward_kernel, constants={**own, "TILE_R": tile_r, "TILE_C": tile_c}, num_warps=warps)
+
+
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    return {f"{name}_{'rc'[dim]}": tensor.stride(dim) for name, tensor in tensors.items() for dim in (0, 1)}
+
+
+def glu(
+    gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order: str, keep: bool, config: int = 0
+) -> list[Tensor]:
+    """See `reference.glu`."""
+    rows, columns = gate.shape
+    steps = launches(activation, spec, order, columns, keep, config)
+    h = gate.new_empty((rows, columns)) if keep or steps[0].kernel is glu_band_kernel else gate
+    forms = empty_forms(gate, spec, order)
+    arguments: dict[str, Any] = {
+        "gate": gate, "up": up, "h": h, "rows": rows, "columns": columns, **_strides(gate=gate, up=up),
+        **arguments_of(forms, spec, order, gate),
+    }  # fmt: skip
+    if steps[-1] is TRANSPOSE and order == "columns":
+        arguments["q"] = gate.new_empty((rows, columns), dtype=arguments["qt"].dtype)
+    run(steps, (glu_rows_kernel, glu_band_kernel), arguments)
+    return [*([h] if keep else []), *forms]
+
+
+def glu_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool, config: int = 0
+) -> list[Tensor]:
+    """See `reference.glu_backward`."""
+    rows, columns = gate.shape
+    if joined:
+        found = [gate.new_empty((rows, 2 * columns))]
+        dgate, dup = found[0][:, :columns], found[0][:, columns:]
+    else:
+        found = [dgate, dup] = [gate.new_empty((rows, columns)), gate.new_empty((rows, columns))]
+    arguments: dict[str, Any] = {
+        "grad": grad, "gate": gate, "up": up, "dgate": dgate, "dup": dup, "rows": rows, "columns": columns,
+        **_strides(grad=grad, gate=gate, up=up), "out_r": dgate.stride(0),
+    }  # fmt: skip
+    run([backward_launch(activation, config)], (), arguments)
+    return found

@@ -1,0 +1,322 @@
+"""rms_norm and layer_norm with the FP8 form of their result, and their gradients.
+
+    total = x + residual                          where a residual is given, rounded to x's dtype
+    rms_norm    y = total·rstd · w                rstd = 1/√(mean(total²) + eps)          w = weight, or 1 + weight
+    layer_norm  y = (total - mean)·rstd · w + b   rstd = 1/√(mean((total - mean)²) + eps)
+
+in float32, y rounded once to x's dtype, and the FP8 form that of the rounded y. With n = (total - mean)·rstd and
+h = grad·w, gradients are dx = (h - [mean(h)] - n·mean(h·n))·rstd (+ the gradient of total), dweight = Σ grad·n,
+dbias = Σ grad.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.fused import reference
+from octavo.kernels.fused.checks import (
+    DTYPES,
+    cases_of_inputs,
+    check_form,
+    check_like,
+    check_matrix,
+    difference,
+    refuses_triton,
+    sample,
+)  # fmt: skip
+from octavo.kernels.fused.forms import Order, empty_forms, parse, unpack
+from octavo.kernels.library import define
+from octavo.kernels.registry import Backend, Case, Op, register
+from octavo.numerics.spec import QuantSpec
+from octavo.tensor import ScaledTensor
+
+_F32 = (torch.float32,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normed:
+    """What a norm makes of x [R,C].
+
+    Attributes:
+        y: Result in x's dtype, [R,C]; None unless kept.
+        quantized: FP8 form of y, as `quantize(y, spec, order=order)` gives it; None by tensor and without a spec.
+        amax: By tensor, the largest magnitude of y, float32 [1,1]: what `quantize(y, spec, amax=...)` takes.
+        total: x + residual in x's dtype, [R,C]; None without a residual.
+        rstd: float32 [R,1], for backward.
+        mean: float32 [R,1], for backward; None for rms_norm.
+    """
+
+    y: Tensor | None
+    quantized: ScaledTensor | None
+    amax: Tensor | None
+    total: Tensor | None
+    rstd: Tensor
+    mean: Tensor | None
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    spec: QuantSpec | None = None,
+    order: Order = "rows",
+    residual: Tensor | None = None,
+    *,
+    offset: bool = False,
+    keep: bool = True,
+) -> Normed:
+    """Root-mean-square norm over the last dimension of a matrix (Zhang and Sennrich, arXiv 1910.07467).
+
+    Args:
+        x: [R,C], float32, bfloat16 or float16, any strides.
+        weight: [C], x's dtype or float32.
+        eps: Added to the mean square.
+        spec: FP8 form wanted, with scales by tensor (only the amax is found, the cast comes later), row, or blocks of
+            1x16 to 1x128; None for none.
+        order: Memory orders of the FP8 data, as `quantize` takes them. By tensor it says nothing here.
+        residual: [R,C] of x's dtype, added to x first.
+        offset: Multiply by 1 + weight, as Gemma does.
+        keep: Write y in x's dtype. What only products read need not be: 2 bytes per element less.
+
+    Raises:
+        ValueError: Where an operand has a wrong dtype, shape or device, or nothing is asked for.
+    """
+    _check_norm("rms_norm", x, residual, weight, None, spec, order, keep)
+    text = "" if spec is None else spec.text
+    found = torch.ops.octavo.rms_norm(x, residual, weight, eps, offset, text, order, keep)
+    return _normed(found, residual is not None, False, spec, order, keep)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    spec: QuantSpec | None = None,
+    order: Order = "rows",
+    residual: Tensor | None = None,
+    *,
+    keep: bool = True,
+) -> Normed:
+    """Layer norm over the last dimension of a matrix; arguments as `rms_norm`, and bias [C] of weight's dtype."""
+    _check_norm("layer_norm", x, residual, weight, bias, spec, order, keep)
+    text = "" if spec is None else spec.text
+    found = torch.ops.octavo.layer_norm(x, residual, weight, bias, eps, text, order, keep)
+    return _normed(found, residual is not None, True, spec, order, keep)
+
+
+def rms_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    grad_total: Tensor | None = None,
+    *,
+    offset: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm`.
+
+    Args:
+        grad: ∂L/∂y [R,C] of x's dtype.
+        x: What was normed: `total` where there was a residual.
+        weight: [C].
+        rstd: As returned.
+        grad_total: ∂L/∂total [R,C] of x's dtype that arrived along the residual stream, added to dx.
+        offset: As in `rms_norm`.
+
+    Returns:
+        dx [R,C] (of x and residual alike) and dweight [C], of x's and weight's dtypes. The same bits in every run.
+
+    Raises:
+        ValueError: Where an operand has a wrong dtype, shape or device.
+    """
+    _check_backward("rms_norm_backward", grad, x, weight, rstd, rstd, grad_total)
+    dx, dweight = torch.ops.octavo.rms_norm_backward(grad, x, weight, rstd, grad_total, offset)
+    return dx, dweight
+
+
+def layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    grad_total: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `layer_norm`: dx, dweight, dbias; arguments as `rms_norm_backward`."""
+    _check_backward("layer_norm_backward", grad, x, weight, rstd, mean, grad_total)
+    dx, dweight, dbias = torch.ops.octavo.layer_norm_backward(grad, x, weight, mean, rstd, grad_total)
+    return dx, dweight, dbias
+
+
+def _check_norm(
+    op: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, spec: QuantSpec | None,
+    order: str, keep: bool,
+) -> None:  # fmt: skip
+    check_matrix(op, "x", x)
+    check_like(op, "residual", residual, tuple(x.shape), (x.dtype,), x)
+    check_like(op, "weight", weight, (x.shape[1],), (x.dtype, torch.float32), x)
+    check_like(op, "bias", bias, (x.shape[1],), (weight.dtype,), x)
+    check_form(op, spec, order, keep)
+
+
+def _check_backward(
+    op: str, grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor, grad_total: Tensor | None
+) -> None:
+    check_matrix(op, "x", x)
+    shape = tuple(x.shape)
+    check_like(op, "grad", grad, shape, (x.dtype,), x)
+    check_like(op, "weight", weight, shape[1:], DTYPES, x)
+    check_like(op, "rstd", rstd, (shape[0], 1), _F32, x)
+    check_like(op, "mean", mean, (shape[0], 1), _F32, x)
+    check_like(op, "grad_total", grad_total, shape, (x.dtype,), x)
+
+
+def _normed(
+    found: list[Tensor], residual: bool, center: bool, spec: QuantSpec | None, order: str, keep: bool
+) -> Normed:
+    outputs = iter(found)
+    rstd = next(outputs)
+    mean = next(outputs) if center else None
+    total = next(outputs) if residual else None
+    y = next(outputs) if keep else None
+    quantized, amax = unpack(list(outputs), spec, order)
+    return Normed(y=y, quantized=quantized, amax=amax, total=total, rstd=rstd, mean=mean)
+
+
+def _triton_norm(*arguments: Any) -> list[Tensor]:
+    from octavo.kernels.fused.norm import triton  # imports Triton, so only once it is wanted
+
+    return triton.norm(*arguments)
+
+
+def _triton_backward(*arguments: Any) -> list[Tensor]:
+    from octavo.kernels.fused.norm import triton
+
+    return triton.norm_backward(*arguments)
+
+
+def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
+    """With all that can be asked for at once, so that one run says whether the case works."""
+    kind, text = case
+    x, residual, weights = sample(device, 3)
+    bias = weights[1] if kind == "layer_norm" else None
+    call = (x, residual, weights[0], bias, 1e-5, bias is None, bias is not None, QuantSpec.parse(text))
+    return next(
+        (d for o in ("rows", "both") if (d := difference(reference.norm(*call, o, True), backend.run(*call, o, True)))),
+        None,
+    )
+
+
+def _probe_backward(backend: Backend, device: torch.device, case: Case) -> str | None:
+    x, grad, passed, weights = sample(device, 4)
+    center = case == ("layer_norm",)
+    rstd = 1 + x[:, :1].float().abs()
+    call = (grad, x, weights[0], rstd, x[:, 1:2].float() if center else None, passed, not center, center)
+    return difference(reference.norm_backward(*call), backend.run(*call))
+
+
+def _register(kind: str) -> tuple[Op, Op]:
+    forward = Op(name=kind, cases={text: (kind, text) for text in cases_of_inputs()}, probe=_probe)
+    forward.add(Backend(name="triton", run=_triton_norm, refuses=refuses_triton))
+    forward.add(Backend(name="reference", run=reference.norm))
+    backward = Op(name=f"{kind}_backward", cases={"gradients": (kind,)}, probe=_probe_backward)
+    backward.add(Backend(name="triton", run=_triton_backward, refuses=refuses_triton))
+    backward.add(Backend(name="reference", run=reference.norm_backward))
+    return register(forward), register(backward)
+
+
+RMS_NORM, RMS_NORM_BACKWARD = _register("rms_norm")
+LAYER_NORM, LAYER_NORM_BACKWARD = _register("layer_norm")
+
+
+def _run_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, spec: str, order: str, keep: bool
+) -> list[Tensor]:
+    backend = RMS_NORM.choose(x.device, ("rms_norm", spec))
+    found: list[Tensor] = backend.run(x, residual, weight, None, eps, offset, False, parse(spec), order, keep)
+    return found
+
+
+def _run_layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, spec: str, order: str,
+    keep: bool,
+) -> list[Tensor]:  # fmt: skip
+    backend = LAYER_NORM.choose(x.device, ("layer_norm", spec))
+    found: list[Tensor] = backend.run(x, residual, weight, bias, eps, False, True, parse(spec), order, keep)
+    return found
+
+
+def _fake_norm(x: Tensor, residual: Tensor | None, center: bool, spec: str, order: str, keep: bool) -> list[Tensor]:
+    rows, columns = x.shape
+    statistics = [x.new_empty((rows, 1), dtype=torch.float32) for _ in range(1 + center)]
+    matrices = [x.new_empty((rows, columns)) for _ in range((residual is not None) + keep)]
+    return [*statistics, *matrices, *empty_forms(x, parse(spec), order)]
+
+
+def _fake_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, spec: str, order: str, keep: bool
+) -> list[Tensor]:
+    return _fake_norm(x, residual, False, spec, order, keep)
+
+
+def _fake_layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, spec: str, order: str,
+    keep: bool,
+) -> list[Tensor]:  # fmt: skip
+    return _fake_norm(x, residual, True, spec, order, keep)
+
+
+def _run_rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_total: Tensor | None, offset: bool
+) -> list[Tensor]:
+    backend = RMS_NORM_BACKWARD.choose(x.device, ("rms_norm",))
+    found: list[Tensor] = backend.run(grad, x, weight, rstd, None, grad_total, offset, False)
+    return found
+
+
+def _run_layer_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, grad_total: Tensor | None
+) -> list[Tensor]:
+    backend = LAYER_NORM_BACKWARD.choose(x.device, ("layer_norm",))
+    found: list[Tensor] = backend.run(grad, x, weight, rstd, mean, grad_total, False, True)
+    return found
+
+
+def _fake_rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_total: Tensor | None, offset: bool
+) -> list[Tensor]:
+    return [x.new_empty(x.shape), weight.new_empty(weight.shape)]
+
+
+def _fake_layer_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, grad_total: Tensor | None
+) -> list[Tensor]:
+    return [x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)]
+
+
+define(
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool offset, str spec, str order, bool keep) "
+    "-> Tensor[]",
+    _run_rms_norm,
+    _fake_rms_norm,
+)
+define(
+    "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, str spec, str order, bool keep) "
+    "-> Tensor[]",
+    _run_layer_norm,
+    _fake_layer_norm,
+)
+define(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, Tensor? grad_total, bool offset) -> Tensor[]",
+    _run_rms_norm_backward,
+    _fake_rms_norm_backward,
+)
+define(
+    "layer_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor? grad_total) "
+    "-> Tensor[]",
+    _run_layer_norm_backward,
+    _fake_layer_norm_backward,
+)

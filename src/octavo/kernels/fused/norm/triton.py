@@ -1,0 +1,152 @@
+"""Norms on a GPU.
+
+    rows only          one program per row (several, where rows are short): the row stays in registers, one read
+    transposed copy    up to 4096 columns: one program per band of 16 rows, as many as make a 16-byte store down a
+                       column; the band is read again for each pass (sums, [centered sums], [row maxima], the cast),
+                       from L2 where the bands in flight fit it: 264 programs × 16 rows × 4096 × 2 bytes = 35 MB;
+                       beyond: two steps, rows only, then the transposed copy of the bytes
+    backward           one program per 32 rows, one row after the other in registers with the next one on its way; the
+                       gradient of the weight is summed in registers and written once per band, then summed over bands.
+                       Beyond 8192 columns (4096 with a bias) dx first, then the sums
+
+Bytes per element of bf16, with L2 holding the bands: 2 read, plus 2 for a residual and 2 for the sum written back, plus
+2 where y is kept, plus 1 per FP8 copy; the two steps 1 more. Backward: 2 + 2 read, 2 written, 8/32 for the bands; 2 + 2
+more where dx and the sums are apart.
+
+Of a row's sums one in 8 additions is in float64 (see `reference`): nothing beside Hopper's memory; on consumer GPUs,
+with 1/64 of the rate, about a tenth of the time that the reads take. Maxima are taken over integers
+(`primitives.magnitude`).
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.kernels.fused.forms import arguments_of, constants_of, empty_forms
+from octavo.kernels.fused.norm.device import (
+    column_sums_kernel,
+    norm_backward_kernel,
+    norm_band_kernel,
+    norm_rows_kernel,
+)  # fmt: skip
+from octavo.kernels.fused.reference import BAND
+from octavo.kernels.fused.tiles import TRANSPOSE, WIDEST_ROW, rows_launch, run
+from octavo.kernels.launch import INTERPRETED, Launch
+from octavo.numerics.spec import QuantSpec
+
+ROWS_CONFIGS = (32, 16, 8)
+"""Elements per thread of `norm_rows_kernel`."""
+BAND_CONFIGS = ((16, 512, 8), (16, 512, 4), None)
+"""With a transposed copy: rows, columns, warps of a tile of `norm_band_kernel`; None for two steps instead."""
+WIDEST_BAND = 4096
+"""Elements of a row up to which the bands in flight fit into L2, and two steps are not the default."""
+
+
+def launches(spec: QuantSpec | None, order: str, columns: int, flags: dict[str, bool], config: int = 0) -> list[Launch]:
+    """The kernels for a case and row length, in order. `flags`: CENTER, OFFSET, RESIDUAL, BIAS, KEEP."""
+    constants = {**constants_of(spec), **flags, "INTERPRETED": INTERPRETED}
+    transposed = constants["FORM"] > 1 and order != "rows"
+    band = BAND_CONFIGS[config] if transposed else None
+    if band is not None and config == 0 and WIDEST_BAND < columns <= WIDEST_ROW:
+        band = None
+    if band is None and (columns <= WIDEST_ROW or constants["FORM"] < 2):
+        per_thread = ROWS_CONFIGS[0 if transposed else config]
+        return [rows_launch(norm_rows_kernel, constants, columns, per_thread), *([TRANSPOSE] if transposed else [])]
+    tile_r, tile_c, warps = band or (16, 512, 8)
+    orders = {"ROWS": order != "columns", "COLUMNS": transposed}
+    constants |= {**orders, "TILE_R": tile_r, "TILE_C": tile_c}
+    return [Launch(kernel=norm_band_kernel, constants=constants, num_warps=warps)]
+
+
+def norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: bool, center: bool,
+    spec: QuantSpec | None, order: str, keep: bool, config: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    """See `reference.norm`."""
+    rows, columns = x.shape
+    rstd = x.new_empty((rows, 1), dtype=torch.float32)
+    mean = torch.empty_like(rstd) if center else None
+    total = None if residual is None else x.new_empty((rows, columns))
+    y = x.new_empty((rows, columns)) if keep else None
+    forms = empty_forms(x, spec, order)
+    added = x if residual is None else residual
+    arguments: dict[str, Any] = {
+        "x": x, "residual": added, "weight": weight.contiguous(),
+        "bias": (weight if bias is None else bias).contiguous(),
+        "total": x if total is None else total, "y": x if y is None else y, "mean": rstd if mean is None else mean,
+        "rstd": rstd, "rows": rows, "columns": columns, "stride_r": x.stride(0), "stride_c": x.stride(1),
+        "residual_r": added.stride(0), "residual_c": added.stride(1), "eps": eps,
+        "count": float(max(columns, 1)),
+        **arguments_of(forms, spec, order, x),
+    }  # fmt: skip
+    flags = {
+        "CENTER": center, "OFFSET": offset, "RESIDUAL": residual is not None, "BIAS": bias is not None, "KEEP": keep,
+    }  # fmt: skip
+    steps = launches(spec, order, columns, flags, config)
+    if steps[-1] is TRANSPOSE and order == "columns":
+        arguments["q"] = x.new_empty((rows, columns), dtype=arguments["qt"].dtype)
+    run(steps, (norm_rows_kernel, norm_band_kernel), arguments)
+    return [t for t in (rstd, mean, total, y) if t is not None] + forms
+
+
+BACKWARD_CONFIGS = (16, 8)
+"""Elements per thread of `norm_backward_kernel`."""
+SUMS = Launch(
+    kernel=column_sums_kernel, constants={"TILE_R": 64, "TILE_C": 32, "INTERPRETED": INTERPRETED}, num_warps=4
+)
+
+
+WIDEST_SUMS = 8192
+"""Elements of a row beyond which sums down the columns do not fit into registers beside it; half, with a bias."""
+
+
+def backward_launches(columns: int, flags: dict[str, bool], config: int = 0) -> list[Launch]:
+    """The kernels for a row length: dx and the bands' sums at once, or one after the other for long rows.
+
+    `flags`: CENTER, OFFSET, BIAS, TOTAL.
+    """
+    tile_c = max(triton.next_power_of_2(columns), 128)
+    warps = min(max(tile_c // (32 * BACKWARD_CONFIGS[config]), 1), 32)
+    rows = {**flags, "TILE_C": tile_c, "INTERPRETED": INTERPRETED}
+    if tile_c <= WIDEST_SUMS // (1 + flags["BIAS"]):
+        both = {**rows, "DX": True, "SUMS": True, "BAND": BAND}
+        return [Launch(kernel=norm_backward_kernel, constants=both, num_warps=warps)]
+    dx = {**rows, "DX": True, "SUMS": False, "BAND": 1}
+    sums = {**rows, "DX": False, "SUMS": True, "BAND": BAND, "TILE_C": 1024}
+    return [
+        Launch(kernel=norm_backward_kernel, constants=dx, num_warps=warps),
+        Launch(kernel=norm_backward_kernel, constants=sums, num_warps=4),
+    ]
+
+
+def norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor | None, grad_total: Tensor | None,
+    offset: bool, bias: bool, config: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    """See `reference.norm_backward`."""
+    rows, columns = x.shape
+    parts = triton.cdiv(rows, BAND)
+    dx = x.new_empty((rows, columns))
+    partial = [x.new_empty((max(parts, 1), columns), dtype=torch.float32) for _ in range(1 + bias)]
+    passed = grad if grad_total is None else grad_total
+    arguments: dict[str, Any] = {
+        "grad": grad, "x": x, "weight": weight.contiguous(), "rstd": rstd.contiguous(),
+        "mean": (rstd if mean is None else mean).contiguous(),
+        "grad_total": passed, "dx": dx, "partial_weight": partial[0], "partial_bias": partial[-1],
+        "rows": rows, "columns": columns, "grad_r": grad.stride(0), "grad_c": grad.stride(1),
+        "stride_r": x.stride(0), "stride_c": x.stride(1), "total_r": passed.stride(0), "total_c": passed.stride(1),
+        "count": float(max(columns, 1)),
+    }  # fmt: skip
+    flags = {"CENTER": mean is not None, "OFFSET": offset, "BIAS": bias, "TOTAL": grad_total is not None}
+    for step in backward_launches(columns, flags, config):
+        down, across = (triton.cdiv(n, step.constants[of]) for n, of in ((rows, "BAND"), (columns, "TILE_C")))
+        step.run((max(down, 1), max(across, 1)), arguments)
+    sums = [weight.new_empty(weight.shape) for _ in partial]
+    for source, target in zip(partial, sums, strict=True):
+        SUMS.run(
+            (max(triton.cdiv(columns, SUMS.constants["TILE_C"]), 1),),
+            {"partial": source, "sums": target, "parts": parts, "columns": columns},
+        )
+    return [dx, *sums]

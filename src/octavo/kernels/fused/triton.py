@@ -1,0 +1,135 @@
+"""Every way the fused kernels are compiled; `norm.triton` and `glu.triton` launch them."""
+
+from typing import Any
+
+from octavo.kernels.fused.activations import ACTIVATIONS
+from octavo.kernels.fused.checks import cases_of_inputs
+from octavo.kernels.fused.glu import triton as glu
+from octavo.kernels.fused.glu.device import glu_rows_kernel
+from octavo.kernels.fused.norm import triton as norm
+from octavo.kernels.fused.norm.device import norm_rows_kernel
+from octavo.kernels.fused.reference import BAND
+from octavo.kernels.fused.tiles import TRANSPOSE, WIDEST_ROW
+from octavo.kernels.launch import Launch, Variant
+from octavo.numerics.spec import ROW, TENSOR, QuantSpec
+
+CONFIGS = range(3)
+COLUMNS = 4096
+
+
+def variants() -> list[Variant]:
+    """Every kernel, form, memory order and configuration that the recipes ask for, for rows of 4096."""
+    return [*_norms(), *_norm_gradients(), *_glus(), *_glu_gradients(), *_others()]
+
+
+def _forms() -> list[tuple[QuantSpec, str]]:
+    specs = [QuantSpec.parse(text) for text in cases_of_inputs()]
+    return [(s, order) for s in specs for order in (("rows",) if s.granularity == TENSOR else ("rows", "both"))]
+
+
+def _types(spec: QuantSpec | None, **more: str) -> dict[str, str]:
+    code = "*fp8e5" if spec is not None and spec.format.name == "e5m2" else "*fp8e4nv"
+    scale = "*u8" if spec is not None and spec.scale_rule == "e8m0" else "*fp32"
+    return {"q": code, "qt": code, "s": scale, "amax": "*i32", "eps": "fp32", "count": "fp32", **more}
+
+
+def _written(spec: QuantSpec, order: str) -> float:
+    """Bytes per element of the FP8 forms and their scales."""
+    if spec.granularity == TENSOR:
+        return 0.0
+    return (2 if order == "both" else 1) + (spec.scale_dtype.itemsize / (spec.granularity.columns or COLUMNS))
+
+
+def _variant(op: str, case: str, config: int, launch: Launch, device_bytes: float, **fields: Any) -> Variant:
+    tile = launch.constants.get("TILE_R", 1) * launch.constants["TILE_C"]
+    looped = "band" in launch.kernel.__name__
+    trips = COLUMNS // launch.constants["TILE_C"] if looped else fields.pop("trips", 1)
+    return Variant(
+        op=op, case=case, config=config, launch=launch, tile=tile, device_bytes=device_bytes, trips=trips, **fields
+    )
+
+
+def _norms() -> list[Variant]:
+    matrices = dict.fromkeys(("x", "residual", "total", "y", "weight", "bias"), "*bf16")
+    found = []
+    for spec, order in _forms():
+        for op, residual in (("rms_norm", False), ("rms_norm", True), ("layer_norm", False)):
+            center = op == "layer_norm"
+            keep = residual or spec.granularity == TENSOR
+            flags = {"CENTER": center, "OFFSET": False, "RESIDUAL": residual, "BIAS": center, "KEEP": keep}
+            case = f"{spec} {order}" + (" residual" if residual else "") + (" kept" if keep else "")
+            moved = 2 + 4 * residual + 2 * keep + _written(spec, order)
+            for config in CONFIGS:
+                launch, *_ = norm.launches(spec, order, COLUMNS, flags, config)
+                types = _types(spec, **matrices, mean="*fp32", rstd="*fp32")
+                ones = ("stride_c", "residual_c")
+                if launch.kernel is norm_rows_kernel and order == "both":
+                    continue  # compiled as the one for rows only
+                found.append(_variant(op, case, config, launch, moved, types=types, ones=ones))
+    return found
+
+
+def _norm_gradients() -> list[Variant]:
+    matrices = dict.fromkeys(("grad", "x", "grad_total", "dx", "weight"), "*bf16")
+    types = _types(None, **matrices, **dict.fromkeys(("mean", "rstd", "partial_weight", "partial_bias"), "*fp32"))
+    ones = ("grad_c", "stride_c", "total_c")
+    found = []
+    for center in (False, True):
+        for passed in (False, True):
+            op = "layer_norm_backward" if center else "rms_norm_backward"
+            flags = {"CENTER": center, "OFFSET": False, "BIAS": center, "TOTAL": passed}
+            moved = 6 + 2 * passed + 4 * (1 + center) / BAND
+            case = "with residual" if passed else "gradients"
+            for config in range(len(norm.BACKWARD_CONFIGS)):
+                (launch,) = norm.backward_launches(COLUMNS, flags, config)
+                found.append(_variant(op, case, config, launch, moved, types=types, ones=ones, trips=BAND))
+            for launch in norm.backward_launches(4 * COLUMNS, flags):
+                step, moved = ("dx", 6 + 2 * passed) if launch.constants["DX"] else ("sums", 4 + moved % 1)
+                trips = launch.constants["BAND"]
+                found.append(
+                    _variant(op, f"{case}, wide, {step}", 0, launch, moved, types=types, ones=ones, trips=trips)
+                )
+    sums = {"partial": "*fp32", "sums": "*bf16"}
+    found.append(_variant("rms_norm_backward", "sums of bands", 0, norm.SUMS, 4.0, types=sums, trips=8))
+    return found
+
+
+def _glus() -> list[Variant]:
+    matrices = dict.fromkeys(("gate", "up", "h"), "*bf16")
+    cases = [("silu", spec, order) for spec, order in _forms()]
+    cases += [(activation, spec, "rows") for activation in ("gelu_tanh", "gelu") for spec, _ in _forms()[:1]]
+    found = []
+    for activation, spec, order in dict.fromkeys(cases):
+        for keep in (True,) if spec.granularity == TENSOR else (False, True):
+            for config in CONFIGS:
+                launch, *_ = glu.launches(activation, spec, order, COLUMNS, keep, config)
+                if launch.kernel is glu_rows_kernel and order == "both":
+                    continue  # compiled as the one for rows only
+                case = f"{activation} {spec} {order}" + (" kept" if keep else "")
+                types = _types(spec, **matrices)
+                moved = 4 + 2 * keep + _written(spec, order)
+                found.append(_variant("glu", case, config, launch, moved, types=types, ones=("gate_c", "up_c")))
+    return found
+
+
+def _glu_gradients() -> list[Variant]:
+    types = dict.fromkeys(("grad", "gate", "up", "dgate", "dup"), "*bf16")
+    ones = ("grad_c", "gate_c", "up_c")
+    return [
+        _variant(
+            "glu_backward", activation, config, glu.backward_launch(activation, config), 10, types=types, ones=ones
+        )
+        for activation in ACTIVATIONS
+        for config in CONFIGS
+    ]
+
+
+def _others() -> list[Variant]:
+    """What follows a kernel that holds whole rows, and what replaces it where rows are too long."""
+    spec = QuantSpec(granularity=ROW)
+    wide = glu.launches("silu", spec, "both", WIDEST_ROW + 1, False)[0]
+    types = _types(spec, **dict.fromkeys(("gate", "up", "h"), "*bf16"))
+    return [
+        _variant("glu", "transposed copy of bytes", 0, TRANSPOSE, 2.0, types={"q": "*u8", "qt": "*u8"}),
+        _variant("glu", f"silu {spec} both, wide", 0, wide, 10.0, types=types, ones=("gate_c", "up_c")),
+    ]

@@ -1,0 +1,70 @@
+"""Inputs and comparisons that the tests of the fused producers share."""
+
+import torch
+from hypothesis import strategies as st
+
+from octavo.numerics import QuantSpec, first_mismatch
+
+SPECS = [
+    QuantSpec.parse(text)
+    for text in ("e4m3/tensor", "e4m3/row", "e5m2/row", "e4m3/row/pow2", "e4m3/1x128", "e4m3/1x32/e8m0", "e5m2/1x64")
+]
+sizes = st.one_of(st.sampled_from([0, 1, 16, 31, 127, 128, 129]), st.integers(0, 140))
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+forms = st.sampled_from([None, *SPECS])
+orders = st.sampled_from(["rows", "columns", "both"])
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def spread(*shape, seed=0, dtype=torch.float32):
+    """Normal values times log-normal ones: several binades in every row."""
+    return (randn(*shape, seed=seed) * torch.exp(randn(*shape, seed=seed + 100))).to(dtype)
+
+
+def outputs_of(result):
+    """All tensors of a `Normed` or `Gated`, by name."""
+    found = {name: value for name, value in vars(result).items() if isinstance(value, torch.Tensor)}
+    if result.quantized is not None:
+        q = result.quantized
+        found |= {"data": q.data, "scale": q.scale} | ({} if q.copy is None else {"copy": q.copy})
+    return found
+
+
+def assert_same(expected, actual):
+    """Equal raw bytes, except that a NaN may carry either sign and any payload."""
+    assert expected.keys() == actual.keys()
+    for name, want in expected.items():
+        got = actual[name]
+        assert (want.shape, want.dtype, _layout(want)) == (got.shape, got.dtype, _layout(got)), name
+        nan = want.float().isnan()
+        assert torch.equal(nan, got.float().isnan()), name
+        if want.dtype.itemsize == 1:
+            want, got = (t.view(torch.uint8).where(~nan, 0) for t in (want, got))
+        else:
+            want, got = (t.where(~nan, torch.zeros_like(t)) for t in (want, got))
+        assert (mismatch := first_mismatch(want, got)) is None, f"{name}: {mismatch}"
+
+
+def _layout(x):
+    """Strides that matter."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
+
+
+def assert_is_form_of(y, result, spec, order):
+    """The FP8 form is what the quantizer makes of y."""
+    from octavo.kernels import quantize
+
+    if spec is None or str(spec.granularity) == "tensor":
+        assert result.quantized is None
+        if spec is not None:
+            assert_same({"amax": y.float().abs().amax().reshape(1, 1)}, {"amax": result.amax})
+        return
+    wanted = quantize(y, spec, order=order)
+    got = result.quantized
+    assert_same({"data": wanted.data, "scale": wanted.scale}, {"data": got.data, "scale": got.scale})
+    assert (got.copy is None) == (order != "both")
+    if order == "both":
+        assert_same({"copy": wanted.copy}, {"copy": got.copy})

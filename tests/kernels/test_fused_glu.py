@@ -1,0 +1,199 @@
+import math
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fused_inputs import SPECS, assert_is_form_of, assert_same, dtypes, forms, orders, outputs_of, randn, sizes, spread
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.kernels.fused import activations, glu, glu_backward
+from octavo.kernels.fused import reference as fused_reference
+from octavo.kernels.fused.activations import ACTIVATIONS
+from octavo.kernels.fused.glu import GLU, GLU_BACKWARD
+from octavo.numerics import QuantSpec, sqnr
+
+triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed (macOS, Windows)")
+by_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+ROW = QuantSpec.parse("e4m3/row")
+OF_PYTORCH = {"silu": F.silu, "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"), "gelu": F.gelu}
+
+
+def both_backends(op, call):
+    with op.force("reference"):
+        expected = call()
+    with op.force("triton"):
+        return expected, call()
+
+
+@triton
+@settings(max_examples=50)
+@given(
+    activation=st.sampled_from(ACTIVATIONS), rows=sizes, columns=sizes, dtype=dtypes, spec=forms, order=orders,
+    keep=st.booleans(), joint=st.booleans(),
+)  # fmt: skip
+def test_triton_equals_reference(activation, rows, columns, dtype, spec, order, keep, joint):
+    keep = keep or spec is None or str(spec.granularity) == "tensor"
+    both = spread(rows, 2 * columns, dtype=dtype)
+    gate, up = both[:, :columns], both[:, columns:]
+    if not joint:
+        gate, up = gate.contiguous(), up.t().contiguous().t()
+    expected, actual = both_backends(GLU, lambda: glu(gate, up, activation, spec, order, keep=keep))
+    assert_same(outputs_of(expected), outputs_of(actual))
+
+
+@triton
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_every_configuration_and_route_equals_reference(spec, monkeypatch):
+    from octavo.kernels.fused.glu import triton as backend
+
+    gate, up = spread(21, 300, dtype=torch.bfloat16), randn(21, 300, seed=1, dtype=torch.bfloat16)
+    for widest in (32768, 0) if str(spec.granularity) == "row" else (32768,):
+        monkeypatch.setattr(backend, "WIDEST_ROW", widest)
+        for order in ("rows", "both"):
+            call = (gate, up, "silu", spec, order, True)
+            expected = dict(enumerate(fused_reference.glu(*call)))
+            for config in range(3):
+                assert_same(expected, dict(enumerate(backend.glu(*call, config=config))))
+
+
+@triton
+@settings(max_examples=20)
+@given(activation=st.sampled_from(ACTIVATIONS), rows=sizes, columns=sizes, dtype=dtypes, joined=st.booleans())
+def test_triton_gradients_equal_reference(activation, rows, columns, dtype, joined):
+    gate, up, grad = (spread(rows, columns, seed=s, dtype=dtype) for s in range(3))
+    expected, actual = both_backends(GLU_BACKWARD, lambda: glu_backward(grad, gate, up, activation, joined=joined))
+    assert_same(dict(enumerate(expected)), dict(enumerate(actual)))
+
+
+@triton
+@by_activation
+def test_every_configuration_of_the_gradients_equals_reference(activation):
+    from octavo.kernels.fused.glu import triton as backend
+
+    call = (*(spread(21, 300, seed=s) for s in range(3)), activation, False)
+    expected = dict(enumerate(fused_reference.glu_backward(*call)))
+    for config in range(3):
+        assert_same(expected, dict(enumerate(backend.glu_backward(*call, config=config))))
+
+
+EXTREMES = [0.0, -0.0, 1e-40, -1e-40, 16.5, -16.5, 86.2, -86.2, 86.3, -86.3, 90.0, -90.0, 1e4, -1e4, 1e30, -1e30]
+
+
+@triton
+@by_activation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities in the interpreter
+def test_special_values_poison_their_own_row_and_stay_visible(activation, dtype):
+    gate, up = randn(20, 150, dtype=dtype), randn(20, 150, seed=1, dtype=dtype)
+    gate[0, : len(EXTREMES)] = torch.tensor(EXTREMES)
+    gate[3, 7], gate[4, 8], up[5, 9], gate[6, 1] = math.nan, math.inf, math.inf, -math.inf
+    for spec in SPECS:
+        expected, actual = both_backends(GLU, lambda spec=spec: glu(gate, up, activation, spec, "both"))
+        assert_same(outputs_of(expected), outputs_of(actual))
+        for row, column in ((3, 7), (4, 8), (5, 9), (6, 1)):
+            assert not expected.h[row, column].isfinite()
+        assert expected.h[[0, 1, 2, *range(7, 20)]].isfinite().all()
+        if str(spec.granularity) == "row":
+            finite = expected.quantized.dequantize().isfinite().all(1)
+            assert not finite[3:7].any() and finite[[0, 1, 2, *range(7, 20)]].all()
+    calls = both_backends(GLU_BACKWARD, lambda: glu_backward(up, gate, up, activation))
+    assert_same(*(dict(enumerate(found)) for found in calls))
+    assert all(found[[0, 1, 2, *range(7, 20)]].isfinite().all() for found in calls[0])
+
+
+@by_activation
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("order", ["rows", "columns", "both"])
+def test_fusing_changes_no_byte(activation, spec, order):
+    gate, up = (randn(50, 170, seed=s, dtype=torch.bfloat16) for s in range(2))
+    whole = glu(gate, up, activation, spec, order)
+    assert torch.equal(whole.h, glu(gate, up, activation).h)
+    assert_is_form_of(whole.h, whole, spec, order)
+    if str(spec.granularity) != "tensor":
+        alone = glu(gate, up, activation, spec, order, keep=False)
+        assert alone.h is None
+        wanted = outputs_of(whole)
+        del wanted["h"]
+        assert_same(wanted, outputs_of(alone))
+
+
+@by_activation
+def test_activations_are_those_of_pytorch(activation):
+    gate, up = 3 * randn(300, 400), randn(300, 400, seed=1)
+    exact = OF_PYTORCH[activation](gate.double())
+    ours = sqnr(exact, gate * activations.factor(gate, activation))
+    theirs = sqnr(exact, OF_PYTORCH[activation](gate))
+    assert ours > 140 and ours > theirs - 3
+    exact = OF_PYTORCH[activation](gate.bfloat16().double()) * up.bfloat16().double()
+    found = glu(gate.bfloat16(), up.bfloat16(), activation).h
+    assert sqnr(exact, found) > sqnr(exact, exact.bfloat16()) - 1e-4
+
+
+@by_activation
+def test_gradients_are_those_of_autograd(activation):
+    gate, up, grad = 3 * randn(100, 48), randn(100, 48, seed=1), randn(100, 48, seed=2)
+    leaves = [t.double().requires_grad_() for t in (gate, up)]
+    h = OF_PYTORCH[activation](leaves[0]) * leaves[1]
+    for want, got in zip(
+        torch.autograd.grad(h, leaves, grad.double()), glu_backward(grad, gate, up, activation), strict=True
+    ):
+        assert sqnr(want, got) > 130
+    joined = glu_backward(grad, gate, up, activation, joined=True)
+    assert joined[0]._base is joined[1]._base and joined[0]._base.shape == (100, 96)
+    assert_same(
+        dict(enumerate(glu_backward(grad, gate, up, activation))), {i: t.contiguous() for i, t in enumerate(joined)}
+    )
+
+
+def test_exponential_is_within_its_bound():
+    x = -torch.cat([torch.linspace(0, 86.25, 500_001), torch.logspace(-30, 0, 1000)])
+    exact = x.double().exp()
+    unit = 2.0 ** (exact.log2().floor() - 23)
+    assert (((activations.exp_of_negative(x).double() - exact) / unit).abs() <= 2.4).all()
+    assert activations.exp_of_negative(torch.tensor([0.0, -0.0, -87.0, -1e30, -math.inf])).tolist() == [1, 1, 0, 0, 0]
+
+
+def test_gelu_keeps_relative_precision_in_its_tail():
+    g = -torch.linspace(0.01, 12, 5001)
+    exact = torch.special.log_ndtr(g.double()).exp()
+    assert ((activations.factor(g, "gelu").double() - exact) / exact).abs().max() < 1e-5
+    assert ((activations.factor(g[g > -3], "gelu").double() - exact[g > -3]) / exact[g > -3]).abs().max() < 1e-6
+
+
+WRONG = {
+    "dimensions": (lambda g: glu(g[None], g[None]), "gate is a float32, .* shape \\(1, 8, 32\\)"),
+    "up": (lambda g: glu(g, g[:, 1:]), "up is torch.bfloat16 \\[8, 32\\] on cpu; got torch.bfloat16 \\[8, 31\\]"),
+    "up's dtype": (lambda g: glu(g, g.float()), "up is torch.bfloat16 .* got torch.float32"),
+    "activation": (lambda g: glu(g, g, "gelu_tan"), "unknown activation 'gelu_tan'.*did you mean 'gelu_tanh'.*Known"),
+    "order": (lambda g: glu(g, g, "silu", ROW, "column"), "did you mean 'columns'"),
+    "granularity": (lambda g: glu(g, g, "silu", QuantSpec.parse("e4m3/128x128")), "got e4m3/128x128"),
+    "nothing": (lambda g: glu(g, g, keep=False), "nothing is asked for"),
+    "grad": (lambda g: glu_backward(g[1:], g, g), "grad is torch.bfloat16 \\[8, 32\\]"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_mistakes_are_named(mistake):
+    call, message = WRONG[mistake]
+    with pytest.raises(ValueError, match=message):
+        call(randn(8, 32, dtype=torch.bfloat16))
+
+
+def test_ops_trace_and_their_fakes_are_right():
+    both = randn(20, 128, dtype=torch.bfloat16)
+    gate, up = both[:, :64], both[:, 64:]
+    for spec in ("", "e4m3/tensor", "e4m3/row", "e4m3/1x32/e8m0"):
+        for order in ("rows", "columns", "both"):
+            torch.library.opcheck(torch.ops.octavo.glu.default, (gate, up, "silu", spec, order, True))
+    for joined in (False, True):
+        torch.library.opcheck(torch.ops.octavo.glu_backward.default, (gate, gate, up, "gelu", joined))
+
+    def block(gate, up):
+        gated = glu(gate, up, "silu", ROW, "both", keep=False)
+        return gated.quantized.dequantize(), *glu_backward(gate, gate, up, joined=True)
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for want, got in zip(block(gate, up), compiled(gate, up), strict=True):
+        assert_same({"": want}, {"": got})
