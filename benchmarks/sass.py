@@ -30,7 +30,12 @@ from benchmarks.sass_code import Code
 if TYPE_CHECKING:
     from octavo.kernels.launch import Variant
 
-MODULES = ("octavo.kernels.quantize.triton", "octavo.kernels.gemm.triton", "octavo.kernels.fused.triton")
+MODULES = (
+    "octavo.kernels.quantize.triton",
+    "octavo.kernels.gemm.triton",
+    "octavo.kernels.fused.triton",
+    "octavo.kernels.adamw.triton",
+)
 DIFFER_BY_TARGET = ("octavo.kernels.gemm.triton",)
 """Whose configurations depend on the compute capability."""
 GOLDEN = RESULTS / "sass" / "sm_90.json"

@@ -146,7 +146,7 @@ class AdamW(torch.optim.Optimizer):
             dense = param if param.is_contiguous() else param.contiguous()
             copies += [] if dense is param else [(param, dense)]
             # Random bits depend on the parameter's place and its step alone: a resumed run draws the same.
-            seed = (index[param] << 32) + 3 * count if group["stochastic_rounding"] else None
+            seed = (index[param] << 32) + 2 * count if group["stochastic_rounding"] else None
             slots.setdefault(param.device, []).append((_slot(dense, param.grad, state, seed), hyper))
         for some in slots.values():
             step(some)

@@ -5,6 +5,7 @@ Moments, master and parameter are read, stepped and written once: 2 + 2 bytes of
 2 + 2 of its remainder, 4.2 of both moments.
 
 MOMENTS: whether moments are FP8. MASTER: 0 the parameter itself, 1 remainder, 2 float32. NOISE: round at random.
+ALIGNED: tensors begin at multiples of 16 bytes and rows are whole groups: elements are where their index says.
 """
 
 import triton
@@ -18,7 +19,7 @@ GROUP = tl.constexpr(128)
 @triton.jit
 def _random(index, seed):
     """32 random bits for an element: its index and a seed, mixed (the finalizer of MurmurHash3)."""
-    bits = (index * 0x9E3779B1 + seed).to(tl.uint32)
+    bits = index.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits.to(tl.uint32) ^ (bits.to(tl.uint32) >> 13)) * 0xC2B2AE35
     bits = bits.to(tl.uint32)
@@ -26,24 +27,48 @@ def _random(index, seed):
 
 
 @triton.jit
-def _expanded(size, hi, k):
+def _log2(x, INTERPRETED: tl.constexpr):
+    if INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _exp2(x, INTERPRETED: tl.constexpr):
+    if INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _expanded(size, hi, k, INTERPRETED: tl.constexpr):
     """Hi · size^(16/k) for sizes from 0 to 1, k in sixteenths."""
-    half = tl.exp2(tl.log2(size) * (8.0 / k)[:, None])
+    half = _exp2(_log2(tl.where(size > 0, size, 1.0), INTERPRETED) * (8.0 / k)[:, None], INTERPRETED)
     return tl.where(size > 0, half * hi[:, None] * half, 0.0)
 
 
 @triton.jit
-def _compressed(size, TOP: tl.constexpr, REACH: tl.constexpr):
+def _compressed(size, TOP: tl.constexpr, REACH: tl.constexpr, INTERPRETED: tl.constexpr):
     """Top · (size/hi)^(k/16), hi and k of each row of groups."""
     hi = tl.max(size, axis=1)
     lo = tl.min(tl.where(size > 0, size, float("inf")), axis=1)
     empty = hi == 0
-    log_hi = tl.log2(tl.where(empty, 1.0, hi))
-    spread = log_hi - tl.log2(tl.where(empty, 1.0, lo))
+    log_hi = _log2(tl.where(empty, 1.0, hi), INTERPRETED)
+    spread = log_hi - _log2(tl.where(empty, 1.0, lo), INTERPRETED)
     k = tl.where(spread > 16 * REACH / 255, tl.floor(16 * REACH / tl.where(spread > 0, spread, 1.0)), 255.0)
     k = tl.maximum(tl.minimum(k, 255.0), 1.0)
-    stretched = tl.exp2((tl.log2(tl.where(size > 0, size, 1.0)) - log_hi[:, None]) * (k / 16)[:, None]) * TOP
+    above = _log2(tl.where(size > 0, size, 1.0), INTERPRETED) - log_hi[:, None]
+    stretched = _exp2(above * (k / 16)[:, None], INTERPRETED) * TOP
     return tl.where(size > 0, stretched, 0.0), hi, k
+
+
+@triton.jit
+def _tensor(pointers, which, FIELD: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointer to one tensor of a parameter."""
+    pointer = tl.load(pointers + 9 * which + FIELD).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
@@ -51,7 +76,7 @@ def adamw_kernel(
     pointers, numbers, shapes, work,
     PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENTS: tl.constexpr, MASTER: tl.constexpr, NOISE: tl.constexpr,
     TOP: tl.constexpr, REACH: tl.constexpr, TOP_T: tl.constexpr, REACH_T: tl.constexpr,
-    PER: tl.constexpr, INTERPRETED: tl.constexpr,
+    PER: tl.constexpr, ALIGNED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """One step. pointers [n,9] int64: param, grad, first and second moment, hi and k of both, master or remainder.
 
@@ -63,59 +88,63 @@ def adamw_kernel(
     rows, columns = tl.load(shapes + 4 * which), tl.load(shapes + 4 * which + 1)
     across, seed = tl.load(shapes + 4 * which + 2), tl.load(shapes + 4 * which + 3)
     group = first + tl.arange(0, PER)
-    column = (group % across)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    at = (group // across)[:, None] * columns + column
     real = group < rows * across
-    inside = real[:, None] & (column < columns)
     index = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    param = tl.load(pointers + 9 * which).to(tl.pointer_type(PARAM))
-    grad = tl.load(pointers + 9 * which + 1).to(tl.pointer_type(GRAD))
+    if ALIGNED:
+        at, inside = index, tl.broadcast_to(real[:, None], (PER, GROUP))
+    else:
+        column = (group % across)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        at = (group // across)[:, None] * columns + column
+        inside = real[:, None] & (column < columns)
+    param = _tensor(pointers, which, 0, PARAM, ALIGNED)
+    grad = _tensor(pointers, which, 1, GRAD, ALIGNED)
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * tl.load(numbers + 7 * which + 6)
     if MOMENTS:
-        m_at = tl.load(pointers + 9 * which + 2).to(tl.pointer_type(tl.float8e4nv))
-        v_at = tl.load(pointers + 9 * which + 3).to(tl.pointer_type(tl.uint8))
-        m_hi = tl.load(pointers + 9 * which + 4).to(tl.pointer_type(tl.float32)) + group
-        m_k = tl.load(pointers + 9 * which + 5).to(tl.pointer_type(tl.uint8)) + group
-        v_hi = tl.load(pointers + 9 * which + 6).to(tl.pointer_type(tl.float32)) + group
-        v_k = tl.load(pointers + 9 * which + 7).to(tl.pointer_type(tl.uint8)) + group
+        m_at = _tensor(pointers, which, 2, tl.float8e4nv, ALIGNED)
+        v_at = _tensor(pointers, which, 3, tl.uint8, ALIGNED)
+        m_hi = _tensor(pointers, which, 4, tl.float32, ALIGNED) + group
+        m_k = _tensor(pointers, which, 5, tl.uint8, ALIGNED) + group
+        v_hi = _tensor(pointers, which, 6, tl.float32, ALIGNED) + group
+        v_k = _tensor(pointers, which, 7, tl.uint8, ALIGNED) + group
         q = tl.load(m_at + at, mask=inside, other=0.0).to(tl.float32)
         hi, k = tl.load(m_hi, mask=real, other=0.0), tl.load(m_k, mask=real, other=16).to(tl.float32)
-        m = _expanded(tl.abs(q) / TOP, hi, k)
+        m = _expanded(tl.abs(q) * (1.0 / TOP), hi, k, INTERPRETED)
         m = tl.where(q < 0, -m, m)
         codes = tl.load(v_at + at, mask=inside, other=0).to(tl.int32)
         hi, k = tl.load(v_hi, mask=real, other=0.0), tl.load(v_k, mask=real, other=16).to(tl.float32)
         size = ((codes + (127 << 4)) << 19).to(tl.float32, bitcast=True)
-        v = _expanded(tl.where(codes > 0, size, 0.0) / TOP_T, hi, k)
+        v = _expanded(tl.where(codes > 0, size, 0.0) * (1.0 / TOP_T), hi, k, INTERPRETED)
     else:
-        m_at = tl.load(pointers + 9 * which + 2).to(tl.pointer_type(tl.float32))
-        v_at = tl.load(pointers + 9 * which + 3).to(tl.pointer_type(tl.float32))
+        m_at = _tensor(pointers, which, 2, tl.float32, ALIGNED)
+        v_at = _tensor(pointers, which, 3, tl.float32, ALIGNED)
         m, v = tl.load(m_at + at, mask=inside, other=0.0), tl.load(v_at + at, mask=inside, other=0.0)
     m = m + tl.load(numbers + 7 * which + 4) * (g - m)
     beta2 = tl.load(numbers + 7 * which + 5)
     v = v * beta2 + g * g * (1 - beta2)
     if MASTER == 2:
-        master = tl.load(pointers + 9 * which + 8).to(tl.pointer_type(tl.float32))
+        master = _tensor(pointers, which, 8, tl.float32, ALIGNED)
         p = tl.load(master + at, mask=inside, other=0.0)
     elif MASTER == 1:
-        rest = tl.load(pointers + 9 * which + 8).to(tl.pointer_type(tl.int16))
+        rest = _tensor(pointers, which, 8, tl.int16, ALIGNED)
         upper = tl.load(param + at, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
         bits = (upper << 16) + tl.load(rest + at, mask=inside, other=0).to(tl.int32)
         p = bits.to(tl.float32, bitcast=True)
     else:
         p = tl.load(param + at, mask=inside, other=0.0).to(tl.float32)
-    root = tl.sqrt_rn(v) * tl.load(numbers + 7 * which + 2) + tl.load(numbers + 7 * which + 3)
+    root = tl.sqrt(v) * tl.load(numbers + 7 * which + 2) + tl.load(numbers + 7 * which + 3)
     p = p * tl.load(numbers + 7 * which) + tl.load(numbers + 7 * which + 1) * (m / root)
     if MOMENTS:
-        size, hi, k = _compressed(tl.abs(m), TOP, REACH)
+        size, hi, k = _compressed(tl.abs(m), TOP, REACH, INTERPRETED)
         if NOISE:
-            random = _random(index, seed) & 0xFFFFF
+            drawn = _random(index, seed)
+            random = (drawn & 0xFFFF) << 4
             size = ((size.to(tl.int32, bitcast=True) + random) & -0x100000).to(tl.float32, bitcast=True)
             size = tl.minimum(size, TOP)
         tl.store(m_at + at, to_fp8(tl.where(m < 0, -size, size), tl.float8e4nv, True, INTERPRETED), mask=inside)
         tl.store(m_hi, hi, mask=real)
         tl.store(m_k, k.to(tl.uint8), mask=real)
-        size, hi, k = _compressed(v, TOP_T, REACH_T)
-        random = (_random(index, seed + 1) & 0x7FFFF) if NOISE else (1 << 18)
+        size, hi, k = _compressed(v, TOP_T, REACH_T, INTERPRETED)
+        random = ((drawn >> 16) & 0xFFFF) << 3 if NOISE else (1 << 18)
         codes = ((size.to(tl.int32, bitcast=True) + random) >> 19) - (127 << 4)
         codes = tl.where(size > 0, tl.minimum(tl.maximum(codes, 1), 255), 0)
         tl.store(v_at + at, codes.to(tl.uint8), mask=inside)
@@ -134,7 +163,7 @@ def adamw_kernel(
             tl.store(master + at, p, mask=inside)
         if PARAM == tl.bfloat16:
             bits = p.to(tl.int32, bitcast=True)
-            random = (_random(index, seed + 2) & 0xFFFF) if (NOISE and MASTER == 0) else (0x7FFF + ((bits >> 16) & 1))
+            random = (_random(index, seed + 1) & 0xFFFF) if (NOISE and MASTER == 0) else (0x7FFF + ((bits >> 16) & 1))
             upper = ((bits + random) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
             tl.store(param + at, tl.where(p == p, upper, p.to(tl.bfloat16)), mask=inside)
         else:

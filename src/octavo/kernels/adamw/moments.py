@@ -127,6 +127,5 @@ def _unsigned_values(codes: Tensor) -> Tensor:
 
 
 def _rounded_at_random(size: Tensor, dropped: int, noise: Tensor) -> Tensor:
-    """Float32 with `dropped` low bits cleared, up or down with the probability that keeps the mean."""
-    mask = (1 << dropped) - 1
-    return ((size.view(torch.int32) + (noise & mask)) & ~mask).view(torch.float32)
+    """Float32 with `dropped` low bits cleared, up or down with the probability that keeps the mean (16 bits of it)."""
+    return ((size.view(torch.int32) + ((noise & 0xFFFF) << (dropped - 16))) & -(1 << dropped)).view(torch.float32)

@@ -123,17 +123,19 @@ def _step(slot: Slot, hyper: Hyper) -> None:
     correction1, correction2 = 1 - hyper.beta1**hyper.step, 1 - hyper.beta2**hyper.step
     p.addcdiv_(m, (v.sqrt() / correction2**0.5).add_(hyper.eps), value=-hyper.lr / correction1)
     if slot.scales is not None:
+        drawn = _noise(slot, 0)
         for codes, hi, k, values in (
             (slot.exp_avg, slot.scales[0], slot.scales[1], m),
             (slot.exp_avg_sq, slot.scales[2], slot.scales[3], v),
         ):
-            for old, new in zip((codes, hi, k), compress(values, values is m, _noise(slot, values is v)), strict=True):
+            noise = drawn if drawn is None or values is m else drawn >> 16
+            for old, new in zip((codes, hi, k), compress(values, values is m, noise), strict=True):
                 old.copy_(new)
     _write(slot, p)
 
 
 def _noise(slot: Slot, which: int) -> Tensor | None:
-    """Random bits for the first moment (0), the second (1) or the parameter (2) of these rows."""
+    """Random bits for both moments (0), or the parameter (1), of these rows."""
     if slot.seed is None:
         return None
     rows, columns = slot.param.shape
@@ -157,7 +159,7 @@ def _write(slot: Slot, p: Tensor) -> None:
         slot.param.copy_(upper)
         slot.remainder.copy_(remainder)
     elif slot.param.dtype == torch.bfloat16 and slot.master is None and slot.seed is not None:
-        random = _noise(slot, 2)
+        random = _noise(slot, 1)
         assert random is not None
         random = random.view(p.shape[0], -1)[:, : p.shape[1]] & 0xFFFF
         slot.param.view(torch.int16).copy_((p.view(torch.int32) + random) >> 16)

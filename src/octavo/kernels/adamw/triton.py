@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.adamw.device import adamw_kernel
-from octavo.kernels.adamw.moments import RANGE_SIGNED, RANGE_UNSIGNED, TOP_SIGNED, TOP_UNSIGNED, groups
+from octavo.kernels.adamw.moments import GROUP, RANGE_SIGNED, RANGE_UNSIGNED, TOP_SIGNED, TOP_UNSIGNED, groups
 from octavo.kernels.adamw.reference import Hyper, Slot
 from octavo.kernels.launch import INTERPRETED, Launch, Variant
 
@@ -41,13 +41,14 @@ def step(work: list[tuple[Slot, Hyper]]) -> None:
 def _kind(slot: Slot) -> Kind:
     """What decides how the kernel is compiled."""
     master = 1 if slot.remainder is not None else 2 if slot.master is not None else 0
-    return slot.param.dtype, slot.grad.dtype, slot.scales is not None, master, slot.seed is not None
+    aligned = slot.param.shape[1] % GROUP == 0 and all(address % 16 == 0 for address in _pointers(slot))
+    return slot.param.dtype, slot.grad.dtype, slot.scales is not None, master, slot.seed is not None, aligned
 
 
 @lru_cache(maxsize=64)
 def launch(kind: Kind) -> Launch:
     """The kernel for a kind of parameters."""
-    param, grad, moments, master, noise = kind
+    param, grad, moments, master, noise, aligned = kind
     constants = {
         "PARAM": _TYPES[param],
         "GRAD": _TYPES[grad],
@@ -59,6 +60,7 @@ def launch(kind: Kind) -> Launch:
         "TOP_T": TOP_UNSIGNED,
         "REACH_T": RANGE_UNSIGNED,
         "PER": PER,
+        "ALIGNED": aligned,
         "INTERPRETED": INTERPRETED,
     }
     return Launch(kernel=adamw_kernel, constants=constants, num_warps=4)
@@ -112,10 +114,10 @@ def _numbers(hyper: Hyper) -> list[float]:
 def variants() -> list[Variant]:
     """The kinds that bf16 and float32 training ask for."""
     kinds = {
-        "bf16, FP8 moments, remainder": (torch.bfloat16, torch.bfloat16, True, 1, True),
-        "bf16, FP8 moments, float32 master": (torch.bfloat16, torch.bfloat16, True, 2, True),
-        "float32, FP8 moments": (torch.float32, torch.float32, True, 0, True),
-        "bf16, float32 moments, remainder": (torch.bfloat16, torch.bfloat16, False, 1, False),
+        "bf16, FP8 moments, remainder": (torch.bfloat16, torch.bfloat16, True, 1, True, True),
+        "bf16, FP8 moments, float32 master": (torch.bfloat16, torch.bfloat16, True, 2, True, True),
+        "float32, FP8 moments": (torch.float32, torch.float32, True, 0, True, True),
+        "bf16, float32 moments, remainder": (torch.bfloat16, torch.bfloat16, False, 1, False, True),
     }
     bytes_moved = {"remainder": 4, "float32 master": 8}
     found = []
@@ -126,7 +128,7 @@ def variants() -> list[Variant]:
         types = {"pointers": "*i64", "numbers": "*fp32", "shapes": "*i64", "work": "*i32"}
         found.append(
             Variant(
-                op="adamw", case=case, config=0, launch=launch(kind), types=types, tile=PER * 128, device_bytes=moved
+                op="adamw", case=case, config=0, launch=launch(kind), types=types, tile=PER * GROUP, device_bytes=moved
             )
         )
     return found

@@ -69,7 +69,8 @@ class Task:
 
 TILES: dict[str, tuple[tuple[int, int, int], ...]] = {
     "blocks": ((64, 128, 4), (32, 256, 4)),
-    "blocks 128": ((128, 128, 8), (128, 128, 16)),
+    "blocks 128": ((128, 128, 8), (128, 256, 16)),
+    "pairs of blocks 128": ((128, 128, 8),),
     "rows": ((4, 2048, 4), (4, 4096, 8), (8, 1024, 4)),
     "rows transposed": ((32, 256, 4), (64, 128, 4), (32, 512, 8)),
     "two passes": ((64, 128, 4), (128, 64, 4), (128, 128, 8)),
@@ -81,7 +82,9 @@ def tiles(task: Task) -> tuple[tuple[int, int, int], ...]:
     """The configurations of the kernels that do a task."""
     if task.form.one_pass:
         extents = [extent for form in (task.form, task.second) if form for extent in form.spec.granularity]
-        return TILES["blocks 128" if max(extents) > 64 else "blocks"]
+        if max(extents) <= 64:
+            return TILES["blocks"]
+        return TILES["blocks 128" if task.second is None else "pairs of blocks 128"]
     if task.second is None and task.given == "nothing" and task.form.spec.granularity == ROW:
         return TILES["rows" if task.order == "rows" else "rows transposed"]
     return TILES["two passes"]

@@ -1,0 +1,92 @@
+"""The one-launch step under Triton's interpreter, against the reference."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.kernels.adamw import ADAMW, sample
+from octavo.kernels.adamw import reference as plain
+from octavo.numerics import sqnr
+from octavo.optim import AdamW
+
+pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed (macOS, Windows)")
+CPU = torch.device("cpu")
+
+
+def codes_apart(a, b):
+    """Largest distance of two FP8 or integer tensors, in codes, and the share that differs."""
+    a, b = (t.view(torch.uint8).int() for t in (a, b))
+    difference = (a - b).abs()
+    return difference.max().item(), (difference > 0).double().mean().item()
+
+
+def test_every_kind_of_parameter_takes_the_reference_step():
+    expected, actual = sample(CPU), sample(CPU)
+    plain.step_all(expected)
+    ADAMW.backends["triton"].run(actual)
+    untouched = sample(CPU)
+    for (want, _), (got, _), (before, _) in zip(expected, actual, untouched, strict=True):
+        assert not torch.equal(before.param, got.param)
+        assert sqnr(want.param.float(), got.param.float()) > 55
+        if want.remainder is not None:
+            masters = ((s.param.view(torch.int16).int() << 16) + s.remainder.int() for s in (want, got))
+            a, b = (m.view(torch.float32) for m in masters)
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+        if want.master is not None:
+            torch.testing.assert_close(want.master, got.master, rtol=1e-6, atol=1e-8)
+        if want.scales is None:
+            torch.testing.assert_close(want.exp_avg, got.exp_avg, rtol=1e-5, atol=1e-9)
+            torch.testing.assert_close(want.exp_avg_sq, got.exp_avg_sq, rtol=1e-5, atol=1e-12)
+            continue
+        for name in ("exp_avg", "exp_avg_sq"):
+            furthest, share = codes_apart(getattr(want, name), getattr(got, name))
+            assert furthest <= 1 and share < 0.01, name
+        for a, b in zip(want.scales, got.scales, strict=True):
+            if a.dtype == torch.uint8:
+                assert codes_apart(a, b)[0] <= 1
+            else:
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
+
+
+def test_the_optimizer_runs_on_it():
+    """Two optimizers, the same gradients: one launch per kind ends where the reference ends."""
+    start = [torch.randn(20, 200), torch.randn(16, 384), torch.randn(96), torch.randn(0, 64), torch.randn(3, 70, 2)]
+    ends = []
+    for backend in ("reference", "triton"):
+        params = [nn.Parameter(p.bfloat16().clone()) for p in start]
+        optimizer = AdamW(params, lr=1e-2, weight_decay=0.1)
+        generator = torch.Generator().manual_seed(0)
+        with ADAMW.force(backend):
+            for _ in range(5):
+                for param in params:
+                    param.grad = torch.randn(param.shape, generator=generator).bfloat16()
+                optimizer.step()
+        ends.append(params)
+    for a, b, before in zip(*ends, start, strict=True):
+        if a.numel():
+            assert sqnr(a.float(), b.float()) > 45 and not torch.equal(before.bfloat16(), a)
+
+
+def test_a_parameter_kept_at_random_in_bf16_draws_the_same_bits():
+    ends = []
+    for backend in ("reference", "triton"):
+        param = nn.Parameter(torch.ones(4, 256, dtype=torch.bfloat16))
+        optimizer = AdamW([param], lr=2**-8 / 10, weight_decay=0, master=None)
+        with ADAMW.force(backend):
+            for _ in range(3):
+                param.grad = torch.ones_like(param)
+                optimizer.step()
+        ends.append(param)
+    assert (ends[0] == ends[1]).double().mean() > 0.99 and (ends[0] != 1).any()
+
+
+def test_the_probe_accepts_it_and_finds_a_wrong_one():
+    assert ADAMW.tried(ADAMW.backends["triton"], CPU, ("step",)) is None
+
+    def half(work):
+        ADAMW.backends["reference"].run(work[:2])
+
+    wrong = type(ADAMW.backends["triton"])(name="half", run=half)
+    assert "dB only" in ADAMW.tried(wrong, CPU, ("step",))
