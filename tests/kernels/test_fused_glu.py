@@ -54,7 +54,7 @@ def test_every_configuration_and_route_equals_reference(spec, monkeypatch):
         for order in ("rows", "both"):
             call = (gate, up, "silu", spec, order, True)
             expected = dict(enumerate(fused_reference.glu(*call)))
-            for config in range(3):
+            for config in range(2):
                 assert_same(expected, dict(enumerate(backend.glu(*call, config=config))))
 
 
@@ -74,7 +74,7 @@ def test_every_configuration_of_the_gradients_equals_reference(activation):
 
     call = (*(spread(21, 300, seed=s) for s in range(3)), activation, False)
     expected = dict(enumerate(fused_reference.glu_backward(*call)))
-    for config in range(3):
+    for config in range(2):
         assert_same(expected, dict(enumerate(backend.glu_backward(*call, config=config))))
 
 

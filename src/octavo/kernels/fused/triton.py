@@ -13,7 +13,7 @@ from octavo.kernels.fused.tiles import TRANSPOSE, WIDEST_ROW
 from octavo.kernels.launch import Launch, Variant
 from octavo.numerics.spec import ROW, TENSOR, QuantSpec
 
-CONFIGS = range(3)
+CONFIGS = range(2)
 COLUMNS = 4096
 
 

@@ -268,43 +268,60 @@ def rows_kernel(
 
 
 @triton.jit
-def _keep_rows(values, amax, row, rows):
-    tl.atomic_max(amax + row, tl.max(values, axis=1), mask=row < rows, sem="relaxed")
+def _sizes(a, b, c, d, fold, row, column, rows, columns, FOLD: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Magnitudes of folded strands from magnitudes, as integers; a product takes an absolute value for nothing."""
+    if FOLD == 1:
+        a = a * tl.abs(tl.load(fold + row, mask=row < rows, other=0.0))[:, None]
+        b = b * tl.abs(tl.load(fold + row + 1, mask=row + 1 < rows, other=0.0))[:, None]
+        c = c * tl.abs(tl.load(fold + row + 2, mask=row + 2 < rows, other=0.0))[:, None]
+        d = d * tl.abs(tl.load(fold + row + 3, mask=row + 3 < rows, other=0.0))[:, None]
+    elif FOLD == 2:
+        factor = tl.abs(tl.load(fold + column, mask=column < columns, other=0.0))[None, :]
+        a, b, c, d = a * factor, b * factor, c * factor, d * factor
+    if INTERPRETED:  # a CPU's NaN may be negative
+        return magnitude(a), magnitude(b), magnitude(c), magnitude(d)
+    return (
+        a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True),
+        c.to(tl.int32, bitcast=True), d.to(tl.int32, bitcast=True),
+    )  # fmt: skip
 
 
 @triton.jit
-def _keep_columns(values, amax, column, columns):
-    tl.atomic_max(amax + column, tl.max(values, axis=0), mask=column < columns, sem="relaxed")
+def _keep_rows(sizes, amax, row, rows):
+    tl.atomic_max(amax + row, tl.max(sizes, axis=1), mask=row < rows, sem="relaxed")
 
 
 @triton.jit
 def _keep_maxima(a, b, c, d, amax, row, column, rows, columns, AXIS: tl.constexpr):
     if AXIS == 1:
-        _keep_rows(magnitude(a), amax, row, rows)
-        _keep_rows(magnitude(b), amax, row + 1, rows)
-        _keep_rows(magnitude(c), amax, row + 2, rows)
-        _keep_rows(magnitude(d), amax, row + 3, rows)
-    elif AXIS == 2:
-        _keep_columns(_largest(a, b, c, d), amax, column, columns)
+        _keep_rows(a, amax, row, rows)
+        _keep_rows(b, amax, row + 1, rows)
+        _keep_rows(c, amax, row + 2, rows)
+        _keep_rows(d, amax, row + 3, rows)
     else:
-        tl.atomic_max(amax, tl.max(tl.max(_largest(a, b, c, d), axis=1), axis=0), sem="relaxed")
+        largest = tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), axis=0)
+        if AXIS == 2:
+            tl.atomic_max(amax + column, largest, mask=column < columns, sem="relaxed")
+        else:
+            tl.atomic_max(amax, tl.max(largest, axis=0), sem="relaxed")
 
 
 @triton.jit
 def maxima_kernel(
     x, rows, columns, stride_r, stride_c, fold, amax, fold_t, amax_t,
     FOLD: tl.constexpr, AXIS: tl.constexpr, PAIR: tl.constexpr, FOLD_T: tl.constexpr, AXIS_T: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Maxima by row, by column or of everything into `amax`, and those of the second form into `amax_t` (int32)."""
     tile_row, tile_column = _tile_of(tl.program_id(0), columns, TILE_C)
     row, column = 4 * _indices(tile_row, TILE_R // 4), _indices(tile_column, TILE_C)
     a, b, c, d = _load4(x, row, column, rows, columns, stride_r, stride_c)
-    a1, b1, c1, d1 = _fold4(a, b, c, d, fold, row, column, rows, columns, FOLD)
+    a, b, c, d = tl.abs(a), tl.abs(b), tl.abs(c), tl.abs(d)
+    a1, b1, c1, d1 = _sizes(a, b, c, d, fold, row, column, rows, columns, FOLD, INTERPRETED)
     _keep_maxima(a1, b1, c1, d1, amax, row, column, rows, columns, AXIS)
     if PAIR:
-        a, b, c, d = _fold4(a, b, c, d, fold_t, row, column, rows, columns, FOLD_T)
-        _keep_maxima(a, b, c, d, amax_t, row, column, rows, columns, AXIS_T)
+        a1, b1, c1, d1 = _sizes(a, b, c, d, fold_t, row, column, rows, columns, FOLD_T, INTERPRETED)
+        _keep_maxima(a1, b1, c1, d1, amax_t, row, column, rows, columns, AXIS_T)
 
 
 @triton.jit

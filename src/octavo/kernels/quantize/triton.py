@@ -133,7 +133,8 @@ def launches(task: Task, config: int = 0) -> list[Launch]:
     )
     if task.given != "nothing":
         return [cast]
-    return [Launch(kernel=maxima_kernel, constants=folds | folds_t | axes | tile, num_warps=num_warps), cast]
+    maxima = folds | folds_t | axes | tile | {"INTERPRETED": INTERPRETED}
+    return [Launch(kernel=maxima_kernel, constants=maxima, num_warps=num_warps), cast]
 
 
 _FOLDS = ("none", "rows", "columns")

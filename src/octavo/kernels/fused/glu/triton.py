@@ -26,15 +26,15 @@ from octavo.kernels.fused.tiles import TRANSPOSE, WIDEST_ROW, rows_launch, run
 from octavo.kernels.launch import INTERPRETED, Launch
 from octavo.numerics.spec import QuantSpec
 
-FLAT_CONFIGS = ((8, 256, 4), (4, 256, 4), (8, 512, 8))
+FLAT_CONFIGS = ((8, 256, 4), (4, 256, 4))
 """Rows, columns, warps of a tile of `glu_flat_kernel`."""
-BLOCKS_CONFIGS = ((64, 128, 4), (32, 256, 4), (64, 128, 8))
+BLOCKS_CONFIGS = ((64, 128, 4), (32, 256, 4))
 """Rows, columns, warps of a tile of `glu_blocks_kernel`."""
-ROWS_CONFIGS = (32, 16, 8)
+ROWS_CONFIGS = (32, 16)
 """Elements per thread of `glu_rows_kernel`."""
-BAND_CONFIGS = ((16, 512, 8), (32, 256, 8), (32, 128, 4))
+BAND_CONFIGS = ((64, 128, 4), (32, 256, 4))
 """Rows, columns, warps of a tile of `glu_band_kernel`."""
-BACKWARD_CONFIGS = ((8, 256, 4), (4, 256, 4), (8, 512, 8))
+BACKWARD_CONFIGS = ((8, 256, 4), (4, 256, 4))
 """Rows, columns, warps of a tile of `glu_backward_kernel`."""
 
 

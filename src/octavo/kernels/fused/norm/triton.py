@@ -36,9 +36,9 @@ from octavo.kernels.fused.tiles import TRANSPOSE, WIDEST_ROW, rows_launch, run
 from octavo.kernels.launch import INTERPRETED, Launch
 from octavo.numerics.spec import QuantSpec
 
-ROWS_CONFIGS = (32, 16, 8)
+ROWS_CONFIGS = (32, 16)
 """Elements per thread of `norm_rows_kernel`."""
-BAND_CONFIGS = ((16, 512, 8), (16, 512, 4), None)
+BAND_CONFIGS = ((16, 512, 4), None)
 """With a transposed copy: rows, columns, warps of a tile of `norm_band_kernel`; None for two steps instead."""
 WIDEST_BAND = 4096
 """Elements of a row up to which the bands in flight fit into L2, and two steps are not the default."""
@@ -54,7 +54,7 @@ def launches(spec: QuantSpec | None, order: str, columns: int, flags: dict[str, 
     if band is None and (columns <= WIDEST_ROW or constants["FORM"] < 2):
         per_thread = ROWS_CONFIGS[0 if transposed else config]
         return [rows_launch(norm_rows_kernel, constants, columns, per_thread), *([TRANSPOSE] if transposed else [])]
-    tile_r, tile_c, warps = band or (16, 512, 8)
+    tile_r, tile_c, warps = band or (16, 512, 4)
     orders = {"ROWS": order != "columns", "COLUMNS": transposed}
     constants |= {**orders, "TILE_R": tile_r, "TILE_C": tile_c}
     return [Launch(kernel=norm_band_kernel, constants=constants, num_warps=warps)]
