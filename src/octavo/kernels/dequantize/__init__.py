@@ -1,0 +1,91 @@
+"""dequantize: the matrix that an FP8 form stands for, x = q · s, multiplied in float32 and rounded once.
+
+Must move per element: 1 byte read (and the scales), 2 written in bf16. Products read FP8 as it is; this is for what was
+stored in FP8 and is needed again as it was: see `octavo.nn.sources`.
+"""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.dequantize import reference
+from octavo.kernels.library import define
+from octavo.kernels.quantize import quantize
+from octavo.kernels.registry import Backend, Case, Op, register
+from octavo.numerics.error import first_mismatch
+from octavo.numerics.spec import QuantSpec
+from octavo.tensor import ScaledTensor
+
+__all__ = ["DEQUANTIZE", "dequantize"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def dequantize(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
+    """The values of a quantized matrix.
+
+    Args:
+        x: Row-major FP8 data [R,C] with scales.
+        dtype: float32, bfloat16 or float16.
+
+    Returns:
+        [R,C] of dtype, contiguous.
+
+    Raises:
+        ValueError: For another dtype, unit scales, or scales that are not of the spec's shape.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dequantize: dtype is float32, bfloat16 or float16; got {dtype}")
+    wanted = x.spec.granularity.scale_shape((x.data.shape[0], x.data.shape[1]))
+    if x.scale is None or x.scale.shape != wanted:
+        got = None if x.scale is None else list(x.scale.shape)
+        raise ValueError(f"dequantize: scales of {list(x.data.shape)} by {x.spec} are {list(wanted)}; got {got}")
+    result: Tensor = torch.ops.octavo.dequantize(x.data, x.scale, x.spec.text, dtype)
+    return result
+
+
+def _run_triton(data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, config: int | None = None) -> Tensor:
+    from octavo.kernels.dequantize import triton  # imports Triton, so only once it is wanted
+
+    return triton.dequantize(data, scale, spec, dtype, config or 0)
+
+
+def _refuses_triton(device: torch.device, case: Case) -> str | None:
+    if device.type != "cuda":
+        return f"Triton compiles for GPUs; this device is {device.type!r}"
+    if QuantSpec.parse(case[0]).granularity.rows != 1:
+        return "scales are by row or by block of a row"
+    return None if find_spec("triton") else "Triton is not installed"
+
+
+def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(48, 272, generator=generator, device="cpu").to(device)
+    spec = QuantSpec.parse(case[0])
+    quantized = quantize(x, spec)
+    assert quantized.scale is not None
+    for dtype in _DTYPES:
+        call = (quantized.data, quantized.scale, spec, dtype)
+        if (mismatch := first_mismatch(reference.dequantize(*call), backend.run(*call))) is not None:
+            return f"{dtype} differs from reference: {mismatch}"
+    return None
+
+
+_STORED = "e4m3/1x32/e8m0"
+
+DEQUANTIZE = register(Op(name="dequantize", cases={_STORED: (_STORED,)}, probe=_probe))
+DEQUANTIZE.add(Backend(name="triton", run=_run_triton, refuses=_refuses_triton))
+DEQUANTIZE.add(Backend(name="reference", run=reference.dequantize))
+
+
+def _run(data: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
+    result: Tensor = DEQUANTIZE.choose(data.device, (spec,)).run(data, scale, QuantSpec.parse(spec), dtype)
+    return result
+
+
+def _fake(data: Tensor, scale: Tensor, spec: str, dtype: torch.dtype) -> Tensor:
+    return data.new_empty(data.shape, dtype=dtype)
+
+
+define("dequantize(Tensor data, Tensor scale, str spec, ScalarType dtype) -> Tensor", _run, _fake)

@@ -1,0 +1,31 @@
+"""The kernel of dequantize; see `triton`."""
+
+import triton
+import triton.language as tl
+
+from octavo.kernels.fused.device import place, rounded
+
+
+@triton.jit
+def dequantize_kernel(
+    q, s, out, rows, columns, grid_columns, q_r, q_c,
+    BLOCK: tl.constexpr, E8M0: tl.constexpr, E4M3: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One tile. BLOCK: columns that share a scale, 0 for a whole row. A power of two is its exponent byte."""
+    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
+    column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    values = tl.load(q + place(row, column, q_r, q_c), mask=inside, other=0.0)
+    if INTERPRETED:  # the interpreter's own cast loses NaN
+        size = values.to(tl.uint8, bitcast=True) & 0x7F
+        nan = size == 0x7F if E4M3 else size > 0x7C
+        values = tl.where(nan, float("nan"), values.to(tl.float32))
+    else:
+        values = values.to(tl.float32)
+    group = column // BLOCK if BLOCK else column * 0
+    scale = tl.load(s + row[:, None] * grid_columns + group[None, :], mask=inside, other=0)
+    if E8M0:
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    result = rounded(values * scale, out.dtype.element_ty, INTERPRETED)
+    tl.store(out + row[:, None] * columns + column[None, :], result, mask=inside)

@@ -1,0 +1,17 @@
+"""dequantize in plain PyTorch: the definition every other backend is compared with, bit for bit."""
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.spec import QuantSpec
+from octavo.tensor import ScaledTensor
+
+
+def dequantize(data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    """The values `data · scale` [R,C]."""
+    rows, columns = data.shape
+    extent = spec.granularity.columns
+    if spec.granularity.rows == 1 and extent and columns % extent == 0:  # whole blocks: scales need no spreading
+        blocks = data.reshape(rows, columns // extent, extent).float()
+        return blocks.mul_(scale.float()[:, :, None]).reshape(rows, columns).to(dtype)
+    return ScaledTensor(data, scale, spec).dequantize(dtype).contiguous()
