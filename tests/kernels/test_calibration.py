@@ -295,7 +295,8 @@ def test_measuring_quantizers_times_every_configuration_and_names_the_fastest(na
     for what in found:
         result = measure_quantization(what, torch.device("cpu"), counting_down())
         assert len(result.times) == len(tiles(what.task)) and not result.left_out
-        assert (result.entry.config, result.entry.microseconds, result.entry.case) == (1, 2.0, what.task.case)
+        fastest = (1, 2.0) if len(tiles(what.task)) > 1 else (0, 5.0)
+        assert (result.entry.config, result.entry.microseconds) == fastest and result.entry.case == what.task.case
         assert what.rate(2.0).endswith("TB/s")
 
 

@@ -72,6 +72,58 @@ def _tensor(pointers, which, FIELD: tl.constexpr, TYPE: tl.constexpr, ALIGNED: t
 
 
 @triton.jit
+def _moments(
+    pointers, which, at, inside, group, real,
+    MOMENTS: tl.constexpr, TOP: tl.constexpr, TOP_T: tl.constexpr, ALIGNED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Both moments in float32."""
+    if MOMENTS:
+        q = tl.load(_tensor(pointers, which, 2, tl.float8e4nv, ALIGNED) + at, mask=inside, other=0.0).to(tl.float32)
+        hi = tl.load(_tensor(pointers, which, 4, tl.float32, ALIGNED) + group, mask=real, other=0.0)
+        k = tl.load(_tensor(pointers, which, 5, tl.uint8, ALIGNED) + group, mask=real, other=16).to(tl.float32)
+        m = _expanded(tl.abs(q) * (1.0 / TOP), hi, k, INTERPRETED)
+        m = tl.where(q < 0, -m, m)
+        codes = tl.load(_tensor(pointers, which, 3, tl.uint8, ALIGNED) + at, mask=inside, other=0).to(tl.int32)
+        hi = tl.load(_tensor(pointers, which, 6, tl.float32, ALIGNED) + group, mask=real, other=0.0)
+        k = tl.load(_tensor(pointers, which, 7, tl.uint8, ALIGNED) + group, mask=real, other=16).to(tl.float32)
+        size = ((codes + (127 << 4)) << 19).to(tl.float32, bitcast=True)
+        v = _expanded(tl.where(codes > 0, size, 0.0) * (1.0 / TOP_T), hi, k, INTERPRETED)
+    else:
+        m = tl.load(_tensor(pointers, which, 2, tl.float32, ALIGNED) + at, mask=inside, other=0.0)
+        v = tl.load(_tensor(pointers, which, 3, tl.float32, ALIGNED) + at, mask=inside, other=0.0)
+    return m, v
+
+
+@triton.jit
+def _keep_moments(
+    m, v, drawn, pointers, which, at, inside, group, real,
+    MOMENTS: tl.constexpr, NOISE: tl.constexpr, TOP: tl.constexpr, REACH: tl.constexpr,
+    TOP_T: tl.constexpr, REACH_T: tl.constexpr, ALIGNED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Both moments written back; `drawn` holds 16 random bits for each."""
+    if MOMENTS:
+        size, hi, k = _compressed(tl.abs(m), TOP, REACH, INTERPRETED)
+        if NOISE:
+            random = (drawn & 0xFFFF) << 4
+            size = ((size.to(tl.int32, bitcast=True) + random) & -0x100000).to(tl.float32, bitcast=True)
+            size = tl.minimum(size, TOP)
+        codes = to_fp8(tl.where(m < 0, -size, size), tl.float8e4nv, True, INTERPRETED)
+        tl.store(_tensor(pointers, which, 2, tl.float8e4nv, ALIGNED) + at, codes, mask=inside)
+        tl.store(_tensor(pointers, which, 4, tl.float32, ALIGNED) + group, hi, mask=real)
+        tl.store(_tensor(pointers, which, 5, tl.uint8, ALIGNED) + group, k.to(tl.uint8), mask=real)
+        size, hi, k = _compressed(v, TOP_T, REACH_T, INTERPRETED)
+        random = ((drawn >> 16) & 0xFFFF) << 3 if NOISE else (1 << 18)
+        codes = ((size.to(tl.int32, bitcast=True) + random) >> 19) - (127 << 4)
+        codes = tl.where(size > 0, tl.minimum(tl.maximum(codes, 1), 255), 0)
+        tl.store(_tensor(pointers, which, 3, tl.uint8, ALIGNED) + at, codes.to(tl.uint8), mask=inside)
+        tl.store(_tensor(pointers, which, 6, tl.float32, ALIGNED) + group, hi, mask=real)
+        tl.store(_tensor(pointers, which, 7, tl.uint8, ALIGNED) + group, k.to(tl.uint8), mask=real)
+    else:
+        tl.store(_tensor(pointers, which, 2, tl.float32, ALIGNED) + at, m, mask=inside)
+        tl.store(_tensor(pointers, which, 3, tl.float32, ALIGNED) + at, v, mask=inside)
+
+
+@triton.jit
 def adamw_kernel(
     pointers, numbers, shapes, work,
     PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENTS: tl.constexpr, MASTER: tl.constexpr, NOISE: tl.constexpr,
@@ -99,25 +151,7 @@ def adamw_kernel(
     param = _tensor(pointers, which, 0, PARAM, ALIGNED)
     grad = _tensor(pointers, which, 1, GRAD, ALIGNED)
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * tl.load(numbers + 7 * which + 6)
-    if MOMENTS:
-        m_at = _tensor(pointers, which, 2, tl.float8e4nv, ALIGNED)
-        v_at = _tensor(pointers, which, 3, tl.uint8, ALIGNED)
-        m_hi = _tensor(pointers, which, 4, tl.float32, ALIGNED) + group
-        m_k = _tensor(pointers, which, 5, tl.uint8, ALIGNED) + group
-        v_hi = _tensor(pointers, which, 6, tl.float32, ALIGNED) + group
-        v_k = _tensor(pointers, which, 7, tl.uint8, ALIGNED) + group
-        q = tl.load(m_at + at, mask=inside, other=0.0).to(tl.float32)
-        hi, k = tl.load(m_hi, mask=real, other=0.0), tl.load(m_k, mask=real, other=16).to(tl.float32)
-        m = _expanded(tl.abs(q) * (1.0 / TOP), hi, k, INTERPRETED)
-        m = tl.where(q < 0, -m, m)
-        codes = tl.load(v_at + at, mask=inside, other=0).to(tl.int32)
-        hi, k = tl.load(v_hi, mask=real, other=0.0), tl.load(v_k, mask=real, other=16).to(tl.float32)
-        size = ((codes + (127 << 4)) << 19).to(tl.float32, bitcast=True)
-        v = _expanded(tl.where(codes > 0, size, 0.0) * (1.0 / TOP_T), hi, k, INTERPRETED)
-    else:
-        m_at = _tensor(pointers, which, 2, tl.float32, ALIGNED)
-        v_at = _tensor(pointers, which, 3, tl.float32, ALIGNED)
-        m, v = tl.load(m_at + at, mask=inside, other=0.0), tl.load(v_at + at, mask=inside, other=0.0)
+    m, v = _moments(pointers, which, at, inside, group, real, MOMENTS, TOP, TOP_T, ALIGNED, INTERPRETED)
     m = m + tl.load(numbers + 7 * which + 4) * (g - m)
     beta2 = tl.load(numbers + 7 * which + 5)
     v = v * beta2 + g * g * (1 - beta2)
@@ -133,26 +167,11 @@ def adamw_kernel(
         p = tl.load(param + at, mask=inside, other=0.0).to(tl.float32)
     root = tl.sqrt(v) * tl.load(numbers + 7 * which + 2) + tl.load(numbers + 7 * which + 3)
     p = p * tl.load(numbers + 7 * which) + tl.load(numbers + 7 * which + 1) * (m / root)
-    if MOMENTS:
-        size, hi, k = _compressed(tl.abs(m), TOP, REACH, INTERPRETED)
-        if NOISE:
-            drawn = _random(index, seed)
-            random = (drawn & 0xFFFF) << 4
-            size = ((size.to(tl.int32, bitcast=True) + random) & -0x100000).to(tl.float32, bitcast=True)
-            size = tl.minimum(size, TOP)
-        tl.store(m_at + at, to_fp8(tl.where(m < 0, -size, size), tl.float8e4nv, True, INTERPRETED), mask=inside)
-        tl.store(m_hi, hi, mask=real)
-        tl.store(m_k, k.to(tl.uint8), mask=real)
-        size, hi, k = _compressed(v, TOP_T, REACH_T, INTERPRETED)
-        random = ((drawn >> 16) & 0xFFFF) << 3 if NOISE else (1 << 18)
-        codes = ((size.to(tl.int32, bitcast=True) + random) >> 19) - (127 << 4)
-        codes = tl.where(size > 0, tl.minimum(tl.maximum(codes, 1), 255), 0)
-        tl.store(v_at + at, codes.to(tl.uint8), mask=inside)
-        tl.store(v_hi, hi, mask=real)
-        tl.store(v_k, k.to(tl.uint8), mask=real)
-    else:
-        tl.store(m_at + at, m, mask=inside)
-        tl.store(v_at + at, v, mask=inside)
+    drawn = _random(index, seed) if MOMENTS and NOISE else index
+    _keep_moments(
+        m, v, drawn, pointers, which, at, inside, group, real,
+        MOMENTS, NOISE, TOP, REACH, TOP_T, REACH_T, ALIGNED, INTERPRETED,
+    )  # fmt: skip
     if MASTER == 1:
         bits = p.to(tl.int32, bitcast=True)
         upper = (bits + 0x8000) >> 16
