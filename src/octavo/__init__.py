@@ -4,11 +4,13 @@
     model = octavo.convert(model)      # the one line: linear layers compute in FP8, in place
     print(octavo.report(model))        # which, in what recipe, and why
     optimizer = octavo.AdamW(model.parameters(), lr=3e-4)      # moments in FP8, exact masters in 16 bits
+    print(octavo.memory(model, {"input_ids": (4, 2048)}, optimizer=octavo.AdamW))      # what a step will take
 
 Importing it touches no device and imports neither Triton nor Transformers.
 """
 
 from octavo._version import __version__
+from octavo.inspect import memory
 from octavo.nn import convert, disabled, report, revert
 from octavo.numerics import RECIPES, Plan, Precision, Recipe
 from octavo.optim import AdamW
@@ -22,6 +24,7 @@ __all__ = [
     "__version__",
     "convert",
     "disabled",
+    "memory",
     "report",
     "revert",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `octavo train | demo | doctor | calibrate`.
+"""The command line: `octavo train | demo | doctor | plan | calibrate`.
 
 A mistake of the user (a wrong key, a missing file, data that cannot be used) is one message on stderr and exit code 2;
 `--traceback` shows where it was raised. Code 1 is a run that failed: a loss that is not finite. A run that was told to
@@ -7,21 +7,14 @@ stop has saved and is a success, 0. Results go to stdout, progress and messages 
 Torch and the trainer are imported inside the commands, so that help, and a mistake on the command line, come at once.
 """
 
-import json
-import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from importlib import metadata
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import ROUNDED
 from rich.console import Console
-from rich.table import Table
 
 from octavo._version import __version__
 from octavo.numerics.names import nearest
@@ -49,6 +42,8 @@ EXAMPLES = {
   octavo train configs/demo.toml precision.level=O1 precision.recipe=mxfp8
   [dim]# what runs here, on which backend, and why not on another[/dim]
   octavo doctor
+  [dim]# the memory that a run will take, by category[/dim]
+  octavo plan --memory configs/llama2-7b-80gb.toml
   [dim]# on a GPU: measure which kernels are fastest, for all later runs[/dim]
   octavo calibrate
 """,
@@ -77,6 +72,15 @@ EXAMPLES = {
   [dim]# every Triton kernel in every configuration against the reference, byte for byte[/dim]
   octavo doctor --deep
   octavo doctor --deep --seconds 600 --only e4m3/row
+""",
+    "plan": """
+[bold]Examples[/bold]
+
+  [dim]# memory of a training step by category, beside bf16 and each precision level; no GPU, no data, no weights[/dim]
+  octavo plan --memory configs/llama2-7b-80gb.toml
+  octavo plan --memory configs/demo.toml precision.level=O1 optim.batch=64 --limit 24
+  octavo plan --memory configs/demo.toml --layers
+  octavo plan --memory configs/demo.toml --json > plan.json
 """,
     "calibrate": """
 [bold]Examples[/bold]
@@ -263,23 +267,32 @@ def doctor(
 
             equal = doctor_deep(_device(device), as_json=as_json, seconds=seconds, seed=seed, only=only)
             raise typer.Exit(0 if equal else 1)
-        found = _examine(device)
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return
-    console = Console()
-    facts = Table.grid(padding=(0, 2))
-    for name, value in {"device": found["device"], **found["gpu"], **found["versions"]}.items():
-        facts.add_row(f"[bold]{name}[/bold]", str(value))
-    console.print(facts)
-    table = Table(box=ROUNDED, border_style="dim", header_style="bold")
-    for heading in ("op", "case", "runs on", "why not the others"):
-        table.add_column(heading)
-    for op, cases, chosen, refusals in _merged(found["ops"]):
-        table.add_row(op, cases, chosen, refusals)
-    console.print(table)
-    console.print(found["summary"], style="bold", markup=False, highlight=False)
-    console.print(found["calibration"], markup=False, highlight=False)
+        from octavo.kernels.console import doctor as examine
+
+        examine(_device(device), as_json=as_json)
+
+
+@app.command(epilog=EXAMPLES["plan"])
+def plan(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's configuration.", show_default=False)],
+    overrides: Overrides = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Plan the memory of a training step.")] = False,
+    device: Annotated[str, typer.Option(help="What to plan for, cuda or cpu; it need not be here.")] = "cuda",
+    limit: Annotated[float, typer.Option(help="Memory of the device in GiB, for the largest batch.")] = 79.0,
+    layers: Annotated[bool, typer.Option("--layers", help="Also what each kind of layer keeps for backward.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Predict what a run takes, before it is run.
+
+    With --memory: parameters, gradients, optimizer states, activations and
+    temporaries at the worst moment of a step, found by taking the step on
+    tensors without storage, for the configuration and for what it could be.
+    """
+    with _user_errors(context):
+        from octavo.train.plan import console as run
+
+        run(config, overrides or [], memory=memory, device=device, limit=limit, layers=layers, as_json=as_json)
 
 
 @app.command(epilog=EXAMPLES["calibrate"])
@@ -304,41 +317,6 @@ def calibrate(
         run(_device(device), recipe, shapes or [])
 
 
-def _examine(name: str) -> dict[str, Any]:
-    """Everything `octavo doctor` shows, ready for JSON."""
-    import torch
-
-    from octavo.kernels import calibration
-    from octavo.kernels.gemm import accelerated
-    from octavo.kernels.registry import status
-    from octavo.numerics.recipe import RECIPES
-
-    device = _device(name)
-    gpu: dict[str, Any] = {}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        gpu = {
-            "gpu": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "memory": f"{properties.total_memory / 2**30:.0f} GiB",
-            "cuda": torch.version.cuda,
-        }
-    native = [recipe.name for recipe in RECIPES.values() if accelerated(recipe, device)]
-    return {
-        "device": str(device),
-        "gpu": gpu,
-        "versions": {
-            "octavo": __version__,
-            "python": f"{platform.python_version()} ({platform.system()} {platform.machine()})",
-            **{package: _version(package) for package in ("torch", "triton", "transformers")},
-        },
-        "ops": [asdict(row) for row in status(device)],
-        "native_recipes": native,
-        "summary": _summary(device.type, native, len(RECIPES)),
-        "calibration": calibration.summary(device),
-    }
-
-
 def _device(name: str) -> "torch.device":
     import torch
 
@@ -356,42 +334,3 @@ def _device(name: str) -> "torch.device":
             f"device {name!r} cannot be used: {str(error).splitlines()[0]}. Give cpu, cuda or auto"
         ) from None
     return device
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return f"no package {package!r} is installed"
-
-
-def _summary(kind: str, native: list[str], recipes: int) -> str:
-    if kind == "cpu":
-        return "On this CPU FP8 runs exactly, but emulated: right numbers and FP8's memory, no speed-up."
-    if not native:
-        return "This device serves no FP8 product: FP8 runs exactly, but emulated, with no speed-up."
-    if len(native) == recipes:
-        return "Every recipe's products run on this device's FP8 matrix units."
-    return (
-        f"On this device's FP8 matrix units: {', '.join(native)}. The other recipes are emulated: exact, no speed-up."
-    )
-
-
-def _merged(ops: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Rows of the table: op, the cases served alike, the chosen backend, and why the others do not serve."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for label, rows in groupby(ops, key=lambda row: row["op"]):
-        backends = list(rows)
-        op, _, case = label.partition(" ")
-        chosen = next(row["backend"] for row in backends if row["chosen"])
-        refusals = "\n".join(
-            f"{row['backend']}: {row['reason'] or 'serves too, but is slower'}"
-            for row in backends
-            if row["backend"] != chosen
-        )
-        groups.setdefault((op, chosen, refusals), []).append(case)
-    alone = {op for op, *_ in groups if sum(key[0] == op for key in groups) == 1}
-    return [
-        (op, f"all {len(cases)}" if op in alone else "\n".join(cases), chosen, refusals or "there is no other")
-        for (op, chosen, refusals), cases in groups.items()
-    ]

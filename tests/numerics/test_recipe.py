@@ -54,7 +54,8 @@ def test_plan_json_round_trips():
 def test_precision_levels_and_switches():
     assert Precision.level("bf16").matmul == "bf16"
     assert Precision.level("O1", recipe="mxfp8") == Precision(matmul="fp8", recipe="mxfp8")
-    assert set(LEVELS) == {"bf16", "O1"}
+    assert set(LEVELS) == {"bf16", "O1", "O1+act"}
+    assert Precision.level("O1+act") == Precision(matmul="fp8", activations="fp8")
     with pytest.raises(ValueError, match=r"unknown precision level 'O11' \(did you mean 'O1'\?\)"):
         Precision.level("O11")
     with pytest.raises(ValueError, match="matmul is 'bf16' or 'fp8'; got 'f8'"):

@@ -21,7 +21,7 @@ def make_trainer(make_config: MakeConfig, mode: str, **precision: Any) -> Traine
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     trainer.model.zero_grad()
     torch.manual_seed(0)
-    trainer._loss(*trainer._batch(0)).backward()
+    trainer.loss(*trainer._batch(0)).backward()
     return {name: param.grad for name, param in trainer.model.named_parameters() if param.grad is not None}
 
 

@@ -8,16 +8,18 @@ first swap, so a failed conversion leaves the model as it was.
 
 import sys
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 
+from octavo.nn.activations import Storage, is_storing, make_plain, make_storing
 from octavo.nn.linear import Linear
 from octavo.nn.report import PLAN_ATTRIBUTE, is_converted, report
 from octavo.nn.select import Filter, checked_weight, default_plan, is_conv1d, obstacle
+from octavo.nn.structure import around, recognised
 from octavo.nn.weights import WEIGHTS
 from octavo.numerics.plan import Plan
-from octavo.numerics.precision import Precision
+from octavo.numerics.precision import Precision, check_activations
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
 
 M = TypeVar("M", bound=nn.Module)
@@ -37,6 +39,7 @@ def convert(
     skip: Sequence[str] = (),
     filter: Filter | None = None,
     keep_weights: bool = False,
+    activations: Literal["bf16", "fp8"] = "bf16",
     verbose: bool = True,
 ) -> M:
     """Make the linear layers of a model compute in FP8, in place.
@@ -48,13 +51,16 @@ def convert(
     Args:
         model: Any module, on any device including meta; a linear itself is fine.
         recipe: `"rowwise"` (default), `"tensorwise"`, `"rowwise_hp_wgrad"`, `"blockwise"`, `"mxfp8"`, or a `Recipe`.
-        precision: The whole request at once, instead of `recipe`, `skip` and `keep_weights`.
+        precision: The whole request at once, instead of `recipe`, `skip`, `keep_weights` and `activations`.
         plan: Decisions made before, instead of all others.
         skip: Name patterns of layers to leave alone, as in `fnmatch`, such as `["*.o_proj", "model.layers.0"]`.
         filter: `filter(module, fqn) -> bool`, True to convert; asked for each layer that nothing else excludes.
         keep_weights: Keep the FP8 form of each weight until it changes, rather than quantize it in every forward and
             backward: for many small micro-batches per optimizer step, at 2 bytes per parameter on a GPU (1 on a CPU).
             Not under torch.compile. See `octavo.nn.weights` for what it saves.
+        activations: `"fp8"`: norms, gated MLPs, activations and attention, found by structure, store what backward
+            needs in FP8. Not under torch.compile. For this alone: `precision=Precision(matmul="bf16",
+            activations="fp8")`.
         verbose: Print one line on stderr that says what was done.
 
     Returns:
@@ -69,7 +75,7 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert takes a torch.nn.Module; got {type(model).__name__}")
-    already = [fqn for fqn, module in model.named_modules() if is_converted(module)]
+    already = [fqn for fqn, module in model.named_modules() if is_converted(module) or is_storing(module)]
     if already:
         raise ValueError(
             f"{len(already)} layers of this model are converted already (first: {already[0] or 'the model itself'!r}). "
@@ -78,18 +84,24 @@ def convert(
     for name, given, wanted in (("plan", plan, Plan), ("precision", precision, Precision)):
         if given is not None and not isinstance(given, wanted):
             raise TypeError(f"{name} is an octavo.{wanted.__name__}; got {given!r}{_HINTS[name]}")
+    idle_is_fine = precision is not None and precision.matmul == "bf16" and precision.activations == "bf16"
+    storing_is_enough = plan is not None or (precision is not None and precision.matmul == "bf16")
     if plan is None:
-        plan = _plan(model, recipe, precision, skip, filter, keep_weights)
-    elif recipe is not None or precision is not None or skip or filter is not None:
-        raise ValueError("plan says everything: give plan alone, or recipe, precision, skip and filter without it")
-    if not plan.converted and (precision is None or precision.matmul == "fp8"):
+        plan = _plan(model, recipe, precision, skip, filter, keep_weights, activations)
+    elif recipe is not None or precision is not None or skip or filter is not None or activations != "bf16":
+        raise ValueError(
+            "plan says everything: give plan alone, or recipe, precision, skip, filter and activations without it"
+        )
+    if not (plan.converted or idle_is_fine or (plan.storing and storing_is_enough)):
         raise ValueError(f"no layer would be converted, so the model would train without FP8: {_why_none(plan)}")
     modules = dict(model.named_modules())
-    _check(plan, modules)
+    storages = _check(plan, modules)
     for fqn in plan.converted:
         modules[fqn].recipe = plan[fqn].recipe
         modules[fqn].keeps_weight = keep_weights if precision is None else precision.keep_weights
         modules[fqn].__class__ = _fp8_class(modules[fqn])
+    for fqn, storage in storages.items():
+        make_storing(modules[fqn], storage)
     setattr(model, PLAN_ATTRIBUTE, plan)
     if verbose:
         print(f"octavo: {report(model).summary}", file=sys.stderr)
@@ -103,10 +115,11 @@ def revert(model: M) -> M:
         ValueError: If the model holds no converted layer.
     """
     converted = {fqn: module for fqn, module in model.named_modules() if is_converted(module)}
-    if not converted and not hasattr(model, PLAN_ATTRIBUTE):
+    storing = {fqn: module for fqn, module in model.named_modules() if is_storing(module)}
+    if not converted and not storing and not hasattr(model, PLAN_ATTRIBUTE):
         raise ValueError("revert: this model holds no converted layer; octavo.convert(model) makes some")
-    for fqn, module in converted.items():
-        if type(module).__module__ not in ("octavo.nn.linear", "octavo.nn.conv1d"):
+    for fqn, module in (converted | storing).items():
+        if type(module).__module__ not in ("octavo.nn.linear", "octavo.nn.conv1d", "octavo.nn.activations"):
             raise ValueError(
                 f"revert: {fqn or 'the model'} became a {type(module).__name__} after it was converted (by a "
                 "parametrization, or fully_shard): undo that first. The model was left as it was"
@@ -116,14 +129,16 @@ def revert(model: M) -> M:
         for name in ("recipe", "keeps_weight"):
             vars(module).pop(name, None)  # one that was made directly has the default, on the class
         WEIGHTS.forget(module.weight)
+    for module in storing.values():
+        make_plain(module)
     for module in model.modules():
         if hasattr(module, PLAN_ATTRIBUTE):
             delattr(module, PLAN_ATTRIBUTE)
     return model
 
 
-def _check(plan: Plan, modules: dict[str, nn.Module]) -> None:
-    """Raise for a plan that cannot be carried out as a whole on these modules."""
+def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
+    """How modules are to store their activations; raises for a plan that cannot be carried out as a whole."""
     for fqn in plan:
         if fqn not in modules:
             raise ValueError(f"the plan is for another model: it names {fqn!r}, which this model does not have")
@@ -132,6 +147,17 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> None:
         if reason is not None:
             raise ValueError(f"the plan converts {fqn!r}, which cannot be: {reason}. The model was left as it was")
         checked_weight(fqn, modules[fqn])
+    storages = {}
+    for fqn in plan.storing:
+        kind = plan[fqn].storage
+        found = around(modules[fqn]) if kind == "mlp" else recognised(modules[fqn])
+        if found is None or isinstance(found, str) or found.kind != kind:
+            raise ValueError(
+                f"the plan has {fqn!r} store its activations as {kind!r}, which does not fit: "
+                f"{found if isinstance(found, str) else type(modules[fqn]).__name__}. The model was left as it was"
+            )
+        storages[fqn] = found
+    return storages
 
 
 def _plan(
@@ -141,15 +167,18 @@ def _plan(
     skip: Sequence[str],
     filter: Filter | None,
     keep_weights: bool,
+    activations: str,
 ) -> Plan:
+    check_activations(activations)
     if precision is None:
-        return default_plan(model, get_recipe(DEFAULT if recipe is None else recipe), skip, filter)
-    if recipe is not None or skip or keep_weights:
+        return default_plan(model, get_recipe(DEFAULT if recipe is None else recipe), skip, filter, activations)
+    if recipe is not None or skip or keep_weights or activations != "bf16":
         raise ValueError(
-            "precision holds the recipe, what to skip and whether weights are kept: set them there, or give them alone"
+            "precision holds the recipe, what to skip, whether weights are kept and how activations are stored: "
+            "set them there, or give them alone"
         )
     chosen = get_recipe(precision.recipe) if precision.matmul == "fp8" else None
-    return default_plan(model, chosen, precision.skip, filter)
+    return default_plan(model, chosen, precision.skip, filter, precision.activations)
 
 
 def _why_none(plan: Plan) -> str:

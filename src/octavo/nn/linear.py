@@ -17,13 +17,13 @@ again in backward rather than kept (`octavo.nn.weights` keeps it, by choice): th
 version counter refuses a W modified in between, and with its scales known a cast reads W once. A frozen W needs no
 wgrad, so X is not kept at all; a frozen X needs no dgrad.
 
-Layers that read the same tensor (q, k and v; gate and up) share one quantized copy: see `_LastInput`.
+Layers that read the same tensor (q, k and v; gate and up) share one quantized copy: see `_LastInput`. Where what made
+X stores enough to make it again (`octavo.nn.sources`), that is kept instead of X, and X is made and quantized in
+backward.
 """
 
 import math
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +32,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.kernels import quantize, quantize_pair, scaled_mm, wants_copies
+from octavo.nn.saved import source_of, unhooked
+from octavo.nn.sources import Source
 from octavo.nn.surroundings import surroundings
+from octavo.nn.switch import SWITCH
 from octavo.nn.weights import WEIGHTS
 from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.numerics.spec import QuantSpec
@@ -79,7 +82,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, k
         TypeError: For a dtype that has no FP8 form.
     """
     device_type = input.device.type
-    if not _SWITCH.enabled:
+    if not SWITCH.enabled:
         return F.linear(input, weight, bias)
     if input.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"linear takes float32, bfloat16 or float16 input; got {input.dtype}")
@@ -98,14 +101,16 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, k
         out_dtype = input.dtype
     x_MK = input.reshape(math.prod(input.shape[:-1]), weight.shape[1])
     wants_kept = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
+    source = source_of(input) if wants_kept else None
     with torch.no_grad():
-        x, kept = _LAST_INPUT.quantized(input, x_MK, recipe, wants_kept)
+        x, kept = _LAST_INPUT.quantized(input, x_MK, recipe, wants_kept and source is None)
     # What both forms share is handed over once: torch.compile takes no tensor twice.
     kept_data = None if kept is None or kept.data is x.data else kept.data
     kept_scale = None if kept is None or kept.scale is x.scale else kept.scale
-    y_MN = _LinearFunction.apply(
-        x_MK, weight, bias, x.data, x.scale, kept_data, kept_scale, recipe, out_dtype, keeps_weight
-    )
+    y_MN = unhooked(
+        _LinearFunction.apply, x_MK, weight, bias, x.data, x.scale, kept_data, kept_scale, source, recipe, out_dtype,
+        keeps_weight,
+    )  # fmt: skip
     return y_MN.reshape(*input.shape[:-1], weight.shape[0])
 
 
@@ -115,23 +120,25 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, x_data: Tensor, x_scale: Tensor,
-        kept_data: Tensor | None, kept_scale: Tensor | None, recipe: Recipe, out_dtype: torch.dtype,
-        keeps_weight: bool,
+        kept_data: Tensor | None, kept_scale: Tensor | None, source: Source | None, recipe: Recipe,
+        out_dtype: torch.dtype, keeps_weight: bool,
     ) -> Tensor:  # fmt: skip
         w = WEIGHTS.kept(w_NK, recipe)[0] if keeps_weight else quantize(w_NK, recipe.w)
         x = ScaledTensor(x_data, x_scale, recipe.x)
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        kept: tuple[Tensor | None, ...]
         if not needs_wgrad:
-            kept_data = kept_scale = None
+            kept, source = (None, None), None
+        elif source is not None:
+            kept = source.tensors
         elif recipe.wgrad_x is None:
-            kept_data = x_MK.to(out_dtype)
+            kept = x_MK.to(out_dtype), None
         else:
-            kept_data = x_data if kept_data is None else kept_data
-            kept_scale = x_scale if kept_scale is None else kept_scale
+            kept = x_data if kept_data is None else kept_data, x_scale if kept_scale is None else kept_scale
         w_scale = w.scale if needs_dgrad and recipe.dgrad_w == recipe.w else None
-        ctx.save_for_backward(kept_data, kept_scale, w_NK if needs_dgrad else None, w_scale)
-        ctx.recipe, ctx.keeps_weight = recipe, keeps_weight
+        ctx.save_for_backward(w_NK if needs_dgrad else None, w_scale, *kept)
+        ctx.recipe, ctx.keeps_weight, ctx.remake = recipe, keeps_weight, None if source is None else source.remake
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype
         return y_MN
 
@@ -140,23 +147,27 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         recipe: Recipe = ctx.recipe
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
-        kept_data, kept_scale, w_NK, w_scale = ctx.saved_tensors
+        w_NK, w_scale, *kept = ctx.saved_tensors
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
         dx_MK = dw_NK = dbias_N = w = x = None
         if needs_dgrad:
             w = WEIGHTS.kept(w_NK, recipe)[1] if ctx.keeps_weight else _cast_again(w_NK, w_scale, recipe.dgrad_w)
         if needs_wgrad and recipe.wgrad_x is not None:
-            x = ScaledTensor(kept_data, kept_scale, recipe.wgrad_x)
+            order = "columns" if wants_copies(g_MN.device) else "rows"
+            if ctx.remake is None:
+                x = ScaledTensor(kept[0], kept[1], recipe.wgrad_x)
+            else:
+                x = ctx.remake.quantized(kept, recipe.wgrad_x, order)
         g_dgrad, g_wgrad = _quantized_gradient(g_MN, w, x, recipe)
         if w is not None and g_dgrad is not None:
             dx_MK = scaled_mm(g_dgrad, w.unscaled if recipe.folds_w else w, "nn", out_dtype=x_dtype)
         if x is not None and g_wgrad is not None:
             dw_NK = scaled_mm(g_wgrad, x.unscaled if recipe.folds_x else x, "tn", out_dtype=w_dtype)
         elif needs_wgrad:
-            dw_NK = (g_MN.t() @ kept_data).to(w_dtype)
+            dw_NK = (g_MN.t() @ kept[0]).to(w_dtype)
         if needs_bias:
             dbias_N = g_MN.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx_MK, dw_NK, dbias_N, *[None] * 7
+        return dx_MK, dw_NK, dbias_N, *[None] * 8
 
 
 def _cast_again(w_NK: Tensor, scale: Tensor | None, spec: QuantSpec) -> ScaledTensor:
@@ -243,26 +254,4 @@ class _LastInput:
             self._entry = None
 
 
-class _Switch:
-    """Whether converted layers compute in FP8."""
-
-    enabled = True
-
-
 _LAST_INPUT = _LastInput()
-_SWITCH = _Switch()
-
-
-@contextmanager
-def disabled() -> Iterator[None]:
-    """Inside the block, converted layers compute in the dtype of their weights: for high-precision evaluation.
-
-    Holds for the whole process, all threads. Do the backward of what was computed inside before leaving it, where
-    activation checkpointing would compute it again.
-    """
-    before = _SWITCH.enabled
-    _SWITCH.enabled = False
-    try:
-        yield
-    finally:
-        _SWITCH.enabled = before

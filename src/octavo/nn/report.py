@@ -1,15 +1,21 @@
-"""report: what a model's linear layers compute in, and why: the table nobody should have to guess."""
+"""report: what a model's linear layers compute in, what stores its activations in FP8, and why: the table nobody should
+have to guess.
+"""
 
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from octavo.kernels.gemm import accelerated
+from octavo.nn.activations import STORAGE_ATTRIBUTE, is_storing
 from octavo.nn.linear import Linear
-from octavo.nn.select import is_linear
+from octavo.nn.select import STORED_HOW, is_linear
+from octavo.nn.storage import kept_by_layer
+from octavo.numerics.names import merged, pattern
 from octavo.numerics.plan import Plan
 from octavo.numerics.recipe import Recipe
 
@@ -44,11 +50,40 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StorageRow:
+    """A module that stores its activations in FP8, or that was looked at for it and does not.
+
+    Attributes:
+        name: Fully qualified name; empty for the model itself.
+        storage: `"norm"`, `"glu"`, `"activation"`, `"attention"` or `"mlp"`; None where it stays as it is.
+        reason: What it stores, or why it stays as it is.
+    """
+
+    name: str
+    storage: str | None
+    reason: str
+
+    @property
+    def recipe(self) -> str | None:
+        """What tables show in the place of a linear's recipe."""
+        return None if self.storage is None else "stores fp8"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
-    """The rows in model order, and one line that sums them up. Printed, it is a table with like layers in one row."""
+    """The rows in model order, and one line that sums them up. Printed, it is a table with like layers in one row.
+
+    Attributes:
+        rows: Linear layers, and what else has matrix weights.
+        execution: How FP8 products run here, where they are emulated.
+        activations: Modules that store activations in FP8, and those that could not; empty where none was to.
+        kept: Bytes that a forward keeps for backward, by module; empty where no batch was given.
+    """
 
     rows: tuple[Row, ...]
     execution: str
+    activations: tuple[StorageRow, ...] = ()
+    kept: Mapping[str, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -72,21 +107,50 @@ class Report:
             if not row.converted:
                 left.setdefault(row.reason, []).append(row)
         reasons = [f"{_named_or_counted(rows)}: {reason}" for reason, rows in left.items()]
-        return "; ".join(part for part in (text, *reasons, self.execution) if part)
+        return "; ".join(part for part in (text, *reasons, self._storage_summary(), self.execution) if part)
+
+    def _storage_summary(self) -> str:
+        counts = Counter(row.storage for row in self.activations if row.storage is not None)
+        if not self.activations:
+            return ""
+        kinds = ", ".join(f"{kind} {count}" for kind, count in counts.items())
+        text = f"activations in FP8 in {counts.total()} modules" + (f" ({kinds})" if kinds else "")
+        left = [row for row in self.activations if row.storage is None]
+        return text + (f", not in {len(left)} others" if left else "")
 
     def __str__(self) -> str:
         cells = [("layer", "recipe", "reason")]
-        cells += [(names or "(the model)", row.recipe or "–", row.reason) for names, row in _grouped(self.rows)]
+        found: list[tuple[str, Row | StorageRow]] = [*_grouped(self.rows), *_grouped(self.activations)]
+        cells += [(names or "(the model)", row.recipe or "–", row.reason) for names, row in found]
         widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
         lines = [f"{name:<{widths[0]}}  {recipe:<{widths[1]}}  {reason}" for name, recipe, reason in cells]
         lines.insert(1, "─" * max(len(line) for line in lines))
-        return "\n".join([*lines, "", self.summary])
+        return "\n".join([*lines, "", *self._kept_lines(), self.summary])
+
+    def _kept_lines(self) -> list[str]:
+        """A table of what is kept, like modules in one row."""
+        if not self.kept:
+            return []
+        groups: dict[str, list[str]] = {}
+        for name in self.kept:
+            groups.setdefault(pattern(name), []).append(name)
+        rows = [(sum(self.kept[n] for n in names), merged(names) or "(the model)") for names in groups.values()]
+        total = sum(self.kept.values())
+        cells = [*sorted(rows, reverse=True), (total, "in all")]
+        width = max(len("bytes kept"), len(f"{total:,}"))
+        return [f"{'bytes kept':>{width}}  by", *(f"{size:>{width},}  {name}" for size, name in cells), ""]
 
 
-def report(model: nn.Module) -> Report:
-    """List every linear layer of a model, and what else holds matrix weights, with what it computes in and why.
+def report(model: nn.Module, batch: Any = None) -> Report:
+    """List every linear layer of a model, and what else holds matrix weights, with what it computes in and why; and,
+    once activations are to be stored in FP8, every module that was looked at for that.
 
     Works on any model, converted or not, whole or a part of one.
+
+    Args:
+        model: The model.
+        batch: Where given, one forward is run on it to find what each module keeps for backward: keyword arguments as a
+            mapping, positional ones as a tuple, or the one argument. `octavo.nn.storage.audit` tells more.
 
     Returns:
         A `Report`: a sequence of rows with `.name`, `.converted`, `.recipe` and `.reason`; `.summary`; a table when
@@ -105,7 +169,23 @@ def report(model: nn.Module) -> Report:
             rows.append(
                 Row(name=fqn, linear=linear, weights=weights, converted=converted, recipe=recipe, reason=reason)
             )
-    return Report(rows=tuple(rows), execution=_execution(model))
+    return Report(
+        rows=tuple(rows),
+        execution=_execution(model),
+        activations=tuple(_storage_rows(model, plan)),
+        kept={} if batch is None else kept_by_layer(model, batch),
+    )
+
+
+def _storage_rows(model: nn.Module, plan: Plan | None) -> Iterator[StorageRow]:
+    for fqn, module in model.named_modules():
+        decision = plan.decisions.get(fqn) if plan is not None else None
+        if is_storing(module):
+            storage = getattr(module, STORAGE_ATTRIBUTE).kind
+            yield StorageRow(name=fqn, storage=storage, reason=STORED_HOW[storage])
+        elif decision is not None and not (is_linear(module) or is_converted(module)):
+            reason = decision.reason if decision.storage is None else "reverted since"
+            yield StorageRow(name=fqn, storage=None, reason=reason)
 
 
 def _reason(plan: Plan | None, fqn: str, converted: bool) -> str:
@@ -136,25 +216,12 @@ def _named_or_counted(rows: list[Row]) -> str:
     return groups[0][0] if len(groups) == 1 else f"{len(rows)} layers"
 
 
-def _grouped(rows: Iterable[Row]) -> list[tuple[str, Row]]:
+R = TypeVar("R", Row, StorageRow)
+
+
+def _grouped(rows: Sequence[R]) -> list[tuple[str, R]]:
     """Rows that differ only by numbers in their names, merged: ("layers.{0-31}.q_proj", first such row)."""
-    groups: dict[tuple[str, str | None, str], list[Row]] = {}
+    groups: dict[tuple[str, str | None, str], list[R]] = {}
     for row in rows:
-        groups.setdefault((re.sub(r"\d+", "#", row.name), row.recipe, row.reason), []).append(row)
-    return [(_merged_name([row.name for row in group]), group[0]) for group in groups.values()]
-
-
-def _merged_name(names: list[str]) -> str:
-    columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
-    return "".join(values[0] if len(set(values)) == 1 else "{" + _ranges(values) + "}" for values in columns)
-
-
-def _ranges(values: Iterable[str]) -> str:
-    """0,1,2,5 → "0-2,5"."""
-    spans: list[list[int]] = []
-    for number in sorted({int(value) for value in values}):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+        groups.setdefault((pattern(row.name), row.recipe, row.reason), []).append(row)
+    return [(merged([row.name for row in group]), group[0]) for group in groups.values()]

@@ -1,4 +1,5 @@
-"""Which modules of a model can be converted, which of those are, and why: the default plan.
+"""Which modules of a model can be converted, which of those are, and why: the default plan. Those that can store their
+activations in FP8 are found by `octavo.nn.structure`.
 
 By type, not by model: plain `nn.Linear` and Transformers' `Conv1D`. Everything else is left alone with its reason.
 That includes subclasses of `nn.Linear`, whose forward, or whose reader, may be anything (bitsandbytes' quantized
@@ -15,7 +16,9 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
+from octavo.nn.activations import Activation, Glu
 from octavo.nn.linear import SUPPORTED_DTYPES
+from octavo.nn.structure import recognised
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe
@@ -24,6 +27,16 @@ Filter = Callable[[nn.Module, str], bool]
 """Takes a module and its fully qualified name; True means convert."""
 
 HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "unembed", "unembedding")
+
+
+STORED_HOW = {
+    "norm": "norm: input stored in FP8, output made again",
+    "glu": "gated MLP: gate and up stored in FP8, their product made again",
+    "activation": "activation: input stored in FP8, output made again",
+    "attention": "attention: q, k, v and its output stored in FP8",
+    "mlp": "around an activation: inputs of linears made again, or stored in FP8",
+}
+"""What `report` says of a module that stores its activations in FP8."""
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -37,15 +50,20 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def default_plan(
-    model: nn.Module, recipe: Recipe | None, skip: Sequence[str] = (), filter: Filter | None = None
+    model: nn.Module,
+    recipe: Recipe | None,
+    skip: Sequence[str] = (),
+    filter: Filter | None = None,
+    activations: str = "bf16",
 ) -> Plan:
-    """Decide for every linear of a model.
+    """Decide for every linear of a model, and for every module whose activations could be stored in FP8.
 
     Args:
         model: Any module, on any device; nothing in it is touched.
         recipe: What converted layers get; None converts nothing (precision level bf16).
         skip: Name patterns, as in `fnmatch`; a pattern that matches a parent module covers all inside it.
         filter: Called for each linear that nothing else excludes.
+        activations: `"fp8"` to store them so.
 
     Raises:
         TypeError: For a linear with weights of a dtype that has no FP8 form, or a filter that returns no bool.
@@ -58,12 +76,17 @@ def default_plan(
     decisions = {}
     matched: set[str] = set()
     for fqn, module in model.named_modules():
-        if not is_linear(module):
+        found = recognised(module) if activations == "fp8" and not is_linear(module) else None
+        if found is None and not is_linear(module):
             continue
         pattern = next((p for p in skip if any(fnmatchcase(name, p) for name in names[module])), None)
         if pattern is not None:
             matched.add(pattern)
             decisions[fqn] = Decision(recipe=None, reason=f"skipped by pattern {pattern!r}")
+        elif found is not None:
+            kind = None if isinstance(found, str) else found.kind
+            reason = STORED_HOW[kind] if kind is not None else f"{found}: stays as it is"
+            decisions[fqn] = Decision(recipe=None, reason=reason, storage=kind)
         elif recipe is None:
             decisions[fqn] = Decision(recipe=None, reason="precision level bf16")
         else:
@@ -71,7 +94,29 @@ def default_plan(
     for pattern in (p for p in skip if p not in matched):
         hint = nearest(pattern.strip("*."), {part for fqn in decisions for part in fqn.split(".")})
         warnings.warn(f"skip pattern {pattern!r} matches no linear layer{hint}", UserWarning, stacklevel=4)
-    return Plan(decisions)
+    return Plan(_within(decisions) if activations == "fp8" else decisions)
+
+
+def _within(decisions: dict[str, Decision]) -> dict[str, Decision]:
+    """Decisions without activations that a gated MLP computes by itself, and with the MLPs around the others where
+    linears do not keep their inputs in FP8 by themselves.
+    """
+    kept = {
+        fqn: decision
+        for fqn, decision in decisions.items()
+        if decision.storage != Activation.kind or _storage(decisions, fqn.rpartition(".")[0]) != Glu.kind
+    }
+    for fqn in [fqn for fqn, decision in kept.items() if decision.storage == Activation.kind]:
+        parent = fqn.rpartition(".")[0]
+        siblings = [d for name, d in decisions.items() if name.rpartition(".")[0] == parent and name != fqn]
+        if parent and parent not in kept and any(d.recipe is None and d.storage is None for d in siblings):
+            kept[parent] = Decision(recipe=None, reason=STORED_HOW["mlp"], storage="mlp")
+    return kept
+
+
+def _storage(decisions: dict[str, Decision], fqn: str) -> str | None:
+    decision = decisions.get(fqn)
+    return None if decision is None else decision.storage
 
 
 def obstacle(module: nn.Module) -> str | None:

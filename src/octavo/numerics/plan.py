@@ -1,4 +1,4 @@
-"""Plan: for every linear of a model, the recipe it gets or the reason it gets none.
+"""Plan: for every linear of a model, the recipe it gets or the reason it gets none; and what stores its activations.
 
 A plan is the only thing that passes from deciding to doing: the deciders (default rules, filters, a user) write it,
 `convert` carries it out, and `report` prints it. It is plain data, so it can be stored, compared and edited as JSON.
@@ -17,12 +17,15 @@ class Decision:
     """What happens to one module.
 
     Attributes:
-        recipe: The recipe its products run in, or None to leave the module as it is.
+        recipe: The recipe its products run in, or None to leave them as they are.
         reason: Why, for a person to read.
+        storage: How the module stores its activations in FP8 (`"norm"`, `"glu"`, `"activation"`, `"attention"` or
+            `"mlp"`), or None to leave them as they are.
     """
 
     recipe: Recipe | None
     reason: str
+    storage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,16 @@ class Plan:
         """Names of the modules that get a recipe."""
         return [fqn for fqn, decision in self.decisions.items() if decision.recipe is not None]
 
+    @property
+    def storing(self) -> list[str]:
+        """Names of the modules that store their activations in FP8."""
+        return [fqn for fqn, decision in self.decisions.items() if decision.storage is not None]
+
     def to_json(self) -> str:
         """JSON text that `from_json` reads back; recipes are written out in full, so it does not depend on defaults."""
         rows = [
             {"name": fqn, "recipe": d.recipe and d.recipe.to_json(), "reason": d.reason}
+            | ({} if d.storage is None else {"storage": d.storage})
             for fqn, d in self.decisions.items()
         ]
         return json.dumps({"version": 1, "modules": rows}, indent=1)
@@ -58,9 +67,13 @@ class Plan:
         """Read a plan; a recipe may also be given by name. Raises ValueError where the text is not a plan."""
         try:
             rows: list[dict[str, Any]] = json.loads(text)["modules"]
-            return Plan({row["name"]: Decision(recipe=_recipe(row["recipe"]), reason=row["reason"]) for row in rows})
+            return Plan({row["name"]: _decision(row) for row in rows})
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is not a plan in JSON ({error}); write one with Plan.to_json()") from error
+
+
+def _decision(row: dict[str, Any]) -> Decision:
+    return Decision(recipe=_recipe(row["recipe"]), reason=row["reason"], storage=row.get("storage"))
 
 
 def _recipe(given: dict[str, Any] | str | None) -> Recipe | None:

@@ -2,9 +2,10 @@
 
 Levels are the literature's names for useful combinations; each field is also a switch of its own.
 
-    level   matmul
-    bf16    bf16    the literature's "O2" without FP8
-    O1      fp8     linear layers compute in FP8 and keep their inputs in FP8; all else as given
+    level   matmul  activations
+    bf16    bf16    as given     the literature's "O2" without FP8
+    O1      fp8     as given     linear layers compute in FP8 and keep their inputs in FP8; all else as given
+    O1+act  fp8     fp8          and norms, activations and attention keep what backward needs in FP8
 """
 
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ class Precision:
         matmul: `"fp8"` or `"bf16"`: the products of the linear layers, and with them what those keep for backward.
         recipe: Name of the recipe when `matmul` is `"fp8"`.
         skip: Name patterns (as in `fnmatch`, such as `"*.mlp.down_proj"`) of modules that stay as they are.
+        activations: `"fp8"`: norms, gated MLPs, activations and attention store what backward needs in FP8, with either
+            `matmul`. `"bf16"`: in the dtype they compute in.
         keep_weights: Keep the FP8 form of each weight until it changes, for many small micro-batches per optimizer
             step: 2 bytes per parameter on a GPU.
 
@@ -33,18 +36,31 @@ class Precision:
     recipe: str = DEFAULT.name
     skip: tuple[str, ...] = ()
     keep_weights: bool = False
+    activations: Literal["bf16", "fp8"] = "bf16"
 
     def __post_init__(self) -> None:
         if self.matmul not in ("bf16", "fp8"):
             raise ValueError(f"matmul is 'bf16' or 'fp8'; got {self.matmul!r}{nearest(self.matmul, ('bf16', 'fp8'))}")
+        check_activations(self.activations)
         get_recipe(self.recipe)
 
     @staticmethod
     def level(name: str, **overrides: Any) -> "Precision":
-        """The Precision of a named level (`"bf16"`, `"O1"`), with single fields overridden."""
+        """The Precision of a named level (`"bf16"`, `"O1"`, `"O1+act"`), with single fields overridden."""
         if name not in LEVELS:
             raise ValueError(f"unknown precision level {name!r}{nearest(name, LEVELS)}. Known: {', '.join(LEVELS)}")
         return replace(LEVELS[name], **overrides)
 
 
-LEVELS = {"bf16": Precision(matmul="bf16"), "O1": Precision(matmul="fp8")}
+def check_activations(given: str) -> None:
+    """Raise ValueError for what is no storage of activations."""
+    if given not in ("bf16", "fp8"):
+        hint = nearest(str(given), ("bf16", "fp8"))
+        raise ValueError(f"activations are stored in 'bf16' (as given) or 'fp8'; got {given!r}{hint}")
+
+
+LEVELS = {
+    "bf16": Precision(matmul="bf16"),
+    "O1": Precision(matmul="fp8"),
+    "O1+act": Precision(matmul="fp8", activations="fp8"),
+}

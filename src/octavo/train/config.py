@@ -171,6 +171,8 @@ class PrecisionConfig(Section):
     """Exact fp32 masters of 16-bit parameters: a copy, or for bf16 the 16 bits it lacks; fp32 ones are their own."""
     loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
     """"dynamic", a fixed number, or "none". fp16 gradients underflow without one."""
+    loss: Literal["chunked", "whole"] = "chunked"
+    """"chunked" computes head and loss a chunk of tokens at a time, so that whole logits never exist."""
     checkpointing: Literal["none", "full", "selective"] = "none"
     """Activation checkpointing of each block: recompute all of it, or all but its matrix products and attention."""
 

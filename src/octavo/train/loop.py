@@ -48,7 +48,14 @@ from octavo.train.metrics import (
     median_speed,
     summarize_losses,
 )
-from octavo.train.model import build_model, check_model, choose_device, device_name, exact_masters
+from octavo.train.model import (
+    build_model,
+    check_model,
+    choose_device,
+    device_name,
+    exact_masters,
+    take_loss_in_chunks,
+)
 from octavo.train.optimizer import make_optimizer
 from octavo.train.outputs import CONFIG_FILE, LAYERS_FILE, TOKENIZER_FILE, Claim, claim_folder
 from octavo.train.probe import check_causal, kept_bytes_per_token
@@ -115,7 +122,7 @@ def _begin(trainer: "Trainer", out: Path, claim: Claim, corpus: Corpus, progress
 
 def _train(trainer: "Trainer", summary: RunResult, out: Path, progress: Progress, stop: threading.Event) -> RunResult:
     config = trainer.config
-    for note in filter(None, (summary.converted, trainer.attention_note())):
+    for note in filter(None, (summary.converted, trainer.attention_note(), trainer.loss_note)):
         progress.note(note)
     with MetricsWriter(out, after_step=trainer.step, log_every=config.run.log_every) as metrics:
         progress.start(config, trainer.step)
@@ -170,23 +177,35 @@ def _totals(rows: list[StepMetrics]) -> dict[str, Any]:
 class Trainer:
     """A model in training: what a step needs and changes.
 
+    Args:
+        config: The run.
+        corpus: What it reads.
+        device: Where it trains.
+        model: Built already, without a checkpoint's weights: for planning.
+
     Attributes:
         step: Steps finished.
         layers: What became of each linear layer; None where no FP8 was asked for.
+        loss_note: Why the loss is not computed in chunks although that was asked for; else empty.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, device: torch.device) -> None:
+    def __init__(
+        self, config: TrainConfig, corpus: Corpus, device: torch.device, model: torch.nn.Module | None = None
+    ) -> None:
         precision = config.precision
         self.config = config
         self.step = 0
-        self.model: Any = build_model(config, corpus.tokenizer).to(device)
+        self.model: Any = build_model(config, corpus.tokenizer).to(device) if model is None else model
         asked = precision.asked
         self.layers: Report | None = None
         if asked.matmul == "fp8":
             convert(self.model, precision=asked, verbose=False)
             self.layers = report(self.model)
+        refusal = take_loss_in_chunks(self.model) if precision.loss == "chunked" else None
+        self._chunked = precision.loss == "chunked" and refusal is None
+        self.loss_note = f"the loss is computed from whole logits: {refusal}" if refusal else ""
         self._checkpointing = Checkpointing(self.model, precision.checkpointing)
-        self.optimizer = make_optimizer(self.model, config, exact_masters(config))
+        self.optimizer = make_optimizer(self.model, config, exact_masters(config) if model is None else {})
         self.loss_scale = LossScale(precision.loss_scale)
         self._corpus = corpus
         self._device = device
@@ -198,7 +217,7 @@ class Trainer:
         start = time.perf_counter()
         config = self.config
         inputs, targets = self._batch(self.step)
-        loss = self._forward_backward(inputs, targets)
+        loss = self.forward_backward(inputs, targets)
         norm = self.optimizer.gradient_norm(self.loss_scale.value)
         loss_value, norm_value = loss.item(), norm.item()
         good = finite(loss_value) is not None and finite(norm_value) is not None
@@ -283,20 +302,30 @@ class Trainer:
         inputs, targets = self._corpus.batch(self.config.run.seed, step, self.config.optim.batch)
         return inputs.to(self._device), targets.to(self._device)
 
-    def _forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Leaves the step's gradients, times the loss scale, in the optimizer. Returns the mean loss in fp32."""
         _seed_step(self.config.run.seed, self.step)
         total = torch.zeros((), device=self._device)
         parts = self.config.optim.micro_batches
         for part_inputs, part_targets in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
-            loss = self._loss(part_inputs, part_targets) / targets.numel()
-            (loss * self.loss_scale.value).backward()
-            self.optimizer.accumulate()
-            total += loss.detach()
+            total += self.accumulate(part_inputs, part_targets, targets=targets.numel())
         return total
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def accumulate(self, inputs: Tensor, part: Tensor, *, targets: int) -> Tensor:
+        """Adds the gradients of a micro-batch of a step with so many targets. Returns its share of the mean loss."""
+        loss = self.loss(inputs, part) / targets
+        (loss * self.loss_scale.value).backward()
+        self.optimizer.accumulate()
+        return loss.detach()
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy in fp32."""
+        if self._chunked:
+            with self._autocast():
+                summed: Tensor = self.model(
+                    input_ids=inputs, shift_labels=targets, num_items_in_batch=1, **self._options
+                ).loss
+            return summed
         logits = self._logits(inputs)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
@@ -312,13 +341,13 @@ class Trainer:
 
     def _kept_bytes_per_token(self) -> float:
         batch = tuple(tensor.chunk(self.config.optim.micro_batches)[0] for tensor in self._batch(0))
-        return kept_bytes_per_token(self.model, self._checkpointing, self._loss, batch)
+        return kept_bytes_per_token(self.model, self._checkpointing, self.loss, batch)
 
     def _diagnose(self, inputs: Tensor, targets: Tensor, loss: float) -> NonFiniteError:
         self.optimizer.zero_grad()
         if bad := non_finite_parameter(self.model):
             return self._failure(self.step, "its update was not finite", f"parameter {bad}")
-        found = find_origin(self.model, lambda: self._forward_backward(inputs, targets))
+        found = find_origin(self.model, lambda: self.forward_backward(inputs, targets))
         self.optimizer.zero_grad()
         what = "the gradient is not finite" if finite(loss) is not None else f"the loss is {loss}"
         return self._failure(self.step + 1, what, found or "none in particular, the norm of the gradient exceeds fp32")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.nn.causal import chunked_loss
 from octavo.numerics.names import nearest
 from octavo.train.config import ConfigError, Model, TrainConfig
 from octavo.train.diagnose import non_finite_parameter
@@ -65,8 +66,17 @@ def build_model(config: TrainConfig, tokenizer: TextTokenizer) -> nn.Module:
             raise ConfigError(f"model.path = {folder}: {bad} is not finite in {config.precision.parameters}")
     else:
         model = _from_type(config, tokenizer, dtype)
-    _check_fit(model, config, tokenizer)
+    check_fit(model, config, tokenizer)
     return model.train()
+
+
+def take_loss_in_chunks(model: nn.Module) -> str | None:
+    """Makes the model compute its loss without whole logits. Returns why it cannot; the model is then as before."""
+    try:
+        chunked_loss(model)
+    except (ValueError, RuntimeError, IndexError) as error:  # of a model that does not run at all, others say more
+        return " ".join(str(error).split())
+    return None
 
 
 def exact_masters(config: TrainConfig) -> dict[str, torch.Tensor]:
@@ -149,7 +159,8 @@ def _make_config(model_type: str, fields: dict[str, Any]) -> Any:
         raise ConfigError(f"model.config: {model_type} refuses it: {reason}") from None
 
 
-def _check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None:
+def check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None:
+    """Raises ConfigError for a vocabulary or context too small for the data."""
     rows = model.get_input_embeddings().weight.shape[0]
     given = config.model.path is not None
     if rows < tokenizer.size:

@@ -54,6 +54,15 @@ class MasterAdamW:
             _groups(self._masters, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
         )
 
+    @property
+    def adamw(self) -> torch.optim.Optimizer:
+        """What takes the steps."""
+        return self._adamw
+
+    def gradients(self) -> list[torch.Tensor]:
+        """What the step will read."""
+        return [master.grad for master in self._masters if master.grad is not None]
+
     @torch.no_grad()
     def accumulate(self) -> None:
         """Adds the gradients of a micro-batch to the masters' in fp32, and frees them. Call after each backward."""
@@ -69,12 +78,12 @@ class MasterAdamW:
     @torch.no_grad()
     def gradient_norm(self, loss_scale: float) -> torch.Tensor:
         """Divides the gradients by `loss_scale`; returns their global L2 norm, not finite if any of them is not."""
-        return _unscaled_norm(self._grads(), loss_scale)
+        return _unscaled_norm(self.gradients(), loss_scale)
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor) -> None:
         """Clips the gradients, whose global norm is `norm`, takes a step and rounds the parameters from the masters."""
-        _clip(self._grads(), self._clip, norm)
+        _clip(self.gradients(), self._clip, norm)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
@@ -101,9 +110,6 @@ class MasterAdamW:
             if param is not master:
                 master.copy_(state["masters"][name])
 
-    def _grads(self) -> list[torch.Tensor]:
-        return [master.grad for master in self._masters if master.grad is not None]
-
 
 class CompactAdamW:
     """`octavo.AdamW` over the trainable parameters of a model, with the methods of `MasterAdamW`."""
@@ -127,18 +133,27 @@ class CompactAdamW:
         known = {named[name]: value for name, value in (exact or {}).items() if name in named}
         self._adamw.set_masters({param: value for param, value in known.items() if param.dtype != torch.float32})
 
+    @property
+    def adamw(self) -> torch.optim.Optimizer:
+        """What takes the steps."""
+        return self._adamw
+
+    def gradients(self) -> list[torch.Tensor]:
+        """What the step will read."""
+        return [param.grad for param in self._params if param.grad is not None]
+
     def accumulate(self) -> None:
         """Nothing: backward adds to the parameters' own gradients."""
 
     @torch.no_grad()
     def gradient_norm(self, loss_scale: float) -> torch.Tensor:
         """Divides the gradients by `loss_scale`; returns their global L2 norm, not finite if any of them is not."""
-        return _unscaled_norm(self._grads(), loss_scale)
+        return _unscaled_norm(self.gradients(), loss_scale)
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor) -> None:
         """Clips the gradients, whose global norm is `norm`, and takes a step."""
-        _clip(self._grads(), self._clip, norm)
+        _clip(self.gradients(), self._clip, norm)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
@@ -155,9 +170,6 @@ class CompactAdamW:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned for the same model."""
         self._adamw.load_state_dict(state["adamw"])
-
-    def _grads(self) -> list[torch.Tensor]:
-        return [param.grad for param in self._params if param.grad is not None]
 
 
 def _groups(params: Sequence[torch.Tensor], optim: Optim) -> list[dict[str, Any]]:

@@ -1,0 +1,170 @@
+"""Sources: tensors that need not be kept, because what made them has stored what they can be made from again.
+
+The input of q, k and v is the output of a norm, and the norm keeps its own input in FP8. So backward can make y
+again, y' = norm(x stored), instead of keeping y a second time. The same holds for h = silu(gate)·up, the input of a
+down projection, and for what follows a plain activation. A producer registers its output here; whoever would keep
+that output (a linear, or the saved-tensor hooks of `octavo.nn.saved`) keeps the producer's tensors instead, which are
+counted and held once, and makes y' in backward. Producer and readers share one `Remake`, so y' is made once for q, k
+and v.
+
+Stored form: e4m3 in groups of 32 along the last dimension with power-of-two scales of one byte, 1.03 bytes per element.
+
+A tensor is recognised by its storage, as long as one of its tensors lives, and by its version counter: views of it
+count, a write into it ends it. What is not seen is a write behind autograd's back, through `.data`. As for quantized
+inputs (`octavo.nn.linear`) only tensors that autograd made are registered, and not those of another stream or CUDA
+graph capture. Other than there the dispatch mode does not matter: nothing is replayed, and checkpointing a region
+that begins between producer and reader must give the same gradients as not checkpointing.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.kernels import dequantize, quantize
+from octavo.nn.surroundings import surroundings
+from octavo.numerics.spec import QuantSpec
+from octavo.tensor import ScaledTensor
+
+STORED = QuantSpec.parse("e4m3/1x32/e8m0")
+"""The form in which activations are stored."""
+
+Stored = tuple[Tensor, Tensor]
+"""FP8 data and scales of a matrix."""
+
+
+def stored(x_MK: Tensor) -> Stored:
+    """A matrix in the stored form."""
+    with torch.no_grad():
+        quantized = quantize(x_MK, STORED)
+    assert quantized.scale is not None
+    return quantized.data, quantized.scale
+
+
+def restored(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix from its stored form."""
+    return dequantize(ScaledTensor(data, scale, STORED), dtype)
+
+
+class Remake:
+    """How a tensor y [M,K] is made again from tensors that were stored. Holds none itself, except results in backward,
+    from the first reader's to the producer's own, which is always the last: `forget`.
+
+    Subclasses say what the stored inputs are (`_inputs`), how y is made of them (`_matrix`), and where a kernel can
+    make y's FP8 form without y (`_quantized`).
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._memo: dict[Any, Any] = {}
+
+    def inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
+        """What y is made of, in high precision."""
+        if "inputs" not in self._memo:
+            self._memo["inputs"] = self._inputs(tensors)
+        found: list[Tensor] = self._memo["inputs"]
+        return found
+
+    def matrix(self, tensors: Sequence[Any]) -> Tensor:
+        """Y' [M,K], contiguous."""
+        if "matrix" not in self._memo:
+            self._memo["matrix"] = self._matrix(tensors)
+        found: Tensor = self._memo["matrix"]
+        return found
+
+    def quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor:
+        """`quantize(y', spec, order=order)`."""
+        key = spec, order
+        if key not in self._memo:
+            fused = None if "matrix" in self._memo else self._quantized(tensors, spec, order)
+            self._memo[key] = fused or quantize(self.matrix(tensors), spec, order=order)  # type: ignore[arg-type]
+        found: ScaledTensor = self._memo[key]
+        return found
+
+    def forget(self) -> None:
+        """Drop results: nobody will ask again, unless backward runs a second time."""
+        self._memo.clear()
+
+    def _inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
+        data = tensors[::2], tensors[1::2]
+        return [restored(q, s, self.dtype) for q, s in zip(*data, strict=True)]
+
+    def _matrix(self, tensors: Sequence[Any]) -> Tensor:
+        raise NotImplementedError
+
+    def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor | None:
+        return None
+
+
+class RestoredMatrix(Remake):
+    """A tensor that was stored itself, as a matrix of `shape`. Nobody would drop results, so none are held."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+        super().__init__(dtype)
+        self.shape = shape
+
+    def matrix(self, tensors: Sequence[Any]) -> Tensor:
+        """As `Remake.matrix`."""
+        data, scale = tensors
+        return restored(data, scale, self.dtype).reshape(self.shape)
+
+    def quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor:
+        """As `Remake.quantized`."""
+        return quantize(self.matrix(tensors), spec, order=order)  # type: ignore[arg-type]
+
+
+class Source(NamedTuple):
+    """What to keep in the place of a tensor, and how to make it again from that."""
+
+    tensors: tuple[Tensor | None, ...]
+    remake: Remake
+
+
+class _Entry(NamedTuple):
+    owner: weakref.ref[Tensor]
+    state: tuple[Any, ...]
+    source: Source
+
+
+class Sources:
+    """The sources of tensors that are alive."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+
+    def add(self, y: Tensor, source: Source) -> None:
+        """Register a contiguous tensor that autograd made, if it did."""
+        if y.grad_fn is not None and not torch.is_inference_mode_enabled():
+            self.add_remade(y, source)
+
+    def add_remade(self, y: Tensor, source: Source) -> None:
+        """Register a contiguous tensor that was made from this source."""
+        owner = y if y._base is None else y._base
+        key = _storage(y)
+
+        def remove(dead: weakref.ref[Tensor]) -> None:
+            entry = self._entries.get(key)
+            if entry is not None and entry.owner is dead:
+                del self._entries[key]
+
+        self._entries[key] = _Entry(weakref.ref(owner, remove), _state(y), source)
+
+    def find(self, x: Tensor) -> Source | None:
+        """The source of a tensor with the elements of a registered one, in their order: itself, or a view of it."""
+        entry = self._entries.get(_storage(x))
+        if entry is None or entry.owner() is None or entry.state != _state(x) or not x.is_contiguous():
+            return None
+        return entry.source
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _state(x: Tensor) -> tuple[Any, ...]:
+    return x._version, x.numel(), x.dtype, x.storage_offset(), *surroundings(x)[1:]
+
+
+SOURCES = Sources()

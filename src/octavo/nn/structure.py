@@ -1,0 +1,218 @@
+"""Which modules can store their activations in FP8, found by what they are made of and by what they compute.
+
+No list of models: a norm, an activation or a gated MLP is run on a small random input, in float32 on the CPU, with
+small weights in the place of its own, and compared with the functions that we know. What computes one of them is
+taken, be it `LlamaRMSNorm`, Gemma's norm with its 1 + weight, or `NewGELUActivation`; what does not, or cannot be run
+so, stays as it is, and `octavo.report` says so. Nothing of the model is read but its structure, so this works on meta
+and fake tensors.
+
+Attention is taken by its projections alone: nothing is replaced there but what its operations keep.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from octavo.nn.activations import Activation, Glu, Scope, Storage, is_storing
+from octavo.nn.storing import Norm
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+_GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Children of a gated MLP: gate, up, down."""
+_JOINT = (("gate_up_proj", "down_proj"),)
+"""Children of a gated MLP that computes gate and up in one product: both, down."""
+_QKV = (
+    ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("wq", "wk", "wv"),
+    ("to_q", "to_k", "to_v"), ("c_attn",), ("qkv",), ("qkv_proj",), ("query_key_value",), ("Wqkv",), ("in_proj",),
+)  # fmt: skip
+_OUT = ("o_proj", "out_proj", "c_proj", "dense", "proj", "o", "wo", "to_out", "Wo")
+_ACTIVATION_NAMES = ("silu", "swish", "gelu", "activation")
+_WIDTH, _HIDDEN, _TOKENS = 8, 16, 6
+_TOLERANCE = 1e-4
+
+
+def recognised(module: nn.Module) -> Storage | str | None:
+    """What a module computes, as far as storing its activations goes.
+
+    Returns:
+        How to store them; or, for a module of a kind that might have been, why it stays as it is; or None for others.
+    """
+    find = _finder(module)
+    if find is None:
+        return None
+    kind = type(module).__name__
+    if type(module).__name__.startswith("FSDP"):
+        return "sharded by fully_shard already: convert before sharding"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance (by a hook of accelerate, say), so it would not be used"
+    found = find(module)
+    return f"{kind} {found}" if isinstance(found, str) else found
+
+
+def around(module: nn.Module) -> Storage:
+    """The storage of a module that is only there to hold an activation and the linears before and after it."""
+    assert not is_storing(module)
+    return Scope(kind="mlp")
+
+
+def _finder(module: nn.Module) -> Callable[[nn.Module], Storage | str] | None:
+    """Who looks closer at a module, by its name and children."""
+    name, children = type(module).__name__.lower(), dict(module.named_children())
+    own = dict(module.named_parameters(recurse=False))
+    if (not children and isinstance(module, nn.LayerNorm | nn.RMSNorm)) or (not children and own and "norm" in name):
+        return None if "batchnorm" in name or "groupnorm" in name or "instancenorm" in name else _norm
+    if not children and not own and any(part in name for part in _ACTIVATION_NAMES):
+        return _activation
+    if any(_matrices(children, names) for names in (*_GATED, *_JOINT)):
+        return _gated
+    if any(_matrices(children, names) for names in _QKV) or ("attention" in name and children):
+        return _attention
+    return None
+
+
+def _norm(module: nn.Module) -> Storage | str:
+    own = dict(module.named_parameters(recurse=False))
+    weight, bias = own.pop("weight", None), own.pop("bias", None)
+    if own or weight is None:
+        return "has no weight, or more than weight and bias: not a norm known here"
+    if weight.ndim != 1:
+        return f"has a weight of {weight.ndim} dimensions: only norms over the last one are known here"
+    eps = next((getattr(module, n) for n in ("variance_epsilon", "eps", "epsilon") if hasattr(module, n)), None)
+    native = type(module) in (nn.LayerNorm, nn.RMSNorm)
+    if eps is not None and not isinstance(eps, float):
+        return f"has an epsilon of {eps!r}"
+    if native:
+        return Norm(eps=eps, center=type(module) is nn.LayerNorm, native=True)
+    if eps is None:
+        return "has no epsilon under a name known here"
+    with _probing():
+        g = torch.Generator().manual_seed(0)
+        w, b = (torch.rand(_HIDDEN, generator=g, device="cpu") + 0.5 for _ in range(2))
+        parameters = {"weight": nn.Parameter(w)} | ({} if bias is None else {"bias": nn.Parameter(b)})
+        x = torch.randn(_TOKENS, _HIDDEN, generator=g, device="cpu") * max(eps, 1e-12) ** 0.5 * 2 + 0.1 * eps**0.5
+        y = _outcome(_like(module, parameters, {}), x)
+        wide = _outcome(_like(module, parameters, {}), x.bfloat16())
+        for offset, center in ((False, False), (True, False), (False, True)):
+            values = x - x.mean(-1, keepdim=True) if center else x
+            normed = values * (values.square().mean(-1, keepdim=True) + eps).rsqrt() * (w + offset)
+            if _close(y, normed if bias is None else normed + b) and (center or bias is None):
+                promotes = wide is not None and wide.dtype == torch.float32
+                return Norm(eps=eps, offset=offset, center=center, promotes=promotes)
+    return "computes no norm known here"
+
+
+def _activation(module: nn.Module) -> Storage | str:
+    with _probing():
+        x = torch.linspace(-16, 16, 96, device="cpu").reshape(_TOKENS, _HIDDEN)
+        y = _outcome(_like(module, {}, {}), x)
+        for name, function in ACTIVATIONS.items():
+            if _close(y, function(x)):
+                return Activation(activation=name)
+    return "computes neither silu nor gelu nor gelu_tanh"
+
+
+def _gated(module: nn.Module) -> Storage | str:
+    children = dict(module.named_children())
+    with _probing():
+        g = torch.Generator().manual_seed(0)
+
+        def weight(rows: int, columns: int) -> Tensor:
+            return torch.randn(rows, columns, generator=g, device="cpu")
+
+        w = {name: weight(_HIDDEN, _WIDTH) for name in ("gate", "up")} | {"down": weight(_WIDTH, _HIDDEN)}
+        x = weight(_TOKENS, _WIDTH)
+        for glu, products in _candidates(children, w):
+            y = _outcome(_like(module, {}, {name: _Product(product) for name, product in products.items()}), x)
+            gate, up = x @ w["gate"].t(), x @ w["up"].t()
+            for name, function in ACTIVATIONS.items():
+                if _close(y, (function(gate) * up) @ w["down"].t()):
+                    return Glu(**glu, activation=name)
+    return "does not compute down(act(gate(x))·up(x)) with act one of silu, gelu, gelu_tanh"
+
+
+def _candidates(
+    children: dict[str, nn.Module], w: dict[str, Tensor]
+) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Roles that the children of a gated MLP might play, and the products that they would then compute."""
+    for gate, up, down in _GATED:
+        if _matrices(children, (gate, up, down)):
+            for a, b in ((gate, up), (up, gate)):
+                yield {"gate": a, "up": b, "down": down}, {a: w["gate"], b: w["up"], down: w["down"]}
+    for both, down in _JOINT:
+        if _matrices(children, (both, down)):
+            for first in (True, False):
+                order = ("gate", "up") if first else ("up", "gate")
+                products = {both: torch.cat([w[name] for name in order]), down: w["down"]}
+                yield {"gate": both, "up": None, "down": down, "gate_first": first}, products
+
+
+def _attention(module: nn.Module) -> Storage | str:
+    children = dict(module.named_children())
+    if not any(_matrices(children, names) for names in _QKV):
+        return "has no projections to q, k and v known here"
+    if not any(isinstance(children.get(name), nn.Module) for name in _OUT):
+        return "has no output projection known here"
+    return Scope(kind="attention")
+
+
+def _matrices(children: dict[str, nn.Module], names: tuple[str, ...]) -> bool:
+    """Whether there are children of these names, each with a matrix for a weight."""
+    weights = [getattr(children.get(name), "weight", None) for name in names]
+    return all(isinstance(weight, Tensor) and weight.ndim == 2 for weight in weights)
+
+
+class _Product(nn.Module):
+    """A linear layer of a probe."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def _like(module: nn.Module, parameters: dict[str, nn.Parameter], children: dict[str, nn.Module]) -> nn.Module:
+    """A module of the same class and attributes, with other parameters and some children replaced, without hooks."""
+    probe = type(module).__new__(type(module))
+    nn.Module.__init__(probe)
+    fresh = dict(vars(probe))
+    vars(probe).update({name: value for name, value in vars(module).items() if name not in fresh})
+    probe.training = module.training
+    probe._parameters = dict(parameters)
+    probe._modules = {**{name: child for name, child in module._modules.items() if name not in children}, **children}
+    return probe
+
+
+def _outcome(probe: nn.Module, x: Tensor) -> Tensor | None:
+    """What a module makes of x, if it can be run on it."""
+    try:
+        y = probe(x)
+    except Exception:  # whatever a forward that is not what we think it is may raise
+        return None
+    return y if isinstance(y, Tensor) else None
+
+
+def _close(y: Tensor | None, expected: Tensor) -> bool:
+    return y is not None and y.shape == expected.shape and torch.allclose(y, expected, _TOLERANCE, _TOLERANCE)
+
+
+class _probing:
+    """Real tensors on the CPU, nothing recorded, whatever modes are on."""
+
+    def __enter__(self) -> None:
+        self._modes: list[Any] = [unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False)]
+        for mode in self._modes:
+            mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)

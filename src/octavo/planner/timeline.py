@@ -1,0 +1,131 @@
+"""Timeline: every storage that a training step makes, from its first operation to its death, and the peak of their sum.
+
+A dispatch mode sees the outputs of every operation, below autograd, with real tensors and under FakeTensorMode alike. A
+storage that is new begins; the end of the Python object that stands for it is its end. What it was for is decided
+afterwards, which is why the whole line is kept (some thousand events for a 7B model) rather than a running sum:
+
+    what was held before        as it was named: parameters, optimizer, batch
+    gradients                   what a parameter's `.grad` was seen to be
+    activations                 alive when a backward begins: kept for it, by autograd or by anything else
+    temporaries                 the rest
+
+`torch.distributed._tools.mem_tracker` counts the same bytes (the tests hold the two peaks equal) but calls everything
+made in forward an activation, so that what backward waits for and what a forward used up in passing are one number.
+Seen by neither: what a kernel takes inside itself, the CUDA context, and fragmentation.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
+
+
+class Timeline(TorchDispatchMode):
+    """Follows storages while it is active.
+
+    Args:
+        granule: Bytes in whole multiples of which an allocator hands out memory: 512 on CUDA.
+    """
+
+    def __init__(self, granule: int = 1) -> None:
+        super().__init__()
+        self._granule = granule
+        self._numbers = WeakIdKeyDictionary()
+        self._sizes: list[int] = []
+        self._kinds: dict[int, str] = {}
+        self._events: list[tuple[int, bool, str]] = []
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._phase = ""
+        self._in_backward = False
+
+    def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Names tensors that are there from the beginning; one that has a name already keeps it."""
+        for tensor in tensors:
+            self._kinds.setdefault(self._number(tensor), kind)
+
+    def are_gradients(self, tensors: Iterable[Tensor]) -> None:
+        """Names tensors as gradients, whatever they were taken for: that of a head whose loss is computed in chunks is
+        there before backward begins.
+        """
+        for tensor in tensors:
+            self._kinds[self._number(tensor)] = GRADIENTS
+
+    def phase(self, name: str) -> None:
+        """What happens from now on, for the peak to be told by."""
+        self._phase = name
+
+    def follow(self, model: nn.Module) -> None:
+        """Puts hooks on a model that tell when its forward begins and recognise gradients as they arrive."""
+
+        def arrived(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self.are_gradients([parameter.grad])
+
+        model.register_forward_pre_hook(lambda *_: self.phase("forward"))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(arrived)
+
+    def largest(self) -> dict[str, int]:
+        """The most bytes of each kind at any one time."""
+        now: dict[str, int] = {}
+        most: dict[str, int] = {}
+        for number, begins, _ in self._events:
+            kind = self._kinds.get(number, TEMPORARIES)
+            now[kind] = now.get(kind, 0) + (self._sizes[number] if begins else -self._sizes[number])
+            most[kind] = max(most.get(kind, 0), now[kind])
+        return most
+
+    def peak(self) -> tuple[str, dict[str, int]]:
+        """When the sum was largest (the phase), and bytes by kind at that time."""
+        total, highest, at, phase = 0, 0, 0, ""
+        for index, (number, begins, during) in enumerate(self._events):
+            total += self._sizes[number] if begins else -self._sizes[number]
+            if total > highest:
+                highest, at, phase = total, index, during
+        kinds: dict[str, int] = {}
+        for number, begins, _ in self._events[: at + 1]:
+            kind = self._kinds.get(number, TEMPORARIES)
+            kinds[kind] = kinds.get(kind, 0) + (self._sizes[number] if begins else -self._sizes[number])
+        return phase, {kind: size for kind, size in kinds.items() if size}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        backward = torch._C._current_graph_task_id() != -1
+        if backward and not self._in_backward:
+            for number in self._alive:
+                self._kinds.setdefault(number, ACTIVATIONS)
+        if backward != self._in_backward:
+            self._in_backward = backward
+            self._phase = "backward" if backward else "after backward"
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._number(leaf)
+        return out
+
+    def _number(self, tensor: Tensor) -> int:
+        """The number of a tensor's storage, which begins now if it is new."""
+        storage = tensor.untyped_storage()
+        number: int | None = self._numbers.get(storage)
+        if number is None:
+            number = len(self._sizes)
+            self._numbers[storage] = number
+            self._sizes.append(math.ceil(storage.nbytes() / self._granule) * self._granule)
+            self._alive[number] = weakref.ref(storage, self._ending(number))
+            self._events.append((number, True, self._phase))
+        return number
+
+    def _ending(self, number: int) -> Callable[[Any], None]:
+        def end(_: Any) -> None:
+            del self._alive[number]
+            self._events.append((number, False, self._phase))
+
+        return end

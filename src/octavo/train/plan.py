@@ -1,0 +1,198 @@
+"""plan_memory: the memory of a run, from its configuration alone, by taking one of its own steps without storage.
+
+The trainer is the real one, on a model whose tensors have no bytes, so what is planned is what will run: conversion,
+loss, activation checkpointing, accumulation, masters and moments included. No data is read and no weights: a vocabulary
+that is to be trained on the data counts as `data.vocab_size`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from octavo.inspect.memory import GRANULES, make_gradients, make_states
+from octavo.nn.storage import audit, dtype_name
+from octavo.numerics.names import nearest
+from octavo.numerics.precision import LEVELS
+from octavo.optim import AdamW
+from octavo.planner.console import side_by_side, with_notes
+from octavo.planner.fake import fake_tensors, stand_in
+from octavo.planner.memory import BATCH, BUFFERS, PARAMETERS, STATES, MemoryPlan, summarize
+from octavo.planner.timeline import Timeline
+from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
+from octavo.train.data import Corpus
+from octavo.train.loop import Trainer
+from octavo.train.model import DTYPES, build_model, check_fit, check_model
+from octavo.train.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
+
+ARMS: dict[str, dict[str, dict[str, str]]] = {
+    "bf16": {"precision": {"level": "bf16", "master": "fp32", "loss": "whole"}, "optim": {"states": "fp32"}},
+    "O1": {"precision": {"level": "O1", "master": "fp32"}, "optim": {"states": "fp32"}},
+    "O1+act": {"precision": {"level": "O1+act", "master": "fp32"}, "optim": {"states": "fp32"}},
+    "O1+act+opt": {"precision": {"level": "O1+act", "master": "remainder"}, "optim": {"states": "fp8"}},
+}
+"""What a configuration is compared with, by what is changed in it. The first computes its loss from whole logits, as
+plain training does; the others as the configuration says."""
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """What a tokenizer that does not exist yet will be like."""
+
+    size: int
+    end_id: int = 0
+
+
+@dataclass(frozen=True)
+class _NoData:
+    tokenizer: Any
+
+
+def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None = None) -> MemoryPlan:
+    """Predict the memory of a training step of a run.
+
+    One micro-batch is run. Where a step has several, the gradients of those before are there already.
+
+    Args:
+        config: The run. Its batch is `optim.batch / optim.micro_batches` sequences at a time.
+        device: What the prediction is for, `"cuda"` or `"cpu"`; it need not be there.
+        label: Heading; the precision where None.
+
+    Returns:
+        The plan of one micro-batch's size, with `largest_batch` in sequences of one micro-batch.
+
+    Raises:
+        ConfigError: As a run would, for a mistake in the configuration or model.
+    """
+    import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
+
+    check_model(config.model)
+    place = stand_in(torch.device(device))
+
+    def plan(size: int) -> MemoryPlan:
+        with fake_tensors():
+            tokenizer = cast(TextTokenizer, _vocabulary(config))
+            with place:
+                model = _build(config, tokenizer)
+            trainer = Trainer(config, cast(Corpus, _NoData(tokenizer)), place, model)
+            shape = size, config.data.sequence_length
+            batch = tuple(torch.zeros(shape, dtype=torch.int64, device=place) for _ in range(2))
+            kept = _run(lambda: audit(trainer.model, batch, loss=lambda _, its: trainer.loss(*its)), size)
+            timeline = _followed(trainer, batch, GRANULES[device])
+            return summarize(
+                timeline,
+                label=label or config.arm,
+                device=torch.device(device),
+                batch=size,
+                tokens=batch[0].numel(),
+                kept_by_dtype={dtype_name(name): held for name, held in kept.by_dtype.items()},
+                kept_by_layer=kept.by_owner,
+                notes=_notes(trainer),
+                again=plan,
+            )
+
+    return plan(config.optim.batch // config.optim.micro_batches)
+
+
+def plan_arms(config: TrainConfig, *, device: str = "cuda") -> list[MemoryPlan]:
+    """Plans of the configuration and of `ARMS` of it, in this order; levels that this version lacks are left out."""
+    plans = [plan_memory(config, device=device, label="this config")]
+    for name, changes in ARMS.items():
+        if changes["precision"]["level"] in LEVELS:
+            tables = config.model_dump(exclude_none=True)
+            if config.precision.parameters != "bf16":
+                changes = changes | {"precision": changes["precision"] | {"parameters": "bf16", "loss_scale": "none"}}
+            arm = parse_config({section: keys | changes.get(section, {}) for section, keys in tables.items()})
+            plans.append(plan_memory(arm, device=device, label=name))
+    return plans
+
+
+def console(
+    path: Path, overrides: Sequence[str], *, memory: bool, device: str, limit: float, layers: bool, as_json: bool
+) -> None:
+    """What `octavo plan` prints. Raises ValueError for a mistake; `limit` is in GiB."""
+    if not memory:
+        raise ValueError("say what to plan: octavo plan --memory CONFIG")
+    if device not in GRANULES:
+        raise ValueError(f"device is {' or '.join(GRANULES)}; got {device!r}{nearest(device, GRANULES)}")
+    if not limit > 0:
+        raise ValueError(f"--limit is the memory of the device in GiB, above 0; got {limit:g}")
+    with Console(stderr=True).status("planning"):
+        plans = plan_arms(load_config(path, overrides), device=device)
+        limit_bytes = int(limit * 2**30)
+        fitting = [] if as_json else [plan.largest_batch(limit_bytes) for plan in plans]
+    if as_json:
+        print(json.dumps([json.loads(plan.to_json()) for plan in plans], indent=1))
+        return
+    if layers:
+        print(plans[0])
+    table = side_by_side(plans, baseline="bf16", fitting=fitting, limit_bytes=limit_bytes)
+    Console().print(with_notes(table, plans), highlight=False)
+
+
+def _followed(trainer: Trainer, batch: Sequence[Tensor], granule: int) -> Timeline:
+    """The timeline of one step."""
+    optimizer = trainer.optimizer
+    timeline = Timeline(granule)
+    timeline.hold(trainer.model.parameters(), PARAMETERS)
+    timeline.hold(trainer.model.buffers(), BUFFERS)
+    timeline.hold(batch, BATCH)
+    make_states(optimizer.adamw)
+    timeline.hold([t for t in tree_leaves(optimizer.state_dict()) if isinstance(t, Tensor)], STATES)
+    if trainer.config.optim.micro_batches > 1:
+        timeline.are_gradients(make_gradients(optimizer.adamw))
+    timeline.follow(trainer.model)
+    with timeline:
+        trainer.accumulate(*batch, targets=batch[1].numel())
+        timeline.are_gradients(optimizer.gradients())
+        timeline.phase("optimizer step")
+        norm = optimizer.gradient_norm(1.0)
+        if not isinstance(optimizer.adamw, AdamW):  # a step of ours takes no memory beside its states
+            optimizer.step(0.0, norm)
+    return timeline
+
+
+def _vocabulary(config: TrainConfig) -> TextTokenizer | _Vocabulary:
+    given = config.data.tokenizer or config.model.path
+    folder = Path(given).expanduser() if given is not None else None
+    return load_tokenizer(folder) if folder is not None and has_tokenizer(folder) else _Vocabulary(
+        config.data.vocab_size
+    )  # fmt: skip
+
+
+def _build(config: TrainConfig, tokenizer: TextTokenizer) -> torch.nn.Module:
+    """The model without its weights."""
+    if config.model.path is None:
+        return build_model(config, tokenizer)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(config.model.path).expanduser()
+    try:
+        settings = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[config.precision.parameters])
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"model.path = {folder}: the model cannot be built: {error}") from None
+    check_fit(model, config, tokenizer)
+    made: torch.nn.Module = model.train()
+    return made
+
+
+def _run(step: Any, size: int) -> Any:
+    try:
+        return step()
+    except (RuntimeError, IndexError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the model cannot run a micro-batch of {size} sequences: {reason}") from error
+
+
+def _notes(trainer: Trainer) -> tuple[str, ...]:
+    found = [trainer.loss_note, trainer.attention_note()]
+    if trainer.config.precision.checkpointing == "selective":
+        found.append("What selective checkpointing holds is in the first table only.")
+    return tuple(filter(None, found))

@@ -1,0 +1,209 @@
+"""The chunked vocabulary head and loss: the numbers of the plain one, without its memory."""
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.nn.loss import chunk_tokens, linear_cross_entropy
+from octavo.nn.storage import kept_for_backward
+from octavo.numerics.error import sqnr
+
+
+def plain(hidden, weight, target, bias=None, *, ignore_index=-100, reduction="mean", scale=1.0, softcap=None):
+    logits = F.linear(hidden, weight, bias)
+    z = (logits if logits.dtype == torch.float64 else logits.float()) * scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    return F.cross_entropy(z.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction=reduction)
+
+
+def inputs(tokens=50, features=24, vocabulary=70, dtype=torch.float64, bias=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    target = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    target[::7] = -100
+    return draw(tokens, features), draw(vocabulary, features), target, draw(vocabulary) if bias else None
+
+
+def results(function, hidden, weight, target, bias, factor=3.0, **options):
+    """Loss and gradients, with a number arriving from above that is not 1."""
+    leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
+    loss = function(hidden, weight, target, bias, **options)
+    return [loss, *torch.autograd.grad(loss * factor, leaves)]
+
+
+# SQNR of gradients in dB: float32 rounds once or twice; bf16's own rounding of G and of the result leaves about 50.
+LEAST = {torch.float64: 280.0, torch.float32: 120.0, torch.bfloat16: 40.0}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", LEAST, ids=str)
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"scale": 0.25}, {"scale": 0.5, "softcap": 3.0}], ids=str)
+def test_loss_and_gradients_are_those_of_the_plain_loss(dtype, reduction, options):
+    exact = inputs(bias=True)
+    given = [None if x is None or not x.is_floating_point() else x for x in exact]
+    rounded = [x.detach().to(dtype).requires_grad_() if x is not None else exact[2] for x in given]
+    reference = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in rounded]
+    expected = results(plain, *reference, reduction=reduction, **options)
+    actual = results(linear_cross_entropy, *rounded, reduction=reduction, chunk=8, **options)
+    assert actual[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    for want, got in zip(expected, actual, strict=True):
+        assert sqnr(want, got.double()) > LEAST[dtype]
+
+
+def test_bf16_gradients_are_as_good_as_the_plain_ones():
+    hidden, weight, target, _ = inputs(512, 64, 1000, torch.bfloat16)
+    exact = results(plain, hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_(),
+                    target, None)  # fmt: skip
+    ours = results(linear_cross_entropy, hidden, weight, target, None, chunk=64)
+    theirs = results(plain, hidden, weight, target, None)
+    for want, got, other in zip(exact, ours, theirs, strict=True):
+        assert sqnr(want, got.double()) > sqnr(want, other.double()) - 3.0
+
+
+@settings(max_examples=40)
+@given(tokens=st.integers(0, 40), chunk=st.integers(1, 50), leading=st.booleans())
+def test_any_number_of_tokens_in_any_chunks(tokens, chunk, leading):
+    hidden, weight, target, _ = inputs(tokens)
+    shape = (1, tokens) if leading else (tokens,)
+    arguments = hidden.view(*shape, hidden.shape[-1]), weight, target.view(shape), None
+    expected = results(plain, *arguments, reduction="sum")
+    actual = results(linear_cross_entropy, *arguments, reduction="sum", chunk=chunk)
+    for want, got in zip(expected, actual, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_chunks_cover_the_tokens_and_bound_the_logits():
+    assert chunk_tokens(8192, 4096, 32000) == 1049  # logits as large as the hidden states
+    assert chunk_tokens(1 << 20, 64, 256000) == (1 << 20) // 32  # no more than 32 chunks
+    assert chunk_tokens(100, 64, 1000) == 100
+    assert chunk_tokens(0, 64, 1000) == 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_nothing_counts(reduction):
+    hidden, weight, target, _ = inputs()
+    expected = results(plain, hidden, weight, torch.full_like(target, -100), None, reduction=reduction)
+    actual = results(linear_cross_entropy, hidden, weight, torch.full_like(target, -100), None, reduction=reduction)
+    assert torch.equal(expected[0].isnan(), actual[0].isnan())
+    assert not actual[1].any() and not actual[2].any() and not actual[1].isnan().any()
+
+
+def test_other_ignore_index():
+    hidden, weight, target, _ = inputs()
+    target = target.clamp(min=0)
+    expected = results(plain, hidden, weight, target, None, ignore_index=0)
+    actual = results(linear_cross_entropy, hidden, weight, target, None, ignore_index=0)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_nan_stays_visible():
+    hidden, weight, target, _ = inputs(dtype=torch.float32)
+    with torch.no_grad():
+        hidden[3, 0] = torch.nan
+    loss, grad, _ = results(linear_cross_entropy, hidden, weight, target, None)
+    assert loss.isnan() and grad[3].isnan().all() and not grad[2].isnan().any()
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_gets_no_gradient_and_keeps_nothing(frozen):
+    hidden, weight, target, _ = inputs()
+    (hidden if frozen == "hidden" else weight).requires_grad_(False)
+    other = weight if frozen == "hidden" else hidden
+    (expected,) = torch.autograd.grad(plain(hidden, weight, target), [other])
+    with kept_for_backward(torch.nn.Module()) as kept:
+        loss = linear_cross_entropy(hidden, weight, target)
+    assert kept.bytes - other.numel() * 8 < 64  # the other's gradient, and the count of tokens
+    torch.testing.assert_close(torch.autograd.grad(loss, [other])[0], expected)
+
+
+def test_no_gradient_is_made_where_none_is_wanted(monkeypatch):
+    hidden, weight, target, _ = inputs()
+    monkeypatch.setattr("octavo.nn.loss._add_product", None)
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, target)
+    torch.testing.assert_close(loss, plain(hidden, weight, target).detach())
+
+
+def test_a_weight_tied_to_an_embedding_gets_both_gradients():
+    _, weight, target, _ = inputs()
+    tokens = torch.arange(len(target))
+    expected = torch.autograd.grad(plain(F.embedding(tokens, weight), weight, target), [weight])
+    actual = torch.autograd.grad(linear_cross_entropy(F.embedding(tokens, weight), weight, target, chunk=7), [weight])
+    torch.testing.assert_close(actual, expected)
+
+
+def test_under_autocast():
+    hidden, weight, target, _ = inputs(dtype=torch.float32)
+    exact = results(plain, hidden, weight, target, None)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = results(linear_cross_entropy, hidden, weight, target, None, chunk=8)
+    assert [g.dtype for g in actual] == [torch.float32] * 3
+    assert all(40 < sqnr(want, got) < 70 for want, got in zip(exact[1:], actual[1:], strict=True))
+
+
+def test_the_whole_logits_never_exist():
+    hidden, weight, target, _ = inputs(4096, 16, 512, torch.bfloat16)
+    seen = []
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            seen.extend(t.untyped_storage().nbytes() for t in (out if isinstance(out, tuple) else (out,))
+                        if isinstance(t, torch.Tensor))  # fmt: skip
+            return out
+
+    with Largest(), kept_for_backward(torch.nn.Module()) as kept:
+        loss = linear_cross_entropy(hidden, weight, target)
+        loss.backward()
+    assert max(seen) <= chunk_tokens(4096, 16, 512) * 512 * 4 < 4096 * 512 * 2
+    assert kept.bytes <= (hidden.numel() + weight.numel()) * 2 + 64
+
+
+def test_a_second_backward_is_refused():
+    hidden, weight, target, _ = inputs()
+    loss = linear_cross_entropy(hidden, weight, target)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_liger_is_called_where_asked_for(monkeypatch):
+    """What is handed over; the kernel itself needs a GPU."""
+    calls = []
+    functional = types.ModuleType("liger_kernel.transformers.functional")
+    functional.liger_fused_linear_cross_entropy = lambda *a, **k: calls.append((a, k)) or a[0].sum()
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", functional)
+    hidden, weight, target, _ = inputs()
+    linear_cross_entropy(hidden.view(5, 10, -1), weight, target.view(5, 10), softcap=2.0, backend="liger")
+    ((arguments, options),) = calls
+    assert [list(a.shape) for a in arguments] == [[50, 24], [70, 24], [50]]
+    assert options == {"bias": None, "ignore_index": -100, "reduction": "mean", "softcap": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(70, 23)}, r"got \[50, 24\] and \[70, 23\]"),
+        ({"target": torch.zeros(49, dtype=torch.int64)}, r"int64 \[50\], a class for each token"),
+        ({"target": torch.zeros(50)}, "got torch.float32"),
+        ({"bias": torch.zeros(3)}, r"bias is \[70\]; got \[3\]"),
+        ({"reduction": "none"}, "'mean', 'sum'; got 'none'"),
+        ({"backend": "ligr"}, "did you mean 'liger'"),
+        ({"softcap": 0.0}, "softcap is a number above 0"),
+        ({"weight": torch.zeros(70, 24, dtype=torch.bfloat16)}, "cast one of them"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(change, message):
+    hidden, weight, target, _ = inputs()
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**({"hidden": hidden, "weight": weight, "target": target} | change))

@@ -1,0 +1,322 @@
+"""Saved-tensor compression and sources: what the hooks keep, and how they compose with others'."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import FAMILIES, batch_of, model_of, train_step
+from models import assert_same, llama
+from test_activations import BOTH, ONLY_ACTIVATIONS, by_matmul, flat, storing
+from test_composition import CHECKPOINTING
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import octavo
+from octavo.nn.saved import FEWEST, compressing
+from octavo.nn.sources import SOURCES, restored, stored
+from octavo.nn.storage import kept_for_backward
+from octavo.nn.storing import stored_activation
+from octavo.numerics import E4M3, sqnr
+from octavo.train.checkpointing import Checkpointing
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def unpacked(make):
+    """What operations that `make(x)` runs get back of what they saved, and what they saved."""
+    module, saved, returned = nn.Module(), [], []
+
+    class Saver(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            saved.append(x)
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, g):
+            returned.extend(ctx.saved_tensors)
+            return torch.zeros_like(saved[0])
+
+    with compressing(module):
+        out = Saver.apply(make())
+    out.backward()
+    return saved[0], returned[0]
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "heads": lambda x: x.transpose(1, 2),
+    "a third of a joint product": lambda x: x[..., 8:24],
+    "repeated": lambda x: x[:, :, None].expand(-1, -1, 3, -1, -1),
+    "odd sizes": lambda x: x[:, 1:, :3, 5:],
+    "columns": lambda x: x.flatten(2).transpose(1, 2),
+    "one axis of length one": lambda x: x[:, :1].transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_saved_tensor_comes_back_in_its_layout(layout, dtype):
+    x = randn(4, 33, 6, 32).to(dtype).requires_grad_() * 1
+    was, is_ = unpacked(lambda: LAYOUTS[layout](x))
+    assert was is not is_ and (was.shape, was.dtype) == (is_.shape, is_.dtype)
+    assert sqnr(was, is_) >= E4M3.tolerance_db
+    order = [d for d in range(was.ndim) if was.shape[d] > 1 and was.stride(d) > 0]
+    assert sorted(order, key=was.stride) == sorted(order, key=is_.stride)
+    assert [s == 0 for s in was.stride()] == [s == 0 for s in is_.stride()]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: randn(64, 64),  # a mask or a table: autograd did not make it
+        lambda: randn(FEWEST // 64 - 1, 64).requires_grad_() * 1,
+        lambda: randn(64, 64).double().requires_grad_() * 1,
+    ],
+    ids=["no gradient", "small", "float64"],
+)
+def test_what_is_no_activation_comes_back_bit_for_bit(make):
+    x, other = make(), randn(64, 64).requires_grad_()
+    other = other[: x.shape[0]]
+    with compressing(nn.Module()):
+        y = x * other
+    assert torch.equal(torch.autograd.grad(y.sum(), other)[0], x.to(other.dtype))
+
+
+def test_parameters_and_casts_of_them_are_never_rounded():
+    for autocast in (False, True):
+        layer = nn.Linear(64, 64)
+        x = randn(64, 64).requires_grad_()
+        with compressing(layer), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = layer(x * 1)
+        y.sum().backward()
+        expected = torch.ones(64, 64, dtype=y.dtype) @ layer.weight.to(y.dtype)
+        assert torch.equal(x.grad, expected.float())
+
+
+def test_tensors_that_share_elements_are_stored_once():
+    x = randn(2, 32, 4, 32).requires_grad_() * 1
+    module = nn.Module()
+    with kept_for_backward(module) as kept, compressing(module):
+        y = x.transpose(1, 2).pow(2).sum() + (x.flatten(2) * x.flatten(2)).sum() + x.exp().sum() * 0
+    exponential = 2
+    assert kept.bytes == x.numel() * 33 // 32 * exponential
+    assert y.grad_fn is not None
+
+
+def test_a_tensor_written_to_is_stored_again():
+    x = randn(64, 64).requires_grad_() * 1
+    with compressing(nn.Module()):
+        y = x.pow(2).sum()
+        x.mul_(3)
+        z = x.pow(2)
+    assert sqnr(2 * x, torch.autograd.grad(z.sum(), x, retain_graph=True)[0]) >= E4M3.tolerance_db
+    assert y.requires_grad
+
+
+def test_attention_and_its_output_projection_share_one_copy():
+    """SDPA saves q, k, v and out; the projection reads out. Four matrices in FP8, and the statistics."""
+    model = model_of("llama").layers[0].self_attn
+    storing(model, octavo.Precision(activations="fp8"))
+    h = randn(2, 64, 128).requires_grad_() * 1
+    tables = torch.ones(1, 64, 32), torch.zeros(1, 64, 32)
+    with kept_for_backward(model) as kept:
+        model(h, position_embeddings=tables, attention_mask=None)
+    tokens = 2 * 64
+    widths = 128 + 64 + 64 + 128  # q, k, v, out
+    assert kept.by_dtype[torch.float8_e8m0fnu] == tokens * widths // 32
+    assert kept.by_dtype[torch.float8_e4m3fn] == tokens * (widths + 128)  # and X of q, k and v, which no norm made
+
+
+def test_a_source_serves_views_and_no_other():
+    x = randn(4, 16, 64).requires_grad_() * 1
+    y = stored_activation(x, "silu")
+    assert SOURCES.find(y) is SOURCES.find(y.reshape(64, 64)) is SOURCES.find(y.detach()) is not None
+    for other in (y[:2], y.transpose(0, 1), y.clone(), y + 0, x):
+        assert SOURCES.find(other) is None
+    y.mul_(2)
+    assert SOURCES.find(y) is None
+
+
+def test_a_source_dies_with_its_tensor():
+    before = set(SOURCES._entries)
+    y = stored_activation(randn(16, 64).requires_grad_() * 1, "gelu")
+    view = y.reshape(4, 4, 64)
+    del y
+    assert SOURCES.find(view) is not None
+    del view
+    assert SOURCES._entries.keys() == before
+
+
+def test_stored_form_is_groups_of_32_with_powers_of_two():
+    x = randn(8, 96)
+    data, scale = stored(x)
+    assert data.nbytes + scale.nbytes == x.numel() * 33 // 32
+    assert scale.dtype == torch.float8_e8m0fnu and scale.shape == (8, 3)
+    assert sqnr(x, restored(data, scale, torch.float32)) > 27
+
+
+@by_matmul
+@pytest.mark.parametrize("kind", ["full", "reentrant", "selective"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointing_is_bitwise_neutral(family, kind, precision):
+    model, batch = storing(model_of(family), precision), batch_of(family)
+    expected = train_step(model, batch)
+    block = next(module for name, module in model.named_modules() if name.endswith(("layers.0", "h.0")))
+    forward = block.forward
+    block.forward = lambda h, *args, **keywords: CHECKPOINTING[kind](lambda h: forward(h, *args, **keywords), h)
+    actual = train_step(model, batch)
+    assert torch.equal(expected[0], actual[0])
+    assert_same(expected[1], actual[1])
+
+
+@by_matmul
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_the_trainers_checkpointing_is_bitwise_neutral(mode, precision):
+    model, batch = storing(model_of("llama", layers=2, dtype=torch.bfloat16), precision), batch_of("llama")
+    expected = train_step(model, batch)
+    Checkpointing(model, mode)
+    assert_same(expected[1], train_step(model, batch)[1])
+
+
+@by_matmul
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_region_may_begin_between_a_norm_and_what_reads_it(kind, precision):
+    model, batch = storing(model_of("llama"), precision), batch_of("llama")
+    expected = train_step(model, batch)[1]
+    for module in (model.layers[0].mlp, model.layers[0].self_attn):
+        module.forward = partial(CHECKPOINTING[kind], module.forward)
+    assert_same(expected, train_step(model, batch)[1])
+
+
+@by_matmul
+def test_selective_checkpointing_may_save_whatever_ops_of_ours_give(precision):
+    def save_all(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if "octavo" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model, batch = storing(model_of("llama"), precision), batch_of("llama")
+    expected = train_step(model, batch)[1]
+    contexts = partial(create_selective_checkpoint_contexts, save_all)
+    block = model.layers[0]
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    assert_same(expected, train_step(model, batch)[1])
+
+
+@by_matmul
+def test_a_region_may_lie_inside_attention(precision):
+    """Its recomputation runs without the hooks of the scope around it, so its forward must too."""
+    model, batch = storing(model_of("llama"), precision), batch_of("llama")
+    attention = model.layers[0].self_attn
+    for part in (attention.o_proj, attention.q_proj):
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+    grads = train_step(model, batch)[1]
+    assert grads["layers.0.self_attn.o_proj.weight"].isfinite().all()
+    octavo.revert(model)
+    part.__dict__.pop("forward"), attention.o_proj.__dict__.pop("forward")
+    assert sqnr(flat(train_step(model, batch)[1]), flat(grads)) > (24 if precision is ONLY_ACTIVATIONS else 15)
+
+
+def test_full_checkpointing_keeps_only_the_input():
+    block = storing(model_of("llama"), BOTH).layers[0]
+    h, tables = randn(2, 16, 128).requires_grad_() * 1, (torch.ones(1, 16, 32), torch.zeros(1, 16, 32))
+    with kept_for_backward(block) as kept:
+        checkpoint(block, h, position_embeddings=tables, use_reentrant=False)
+    assert kept.bytes == h.nbytes
+
+
+@by_matmul
+def test_hooks_around_see_what_is_kept_and_may_replace_it(precision):
+    """As offload does."""
+    model, batch = storing(model_of("gpt2"), precision), batch_of("gpt2")
+    expected, packed = train_step(model, batch)[1], []
+
+    def pack(tensor):
+        packed.append(tensor.dtype)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        actual = train_step(model, batch)[1]
+    assert_same(expected, actual)
+    assert packed.count(torch.float8_e4m3fn) >= 6
+    assert packed.count(torch.float32) < len(packed) / 2
+
+
+def test_nested_scopes():
+    """An attention inside a scope of its own kind: both keep FP8, and gradients are those of either."""
+    inner = nn.Linear(64, 64, bias=False)
+    x = randn(64, 64).requires_grad_() * 1
+
+    def gradient(*modules):
+        inner.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
+            if len(modules) == 2:
+                with compressing(modules[0]), compressing(modules[1]):
+                    y = inner(x)
+            else:
+                with compressing(modules[0]):
+                    y = inner(x)
+        y.sum().backward(retain_graph=True)
+        return inner.weight.grad.clone()
+
+    assert torch.equal(gradient(inner), gradient(nn.ModuleList([inner]), inner))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@by_matmul
+def test_autocast_trains(dtype, precision):
+    model, batch = storing(model_of("qwen3"), precision), batch_of("qwen3")
+    plain = model_of("qwen3")
+    with torch.autocast("cpu", dtype):
+        expected, actual = train_step(plain, batch)[1], train_step(model, batch)[1]
+    assert all(g.dtype == torch.float32 and g.isfinite().all() for g in actual.values())
+    assert sqnr(flat(expected), flat(actual)) > (20 if precision is ONLY_ACTIVATIONS else 15)
+
+
+@by_matmul
+def test_compiled_blocks_fall_back_to_their_own_forward(precision):
+    torch._dynamo.reset()
+    model = storing(llama(), precision).model
+    block, tables = model.layers[0], model.rotary_emb(randn(1, 16, 64), torch.arange(16)[None])
+
+    def forward(x):
+        return block(x, position_embeddings=tables)
+
+    x = randn(1, 16, 64).requires_grad_()
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    y = compiled(x)
+    y.sum().backward()
+    eager = x.detach().clone().requires_grad_()
+    forward(eager).sum().backward()
+    assert sqnr(eager.grad, x.grad) > 20
+
+
+def test_dropout_and_masks_are_exact():
+    """The mask is a function of the random state, so a run without storage meets the same."""
+    model, batch = model_of("gpt2", attention="eager"), batch_of("gpt2")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][:, :7] = 0
+    torch.manual_seed(4)
+    y, expected = train_step(model, batch)
+    storing(model)
+    torch.manual_seed(4)
+    stored_y, actual = train_step(model, batch)
+    assert sqnr(y, stored_y) > 100
+    assert sqnr(flat(expected), flat(actual)) > 24
+
+
+def test_plain_activations_are_pytorchs_own():
+    x = randn(32, 64).requires_grad_()
+    for name, function in (("silu", F.silu), ("gelu", F.gelu), ("gelu_tanh", partial(F.gelu, approximate="tanh"))):
+        y = stored_activation(x, name)
+        assert torch.equal(y, function(x))
+        data, scale = stored(x)
+        at = restored(data, scale, torch.float32).requires_grad_()
+        function(at).sum().backward()
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], at.grad)

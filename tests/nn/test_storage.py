@@ -1,0 +1,92 @@
+"""What is kept for backward: counted once by storage, with its owner and the operation that saved it."""
+
+import pytest
+import torch
+from models import MLP, llama
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo.nn.storage import audit, kept_by_layer, kept_for_backward
+from octavo.planner.fake import fake_copy, fake_tensors
+
+IDS = {"input_ids": torch.zeros(2, 16, dtype=torch.int64), "use_cache": False}
+
+
+def test_every_storage_of_a_small_model():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2))
+    found = audit(model, torch.ones(3, 4))
+    rows = {(row.bytes, row.dtype, row.shape, row.owner, row.op) for row in found}
+    assert rows == {
+        (3 * 4 * 4, torch.float32, (3, 4), "0", "Addmm"),  # the input; weights do not count
+        (3 * 8 * 4, torch.float32, (3, 8), "1", "Sigmoid"),  # its output, which is also the input of 2
+    }
+    assert [row.bytes for row in found] == [96, 48]
+    assert kept_by_layer(model, torch.ones(3, 4)) == {"1": 96, "0": 48}
+
+
+@pytest.mark.parametrize("level", ["bf16", "O1", "O1+act"])
+def test_the_rows_sum_up_to_what_is_kept(level):
+    model = llama().bfloat16()
+    octavo.convert(model, precision=octavo.Precision.level(level), verbose=False)
+    found = audit(model, IDS)
+    with kept_for_backward(model) as kept:
+        logits = model(**IDS).logits
+    assert found.bytes == kept.bytes > 0
+    assert found.by_dtype == kept.by_dtype
+    assert sum(found.by_owner.values()) == found.bytes
+    assert all(row.op for row in found)
+    assert set(found.by_owner) <= set(dict(model.named_modules()))
+    assert logits.requires_grad
+    assert (torch.float8_e4m3fn in found.by_dtype) == (level != "bf16")
+
+
+def test_without_storage_the_same_rows():
+    model = llama().bfloat16()
+    with fake_tensors() as mode:
+        without = audit(fake_copy(model, mode, torch.device("cpu")), IDS)
+    assert sorted(map(repr, without)) == sorted(map(repr, audit(model, IDS)))
+
+
+def test_hooks_do_not_stay_and_a_failing_forward_leaves_none():
+    model = MLP()
+    audit(model, torch.ones(3, 64))
+    with pytest.raises(RuntimeError):
+        audit(model, torch.ones(3, 65))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert audit(model, torch.ones(3, 64)).by_owner.keys() == {"", "down_proj", "gate_proj"}
+
+
+def test_a_checkpointed_block_keeps_its_input_alone():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = MLP()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    found = audit(Block(), (torch.ones(3, 64, requires_grad=True) * 1,))
+    assert [(row.bytes, row.owner) for row in found] == [(3 * 64 * 4, "")]
+
+
+def test_a_loss_of_ones_own():
+    model = MLP()
+    found = audit(model, torch.ones(3, 64), loss=lambda m, x: m(x).square().sum())
+    assert found.bytes == audit(model, torch.ones(3, 64)).bytes + 3 * 64 * 4
+
+
+def test_the_report_shows_what_each_layer_keeps():
+    model = octavo.convert(llama(num_hidden_layers=4).bfloat16(), verbose=False)
+    report = octavo.report(model, IDS)
+    assert report.kept == kept_by_layer(model, IDS)
+    size = 4 * report.kept["model.layers.0.mlp.down_proj"]
+    assert f"{size:,}  model.layers.{{0-3}}.mlp.down_proj" in str(report)
+    assert "bytes kept" not in str(octavo.report(model))
+
+
+def test_printed_with_like_rows_in_one():
+    text = str(audit(llama(num_hidden_layers=4).bfloat16(), IDS))
+    assert "model.layers.{0-3}.mlp.act_fn" in text
+    assert "Silu" in text
+    assert text.splitlines()[-1].endswith("in all")

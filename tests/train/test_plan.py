@@ -1,0 +1,131 @@
+"""octavo plan --memory: what is planned from a configuration is what its trainer allocates."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import LLAMA, MakeConfig
+from torch.utils._pytree import tree_leaves
+from typer.testing import CliRunner
+
+from octavo.cli import app
+from octavo.nn.storage import kept_for_backward
+from octavo.train.config import ConfigError, load_config
+from octavo.train.data import load_corpus
+from octavo.train.loop import Trainer
+from octavo.train.metrics import Silent
+from octavo.train.plan import ARMS, plan_arms, plan_memory
+
+SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b-80gb.toml"
+RUNS = [
+    {},
+    {"precision": {"level": "O1", "master": "remainder"}, "optim": {"states": "fp8"}},
+    {"precision": {"level": "O1+act", "loss": "whole"}},
+    {"precision": {"parameters": "fp32", "checkpointing": "full"}},
+]
+
+
+@pytest.mark.parametrize("changes", RUNS, ids=str)
+def test_the_plan_is_what_the_trainer_has(make_config: MakeConfig, changes):
+    # The vocabulary that is trained on so little data has fewer ids than were asked for.
+    config = make_config(**changes)
+    trainer = Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+    size = trainer.model.config.vocab_size
+    plan = plan_memory(make_config(**changes, model={"type": "llama", "config": LLAMA | {"vocab_size": size}}),
+                       device="cpu")  # fmt: skip
+    inputs, targets = trainer._batch(0)
+    with kept_for_backward(trainer.model) as kept:
+        loss = trainer.loss(inputs, targets)
+    del loss
+    trainer.train_step()
+    states = {t.untyped_storage()._cdata: t.nbytes for t in tree_leaves(trainer.optimizer.state_dict())
+              if isinstance(t, torch.Tensor)}  # fmt: skip
+    parameters = list(trainer.model.parameters())
+    assert plan.largest["parameters"] == sum(p.nbytes for p in parameters)
+    assert plan.largest["optimizer states"] == sum(states.values())
+    assert plan.kept == kept.bytes
+    assert plan.tokens == inputs.numel()
+    assert plan.largest["gradients"] >= sum(p.nbytes for p in parameters)
+
+
+def test_arms_fall_and_the_configuration_is_one_of_them(make_config: MakeConfig):
+    own, *arms = plan_arms(make_config(precision={"level": "O1+act", "master": "remainder"}, optim={"states": "fp8"}))
+    assert own.label == "this config"
+    assert [arm.label for arm in arms] == list(ARMS)
+    assert own.at_peak == arms[-1].at_peak
+    assert [arm.peak for arm in arms] == sorted((arm.peak for arm in arms), reverse=True)
+    assert arms[-1].peak < 0.75 * arms[0].peak  # of so narrow a model; 0.40 of Llama-2-7B's
+
+
+def test_llama_2_7b_fits_80_gb():
+    """With a margin for what is not counted: 79 GiB are there."""
+    plan = plan_memory(load_config(SEVEN_B))
+    assert plan.largest["parameters"] == pytest.approx(2 * 6.738e9, rel=1e-3)
+    assert plan.largest["optimizer states"] == pytest.approx(4.08 * 6.738e9, rel=1e-2)
+    assert plan.peak < 72 * 2**30
+    assert plan.kept / plan.tokens / 32 < 60_000
+
+
+def test_accumulated_gradients_are_there_throughout(make_config: MakeConfig):
+    once = plan_memory(make_config(optim={"batch": 2}))
+    many = plan_memory(make_config(optim={"batch": 6, "micro_batches": 3}))
+    assert many.batch == once.batch == 2
+    assert many.at_peak["gradients"] > once.at_peak["gradients"]
+
+
+def test_a_local_checkpoint_is_planned_without_its_weights(tmp_path: Path, make_config: MakeConfig):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**LLAMA, vocab_size=300)).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    by_path = plan_memory(make_config(model={"path": str(tmp_path)}))
+    by_type = plan_memory(make_config(model={"type": "llama", "config": LLAMA | {"vocab_size": 300}}))
+    assert by_path.at_peak == by_type.at_peak
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"type": "llma", "config": {}}, "did you mean 'llama'"),
+        ({"type": "llama", "config": LLAMA | {"max_position_embeddings": 4}}, "longer than the model's context"),
+    ],
+)
+def test_mistakes_are_those_of_a_run(make_config: MakeConfig, model, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_memory(make_config(model=model))
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, make_config: MakeConfig) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(make_config().to_toml(), encoding="utf-8")
+    return path
+
+
+def test_the_command_shows_all_side_by_side(config_file: Path):
+    less = ["optim.batch=8", "model.config.num_hidden_layers=2"]
+    result = CliRunner().invoke(app, ["plan", "--memory", str(config_file), *less, "--layers", "--limit", "0.01"])
+    assert result.exit_code == 0, result.output
+    for text in ("8 sequences", "optimizer states", "fit in 0.01 GiB", "model.layers.{0-1}.mlp", "Not counted"):
+        assert text in result.stdout
+
+
+def test_the_command_as_json(config_file: Path):
+    result = CliRunner().invoke(app, ["plan", "--memory", str(config_file), "--json"])
+    assert [plan["label"] for plan in json.loads(result.stdout)] == ["this config", *ARMS]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "say what to plan: octavo plan --memory"),
+        (["--memory", "--device", "gpu"], "device is cuda or cpu; got 'gpu'"),
+        (["--memory", "--limit", "0"], "--limit is the memory of the device in GiB"),
+        (["--memory", "optim.btach=8"], "did you mean 'batch'"),
+    ],
+)
+def test_mistakes_on_the_command_line(config_file: Path, arguments, message):
+    result = CliRunner().invoke(app, ["plan", str(config_file), *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
