@@ -6,6 +6,7 @@
   layer        a Llama decoder layer: time, peak memory, bytes kept per token
   compile      the two ways of quantizing under torch.compile
   train        tokens/s of training
+  convergence  the loss with each FP8 switch beside bf16's, on several seeds; docs/convergence.md
   probe        which backends run here, and whether their bytes are the reference's
   gpu          all of these, each in a process of its own with a limit, and what became of the targets
   roofline     predicted times and where FP8 begins to pay; needs no GPU
@@ -23,7 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 NAMES = (
-    "kernels", "linear", "calibrate", "layer", "compile", "train", "probe", "gpu", "roofline", "sass", "performance",
+    "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "probe", "gpu", "roofline", "sass",
+    "performance",
 )  # fmt: skip
 COMPILES_ONLY = ("sass",)
 

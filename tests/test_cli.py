@@ -350,7 +350,9 @@ def test_the_default_folder_of_a_demo_is_the_next_that_is_free(tmp_path: Path) -
         (["--recipe", "rowise"], ["rowise", "'rowwise'"]),
         (["--steps", "0"], ["run.steps"]),
         (["--device", "gpu"], ["run.device", "gpu"]),
-        (["precision.level=O1"], ["precision.level", "octavo train"]),
+        (["precision.level=O1"], ["precision.level", "--level", "octavo train"]),
+        (["--level", "O1+atc"], ["O1+atc", "'O1+act'"]),
+        (["--level", "bf16"], ["bf16", "--level"]),
         (["optim.warmpu=1"], ["optim.warmpu", "'warmup'"]),
     ],
 )

@@ -61,6 +61,8 @@ EXAMPLES = {
 
   octavo demo
   octavo demo --steps 50 --recipe mxfp8 --out runs/mxfp8
+  [dim]# stored activations and optimizer states in FP8 as well[/dim]
+  octavo demo --level O1+act+opt
   octavo demo --seed 1 optim.lr=1e-3
 """,
     "doctor": """
@@ -194,6 +196,7 @@ def demo(
         Path | None, typer.Option(help="Output folder; default: runs/demo, or the next that is free.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of each arm.")] = None,
+    level: Annotated[str, typer.Option(help="Precision level of the second arm.")] = "O1",
     recipe: Annotated[str | None, typer.Option(help="FP8 recipe of the second arm.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data order, the same in both arms.")] = None,
@@ -211,7 +214,7 @@ def demo(
         from octavo.train.report import verdict
 
         settings = [f"{key}={value}" for key, value in given.items() if value is not None]
-        configs = demo_configs([*(overrides or []), *settings])
+        configs = demo_configs([*(overrides or []), *settings], level)
         folder = out or free_folder(Path("runs/demo"))
         with Bars(Console(stderr=True)) as bars:
             result = run_demo(configs, folder, bars)

@@ -342,8 +342,11 @@ def test_frozen_weights_get_no_gradient_and_keep_less():
 
 
 @pytest.mark.slow
-def test_not_much_slower_on_a_cpu():
-    """Where everything is emulated; the best of interleaved rounds, as other work may run beside."""
+def test_not_much_slower_on_a_cpu(request):
+    """Where everything is emulated. CPU time of one thread, as other work may run beside."""
+    threads = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
+    torch.set_num_threads(1)
 
     def step_of(precision):
         model = llama(vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=4, hidden_act="silu")
@@ -356,7 +359,7 @@ def test_not_much_slower_on_a_cpu():
     arms, best = {"plain": step_of(None), "storing": step_of(ONLY_ACTIVATIONS)}, {}
     for _ in range(8):
         for name, step in arms.items():
-            start = time.perf_counter()
+            start = time.process_time()
             step()
-            best[name] = min(best.get(name, 1e9), time.perf_counter() - start)
+            best[name] = min(best.get(name, 1e9), time.process_time() - start)
     assert best["storing"] < 2.5 * best["plain"]

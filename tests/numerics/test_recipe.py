@@ -54,10 +54,20 @@ def test_plan_json_round_trips():
 def test_precision_levels_and_switches():
     assert Precision.level("bf16").matmul == "bf16"
     assert Precision.level("O1", recipe="mxfp8") == Precision(matmul="fp8", recipe="mxfp8")
-    assert set(LEVELS) == {"bf16", "O1", "O1+act"}
+    assert set(LEVELS) == {"bf16", "O1", "O1+act", "O1+act+opt"}
     assert Precision.level("O1+act") == Precision(matmul="fp8", activations="fp8")
+    everything = Precision(matmul="fp8", activations="fp8", states="fp8", master="remainder")
+    assert Precision.level("O1+act+opt") == everything
+    assert [Precision.level(name).label for name in LEVELS] == [
+        "bf16", "O1 rowwise", "O1+act rowwise", "O1+act+opt rowwise",
+    ]  # fmt: skip
+    assert Precision(matmul="bf16", states="fp8").label == "bf16+opt"
     with pytest.raises(ValueError, match=r"unknown precision level 'O11' \(did you mean 'O1'\?\)"):
         Precision.level("O11")
+    with pytest.raises(ValueError, match=r"states is 'fp32' or 'fp8'; got 'fp4' \(did you mean 'fp8'\?\)"):
+        Precision(states="fp4")
+    with pytest.raises(ValueError, match="master is 'fp32' or 'remainder' or 'none'; got 'reminder'.*'remainder'"):
+        Precision(master="reminder")
     with pytest.raises(ValueError, match="matmul is 'bf16' or 'fp8'; got 'f8'"):
         Precision(matmul="f8")
     with pytest.raises(ValueError, match="did you mean 'mxfp8'"):

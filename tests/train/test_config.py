@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_runs import MakeConfig
 
+from octavo.numerics import Precision
 from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
 
 TEXT = """
@@ -54,6 +55,24 @@ def test_defaults_and_overrides(toml: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        (["precision.level=O1+act+opt"], Precision.level("O1+act+opt")),
+        (["precision.level=O1+act+opt", "optim.states=fp32"], Precision.level("O1+act+opt", states="fp32")),
+        (["precision.level=O1+act+opt", "precision.master=none"], Precision.level("O1+act+opt", master="none")),
+        (["precision.level=O1+act", "precision.matmul=bf16"], Precision(matmul="bf16", activations="fp8")),
+        (["precision.activations=fp8", "optim.states=fp8"], Precision(matmul="bf16", activations="fp8", states="fp8")),
+    ],
+)
+def test_a_part_of_the_level_can_be_set_by_itself(toml: Path, overrides: list[str], asked: Precision) -> None:
+    config = load_config(toml, overrides)
+    assert config.asked == asked
+    assert config.arm == asked.label
+    again = parse_config(tomllib.loads(config.to_toml()))
+    assert again == config
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("optim.learning_rate=1", r"unknown key optim.learning_rate; known here: lr, "),
@@ -80,6 +99,7 @@ def test_defaults_and_overrides(toml: Path) -> None:
         ("precision.level=O7", r"O7"),
         ("precision.recipe=rowise", r"'rowise'.*did you mean 'rowwise'"),
         ("precision.master=none", r"fp16"),
+        ("precision.activations=fp4", r"precision.activations: should be \"bf16\" \| \"fp8\", got 'fp4'"),
         ("model.path=x", r"either model.path .* or model.type"),
         ("optim", r'override "optim": write section.key=value'),
         ("lr=1", r'override "lr=1": write section.key=value'),

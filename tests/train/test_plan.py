@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 
 from octavo.cli import app
 from octavo.nn.storage import kept_for_backward
+from octavo.numerics import LEVELS
 from octavo.train.config import ConfigError, load_config
 from octavo.train.data import load_corpus
 from octavo.train.loop import Trainer
 from octavo.train.metrics import Silent
-from octavo.train.plan import ARMS, plan_arms, plan_memory
+from octavo.train.plan import plan_arms, plan_memory
 
 SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b-80gb.toml"
 RUNS = [
@@ -50,9 +51,10 @@ def test_the_plan_is_what_the_trainer_has(make_config: MakeConfig, changes):
 
 
 def test_arms_fall_and_the_configuration_is_one_of_them(make_config: MakeConfig):
-    own, *arms = plan_arms(make_config(precision={"level": "O1+act", "master": "remainder"}, optim={"states": "fp8"}))
+    parts = {"level": "O1+act", "master": "remainder"}  # which make another level
+    own, *arms = plan_arms(make_config(precision=parts, optim={"states": "fp8"}))
     assert own.label == "this config"
-    assert [arm.label for arm in arms] == list(ARMS)
+    assert [arm.label for arm in arms] == list(LEVELS)
     assert own.at_peak == arms[-1].at_peak
     assert [arm.peak for arm in arms] == sorted((arm.peak for arm in arms), reverse=True)
     assert arms[-1].peak < 0.75 * arms[0].peak  # of so narrow a model; 0.40 of Llama-2-7B's

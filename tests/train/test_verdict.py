@@ -97,4 +97,6 @@ def test_a_verdict_is_json() -> None:
 
 
 def test_arms_are_named_as_people_read_them() -> None:
-    assert [arm_name(arm) for arm in ("bf16", "O1 mxfp8", "full rowwise")] == ["BF16", "FP8 mxfp8", "full rowwise"]
+    arms = {"bf16": "BF16", "O1 mxfp8": "FP8 mxfp8", "bf16+opt": "BF16+opt", "O1+act rowwise": "FP8+act rowwise"}
+    assert [arm_name(arm) for arm in arms] == list(arms.values())
+    assert arm_name("anything else") == "anything else"

@@ -70,7 +70,7 @@ def memory(
     def plan(size: int | None) -> MemoryPlan:
         with fake_tensors() as mode:
             copy = fake_copy(model, mode, place)
-            if precision is not None and precision.matmul == "fp8":
+            if precision is not None:
                 convert(copy, precision=precision, verbose=False)
             inputs = fake_batch(batch, size, dtype, place)
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
@@ -168,4 +168,4 @@ def make_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def _label(precision: Precision | None) -> str:
     if precision is None:
         return "as given"
-    return f"matmul {precision.matmul}" + (f" {precision.recipe}" if precision.matmul == "fp8" else "")
+    return precision.label

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from octavo.nn.saved import compressing
 from octavo.nn.storing import Norm, stored_activation, stored_glu, stored_joint_glu, stored_norm
-from octavo.nn.switch import SWITCH
+from octavo.nn.switch import stores
 
 STORAGE_ATTRIBUTE = "octavo_storage"
 """Where a converted module has its `Norm`, `Glu`, `Activation` or `Scope`."""
@@ -76,7 +76,7 @@ class StoringNorm(nn.Module):
         x = _only(args, kwargs)
         weight, bias, norm = self.weight, getattr(self, "bias", None), self.octavo_storage
         assert isinstance(weight, Tensor)
-        dtype = None if x is None or not _on() else _norm_dtype(x, weight, bias, norm)
+        dtype = None if x is None or not stores() else _norm_dtype(x, weight, bias, norm)
         if x is None or dtype is None:
             original: Tensor = super().forward(*args, **kwargs)
             return original
@@ -91,7 +91,7 @@ class StoringGlu(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """down(act(gate(x)) · up(x)), as the original."""
         x, names = _only(args, kwargs), self.octavo_storage
-        if x is None or not _on():
+        if x is None or not stores():
             return super().forward(*args, **kwargs)
         with compressing(self):
             gate = getattr(self, names.gate)(x)
@@ -110,7 +110,7 @@ class StoringActivation(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the original."""
         x = _only(args, kwargs)
-        if x is None or not (_on() and x.dtype in _FLOATING and x.ndim):
+        if x is None or not (stores() and x.dtype in _FLOATING and x.ndim):
             original: Tensor = super().forward(*args, **kwargs)
             return original
         return stored_activation(x, self.octavo_storage.activation)
@@ -164,10 +164,6 @@ def _blank(mixin: Any, original: Any) -> nn.Module:
     cls = _storing_class(mixin, original)
     module: nn.Module = cls.__new__(cls)
     return module
-
-
-def _on() -> bool:
-    return SWITCH.enabled and not torch.compiler.is_compiling()
 
 
 def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

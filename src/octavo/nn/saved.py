@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.nn.sources import SOURCES, Remake, RestoredMatrix, Source, Stored, restored, stored
-from octavo.nn.switch import SWITCH
+from octavo.nn.switch import stores
 
 T = TypeVar("T")
 
@@ -198,7 +198,7 @@ _INNERMOST = _Innermost()
 
 def recording() -> bool:
     """Whether modules that store FP8 do so now: they are switched on, autograd records, and nothing is compiled."""
-    return SWITCH.enabled and not torch.compiler.is_compiling() and torch.is_grad_enabled()
+    return torch.is_grad_enabled() and stores()
 
 
 @contextmanager

@@ -1,7 +1,10 @@
 """Whether converted modules compute, and store, in FP8: one switch for the process."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
 
 
 class _Switch:
@@ -25,3 +28,20 @@ def disabled() -> Iterator[None]:
         yield
     finally:
         SWITCH.enabled = before
+
+
+def stores() -> bool:
+    """Whether modules that store their activations in FP8 do so now; torch.compile is told once that they do not."""
+    if torch.compiler.is_compiling():
+        return _compiled()
+    return SWITCH.enabled
+
+
+@torch.compiler.assume_constant_result  # runs while torch.compile traces, and is not traced itself
+def _compiled() -> bool:
+    warnings.warn(
+        "octavo: under torch.compile activations are stored as PyTorch does, not in FP8: what activations='fp8' saves "
+        "needs eager modules. FP8 products work in both; octavo.convert(model) without activations asks for them alone",
+        stacklevel=2,
+    )
+    return False

@@ -2,14 +2,15 @@
 
 Levels are the literature's names for useful combinations; each field is also a switch of its own.
 
-    level   matmul  activations
-    bf16    bf16    as given     the literature's "O2" without FP8
-    O1      fp8     as given     linear layers compute in FP8 and keep their inputs in FP8; all else as given
-    O1+act  fp8     fp8          and norms, activations and attention keep what backward needs in FP8
+    level       matmul  activations  states  master
+    bf16        bf16    as given     fp32    fp32       the literature's "O2" without FP8
+    O1          fp8     as given     fp32    fp32       linear layers compute in FP8 and keep their inputs in FP8
+    O1+act      fp8     fp8          fp32    fp32       and norms, activations and attention keep theirs in FP8
+    O1+act+opt  fp8     fp8          fp8     remainder  and AdamW keeps FP8 moments and 16 bits of each master
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import DEFAULT, get_recipe
@@ -25,6 +26,9 @@ class Precision:
         skip: Name patterns (as in `fnmatch`, such as `"*.mlp.down_proj"`) of modules that stay as they are.
         activations: `"fp8"`: norms, gated MLPs, activations and attention store what backward needs in FP8, with either
             `matmul`. `"bf16"`: in the dtype they compute in.
+        states: Moments of AdamW, `"fp32"` or `"fp8"`; and
+        master: its fp32 masters of 16-bit parameters, `"fp32"` (a copy), `"remainder"` (of bf16 ones: the 16 bits they
+            lack) or `"none"`. Read by the trainer; your own loop makes its optimizer itself, with `octavo.AdamW`.
         keep_weights: Keep the FP8 form of each weight until it changes, for many small micro-batches per optimizer
             step: 2 bytes per parameter on a GPU.
 
@@ -37,19 +41,32 @@ class Precision:
     skip: tuple[str, ...] = ()
     keep_weights: bool = False
     activations: Literal["bf16", "fp8"] = "bf16"
+    states: Literal["fp32", "fp8"] = "fp32"
+    master: Literal["fp32", "remainder", "none"] = "fp32"
 
     def __post_init__(self) -> None:
-        if self.matmul not in ("bf16", "fp8"):
-            raise ValueError(f"matmul is 'bf16' or 'fp8'; got {self.matmul!r}{nearest(self.matmul, ('bf16', 'fp8'))}")
+        for name in ("matmul", "states", "master"):
+            given, known = getattr(self, name), get_args(type(self).__annotations__[name])
+            if given not in known:
+                choices = " or ".join(map(repr, known))
+                raise ValueError(f"{name} is {choices}; got {given!r}{nearest(str(given), known)}")
         check_activations(self.activations)
         get_recipe(self.recipe)
 
     @staticmethod
     def level(name: str, **overrides: Any) -> "Precision":
-        """The Precision of a named level (`"bf16"`, `"O1"`, `"O1+act"`), with single fields overridden."""
+        """The Precision of a level (`"bf16"`, `"O1"`, `"O1+act"`, `"O1+act+opt"`), with single fields overridden."""
         if name not in LEVELS:
             raise ValueError(f"unknown precision level {name!r}{nearest(name, LEVELS)}. Known: {', '.join(LEVELS)}")
         return replace(LEVELS[name], **overrides)
+
+    @property
+    def label(self) -> str:
+        """What it comes to, in short: `"bf16"`, `"O1 rowwise"`, `"bf16+act"`, `"O1+act+opt rowwise"`."""
+        label = "O1" if self.matmul == "fp8" else "bf16"
+        label += "+act" if self.activations == "fp8" else ""
+        label += "+opt" if self.states == "fp8" else ""
+        return f"{label} {self.recipe}" if self.matmul == "fp8" else label
 
 
 def check_activations(given: str) -> None:
@@ -63,4 +80,5 @@ LEVELS = {
     "bf16": Precision(matmul="bf16"),
     "O1": Precision(matmul="fp8"),
     "O1+act": Precision(matmul="fp8", activations="fp8"),
+    "O1+act+opt": Precision(matmul="fp8", activations="fp8", states="fp8", master="remainder"),
 }

@@ -9,6 +9,7 @@ where these are made, with the same error.
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -121,8 +122,9 @@ class Optim(Section):
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled decay; not applied to parameters of fewer than two dimensions (norms, biases)."""
-    states: Literal["fp32", "fp8"] = "fp32"
-    """Moments of AdamW: 8 bytes per parameter, or about 2.1 in FP8 with dynamic range expansion (`octavo.AdamW`)."""
+    states: Literal["fp32", "fp8"] | None = None
+    """Moments of AdamW: 8 bytes per parameter, or about 2.1 in FP8 with dynamic range expansion (`octavo.AdamW`). Where
+    not given, those of `precision.level`."""
     clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest global L2 norm of the gradient; 0 does not clip."""
     batch: Count = 8
@@ -158,7 +160,12 @@ class PrecisionConfig(Section):
     """`[precision]`: what is computed and kept in how many bits."""
 
     level: str = "bf16"
-    """Level of `octavo.Precision.level`: "bf16", or "O1" for FP8 matrix products."""
+    """Level of `octavo.Precision.level`: "bf16", "O1" (FP8 matrix products), "O1+act" (and stored activations) or
+    "O1+act+opt" (and optimizer states). `matmul`, `activations`, `master` and `optim.states` set one part of it."""
+    matmul: Literal["bf16", "fp8"] | None = None
+    """Products of the linear layers."""
+    activations: Literal["bf16", "fp8"] | None = None
+    """What norms, gated MLPs, activations and attention keep for backward; "bf16" is as they compute it."""
     recipe: str = "rowwise"
     """Recipe of the FP8 products, a name in `octavo.RECIPES`; not used by "bf16"."""
     skip: Annotated[tuple[str, ...], Strict(False)] = ()
@@ -167,7 +174,7 @@ class PrecisionConfig(Section):
     """Keep FP8 forms of the weights from one micro-batch to the next (2 bytes per parameter): for small ones."""
     parameters: Literal["bf16", "fp32", "fp16"] = "bf16"
     """Type of the model's parameters. With fp32 the forward runs under bf16 autocast."""
-    master: Literal["fp32", "remainder", "none"] = "fp32"
+    master: Literal["fp32", "remainder", "none"] | None = None
     """Exact fp32 masters of 16-bit parameters: a copy, or for bf16 the 16 bits it lacks; fp32 ones are their own."""
     loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
     """"dynamic", a fixed number, or "none". fp16 gradients underflow without one."""
@@ -178,15 +185,19 @@ class PrecisionConfig(Section):
 
     @property
     def asked(self) -> Precision:
-        """What the model is converted to."""
-        return Precision.level(self.level, recipe=self.recipe, skip=self.skip, keep_weights=self.keep_weights)
+        """The level, with what is set besides it."""
+        given = {name: getattr(self, name) for name in ("matmul", "activations", "master")}
+        changes = {name: value for name, value in given.items() if value is not None}
+        return Precision.level(
+            self.level, recipe=self.recipe, skip=self.skip, keep_weights=self.keep_weights, **changes
+        )
 
     @model_validator(mode="after")
     def _known_precision(self) -> "PrecisionConfig":
-        _ = self.asked
-        if self.parameters == "fp16" and self.master != "fp32":
+        master = self.asked.master
+        if self.parameters == "fp16" and master != "fp32":
             raise ValueError(
-                f'precision.master = "{self.master}" with fp16 parameters: AdamW\'s second moment underflows in fp16, '
+                f'precision.master = "{master}" with fp16 parameters: AdamW\'s second moment underflows in fp16, '
                 'and 16 bits more do not make fp32 of it; set precision.master = "fp32"'
             )
         return self
@@ -217,10 +228,15 @@ class TrainConfig(Section):
         return self
 
     @property
+    def asked(self) -> Precision:
+        """The precision of the run, the optimizer's included."""
+        asked = self.precision.asked
+        return asked if self.optim.states is None else replace(asked, states=self.optim.states)
+
+    @property
     def arm(self) -> str:
-        """Short label of the precision: "bf16", or level and recipe as "O1 rowwise"."""
-        level = self.precision.level
-        return level if level == "bf16" else f"{level} {self.precision.recipe}"
+        """Short label of the precision, as "bf16" or "O1 rowwise"."""
+        return self.asked.label
 
     def to_toml(self) -> str:
         """The effective configuration as TOML that `load_config` reads back equal; unset keys are left out."""

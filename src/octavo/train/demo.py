@@ -23,7 +23,7 @@ from octavo.train.report import ReportFiles, write_report
 
 BASELINE, CANDIDATE = "bf16", "O1"
 STEPS = re.compile(r"\s*run\.steps\s*=")
-SET_BY_DEMO = ("precision.level", "run.out")
+SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,10 @@ class DemoResult:
     """The command that finishes the arm that was stopped; empty where none was."""
 
 
-def demo_configs(overrides: Sequence[str] = ()) -> tuple[TrainConfig, TrainConfig]:
-    """Return the configurations of the BF16 and the FP8 arm, with `overrides` (`section.key=value`) applied to both.
+def demo_configs(overrides: Sequence[str] = (), candidate: str = CANDIDATE) -> tuple[TrainConfig, TrainConfig]:
+    """Return the configurations of the BF16 arm and of the arm at level `candidate`.
+
+    `overrides` (`section.key=value`) are applied to both.
 
     Raises:
         ConfigError: An override is wrong, or sets what the demonstration sets itself.
@@ -47,14 +49,16 @@ def demo_configs(overrides: Sequence[str] = ()) -> tuple[TrainConfig, TrainConfi
         key = override.partition("=")[0].strip()
         if key in SET_BY_DEMO:
             raise ConfigError(
-                f"{key} is set by the demo, which compares {BASELINE} with {CANDIDATE}: use `octavo train`"
+                f"{key} is set by the demo, which compares {BASELINE} with {candidate}: use --level, or `octavo train`"
             )
+    if candidate == BASELINE:
+        raise ConfigError(f"the demo compares {BASELINE} with another level: give one with --level, as {CANDIDATE}")
     overrides = [*_fitting_warmup(overrides), *overrides]
     with _packaged() as path:
-        baseline, candidate = (
-            load_config(path, [*overrides, f"precision.level={level}"]) for level in (BASELINE, CANDIDATE)
+        first, second = (
+            load_config(path, [*overrides, f'precision.level="{level}"']) for level in (BASELINE, candidate)
         )
-    return baseline, candidate
+    return first, second
 
 
 def _packaged() -> AbstractContextManager[Path]:

@@ -196,9 +196,9 @@ class Trainer:
         self.config = config
         self.step = 0
         self.model: Any = build_model(config, corpus.tokenizer).to(device) if model is None else model
-        asked = precision.asked
+        asked = config.asked
         self.layers: Report | None = None
-        if asked.matmul == "fp8":
+        if "fp8" in (asked.matmul, asked.activations):
             convert(self.model, precision=asked, verbose=False)
             self.layers = report(self.model)
         refusal = take_loss_in_chunks(self.model) if precision.loss == "chunked" else None

@@ -26,9 +26,10 @@ def make_optimizer(
     model: nn.Module, config: TrainConfig, exact: Mapping[str, torch.Tensor]
 ) -> "MasterAdamW | CompactAdamW":
     """The optimizer that a configuration asks for; `exact` holds fp32 values of parameters where more is known."""
-    master = config.precision.master
-    if config.optim.states == "fp8" or (master == "remainder" and config.precision.parameters == "bf16"):
-        return CompactAdamW(model, config.optim, master=None if master == "none" else master, exact=exact)
+    states, master = config.asked.states, config.asked.master
+    if states == "fp8" or (master == "remainder" and config.precision.parameters == "bf16"):
+        kept = None if master == "none" else master
+        return CompactAdamW(model, config.optim, states=states, master=kept, exact=exact)
     return MasterAdamW(model, config.optim, master=master != "none", exact=exact)
 
 
@@ -119,6 +120,7 @@ class CompactAdamW:
         model: nn.Module,
         optim: Optim,
         *,
+        states: Literal["fp32", "fp8"],
         master: Literal["remainder", "fp32"] | None,
         exact: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
@@ -127,7 +129,7 @@ class CompactAdamW:
         self._clip = optim.clip
         # The loop has looked at the gradients' norm before it takes a step.
         self._adamw = AdamW(
-            _groups(self._params, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, states=optim.states,
+            _groups(self._params, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, states=states,
             master=master, nonfinite="ignore",
         )  # fmt: skip
         known = {named[name]: value for name, value in (exact or {}).items() if name in named}

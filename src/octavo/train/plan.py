@@ -31,14 +31,8 @@ from octavo.train.loop import Trainer
 from octavo.train.model import DTYPES, build_model, check_fit, check_model
 from octavo.train.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
 
-ARMS: dict[str, dict[str, dict[str, str]]] = {
-    "bf16": {"precision": {"level": "bf16", "master": "fp32", "loss": "whole"}, "optim": {"states": "fp32"}},
-    "O1": {"precision": {"level": "O1", "master": "fp32"}, "optim": {"states": "fp32"}},
-    "O1+act": {"precision": {"level": "O1+act", "master": "fp32"}, "optim": {"states": "fp32"}},
-    "O1+act+opt": {"precision": {"level": "O1+act", "master": "remainder"}, "optim": {"states": "fp8"}},
-}
-"""What a configuration is compared with, by what is changed in it. The first computes its loss from whole logits, as
-plain training does; the others as the configuration says."""
+LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("states",)}
+"""Settings that change a part of the level."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +95,21 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
 
 
 def plan_arms(config: TrainConfig, *, device: str = "cuda") -> list[MemoryPlan]:
-    """Plans of the configuration and of `ARMS` of it, in this order; levels that this version lacks are left out."""
+    """Plans of the configuration, and of it at each level of precision with bf16 parameters, in this order.
+
+    At level "bf16" the loss is computed from whole logits, as plain training does; at others as the configuration says.
+    """
     plans = [plan_memory(config, device=device, label="this config")]
-    for name, changes in ARMS.items():
-        if changes["precision"]["level"] in LEVELS:
-            tables = config.model_dump(exclude_none=True)
-            if config.precision.parameters != "bf16":
-                changes = changes | {"precision": changes["precision"] | {"parameters": "bf16", "loss_scale": "none"}}
-            arm = parse_config({section: keys | changes.get(section, {}) for section, keys in tables.items()})
-            plans.append(plan_memory(arm, device=device, label=name))
+    for level in LEVELS:
+        tables = config.model_dump(exclude_none=True)
+        for section, parts in LEVEL_PARTS.items():
+            tables[section] = {key: value for key, value in tables[section].items() if key not in parts}
+        tables["precision"]["level"] = level
+        if config.precision.parameters != "bf16":
+            tables["precision"] |= {"parameters": "bf16", "loss_scale": "none"}
+        if level == "bf16":
+            tables["precision"]["loss"] = "whole"
+        plans.append(plan_memory(parse_config(tables), device=device, label=level))
     return plans
 
 

@@ -6,6 +6,7 @@ is lower by chance is as little evidence as one that is higher. One pair of runs
 with different seeds lie apart is not known from it, so the verdict does not claim that a gap is noise or is not.
 """
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -51,11 +52,9 @@ class Verdict:
 
 
 def arm_name(arm: str) -> str:
-    """The arm of a run as people read it: `"bf16"` is `"BF16"`, `"O1 rowwise"` is `"FP8 rowwise"`."""
-    level, _, recipe = arm.partition(" ")
-    if level == "bf16":
-        return "BF16"
-    return f"FP8 {recipe}" if level == "O1" else f"{level} {recipe}".strip()
+    """The arm of a run as people read it: `"bf16"` is `"BF16"`, `"O1+act rowwise"` is `"FP8+act rowwise"`."""
+    matmul, more, rest = re.match(r"(bf16|O1)?([^ ]*)(.*)", arm, re.DOTALL).groups()  # type: ignore[union-attr]
+    return {"bf16": "BF16", "O1": "FP8", None: ""}[matmul] + more + rest
 
 
 def verdict(a: RunResult, b: RunResult) -> Verdict:

@@ -1,0 +1,225 @@
+"""Does the loss survive? Each FP8 switch alone, and all together, beside BF16, on several seeds; docs/convergence.md.
+
+The model is the demonstration's. Arms of one seed have the same initial weights, data and order of the data, so a gap
+is taken within a seed; how far seeds lie apart in BF16 stands beside it. A run that is there already is not repeated,
+and one that was stopped goes on. `--document` only writes the document anew, from the result file.
+
+  python -m benchmarks convergence
+  python -m benchmarks convergence --seeds 1 --steps 50 --out /tmp/short
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.environment import RESULTS, device_name, environment, write_json
+from octavo.train import RunResult, TrainConfig, load_config, run
+from octavo.train.curves import Curves, smooth
+from octavo.train.metrics import read_metrics
+
+Row = dict[str, Any]
+ROOT = Path(__file__).parent.parent
+DOCUMENT = ROOT / "docs" / "convergence.md"
+IMAGE = "images/convergence.svg"
+STEPS, LONG_STEPS, LONG_SEED = 200, 1000, 1
+OPTIMIZER = ("optim.states=fp8", "precision.master=remainder")
+ARMS: dict[str, tuple[str, ...]] = {
+    "bf16": (),
+    "products": ("precision.level=O1",),
+    "activations": ("precision.activations=fp8",),
+    "optimizer": OPTIMIZER,
+    "products + activations": ("precision.level=O1+act",),
+    "everything": ("precision.level=O1+act+opt",),
+}
+"""What is in FP8, and the settings that ask for it. The first is the baseline of the others."""
+LONG_ARMS = ("bf16", "optimizer")
+BASELINE = "bf16"
+BAND, LONG_BAND, SLOWEST = 1.5, 1.0, 3.0
+"""The promises: percent of BF16's loss for everything, for the optimizer alone after 1000 steps; times its step."""
+COLOURS = ("#5f6b7a", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#D55E00")
+
+HEAD = """# Convergence
+
+Written by `python -m benchmarks convergence` ({minutes:.0f} minutes on {cpu_threads} threads of {device}); edit nothing
+here. `make test-slow` runs it anew and holds it to the limits below.
+
+The small Llama of `make demo` ({parameters:,} parameters, {tokens:,} tokens of Python source code) is trained in BF16
+with fp32 masters and moments, with each FP8 switch alone, and with all of them. Arms of one seed start from the same
+weights and see the same data in the same order. Loss: mean over the last 10 % of the steps, in nats per token.
+
+![gap to BF16]({image})
+
+"""
+SPREAD = """
+The losses of BF16 itself lie {spread:.2f} % apart (standard deviation over {seeds} seeds): a gap well below that is
+nothing a training run would notice, and {seeds} seeds of one small model cannot show a gap of a tenth of it. Times are
+of this CPU, which computes FP8 exactly and not faster: `everything` takes {slowdown:.2f} × BF16's time per token
+(limit {slowest:g}), `products` {products:.2f} ×.
+
+Limit: `everything` within ± {band:g} % of BF16 on each seed. Reached: at most {worst:.2f} %.
+
+"""
+LONG = """## AdamW over {steps} steps
+
+FP8 moments and 16-bit remainders instead of fp32 moments and masters, everything else in BF16, seed {seed}; limit
+± {band:g} %.
+
+"""
+Overrides = Sequence[str]
+
+
+def configuration(arm: str, seed: int, steps: int, more: Overrides = ()) -> TrainConfig:
+    """The demonstration's configuration with the settings of an arm."""
+    settings = [f"run.seed={seed}", f"run.steps={steps}", *ARMS[arm], *more]
+    with resources.as_file(resources.files("octavo.train") / "demo.toml") as path:
+        return load_config(path, settings)
+
+
+def trained(config: TrainConfig, folder: Path) -> RunResult:
+    """The result of a run, made or found in a folder."""
+    if (folder / "run.json").exists():
+        found = RunResult.read(folder)
+        same = (folder / "config.toml").read_text() == config.to_toml()
+        if same and found.stopped == "done" and found.steps == config.run.steps:
+            return found
+    return run(config, out=folder, resume=folder.exists())
+
+
+def measured(arm: str, seed: int, steps: int, folder: Path, more: Overrides) -> Row:
+    """One row of the result file."""
+    result = trained(configuration(arm, seed, steps, more), folder)
+    assert result.losses is not None
+    curve = smooth(Curves.of(read_metrics(folder)).loss)
+    return {
+        "arm": arm, "label": result.arm, "seed": seed, "steps": steps, "tail_mean": result.losses.tail_mean,
+        "tokens": result.tokens, "tokens_per_s": result.tokens_per_s, "parameters": result.parameters,
+        "kept_bytes_per_token": result.kept_bytes_per_token, "wall_s": round(result.wall_s, 1),
+        "smoothed": [round(float(value), 4) for value in curve],
+    }  # fmt: skip
+
+
+def gaps(rows: Sequence[Row], arm: str) -> list[float]:
+    """Loss of an arm above BF16's of the same seed, in percent, a seed each."""
+    base = {row["seed"]: row["tail_mean"] for row in rows if row["arm"] == BASELINE}
+    return [100 * (row["tail_mean"] / base[row["seed"]] - 1) for row in rows if row["arm"] == arm]
+
+
+def spread(rows: Sequence[Row]) -> float:
+    """Standard deviation of BF16's loss over seeds, in percent; NaN for one seed."""
+    losses = [row["tail_mean"] for row in rows if row["arm"] == BASELINE]
+    return 100 * statistics.stdev(losses) / statistics.mean(losses) if len(losses) > 1 else float("nan")
+
+
+def slowdown(rows: Sequence[Row], arm: str) -> float:
+    """Time per token over BF16's of the same seed, median over seeds."""
+    base = {row["seed"]: row["tokens_per_s"] for row in rows if row["arm"] == BASELINE}
+    return statistics.median(base[row["seed"]] / row["tokens_per_s"] for row in rows if row["arm"] == arm)
+
+
+def document(content: Mapping[str, Any]) -> str:
+    """docs/convergence.md of a result file."""
+    short, long = (_of_length(content["rows"], steps) for steps in content["steps"])
+    first, seeds = short[0], sorted({row["seed"] for row in short})
+    minutes = sum(row["wall_s"] for row in content["rows"]) / 60
+    facts = content["environment"]
+    head = HEAD.format(
+        minutes=minutes, parameters=first["parameters"], tokens=first["tokens"], image=IMAGE,
+        cpu_threads=facts["cpu_threads"], device=facts["device"],
+    )  # fmt: skip
+    columns = " | ".join(f"seed {seed}" for seed in seeds)
+    lines = [
+        f"| in FP8 | level | {columns} | mean gap | time per token | kept for backward, bytes per token |",
+        f"|---|---|{'---:|' * (len(seeds) + 3)}",
+    ]
+    for arm in dict.fromkeys(row["arm"] for row in short):
+        rows = [row for row in short if row["arm"] == arm]
+        if arm == BASELINE:
+            cells = [f"{row['tail_mean']:.4f}" for row in rows]
+            gap = ""
+        else:
+            cells = [f"{gap:+.2f} %" for gap in gaps(short, arm)]
+            gap = f"{statistics.mean(gaps(short, arm)):+.2f} %"
+        name, label = ("nothing (BF16)" if arm == BASELINE else arm), rows[0]["label"]
+        time, kept = f"{slowdown(short, arm):.2f} ×", f"{rows[0]['kept_bytes_per_token']:,.0f}"
+        lines.append(f"| {name} | `{label}` | {' | '.join(cells)} | {gap} | {time} | {kept} |")
+    after = SPREAD.format(
+        spread=spread(short), seeds=len(seeds), slowdown=slowdown(short, "everything"), slowest=SLOWEST,
+        products=slowdown(short, "products"), band=BAND, worst=max(map(abs, gaps(short, "everything"))),
+    )  # fmt: skip
+    table = ["| optimizer | loss | gap |", "|---|---:|---:|"]
+    for row, name in zip(long, ("fp32 moments, fp32 masters", "FP8 moments, 16-bit remainders"), strict=True):
+        gap = f"{gaps(long, row['arm'])[0]:+.2f} %" if row["arm"] != BASELINE else ""
+        table.append(f"| {name} | {row['tail_mean']:.4f} | {gap} |")
+    tail = LONG.format(steps=long[0]["steps"], seed=long[0]["seed"], band=LONG_BAND)
+    return head + "\n".join(lines) + "\n" + after + tail + "\n".join(table) + "\n"
+
+
+def draw(content: Mapping[str, Any], path: Path) -> None:
+    """Gap of the smoothed loss to BF16's of the same seed over the steps, one panel per arm, a line per seed."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams["svg.hashsalt"], rcParams["svg.fonttype"] = "octavo", "none"
+    rows = _of_length(content["rows"], content["steps"][0])
+    base = {row["seed"]: row["smoothed"] for row in rows if row["arm"] == BASELINE}
+    arms = [arm for arm in dict.fromkeys(row["arm"] for row in rows) if arm != BASELINE]
+    figure = Figure(figsize=(10, 2.6), layout="constrained")
+    panels = figure.subplots(1, len(arms), sharey=True, squeeze=False)[0]
+    for axes, arm, colour in zip(panels, arms, COLOURS[1:], strict=True):
+        for row in (row for row in rows if row["arm"] == arm):
+            steps = range(1, len(row["smoothed"]) + 1)
+            gap = [100 * (mine / theirs - 1) for mine, theirs in zip(row["smoothed"], base[row["seed"]], strict=True)]
+            axes.plot(steps, gap, color=colour, linewidth=1.1, alpha=0.75)
+        axes.axhspan(-spread(rows), spread(rows), color=COLOURS[0], alpha=0.15, linewidth=0)
+        axes.axhline(0.0, color="black", linewidth=0.8)
+        axes.set_title(arm, fontsize=9)
+        axes.set_xlabel("step", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("loss above BF16 [%]", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+def main(arguments: list[str]) -> None:
+    """Train every arm on every seed, write `results/<device>/convergence.json` and the document."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks convergence", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each arm (3)")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of a run ({STEPS})")
+    parser.add_argument("--long-steps", type=int, default=LONG_STEPS, help=f"steps of the long ones ({LONG_STEPS})")
+    parser.add_argument("--runs", type=Path, default=Path("runs/convergence"), help="folder of the runs")
+    parser.add_argument("--out", type=Path, help="folder of the results, other than benchmarks/results/<device>")
+    parser.add_argument("--document", action="store_true", help="only write the document, from the result file")
+    parser.add_argument("overrides", nargs="*", metavar="SECTION.KEY=VALUE", help="settings for every run")
+    options = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path = (options.out or RESULTS / device_name(device)) / "convergence.json"
+    if not options.document:
+        wanted = [(arm, seed, options.steps) for seed in range(1, options.seeds + 1) for arm in ARMS]
+        wanted += [(arm, LONG_SEED, options.long_steps) for arm in LONG_ARMS]
+        rows: list[Row] = []
+        for number, (arm, seed, steps) in enumerate(wanted, 1):
+            folder = options.runs / f"{arm.replace(' ', '')}-seed{seed}-{steps}"
+            rows.append(measured(arm, seed, steps, folder, options.overrides))
+            row = rows[-1]
+            gap = "" if arm == BASELINE else f"  {gaps(_of_length(rows, steps), arm)[-1]:+.2f} %"
+            print(f"{number:2}/{len(wanted)}  {arm:<24} seed {seed}  {row['tail_mean']:.4f}{gap}", flush=True)
+        content = {"environment": environment(device), "steps": [options.steps, options.long_steps], "rows": rows}
+        write_json(path, content)
+    if options.document or options.out is None:
+        content = json.loads(path.read_text())
+        DOCUMENT.write_text(document(content))
+        draw(content, DOCUMENT.parent / IMAGE)
+        print(f"written: {DOCUMENT.relative_to(ROOT)}")
+
+
+def _of_length(rows: Sequence[Row], steps: int) -> list[Row]:
+    return [row for row in rows if row["steps"] == steps]
