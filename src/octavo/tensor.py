@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from octavo.numerics.formats import widen
 from octavo.numerics.spec import QuantSpec
 
 
@@ -51,7 +52,7 @@ class ScaledTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values `data · scale`, [R,C], multiplied in float32 and rounded once to `dtype`."""
-        values = self.data.float()
+        values = widen(self.data)
         return (values if self.scale is None else values * self.expanded_scale()).to(dtype)
 
     def expanded_scale(self) -> Tensor:

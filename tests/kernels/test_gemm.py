@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from octavo.kernels import quantize, scaled_mm
 from octavo.kernels.gemm import SCALED_MM
-from octavo.kernels.gemm.reference import widen
 from octavo.numerics import E4M3, E5M2, RECIPES, QuantSpec, sqnr
 
 sizes = st.one_of(st.sampled_from([0, 1, 2, 16, 17, 127, 128]), st.integers(0, 300))
@@ -52,14 +51,6 @@ def test_bias_is_added_before_the_one_rounding(layout, dtype):
     assert y.dtype == dtype
     expected = (exact(a, b, layout) + bias.double()).to(dtype)
     assert sqnr(expected, y) > {torch.float32: 110, torch.float16: 75, torch.bfloat16: 60}[dtype]
-
-
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
-def test_widen_is_exact_for_every_code(fmt):
-    codes = torch.arange(256, dtype=torch.uint8).view(fmt.dtype)
-    assert torch.equal(widen(codes).float().nan_to_num(-1.5), codes.float().nan_to_num(-1.5))
-    finite = codes[codes.float().isfinite()]
-    assert torch.equal(widen(finite).float(), finite.float())
 
 
 def test_nan_reaches_the_product():

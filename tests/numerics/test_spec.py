@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.numerics import COLUMN, E4M3, E5M2, E8M0, RECIPES, ROW, TENSOR, Granularity, QuantSpec
+from octavo.numerics.formats import widen
 
 SPECS = sorted(
     {
@@ -22,6 +23,19 @@ def test_format_constants_are_those_of_the_dtype(fmt):
     assert (fmt.max, fmt.smallest_normal) == (info.max, info.smallest_normal)
     smallest = torch.tensor([1], dtype=torch.uint8).view(fmt.dtype).float().item()
     assert fmt.smallest == smallest
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_widen_is_exact_for_every_code(fmt):
+    codes = torch.arange(256, dtype=torch.uint8).view(fmt.dtype)
+    expected = torch.tensor([code.item() for code in codes.double()])
+    actual = widen(codes)
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual.isnan(), expected.isnan()) and expected.isnan().any()
+    assert torch.equal(actual.nan_to_num(0.5).view(torch.int32), expected.nan_to_num(0.5).view(torch.int32))
+    finite = codes[expected.isfinite()]
+    assert torch.equal(widen(finite), finite.float())
+    assert widen(codes[:0]).shape == (0,)
 
 
 def test_e8m0_holds_every_power_of_two_it_claims():

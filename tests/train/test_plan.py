@@ -115,7 +115,7 @@ def test_the_command_shows_all_side_by_side(config_file: Path):
 
 def test_the_command_as_json(config_file: Path):
     result = CliRunner().invoke(app, ["plan", "--memory", str(config_file), "--json"])
-    assert [plan["label"] for plan in json.loads(result.stdout)] == ["this config", *ARMS]
+    assert [plan["label"] for plan in json.loads(result.stdout)] == ["this config", *LEVELS]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ def stores() -> bool:
     return SWITCH.enabled
 
 
-@torch.compiler.assume_constant_result  # runs while torch.compile traces, and is not traced itself
 def _compiled() -> bool:
     warnings.warn(
         "octavo: under torch.compile activations are stored as PyTorch does, not in FP8: what activations='fp8' saves "
@@ -45,3 +44,7 @@ def _compiled() -> bool:
         stacklevel=2,
     )
     return False
+
+
+_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile runs it, rather than tracing it:
+# what torch.compiler.assume_constant_result does, which would import the compiler for everybody, a second long

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.numerics.formats import E4M3
+from octavo.numerics.formats import E4M3, widen
 
 GROUP = 128
 """Elements that share hi and k."""
@@ -73,7 +73,7 @@ def compress(values: Tensor, signed: bool, noise: Tensor | None = None) -> tuple
 def expand(codes: Tensor, hi: Tensor, k: Tensor, signed: bool) -> Tensor:
     """Float32 moments [R,C] from what `compress` returns."""
     rows, columns = codes.shape
-    values = codes.float() if signed else _unsigned_values(codes)
+    values = widen(codes) if signed else _unsigned_values(codes)
     grouped = F.pad(values, (0, -columns % GROUP)).view(rows, hi.shape[1], GROUP)
     root = (16.0 / k.float()).unsqueeze(-1)
     top = TOP_SIGNED if signed else TOP_UNSIGNED

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from octavo.kernels.fused.activations import factor, factor_and_slope
 from octavo.kernels.quantize import reference as quantize_reference
+from octavo.numerics.bands import bands
 from octavo.numerics.spec import TENSOR, QuantSpec
 
 BAND = 32
@@ -67,18 +68,24 @@ def norm_backward(
 
 def glu(gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order: str, keep: bool) -> list[Tensor]:
     """The product h if kept, and the forms of h."""
-    g = gate.float()
-    h = (g * factor(g, activation) * up.float()).to(gate.dtype).contiguous()
+    h = gate.new_empty(gate.shape)
+    for rows in bands((gate.shape[0], gate.shape[1])):
+        g = gate[rows].float()
+        h[rows] = g * factor(g, activation) * up[rows].float()
     return [*([h] if keep else []), *forms(h, spec, order)]
 
 
 def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool) -> list[Tensor]:
     """Gradients dgate and dup, or both side by side in one [R,2C] tensor."""
-    g, upstream = gate.float(), grad.float()
-    value, slope = factor_and_slope(g, activation)
-    dgate = (upstream * up.float() * slope).to(gate.dtype).contiguous()
-    dup = (upstream * (g * value)).to(gate.dtype).contiguous()
-    return [torch.cat((dgate, dup), 1)] if joined else [dgate, dup]
+    height, width = gate.shape
+    both = [gate.new_empty((height, 2 * width))] if joined else [gate.new_empty((height, width)) for _ in range(2)]
+    dgate, dup = both[0].chunk(2, dim=1) if joined else both
+    for rows in bands((gate.shape[0], gate.shape[1])):
+        g, upstream = gate[rows].float(), grad[rows].float()
+        value, slope = factor_and_slope(g, activation)
+        dgate[rows] = upstream * up[rows].float() * slope
+        dup[rows] = upstream * (g * value)
+    return both
 
 
 def _scale(weight: Tensor, offset: bool) -> Tensor:

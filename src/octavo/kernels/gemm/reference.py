@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import E4M3
+from octavo.numerics.formats import widen
 from octavo.numerics.spec import FULL
 from octavo.tensor import ScaledTensor
 
@@ -30,50 +30,30 @@ def scaled_mm(
     left_outside = left.scale is None or left.spec.granularity.columns == FULL
     right_outside = right.scale is None or right.spec.granularity.rows == FULL
     if left_outside and right_outside:
-        sums = _matmul(widen(left.data), widen(right.data))
+        sums = _matmul(_exact(left.data), _exact(right.data), "bf16")
         for operand in (left, right):
             if operand.scale is not None:
                 sums *= operand.expanded_scale()
     else:
         exact_in_bf16 = left.spec.scale_rule != "amax" and right.spec.scale_rule != "amax"
-        dtype = torch.bfloat16 if exact_in_bf16 else torch.float32
-        sums = _matmul(left.dequantize(dtype), right.dequantize(dtype))
+        sums = _matmul(left.dequantize(), right.dequantize(), "bf16" if exact_in_bf16 else "ieee")
     if bias is not None:
         sums += bias
     return sums.to(out_dtype)
 
 
-def widen(q: Tensor) -> Tensor:
-    """FP8 values as bf16, exactly.
-
-    PyTorch's own conversion of E4M3 on a CPU takes 1.6 ns per element, longer than the product it feeds. The bits can
-    be moved instead: sign, exponent and mantissa go where bf16 has them, and a multiplication by 2^(127−7) corrects
-    the bias, subnormals included. Only the NaN code has to be repaired, and the largest magnitude says whether there
-    is any.
-    """
-    if q.dtype != E4M3.dtype or q.device.type != "cpu":
-        return q.to(torch.bfloat16)
-    bits = q.view(torch.int8).to(torch.int16)  # sign-extended: s…s s eeee mmm
-    bits <<= 4
-    bits &= -0x7810  # keep s at 15 and eeee mmm at 10…4
-    values = bits.view(torch.bfloat16).mul_(2.0**120)
-    if values.numel():
-        low, high = values.aminmax()
-        if high > E4M3.max or low < -E4M3.max:
-            values.masked_fill_(values.abs() > E4M3.max, torch.nan)
-    return values
+def _exact(q: Tensor) -> Tensor:
+    """FP8 values in what `_matmul` takes without another copy."""
+    return widen(q) if q.device.type == "cpu" else q.to(torch.bfloat16)
 
 
-def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Float32 product of two bf16 (exact) or two float32 matrices."""
+def _matmul(a: Tensor, b: Tensor, precision: Literal["ieee", "bf16"]) -> Tensor:
+    """Float32 product of two matrices in float32 arithmetic, or in bf16 where they are exact in that."""
     device = a.device.type
     with torch.autocast(device, enabled=False):
-        if a.dtype == torch.float32:
-            with _arithmetic(device, "ieee"):
-                return a @ b
-        if device == "cuda":
-            return torch.mm(a, b, out_dtype=torch.float32)
-        with _arithmetic(device, "bf16"):
+        if precision == "bf16" and device == "cuda":
+            return torch.mm(a.bfloat16(), b.bfloat16(), out_dtype=torch.float32)
+        with _arithmetic(device, precision):
             return a.float() @ b.float()
 
 

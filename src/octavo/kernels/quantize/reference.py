@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.numerics.spec import SMALLEST_SCALE, QuantSpec, ScaleRule
+from octavo.numerics.bands import bands
+from octavo.numerics.spec import FULL, SMALLEST_SCALE, QuantSpec, ScaleRule
 
 
 def quantize(
@@ -16,22 +17,19 @@ def quantize(
     order: str = "rows",
 ) -> list[Tensor]:
     """Data in the orders asked for (the column-major one as [C,R]), then scales unless given."""
-    values = x.float() if fold is None else x.float() * fold
-    rows, columns = values.shape
-    blocks = _blocks(values, spec)
     given = scale is not None or amax is not None
     if scale is not None:
         used = scale.float()
         inverse = _reciprocal(used)
     else:
-        if amax is None:
-            amax = blocks.abs().amax((1, 3)) if blocks.numel() else blocks.new_zeros(blocks.shape[0], blocks.shape[2])
-        used, inverse = scale_of(amax, spec)
-    scaled = (blocks * inverse[:, None, :, None]).clamp_(-spec.format.max, spec.format.max)
-    if given:
-        scaled.masked_fill_(~blocks.isfinite(), torch.nan)
-    data = scaled.reshape(scaled.shape[0] * scaled.shape[1], -1)[:rows, :columns] if scaled.numel() else values
-    data = data.to(spec.format.dtype).contiguous()
+        used, inverse = scale_of(_amax(x, spec, fold) if amax is None else amax, spec)
+    data = x.new_empty(x.shape, dtype=spec.format.dtype)
+    for band in _bands(x, spec):
+        blocks = _blocks(_values(x, fold, band), spec)
+        scaled = (blocks * _of_band(inverse, band, spec)[:, None, :, None]).clamp_(-spec.format.max, spec.format.max)
+        if given:
+            scaled.add_(blocks * 0.0)  # NaN where x is not finite; else a zero of the same sign
+        data[band] = scaled.reshape(scaled.shape[0] * scaled.shape[1], -1)[: data[band].shape[0], : x.shape[1]]
     outputs = [data] * (order != "columns") + [_transposed(data)] * (order != "rows")
     return outputs if scale is not None else [*outputs, used.to(spec.scale_dtype)]
 
@@ -70,6 +68,31 @@ def scale_of(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
 
 def _reciprocal(scale: Tensor) -> Tensor:
     return (1.0 / scale.double()).float()
+
+
+def _bands(x: Tensor, spec: QuantSpec) -> list[slice]:
+    """Bands of whole block rows."""
+    return bands((x.shape[0], x.shape[1]), spec.granularity.rows or 1)
+
+
+def _of_band(of_blocks: Tensor, band: slice, spec: QuantSpec) -> Tensor:
+    """What belongs to a band of something that there is one of per block."""
+    extent = spec.granularity.rows
+    return of_blocks if extent == FULL else of_blocks[band.start // extent : -(-band.stop // extent)]
+
+
+def _values(x: Tensor, fold: Tensor | None, band: slice) -> Tensor:
+    values = x[band].float()
+    return values if fold is None else values * (fold if fold.shape[0] == 1 else fold[band])
+
+
+def _amax(x: Tensor, spec: QuantSpec, fold: Tensor | None) -> Tensor:
+    """The largest magnitude of each block, float32 [block rows, block columns]."""
+    shape = (x.shape[0], x.shape[1])
+    found = [_blocks(_values(x, fold, band), spec).abs().amax((1, 3)) for band in _bands(x, spec)]
+    if not found:
+        return torch.zeros(spec.granularity.scale_shape(shape), device=x.device)
+    return torch.stack(found).amax(0) if spec.granularity.rows == FULL else torch.cat(found)
 
 
 def _blocks(values: Tensor, spec: QuantSpec) -> Tensor:
