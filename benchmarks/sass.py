@@ -35,6 +35,7 @@ MODULES = (
     "octavo.kernels.gemm.triton",
     "octavo.kernels.fused.triton",
     "octavo.kernels.adamw.triton",
+    "octavo.kernels.dequantize.triton",
 )
 DIFFER_BY_TARGET = ("octavo.kernels.gemm.triton",)
 """Whose configurations depend on the compute capability."""

@@ -4,8 +4,8 @@ PyTorch takes one operation after the other over whole tensors. On a CPU each in
 goes through memory, and the pages of a fresh one are cleared first, which takes longer than the arithmetic.
 """
 
-ELEMENTS = 131072
-"""Elements of a band: half a megabyte in float32."""
+ELEMENTS = 262144
+"""Elements of a band: a megabyte in float32."""
 
 
 def bands(shape: tuple[int, int], multiple: int = 1) -> list[slice]:

@@ -1,6 +1,6 @@
 """Which ops, cases and configurations there are to compare, and what their inputs are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo.kernels.deep.compare import Check, Inputs
 from octavo.kernels.deep.draw import Draw
+from octavo.numerics.error import sqnr
 from octavo.numerics.spec import FULL, TENSOR, QuantSpec
 from octavo.tensor import ScaledTensor
 
@@ -31,7 +32,10 @@ def unavailable(device: torch.device) -> str | None:
 
 def checks(device: torch.device, only: str = "") -> list[Check]:
     """Every case of every op that has Triton kernels for a device; those whose "op case" contains `only`."""
-    found = [*_quantizers(), *_products(device), *_norms(), *_norm_gradients(), *_glus(), *_glu_gradients()]
+    found = [
+        *_quantizers(), *_products(device), *_norms(), *_norm_gradients(), *_glus(), *_glu_gradients(),
+        *_dequantizers(), *_optimizers(),
+    ]  # fmt: skip
     wanted = [check for check in found if only in f"{check.op} {check.case}"]
     if not wanted:
         raise ValueError(f"no op and case contains {only!r}; ops are {', '.join(sorted({c.op for c in found}))}")
@@ -224,3 +228,69 @@ def _glu_gradients() -> Iterator[Check]:
             draw=partial(inputs, activation=activation),
             expected=reference.glu_backward, actual=triton.glu_backward,
         )  # fmt: skip
+
+
+def _dequantizers() -> Iterator[Check]:
+    from octavo.kernels.dequantize import DEQUANTIZE, reference, triton
+    from octavo.kernels.quantize import reference as quantize_reference
+
+    def inputs(draw: Draw, spec: QuantSpec) -> Inputs:
+        x = draw.matrix()
+        return *quantize_reference.quantize(x, spec, None), spec, draw.choice.choice((x.dtype, torch.float32))
+
+    def outputs(run: Any, *operands: Any) -> list[Tensor]:
+        return [run(*operands)]
+
+    for (text,) in dict.fromkeys(DEQUANTIZE.cases.values()):
+        yield Check(
+            op="dequantize", case=text, configs=tuple(range(len(triton.CONFIGS))),
+            draw=partial(inputs, spec=QuantSpec.parse(text)), expected=partial(outputs, reference.dequantize),
+            actual=partial(outputs, triton.dequantize),
+        )  # fmt: skip
+
+
+def _optimizers() -> Iterator[Check]:
+    """Steps on one parameter of each kind. Not byte for byte: see `octavo.kernels.adamw.triton`."""
+    from octavo.kernels.adamw import ADAMW, Slot, reference, split, triton
+    from octavo.kernels.adamw.moments import compress
+    from octavo.kernels.adamw.reference import Hyper
+
+    def inputs(draw: Draw, master: str, compact: bool) -> Inputs:
+        rows, columns = draw.side(), draw.side()
+        draw.notes.append(f"{rows} rows {columns} columns")
+        values, m, v = draw.normal(rows, columns), draw.normal(rows, columns) * 1e-3, draw.normal(rows, columns) ** 2
+        upper, remainder = split(values)
+        first, second = (compress(m, True), compress(v, False)) if compact else ((m,), (v,))
+        kept = {"remainder": remainder, "fp32": values.clone(), "none": upper}[master]
+        return upper, draw.normal(rows, columns).bfloat16(), kept, *first, *second
+
+    def stepped(run: Any, master: str, *operands: Tensor) -> list[Tensor]:
+        param, grad, kept, *states = (operand.clone() for operand in operands)
+        compact = len(states) > 2
+        slot = Slot(
+            param=param, grad=grad, exp_avg=states[0], exp_avg_sq=states[3 if compact else 1],
+            scales=(states[1], states[2], states[4], states[5]) if compact else None,
+            remainder=kept if master == "remainder" else None, master=kept if master == "fp32" else None,
+            seed=3 if compact else None,
+        )  # fmt: skip
+        run([(slot, Hyper(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=7))])
+        return [param, states[0], states[3 if compact else 1]]
+
+    def actual(master: str, *operands: Any) -> list[Tensor]:
+        return stepped(triton.step, master, *operands[:-1])
+
+    for master in ("remainder", "fp32", "none"):
+        for compact in (True, False):
+            yield Check(
+                op=ADAMW.name, case=f"master={master} states={'fp8' if compact else 'fp32'}", configs=(0,),
+                draw=partial(inputs, master=master, compact=compact),
+                expected=partial(stepped, reference.step_all, master), actual=partial(actual, master), differs=_far,
+            )  # fmt: skip
+
+
+def _far(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> str | None:
+    """Outputs that agree to fewer than 40 dB."""
+    for position, (want, got) in enumerate(zip(expected, actual, strict=True)):
+        if want.numel() and not (found := sqnr(want.float(), got.cpu().float())) > 40:
+            return f"output {position} of {len(expected)} agrees to {found:.1f} dB, 40 wanted"
+    return None

@@ -23,8 +23,10 @@ def dequantize_kernel(
         values = tl.where(nan, float("nan"), values.to(tl.float32))
     else:
         values = values.to(tl.float32)
-    group = column // BLOCK if BLOCK else column * 0
-    scale = tl.load(s + row[:, None] * grid_columns + group[None, :], mask=inside, other=0)
+    if BLOCK:
+        scale = tl.load(s + row[:, None] * grid_columns + (column // BLOCK)[None, :], mask=inside, other=0)
+    else:
+        scale = tl.load(s + row * grid_columns, mask=row < rows, other=0)[:, None]
     if E8M0:
         scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     result = rounded(values * scale, out.dtype.element_ty, INTERPRETED)

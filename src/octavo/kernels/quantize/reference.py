@@ -26,11 +26,12 @@ def quantize(
     data = x.new_empty(x.shape, dtype=spec.format.dtype)
     for band in _bands(x, spec):
         blocks = _blocks(_values(x, fold, band), spec)
-        scaled = (blocks * _of_band(inverse, band, spec)[:, None, :, None]).clamp_(-spec.format.max, spec.format.max)
-        if given:
+        scaled = blocks * _of_band(inverse, band, spec)[:, None, :, None]
+        if given:  # scales of its own maxima cut nothing off
+            scaled.clamp_(-spec.format.max, spec.format.max)
             scaled.add_(blocks * 0.0)  # NaN where x is not finite; else a zero of the same sign
         data[band] = scaled.reshape(scaled.shape[0] * scaled.shape[1], -1)[: data[band].shape[0], : x.shape[1]]
-    outputs = [data] * (order != "columns") + [_transposed(data)] * (order != "rows")
+    outputs = [data] * (order != "columns") + [transposed(data)] * (order != "rows")
     return outputs if scale is not None else [*outputs, used.to(spec.scale_dtype)]
 
 
@@ -49,7 +50,7 @@ def padded(rows: int) -> int:
     return -(-rows // 16) * 16
 
 
-def _transposed(data: Tensor) -> Tensor:
+def transposed(data: Tensor) -> Tensor:
     """The transposed matrix [C,R] with rows that are `padded`."""
     rows = data.shape[0]
     return F.pad(data.t().contiguous().view(torch.uint8), (0, padded(rows) - rows)).view(data.dtype)[:, :rows]
@@ -89,7 +90,13 @@ def _values(x: Tensor, fold: Tensor | None, band: slice) -> Tensor:
 def _amax(x: Tensor, spec: QuantSpec, fold: Tensor | None) -> Tensor:
     """The largest magnitude of each block, float32 [block rows, block columns]."""
     shape = (x.shape[0], x.shape[1])
-    found = [_blocks(_values(x, fold, band), spec).abs().amax((1, 3)) for band in _bands(x, spec)]
+    found = []
+    for band in _bands(x, spec):
+        if x.dtype == torch.bfloat16 and fold is None:  # magnitudes are in the order of their bits, NaN above all
+            largest = _blocks(x[band].view(torch.int16) & 0x7FFF, spec).amax((1, 3)).view(torch.bfloat16).float()
+        else:
+            largest = _blocks(_values(x, fold, band), spec).abs().amax((1, 3))
+        found.append(largest)
     if not found:
         return torch.zeros(spec.granularity.scale_shape(shape), device=x.device)
     return torch.stack(found).amax(0) if spec.granularity.rows == FULL else torch.cat(found)
