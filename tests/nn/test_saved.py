@@ -1,5 +1,6 @@
 """Saved-tensor compression and sources: what the hooks keep, and how they compose with others'."""
 
+import gc
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import octavo
 from octavo.nn.saved import FEWEST, compressing
-from octavo.nn.sources import SOURCES, restored, stored
+from octavo.nn.sources import SOURCES, Remake, restored, stored
 from octavo.nn.storage import kept_for_backward
 from octavo.nn.storing import stored_activation
 from octavo.numerics import E4M3, sqnr
@@ -321,3 +322,46 @@ def test_plain_activations_are_pytorchs_own():
         at = restored(data, scale, torch.float32).requires_grad_()
         function(at).sum().backward()
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], at.grad)
+
+
+def test_tensors_of_inference_mode_pass():
+    layer = octavo.convert(nn.Linear(64, 64), verbose=False)
+    with torch.inference_mode():
+        x = randn(64, 64)
+    with compressing(layer):
+        y = layer(x)
+        z = randn(64, 64).requires_grad_() * 1
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+            nn.functional.linear(x, z)
+    assert y.requires_grad
+
+
+def test_a_negated_view_is_another_tensor():
+    z = torch.randn(64, 64, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).requires_grad_() * 1
+    plus, minus = z.imag, z.conj().imag
+    assert minus.is_neg() and plus.data_ptr() == minus.data_ptr()
+    with compressing(nn.Module()):
+        y = plus.pow(3).sum() + minus.pow(2).sum()
+    for x, grad in zip((3 * plus.pow(2), 2 * minus), torch.autograd.grad(y, [plus, minus]), strict=True):
+        assert sqnr(x, grad) > 20
+
+
+@by_matmul
+def test_what_a_partial_backward_made_again_goes_when_it_ends(precision):
+    def remakes():
+        return [o for o in gc.get_objects() if issubclass(type(o), Remake)]
+
+    model, batch, others = storing(model_of("llama"), precision), batch_of("llama"), remakes()
+    y = model(**batch).last_hidden_state
+    torch.autograd.grad(y.sum(), model.layers[0].mlp.down_proj.weight, retain_graph=True)
+    ours = [remake for remake in remakes() if not any(remake is other for other in others)]
+    assert len(ours) >= 4 and not any(remake._memo for remake in ours)
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong(precision=ONLY_ACTIVATIONS):
+    model, batch = storing(model_of("llama"), precision), batch_of("llama")
+    loss = model(**batch)[0].square().sum()
+    weights = [p for name, p in model.named_parameters() if "q_proj" in name]
+    with pytest.raises(RuntimeError, match=r"no second derivative.*octavo\.disabled|once_differentiable"):
+        grads = torch.autograd.grad(loss, weights, create_graph=True)
+        sum(g.square().sum() for g in grads).backward()

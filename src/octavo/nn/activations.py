@@ -1,9 +1,13 @@
-"""Modules that store their activations in FP8: norms, gated MLPs, plain activations, and scopes around attention.
+"""Modules that store their activations in FP8: norms, gated MLPs, plain activations, and scopes of attention and of
+single linears.
 
     norm         keeps x in FP8 and rstd (and mean)     y is made again for who reads it
     glu          keeps gate and up in FP8               h = act(gate)·up is made again for the down projection
     activation   keeps x in FP8                         act(x) is made again for the next linear
     scope        keeps q, k, v, out … in FP8            through saved-tensor hooks: `octavo.nn.saved`
+
+Linears beside an activation that do not compute in FP8 have a scope each, of their input alone. A scope of the module
+around them would round whatever else that computes, a loss perhaps.
 
 A converted module is of a class made of one of those below and the original one, as `octavo.convert` never replaces
 module objects; what was found out about it (`octavo.nn.structure`) is in its attribute `octavo_storage`. Under
@@ -11,21 +15,22 @@ torch.compile, inside `octavo.disabled()` and for operands that the ops do not t
 keeps what that keeps.
 """
 
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.nn.saved import compressing
-from octavo.nn.storing import Norm, stored_activation, stored_glu, stored_joint_glu, stored_norm
+from octavo.nn.storing import FLOATING, Norm, stored_activation, stored_glu, stored_joint_glu, stored_norm
 from octavo.nn.switch import stores
 
 STORAGE_ATTRIBUTE = "octavo_storage"
 """Where a converted module has its `Norm`, `Glu`, `Activation` or `Scope`."""
-
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +63,7 @@ class Activation:
 
 @dataclass(frozen=True, kw_only=True)
 class Scope:
-    """A module whose operations' saved tensors are compressed: `"attention"`, or `"mlp"` around an activation."""
+    """What keeps in FP8 what its operations save: `"attention"`, or `"mlp"`, a linear beside an activation."""
 
     kind: str
 
@@ -110,14 +115,14 @@ class StoringActivation(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the original."""
         x = _only(args, kwargs)
-        if x is None or not (stores() and x.dtype in _FLOATING and x.ndim):
+        if x is None or not (stores() and x.dtype in FLOATING and x.ndim):
             original: Tensor = super().forward(*args, **kwargs)
             return original
         return stored_activation(x, self.octavo_storage.activation)
 
 
 class StoringScope(nn.Module):
-    """A module, attention above all, whose operations keep what they save in FP8."""
+    """Attention, or a linear, whose operations keep what they save in FP8."""
 
     octavo_storage: Scope
 
@@ -174,13 +179,38 @@ def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 def _norm_dtype(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> torch.dtype | None:
     """The dtype in which a norm works and which it gives; None where that is better left to the original."""
-    dtype = torch.promote_types(x.dtype, weight.dtype) if norm.promotes else x.dtype
-    if norm.native and (x.dtype != weight.dtype or (_autocast(x) and x.dtype != torch.float32)):
+    dtype: torch.dtype | None = torch.promote_types(x.dtype, weight.dtype) if norm.promotes else x.dtype
+    if norm.native and _autocast(x):
+        dtype = _given_under_autocast(norm.center, x.device.type, x.dtype, weight.dtype, _autocast_dtype(x))
+    elif norm.native and x.dtype != weight.dtype:
         return None
-    if dtype not in _FLOATING or weight.dtype not in (dtype, torch.float32) or x.shape[-1:] != weight.shape:
+    if dtype not in FLOATING or weight.dtype not in (dtype, torch.float32) or x.shape[-1:] != weight.shape:
         return None
     return dtype if bias is None or bias.dtype == weight.dtype else None
 
 
 def _autocast(x: Tensor) -> bool:
     return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype(x.device.type)
+
+
+@cache
+def _given_under_autocast(
+    center: bool, device_type: str, dtype: torch.dtype, weight_dtype: torch.dtype, autocast_dtype: torch.dtype
+) -> torch.dtype | None:
+    """What PyTorch's own norm gives under autocast, which is float32 on some devices and the input's dtype on others:
+    found by calling it on two numbers. None where it cannot be called so, or gives anything else.
+    """
+    autocast = torch.autocast(device_type, autocast_dtype)
+    with _disable_current_modes(), torch.no_grad(), warnings.catch_warnings(), autocast:
+        warnings.simplefilter("ignore")
+        try:
+            x = torch.zeros(1, 2, dtype=dtype, device=device_type)
+            weight = torch.zeros(2, dtype=weight_dtype, device=device_type)
+            y = F.layer_norm(x, (2,), weight) if center else F.rms_norm(x, (2,), weight)
+        except RuntimeError:  # dtypes that do not go together, or a device that is not there
+            return None
+    return y.dtype if y.dtype in (dtype, torch.float32) else None

@@ -17,6 +17,8 @@ again in backward rather than kept (`octavo.nn.weights` keeps it, by choice): th
 version counter refuses a W modified in between, and with its scales known a cast reads W once. A frozen W needs no
 wgrad, so X is not kept at all; a frozen X needs no dgrad.
 
+A weight that FSDP gathered in FP8 (`octavo.nn.gathered`) is used as it came, and saved as it came.
+
 Layers that read the same tensor (q, k and v; gate and up) share one quantized copy: see `_LastInput`. Where what made
 X stores enough to make it again (`octavo.nn.sources`), that is kept instead of X, and X is made and quantized in
 backward.
@@ -32,6 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.kernels import quantize, quantize_pair, scaled_mm, wants_copies
+from octavo.nn.gathered import GatheredWeight, for_dgrad
 from octavo.nn.saved import source_of, unhooked
 from octavo.nn.sources import Source
 from octavo.nn.surroundings import surroundings
@@ -111,7 +114,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, k
         _LinearFunction.apply, x_MK, weight, bias, x.data, x.scale, kept_data, kept_scale, source, recipe, out_dtype,
         keeps_weight,
     )  # fmt: skip
-    return y_MN.reshape(*input.shape[:-1], weight.shape[0])
+    if input.ndim == 2:
+        return y_MN
+    # Not a view, as the output of `nn.Linear` is none: FSDP2, for one, warns of blocks that return one.
+    y: Tensor = torch.ops.aten._unsafe_view(y_MN, [*input.shape[:-1], weight.shape[0]])
+    return y
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -123,7 +130,11 @@ class _LinearFunction(torch.autograd.Function):
         kept_data: Tensor | None, kept_scale: Tensor | None, source: Source | None, recipe: Recipe,
         out_dtype: torch.dtype, keeps_weight: bool,
     ) -> Tensor:  # fmt: skip
-        w = WEIGHTS.kept(w_NK, recipe)[0] if keeps_weight else quantize(w_NK, recipe.w)
+        gathered = w_NK.quantized_as(recipe.w) if isinstance(w_NK, GatheredWeight) else None
+        if gathered is not None:
+            w = gathered
+        else:
+            w = WEIGHTS.kept(w_NK, recipe)[0] if keeps_weight else quantize(w_NK, recipe.w)
         x = ScaledTensor(x_data, x_scale, recipe.x)
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
@@ -137,8 +148,10 @@ class _LinearFunction(torch.autograd.Function):
         else:
             kept = x_data if kept_data is None else kept_data, x_scale if kept_scale is None else kept_scale
         w_scale = w.scale if needs_dgrad and recipe.dgrad_w == recipe.w else None
-        ctx.save_for_backward(w_NK if needs_dgrad else None, w_scale, *kept)
+        w_kept = w_NK if gathered is None else gathered.data
+        ctx.save_for_backward(w_kept if needs_dgrad else None, w_scale, *kept)
         ctx.recipe, ctx.keeps_weight, ctx.remake = recipe, keeps_weight, None if source is None else source.remake
+        ctx.gathered = gathered is not None
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype
         return y_MN
 
@@ -150,7 +163,9 @@ class _LinearFunction(torch.autograd.Function):
         w_NK, w_scale, *kept = ctx.saved_tensors
         needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
         dx_MK = dw_NK = dbias_N = w = x = None
-        if needs_dgrad:
+        if needs_dgrad and ctx.gathered:
+            w = for_dgrad(ScaledTensor(w_NK, w_scale, recipe.w))
+        elif needs_dgrad:
             w = WEIGHTS.kept(w_NK, recipe)[1] if ctx.keeps_weight else _cast_again(w_NK, w_scale, recipe.dgrad_w)
         if needs_wgrad and recipe.wgrad_x is not None:
             order = "columns" if wants_copies(g_MN.device) else "rows"

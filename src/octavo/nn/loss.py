@@ -10,18 +10,22 @@ at once; kept for backward are ∂H (as large as H) and ∂W (which would be mad
 that number. The arithmetic is that of the plain loss: three products, none of them twice.
 
 C is chosen so that a chunk's logits take about the memory of H. ∂W is added up over the chunks in its own dtype where
-that is float32, and else in bf16 or fp16 by products that accumulate in float32 within a chunk: at most `MOST_CHUNKS`
-roundings. Rejected: a float32 sum for bf16 weights, which costs as much as it saves for small batches.
+that is float32, and in bf16 by products that accumulate in float32 within a chunk: at most `MOST_CHUNKS` roundings.
+In fp16 the sum over tokens, which the mean divides only in backward, would overflow: it is float32, within a chunk too.
+Rejected: a float32 sum for bf16 weights, which costs as much as it saves for small batches; and for fp16 a G divided
+by the number of tokens beforehand, which a loss scale, known in backward only, could no longer save from underflow.
 
 Where liger-kernel is installed and the tensors are on a GPU its fused kernel does the same work (`backend="auto"`).
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.numerics.names import nearest
 
@@ -68,6 +72,8 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: For shapes, dtypes or options that do not fit; named, with what is wanted.
+        RuntimeError: In a second backward of the same forward (`retain_graph`): the first takes the gradients made in
+            forward. Under activation checkpointing, which makes them again, it is allowed.
     """
     _check(hidden, weight, target, bias, reduction, softcap, chunk, backend)
     dtype = _product_dtype(hidden, weight)
@@ -101,9 +107,9 @@ class _Chunked(torch.autograd.Function):
         needs_h, needs_w, needs_b = (needed and wanted for needed in ctx.needs_input_grad[:3])
         total = h_TD.new_zeros((), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
         dh_TD = torch.empty_like(h_TD, dtype=dtype) if needs_h else None
-        dw_VD = torch.zeros_like(w_VD) if needs_w else None
+        dw_VD = torch.zeros_like(w_VD, dtype=_sum_dtype(w_VD.dtype)) if needs_w else None
         db_V = torch.zeros_like(total).expand(w_VD.shape[0]).clone() if needs_b else None
-        with torch.autocast(h_TD.device.type, enabled=False):
+        with _without_autocast(h_TD.device.type):
             w = w_VD.to(dtype)
             for start in range(0, h_TD.shape[0], rows):
                 h = h_TD[start : start + rows].to(dtype)
@@ -124,21 +130,33 @@ class _Chunked(torch.autograd.Function):
                 if dw_VD is not None:
                     _add_product(dw_VD, g, h)
         ctx.save_for_backward(dh_TD, dw_VD, db_V)
-        ctx.dtypes = h_TD.dtype, None if bias is None else bias.dtype
+        ctx.dtypes = h_TD.dtype, w_VD.dtype, None if bias is None else bias.dtype
+        ctx.spent = set()
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: autograd's version counter refuses a second backward, which would find them multiplied already.
-        dh_TD, dw_VD, db_V = (None if saved is None else saved.mul_(g) for saved in ctx.saved_tensors)
-        h_dtype, b_dtype = ctx.dtypes
-        return (
-            None if dh_TD is None else dh_TD.to(h_dtype),
-            dw_VD,
-            None if db_V is None else db_V.to(b_dtype),
-            *[None] * 7,
+        saved = ctx.saved_tensors
+        if not torch.compiler.is_compiling():
+            _spend(ctx.spent, saved)
+        # In place, past autograd's version counter, which sees nothing where hooks hold what is saved: see _spend.
+        grads = (None if made is None else made.data.mul_(g) for made in saved)
+        return *(None if d is None else d.to(dtype) for d, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 7
+
+
+def _spend(spent: set[StorageWeakRef], saved: tuple[Tensor | None, ...]) -> None:
+    """Refuses gradients that an earlier backward has multiplied already; those made anew by checkpointing are others.
+
+    A weak reference keeps the address of a storage from being used again, so it is told by that.
+    """
+    storages = {StorageWeakRef(made.untyped_storage()) for made in saved if made is not None}
+    if storages & spent:
+        raise RuntimeError(
+            "linear_cross_entropy: backward runs once; its gradients are made in forward and used up by the first. "
+            "Call it again for a second backward, or add up the losses and run one"
         )
+    spent |= storages
 
 
 def _loss_and_gradient(
@@ -170,8 +188,22 @@ def _add_product(dw_VD: Tensor, g_CV: Tensor, h_CD: Tensor) -> None:
     """∂W += Gᵀ H."""
     if dw_VD.dtype == g_CV.dtype:
         dw_VD.addmm_(g_CV.t(), h_CD)
-    else:
+    elif g_CV.dtype != torch.float16:
         dw_VD += g_CV.t() @ h_CD
+    elif g_CV.is_cuda:
+        dw_VD += torch.mm(g_CV.t(), h_CD, out_dtype=torch.float32)
+    else:
+        dw_VD.addmm_(g_CV.float().t(), h_CD.float())
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which the gradient of a weight is added up over tokens."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """On meta, for one, there is no autocast to switch off."""
+    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
 
 
 def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

@@ -78,12 +78,14 @@ class Report:
         execution: How FP8 products run here, where they are emulated.
         activations: Modules that store activations in FP8, and those that could not; empty where none was to.
         kept: Bytes that a forward keeps for backward, by module; empty where no batch was given.
+        storage_wanted: Whether activations were asked to be stored in FP8.
     """
 
     rows: tuple[Row, ...]
     execution: str
     activations: tuple[StorageRow, ...] = ()
     kept: Mapping[str, int] = field(default_factory=dict)
+    storage_wanted: bool = False
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -111,11 +113,12 @@ class Report:
 
     def _storage_summary(self) -> str:
         counts = Counter(row.storage for row in self.activations if row.storage is not None)
-        if not self.activations:
-            return ""
-        kinds = ", ".join(f"{kind} {count}" for kind, count in counts.items())
-        text = f"activations in FP8 in {counts.total()} modules" + (f" ({kinds})" if kinds else "")
         left = [row for row in self.activations if row.storage is None]
+        if not counts:
+            none = "activations='fp8': no module stores them" if self.storage_wanted else ""
+            return none + (f" ({len(left)} were looked at)" if none and left else "")
+        kinds = ", ".join(f"{kind} {count}" for kind, count in counts.items())
+        text = f"activations in FP8 in {counts.total()} modules ({kinds})"
         return text + (f", not in {len(left)} others" if left else "")
 
     def __str__(self) -> str:
@@ -174,6 +177,7 @@ def report(model: nn.Module, batch: Any = None) -> Report:
         execution=_execution(model),
         activations=tuple(_storage_rows(model, plan)),
         kept={} if batch is None else kept_by_layer(model, batch),
+        storage_wanted=plan is not None and plan.activations == "fp8",
     )
 
 

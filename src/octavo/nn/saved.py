@@ -1,16 +1,18 @@
 """Saved-tensor compression: what a module's own operations keep for backward is kept in FP8.
 
-For what no fused module covers: q, k, v and the output of attention, whichever implementation computes it, and what
-linears keep that are not converted. While such a module runs, a pair of saved-tensor hooks takes each tensor that an
-operation saves and keeps
+For what no fused module covers: q, k, v and the output of attention, as far as the operations that compute it save
+tensors that need a gradient, and what linears keep that are not converted. While such a module runs, a pair of
+saved-tensor hooks takes each tensor that an operation saves and keeps
 
     the source of it          where what made it stored enough to make it again: `octavo.nn.sources`
     its FP8 form              where it is an activation: floating point, of some size, and autograd made it
-    itself                    otherwise: parameters and casts of them, masks, rotary tables, softmax statistics
+    itself                    otherwise: parameters and what is made of them alone, masks, rotary tables, softmax
+                              statistics, masked scores
 
-Tables, masks and statistics are told apart by needing no gradient, parameters by where their graph leads. A tensor
-saved by several operations is stored once; it is recognised by its storage and version, in whatever shape it is seen,
-so the output of attention and the input of the output projection are one FP8 copy.
+Tables, masks and statistics are told apart by needing no gradient, parameters and masked scores by where their graph
+leads: `octavo.nn.lineage`. A tensor saved by several operations is stored once; it is recognised by its storage and
+version, in whatever shape it is seen, so the output of attention and the input of the output projection are one FP8
+copy.
 
 Hooks of PyTorch do not nest by themselves: only the innermost pair is called. What these keep they therefore save
 again through autograd with themselves taken off, so that the hooks around them (activation checkpointing, offload, a
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from octavo.nn.lineage import is_masked, is_parameter
 from octavo.nn.sources import SOURCES, Remake, RestoredMatrix, Source, Stored, restored, stored
 from octavo.nn.switch import stores
 
@@ -110,7 +113,7 @@ class Scope:
     """The hooks of one call of a module.
 
     Args:
-        module: Its parameters are never compressed.
+        module: Its parameters are never compressed, whatever their class.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -150,7 +153,9 @@ class Scope:
 
     def copy_of(self, x: Tensor) -> Source | None:
         """A source for a contiguous tensor whose elements an operation in this scope saved."""
-        copy = self._copies.get(_key(x)) if x.is_contiguous() and x.numel() else None
+        if not x.requires_grad or x.is_inference() or not x.is_contiguous() or not x.numel():
+            return None
+        copy = self._copies.get(_key(x))
         if copy is None or copy.storage.expired():
             return None
         shape = (x.numel() // x.shape[-1], x.shape[-1])
@@ -163,7 +168,9 @@ class Scope:
             source = SOURCES.find(tensor)
             if source is not None:
                 return _Again(_held(*source.tensors), source.remake, tensor.shape)
-            return _Itself(_held(tensor)) if self._is_parameter(tensor) else self._compressed(tensor)
+            if is_parameter(tensor, self._own) or is_masked(tensor):
+                return _Itself(_held(tensor))
+            return self._compressed(tensor)
 
     def _compressed(self, tensor: Tensor) -> _Compressed:
         key = _key(tensor)
@@ -173,17 +180,13 @@ class Scope:
             copy = self._copies[key] = _Copy(StorageWeakRef(tensor.untyped_storage()), tensors)
         return _Compressed(_held(*copy.tensors), tensor.dtype, tensor.shape, _dense_strides(tensor))
 
-    def _is_parameter(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter of the module, or a view or cast of one."""
-        if tensor.is_leaf:
-            return id(tensor) in self._own
-        node: Any = tensor.grad_fn
-        while node is not None and not hasattr(node, "variable") and len(node.next_functions) == 1:
-            node = node.next_functions[0][0]
-        return id(getattr(node, "variable", None)) in self._own
-
 
 def _unpack(packed: _Itself | _Again | _Compressed) -> Tensor:
+    if torch.is_grad_enabled() and not isinstance(packed, _Itself):  # backward with create_graph=True
+        raise RuntimeError(
+            "octavo: this tensor was stored in FP8, from which there is no second derivative: compute it inside "
+            "octavo.disabled(), or convert without activations='fp8'"
+        )
     return packed.unpack()
 
 
@@ -248,13 +251,13 @@ def _merged(tensor: Tensor) -> list[tuple[int, int]]:
 def _key(tensor: Tensor) -> Any:
     """Equal for tensors with the same elements in memory."""
     storage = tensor.untyped_storage()._cdata
-    return storage, tensor._version, tensor.dtype, tensor.storage_offset(), tuple(_merged(tensor))
+    return storage, tensor._version, tensor.dtype, tensor.is_neg(), tensor.storage_offset(), tuple(_merged(tensor))
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
     """The elements in memory order, each once, as a matrix: a view where they are dense or evenly spaced rows."""
     merged = _merged(tensor)
-    flat = tensor.detach().as_strided([size for size, _ in merged], [stride for _, stride in merged])
+    flat = tensor.detach().as_strided([size for size, _ in merged], [stride for _, stride in merged]).resolve_neg()
     if len(merged) > 1:
         return flat.reshape(-1, merged[-1][0])
     count = flat.numel()

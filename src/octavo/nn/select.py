@@ -12,6 +12,7 @@ output embedding, or a name a head goes by together with an embedding's number o
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -34,9 +35,10 @@ STORED_HOW = {
     "glu": "gated MLP: gate and up stored in FP8, their product made again",
     "activation": "activation: input stored in FP8, output made again",
     "attention": "attention: q, k, v and its output stored in FP8",
-    "mlp": "around an activation: inputs of linears made again, or stored in FP8",
+    "mlp": "linear beside an activation: input made again, or stored in FP8",
 }
 """What `report` says of a module that stores its activations in FP8."""
+_SKIPPED = "skipped by pattern"
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -82,7 +84,7 @@ def default_plan(
         pattern = next((p for p in skip if any(fnmatchcase(name, p) for name in names[module])), None)
         if pattern is not None:
             matched.add(pattern)
-            decisions[fqn] = Decision(recipe=None, reason=f"skipped by pattern {pattern!r}")
+            decisions[fqn] = Decision(recipe=None, reason=f"{_SKIPPED} {pattern!r}")
         elif found is not None:
             kind = None if isinstance(found, str) else found.kind
             reason = STORED_HOW[kind] if kind is not None else f"{found}: stays as it is"
@@ -94,24 +96,40 @@ def default_plan(
     for pattern in (p for p in skip if p not in matched):
         hint = nearest(pattern.strip("*."), {part for fqn in decisions for part in fqn.split(".")})
         warnings.warn(f"skip pattern {pattern!r} matches no linear layer{hint}", UserWarning, stacklevel=4)
-    return Plan(_within(decisions) if activations == "fp8" else decisions)
+    if activations == "fp8":
+        decisions = _around_activations(_without_parts(decisions), model, heads)
+    return Plan(decisions, activations)
 
 
-def _within(decisions: dict[str, Decision]) -> dict[str, Decision]:
-    """Decisions without activations that a gated MLP computes by itself, and with the MLPs around the others where
-    linears do not keep their inputs in FP8 by themselves.
-    """
-    kept = {
+def _without_parts(decisions: dict[str, Decision]) -> dict[str, Decision]:
+    """Decisions without activations that a gated MLP computes by itself."""
+    return {
         fqn: decision
         for fqn, decision in decisions.items()
-        if decision.storage != Activation.kind or _storage(decisions, fqn.rpartition(".")[0]) != Glu.kind
+        if decision.storage != Activation.kind or _storage(decisions, _parent(fqn)) != Glu.kind
     }
-    for fqn in [fqn for fqn, decision in kept.items() if decision.storage == Activation.kind]:
-        parent = fqn.rpartition(".")[0]
-        siblings = [d for name, d in decisions.items() if name.rpartition(".")[0] == parent and name != fqn]
-        if parent and parent not in kept and any(d.recipe is None and d.storage is None for d in siblings):
-            kept[parent] = Decision(recipe=None, reason=STORED_HOW["mlp"], storage="mlp")
-    return kept
+
+
+def _around_activations(
+    decisions: dict[str, Decision], model: nn.Module, heads: dict[nn.Module, str]
+) -> dict[str, Decision]:
+    """Decisions with the linears beside an activation, which would keep their inputs in high precision, keeping them in
+    FP8. Not those that were skipped, heads, linears of a kind of their own, and those of an attention, which does so.
+    Nor the module around them, which may well compute a loss.
+    """
+    beside = {_parent(fqn) for fqn, decision in decisions.items() if fqn and decision.storage == Activation.kind}
+    beside -= {fqn for fqn in beside if _storage(decisions, fqn) == "attention"}
+    found = {}
+    for fqn, decision in decisions.items():
+        module = model.get_submodule(fqn)
+        idle = is_linear(module) and decision.recipe is None and obstacle(module) is None and module not in heads
+        if fqn and idle and _parent(fqn) in beside and not decision.reason.startswith(_SKIPPED):
+            found[fqn] = replace(decision, storage="mlp")
+    return decisions | found
+
+
+def _parent(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
 
 
 def _storage(decisions: dict[str, Decision], fqn: str) -> str | None:

@@ -17,7 +17,7 @@ that begins between producer and reader must give the same gradients as not chec
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,8 @@ def restored(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 class Remake:
     """How a tensor y [M,K] is made again from tensors that were stored. Holds none itself, except results in backward,
-    from the first reader's to the producer's own, which is always the last: `forget`.
+    from the first reader's to the producer's own, which is always the last: `forget`. Where backward does not get so
+    far, as it was asked for some gradients only, they go when it ends.
 
     Subclasses say what the stored inputs are (`_inputs`), how y is made of them (`_matrix`), and where a kernel can
     make y's FP8 form without y (`_quantized`).
@@ -59,33 +60,43 @@ class Remake:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._memo: dict[Any, Any] = {}
+        self._task = -1
 
     def inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
         """What y is made of, in high precision."""
-        if "inputs" not in self._memo:
-            self._memo["inputs"] = self._inputs(tensors)
-        found: list[Tensor] = self._memo["inputs"]
+        found: list[Tensor] = self._once("inputs", lambda: self._inputs(tensors))
         return found
 
     def matrix(self, tensors: Sequence[Any]) -> Tensor:
         """Y' [M,K], contiguous."""
-        if "matrix" not in self._memo:
-            self._memo["matrix"] = self._matrix(tensors)
-        found: Tensor = self._memo["matrix"]
+        found: Tensor = self._once("matrix", lambda: self._matrix(tensors))
         return found
 
     def quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor:
         """`quantize(y', spec, order=order)`."""
-        key = spec, order
-        if key not in self._memo:
+
+        def make() -> ScaledTensor:
             fused = None if "matrix" in self._memo else self._quantized(tensors, spec, order)
-            self._memo[key] = fused or quantize(self.matrix(tensors), spec, order=order)  # type: ignore[arg-type]
-        found: ScaledTensor = self._memo[key]
+            return fused or quantize(self.matrix(tensors), spec, order=order)  # type: ignore[arg-type]
+
+        found: ScaledTensor = self._once((spec, order), make)
         return found
 
     def forget(self) -> None:
         """Drop results: nobody will ask again, unless backward runs a second time."""
         self._memo.clear()
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        task = torch._C._current_graph_task_id()
+        if task == -1:  # not in backward: nobody says when it is over
+            return make()
+        if not self._memo or self._task != task:  # another one may have failed, and left what it had
+            self._memo.clear()
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.forget)
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
 
     def _inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
         data = tensors[::2], tensors[1::2]
@@ -164,7 +175,7 @@ def _storage(x: Tensor) -> int:
 
 
 def _state(x: Tensor) -> tuple[Any, ...]:
-    return x._version, x.numel(), x.dtype, x.storage_offset(), *surroundings(x)[1:]
+    return x._version, x.numel(), x.dtype, x.is_neg(), x.storage_offset(), *surroundings(x)[1:]
 
 
 SOURCES = Sources()

@@ -26,13 +26,17 @@ from octavo.nn.sources import SOURCES, Remake, Source, restored, stored
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.tensor import ScaledTensor
 
+FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+"""What has an FP8 form."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
     """What a norm computes.
 
     Attributes:
-        eps: Added to the mean square or the variance; None is the smallest step of the input's dtype at 1.
+        eps: Added to the mean square or the variance; None is what PyTorch adds then, the smallest step at 1 of the
+            dtype that it computes in: float32 for bfloat16 and float16.
         offset: Multiplies by 1 + weight.
         center: Takes the mean away first (layer norm).
         promotes: Gives the wider of the input's and the weight's dtype, rather than the input's.
@@ -171,8 +175,9 @@ class _JointGluFunction(torch.autograd.Function):
         gate, up = remake.inputs(ctx.saved_tensors)
         remake.forget()
         dgate, dup = glu_backward(grad, gate, up, remake.activation, joined=ctx.gate_first)
-        joined = ctx.gate_first and dgate._base is not None
-        return dgate._base if joined else torch.cat((dup, dgate), 1), *[None] * 6
+        if ctx.gate_first and dgate._base is not None:
+            return dgate._base, *[None] * 6
+        return torch.cat((dgate, dup) if ctx.gate_first else (dup, dgate), 1), *[None] * 6
 
 
 class _ActivationFunction(torch.autograd.Function):
@@ -198,7 +203,7 @@ class _ActivationFunction(torch.autograd.Function):
 
 def stored_norm(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
     """A norm over the last dimension of x [..., K] that keeps x in FP8 for backward."""
-    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
     x_MK = _matrix(x)
     if not (recording() and (x.requires_grad or weight.requires_grad)):
         y: Tensor = _norm(x_MK, weight, bias, norm, eps).y
@@ -210,7 +215,11 @@ def stored_norm(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> T
 
 
 def stored_glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) · up, of [..., N] each, that keeps both in FP8 for backward."""
+    """act(gate) · up, of [..., N] each, that keeps both in FP8 for backward; as PyTorch does where they are unlike each
+    other or of a dtype without FP8 form.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype or gate.dtype not in FLOATING:
+        return _activated(gate, activation) * up
     gate_MN, up_MN = _matrix(gate), _matrix(up)
     if not (recording() and (gate.requires_grad or up.requires_grad)):
         h = glu(gate_MN, up_MN, activation).h
@@ -224,6 +233,9 @@ def stored_glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 def stored_joint_glu(both: Tensor, activation: str, gate_first: bool) -> Tensor:
     """`stored_glu` of the two halves of [..., 2N]."""
+    if both.dtype not in FLOATING or both.shape[-1] % 2:
+        first, second = both.chunk(2, dim=-1)
+        return stored_glu(first, second, activation) if gate_first else stored_glu(second, first, activation)
     matrix = _matrix(both)
     gate, up = _halves(matrix, gate_first)
     shape = (*both.shape[:-1], gate.shape[1])

@@ -30,9 +30,15 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """Decisions by fully qualified module name, in model order (the root module's own name is the empty string)."""
+    """Decisions by fully qualified module name, in model order (the root module's own name is the empty string).
+
+    Attributes:
+        decisions: What happens to each module.
+        activations: How activations were asked to be stored, `"bf16"` (as given) or `"fp8"`, whatever could be.
+    """
 
     decisions: Mapping[str, Decision]
+    activations: str = "bf16"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.decisions)
@@ -60,14 +66,15 @@ class Plan:
             | ({} if d.storage is None else {"storage": d.storage})
             for fqn, d in self.decisions.items()
         ]
-        return json.dumps({"version": 1, "modules": rows}, indent=1)
+        return json.dumps({"version": 1, "activations": self.activations, "modules": rows}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> "Plan":
         """Read a plan; a recipe may also be given by name. Raises ValueError where the text is not a plan."""
         try:
-            rows: list[dict[str, Any]] = json.loads(text)["modules"]
-            return Plan({row["name"]: _decision(row) for row in rows})
+            found = json.loads(text)
+            rows: list[dict[str, Any]] = found["modules"]
+            return Plan({row["name"]: _decision(row) for row in rows}, found.get("activations", "bf16"))
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is not a plan in JSON ({error}); write one with Plan.to_json()") from error
 

@@ -1,6 +1,6 @@
 """Activation checkpointing of the repeated block.
 
-The block is found, not named: the longest `nn.ModuleList` whose members have one type. "full" keeps a block's input
+The block is found, not named (`octavo.nn.blocks`). "full" keeps a block's input
 and recomputes the rest in backward; "selective" also keeps what matrix products and attention put out, and
 recomputes the cheap rest. Only the `forward` of each block is wrapped: modules, names, hooks and `state_dict` stay
 as they are. The recomputation runs the same kernels on the same inputs, so gradients are bitwise those without
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import octavo.kernels  # noqa: F401  registers the ops named below
+from octavo.nn.blocks import find_blocks
 from octavo.train.config import ConfigError
 
 aten = torch.ops.aten
@@ -47,7 +48,12 @@ class Checkpointing:
         if mode == "none":
             return
         context: dict[str, Any] = {} if mode == "full" else {"context_fn": self._contexts}
-        for block in find_blocks(model):
+        blocks = find_blocks(model)
+        if not blocks:
+            raise ConfigError(
+                f'precision.checkpointing: {type(model).__name__} has no list of equal blocks to recompute; take "none"'
+            )
+        for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)
 
     @contextmanager
@@ -62,17 +68,6 @@ class Checkpointing:
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         caching, cached = create_selective_checkpoint_contexts(SAVED_OPS)
         return (caching if self._recorder is None else _nested(self._recorder, caching)), cached
-
-
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Members of the longest `nn.ModuleList` of one type, the first of equals. Raises ConfigError without one."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    uniform = [list(module) for module in lists if len({type(member) for member in module}) == 1]
-    if not uniform:
-        raise ConfigError(
-            f'precision.checkpointing: {type(model).__name__} has no list of equal blocks to recompute; take "none"'
-        )
-    return max(uniform, key=len)
 
 
 class _Recorder(TorchDispatchMode):
