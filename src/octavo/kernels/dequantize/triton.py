@@ -53,8 +53,14 @@ def variants() -> list[Variant]:
         for config, (tile_r, tile_c, _) in enumerate(CONFIGS):
             found.append(
                 Variant(
-                    op="dequantize", case=text, config=config, launch=launch(spec, config), types=types,
-                    tile=tile_r * tile_c, device_bytes=3 + scales, ones=("q_c",),
-                )  # fmt: skip
+                    op="dequantize",
+                    case=text,
+                    config=config,
+                    launch=launch(spec, config),
+                    types=types,
+                    tile=tile_r * tile_c,
+                    device_bytes=3 + scales,
+                    ones=("q_c",),
+                )
             )
     return found
