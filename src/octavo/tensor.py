@@ -5,6 +5,8 @@
 `scale` is None for unit scales: the matrix whose scales were folded into the other operand (see `numerics.recipe`).
 `copy` is there where two products contract over different dimensions on hardware that wants both operands contiguous
 along the contraction: the same bytes again, in the other memory order.
+
+Tensors that are more than their memory, such as the shards of a parameter, are seen through by `plain`.
 """
 
 from dataclasses import dataclass, replace
@@ -64,3 +66,15 @@ class ScaledTensor:
             if extent > 1:
                 scale = scale.repeat_interleave(extent, dim).narrow(dim, 0, self.data.shape[dim])
         return scale
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, as a plain tensor that shares its memory.
+
+    Args:
+        tensor: Any; of a DTensor the local rows, and of a shard that is gathered in FP8 (`octavo.nn.gathered`), which
+            has its rows as `local`, those.
+    """
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    found: Tensor = getattr(local, "local", local)
+    return found
