@@ -2,7 +2,8 @@
 
 The model is the demonstration's. Arms of one seed have the same initial weights, data and order of the data, so a gap
 is taken within a seed; how far seeds lie apart in BF16 stands beside it. A run that is there already is not repeated,
-and one that was stopped goes on. `--document` only writes the document anew, from the result file.
+and one that was stopped goes on, where the same code made it: the commit and the versions stand beside its result, and
+other code trains anew in a folder of its own. `--document` only writes the document anew, from the result file.
 
   python -m benchmarks convergence
   python -m benchmarks convergence --seeds 1 --steps 50 --out /tmp/short
@@ -10,7 +11,9 @@ and one that was stopped goes on. `--document` only writes the document anew, fr
 
 import argparse
 import json
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -27,6 +30,7 @@ from octavo.train.loop import Trainer
 from octavo.train.metrics import Silent, read_metrics
 
 Row = dict[str, Any]
+Code = Mapping[str, str | None]
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "convergence.md"
 IMAGE = "images/convergence.svg"
@@ -42,6 +46,10 @@ ARMS: dict[str, tuple[str, ...]] = {
 }
 """What is in FP8, and the settings that ask for it. The first is the baseline of the others."""
 LONG_ARMS = ("bf16", "optimizer")
+CODE_FILE = "code.json"
+VERSIONS = ("octavo", "torch", "transformers", "python")
+FEWEST_SEEDS = 2
+"""Below which the document's spread over seeds is none."""
 BASELINE = "bf16"
 BAND, LONG_BAND, SLOWEST = 1.5, 1.0, 3.0
 """The promises: percent of BF16's loss for everything, for the optimizer alone after 1000 steps; times its step."""
@@ -86,22 +94,45 @@ def configuration(arm: str, seed: int, steps: int, more: Overrides = ()) -> Trai
         return load_config(path, settings)
 
 
-def trained(config: TrainConfig, folder: Path) -> RunResult:
-    """The result of a run, made or found in a folder."""
+def code() -> Code:
+    """What makes the runs: the commit checked out (None outside a checkout) and versions. Local changes do not show."""
+    git = shutil.which("git")
+    asked = [] if git is None else [git, "-C", str(ROOT), "rev-parse", "HEAD"]
+    answer = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False).stdout if asked else ""
+    facts = environment(torch.device("cpu"))
+    return {"commit": answer.strip() or None} | {name: facts[name] for name in VERSIONS}
+
+
+def folder_of(wanted: Path, made_by: Code) -> Path:
+    """The folder of a run: as wanted, or with the next number after it, the first that other code has not taken."""
+    number, folder = 1, wanted
+    while folder.exists():
+        noted = folder / CODE_FILE
+        if noted.exists() and json.loads(noted.read_text()) == made_by:
+            return folder
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    write_json(folder / CODE_FILE, dict(made_by))
+    return folder
+
+
+def trained(config: TrainConfig, wanted: Path, made_by: Code) -> tuple[RunResult, Path]:
+    """The result of a run of some code, made or found, and its folder, which is the wanted one if it can be."""
+    folder = folder_of(wanted, made_by)
     if (folder / "run.json").exists():
         found = RunResult.read(folder)
         same = (folder / "config.toml").read_text() == config.to_toml()
         if same and found.stopped == "done" and found.steps == config.run.steps:
-            return found
-    result = run(config, out=folder, resume=folder.exists())
+            return found, folder
+    result = run(config, out=folder, resume=True)
     if result.stopped != "done":
         raise SystemExit(f"stopped after {result.steps} of {config.run.steps} steps; the same command goes on")
-    return result
+    return result, folder
 
 
-def measured(arm: str, seed: int, steps: int, folder: Path, more: Overrides) -> Row:
+def measured(arm: str, seed: int, steps: int, wanted: Path, more: Overrides, made_by: Code) -> Row:
     """One row of the result file."""
-    result = trained(configuration(arm, seed, steps, more), folder)
+    result, folder = trained(configuration(arm, seed, steps, more), wanted, made_by)
     assert result.losses is not None
     curve = smooth(Curves.of(read_metrics(folder)).loss)
     return {
@@ -218,15 +249,22 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--document", action="store_true", help="only write the document, from the result file")
     parser.add_argument("overrides", nargs="*", metavar="SECTION.KEY=VALUE", help="settings for every run")
     options = parser.parse_args(arguments)
+    if options.steps == options.long_steps:
+        parser.error(f"--steps and --long-steps are both {options.steps}: the long runs are told apart by their length")
+    fewest = FEWEST_SEEDS if options.out is None else 1
+    if options.seeds < fewest:
+        why = " for the document, which compares seeds; for results alone give --out" if options.out is None else ""
+        parser.error(f"--seeds is {fewest} or more{why}; got {options.seeds}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = (options.out or RESULTS / device_name(device)) / "convergence.json"
     if not options.document:
         wanted = [(arm, seed, options.steps) for seed in range(1, options.seeds + 1) for arm in ARMS]
         wanted += [(arm, LONG_SEED, options.long_steps) for arm in LONG_ARMS]
         rows: list[Row] = []
+        loaded = code()  # what is committed while it runs is none of it
         for number, (arm, seed, steps) in enumerate(wanted, 1):
             folder = options.runs / f"{arm.replace(' ', '')}-seed{seed}-{steps}"
-            rows.append(measured(arm, seed, steps, folder, options.overrides))
+            rows.append(measured(arm, seed, steps, folder, options.overrides, loaded))
             row = rows[-1]
             gap = "" if arm == BASELINE else f"  {gaps(_of_length(rows, steps), arm)[-1]:+.2f} %"
             print(f"{number:2}/{len(wanted)}  {arm:<24} seed {seed}  {row['tail_mean']:.4f}{gap}", flush=True)
@@ -237,6 +275,9 @@ def main(arguments: list[str]) -> None:
         write_json(path, content)
     if options.document or options.out is None:
         content = json.loads(path.read_text())
+        seeds = {row["seed"] for row in content["rows"]}
+        if len(seeds) < FEWEST_SEEDS:
+            parser.error(f"{path} is of {len(seeds)} seed: the document needs {FEWEST_SEEDS} or more to compare")
         DOCUMENT.write_text(document(content))
         draw(content, DOCUMENT.parent / IMAGE)
         print(f"written: {DOCUMENT.relative_to(ROOT)}")

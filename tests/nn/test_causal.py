@@ -5,10 +5,14 @@ import inspect
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import gradients
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from octavo import convert
 from octavo.nn.causal import chunked_loss, find_head
+from octavo.nn.storage import kept_for_backward
 from octavo.numerics.error import sqnr
 
 SIZES = {
@@ -35,6 +39,7 @@ FAMILIES = {
     "phi": {},  # a head with a bias
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     "gpt2": None,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.0},
 }
 
 
@@ -74,13 +79,54 @@ def test_loss_and_gradients_are_the_models_own(kind):
         assert want[name].abs().max() < 1e-6 * largest or sqnr(want[name], got[name]) > 90, name
 
 
+@pytest.mark.parametrize("place", ["fp32", "bf16", "fp16", "no head yet", "meta"])
 @pytest.mark.parametrize(
     ("kind", "scale", "softcap"),
-    [("llama", 1, None), ("cohere", 0.25, None), ("granite", 0.125, None), ("gemma2", 1, 0.05)],
+    [("llama", 1, None), ("cohere", 0.25, None), ("granite", 0.125, None), ("gemma2", 1, 0.05), ("gemma2", 1, 30.0)],
 )
-def test_what_a_model_does_to_its_logits_is_found(kind, scale, softcap):
-    head = find_head(make(kind))
+def test_what_a_model_does_to_its_logits_is_found(kind, scale, softcap, place):
+    """Logits of a new model are far below a soft cap of 30, and those of a head of zeros are zeros."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(place, torch.float32)
+    with torch.device("meta" if place == "meta" else "cpu"):
+        model = make(kind, **({"final_logit_softcapping": softcap} if kind == "gemma2" else {})).to(dtype)
+    if place == "no head yet":
+        torch.nn.init.zeros_(model.lm_head.weight)
+    head = find_head(model)
     assert (head.scale, head.softcap) == (scale, softcap)
+
+
+def test_chunked_on_meta_and_loaded_afterwards():
+    with torch.device("meta"):
+        model = chunked_loss(make("granite"))
+    real = make("granite")
+    model.to_empty(device="cpu").load_state_dict(real.state_dict())
+    for name, buffer in real.named_buffers():
+        model.get_buffer(name).copy_(buffer)
+    ours = model(**batch())
+    assert ours.logits is None
+    torch.testing.assert_close(ours.loss, real(**batch()).loss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("mixtral", "cannot be tried on meta, give it its weights first: Expected inputs of BF16"),
+        ("opt", "on meta only a storage tells"),  # it calls its base model's decoder, not its base model
+    ],
+)
+def test_what_meta_cannot_tell_is_refused_there(kind, message):
+    with torch.device("meta"):
+        model = make(kind)
+    with pytest.raises(ValueError, match=message):
+        chunked_loss(model)
+    chunked_loss(make(kind))
+
+
+def test_for_planning_the_config_is_believed():
+    with FakeTensorMode():
+        model = chunked_loss(make("granite"))
+        loss = model(**batch()).loss
+    assert loss.shape == ()
 
 
 def test_without_labels_it_is_as_before():
@@ -131,25 +177,152 @@ def test_a_model_stays_in_the_mode_it_was_in_and_a_copy_is_its_own():
         assert not torch.equal(twin.eval()(**batch()).loss, model.eval()(**batch()).loss)
 
 
+def test_labels_by_position():
+    model = chunked_loss(make("llama"))
+    arguments = batch()
+    names = list(inspect.signature(model.forward).parameters)
+    by_position = [arguments.get(name) for name in names[: names.index("labels") + 1]]
+    outputs = model(*by_position, use_cache=False)
+    assert outputs.logits is None
+    torch.testing.assert_close(outputs.loss, model(**arguments).loss)
+    with pytest.raises(TypeError, match="multiple values for argument 'labels'"):
+        model(*by_position, labels=arguments["labels"])
+
+
+@pytest.mark.parametrize("where", ["call", "config"])
+def test_with_its_routers_loss_a_model_is_whole(where):
+    model = make("mixtral")
+    ours = chunked_loss(copy.deepcopy(model))
+    assert ours(**batch()).logits is None
+    asked = {"output_router_logits": True} if where == "call" else {}
+    for one in (model, ours):
+        one.config.output_router_logits = where == "config"
+    expected, actual = model(**batch(), **asked), ours(**batch(), **asked)
+    assert actual.aux_loss > 0 and actual.logits is not None
+    assert torch.equal(actual.loss, expected.loss)
+    assert ours(**batch(), output_router_logits=False).logits is None
+
+
+@pytest.mark.parametrize("kind", ["pre-hook", "hook", "forward"])
+def test_a_head_that_has_to_be_called_is_called(kind):
+    model = make("llama")
+    ours = chunked_loss(copy.deepcopy(model))
+
+    def spoil(head):
+        own = head.forward
+        if kind == "pre-hook":
+            return head.register_forward_pre_hook(lambda module, args: (2 * args[0],)).remove
+        if kind == "hook":
+            return head.register_forward_hook(lambda module, args, output: 2 * output).remove
+        head.forward = lambda hidden: 2 * own(hidden)
+        return lambda: head.__dict__.pop("forward")
+
+    before = ours(**batch()).loss
+    spoil(model.lm_head)
+    undo = spoil(ours.lm_head)
+    actual = ours(**batch())
+    assert actual.logits is not None and torch.equal(actual.loss, model(**batch()).loss)
+    assert abs(actual.loss - before) > 1e-3
+    undo()
+    again = ours(**batch())
+    assert again.logits is None and torch.equal(again.loss, before)
+
+
+def test_hooks_that_measure_see_the_loss_in_chunks():
+    model = chunked_loss(make("llama"))
+    with kept_for_backward(model, owners=True):
+        assert model(**batch()).logits is None
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda m: m.resize_token_embeddings(140), "its output embedding was replaced"),
+        (lambda m: setattr(m, "lm_head", torch.nn.Sequential(m.lm_head)), "its output embedding was replaced"),
+        (lambda m: convert(m.lm_head, verbose=False), r"its output embedding became a octavo\.nn\.linear\.Linear"),
+        (lambda m: setattr(m, "model", copy.deepcopy(m.model)), "its base model was replaced"),
+        (lambda m: setattr(m, "loss_function", lambda logits, **_: logits.sum()), "its loss_function was replaced"),
+    ],
+    ids=["resized", "wrapped", "converted", "base", "loss_function"],
+)
+def test_what_changes_afterwards_is_refused(change, what):
+    model = chunked_loss(make("llama"))
+    change(model)
+    with pytest.raises(ValueError, match=f"LlamaForCausalLM: {what} after chunked_loss.*del model.forward"):
+        model(**batch())
+    assert model(input_ids=batch()["input_ids"]).logits is not None
+
+
+def test_resized_and_chunked_again():
+    model = chunked_loss(make("llama"))
+    model.resize_token_embeddings(140)
+    del model.forward
+    chunked_loss(model)(input_ids=torch.tensor([[5, 139, 7]]), labels=torch.tensor([[5, 139, 7]])).loss.backward()
+    assert model.lm_head.weight.grad[139].abs().max() > 0
+
+
 def test_works_with_fp8_layers():
     model = convert(make("llama"), verbose=False)
     expected = model(**batch()).loss
     torch.testing.assert_close(chunked_loss(model)(**batch()).loss, expected)
 
 
-def test_a_model_that_no_candidate_explains_is_refused():
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda z: z + z.mean(-1, keepdim=True), "neither a factor nor a soft cap"),
+        (lambda z: z[..., :100], r"makes logits \[2, 8, 100\] of what its head returns, \[2, 8, 131\]"),
+    ],
+)
+def test_a_model_that_no_candidate_explains_is_refused(change, message):
     model = make("llama")
     own = model.forward
 
-    def shifted(**kwargs):
+    def changed(**kwargs):
         outputs = own(**kwargs)
-        outputs.logits = outputs.logits + outputs.logits.mean(-1, keepdim=True)
+        outputs.logits = change(outputs.logits)
         return outputs
 
-    model.forward = shifted
-    with pytest.raises(ValueError, match="neither a factor nor a soft cap"):
+    model.forward = changed
+    with pytest.raises(ValueError, match=message):
         chunked_loss(model)
-    assert model.forward is shifted
+    assert model.forward is changed
+
+
+def smoothed(logits, labels, vocab_size, **_):
+    targets = F.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+    return F.cross_entropy(logits.float().flatten(0, -2), targets, label_smoothing=0.1)
+
+
+OTHER_LOSSES = {
+    "not shifted": lambda logits, labels, **_: F.cross_entropy(logits.float().flatten(0, -2), labels.flatten()),
+    "smoothed": smoothed,
+    "z-loss": lambda logits, **k: ForCausalLMLoss(logits, **k) + 1e-4 * logits.float().logsumexp(-1).square().mean(),
+    "mean of each sequence": lambda logits, labels, **k: torch.stack(
+        [ForCausalLMLoss(logits[i : i + 1], labels[i : i + 1], **k) for i in range(len(labels))]).mean(),
+    "all tokens": lambda logits, labels, **k: ForCausalLMLoss(logits, labels.clamp(min=0), **k),
+    "none": lambda logits, **_: None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("other", OTHER_LOSSES)
+def test_a_model_with_another_loss_is_refused(other, dtype):
+    model = make("llama").to(dtype)
+    model.loss_function = OTHER_LOSSES[other]
+    with pytest.raises(ValueError, match="returns no loss" if other == "none" else "has a loss of its own"):
+        chunked_loss(model)
+    assert "forward" not in vars(model)
+    model.loss_function = lambda logits, **k: ForCausalLMLoss(logits, **k)
+    assert chunked_loss(model)(**batch()).logits is None
+
+
+def test_bart_whose_labels_are_not_shifted_is_refused():
+    from transformers import AutoModelForCausalLM, BartConfig
+
+    config = BartConfig(vocab_size=131, d_model=32, decoder_layers=1, decoder_ffn_dim=48, decoder_attention_heads=4)
+    with pytest.raises(ValueError, match="BartForCausalLM has a loss of its own"):
+        chunked_loss(AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +331,7 @@ def test_a_model_that_no_candidate_explains_is_refused():
         (lambda m: convert(m.lm_head, verbose=False), "output embedding of type Linear: the chunked loss multiplies"),
         (lambda m: setattr(m.config, "output_router_logits", True), "router"),
         (lambda m: setattr(m, "lm_head", None), "no output embedding"),
+        (lambda m: setattr(m.config, "is_encoder_decoder", True), "decoder's inputs from the labels"),
     ],
 )  # fmt: skip
 def test_models_that_cannot_are_refused_with_the_reason(spoil, message):
@@ -166,6 +340,15 @@ def test_models_that_cannot_are_refused_with_the_reason(spoil, message):
     with pytest.raises(ValueError, match=message):
         chunked_loss(model)
     assert "forward" not in vars(model)
+
+
+def test_a_forward_without_labels():
+    class Bare(type(make("llama"))):
+        def forward(self, input_ids):
+            return super().forward(input_ids)
+
+    with pytest.raises(ValueError, match="forward takes no labels"):
+        chunked_loss(Bare(make("llama").config))
 
 
 def test_not_a_language_model():

@@ -1,5 +1,6 @@
 """The chunked vocabulary head and loss: the numbers of the plain one, without its memory."""
 
+import contextlib
 import sys
 import types
 
@@ -8,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from octavo.nn.loss import chunk_tokens, linear_cross_entropy
 from octavo.nn.storage import kept_for_backward
@@ -40,7 +43,7 @@ def results(function, hidden, weight, target, bias, factor=3.0, **options):
 
 
 # SQNR of gradients in dB: float32 rounds once or twice; bf16's own rounding of G and of the result leaves about 50.
-LEAST = {torch.float64: 280.0, torch.float32: 120.0, torch.bfloat16: 40.0}
+LEAST = {torch.float64: 280.0, torch.float32: 120.0, torch.bfloat16: 40.0, torch.float16: 55.0}
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -167,12 +170,61 @@ def test_the_whole_logits_never_exist():
     assert kept.bytes <= (hidden.numel() + weight.numel()) * 2 + 64
 
 
-def test_a_second_backward_is_refused():
+@pytest.mark.parametrize(
+    "hooks",
+    [contextlib.nullcontext, lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
+     lambda: saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach), save_on_cpu],
+    ids=["none", "identity", "views", "save_on_cpu"],
+)  # fmt: skip
+def test_a_second_backward_is_refused(hooks):
+    """Hooks on saved tensors switch autograd's own check off."""
     hidden, weight, target, _ = inputs()
-    loss = linear_cross_entropy(hidden, weight, target)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    with hooks():
+        loss = linear_cross_entropy(hidden, weight, target)
+    (loss * 3).backward(retain_graph=True)
+    first = weight.grad.clone()
+    with pytest.raises(RuntimeError, match="backward runs once"):
+        (loss * 3).backward()
+    assert torch.equal(weight.grad, first)
+
+
+@pytest.mark.parametrize("remade", ["checkpoint", "copies"])
+def test_a_second_backward_on_gradients_that_are_made_anew(remade):
+    hidden, weight, target, _ = inputs()
+    if remade == "checkpoint":
+        loss = checkpoint(linear_cross_entropy, hidden, weight, target, use_reentrant=False)
+    else:
+        with saved_tensors_hooks(torch.Tensor.clone, torch.Tensor.clone):
+            loss = linear_cross_entropy(hidden, weight, target)
+    (expected,) = torch.autograd.grad(plain(hidden, weight, target) * 3, [weight])
+    for _ in range(3):
+        (actual,) = torch.autograd.grad(loss * 3, [weight], retain_graph=True)
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("chunk", [None, 8192])
+def test_sums_over_many_tokens_do_not_overflow_in_fp16(autocast, chunk):
+    """8192 tokens · a feature of 20 is above 65504; their mean is 20."""
+    dtype = torch.float32 if autocast else torch.float16
+    hidden = torch.zeros(8192, 8, dtype=dtype)
+    hidden[:, 3] = 20.0
+    weight, target = torch.zeros(4, 8, dtype=dtype, requires_grad=True), torch.zeros(8192, dtype=torch.int64)
+    (expected,) = torch.autograd.grad(plain(hidden, weight, target), [weight])
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        loss = linear_cross_entropy(hidden, weight, target, chunk=chunk)
+    (actual,) = torch.autograd.grad(loss, [weight])
+    assert actual.dtype == dtype and actual[0, 3] == -15.0
+    torch.testing.assert_close(actual, expected)
+
+
+def test_on_meta_there_are_shapes():
+    hidden, weight, bias = (torch.zeros(*shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
+                            for shape in ((50, 24), (70, 24), (70,)))  # fmt: skip
+    loss = linear_cross_entropy(hidden, weight, torch.zeros(50, dtype=torch.int64, device="meta"), bias)
+    loss.backward()
+    assert (loss.shape, loss.dtype, loss.device.type) == ((), torch.float32, "meta")
+    assert all(leaf.grad.shape == leaf.shape and leaf.grad.dtype == leaf.dtype for leaf in (hidden, weight, bias))
 
 
 def test_liger_is_called_where_asked_for(monkeypatch):

@@ -6,9 +6,12 @@
 
 Only the instance's `forward` is wrapped. Given labels, it runs the base model (`base_model`: everything but the head)
 and hands its hidden states and the head's weight to `linear_cross_entropy`. What a model does to its logits besides, a
-factor (Cohere, Granite) or a soft cap (Gemma), is not looked up by the model's name: candidates come from the numbers
-in its config, and one is taken only if it makes, of the head's input, the logits that the model computes on a few
-tokens. A model that no candidate explains is refused, with the reason, and left as it was.
+factor (Cohere, Granite) or a soft cap (Gemma), and what loss it takes of them is not looked up by the model's name. It
+is found by trying: the model is run on a few tokens, with chosen numbers in place of what its head returns. They spread
+so far that a soft cap shows which the small logits of a new model would never meet, and no weight matters, so it is
+the same on meta, where only the numbers put in are real. Candidates come from the numbers in the config, and one is
+taken only if it explains the logits; the loss must be the shifted cross-entropy of them and nothing more. A model that
+is not explained is refused, with the reason, and left as it was.
 """
 
 import inspect
@@ -26,8 +29,12 @@ from octavo.nn.loss import linear_cross_entropy
 
 M = TypeVar("M", bound=nn.Module)
 
-PROBE_TOKENS = 8
-"""Length of the sequence on which a model's logits are compared with those of its parts."""
+PROBE_SHAPE = 2, 8
+"""Sequences and tokens on which a model is tried."""
+IGNORE = -100
+"""Label of tokens that do not count, as in Transformers."""
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Relative: between logits that a model and a candidate make in this dtype, each operation rounding once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,48 +53,52 @@ class Head:
     scale: float
     softcap: float | None
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states, as the model computes them."""
-        z: Tensor = self.linear(hidden) * self.scale
+    def finish(self, z: Tensor) -> Tensor:
+        """Logits, of what the head returns, as the model computes them."""
+        z = z * self.scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
 def find_head(model: Any) -> Head:
-    """Find out how a causal language model makes its logits.
+    """Find out how a causal language model makes its logits, and that its loss is the usual one.
 
     Args:
-        model: A `transformers` model with a language model head, on any device. For one that holds no numbers (on meta,
-            under FakeTensorMode) there are no logits to compare with: what the config suggests is taken for true.
+        model: A `transformers` model with a language model head, on any device, meta included. Under FakeTensorMode,
+            where no number can be compared, what the config suggests is taken for true: good for planning memory,
+            which no factor changes.
 
     Raises:
         ValueError: Where the loss cannot be computed from the model's hidden states and its head's weight; says why.
     """
     kind = type(model).__name__
     getter = getattr(model, "get_output_embeddings", None)
-    linear, base = getter() if callable(getter) else None, getattr(model, "base_model", model)
-    if type(linear) is not nn.Linear or "forward" in vars(linear):
+    linear: Any = getter() if callable(getter) else None
+    base: nn.Module = getattr(model, "base_model", model)
+    if not _is_plain(linear) or "forward" in vars(linear):
         what = "no output embedding" if linear is None else f"an output embedding of type {type(linear).__name__}"
         raise ValueError(f"{kind} has {what}: the chunked loss multiplies with the weight of a plain nn.Linear")
     if base is model:
         raise ValueError(f"{kind} has no base model beside its head")
-    config = model.config.get_text_config()
-    if getattr(config, "output_router_logits", False):
+    if _adds_router_loss(model, {}):
         raise ValueError(f"{kind} adds a loss of its router to that of its logits (config.output_router_logits)")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{kind} makes its decoder's inputs from the labels")
-    heads = [Head(base=base, linear=linear, scale=s, softcap=c) for s, c in _candidates(config)]
-    if linear.weight.is_meta or isinstance(linear.weight, FakeTensor):
+    if not any(p.name == "labels" or p.kind is p.VAR_KEYWORD for p in _parameters(model.forward)):
+        raise ValueError(f"{kind}.forward takes no labels")
+    candidates = _candidates(model.config.get_text_config())
+    heads = [Head(base=base, linear=linear, scale=scale, softcap=softcap) for scale, softcap in candidates]
+    if isinstance(linear.weight, FakeTensor):
         return heads[-1]
-    hidden, head_input, logits = _probe(model, base, linear)
-    if head_input is None or not torch.equal(hidden, head_input):
-        raise ValueError(f"{kind} changes its hidden states between its base model and its head")
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[linear.weight.dtype]
-    with torch.no_grad():
-        for head in heads:
-            expected = head.logits(hidden)
-            if bool((expected - logits).abs().max() <= tolerance * logits.abs().max()):
-                return head
-    raise ValueError(f"{kind} does something to its logits that is neither a factor nor a soft cap of its config")
+    try:
+        with torch.no_grad(), _evaluating(model):
+            found = _explained(model, heads)
+            _check_loss(model, found)
+    except RuntimeError as error:
+        if not linear.weight.is_meta:
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{kind} cannot be tried on meta, give it its weights first: {reason}") from error
+    return found
 
 
 def chunked_loss(model: M) -> M:
@@ -96,6 +107,11 @@ def chunked_loss(model: M) -> M:
     `forward` with `labels` (and as in Transformers `shift_labels`, `num_items_in_batch`) then returns `loss` and no
     logits; without labels it is as before. `del model.forward` undoes it. Tied, frozen and biased heads keep working.
 
+    The head's weight is used, the head itself is not called. Where it has to be, because it has hooks or a `forward` of
+    its own, or where a router's loss is asked for (`output_router_logits`), the model computes its loss from whole
+    logits as if it had not been changed; hooks of Octavo's own, which measure, do not count. Set up what changes the
+    head, `resize_token_embeddings`, PEFT, `convert` of the head itself, or a `loss_function` of your own, first.
+
     Args:
         model: See `find_head`.
 
@@ -103,40 +119,73 @@ def chunked_loss(model: M) -> M:
         The same model.
 
     Raises:
-        ValueError: As `find_head`; the model is left as it was.
+        ValueError: As `find_head`; the model is left as it was. From `forward`, where the head, the base model or the
+            loss function is no longer the one that was found: `del model.forward`, then `chunked_loss(model)` again.
     """
     if isinstance(vars(model).get("forward"), _ChunkedForward):
         return model
-    model.forward = _ChunkedForward(model.forward, find_head(model))
+    model.forward = _ChunkedForward(model, find_head(model))
     return model
 
 
 class _ChunkedForward:
     """The forward of a model, with the loss taken from its hidden states."""
 
-    def __init__(self, whole: Any, head: Head) -> None:
-        self._whole, self._head = whole, head
-        self.__signature__ = inspect.signature(whole)  # what asks which arguments the model takes gets its answer
+    def __init__(self, model: Any, head: Head) -> None:
+        self._model, self._head = model, head
+        self._whole, self._loss_function = model.forward, getattr(model, "loss_function", None)
+        self._names = [p.name for p in _parameters(self._whole) if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.__signature__ = inspect.signature(self._whole)  # what asks which arguments there are gets its answer
 
-    def __call__(
-        self,
-        *args: Any,
-        labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        num_items_in_batch: Any = None,
-        ignore_index: int = -100,
-        **kwargs: Any,
-    ) -> Any:
-        if labels is None and shift_labels is None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(self._names, args, strict=False))
+        if twice := given.keys() & kwargs.keys():
+            raise TypeError(f"forward() got multiple values for argument {min(twice)!r}")
+        given |= kwargs
+        labels, shift_labels = given.pop("labels", None), given.pop("shift_labels", None)
+        if (labels is None and shift_labels is None) or self._must_be_whole(given):
             return self._whole(*args, **kwargs)
+        self._check_unchanged()
+        return self._chunked(args[len(self._names) :], given, labels, shift_labels)
+
+    def _must_be_whole(self, given: dict[str, Any]) -> bool:
+        """Whether the head has to be called, or something is added to its loss."""
+        linear = self._model.get_output_embeddings()
+        hooks = [] if linear is None else [*linear._forward_pre_hooks.values(), *linear._forward_hooks.values()]
+        called = any((getattr(hook, "__module__", None) or "").partition(".")[0] != "octavo" for hook in hooks)
+        own = linear is not None and "forward" in vars(linear)
+        return called or own or _adds_router_loss(self._model, given)
+
+    def _check_unchanged(self) -> None:
+        model, head = self._model, self._head
+        linear = model.get_output_embeddings()
+        if linear is not head.linear:
+            what = "its output embedding was replaced"
+        elif not _is_plain(linear):
+            what = f"its output embedding became a {type(linear).__module__}.{type(linear).__qualname__}"
+        elif model.base_model is not head.base:
+            what = "its base model was replaced"
+        elif getattr(model, "loss_function", None) != self._loss_function:
+            what = "its loss_function was replaced"
+        else:
+            return
+        raise ValueError(
+            f"{type(model).__name__}: {what} after chunked_loss; call it last: `del model.forward` and "
+            "`chunked_loss(model)`, or leave it at the first for whole logits"
+        )
+
+    def _chunked(
+        self, args: tuple[Any, ...], given: dict[str, Any], labels: Tensor | None, shift_labels: Tensor | None
+    ) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        kwargs.pop("logits_to_keep", None)
-        wants_tuple = kwargs.pop("return_dict", None) is False
-        outputs = self._head.base(*args, **kwargs)
+        num_items_in_batch, ignore_index = given.pop("num_items_in_batch", None), given.pop("ignore_index", IGNORE)
+        given.pop("logits_to_keep", None)
+        wants_tuple = given.pop("return_dict", None) is False
+        outputs = self._head.base(*args, **given)
         if shift_labels is None:
             assert labels is not None
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            shift_labels = _shifted(labels, ignore_index)
         loss = linear_cross_entropy(
             outputs[0],
             self._head.linear.weight,
@@ -158,6 +207,25 @@ class _ChunkedForward:
         return result.to_tuple() if wants_tuple else result
 
 
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
+
+
+def _is_plain(linear: Any) -> bool:
+    return type(linear) is nn.Linear
+
+
+def _adds_router_loss(model: Any, given: dict[str, Any]) -> bool:
+    """Whether a mixture of experts adds the loss that balances its router, for some arguments of its forward."""
+    asked = given.get("output_router_logits")
+    return bool(getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked)
+
+
+def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
+    """The label of the next token, for each token; of the last there is none."""
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
 def _candidates(config: Any) -> list[tuple[float, float | None]]:
     """Factors and soft caps that the numbers of a config suggest; (1, None) first, all of them last."""
     numbers = {
@@ -171,19 +239,89 @@ def _candidates(config: Any) -> list[tuple[float, float | None]]:
     return [(scale, cap) for cap in (None, *caps) for scale in scales]
 
 
-def _probe(model: Any, base: nn.Module, linear: nn.Linear) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Hidden states that the base returns, what the head is called with, and the logits, for a few tokens."""
-    seen: list[Tensor] = []
-    handle = linear.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    vocabulary = linear.weight.shape[0]
-    ids = torch.arange(PROBE_TOKENS, device=linear.weight.device).remainder(vocabulary).unsqueeze(0)
+def _explained(model: Any, heads: list[Head]) -> Head:
+    """The first of some heads that makes the logits of its model, in all decades and of both signs."""
+    kind, base, linear = type(model).__name__, heads[0].base, heads[0].linear
+    shape = *PROBE_SHAPE, linear.weight.shape[0]
+    draw = torch.Generator("cpu").manual_seed(0)
+    size = 10 ** (5 * torch.rand(shape, generator=draw, device="cpu") - 2)
+    z = _numbers(linear, torch.where(torch.rand(shape, generator=draw, device="cpu") < 0.5, size, -size))
+    hidden: list[Tensor] = []
+    handle = base.register_forward_hook(lambda module, args, output: hidden.append(output[0]))
     try:
-        with torch.no_grad(), _evaluating(model):
-            logits: Tensor = model(input_ids=ids).logits
-            hidden: Tensor = base(input_ids=ids)[0]
+        outputs, head_inputs = _tried(model, linear, z)
     finally:
         handle.remove()
-    return hidden, seen[0] if seen else None, logits
+    if not linear.weight.is_meta:
+        hidden = [base(input_ids=_ids(linear))[0]]
+    if not hidden or not head_inputs or not _same(hidden[-1], head_inputs[-1]):
+        hint = "; if not, give it its weights first: on meta only a storage tells" if linear.weight.is_meta else ""
+        raise ValueError(f"{kind} changes its hidden states between its base model and its head{hint}")
+    if outputs.logits.shape != z.shape:
+        raise ValueError(f"{kind} makes logits {list(outputs.logits.shape)} of what its head returns, {list(z.shape)}")
+    for head in heads:
+        if torch.allclose(head.finish(z), outputs.logits.to(z.dtype), rtol=TOLERANCE[z.dtype], atol=0.0):
+            return head
+    raise ValueError(f"{kind} does something to its logits that is neither a factor nor a soft cap of its config")
+
+
+def _check_loss(model: Any, head: Head) -> None:
+    """Refuses a model whose loss is not the mean cross-entropy of its logits with the labels of the next tokens.
+
+    The first sequence gets the most likely labels and the second the least likely, and more of the second count: a
+    loss that shifts, weights or smooths in another way is far off. What it adds shows to a hundred thousandth.
+    """
+    kind, linear = type(model).__name__, head.linear
+    shape = *PROBE_SHAPE, linear.weight.shape[0]
+    z = _numbers(linear, 3 * torch.randn(shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu"))
+    finished = head.finish(z)
+    labels = torch.stack([finished[0].argmax(-1), finished[1].argmin(-1)]).roll(1, -1)
+    labels[0, :4] = labels[1, 5] = IGNORE
+    outputs, _ = _tried(model, linear, z, labels=labels)
+    if outputs.loss is None or outputs.logits is None:
+        raise ValueError(f"{kind} returns no loss for labels, or no logits beside it")
+    logits, targets = outputs.logits.float().flatten(0, -2), _shifted(labels, IGNORE).flatten()
+    expected = F.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORE)
+    if not torch.allclose(outputs.loss.float(), expected, rtol=TOLERANCE[outputs.loss.dtype], atol=0.0):
+        raise ValueError(
+            f"{kind} has a loss of its own: {outputs.loss:.5g} for logits and labels whose cross-entropy, each token "
+            f"with the label of the next, is {expected:.5g}"
+        )
+
+
+def _tried(model: Any, linear: nn.Linear, z: Tensor, **labels: Tensor) -> tuple[Any, list[Tensor]]:
+    """Outputs of a model whose head returns z, and what the head is called with."""
+    head_inputs: list[Tensor] = []
+
+    def replace(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        head_inputs.append(args[0])
+        return z
+
+    # With a cache Transformers does not look for packed sequences, which on meta nobody can see.
+    cached = linear.weight.is_meta and any(p.name == "use_cache" for p in _parameters(model.forward))
+    handle = linear.register_forward_hook(replace)
+    try:
+        return model(input_ids=_ids(linear), **labels, **({"use_cache": True} if cached else {})), head_inputs
+    finally:
+        handle.remove()
+
+
+def _ids(linear: nn.Linear) -> Tensor:
+    rows, length = PROBE_SHAPE
+    ids = torch.arange(rows * length, device=linear.weight.device).remainder(linear.weight.shape[0])
+    return ids.view(rows, length)
+
+
+def _numbers(linear: nn.Linear, z: Tensor) -> Tensor:
+    """As the head would return them; on the CPU for one on meta, which returns none."""
+    return z.to(linear.weight.dtype).to("cpu" if linear.weight.is_meta else linear.weight.device)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal; on meta, where nothing else can be told, of one storage."""
+    if a.is_meta:
+        return a.shape == b.shape and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return torch.equal(a, b)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ nothing but the gather is exchanged. By tensor the largest magnitude has to be k
 asks for all weights at once, once per optimizer step.
 """
 
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,7 @@ aten = torch.ops.aten
 _STAYS_SHARDED = {
     aten.detach.default, aten.view.default, aten.as_strided.default, aten.slice.Tensor, aten.split.Tensor,
     aten.new_zeros.default, aten.clone.default, aten._to_copy.default, aten._pin_memory.default, aten.alias.default,
-    aten.narrow.default,
+    aten.narrow.default, aten.empty_like.default,
 }  # fmt: skip
 """Operations by which FSDP makes a shard of a shard."""
 
@@ -49,7 +48,7 @@ class GlobalScales:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.stale = True
         self._group = group
-        self._weights: list[tuple[Any, Form]] = []
+        self._weights: list[tuple[Tensor, Form]] = []  # no weak references: `module.to` swaps none that has some
 
     @property
     def used(self) -> bool:
@@ -58,16 +57,16 @@ class GlobalScales:
 
     def add(self, parameter: Tensor, form: "Form") -> None:
         """Keep the scale of a sharded parameter (a DTensor)."""
-        self._weights.append((weakref.ref(parameter), form))
+        self._weights.append((parameter, form))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Find the scales of all weights, if any may have changed."""
         if not self.stale or not self._weights:
             return
-        locals_ = [plain(parameter()) for parameter, _ in self._weights]
+        locals_ = [plain(parameter) for parameter, _ in self._weights]
         found = [
-            local.to(form.dtype).abs().amax().float() if local.numel() else local.new_zeros((), dtype=torch.float32)
+            form.rounded(local).abs().amax().float() if local.numel() else local.new_zeros((), dtype=torch.float32)
             for local, (_, form) in zip(locals_, self._weights, strict=True)
         ]
         amax = torch.stack(found)
@@ -83,17 +82,21 @@ class Form:
 
     Attributes:
         spec: FP8 form of the whole weight: by row or by tensor.
-        dtype: What the weight is computed in; shards of another dtype are rounded to it first.
+        dtype: What the weight is computed in; shards of another dtype are rounded to it first. None: the shards' own.
         rows: Rows of the whole weight.
         scales: Who knows the scale, by tensor; else None.
         scale: The scale [1,1] by tensor, once it is known.
     """
 
     spec: QuantSpec
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     rows: int
     scales: GlobalScales | None = None
     scale: Tensor | None = None
+
+    def rounded(self, local: Tensor) -> Tensor:
+        """Rows in the dtype of computation."""
+        return local if self.dtype is None else local.to(self.dtype)
 
 
 class ShardedWeight(Tensor):
@@ -140,7 +143,7 @@ class ShardedWeight(Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """FP8 bytes of the rows, and their scales where each row has its own, padded to what every rank sends."""
-        form, local = self.form, self.local.to(self.form.dtype)
+        form, local = self.form, self.form.rounded(self.local)
         sent = -(-form.rows // mesh.size())
         if form.scales is not None and form.scales.stale:
             raise RuntimeError(
@@ -165,55 +168,38 @@ class ShardedWeight(Tensor):
             return None
         form = self.form
         scale = metadata if metadata is not None else outputs[1][: form.rows]
-        return GatheredWeight(outputs[0].view(form.spec.format.dtype)[: form.rows], scale, form), ()
+        data = outputs[0].view(form.spec.format.dtype)[: form.rows]
+        return GatheredWeight(data, scale, form.spec, form.dtype or self.local.dtype), ()
 
 
 class GatheredWeight(Tensor):
-    """A whole weight [N,K] in FP8; to anything but our products a tensor of `form.dtype` with its values."""
+    """A whole weight [N,K] in FP8; to anything but our products a tensor of a wider dtype with its values."""
 
     data_: Tensor
     scale: Tensor
-    form: Form
+    spec: QuantSpec
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, data: Tensor, scale: Tensor, form: Form) -> "GatheredWeight":
+    def __new__(cls, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> "GatheredWeight":
         """As seen from outside, a tensor of the shape of `data`."""
         made: GatheredWeight = Tensor._make_wrapper_subclass(
-            cls, data.size(), data.stride(), dtype=form.dtype, device=data.device
+            cls, data.size(), data.stride(), dtype=dtype, device=data.device
         )
-        made.data_, made.scale, made.form = data, scale, form
+        made.data_, made.scale, made.spec = data, scale, spec
         return made
 
-    def __init__(self, data: Tensor, scale: Tensor, form: Form) -> None: ...
+    def __init__(self, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> None: ...
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"GatheredWeight({list(self.shape)}, {self.form.spec})"
+        return f"GatheredWeight({list(self.shape)}, {self.spec})"
 
-    @property
-    def quantized(self) -> ScaledTensor:
-        """What products read."""
-        return ScaledTensor(self.data_, self.scale, self.form.spec)
-
-    def quantized_as(self, spec: QuantSpec) -> ScaledTensor:
-        """`quantized`, for products that want this spec.
-
-        Raises:
-            ValueError: Where it was gathered in another.
-        """
-        if spec != self.form.spec:
-            raise ValueError(
-                f"this weight is gathered as {self.form.spec}, but its layer's recipe wants {spec}: recipes cannot be "
-                "changed after octavo.parallelize"
-            )
-        return self.quantized
-
-    def __tensor_flatten__(self) -> tuple[list[str], Form]:
-        return ["data_", "scale"], self.form
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["data_", "scale"], (self.spec, self.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], form: Form, size: Any, stride: Any) -> "GatheredWeight":
-        return GatheredWeight(inner["data_"], inner["scale"], form)
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "GatheredWeight":
+        return GatheredWeight(inner["data_"], inner["scale"], *context)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -221,14 +207,28 @@ class GatheredWeight(Tensor):
             (weight, *rest) = args
             same = not rest or list(rest[0]) == list(weight.shape)
             if same and weight.data_.is_contiguous():
-                return GatheredWeight(weight.data_, weight.scale, weight.form)
+                return GatheredWeight(weight.data_, weight.scale, weight.spec, weight.dtype)
 
         def widened(value: Any) -> Any:
             if not isinstance(value, GatheredWeight):
                 return value
-            return dequantize(value.quantized, value.form.dtype)
+            return dequantize(ScaledTensor(value.data_, value.scale, value.spec), value.dtype)
 
         return func(*tree_map(widened, args), **tree_map(widened, kwargs or {}))
+
+
+def quantized_as(weight: GatheredWeight, spec: QuantSpec) -> ScaledTensor:
+    """What products read of a gathered weight. A function, as torch.compile passes no spec to a tensor's method.
+
+    Raises:
+        ValueError: Where it was gathered in another spec.
+    """
+    if spec != weight.spec:
+        raise ValueError(
+            f"this weight is gathered as {weight.spec}, but its layer's recipe wants {spec}: recipes cannot be changed "
+            "after octavo.parallelize"
+        )
+    return ScaledTensor(weight.data_, weight.scale, spec)
 
 
 def for_dgrad(w: ScaledTensor) -> ScaledTensor:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.kernels import quantize, quantize_pair, scaled_mm, wants_copies
-from octavo.nn.gathered import GatheredWeight, for_dgrad
+from octavo.nn.gathered import GatheredWeight, for_dgrad, quantized_as
 from octavo.nn.saved import source_of, unhooked
 from octavo.nn.sources import Source
 from octavo.nn.surroundings import surroundings
@@ -130,7 +130,7 @@ class _LinearFunction(torch.autograd.Function):
         kept_data: Tensor | None, kept_scale: Tensor | None, source: Source | None, recipe: Recipe,
         out_dtype: torch.dtype, keeps_weight: bool,
     ) -> Tensor:  # fmt: skip
-        gathered = w_NK.quantized_as(recipe.w) if isinstance(w_NK, GatheredWeight) else None
+        gathered = quantized_as(w_NK, recipe.w) if isinstance(w_NK, GatheredWeight) else None
         if gathered is not None:
             w = gathered
         else:

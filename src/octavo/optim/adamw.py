@@ -7,8 +7,11 @@ Neither needs anything of the model: it may be bf16, FP8 (`octavo.convert`) or f
 changes. States are plain tensors of the parameter's shape, with one row of scales per row, so `state_dict` goes
 through `torch.save` and `weights_only=True` loading.
 
-Parameters with fewer than 64 elements per row (norms and biases among them) keep float32 moments: scales would cost
-more than they save.
+Parameters that FSDP2 shards by rows are stepped where their rows are, to the bits that one process would get, and
+their states are sharded as they are (`octavo.optim.sharded`).
+
+Parameters of one dimension (norms and biases), and those with fewer than 64 elements per row, keep float32 moments:
+the former are few, and sharded anywhere, the latter's scales would cost more than they save.
 """
 
 import math
@@ -18,12 +21,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from octavo.kernels.adamw import Hyper, Slot, groups, split, step
+from octavo.kernels.adamw import GROUP, Hyper, Slot, groups, seed_after, split, step
 from octavo.numerics.formats import E4M3
 from octavo.numerics.names import nearest
+from octavo.optim.sharded import anywhere, first_row, is_sharded, like, rows_of, rows_only
+from octavo.tensor import plain
 
 SMALLEST_ROW = 64
 """Columns from which on FP8 moments pay for their scales."""
+_APART = 0x632BE5AB
+"""Between the seeds of one parameter and the next; seeds are 32 bits."""
 
 _STATES = ("fp8", "fp32")
 _MASTERS = ("remainder", "fp32", None)
@@ -47,7 +54,8 @@ class AdamW(torch.optim.Optimizer):
             step of its 8 bits stands still: after 1000 steps a quadratic's loss is 8 % off, at random 0.7 %
             (`pytest tests/optim/test_convergence.py`).
         nonfinite: What a NaN or Inf in a gradient does: `"raise"` refuses the step, `"skip"` leaves it out and counts
-            it (`skipped`), `"ignore"` does not look. In the first two cases nothing is changed.
+            it (`skipped`), `"ignore"` does not look. In the first two cases nothing is changed. Ranks that share
+            sharded parameters decide together.
         maximize: Climb rather than descend.
         amsgrad: Not supported; here so that the arguments of `torch.optim.AdamW` are understood.
 
@@ -143,15 +151,16 @@ class AdamW(torch.optim.Optimizer):
                 step=count,
                 maximize=group["maximize"],
             )
-            dense = param if param.is_contiguous() else param.contiguous()
-            copies += [] if dense is param else [(param, dense)]
-            # Random bits depend on the parameter's place and its step alone: a resumed run draws the same.
-            seed = (index[param] << 32) + 2 * count if group["stochastic_rounding"] else None
-            slots.setdefault(param.device, []).append((_slot(dense, param.grad, state, seed), hyper))
+            rows = plain(param)
+            dense = rows if rows.is_contiguous() else rows.contiguous()
+            copies += [] if dense is rows else [(rows, dense)]
+            seed = _seed(param, index[param], count) if group["stochastic_rounding"] else None
+            local = {name: plain(value) for name, value in state.items()}
+            slots.setdefault(rows.device, []).append((_slot(dense, plain(param.grad), local, seed), hyper))
         for some in slots.values():
             step(some)
-        for param, dense in copies:
-            param.copy_(dense)
+        for rows, dense in copies:
+            rows.copy_(dense)
         return loss
 
     @torch.no_grad()
@@ -167,7 +176,8 @@ class AdamW(torch.optim.Optimizer):
         """Give parameters more exact values than their dtype holds: those of a float32 checkpoint, before training.
 
         Args:
-            masters: Float32 values by parameter of this optimizer; each parameter becomes its value, rounded.
+            masters: Float32 values by parameter of this optimizer; each parameter becomes its value, rounded. Those of
+                a sharded parameter are whole, or sharded as it is.
 
         Raises:
             ValueError: For a parameter that keeps no master (`master=None`), or values of another shape or dtype.
@@ -188,19 +198,26 @@ class AdamW(torch.optim.Optimizer):
             state = self.state[param]
             if not state:
                 state.update(_fresh_state(param, groups_of[param]))
-            value = value.to(param.device)
+            rows = plain(param)
+            value = rows_of(param, value).to(rows.device)
             if "master" in state:
-                state["master"].copy_(value)
-                param.copy_(value)
+                plain(state["master"]).copy_(value)
+                rows.copy_(value)
             else:
-                upper, state["remainder"] = split(value)
-                param.copy_(upper)
+                upper, remainder = split(value)
+                plain(state["remainder"]).copy_(remainder)
+                rows.copy_(upper)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, bit for bit.
 
+        Args:
+            state_dict: States that are whole, of which a rank takes its rows, or sharded as the parameters are. To go
+                from one number of ranks to another, save and load with `torch.distributed.checkpoint`.
+
         Raises:
-            ValueError: For the state of other parameters, or of other `states` or `master`; nothing was changed.
+            ValueError: For the state of other parameters, of other `states` or `master`, or of other shards; nothing
+                was changed.
         """
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
@@ -218,28 +235,38 @@ class AdamW(torch.optim.Optimizer):
         for i, param in zip(saved, params, strict=True):
             for name, value in state_dict["state"].get(i, {}).items():
                 # The base class casts states to the parameter's dtype.
-                device = "cpu" if name == "step" else param.device
-                self.state[param][name] = value.to(device, copy=True)
+                device = torch.device("cpu") if name == "step" else plain(param).device
+                rows = rows_of(param, value).to(device, copy=True)
+                self.state[param][name] = rows if name == "step" else like(param, rows)
 
     def _finite(self, work: list[tuple[dict[str, Any], Tensor]]) -> bool:
         """Whether all gradients that are to be looked at are finite; raises where that is asked for."""
-        looked_at = [param for group, param in work if group["nonfinite"] != "ignore" and param.numel()]
+        looked_at = [p for g in self.param_groups if g["nonfinite"] != "ignore" for p in g["params"]]
         if not looked_at:
             return True
-        grads: dict[torch.device, list[Tensor]] = {}
-        for param in looked_at:
-            assert param.grad is not None
-            grads.setdefault(param.grad.device, []).append(param.grad)
-        largest = [torch.stack([n.float().cpu() for n in torch._foreach_norm(g, torch.inf)]) for g in grads.values()]
-        if all(bool(norms.isfinite().all()) for norms in largest):
+        bad = anywhere(_nonfinite([plain(p.grad) if p.grad is not None else None for p in looked_at]), looked_at)
+        if not bad.any():
             return True
-        if any(group["nonfinite"] == "raise" for group, _ in work):
-            bad = [list(p.shape) for p in looked_at if p.grad is not None and not p.grad.isfinite().all()]
+        if any(group["nonfinite"] == "raise" for group in self.param_groups):
+            first = list(looked_at[int(bad.nonzero()[0])].shape)
             raise FloatingPointError(
-                f"{len(bad)} gradients hold NaN or Inf, the first of shape {bad[0]}; parameters and states are as "
+                f"{int(bad.sum())} gradients hold NaN or Inf, the first of shape {first}; parameters and states are as "
                 "before. Lower the learning rate, clip gradients, or leave such steps out with nonfinite='skip'"
             )
         return False
+
+
+def _nonfinite(grads: list[Tensor | None]) -> Tensor:
+    """Which gradients hold NaN or Inf, bool [n] on the CPU; one wait for each device."""
+    bad = torch.zeros(len(grads), dtype=torch.bool)
+    places: dict[torch.device, dict[int, Tensor]] = {}
+    for i, grad in enumerate(grads):
+        if grad is not None and grad.numel():
+            places.setdefault(grad.device, {})[i] = grad
+    for here in places.values():
+        norms = torch._foreach_norm(list(here.values()), torch.inf)
+        bad[list(here)] = ~torch.stack([norm.float() for norm in norms]).isfinite().cpu()
+    return bad
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -265,44 +292,68 @@ def _check_group(group: dict[str, Any]) -> None:
                 "master='remainder' extends bf16 to float32 by 16 bits, which float16 parameters do not allow; "
                 "use master='fp32' for them"
             )
+        if group["states"] == "fp8" and param.ndim > 1 and not rows_only(param):
+            raise ValueError(
+                f"FP8 moments have scales along rows, and a parameter {list(param.shape)} is sharded across them, as "
+                f"{param.placements}; use states='fp32' for it"
+            )
+
+
+def _layout(param: Tensor, group: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each state of a parameter, or of rows of one."""
+    rows, columns = _as_matrix(param).shape
+    shape = tuple(param.shape)
+    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"step": ((), torch.float32)}
+    if group["states"] == "fp8" and param.ndim > 1 and columns >= SMALLEST_ROW:
+        layout |= {"exp_avg": (shape, E4M3.dtype), "exp_avg_sq": (shape, torch.uint8)}
+        for name in ("exp_avg", "exp_avg_sq"):
+            scales = rows, groups(columns)
+            layout |= {f"{name}_hi": (scales, torch.float32), f"{name}_k": (scales, torch.uint8)}
+    else:
+        layout |= {name: (shape, torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+    if param.dtype != torch.float32 and group["master"] is not None:
+        master = group["master"] == "fp32"
+        layout["master" if master else "remainder"] = shape, torch.float32 if master else torch.int16
+    return layout
 
 
 def _fresh_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     """State of a parameter before its first step."""
-    rows, columns = _as_matrix(param).shape
-    state = {"step": torch.zeros((), dtype=torch.float32)}
-    if group["states"] == "fp8" and columns >= SMALLEST_ROW:
-        state["exp_avg"] = torch.zeros(param.shape, dtype=E4M3.dtype, device=param.device)
-        state["exp_avg_sq"] = torch.zeros(param.shape, dtype=torch.uint8, device=param.device)
-        for name in ("exp_avg", "exp_avg_sq"):
-            shape = rows, groups(columns)
-            state[f"{name}_hi"] = torch.zeros(shape, dtype=torch.float32, device=param.device)
-            state[f"{name}_k"] = torch.full(shape, 16, dtype=torch.uint8, device=param.device)
-    else:
-        for name in ("exp_avg", "exp_avg_sq"):
-            state[name] = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
-    if param.dtype != torch.float32:
-        if group["master"] == "remainder":
-            state["remainder"] = torch.zeros(param.shape, dtype=torch.int16, device=param.device)
-        elif group["master"] == "fp32":
-            state["master"] = param.detach().float()
+    rows = plain(param)
+    state = {}
+    for name, (shape, dtype) in _layout(rows, group).items():
+        if name == "step":
+            state[name] = torch.zeros((), dtype=dtype)
+            continue
+        value = torch.full(shape, 16, dtype=dtype, device=rows.device) if name.endswith("_k") else None
+        if value is None:
+            master = name == "master"
+            value = rows.detach().float() if master else torch.zeros(shape, dtype=dtype, device=rows.device)
+        state[name] = like(param, value)
     return state
 
 
 def _check_state(index: int, param: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
     """Raise ValueError for a state that is not one of this parameter under these settings."""
-    wanted = {name: (value.shape, value.dtype) for name, value in _fresh_state(param.to("meta"), group).items()}
-    given = {name: (value.shape, value.dtype) for name, value in state.items()}
-    if wanted == given:
-        return
-    name = next(n for n in (*wanted, *given) if wanted.get(n) != given.get(n))
-    described = [
-        "none" if value is None else f"{value[1]} {list(value[0])}" for value in (wanted.get(name), given.get(name))
-    ]
-    raise ValueError(
-        f"the saved state of parameter {index} {list(param.shape)} does not fit: {name} is {described[0]} here and "
-        f"{described[1]} there. It is the state of another model, or of other settings of `states` or `master`"
-    )
+    wanted = _layout(param, group)
+    given = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
+    if wanted != given:
+        name = next(n for n in (*wanted, *given) if wanted.get(n) != given.get(n))
+        described = [
+            "none" if value is None else f"{value[1]} {list(value[0])}" for value in (wanted.get(name), given.get(name))
+        ]
+        raise ValueError(
+            f"the saved state of parameter {index} {list(param.shape)} does not fit: {name} is {described[0]} here and "
+            f"{described[1]} there. It is the state of another model, or of other settings of `states` or `master`"
+        )
+    here = _layout(plain(param), group)
+    for name, value in state.items():
+        if is_sharded(value) and tuple(plain(value).shape) != here[name][0]:
+            raise ValueError(
+                f"the saved state of parameter {index} {list(param.shape)} is sharded over other ranks: this rank has "
+                f"{list(plain(value).shape)} of {name}, and wants {list(here[name][0])}. Save and load with "
+                "torch.distributed.checkpoint, which reshards"
+            )
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:
@@ -312,8 +363,19 @@ def _as_matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
 
 
+def _seed(param: Tensor, index: int, count: int) -> int:
+    """Of a parameter's random bits, which depend on its place among the parameters, its step and the element alone.
+
+    So a resumed run draws the same, and so do ranks that have some rows of it.
+    """
+    before = first_row(param)
+    if param.ndim > 1:
+        before *= groups(_as_matrix(plain(param)).shape[1]) * GROUP
+    return seed_after(index * _APART + 2 * count, before)
+
+
 def _slot(dense: Tensor, grad: Tensor, state: dict[str, Tensor], seed: int | None) -> Slot:
-    """A contiguous parameter of any shape with its gradient and states, as matrices."""
+    """A contiguous parameter of any shape with its gradient and states, as matrices; of a sharded one, its rows."""
     quantized = "exp_avg_hi" in state
     scales = (
         (state["exp_avg_hi"], state["exp_avg_k"], state["exp_avg_sq_hi"], state["exp_avg_sq_k"]) if quantized else None

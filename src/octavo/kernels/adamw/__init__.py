@@ -9,12 +9,24 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.adamw import reference
-from octavo.kernels.adamw.moments import GROUP, compress, expand, groups, random_bits
+from octavo.kernels.adamw.moments import GROUP, compress, expand, groups, random_bits, seed_after
 from octavo.kernels.adamw.reference import Hyper, Slot, split
 from octavo.kernels.registry import Backend, Case, Op, register
 from octavo.numerics.error import sqnr
 
-__all__ = ["ADAMW", "GROUP", "Hyper", "Slot", "compress", "expand", "groups", "random_bits", "split", "step"]
+__all__ = [
+    "ADAMW",
+    "GROUP",
+    "Hyper",
+    "Slot",
+    "compress",
+    "expand",
+    "groups",
+    "random_bits",
+    "seed_after",
+    "split",
+    "step",
+]
 
 Work = list[tuple[Slot, Hyper]]
 

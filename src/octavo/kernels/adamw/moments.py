@@ -35,6 +35,8 @@ TOP_UNSIGNED = 2.0**15 * 31 / 16
 RANGE_UNSIGNED = math.log2(TOP_UNSIGNED * 16 / 17)
 _MOST = 255
 """Largest k in sixteenths."""
+_STRIDE = 0x9E3779B1
+"""Between the seeds of one element and the next."""
 
 
 def groups(columns: int) -> int:
@@ -54,10 +56,12 @@ def compress(values: Tensor, signed: bool, noise: Tensor | None = None) -> tuple
         Codes [R,C] (float8_e4m3fn if signed, else uint8), hi float32 and k uint8, both [R, groups].
     """
     rows, columns = values.shape
-    grouped = F.pad(values, (0, -columns % GROUP)).view(rows, groups(columns), GROUP)
+    grouped = _grouped(values)
     size = grouped.abs()
-    hi = size.amax(-1, keepdim=True)
-    lo = size.masked_fill(size == 0, torch.inf).amin(-1, keepdim=True)
+    hi, lo = size.amax(-1, keepdim=True), size.amin(-1, keepdim=True)
+    zeros = None if bool((lo > 0).all()) else size == 0  # mostly there is none to look after
+    if zeros is not None:
+        lo = size.masked_fill(zeros, torch.inf).amin(-1, keepdim=True)
     empty = hi == 0
     log_hi = hi.masked_fill(empty, 1.0).log2()
     spread = log_hi - lo.masked_fill(empty, 1.0).log2()
@@ -65,7 +69,7 @@ def compress(values: Tensor, signed: bool, noise: Tensor | None = None) -> tuple
     k = (16 * reach / spread).floor_().clamp_(1, _MOST)  # 255 where all are equal: the quotient is infinite
     top = TOP_SIGNED if signed else TOP_UNSIGNED
     stretched = size.log2_().sub_(log_hi).mul_(k / 16).exp2_().mul_(top)
-    codes = _signed_codes(stretched, grouped, noise) if signed else _unsigned_codes(stretched, noise)
+    codes = _signed_codes(stretched, grouped, noise) if signed else _unsigned_codes(stretched, noise, zeros)
     codes = codes.view(rows, groups(columns) * GROUP)[:, :columns].contiguous()
     return codes, hi.squeeze(-1), k.squeeze(-1).to(torch.uint8)
 
@@ -74,12 +78,19 @@ def expand(codes: Tensor, hi: Tensor, k: Tensor, signed: bool) -> Tensor:
     """Float32 moments [R,C] from what `compress` returns."""
     rows, columns = codes.shape
     values = widen(codes) if signed else _unsigned_values(codes)
-    grouped = F.pad(values, (0, -columns % GROUP)).view(rows, hi.shape[1], GROUP)
+    grouped = _grouped(values)
     root = (16.0 / k.float()).unsqueeze(-1)
     top = TOP_SIGNED if signed else TOP_UNSIGNED
     half = grouped.abs().div_(top).log2_().mul_(root / 2).exp2_()  # of the ratio's root: all of it may underflow
     size = half * hi.unsqueeze(-1) * half
     return (size.copysign_(grouped) if signed else size).view(rows, hi.shape[1] * GROUP)[:, :columns]
+
+
+def _grouped(values: Tensor) -> Tensor:
+    """A matrix as [rows, groups, 128], zeros behind what there is of the last group."""
+    rows, columns = values.shape
+    padded = F.pad(values, (0, -columns % GROUP)) if columns % GROUP else values
+    return padded.reshape(rows, groups(columns), GROUP)
 
 
 def random_bits(rows: int, columns: int, first: int, seed: int, device: torch.device) -> Tensor:
@@ -97,10 +108,20 @@ def random_bits(rows: int, columns: int, first: int, seed: int, device: torch.de
     """
     across = groups(columns) * GROUP
     bits = torch.arange(rows * across, dtype=torch.int32, device=device)
-    bits = (bits * _signed(0x9E3779B1)).add_(_signed(first * across * 0x9E3779B1 + seed))
+    bits = (bits * _signed(_STRIDE)).add_(_signed(seed_after(seed, first * across)))
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * _signed(0x85EBCA6B)
     bits = (bits ^ ((bits >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35)
     return (bits ^ ((bits >> 16) & 0xFFFF)).view(rows, groups(columns), GROUP)
+
+
+def seed_after(seed: int, elements: int) -> int:
+    """The seed that gives the rest of a matrix, counted from its own beginning, the random bits it has in the whole.
+
+    Args:
+        seed: Seed of the whole.
+        elements: How many come before, with rows filled up to whole groups.
+    """
+    return (seed + elements * _STRIDE) % 2**32
 
 
 def _signed(number: int) -> int:
@@ -114,16 +135,17 @@ def _signed_codes(size: Tensor, values: Tensor, noise: Tensor | None) -> Tensor:
     return size.copysign(values).to(E4M3.dtype)
 
 
-def _unsigned_codes(size: Tensor, noise: Tensor | None) -> Tensor:
+def _unsigned_codes(size: Tensor, noise: Tensor | None, zeros: Tensor | None) -> Tensor:
     """The four exponent and four mantissa bits of numbers from 1 to 2¹⁵·31/16, code 0 for zero."""
     bits = (_rounded_at_random(size, 19, noise) if noise is not None else size).view(torch.int32)
     codes = ((bits + (1 << 18 if noise is None else 0)) >> 19) - (127 << 4)
-    return codes.clamp_(1, 255).masked_fill_(size == 0, 0).to(torch.uint8)
+    codes.clamp_(1, 255)
+    return (codes if zeros is None else codes.masked_fill_(zeros, 0)).to(torch.uint8)
 
 
 def _unsigned_values(codes: Tensor) -> Tensor:
-    bits = (codes.to(torch.int32) + (127 << 4)) << 19
-    return bits.view(torch.float32).masked_fill(codes == 0, 0.0)
+    bits = codes.to(torch.int32).add_(127 << 4).__ilshift__(19)
+    return bits.view(torch.float32).mul_(codes != 0)
 
 
 def _rounded_at_random(size: Tensor, dropped: int, noise: Tensor) -> Tensor:

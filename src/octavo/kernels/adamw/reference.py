@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.kernels.adamw.moments import compress, expand, random_bits
 
-PIECE = 1 << 16
+PIECE = 1 << 18
 """Elements handled at a time."""
 
 

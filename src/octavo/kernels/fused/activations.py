@@ -71,13 +71,13 @@ def _factor_and_slope(g: Tensor, activation: str, with_slope: bool) -> tuple[Ten
         argument = TANH_SCALE * (size + (size * square) * TANH_CUBIC)
         inner = TANH_SCALE * (1.0 + square * TANH_CUBIC_3)
     z = exp_of_negative(-argument)
-    upper = 1.0 / (1.0 + z)
-    lower = z * upper
+    upper = (z + 1.0).reciprocal_()
+    lower = z.mul_(upper)
+    bend = (lower * upper).mul_(g) if with_slope else None
     value = _where_negative(g, lower, upper)
-    if not with_slope:
+    if bend is None:
         return value, value
-    bend = g * (lower * upper)
-    return value, value + (bend if inner is None else bend * inner)
+    return value, (bend if inner is None else bend.mul_(inner)).add_(value)
 
 
 def _gelu(g: Tensor, size: Tensor, with_slope: bool) -> tuple[Tensor, Tensor]:
@@ -90,25 +90,30 @@ def _gelu(g: Tensor, size: Tensor, with_slope: bool) -> tuple[Tensor, Tensor]:
 
 def exp_of_negative(x: Tensor) -> Tensor:
     """exp(x) for float32 x ≤ 0, within 2.4 units in the last place; 0 below 2⁻¹²⁵."""
-    shifted = x * LOG2_E + ROUNDER
+    shifted = (x * LOG2_E).add_(ROUNDER)
     n = shifted - ROUNDER
-    r = (x - n * LN2_HIGH) - n * LN2_LOW
-    bits = _polynomial(r, EXP).view(torch.int32) + (shifted.view(torch.int32) << 23)
-    return _where_negative(x - EXP_LOWEST, torch.zeros((), dtype=torch.float32), bits.view(torch.float32))
+    r = (x - n * LN2_HIGH).sub_(n.mul_(LN2_LOW))
+    bits = _polynomial(r, EXP).view(torch.int32).add_(shifted.view(torch.int32).bitwise_left_shift_(23))
+    return bits.bitwise_and_(_negative(x - EXP_LOWEST).bitwise_not_()).view(torch.float32)
+
+
+def _negative(sign: Tensor) -> Tensor:
+    """All ones where a float32 is below zero, all zeros where it is zero or above; either for NaN. Overwrites it."""
+    return sign.add_(0.0).view(torch.int32).bitwise_right_shift_(31)  # -0 + 0 is +0
 
 
 def _where_negative(sign: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`torch.where(sign < 0, a, b)`, which takes a branch per element on a CPU, half of them mispredicted.
+    """`torch.where(sign < 0, a, b)`, which branches per element on a CPU, and half of that wrongly. Overwrites a.
 
     NaN may go either way: whatever is made of it is multiplied by NaN.
     """
-    mask = (sign + 0.0).view(torch.int32) >> 31  # -0 + 0 is +0
-    ones, others = a.view(torch.int32), b.view(torch.int32)
-    return (((ones ^ others) & mask) ^ others).view(torch.float32)
+    others = b.view(torch.int32)
+    chosen = a.view(torch.int32).bitwise_xor_(others).bitwise_and_(_negative(sign.clone())).bitwise_xor_(others)
+    return chosen.view(torch.float32)
 
 
 def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-    total = x * coefficients[0] + coefficients[1]
+    total = (x * coefficients[0]).add_(coefficients[1])
     for coefficient in coefficients[2:]:
-        total = (total * x).add_(coefficient)
+        total.mul_(x).add_(coefficient)
     return total

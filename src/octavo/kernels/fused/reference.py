@@ -71,7 +71,7 @@ def glu(gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order
     h = gate.new_empty(gate.shape)
     for rows in bands((gate.shape[0], 2 * gate.shape[1])):
         g = gate[rows].float()
-        h[rows] = g * factor(g, activation) * up[rows].float()
+        h[rows] = factor(g, activation).mul_(g).mul_(up[rows])
     return [*([h] if keep else []), *forms(h, spec, order)]
 
 
@@ -83,8 +83,8 @@ def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined
     for rows in bands((gate.shape[0], 2 * gate.shape[1])):
         g, upstream = gate[rows].float(), grad[rows].float()
         value, slope = factor_and_slope(g, activation)
-        dgate[rows] = upstream * up[rows].float() * slope
-        dup[rows] = upstream * (g * value)
+        dgate[rows] = slope.mul_(upstream * up[rows].float())
+        dup[rows] = value.mul_(g).mul_(upstream)
     return both
 
 

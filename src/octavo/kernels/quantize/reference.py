@@ -91,8 +91,9 @@ def _amax(x: Tensor, spec: QuantSpec, fold: Tensor | None) -> Tensor:
     """The largest magnitude of each block, float32 [block rows, block columns]."""
     shape = (x.shape[0], x.shape[1])
     found = []
+    bits = x.dtype == torch.bfloat16 and fold is None and spec.granularity.columns in (FULL, 1)
     for band in _bands(x, spec):
-        if x.dtype == torch.bfloat16 and fold is None:  # magnitudes are in the order of their bits, NaN above all
+        if bits:  # magnitudes are in the order of their bits, NaN above all
             largest = _blocks(x[band].view(torch.int16) & 0x7FFF, spec).amax((1, 3)).view(torch.bfloat16).float()
         else:
             largest = _blocks(_values(x, fold, band), spec).abs().amax((1, 3))

@@ -1,0 +1,368 @@
+"""octavo.AdamW on the shards of FSDP2: the bits of one process, and states that go to any number of ranks."""
+
+import io
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import octavo
+from octavo.optim import AdamW
+from octavo.parallel import Parallel, parallelize
+from octavo.parallel.fsdp import parameters_in_fp8
+from octavo.tensor import plain
+
+pytestmark = pytest.mark.dist
+
+SHAPES = [(40, 200), (7, 128), (96,), (3, 64), (1, 300), (1,), (65, 70), (5, 3, 30), (9, 20)]
+SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+KINDS = [
+    {"states": states, "master": master, "stochastic_rounding": noise}
+    for states, master, noise in product(("fp8", "fp32"), ("remainder", "fp32", None), (True, False))
+]
+
+
+class Weights(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(randn(s, i).to(dtype)) for i, s in enumerate(SHAPES))
+
+
+def randn(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def step(optimizer, model, number):
+    for i, parameter in enumerate(model.parameters()):
+        if parameter.requires_grad:
+            gradient = randn(parameter.shape, 1000 * number + i).to(parameter.dtype)
+            if isinstance(parameter, DTensor):
+                rows = here(gradient, parameter)
+                place = (parameter.device_mesh, parameter.placements)
+                gradient = DTensor.from_local(
+                    rows, *place, run_check=False, shape=gradient.shape, stride=gradient.stride()
+                )
+            parameter.grad = gradient
+    optimizer.step()
+
+
+def pair(dtype, mesh, **settings):
+    """The same parameters with their optimizers: whole, and sharded."""
+    models = Weights(dtype), fully_shard(Weights(dtype), mesh=mesh)
+    return [(model, AdamW(model.parameters(), **{**SETTINGS, **settings})) for model in models]
+
+
+def assert_same(one, other):
+    """Parameters and states of two optimizers, to the bit."""
+    (model, optimizer), (sharded_model, sharded) = one, other
+    for i, (a, b) in enumerate(zip(model.parameters(), sharded_model.parameters(), strict=True)):
+        assert same(a, b), f"parameter {i} {SHAPES[i]}"
+        ours, theirs = optimizer.state[a], sharded.state[b]
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert same(ours[name], theirs[name]), f"{name} of parameter {i} {SHAPES[i]}"
+
+
+def here(value, like):
+    """Rows of a whole tensor that this rank has of a sharded one, in equal pieces but for the last ones."""
+    if isinstance(value, DTensor) or not isinstance(like, DTensor):
+        return plain(value)
+    dim = like.placements.index(Shard(0))
+    size = -(-like.shape[0] // like.device_mesh.size(dim))
+    rank = like.device_mesh.get_local_rank(dim)
+    return value.detach()[rank * size : (rank + 1) * size]
+
+
+def same(a, b):
+    """Whether two tensors have the same bits, of which the second may be sharded."""
+    rows, others = here(a, b), here(b, a)
+    return a.shape == b.shape and rows.dtype == others.dtype and rows.shape == others.shape and torch.equal(
+        rows.detach().contiguous().view(-1).view(torch.uint8), others.detach().contiguous().view(-1).view(torch.uint8)
+    )  # fmt: skip
+
+
+def bitwise_job(copies):
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (copies, world // copies), mesh_dim_names=("dp_replicate", "dp_shard"))
+    for dtype in (torch.bfloat16, torch.float32):
+        for settings in KINDS:
+            whole, sharded = pair(dtype, mesh if copies > 1 else mesh["dp_shard"], **settings)
+            for number in range(3):
+                step(whole[1], whole[0], number)
+                step(sharded[1], sharded[0], number)
+            assert_same(whole, sharded)
+            for state in sharded[1].state.values():
+                for name, value in state.items():
+                    assert (name == "step") != isinstance(value, DTensor), name
+                    assert type(plain(value)) is torch.Tensor, name
+
+
+@pytest.mark.parametrize(("world", "copies"), [(2, 1), (3, 1), (4, 2)])
+def test_shards_are_stepped_to_the_bits_of_the_whole(gloo, world, copies):
+    """Random bits too: they are drawn by the element's place in the whole parameter."""
+    gloo.run(bitwise_job, world, copies)
+
+
+def test_parameters_draw_different_random_bits():
+    """Equal parameters with equal gradients are rounded at random, each in its own way."""
+    twins = [nn.Parameter(torch.ones(8, 128, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = AdamW(twins, lr=1e-4, master=None)
+    for parameter in twins:
+        parameter.grad = randn((8, 128), 0).bfloat16()
+    optimizer.step()
+    assert not torch.equal(*twins)
+    assert twins[0].eq(twins[1]).float().mean() > 0.5
+
+
+def nonfinite_job(nonfinite, bad):
+    """In a row that one rank has: all decide alike, and say the same."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole, sharded = pair(torch.bfloat16, mesh, nonfinite=nonfinite)
+    for model, optimizer in (whole, sharded):
+        step(optimizer, model, 0)
+    model, optimizer = sharded
+    gradients = [randn(shape, i).bfloat16() for i, shape in enumerate(SHAPES)]
+    gradients[1][6, 5] = bad  # the last row
+    gradients[6][0, 0] = bad
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+    said = None
+    try:
+        optimizer.step()
+    except FloatingPointError as error:
+        said = str(error)
+    if nonfinite != "ignore":
+        assert_same(whole, sharded)
+    else:
+        assert not model.weights[1].full_tensor().isfinite().all()
+    return said, optimizer.skipped
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip", "ignore"])
+def test_ranks_decide_together_about_nan(gloo, nonfinite):
+    for bad in (torch.nan, torch.inf):
+        found = gloo.run(nonfinite_job, 3, nonfinite, bad)
+        assert len(set(found)) == 1
+        said, skipped = found[0]
+        assert skipped == (nonfinite == "skip")
+        if nonfinite == "raise":
+            assert said.startswith("2 gradients hold NaN or Inf, the first of shape [7, 128]")
+        else:
+            assert said is None
+
+
+def some_without_job():
+    """A rank whose parameters have no gradient, or no rows, takes part all the same."""
+    mesh = init_device_mesh("cpu", (3,))
+    model = fully_shard(Weights(torch.float32), mesh=mesh)
+    optimizer = AdamW(model.parameters(), nonfinite="skip")
+    parameter = model.weights[4]  # of one row, which rank 0 has
+    assert parameter.to_local().shape[0] == (dist.get_rank() == 0)
+    parameter.grad = distribute_tensor(torch.full((1, 300), torch.nan), mesh, [Shard(0)])
+    optimizer.step()
+    return optimizer.skipped, len(optimizer.state)
+
+
+def test_ranks_without_rows_decide_alike(gloo):
+    assert gloo.run(some_without_job, 3) == [(1, 0)] * 3
+
+
+# --- states that travel ---
+
+
+class Net(nn.Module):
+    """Rows that no number of ranks divides, fewer rows than ranks, frozen ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 65), nn.Linear(65, 64)) for _ in range(2)
+        )
+        self.out = nn.Linear(64, 3)
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+
+
+def trained(seed=0, gather=True):
+    """A converted model, sharded and gathered in FP8, and its optimizer."""
+    torch.manual_seed(seed)
+    model = octavo.convert(Net().bfloat16(), verbose=False)
+    model = parallelize(model, Parallel(fp8_comm="gather" if gather else "off"))
+    assert len(list(parameters_in_fp8(model))) == 6 * gather
+    return model, AdamW(model.parameters(), lr=1e-2)
+
+
+def some_steps(model, optimizer, first, count):
+    for number in range(first, first + count):
+        step(optimizer, model, number)
+        optimizer.zero_grad()
+
+
+def everything(model, optimizer):
+    found = dict(model.state_dict())
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
+    return found
+
+
+def file_of(model, optimizer, folder):
+    """All states through DCP in one file of whole tensors; the name of the file."""
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        dcp_to_torch_save(folder, f"{folder}.pt")
+    dist.barrier()
+    return f"{folder}.pt"
+
+
+def save_job(folder):
+    model, optimizer = trained()
+    some_steps(model, optimizer, 0, 3)
+    file_of(model, optimizer, f"{folder}/saved")
+    some_steps(model, optimizer, 3, 2)
+    file_of(model, optimizer, f"{folder}/later")
+
+
+def load_job(folder, gather):
+    model, optimizer = trained(seed=1, gather=gather)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=f"{folder}/saved")
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    compare(model, optimizer, f"{folder}/saved.pt")
+    some_steps(model, optimizer, 3, 2)
+    compare(model, optimizer, f"{folder}/later.pt")
+
+
+def compare(model, optimizer, path):
+    wanted = torch.load(path, weights_only=True)
+    states = wanted["optimizer"]["state"]
+    wanted = wanted["model"] | {f"{name}/{key}": value for name in states for key, value in states[name].items()}
+    found = everything(model, optimizer)
+    assert found.keys() == wanted.keys()
+    assert found["blocks.0.1.weight/exp_avg"].dtype == torch.float8_e4m3fn
+    for name in wanted:
+        assert same(wanted[name], found[name]), name
+
+
+@pytest.mark.parametrize("worlds", [(4, 2, 1, 3), (1, 4), (2, 4)], ids=str)
+def test_checkpoints_go_to_any_number_of_ranks(gloo, tmp_path, worlds):
+    """Saved by the first number, loaded by the others: the same bits, and the same bits two steps later."""
+    gloo.run(save_job, worlds[0], str(tmp_path))
+    for world in worlds[1:]:
+        gloo.run(load_job, world, str(tmp_path), world % 2 == 0)
+
+
+def whole_job():
+    """What one process's optimizer saved: a rank takes its rows."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for dtype in (torch.bfloat16, torch.float32):
+        whole, sharded = pair(dtype, mesh)
+        step(whole[1], whole[0], 0)
+        step(sharded[1], sharded[0], 5)
+        sharded[1].load_state_dict(whole[1].state_dict())
+        for parameter, value in zip(sharded[0].parameters(), whole[0].parameters(), strict=True):
+            parameter.data.copy_(distribute_tensor(value.detach(), mesh, [Shard(0)]))
+        assert_same(whole, sharded)
+        step(whole[1], whole[0], 1)
+        step(sharded[1], sharded[0], 1)
+        assert_same(whole, sharded)
+
+
+def test_whole_states_are_taken_apart(gloo):
+    gloo.run(whole_job, 3)
+
+
+def alone_job(folder):
+    model, optimizer = trained()
+    some_steps(model, optimizer, 0, 3)
+    file_of(model, optimizer, folder)
+
+
+def test_a_checkpoint_of_shards_goes_into_one_process(gloo, tmp_path):
+    """By `dcp_to_torch_save`: no process group, no FSDP2."""
+    gloo.run(alone_job, 2, str(tmp_path / "saved"))
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    model = octavo.convert(Net().bfloat16(), verbose=False)
+    model.load_state_dict(saved["model"])
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict(
+        {"state": {i: saved["optimizer"]["state"][n] for i, n in enumerate(names)}, "param_groups": groups}
+    )
+    compare(model, optimizer, tmp_path / "saved.pt")
+
+
+def shards_job():
+    """A rank's own `state_dict` through a file, and one of other shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    _, (model, optimizer) = pair(torch.bfloat16, mesh["dp_shard"])
+    step(optimizer, model, 0)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    twin = AdamW(model.parameters(), **SETTINGS)
+    twin.load_state_dict(saved)
+    assert_same((model, optimizer), (model, twin))
+    wide = fully_shard(Weights(torch.bfloat16), mesh=init_device_mesh("cpu", (4,)))
+    other = AdamW(wide.parameters(), **SETTINGS)
+    plain_model = Weights(torch.bfloat16)
+    one = AdamW(plain_model.parameters(), **SETTINGS)
+    for target in (other, one):
+        try:
+            target.load_state_dict(saved)
+        except ValueError as error:
+            assert "is sharded over other ranks: this rank has [20, 200] of exp_avg" in str(error)
+            assert "torch.distributed.checkpoint, which reshards" in str(error)
+        else:
+            raise AssertionError("went through")
+        assert not target.state
+
+
+def test_states_of_other_shards_are_refused(gloo):
+    gloo.run(shards_job, 4)
+
+
+def masters_job():
+    """Exact values of a float32 checkpoint, whole or sharded."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for master in ("remainder", "fp32"):
+        whole, by_whole = pair(torch.bfloat16, mesh, master=master)
+        _, by_shard = pair(torch.bfloat16, mesh, master=master)
+        exact = [randn(shape, 50 + i) for i, shape in enumerate(SHAPES)]
+        for model, optimizer in (whole, by_whole):
+            optimizer.set_masters(dict(zip(model.parameters(), exact, strict=True)))
+        placed = [distribute_tensor(value, mesh, [Shard(0)]) for value in exact]
+        by_shard[1].set_masters(dict(zip(by_shard[0].parameters(), placed, strict=True)))
+        assert_same(whole, by_whole)
+        assert_same(whole, by_shard)
+
+
+def test_set_masters(gloo):
+    gloo.run(masters_job, 3)
+
+
+def columns_job():
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.randn(4, 256), mesh, [Shard(1)]))
+    try:
+        AdamW([parameter])
+    except ValueError as error:
+        assert "a parameter [4, 256] is sharded across them" in str(error) and "states='fp32'" in str(error)
+    else:
+        raise AssertionError("went through")
+    optimizer = AdamW([parameter], states="fp32")
+    parameter.grad = distribute_tensor(torch.ones(4, 256), mesh, [Shard(1)])
+    optimizer.step()
+
+
+def test_parameters_sharded_by_columns_are_refused(gloo):
+    gloo.run(columns_job, 2)

@@ -1,0 +1,143 @@
+"""Processes that talk over Gloo: started once, kept between tests, killed where a test leaves them hanging.
+
+    def job(x):                       # at the top of a test's module
+        return octavo.comm.all_gather(x * dist.get_rank())
+
+    results = gloo.run(job, 4, x)     # [what rank 0 returned, rank 1, …]
+
+Each run is a process group of its own. What a rank raises is shown with its traceback; a run that takes too long fails
+and takes its processes with it.
+"""
+
+import atexit
+import io
+import multiprocessing
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache, partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+_AFTER_THE_FIRST = 5.0
+"""Seconds that the other ranks get to tell their part, once one has failed."""
+
+
+class Failed(AssertionError):
+    """What ranks raised, or that they did not come back."""
+
+
+class Gloo:
+    """A pool of processes."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["octavo.parallel", "torch.distributed.fsdp", "processes"])
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(
+        self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 90.0, **options: Any
+    ) -> list[Any]:
+        """Call a function of a module in `world` processes that are ranks of one group; their results, by rank."""
+        while len(self._workers) < world:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        with tempfile.TemporaryDirectory() as folder:
+            workers = dict(enumerate(connection for _, connection in self._workers[:world]))
+            for rank, connection in workers.items():
+                connection.send_bytes(_packed((function, rank, world, f"{folder}/store", timeout, args, options)))
+            found, errors = self._collect(workers, timeout)
+        if errors:
+            raise Failed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
+        return [found[rank] for rank in range(world)]
+
+    def _collect(self, workers: dict[int, Connection], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+        found: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        end = time.monotonic() + timeout
+        left = dict(workers)
+        while left and (seconds := end - time.monotonic()) > 0:
+            ready = wait(list(left.values()), seconds)
+            for rank in [rank for rank, connection in left.items() if connection in ready]:
+                try:
+                    good, result = _unpacked(left[rank].recv_bytes())
+                except (EOFError, ConnectionError):
+                    good, result = False, "its process died"
+                (found if good else errors)[rank] = result
+                if not good:
+                    end = min(end, time.monotonic() + _AFTER_THE_FIRST)
+                del left[rank]
+        errors |= dict.fromkeys(left, f"nothing within {timeout:g} s, or since another rank failed")
+        if left or "its process died" in errors.values():
+            self.kill()
+        return found, errors
+
+    def kill(self) -> None:
+        """End all processes."""
+        for process, connection in self._workers:
+            process.kill()
+            connection.close()
+        for process, _ in self._workers:
+            process.join()
+        self._workers = []
+
+
+@cache
+def _pool() -> Gloo:
+    pool = Gloo()
+    atexit.register(pool.kill)
+    return pool
+
+
+@pytest.fixture(scope="session")
+def gloo() -> Gloo:
+    return _pool()
+
+
+def _packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _serve(connection: Connection) -> None:
+    """A worker: do what comes, until the other end is closed."""
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, rank, world, store, timeout, args, options = _unpacked(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = True, _call(partial(function, *args, **options), rank, world, Path(store), timeout)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        connection.send_bytes(_packed(answer))
+
+
+def _call(function: Callable[..., Any], rank: int, world: int, store: Path, timeout: float) -> Any:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return function()
+    finally:
+        dist.destroy_process_group()

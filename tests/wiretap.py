@@ -1,0 +1,57 @@
+"""What a process hands to `torch.distributed`, seen where every collective passes: the dispatcher."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Which argument of an operation of c10d is what this rank gives.
+_GIVEN = {
+    "_allgather_base_": 1,
+    "_reduce_scatter_base_": 1,
+    "alltoall_base_": 1,
+    "allgather_": 1,
+    "reduce_scatter_": 1,
+    "allreduce_": 0,
+    "broadcast_": 0,
+    "send": 0,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective: its name in c10d, the bytes this rank gave, and their dtype."""
+
+    name: str
+    bytes: int
+    dtype: torch.dtype
+
+
+class Wiretap(TorchDispatchMode):
+    """Records collectives while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def named(self, name: str) -> list[Call]:
+        return [call for call in self.calls if call.name == name]
+
+    def bytes(self, name: str, dtype: torch.dtype | None = None) -> int:
+        return sum(call.bytes for call in self.named(name) if dtype in (None, call.dtype))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._schema.name.removeprefix("c10d::")
+            if name in _GIVEN:
+                tensors = _flat(args[_GIVEN[name]])
+                self.calls.append(Call(name, sum(t.nbytes for t in tensors), tensors[0].dtype))
+            elif not name.startswith(("recv", "barrier", "monitored")):
+                raise AssertionError(f"a collective that this wiretap does not know: {name}")
+        return func(*args, **(kwargs or {}))
+
+
+def _flat(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [t for v in value for t in _flat(v)]
