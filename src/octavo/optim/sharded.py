@@ -2,7 +2,9 @@
 
 Every state is made for the rows that are here and wrapped as its parameter is: moments, their scales (one row for each
 row) and remainders are sharded over the same ranks. So `torch.distributed.checkpoint` saves and loads them on any
-number of ranks, as it does parameters. A parameter that is no DTensor is its own rows.
+number of ranks, as it does parameters, and `dcp_to_torch_save` makes one file of them. (Its `full_state_dict` option
+gathers tensors instead, and neither Gloo nor NCCL has the 16-bit integers of remainders.) A parameter that is no
+DTensor is its own rows.
 """
 
 from collections.abc import Iterable

@@ -1,0 +1,374 @@
+"""Collectives whose payload is FP8: quantize, exchange bytes, dequantize.
+
+    all_gather        every rank's x, one after the other; rounded once, the same bytes for all ranks
+    reduce_scatter    an all-to-all of the pieces, added in float32 in the order of the ranks; each summand rounded once
+    all_reduce        reduce_scatter, the sum rounded once more, all_gather: all ranks get the same bits
+    all_to_all        pieces to their ranks; rounded once
+
+A sum is never taken in FP8, so its error is no more than those of its summands together, each max(|v|/16, s/2¹⁰) in
+e4m3 (`octavo.comm.wire`); all_reduce rounds what comes of it once more.
+
+Each takes and returns tensors and changes none, except `all_to_all`, which fills its outputs. Where autograd records,
+the gradient takes the way back in FP8 too, in `backward_spec`: e5m2, whose range is wider, can be asked for there.
+With `async_op=True` (no autograd) the exchange has begun when the call returns, and `.wait()` gives the result.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo.comm.wire import DTYPES, WIRE, as_rows, pack, parse, unpack, width
+from octavo.numerics.names import nearest
+from octavo.numerics.spec import QuantSpec
+
+T = TypeVar("T")
+Op = Literal["sum", "avg"]
+Group = dist.ProcessGroup | None
+
+_gather_bytes = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+
+
+class Pending(Generic[T]):
+    """A collective that has begun."""
+
+    def __init__(self, work: Any, finish: Callable[[], T]) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> T:
+        """Wait for the bytes, and return what they say. Once."""
+        if self._work is not None:
+            self._work.wait()
+        return self._finish()
+
+
+def all_gather(
+    x: Tensor, group: Group = None, *, spec: str = WIRE, backward_spec: str | None = None, async_op: bool = False
+) -> Any:
+    """Concatenate every rank's tensor along dimension 0.
+
+    Args:
+        x: [R, ...], float32, bfloat16 or float16, of the same shape on all ranks.
+        group: Process group; the default one where None.
+        spec: FP8 form on the wire, with scales by `1xN`, `row` or `tensor`.
+        backward_spec: The same for the gradient, whose way back is a reduce_scatter; `spec` where None.
+        async_op: Return a `Pending` whose `wait()` gives the result.
+
+    Returns:
+        [W·R, ...] of x's dtype; each rank's part within the error of `octavo.comm.wire`, bitwise equal on all ranks.
+
+    Raises:
+        ValueError: For a wrong dtype or spec, no process group, or async_op on what autograd records.
+    """
+    form, back = _checked("all_gather", x, spec, backward_spec, async_op)
+    if _records(x):
+        return _AllGather.apply(x, group, form, back)
+    return _started(_all_gather(x, group, form), async_op)
+
+
+def reduce_scatter(
+    x: Tensor,
+    group: Group = None,
+    *,
+    op: Op = "sum",
+    spec: str = WIRE,
+    backward_spec: str | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Add up the ranks' tensors and give each rank its piece of the sum.
+
+    Args:
+        x: [W·R, ...], float32, bfloat16 or float16, of the same shape on all ranks; W is the size of the group.
+        group: Process group; the default one where None.
+        op: `"sum"`, or `"avg"` to divide by W.
+        spec: FP8 form on the wire.
+        backward_spec: The same for the gradient, whose way back is an all_gather; `spec` where None.
+        async_op: Return a `Pending` whose `wait()` gives the result.
+
+    Returns:
+        [R, ...] of x's dtype: piece number rank of the sum, added in float32, rounded once to the dtype.
+
+    Raises:
+        ValueError: As `all_gather`, or where the first dimension is not a multiple of W.
+    """
+    form, back = _checked("reduce_scatter", x, spec, backward_spec, async_op)
+    world = _world(group)
+    _check_op(op)
+    if x.ndim == 0 or x.shape[0] % world:
+        raise ValueError(
+            f"reduce_scatter: dimension 0 is cut into {world} equal pieces, one per rank; got shape {list(x.shape)}: "
+            "pad it to a multiple"
+        )
+    if _records(x):
+        return _ReduceScatter.apply(x, group, op, form, back)
+    return _started(_reduce_scatter(x, group, op, form), async_op)
+
+
+def all_reduce(
+    x: Tensor,
+    group: Group = None,
+    *,
+    op: Op = "sum",
+    spec: str = WIRE,
+    backward_spec: str | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Add up the ranks' tensors for all of them.
+
+    Args:
+        x: Any shape, float32, bfloat16 or float16, the same on all ranks.
+        group: Process group; the default one where None.
+        op: `"sum"`, or `"avg"` to divide by the group's size.
+        spec: FP8 form on the wire, both ways.
+        backward_spec: The same for the gradient, which is added up over the ranks as well; `spec` where None.
+        async_op: Return a `Pending`; its `wait()` does the second half, the all_gather.
+
+    Returns:
+        A tensor like x, bitwise equal on all ranks. The sum is taken in float32 and rounded once more to FP8.
+
+    Raises:
+        ValueError: As `all_gather`.
+    """
+    form, back = _checked("all_reduce", x, spec, backward_spec, async_op)
+    _check_op(op)
+    if _records(x):
+        return _AllReduce.apply(x, group, op, form, back)
+    return _started(_all_reduce(x, group, op, form), async_op)
+
+
+def all_to_all_single(
+    x: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    *,
+    spec: str = WIRE,
+    backward_spec: str | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Send rows to every rank and receive rows from every rank.
+
+    Args:
+        x: [R, ...] with two dimensions or more, float32, bfloat16 or float16: the rows for rank 0, then those for
+            rank 1, and so on.
+        output_split_sizes: Rows to come from each rank; equal parts where None.
+        input_split_sizes: Rows to go to each rank; equal parts where None.
+        group: Process group; the default one where None.
+        spec: FP8 form on the wire.
+        backward_spec: The same for the gradient, which goes the same way back; `spec` where None.
+        async_op: Return a `Pending` whose `wait()` gives the result.
+
+    Returns:
+        [sum of output_split_sizes, ...] of x's dtype.
+
+    Raises:
+        ValueError: As `all_gather`, and for splits that do not add up.
+    """
+    form, back = _checked("all_to_all_single", x, spec, backward_spec, async_op)
+    world = _world(group)
+    if x.ndim < 2:
+        raise ValueError(f"all_to_all_single sends rows, so it takes 2 dimensions or more; got shape {list(x.shape)}")
+    sent = _splits("input_split_sizes", input_split_sizes, x.shape[0], world)
+    received = sent if output_split_sizes is None and input_split_sizes is None else None
+    if received is None:
+        received = _splits("output_split_sizes", output_split_sizes, None, world)
+    if _records(x):
+        return _AllToAll.apply(x, group, sent, received, form, back)
+    return _started(_all_to_all(x, group, sent, received, form), async_op)
+
+
+def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group = None, *, spec: str = WIRE) -> None:
+    """Send a tensor to every rank and fill a tensor from every rank. Not differentiable.
+
+    Args:
+        outputs: What to fill: one tensor per rank, of the shape that the rank sends.
+        inputs: One tensor per rank; shapes and dtypes may differ.
+        group: Process group; the default one where None.
+        spec: FP8 form on the wire.
+
+    Raises:
+        ValueError: As `all_gather`, or for another number of tensors than ranks.
+    """
+    world = _world(group)
+    for name, tensors in (("inputs", inputs), ("outputs", outputs)):
+        if len(tensors) != world:
+            raise ValueError(f"all_to_all: {name} has one tensor per rank, {world}; got {len(tensors)}")
+        for tensor in tensors:
+            form, _ = _checked("all_to_all", tensor, spec, None, False)
+    coming, going = ([_bytes(tensor, form) for tensor in tensors] for tensors in (outputs, inputs))
+    message = torch.cat([pack(as_rows(tensor), form).flatten() for tensor in inputs])
+    received = message.new_empty(sum(coming))
+    dist.all_to_all_single(received, message, coming, going, group=group)
+    for output, part in zip(outputs, received.split(coming), strict=True):
+        rows = as_rows(output)
+        found = unpack(part.view(rows.shape[0], -1), rows.shape[1], form, output.dtype) if part.numel() else rows
+        output.detach().copy_(found.view(output.shape))
+
+
+def _all_gather(x: Tensor, group: Group, spec: QuantSpec) -> Pending[Tensor]:
+    world, rows = _world(group), as_rows(x)
+    message = pack(rows, spec)
+    gathered = message.new_empty(world * message.shape[0], message.shape[1])
+    work = _gather_bytes(gathered, message, group=group, async_op=True)
+    shape = (world * x.shape[0], *x.shape[1:]) if x.ndim else (world,)
+    return Pending(work, lambda: unpack(gathered, rows.shape[1], spec, x.dtype).view(shape))
+
+
+def _reduce_scatter(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> Pending[Tensor]:
+    world = _world(group)
+    rows = as_rows(x, world)
+    message = pack(rows, spec)
+    received = torch.empty_like(message)
+    work = dist.all_to_all_single(received, message, group=group, async_op=True)
+    shape = (x.shape[0] // world, *x.shape[1:])
+    return Pending(work, lambda: _sum(received, world, rows.shape[1], op, spec).to(x.dtype).view(shape))
+
+
+def _sum(message: Tensor, world: int, columns: int, op: Op, spec: QuantSpec) -> Tensor:
+    """Float32 sum of what came from the ranks, in their order."""
+    first, *others = message.chunk(world) if message.numel() else [message] * world
+    total = unpack(first, columns, spec, torch.float32)
+    for part in others:
+        total += unpack(part, columns, spec, torch.float32)
+    return total.div_(world) if op == "avg" else total
+
+
+def _all_reduce(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> Pending[Tensor]:
+    world, count = _world(group), x.numel()
+    unit = world * (spec.granularity.columns or 1)
+    flat = torch.nn.functional.pad(x.detach().reshape(-1), (0, -count % unit)).view(world, -1)
+    message = pack(flat, spec)
+    received = torch.empty_like(message)
+    work = dist.all_to_all_single(received, message, group=group, async_op=True)
+
+    def finish() -> Tensor:
+        total = _sum(received, world, flat.shape[1], op, spec)
+        gathered = _all_gather(total, group, spec).wait()
+        return gathered.reshape(-1)[:count].to(x.dtype).view(x.shape)
+
+    return Pending(work, finish)
+
+
+def _all_to_all(
+    x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int], spec: QuantSpec
+) -> Pending[Tensor]:
+    rows = as_rows(x)
+    message = pack(rows, spec)
+    arriving = message.new_empty(sum(received), message.shape[1])
+    work = dist.all_to_all_single(arriving, message, list(received), list(sent), group=group, async_op=True)
+    shape = (sum(received), *x.shape[1:])
+    return Pending(work, lambda: unpack(arriving, rows.shape[1], spec, x.dtype).view(shape))
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, spec: QuantSpec, back: QuantSpec) -> Tensor:
+        ctx.way_back = group, back
+        return _all_gather(x, group, spec).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        group, back = ctx.way_back
+        return _reduce_scatter(grad, group, "sum", back).wait(), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, op: Op, spec: QuantSpec, back: QuantSpec) -> Tensor:
+        ctx.way_back = group, op, back
+        return _reduce_scatter(x, group, op, spec).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        group, op, back = ctx.way_back
+        gathered = _all_gather(grad, group, back).wait()
+        return gathered.div_(_world(group)) if op == "avg" else gathered, None, None, None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, op: Op, spec: QuantSpec, back: QuantSpec) -> Tensor:
+        ctx.way_back = group, op, back
+        return _all_reduce(x, group, op, spec).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        group, op, back = ctx.way_back
+        return _all_reduce(grad, group, op, back).wait(), None, None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, sent: list[int], received: list[int], spec: QuantSpec, back: QuantSpec
+    ) -> Tensor:
+        ctx.way_back = group, sent, received, back
+        return _all_to_all(x, group, sent, received, spec).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        group, sent, received, back = ctx.way_back
+        return _all_to_all(grad, group, received, sent, back).wait(), None, None, None, None, None
+
+
+def _records(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
+
+
+def _started(pending: Pending[Tensor], async_op: bool) -> Any:
+    return pending if async_op else pending.wait()
+
+
+def _world(group: Group) -> int:
+    if not dist.is_initialized():
+        raise ValueError(
+            "octavo.comm needs a process group: call torch.distributed.init_process_group() first, under torchrun"
+        )
+    world = dist.get_world_size(group)
+    if world < 1:
+        raise ValueError("octavo.comm: this process is not in the group that it was given")
+    return world
+
+
+def _checked(name: str, x: Tensor, spec: str, backward_spec: str | None, async_op: bool) -> tuple[QuantSpec, QuantSpec]:
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{name} takes float32, bfloat16 or float16; got {x.dtype}: use torch.distributed for others")
+    if async_op and _records(x):
+        raise ValueError(f"{name}: async_op is for tensors that autograd does not record: detach, or wait at once")
+    form = parse(spec)
+    return form, form if backward_spec is None else parse(backward_spec)
+
+
+def _check_op(op: str) -> None:
+    if op not in ("sum", "avg"):
+        raise ValueError(f"op is 'sum' or 'avg'; got {op!r}{nearest(str(op), ('sum', 'avg'))}")
+
+
+def _splits(name: str, sizes: Sequence[int] | None, rows: int | None, world: int) -> list[int]:
+    if sizes is None:
+        if rows is None:
+            raise ValueError("all_to_all_single: give output_split_sizes with input_split_sizes, the rows to come")
+        if rows % world:
+            raise ValueError(
+                f"all_to_all_single: {rows} rows are not {world} equal parts: give input_split_sizes and "
+                "output_split_sizes"
+            )
+        return [rows // world] * world
+    if len(sizes) != world or min(sizes, default=0) < 0 or (rows is not None and sum(sizes) != rows):
+        wanted = f"{world} numbers of rows" + ("" if rows is None else f" that add up to {rows}")
+        raise ValueError(f"all_to_all_single: {name} is {wanted}; got {list(sizes)}")
+    return list(sizes)
+
+
+def _bytes(x: Tensor, spec: QuantSpec) -> int:
+    rows = 1 if x.ndim < 2 else x.shape[0]
+    columns = x.numel() if x.ndim < 2 else math.prod(x.shape[1:])
+    return rows * width(columns, spec)

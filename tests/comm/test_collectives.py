@@ -1,0 +1,365 @@
+"""Collectives in FP8 against the same in float64. A job runs on every rank and asserts there."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import DTYPES, SHAPES, SPECS, assert_equal_on_all_ranks, assert_within, bound, same_bits, values
+
+from octavo import comm
+from wiretap import Wiretap
+
+pytestmark = pytest.mark.dist
+WORLDS = (2, 3, 4)
+
+
+def cases(shapes):
+    """Every spec and dtype with some shapes, every shape with the default spec."""
+    found = [(spec, dtype, shape) for spec in SPECS for dtype in DTYPES for shape in shapes[:3]]
+    return found + [(comm.WIRE, torch.float32, shape) for shape in shapes]
+
+
+def everyones(shape, dtype, seed=0):
+    return [values(shape, rank, seed, dtype) for rank in range(dist.get_world_size())]
+
+
+def gather_job():
+    for spec, dtype, shape in cases((*SHAPES, ())):
+        what = f"all_gather {spec} {dtype} {shape}"
+        mine, all_ = values(shape, dtype=dtype), everyones(shape, dtype)
+        before = mine.clone()
+        result = comm.all_gather(mine, spec=spec)
+        parts = [x.view(1) if x.ndim == 0 else x for x in all_]
+        limit = torch.cat([bound(x, spec).view(p.shape) for x, p in zip(all_, parts, strict=True)])
+        assert result.dtype == dtype
+        assert_within(result, torch.cat(parts), limit, what)
+        assert_equal_on_all_ranks(result, what)
+        assert same_bits(mine, before)
+        assert same_bits(comm.all_gather(mine, spec=spec, async_op=True).wait(), result), what
+
+
+def reduce_scatter_job():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for spec, dtype, shape in cases(SHAPES):
+        shape = (world * shape[0], *shape[1:])
+        all_ = everyones(shape, dtype)
+        limits = sum(bound(x, spec, parts=world) for x in all_)
+        exact = sum(x.double() for x in all_)
+        for op, share in (("sum", 1), ("avg", world)):
+            what = f"reduce_scatter {op} {spec} {dtype} {shape}"
+            result = comm.reduce_scatter(all_[rank], op=op, spec=spec)
+            mine = (exact / share).chunk(world)[rank] if shape[0] else exact
+            limit = (limits / share).chunk(world)[rank] if shape[0] else limits
+            assert result.dtype == dtype
+            assert_within(result, mine, limit + rounding(mine, limit, dtype, world), what)
+            assert same_bits(comm.reduce_scatter(all_[rank], op=op, spec=spec, async_op=True).wait(), result), what
+
+
+def rounding(exact, limit, dtype, world):
+    """What adding up in float32 and rounding to a dtype takes."""
+    info = torch.finfo(dtype)
+    return (exact.abs() + limit) * (info.eps / 2 + world * 2.0**-24) + info.smallest_normal * info.eps
+
+
+def all_reduce_job():
+    world = dist.get_world_size()
+    for spec, dtype, shape in cases((*SHAPES, ())):
+        all_ = everyones(shape, dtype)
+        flat = [flattened(x, world, spec) for x in all_]
+        for op, share in (("sum", 1), ("avg", world)):
+            what = f"all_reduce {op} {spec} {dtype} {shape}"
+            result = comm.all_reduce(values(shape, dtype=dtype), op=op, spec=spec)
+            exact = sum(x.double() for x in flat) / share
+            first = sum(bound(x.float(), spec) for x in flat) / share
+            # The second rounding is that of a sum as far off as `first` says.
+            second = bound((exact.abs() + first).float(), spec)
+            limit = (first + second).view(-1)[: result.numel()].view(shape)
+            exact = exact.view(-1)[: result.numel()].view(shape)
+            assert result.dtype == dtype
+            assert_within(result, exact, limit + rounding(exact, limit, dtype, world), what)
+            assert_equal_on_all_ranks(result, what)
+            assert same_bits(
+                comm.all_reduce(values(shape, dtype=dtype), op=op, spec=spec, async_op=True).wait(), result
+            )
+
+
+def flattened(x, world, spec):
+    """A tensor as all_reduce cuts it up: one row for each rank, whole groups."""
+    group = 1 if spec.split("/")[1] in ("row", "tensor") else int(spec.split("/")[1][2:])
+    return torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % (world * group))).view(world, -1)
+
+
+def all_to_all_job():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tables = {
+        "equal": [[2] * world] * world,
+        "uneven": [[(3 * a + 5 * b) % 4 for b in range(world)] for a in range(world)],
+        "one to all": [[int(a == 0)] * world for a in range(world)],
+        "all to one": [[int(b == 1) for b in range(world)]] * world,
+        "nothing": [[0] * world] * world,
+    }
+    for name, table in tables.items():
+        sent, received = table[rank], [row[rank] for row in table]
+        for spec, dtype, rest in [(s, d, (200,)) for s in SPECS for d in DTYPES] + [(comm.WIRE, DTYPES[1], (3, 7))]:
+            what = f"all_to_all_single {name} {spec} {dtype}"
+            all_ = [values((sum(row), *rest), r, dtype=dtype) for r, row in enumerate(table)]
+            result = comm.all_to_all_single(all_[rank], received, sent, spec=spec)
+            exact = torch.cat([x.split(t)[rank] for x, t in zip(all_, table, strict=True)])
+            limit = torch.cat([bound(x, spec).split(t)[rank] for x, t in zip(all_, table, strict=True)])
+            assert_within(result, exact, limit, what)
+            later = comm.all_to_all_single(all_[rank], received, sent, spec=spec, async_op=True)
+            assert same_bits(later.wait(), result), what
+            if name == "equal":
+                assert same_bits(comm.all_to_all_single(all_[rank], spec=spec), result), what
+
+
+def all_to_all_list_job():
+    """Tensors of other shapes and dtypes for every pair, empty ones and numbers among them."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shapes = [(5, 130), (0, 7), (), (3, 2, 9), (64,)]
+
+    def thing(source, target):
+        kind = (2 * source + target) % len(shapes)
+        return values(shapes[kind], rank=10 * source + target, dtype=DTYPES[(source + target) % 3])
+
+    for spec in SPECS:
+        inputs = [thing(rank, other) for other in range(world)]
+        outputs = [torch.full_like(thing(other, rank), 7.0) for other in range(world)]
+        comm.all_to_all(outputs, inputs, spec=spec)
+        for other, output in enumerate(outputs):
+            exact = thing(other, rank)
+            assert_within(output, exact, bound(exact, spec), f"all_to_all {spec} from {other}")
+
+
+def strides_job():
+    """Any strides; and the tensor may be changed as soon as an async call has returned."""
+    dense = values((6, 96), seed=3)
+    world = dist.get_world_size()
+    base = torch.zeros(6, 192)
+    base[:, ::2] = dense
+    for strided in (dense.t().contiguous().t(), base[:, ::2]):
+        assert not strided.is_contiguous()
+        assert same_bits(comm.all_gather(strided), comm.all_gather(dense))
+        assert same_bits(comm.all_reduce(strided), comm.all_reduce(dense))
+        tall, dense_tall = strided.repeat(world, 1).t().contiguous().t(), dense.repeat(world, 1)
+        assert same_bits(comm.reduce_scatter(tall), comm.reduce_scatter(dense_tall))
+        assert same_bits(comm.all_to_all_single(tall), comm.all_to_all_single(dense_tall))
+    changing, wanted = dense.clone(), comm.all_gather(dense)
+    first, second = comm.all_gather(changing, async_op=True), comm.all_gather(2 * dense, async_op=True)
+    changing.zero_()
+    assert same_bits(first.wait(), wanted) and same_bits(second.wait(), comm.all_gather(2 * dense))
+
+
+def nonfinite_job():
+    """On one rank only: every rank sees it, where it is and nowhere else."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x = torch.ones(world, 256)
+        if rank == 1:
+            x[0, 130] = bad
+        gathered = comm.all_gather(x)
+        assert gathered[world, 128:].isnan().all() and gathered.isnan().sum() == 128
+        total = comm.all_reduce(x)
+        assert total[0, 128:].isnan().all() and total[1:].isfinite().all() and total[0, :128].isfinite().all()
+        mine = comm.reduce_scatter(x)
+        assert mine.isnan().sum() == (128 if rank == 0 else 0)
+        moved = comm.all_to_all_single(x)
+        assert moved.isnan().sum() == (128 if rank == 0 else 0)
+
+
+def groups_job():
+    """Two groups of two at once; a process outside of a group is told so."""
+    rank = dist.get_rank()
+    members = [[0, 2], [1, 3]]
+    groups = [dist.new_group(ranks) for ranks in members]
+    group, ranks = groups[rank % 2], members[rank % 2]
+    x = values((4, 200))
+    all_ = [values((4, 200), other) for other in ranks]
+    assert_within(comm.all_gather(x, group), torch.cat(all_), torch.cat([bound(a, comm.WIRE) for a in all_]), "gather")
+    limit = sum(bound(a, comm.WIRE) for a in all_)
+    exact = sum(a.double() for a in all_)
+    mine = ranks.index(rank)
+    limit = limit + rounding(exact, limit, torch.float32, 2)
+    assert_within(comm.reduce_scatter(x, group), exact.chunk(2)[mine], limit.chunk(2)[mine], "reduce_scatter")
+    result = comm.all_reduce(x, group, op="avg")
+    assert_equal_on_all_ranks(result, "all_reduce", group)
+    summed, first = sum(flattened(a, 2, comm.WIRE).double() for a in all_), flattened(limit, 2, comm.WIRE)
+    second = bound((summed.abs() + first).float(), comm.WIRE).view(-1)[: x.numel()].view(x.shape)
+    assert_within(result, exact / 2, limit + second, "all_reduce")
+    moved = comm.all_to_all_single(x, [(1, 3)[mine]] * 2, [1, 3], group)
+    part = (slice(0, 1), slice(1, 4))[mine]
+    limits = torch.cat([bound(a, comm.WIRE)[part] for a in all_])
+    assert_within(moved, torch.cat([a[part] for a in all_]), limits, "all_to_all_single")
+    try:
+        comm.all_gather(x, groups[1 - rank % 2])
+    except ValueError as error:
+        assert "not in the group" in str(error)
+    else:
+        raise AssertionError("a process that is not in the group was let through")
+
+
+def one_rank_job():
+    x = values((4, 200))
+    for result in (comm.all_gather(x), comm.reduce_scatter(x), comm.all_to_all_single(x)):
+        assert_within(result, x, bound(x, comm.WIRE), "alone")
+    flat = flattened(x, 1, comm.WIRE)
+    assert_within(comm.all_reduce(x).view(-1), x.view(-1), 2.1 * bound(flat, comm.WIRE).view(-1)[: x.numel()], "alone")
+
+
+JOBS = (gather_job, reduce_scatter_job, all_reduce_job, all_to_all_job, all_to_all_list_job, strides_job, nonfinite_job)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__.removesuffix("_job"))
+def test_against_exact_sums_and_moves(gloo, job, world):
+    gloo.run(job, world)
+
+
+def test_groups_that_are_not_the_world(gloo):
+    gloo.run(groups_job, 4)
+    gloo.run(one_rank_job, 1)
+
+
+def gradient_job():
+    """Gradients are the collective's transpose, in `backward_spec`: bitwise what that collective gives."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    x = values((2 * world, 130), dtype=torch.bfloat16)
+    splits = [[(a + 2 * b) % 3 for b in range(world)] for a in range(world)]
+    sent, received = splits[rank], [row[rank] for row in splits]
+    rows = x[:1].expand(sum(sent), -1).clone()
+    for back in (None, "e5m2/row"):
+        used = back or comm.WIRE
+        for what, forward, backward, settings in (
+            ("all_gather", comm.all_gather, comm.reduce_scatter, {}),
+            ("reduce_scatter", comm.reduce_scatter, comm.all_gather, {}),
+            ("reduce_scatter avg", comm.reduce_scatter, comm.all_gather, {"op": "avg"}),
+            ("all_reduce", comm.all_reduce, comm.all_reduce, {}),
+            ("all_reduce avg", comm.all_reduce, comm.all_reduce, {"op": "avg"}),
+            ("all_to_all_single", partial(comm.all_to_all_single, output_split_sizes=received, input_split_sizes=sent),
+             partial(comm.all_to_all_single, output_split_sizes=sent, input_split_sizes=received), {}),
+        ):  # fmt: skip
+            x_ = rows if what == "all_to_all_single" else x
+            leaf = x_.clone().requires_grad_()
+            with Wiretap() as tap:
+                y = forward(leaf, backward_spec=back, **settings)
+                count = len(tap.calls)
+                weights = values(y.shape, seed=7, dtype=y.dtype)
+                (y * weights).sum().backward()
+            assert count and len(tap.calls) == 2 * count, f"{what}: {tap.calls}"
+            assert {call.dtype for call in tap.calls} == {torch.uint8}, what
+            with torch.no_grad():
+                assert same_bits(forward(x_, **settings), y), what
+                if what == "reduce_scatter avg":
+                    wanted = backward(weights, spec=used) / world
+                else:
+                    wanted = backward(weights, spec=used, **settings)
+            assert same_bits(leaf.grad, wanted), f"{what}, backward in {used}"
+
+
+def exact_gradient_job():
+    """Against float64: ⟨c, collective(x)⟩ is differentiated by what the transposed collective makes of c."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    cs = [values((world * 4, 200), r, seed=5) for r in range(world)]
+    x = values((4, 200)).requires_grad_()
+    (comm.all_gather(x) * cs[rank]).sum().backward()
+    exact = sum(c.double() for c in cs).chunk(world)[rank]
+    limit = sum(bound(c, comm.WIRE) for c in cs).chunk(world)[rank]
+    assert_within(x.grad, exact, limit + rounding(exact, limit, torch.float32, world), "all_gather")
+    x = values((world * 4, 200)).requires_grad_()
+    c = [part[:4] for part in cs]
+    (comm.reduce_scatter(x, backward_spec="e5m2/1x128") * c[rank]).sum().backward()
+    limit = torch.cat([bound(part, "e5m2/1x128") for part in c])
+    assert_within(x.grad, torch.cat(c), limit, "reduce_scatter")
+    x = values((world * 4, 200)).requires_grad_()
+    (comm.all_reduce(x) * cs[rank]).sum().backward()
+    exact, first = sum(c.double() for c in cs), sum(bound(c, comm.WIRE) for c in cs)
+    largest = (exact.abs() + first).amax()
+    assert ((x.grad - exact).abs() <= first + exact.abs() / 15 + largest / 1e5).all()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_gradients(gloo, world):
+    gloo.run(gradient_job, world)
+    gloo.run(exact_gradient_job, world)
+
+
+def bytes_job():
+    """Bytes per rank of FP8 and of the collective that it stands for, in bf16."""
+    x = values((512, 512), dtype=torch.bfloat16)
+    world = dist.get_world_size()
+    with Wiretap() as fp8:
+        comm.all_gather(x)
+    with Wiretap() as bf16:
+        dist.all_gather([torch.empty_like(x) for _ in range(world)], x)
+    gather = [fp8.bytes("_allgather_base_"), bf16.bytes("allgather_")]
+    assert len(fp8.calls) == 1
+    with Wiretap() as fp8:
+        comm.reduce_scatter(x)
+    with Wiretap() as bf16:
+        dist.reduce_scatter(torch.empty(512 // world, 512, dtype=x.dtype), list(x.chunk(world)))
+    scatter = [fp8.bytes("alltoall_base_"), bf16.bytes("reduce_scatter_")]
+    assert len(fp8.calls) == 1
+    with Wiretap() as fp8:
+        comm.all_reduce(x)
+    assert [call.name for call in fp8.calls] == ["alltoall_base_", "_allgather_base_"]
+    reduce = [sum(call.bytes for call in fp8.calls), x.nbytes + x.nbytes // world]
+    with Wiretap() as fp8:
+        comm.all_to_all_single(x)
+    moved = [fp8.bytes("alltoall_base_"), x.nbytes]
+    with Wiretap() as fp8:
+        comm.all_to_all([torch.empty_like(part) for part in x.chunk(world)], list(x.chunk(world)))
+    assert fp8.bytes("alltoall_base_") == moved[0] and len(fp8.calls) == 1
+    return {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce, "all_to_all": moved}
+
+
+def test_bytes_on_the_wire(gloo):
+    """All-gather at most 0.52, reduce-scatter at most 0.55 of bf16: 1 + 4/128 bytes to 2."""
+    for counted in gloo.run(bytes_job, 4):
+        for name, (fp8, bf16) in counted.items():
+            assert fp8 / bf16 == pytest.approx((1 + 4 / 128) / 2), name
+
+
+def error_job():
+    world = dist.get_world_size()
+    x = torch.ones(2 * world, 8)
+    recorded = x.clone().requires_grad_()
+    for call, message in (
+        (lambda: comm.all_gather(x.double()), "all_gather takes float32, bfloat16 or float16; got torch.float64"),
+        (lambda: comm.all_reduce(x.int()), "use torch.distributed for others"),
+        (lambda: comm.all_gather(x, spec="e4m3/8x8"), "by row, 1xN or tensor"),
+        (lambda: comm.all_gather(x, spec="e4m3/rows"), "unknown granularity 'rows'"),
+        (lambda: comm.all_gather(x, backward_spec="e4m3/column"), "by row, 1xN or tensor"),
+        (lambda: comm.all_gather(recorded, async_op=True), "async_op is for tensors that autograd does not record"),
+        (lambda: comm.reduce_scatter(x[1:]), "cut into 2 equal pieces, one per rank; got shape [3, 8]: pad it"),
+        (lambda: comm.reduce_scatter(torch.ones(())), "got shape []"),
+        (lambda: comm.reduce_scatter(x, op="mean"), "op is 'sum' or 'avg'; got 'mean'"),
+        (lambda: comm.all_reduce(x, op="sums"), "did you mean 'sum'"),
+        (lambda: comm.all_to_all_single(torch.ones(4)), "takes 2 dimensions or more; got shape [4]"),
+        (lambda: comm.all_to_all_single(x[1:]), "3 rows are not 2 equal parts"),
+        (lambda: comm.all_to_all_single(x, input_split_sizes=[1, 3]), "give output_split_sizes with input_split_sizes"),
+        (lambda: comm.all_to_all_single(x, [2, 2], [1, 2]), "2 numbers of rows that add up to 4; got [1, 2]"),
+        (lambda: comm.all_to_all_single(x, [2, -2], [2, 2]), "output_split_sizes is 2 numbers of rows; got [2, -2]"),
+        (lambda: comm.all_to_all_single(x, [4], [2, 2]), "output_split_sizes is 2 numbers of rows; got [4]"),
+        (lambda: comm.all_to_all([x], [x, x]), "outputs has one tensor per rank, 2; got 1"),
+        (lambda: comm.all_to_all([x, x], [x] * 3), "inputs has one tensor per rank, 2; got 3"),
+        (lambda: comm.all_to_all([x, x], [x, x.long()]), "all_to_all takes float32"),
+        (lambda: comm.send(x.long(), 1), "send takes float32"),
+        (lambda: comm.recv((2, 2), 0, dtype=torch.int32), "recv gives float32, bfloat16 or float16; got torch.int32"),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            assert message in str(error), f"{message!r} is not in {error}"
+        else:
+            raise AssertionError(f"no error that says {message!r}")
+
+
+def test_mistakes_are_named(gloo):
+    gloo.run(error_job, 2)
+
+
+def test_without_a_process_group():
+    for call in (lambda: comm.all_gather(torch.ones(2)), lambda: comm.send(torch.ones(2), 1)):
+        with pytest.raises(ValueError, match="call torch.distributed.init_process_group"):
+            call()

@@ -1,0 +1,328 @@
+"""Models that are awkward to cut into pieces, their state, and what else is done to a model that is sharded."""
+
+import io
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from training import loss_of, make, one_process, run, share, train, whole
+
+import octavo
+from octavo.parallel import Parallel, parallelize
+from octavo.parallel.fsdp import parameters_in_fp8
+
+pytestmark = pytest.mark.dist
+
+
+# --- models that are awkward to cut into pieces ---
+
+
+def awkward_job(settings, options, in_fp8):
+    model = parallelize(make(**options), Parallel(**settings))
+    assert set(parameters_in_fp8(model)) == set(in_fp8)
+    losses = train(model, steps=5)
+    return losses, whole(model)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize(
+    ("world", "hidden"), [(2, 63), (2, 128), (4, 65), (4, 3), (3, 1)], ids=lambda value: str(value)
+)
+def test_rows_that_do_not_divide(gloo, world, hidden, recipe):
+    """63 rows on 2 ranks, 65 on 4, 3 rows on 4: a shard is padded on the wire, or empty."""
+    options = {"hidden": hidden, "recipe": recipe}
+    names = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
+    wanted, parameters = one_process(world, steps=5, **options)
+    by_gather = {}
+    for comm in ("off", "gather"):
+        ranks = gloo.run(awkward_job, world, {"fp8_comm": comm}, options, names if comm == "gather" else [])
+        by_gather[comm] = [losses for losses, _ in ranks]
+        for name, value in ranks[0][1].items():
+            assert value.shape == parameters[name].shape
+    assert by_gather["off"] == by_gather["gather"]
+    if world == 2:
+        assert by_gather["gather"] == wanted
+    assert torch.tensor(by_gather["gather"]) == pytest.approx(torch.tensor(wanted), abs=2e-3)
+
+
+def empty_shard_job():
+    """Ranks without rows: their part of the state is empty, and they take part in everything."""
+    model = parallelize(make(hidden=3), Parallel(fp8_comm="gather"))
+    weight = model.blocks[0].up.weight
+    assert weight.to_local().shape[0] == (1 if dist.get_rank() < 3 else 0)
+    train(model, steps=2, optimizer="octavo")
+    return weight.to_local().shape
+
+
+def test_empty_shards(gloo):
+    assert gloo.run(empty_shard_job, 4)[3] == (0, 64)
+
+
+@pytest.mark.parametrize("frozen", [("blocks.0",), ("embed", "blocks.1.up", "norm"), ("blocks",)], ids=str)
+def test_frozen_parameters(gloo, frozen):
+    options = {"frozen": frozen}
+    names = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
+    wanted, parameters = one_process(2, steps=5, **options)
+    for comm in ("off", "gather", "on"):
+        ranks = gloo.run(awkward_job, 2, {"fp8_comm": comm}, options, [] if comm == "off" else names)
+        if comm != "on":
+            assert [losses for losses, _ in ranks] == wanted
+            assert all(torch.equal(ranks[1][1][name], value) for name, value in parameters.items())
+        untouched = make().state_dict()
+        for name, value in ranks[0][1].items():
+            if name.startswith(frozen):
+                assert torch.equal(value, untouched[name]), name
+
+
+@pytest.mark.parametrize("tie", ["head", "blocks", "inside"])
+def test_tied_parameters(gloo, tie):
+    """Embedding and head; weights of two blocks, which FSDP2 cannot have in two groups; two weights of one block."""
+    options = {"ties": tie, "hidden": 64}
+    names = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
+    if tie == "blocks":
+        names.remove("blocks.1.up.weight")
+    if tie == "inside":
+        names.remove("blocks.0.down.weight")
+    wanted, parameters = one_process(2, steps=5, **options)
+    ranks = gloo.run(awkward_job, 2, {"fp8_comm": "gather"}, options, names)
+    assert [losses for losses, _ in ranks] == wanted
+    assert all(torch.equal(ranks[1][1][name], value) for name, value in parameters.items())
+
+
+# --- state ---
+
+
+def state_job(path):
+    """`state_dict` is that of any FSDP2 model: DTensors of plain tensors, under the model's own names."""
+    model = parallelize(make(), Parallel(fp8_comm="gather"))
+    train(model, steps=2)
+    state = model.state_dict()
+    assert list(state) == list(make().state_dict())
+    for name, value in state.items():
+        assert type(value) is DTensor and type(value.to_local()) is torch.Tensor, name
+        assert value.to_local().untyped_storage().data_ptr() == local(model.get_parameter(name)).data_ptr(), name
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    before = {name: value.full_tensor() for name, value in state.items()}
+    losses = train(model, steps=2, first=2)
+    # Back to what was saved, scales and all: the same two steps again.
+    model.load_state_dict(loaded)
+    assert all(torch.equal(value.full_tensor(), before[name]) for name, value in model.state_dict().items())
+    assert set(parameters_in_fp8(model)) and train(model, steps=2, first=2) == losses
+    other = parallelize(make(seed=1), Parallel(fp8_comm="off"))
+    other.load_state_dict(loaded)
+    assert all(torch.equal(value.full_tensor(), before[name]) for name, value in other.state_dict().items())
+    if dist.get_rank() == 0:
+        torch.save(before, path)
+
+
+def local(parameter):
+    inner = parameter._local_tensor
+    return getattr(inner, "local", inner).untyped_storage()
+
+
+def test_state_dict_is_plain(gloo, tmp_path):
+    gloo.run(state_job, 2, str(tmp_path / "whole.pt"))
+    one = make()
+    one.load_state_dict(torch.load(tmp_path / "whole.pt", weights_only=True))
+
+
+def load_changes_scales_job():
+    """Scales by tensor follow what was loaded, before any optimizer has stepped."""
+    model = parallelize(make("tensorwise"), Parallel(fp8_comm="gather"))
+    tokens = share(0, 0, 0)
+    before = model(tokens)
+    state = {name: value * 3 if name.endswith("up.weight") else value for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    after = model(tokens)
+    other = make("tensorwise")
+    for block in other.blocks:
+        block.up.weight.data *= 3
+    assert torch.equal(after, other(tokens)) and not torch.equal(after, before)
+
+
+def test_loading_makes_scales_new(gloo):
+    gloo.run(load_changes_scales_job, 2)
+
+
+def disabled_job(recipe):
+    """Inside `octavo.disabled()` products run in the weights' dtype, on what was gathered: FP8 values."""
+    model = parallelize(make(recipe), Parallel(fp8_comm="gather"))
+    plain = make(recipe)
+    for block in plain.blocks:
+        for linear in (block.up, block.down):
+            q = octavo.kernels.quantize(linear.weight.detach(), linear.recipe.w)
+            linear.weight.data = q.dequantize()
+    tokens = share(0, 0, 0)
+    with octavo.disabled():
+        assert torch.equal(model(tokens), plain(tokens))
+        loss_of(model, tokens).backward()
+        loss_of(plain, tokens).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-7, msg=name)
+    with octavo.disabled():
+        exact = model(tokens)
+    assert not torch.equal(model(tokens), exact)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_disabled_on_gathered_weights(gloo, recipe):
+    gloo.run(disabled_job, 2, recipe)
+
+
+def part_job():
+    """A part of a model with scales by tensor, called alone: said, rather than with scales of long ago."""
+    model = parallelize(make("tensorwise"), Parallel(fp8_comm="gather"))
+    try:
+        model.blocks[0](torch.randn(2, 64))
+    except RuntimeError as error:
+        assert "call that, not a part of it; or use recipe 'rowwise'" in str(error)
+    else:
+        raise AssertionError("went through")
+    row = parallelize(make("rowwise"), Parallel(fp8_comm="gather"))
+    row(share(0, 0, 0))
+    assert row.blocks[0](torch.randn(2, 64)).shape == (2, 64)
+    row.blocks[1].up.recipe = octavo.RECIPES["tensorwise"]
+    try:
+        row(share(0, 0, 0))
+    except ValueError as error:
+        assert "recipes cannot be changed after octavo.parallelize" in str(error)
+    else:
+        raise AssertionError("went through")
+
+
+def test_misuse_of_a_gathered_model(gloo):
+    gloo.run(part_job, 2)
+
+
+def divide_job():
+    model = parallelize(make(), Parallel(fp8_comm="on"))
+    model.set_gradient_divide_factor(3.0)
+    try:
+        loss_of(model, share(0, 0, 0)).backward()
+    except ValueError as error:
+        assert "scale the loss instead, or use fp8_comm='gather'" in str(error)
+    else:
+        raise AssertionError("went through")
+
+
+def test_a_gradient_divide_factor_is_refused(gloo):
+    gloo.run(divide_job, 2)
+
+
+def recipes_job():
+    """Recipes whose weights cannot be gathered in FP8 train all the same, gathered as they are."""
+    losses = {}
+    for recipe in ("blockwise", "mxfp8", "rowwise_hp_wgrad"):
+        model = parallelize(make(recipe, hidden=128), Parallel(fp8_comm="off"))
+        losses[recipe] = train(model, 3)
+    return losses
+
+
+def test_other_recipes(gloo):
+    ranks = gloo.run(recipes_job, 2)
+    for recipe in ranks[0]:
+        assert [ranks[rank][recipe] for rank in range(2)] == one_process(2, steps=3, recipe=recipe, hidden=128)[0]
+
+
+def no_blocks_job():
+    torch.manual_seed(0)
+    model = octavo.convert(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10)), verbose=False)
+    wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model = parallelize(model, Parallel(fp8_comm="on"))
+    model(torch.ones(3, 64)).sum().backward()
+    assert {name: tuple(p.grad.full_tensor().shape) for name, p in model.named_parameters()} == {
+        name: tuple(p.shape) for name, p in wanted.items()
+    }
+
+
+def test_a_model_without_blocks(gloo):
+    gloo.run(no_blocks_job, 3)
+
+
+def hp_job():
+    model, settings = make("rowwise_hp_wgrad"), {"fp8_comm": "on"}
+    losses = train(parallelize(model, Parallel(**settings)), 3)
+    assert losses[-1] < losses[0]
+
+
+def test_a_recipe_by_row_with_wgrad_in_high_precision_is_gathered(gloo):
+    gloo.run(hp_job, 2)
+    off, gather = (
+        gloo.run(run, 2, {"fp8_comm": c}, {"recipe": "rowwise_hp_wgrad", "steps": 4}) for c in ("off", "gather")
+    )
+    assert [x for x, _ in off] == [x for x, _ in gather]
+
+
+# --- what else is done to a model ---
+
+
+def meta_job():
+    """A model that never is whole: sharded on the meta device, then given memory and values."""
+    with torch.device("meta"):
+        model = make()
+    model = parallelize(model, Parallel(fp8_comm="gather"))
+    model.to_empty(device="cpu")
+    assert len(list(parameters_in_fp8(model))) == 4
+    twin = parallelize(make(), Parallel(fp8_comm="gather"))
+    model.load_state_dict(twin.state_dict())
+    assert train(model, 3) == train(twin, 3)
+
+
+def cast_job():
+    """In another dtype afterwards, and what its optimizer keeps is no shard of anything."""
+    model = parallelize(make("tensorwise"), Parallel(fp8_comm="gather")).to(torch.bfloat16)
+    assert len(list(parameters_in_fp8(model))) == 4
+    losses = train(model, 3)
+    assert losses == train(parallelize(make("tensorwise", dtype=torch.bfloat16), Parallel(fp8_comm="gather")), 3)
+    stepper = torch.optim.AdamW(model.parameters())
+    train(model, 1, stepper=stepper)
+    assert all(type(state["exp_avg"]._local_tensor) is torch.Tensor for state in stepper.state.values())
+
+
+def modes_job():
+    """Evaluation, inference mode, clipping and autocast."""
+    model, tokens = parallelize(make(), Parallel(fp8_comm="gather")), share(0, 0, 0)
+    exact = make()
+    with torch.no_grad():
+        assert torch.equal(model(tokens), exact(tokens))
+    with torch.inference_mode():
+        assert torch.equal(model(tokens), exact(tokens))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss_of(model, tokens).backward()
+        loss_of(exact, tokens).backward()
+    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, exact)]
+    torch.testing.assert_close(norms[0].full_tensor(), norms[1])
+
+
+def test_meta_device(gloo):
+    gloo.run(meta_job, 2)
+
+
+def test_another_dtype_afterwards(gloo):
+    gloo.run(cast_job, 2)
+
+
+def test_evaluation_clipping_and_autocast(gloo):
+    gloo.run(modes_job, 2)
+
+
+def compile_job(recipe):
+    """Blocks compiled, as torchtitan does: the same losses."""
+    eager = train(parallelize(make(recipe), Parallel(fp8_comm="gather")), 3)
+    model = parallelize(make(recipe), Parallel(fp8_comm="gather"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # Dynamo's own
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+        assert train(model, 3) == eager
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_compiled_blocks(gloo, recipe):
+    gloo.run(compile_job, 2, recipe)

@@ -1,0 +1,203 @@
+"""The front door: meshes, settings, and what is refused, on every rank at once."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from training import loss_of, make, share, train
+
+import octavo
+from octavo.parallel import Parallel, parallelize
+from octavo.parallel.fsdp import parameters_in_fp8
+from wiretap import Wiretap
+
+pytestmark = pytest.mark.dist
+
+
+def refused(call, message, kind=ValueError):
+    try:
+        call()
+    except kind as error:
+        assert message in str(error), f"{message!r} is not in: {error}"
+    else:
+        raise AssertionError(f"no error that says {message!r}")
+
+
+def mistakes_job():
+    named = {"mesh_dim_names": ("dp_replicate", "dp_shard")}
+    refused(
+        lambda: parallelize(make(), Parallel(dp_shard=3)),
+        "does not make the 2 ranks there are: take dp_replicate from [1, 2]",
+    )
+    refused(lambda: parallelize(make(), Parallel(dp_replicate=4)), "parallel.dp_replicate = 4 × parallel.dp_shard = -1")
+    refused(
+        lambda: parallelize(make(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))), "got dimensions ('tp',)"
+    )
+    refused(lambda: parallelize(make(), init_device_mesh("cpu", (1, 2))), "name the dimensions of a mesh of two")
+    refused(lambda: parallelize(make(), init_device_mesh("cpu", (1, 1, 2))), "takes a mesh [dp_shard]")
+    refused(lambda: parallelize(make(), fp8_comm="fp8"), "fp8_comm is 'auto', 'on', 'gather' or 'off'; got 'fp8'")
+    refused(
+        lambda: parallelize(make(), Parallel(dp_replicate=2), cpu_offload=True),
+        "cpu_offload needs shards, and this mesh has copies only: give it a dp_shard dimension",
+    )
+    refused(lambda: parallelize(make(), Parallel(dp_replicate=2), dtype=torch.bfloat16), "is for shards")
+    for recipe in ("blockwise", "mxfp8"):
+        for comm in ("on", "gather"):
+            model = make(recipe, hidden=128)
+            refused(lambda m=model, c=comm: parallelize(m, fp8_comm=c), f"fp8_comm={comm!r} with recipe {recipe}")
+            assert not isinstance(model, FSDPModule)
+    sharded = parallelize(make(), fp8_comm="off")
+    refused(lambda: parallelize(sharded), "already: call parallelize once, on the whole model")
+    copied = parallelize(make(), Parallel(dp_replicate=2), fp8_comm="off")
+    refused(lambda: parallelize(copied), "the model is a DistributedDataParallel already")
+    inside = make()
+    fully_shard(inside.blocks[0])
+    refused(lambda: parallelize(inside), "blocks.0 is a FSDPBlock already")
+    refused(
+        lambda: parallelize(make(), precision=octavo.Precision.level("O1")),
+        "layers of this model are converted already",
+    )
+    refused(lambda: parallelize(nn.Sequential(Old()), fp8_comm="off"), "0 is a FullyShardedDataParallel (FSDP1)")
+    # Nothing hangs afterwards.
+    dist.barrier()
+    assert init_device_mesh("cpu", (1, 2), **named).shape == (1, 2)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """FSDP1 by name: it asks for an accelerator, which is not here."""
+
+
+Old = FullyShardedDataParallel
+
+
+def test_mistakes_are_named(gloo):
+    gloo.run(mistakes_job, 2)
+
+
+def different_job():
+    """What one rank alone does wrong stops all of them."""
+    rank = dist.get_rank()
+    odd = rank == 1
+    refused(
+        lambda: parallelize(make("tensorwise" if odd else "rowwise")),
+        "rank 1 and rank 0 call parallelize with different recipes of layers: all ranks must agree",
+    )
+    refused(lambda: parallelize(make(None if odd else "rowwise")), "different recipes of layers")
+    refused(lambda: parallelize(make(), fp8_comm="off" if odd else "on"), "different settings")
+    refused(lambda: parallelize(make(), dtype=torch.bfloat16 if odd else None), "different settings")
+    refused(lambda: parallelize(make(hidden=64 if odd else 128)), "different parameters")
+    refused(lambda: parallelize(make(frozen=("embed",) if odd else ())), "different parameters")
+    refused(
+        lambda: parallelize(make(), Parallel(dp_replicate=1, dp_shard=2 if odd else 5)),
+        "rank 0 cannot parallelize its model: parallel.dp_replicate" if odd else "parallel.dp_shard = 5 does not make",
+    )
+
+
+def one_converts_job():
+    precision = octavo.Precision.level("O1")
+    model = make("rowwise" if dist.get_rank() == 1 else None)
+    refused(
+        lambda: parallelize(model, precision=precision),
+        "converted already" if dist.get_rank() == 1 else "rank 1 cannot parallelize its model: 4 layers",
+    )
+
+
+def test_ranks_that_differ_are_told_on_every_rank(gloo):
+    gloo.run(one_converts_job, 3)
+    gloo.run(different_job, 2)
+
+
+def test_without_a_process_group():
+    with pytest.raises(ValueError, match="start with torchrun --nproc-per-node N"):
+        parallelize(make())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dp_replicate": 0}, "dp_replicate is 1 or more"),
+        ({"dp_shard": 0}, "or -1 for what is left; got 1 and 0"),
+        ({"dp_shard": -2}, "got 1 and -2"),
+        ({"fp8_comm": "auot"}, "got 'auot' .did you mean 'auto'"),
+    ],
+)
+def test_settings_are_checked_when_made(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Parallel(**settings)
+
+
+def test_sizes():
+    assert Parallel().sizes(6) == (1, 6)
+    assert Parallel(dp_replicate=2).sizes(6) == (2, 3)
+    assert Parallel(dp_replicate=6).sizes(6) == (6, 1)
+    assert Parallel(dp_replicate=2, dp_shard=2).sizes(4) == (2, 2)
+
+
+def doors_job():
+    """Every way to say the same thing."""
+    names = ("dp_replicate", "dp_shard")
+    precision = octavo.Precision.level("O1")
+    ways = (
+        lambda: parallelize(make(), fp8_comm="gather"),
+        lambda: parallelize(make(), Parallel(fp8_comm="gather")),
+        lambda: parallelize(make(), Parallel(fp8_comm="off"), fp8_comm="gather"),
+        lambda: parallelize(make(), init_device_mesh("cpu", (2,)), fp8_comm="gather"),
+        lambda: parallelize(make(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",)), fp8_comm="gather"),
+        lambda: parallelize(make(), init_device_mesh("cpu", (1, 2), mesh_dim_names=names), fp8_comm="gather"),
+        lambda: parallelize(make(None), precision=precision, fp8_comm="gather"),
+    )
+    losses = []
+    for way in ways:
+        model = way()
+        assert len(list(parameters_in_fp8(model))) == 4
+        losses.append(train(model, 2))
+    assert all(found == losses[0] for found in losses)
+    plain = parallelize(make(None), fp8_comm="on")
+    assert not list(parameters_in_fp8(plain))
+    with Wiretap() as tap:
+        loss_of(plain, share(0, 0, 0)).backward()
+    assert tap.named("alltoall_base_")
+
+
+def test_ways_to_say_the_same(gloo):
+    gloo.run(doors_job, 2)
+
+
+def auto_job():
+    """Two ranks on one machine, or on two."""
+    found = {}
+    for here in ("2", "1", None):
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+        if here is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = here
+        model = parallelize(make())
+        with Wiretap() as tap:
+            loss_of(model, share(0, 0, 0)).backward()
+        found[here] = bool(list(parameters_in_fp8(model))), bool(tap.named("alltoall_base_"))
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    assert found == {"2": (False, False), "1": (True, True), None: (False, False)}
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    model = parallelize(make("blockwise", hidden=128))  # what cannot be gathered in FP8 is not, where nobody insists
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    assert not list(parameters_in_fp8(model))
+    train(model, 1)
+
+
+def test_auto_is_fp8_between_machines(gloo):
+    gloo.run(auto_job, 2)
+
+
+def part_of_the_world_job():
+    """A mesh of ranks 0 and 1 of three: the third does not take part."""
+    mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() < 2:
+        model = parallelize(make(), mesh, fp8_comm="gather")
+        assert len(train(model, 2)) == 2
+
+
+def test_a_mesh_of_a_part_of_the_world(gloo):
+    gloo.run(part_of_the_world_job, 3)

@@ -1,0 +1,158 @@
+"""A small language model, trained by one process and by many on the same shares of the same batches."""
+
+from functools import cache, partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo.optim import AdamW
+from octavo.parallel import Parallel, parallelize
+
+VOCABULARY, WIDTH = 97, 64
+
+
+class Block(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Tiny(nn.Module):
+    def __init__(self, hidden=128, blocks=2, ties=None, width=WIDTH):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        if ties == "head":
+            self.head.weight = self.embed.weight
+        elif ties == "blocks":
+            self.blocks[1].up.weight = self.blocks[0].up.weight
+        elif ties == "inside":
+            self.blocks[0].down.weight = self.blocks[0].up.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def make(recipe="rowwise", checkpointing=False, frozen=(), seed=0, dtype=torch.float32, **options):
+    """The model, the same on every rank."""
+    torch.manual_seed(seed)
+    model = Tiny(**options).to(dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(frozen)) if frozen else True)
+    if recipe is not None:
+        octavo.convert(model, recipe, verbose=False)
+    if checkpointing:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def share(step, rank, micro):
+    """Tokens [2, 9] of a rank's micro-batch: sequences that count up, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * rank + micro)
+    start = torch.randint(VOCABULARY, (2, 1), generator=generator)
+    return (start + torch.arange(9) * torch.randint(1, 4, (2, 1), generator=generator)) % VOCABULARY
+
+
+def loss_of(model, tokens, micros=1):
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) / micros
+
+
+def optimizer_of(kind, parameters):
+    parameters = [p for p in parameters if p.requires_grad]
+    if kind == "octavo":
+        return AdamW(parameters, lr=1e-2)
+    return torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
+
+
+def alone(world, steps=20, micros=1, optimizer="torch", reverse=False, pairs=False, **model_options):
+    """Losses [rank][step] and parameters of one process, which adds up the gradients of what would be the ranks.
+
+    In their order, in the reverse, or those of ranks 0 and 1 and those of 2 and 3 first.
+    """
+    model = make(**model_options)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    stepper = optimizer_of(optimizer, model.parameters())
+    losses = [[] for _ in range(world)]
+    for step in range(steps):
+        found = []
+        for rank in range(world):
+            losses[rank].append(0.0)
+            for micro in range(micros):
+                loss = loss_of(model, share(step, rank, micro), micros)
+                loss.backward()
+                losses[rank][-1] += loss.item()
+            found.append([p.grad for p in parameters])
+            stepper.zero_grad()
+        if pairs:
+            found = [[a + b for a, b in zip(*found[i : i + 2], strict=True)] for i in range(0, world, 2)]
+        for parameter, *grads in zip(parameters, *(reversed(found) if reverse else found), strict=True):
+            parameter.grad = sum(grads[1:], grads[0]) / world
+        stepper.step()
+        stepper.zero_grad()
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@cache
+def one_process(*args, **options):
+    """`alone` in one thread, as ranks compute; once for each set of options."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return alone(*args, **options)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def train(model, steps=20, micros=1, optimizer="torch", first=0, stepper=None, sync_each=False):
+    """A rank's losses [step] with a model that is parallel."""
+    stepper = stepper or optimizer_of(optimizer, model.parameters())
+    rank, losses = dist.get_rank(), []
+    for step in range(first, first + steps):
+        total = 0.0
+        for micro in range(micros):
+            last = micro == micros - 1 or sync_each
+            if isinstance(model, nn.parallel.DistributedDataParallel):
+                model.require_backward_grad_sync = last
+            else:
+                model.set_requires_gradient_sync(last)
+            loss = loss_of(model, share(step, rank, micro), micros)
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        stepper.step()
+        stepper.zero_grad()
+    return losses
+
+
+def whole(model):
+    """Parameters of a parallel model, whole, by the names of the model that was given."""
+    return {
+        name.removeprefix("module."): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in model.state_dict().items()
+    }
+
+
+def run(settings, options=None):
+    """A rank's losses [step], and the whole parameters, of a run with `Parallel(**settings)`."""
+    options = dict(options or {})
+    of_training = {name: options.pop(name) for name in ("steps", "micros", "optimizer", "sync_each") if name in options}
+    dtype, parameters = options.pop("dtype", None), options.pop("parameters", True)
+    model = parallelize(make(**options), Parallel(**settings), dtype=dtype)
+    losses = train(model, **of_training)
+    return losses, whole(model) if parameters else {}
