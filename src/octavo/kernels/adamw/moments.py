@@ -68,7 +68,11 @@ def compress(values: Tensor, signed: bool, noise: Tensor | None = None) -> tuple
     reach = RANGE_SIGNED if signed else RANGE_UNSIGNED
     k = (16 * reach / spread).floor_().clamp_(1, _MOST)  # 255 where all are equal: the quotient is infinite
     top = TOP_SIGNED if signed else TOP_UNSIGNED
+    if zeros is not None:
+        size.masked_fill_(zeros, 1.0)  # a CPU takes ten times as long for the logarithm of zero
     stretched = size.log2_().sub_(log_hi).mul_(k / 16).exp2_().mul_(top)
+    if zeros is not None:
+        stretched.masked_fill_(zeros, 0.0)
     codes = _signed_codes(stretched, grouped, noise) if signed else _unsigned_codes(stretched, noise, zeros)
     codes = codes.view(rows, groups(columns) * GROUP)[:, :columns].contiguous()
     return codes, hi.squeeze(-1), k.squeeze(-1).to(torch.uint8)
@@ -77,12 +81,12 @@ def compress(values: Tensor, signed: bool, noise: Tensor | None = None) -> tuple
 def expand(codes: Tensor, hi: Tensor, k: Tensor, signed: bool) -> Tensor:
     """Float32 moments [R,C] from what `compress` returns."""
     rows, columns = codes.shape
-    values = widen(codes) if signed else _unsigned_values(codes)
-    grouped = _grouped(values)
+    grouped = _grouped(widen(codes) if signed else _unsigned_values(codes))
     root = (16.0 / k.float()).unsqueeze(-1)
     top = TOP_SIGNED if signed else TOP_UNSIGNED
-    half = grouped.abs().div_(top).log2_().mul_(root / 2).exp2_()  # of the ratio's root: all of it may underflow
-    size = half * hi.unsqueeze(-1) * half
+    ratio = grouped.abs().div_(top).clamp_(min=2.0**-20)  # below every code: the logarithm of zero is slow
+    half = ratio.log2_().mul_(root / 2).exp2_()  # of the ratio's root: all of it may underflow
+    size = (half * hi.unsqueeze(-1)).mul_(half).mul_(grouped != 0)
     return (size.copysign_(grouped) if signed else size).view(rows, hi.shape[1] * GROUP)[:, :columns]
 
 

@@ -32,10 +32,10 @@ def empty_forms(y: Tensor, spec: QuantSpec | None, order: str) -> list[Tensor]:
         return []
     if spec.granularity == TENSOR:
         return [y.new_zeros((1, 1), dtype=torch.float32)]
-    row_major = [y.new_empty((rows, columns), dtype=spec.format.dtype)] * (order != "columns")
-    transposed = [y.new_empty((columns, padded(rows)), dtype=spec.format.dtype)[:, :rows]] * (order != "rows")
-    scale = y.new_empty(spec.granularity.scale_shape((rows, columns)), dtype=spec.scale_dtype)
-    return [*row_major, *transposed, scale]
+    found = [y.new_empty((rows, columns), dtype=spec.format.dtype)] if order != "columns" else []
+    if order != "rows":
+        found.append(y.new_empty((columns, padded(rows)), dtype=spec.format.dtype)[:, :rows])
+    return [*found, y.new_empty(spec.granularity.scale_shape((rows, columns)), dtype=spec.scale_dtype)]
 
 
 def unpack(forms: list[Tensor], spec: QuantSpec | None, order: str) -> tuple[ScaledTensor | None, Tensor | None]:

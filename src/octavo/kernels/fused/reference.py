@@ -69,7 +69,7 @@ def norm_backward(
 def glu(gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order: str, keep: bool) -> list[Tensor]:
     """The product h if kept, and the forms of h."""
     h = gate.new_empty(gate.shape)
-    for rows in bands((gate.shape[0], 2 * gate.shape[1])):
+    for rows in bands((gate.shape[0], gate.shape[1])):
         g = gate[rows].float()
         h[rows] = factor(g, activation).mul_(g).mul_(up[rows])
     return [*([h] if keep else []), *forms(h, spec, order)]
@@ -80,7 +80,7 @@ def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined
     height, width = gate.shape
     both = [gate.new_empty((height, 2 * width))] if joined else [gate.new_empty((height, width)) for _ in range(2)]
     dgate, dup = both[0].chunk(2, dim=1) if joined else both
-    for rows in bands((gate.shape[0], 2 * gate.shape[1])):
+    for rows in bands((gate.shape[0], gate.shape[1])):
         g, upstream = gate[rows].float(), grad[rows].float()
         value, slope = factor_and_slope(g, activation)
         dgate[rows] = slope.mul_(upstream * up[rows].float())

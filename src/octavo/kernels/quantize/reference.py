@@ -31,7 +31,9 @@ def quantize(
             scaled.clamp_(-spec.format.max, spec.format.max)
             scaled.add_(blocks * 0.0)  # NaN where x is not finite; else a zero of the same sign
         data[band] = scaled.reshape(scaled.shape[0] * scaled.shape[1], -1)[: data[band].shape[0], : x.shape[1]]
-    outputs = [data] * (order != "columns") + [transposed(data)] * (order != "rows")
+    outputs = [data] if order != "columns" else []
+    if order != "rows":
+        outputs.append(transposed(data))
     return outputs if scale is not None else [*outputs, used.to(spec.scale_dtype)]
 
 
@@ -83,8 +85,9 @@ def _of_band(of_blocks: Tensor, band: slice, spec: QuantSpec) -> Tensor:
 
 
 def _values(x: Tensor, fold: Tensor | None, band: slice) -> Tensor:
-    values = x[band].float()
-    return values if fold is None else values * (fold if fold.shape[0] == 1 else fold[band])
+    if fold is None:
+        return x[band].float()
+    return x[band].to(torch.float32, copy=True).mul_(fold if fold.shape[0] == 1 else fold[band])
 
 
 def _amax(x: Tensor, spec: QuantSpec, fold: Tensor | None) -> Tensor:
@@ -96,7 +99,7 @@ def _amax(x: Tensor, spec: QuantSpec, fold: Tensor | None) -> Tensor:
         if bits:  # magnitudes are in the order of their bits, NaN above all
             largest = _blocks(x[band].view(torch.int16) & 0x7FFF, spec).amax((1, 3)).view(torch.bfloat16).float()
         else:
-            largest = _blocks(_values(x, fold, band), spec).abs().amax((1, 3))
+            largest = _blocks(_values(x, fold, band).abs(), spec).amax((1, 3))
         found.append(largest)
     if not found:
         return torch.zeros(spec.granularity.scale_shape(shape), device=x.device)
