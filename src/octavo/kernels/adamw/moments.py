@@ -112,10 +112,10 @@ def random_bits(rows: int, columns: int, first: int, seed: int, device: torch.de
     """
     across = groups(columns) * GROUP
     bits = torch.arange(rows * across, dtype=torch.int32, device=device)
-    bits = (bits * _signed(_STRIDE)).add_(_signed(seed_after(seed, first * across)))
-    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * _signed(0x85EBCA6B)
-    bits = (bits ^ ((bits >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35)
-    return (bits ^ ((bits >> 16) & 0xFFFF)).view(rows, groups(columns), GROUP)
+    bits.mul_(_signed(_STRIDE)).add_(_signed(seed_after(seed, first * across)))
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_signed(0x85EBCA6B))
+    bits.bitwise_xor_((bits >> 13).bitwise_and_(0x7FFFF)).mul_(_signed(0xC2B2AE35))
+    return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).view(rows, groups(columns), GROUP)
 
 
 def seed_after(seed: int, elements: int) -> int:
@@ -142,8 +142,7 @@ def _signed_codes(size: Tensor, values: Tensor, noise: Tensor | None) -> Tensor:
 def _unsigned_codes(size: Tensor, noise: Tensor | None, zeros: Tensor | None) -> Tensor:
     """The four exponent and four mantissa bits of numbers from 1 to 2¹⁵·31/16, code 0 for zero."""
     bits = (_rounded_at_random(size, 19, noise) if noise is not None else size).view(torch.int32)
-    codes = ((bits + (1 << 18 if noise is None else 0)) >> 19) - (127 << 4)
-    codes.clamp_(1, 255)
+    codes = (bits + (1 << 18 if noise is None else 0)).bitwise_right_shift_(19).sub_(127 << 4).clamp_(1, 255)
     return (codes if zeros is None else codes.masked_fill_(zeros, 0)).to(torch.uint8)
 
 
@@ -154,4 +153,5 @@ def _unsigned_values(codes: Tensor) -> Tensor:
 
 def _rounded_at_random(size: Tensor, dropped: int, noise: Tensor) -> Tensor:
     """Float32 with `dropped` low bits cleared, up or down with the probability that keeps the mean (16 bits of it)."""
-    return ((size.view(torch.int32) + ((noise & 0xFFFF) << (dropped - 16))) & -(1 << dropped)).view(torch.float32)
+    bits = (noise & 0xFFFF).bitwise_left_shift_(dropped - 16).add_(size.view(torch.int32))
+    return bits.bitwise_and_(-(1 << dropped)).view(torch.float32)

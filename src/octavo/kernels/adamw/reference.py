@@ -103,8 +103,9 @@ def step(slot: Slot, hyper: Hyper) -> None:
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """Float32 values as bf16 (rounded half up in magnitude) and the int16 remainder of their bits."""
     bits = master.contiguous().view(torch.int32)
-    upper = (bits + 0x8000) >> 16
-    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
+    upper = (bits + 0x8000).bitwise_right_shift_(16)
+    half = upper.to(torch.int16).view(torch.bfloat16)
+    return half, upper.bitwise_left_shift_(16).neg_().add_(bits).to(torch.int16)
 
 
 def _step(slot: Slot, hyper: Hyper) -> None:
@@ -121,7 +122,7 @@ def _step(slot: Slot, hyper: Hyper) -> None:
     p = _master(slot)
     p.mul_(1 - hyper.lr * hyper.weight_decay)
     correction1, correction2 = 1 - hyper.beta1**hyper.step, 1 - hyper.beta2**hyper.step
-    p.addcdiv_(m, (v.sqrt() / correction2**0.5).add_(hyper.eps), value=-hyper.lr / correction1)
+    p.addcdiv_(m, v.sqrt().div_(correction2**0.5).add_(hyper.eps), value=-hyper.lr / correction1)
     if slot.scales is not None:
         drawn = _noise(slot, 0)
         for codes, hi, k, values in (
@@ -147,7 +148,7 @@ def _master(slot: Slot) -> Tensor:
     if slot.master is not None:
         return slot.master
     if slot.remainder is not None:
-        bits = (slot.param.view(torch.int16).int() << 16) + slot.remainder.int()
+        bits = slot.param.view(torch.int16).int().bitwise_left_shift_(16).add_(slot.remainder)
         return bits.view(torch.float32)
     return slot.param if slot.param.dtype == torch.float32 else slot.param.float()
 
