@@ -7,9 +7,10 @@ stop has saved and is a success, 0. Results go to stdout, progress and messages 
 Torch and the trainer are imported inside the commands, so that help, and a mistake on the command line, come at once.
 """
 
+import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -113,8 +114,14 @@ def _user_errors(context: typer.Context) -> Iterator[None]:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if context.obj["traceback"]:
             raise
-        _show_error(_message(error))
+        if _is_first_rank() or type(error).__name__ != "SharedError":  # which the first rank tells
+            _show_error(_message(error))
         raise typer.Exit(2) from None
+
+
+def _is_first_rank() -> bool:
+    """Whether this is the process that talks, of those that torchrun started; true for one by itself."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _show_error(message: str) -> None:
@@ -166,18 +173,25 @@ def train(
     run is never overwritten. SIGTERM and Ctrl-C save before they stop.
     """
     with _user_errors(context):
-        from octavo.train import NonFiniteError, RunResult, load_config, run
+        from octavo.train import LostRankError, NonFiniteError, RunResult, load_config, run
         from octavo.train.console import Bars, summary_table
         from octavo.train.report import write_report
 
         settings = load_config(config, overrides or [])
         folder = out or Path(settings.run.out or Path("runs") / settings.run.name)
         failure = None
-        with Bars(Console(stderr=True)) as bars:
+        with Bars(Console(stderr=True)) if _is_first_rank() else nullcontext() as bars:
             try:
                 result = run(settings, out=folder, resume=resume, progress=bars)
             except NonFiniteError as error:
-                failure, result = error, RunResult.read(folder)
+                failure = error
+            except LostRankError as error:
+                _show_error(str(error))
+                raise typer.Exit(1) from None
+        if not _is_first_rank():
+            raise typer.Exit(0 if failure is None else 1)
+        if failure is not None:
+            result = RunResult.read(folder)
         console = Console()
         console.print(summary_table([result]))
         _show_files(console, folder, write_report([folder], folder))

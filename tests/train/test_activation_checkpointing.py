@@ -8,8 +8,8 @@ from torch import nn
 from octavo.train.checkpointing import Checkpointing, find_blocks
 from octavo.train.config import ConfigError
 from octavo.train.data import load_corpus
-from octavo.train.loop import Trainer
 from octavo.train.metrics import Silent
+from octavo.train.trainer import Trainer
 
 
 def make_trainer(make_config: MakeConfig, mode: str, **precision: Any) -> Trainer:

@@ -12,8 +12,8 @@ from octavo.train import checkpoint
 from octavo.train.checkpoint import check_same_run, latest_checkpoint, load_checkpoint, read_trainer_state
 from octavo.train.config import ConfigError
 from octavo.train.data import load_corpus
-from octavo.train.loop import Trainer
 from octavo.train.metrics import Silent
+from octavo.train.trainer import Trainer
 
 
 def make_trainer(make_config: MakeConfig, **sections: dict[str, Any]) -> Trainer:
@@ -52,7 +52,7 @@ def test_round_trip_restores_everything(
     folder = latest_checkpoint(tmp_path)
     assert folder is not None
     assert folder.name == "step-000001"
-    load_checkpoint(folder, other.model, other.optimizer, other.loss_scale)
+    load_checkpoint(folder, other.model, other.optimizer, other.loss_scale, other.ranks)
     saved, restored = state(trainer), state(other)
     assert saved.keys() == restored.keys()
     assert all(torch.equal(saved[name], restored[name]) for name in saved)
@@ -102,7 +102,7 @@ def test_a_save_that_dies_leaves_the_previous_checkpoint(
     trainer.step = 1
     trainer.save(tmp_path)
     trainer.step = 2
-    for name in ("_save_model", "sync"):
+    for name in ("_save_whole", "sync"):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, name, lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -151,20 +151,20 @@ def test_damaged_checkpoints_are_named(make_config: MakeConfig, tmp_path: Path) 
     trainer.save(tmp_path)
     folder = latest_checkpoint(tmp_path)
     assert folder is not None
-    assert set(read_trainer_state(folder)) == {"step", "loss_scale", "data", "config"}
+    assert set(read_trainer_state(folder)) == {"step", "loss_scale", "data", "config", "ranks"}
     wider = make_trainer(make_config, model={"type": "llama", "config": LLAMA | {"intermediate_size": 96}})
     with pytest.raises(ConfigError, match="does not fit this model, or is damaged"):
-        load_checkpoint(folder, wider.model, wider.optimizer, wider.loss_scale)
+        load_checkpoint(folder, wider.model, wider.optimizer, wider.loss_scale, wider.ranks)
     for name in ("optimizer.pt", "model.safetensors"):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-50])
         with pytest.raises(ConfigError, match="is damaged"):
-            load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale)
+            load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
         (folder / name).write_bytes(content)
     for content in (b"", b"nonsense", pickled({}), pickled({"adamw": 3, "masters": {}}), pickled([1])):
         (folder / "optimizer.pt").write_bytes(content)
         with pytest.raises(ConfigError, match=r"is damaged \(.*\): remove .*step-000000 to resume from the one before"):
-            load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale)
+            load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
     for text in ("{}", "null", '{"step": 1}'):
         (folder / "trainer.json").write_text(text)
         with pytest.raises(ConfigError, match=r"trainer\.json is not the state of a trainer: remove .*step-000000"):

@@ -13,8 +13,8 @@ from octavo.train import NonFiniteError, RunResult, load_config, loss_scale, rea
 from octavo.train.checkpoint import latest_checkpoint
 from octavo.train.config import ConfigError
 from octavo.train.data import load_corpus
-from octavo.train.loop import Trainer
 from octavo.train.metrics import Silent
+from octavo.train.trainer import Trainer
 
 
 def test_a_run_learns_and_leaves_everything(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, steps: set[int], factor: f
     """Multiplies the output of the module `name` by `factor` in the given steps (0, 1, …)."""
     make = Trainer.__init__
 
-    def init(self: Trainer, *args: Any) -> None:
-        make(self, *args)
+    def init(self: Trainer, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
 
         def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
             return output * factor if self.step in steps and torch.is_grad_enabled() else None
@@ -223,8 +223,8 @@ def test_a_non_finite_gradient_stops_with_the_layer_named(
 ) -> None:
     make = Trainer.__init__
 
-    def init(self: Trainer, *args: Any) -> None:
-        make(self, *args)
+    def init(self: Trainer, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
         norm = self.model.model.layers[1].input_layernorm
         norm.weight.register_hook(lambda grad: grad * torch.inf if self.step == 2 else grad)
 

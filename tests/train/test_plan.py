@@ -14,9 +14,9 @@ from octavo.nn.storage import kept_for_backward
 from octavo.numerics import LEVELS
 from octavo.train.config import ConfigError, load_config
 from octavo.train.data import load_corpus
-from octavo.train.loop import Trainer
 from octavo.train.metrics import Silent
 from octavo.train.plan import plan_arms, plan_memory
+from octavo.train.trainer import Trainer
 
 SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b-80gb.toml"
 RUNS = [

@@ -14,9 +14,9 @@ from octavo.train import RunResult, disk, read_metrics, run
 from octavo.train.checkpoint import latest_checkpoint
 from octavo.train.config import ConfigError
 from octavo.train.data import load_corpus
-from octavo.train.loop import Trainer
 from octavo.train.metrics import Silent
 from octavo.train.model import build_model
+from octavo.train.trainer import Trainer
 
 BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 

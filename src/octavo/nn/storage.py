@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from octavo.nn.gathered import GatheredWeight
 from octavo.numerics.names import merged, pattern
+from octavo.tensor import plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +120,15 @@ def kept_for_backward(model: nn.Module, *, owners: bool = False) -> Iterator[Kep
         model: Its parameters and buffers are left out of the count.
         owners: Follow which module runs, by hooks on every module that are there as long as the block.
     """
-    own = {_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    own = set(_own(model))
+    sharded = any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
     kept = Kept()
     running = [""]
 
     def pack(tensor: Tensor) -> Tensor:
         key = _key(tensor)
+        if sharded and key not in own and key not in kept.holdings:
+            own.update(_own(model))  # FSDP has gathered parameters since
         if key not in own and key not in kept.holdings:
             size = tensor.untyped_storage().nbytes()
             kept.holdings[key] = Holding(bytes=size, dtype=tensor.dtype, shape=tuple(tensor.shape), owner=running[-1])
@@ -231,6 +236,13 @@ def _summed(holdings: Any, by: Callable[[Holding], Any]) -> dict[Any, int]:
     for holding in holdings:
         sums[by(holding)] = sums.get(by(holding), 0) + holding.bytes
     return sums
+
+
+def _own(model: nn.Module) -> Iterator[int]:
+    """Storages of parameters and buffers: those that are there now, of shards or of the gathered whole."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        parts = (tensor.data_, tensor.scale) if isinstance(tensor, GatheredWeight) else (plain(tensor),)
+        yield from map(_key, parts)
 
 
 def _key(tensor: Tensor) -> int:

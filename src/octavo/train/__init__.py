@@ -14,10 +14,12 @@ from octavo.train.config import ConfigError, TrainConfig, load_config, parse_con
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
 from octavo.train.metrics import Losses, Progress, RunResult, StepMetrics, read_metrics
+from octavo.train.ranks import LostRankError
 
 __all__ = [
     "ConfigError",
     "Losses",
+    "LostRankError",
     "NonFiniteError",
     "Progress",
     "RunResult",

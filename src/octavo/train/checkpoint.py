@@ -3,11 +3,12 @@
     checkpoints/step-000123/
         model.safetensors, config.json, tokenizer.json …    a `transformers` checkpoint; tied weights stored once
         optimizer.pt                                        moments and masters, for torch.load(weights_only=True)
+        shards/                                             of several ranks, instead of both: `octavo.train.shards`
         trainer.json                                        step, loss scale, the configuration, the data's fingerprint
 
 Written under a temporary name, synced to disk and renamed, so a killed process leaves the previous checkpoint as
-the newest. What is not here needs no saving: the learning rate, the batch and the randomness of a step are
-functions of (seed, step).
+the newest. Either kind is read by one process and by many. What is not here needs no saving: the learning rate, the
+batch and the randomness of a step are functions of (seed, step).
 
 A run resumes only as itself: model, data, seed, batch and precision must be as they were, and the first difference is
 named. The learning rate and its schedule, clipping and a few more may change, to save a run that went wrong; each such
@@ -19,6 +20,8 @@ import pickle
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,67 +29,147 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from octavo.optim.sharded import is_sharded, rows_of
+from octavo.tensor import plain
+from octavo.train import shards
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.disk import sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import CompactAdamW, MasterAdamW
+from octavo.train.ranks import Ranks, SharedError
+from octavo.train.shards import SHARDS
 from octavo.train.tokenizer import TextTokenizer
 
 FOLDER = "checkpoints"
 FREE = {
     *(f"run.{key}" for key in ("name", "out", "device", "log_every", "save_every", "keep")),
     *(f"data.{key}" for key in ("source", "cache")),
+    *(f"parallel.{key}" for key in ("async_save", "timeout")),
 }
 """What may differ on resume without a word: names and places. The data is compared by its fingerprint."""
 TUNABLE = {
     "run.steps",
     *(f"optim.{key}" for key in ("lr", "clip", "schedule", "warmup", "decay", "min_lr_ratio")),
     *(f"precision.{key}" for key in ("skip", "checkpointing")),
+    *(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "reshard_after_forward", "cpu_offload", "fp8_comm")),
 }
 """What may differ on resume, and is reported: the run goes on, but is no longer the uninterrupted one."""
+WRITING = ".writing-"
+"""Prefix of a checkpoint that is not complete."""
 UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError, ValueError, TypeError, AttributeError)
 """What loading a damaged state raises, one kind or another."""
 
 
-def save_checkpoint(
-    out: Path,
-    *,
-    step: int,
-    model: Any,
-    tokenizer: TextTokenizer,
-    optimizer: MasterAdamW | CompactAdamW,
-    loss_scale: LossScale,
-    config: TrainConfig,
-    data_fingerprint: str,
-    prune: bool = True,
-) -> Path:
-    """Writes the checkpoint of `step` under `out` and, with `prune`, removes all but the newest `run.keep`.
+class Saver:
+    """Writes the checkpoints of a run.
 
-    Returns its folder. A checkpoint of that step that is there already is kept: it is the same.
+    Args:
+        ranks: Who trains; several write shards.
+        behind: Let shards be written while training goes on. What is written then is the state when `save` was called;
+            it is published, and its errors raised, by the next `save` or by `finish`.
     """
-    root = out / FOLDER
-    target = root / f"step-{step:06d}"
-    if target.exists():
-        return target
-    scratch = root / f".writing-step-{step:06d}"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    _save_model(scratch, model, tokenizer)
-    torch.save(optimizer.state_dict(), scratch / "optimizer.pt")
-    trainer = {
-        "step": step,
-        "loss_scale": loss_scale.state_dict(),
-        "data": data_fingerprint,
-        "config": config.model_dump(mode="json", exclude_none=True),
-    }
-    (scratch / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n", encoding="utf-8")
-    sync(scratch)
-    scratch.rename(target)
-    sync_entry(root)
-    if prune:
-        for old in checkpoints(out)[: -config.run.keep]:
+
+    def __init__(self, ranks: Ranks, *, behind: bool = False) -> None:
+        self._ranks = ranks
+        self._group = shards.host_group() if behind and ranks.world > 1 else None
+        self._pending: tuple[Any, _Checkpoint] | None = None
+
+    def save(
+        self,
+        out: Path,
+        *,
+        step: int,
+        model: Any,
+        tokenizer: TextTokenizer,
+        optimizer: MasterAdamW | CompactAdamW,
+        loss_scale: LossScale,
+        config: TrainConfig,
+        data_fingerprint: str,
+        prune: bool = True,
+    ) -> Path:
+        """Writes the checkpoint of `step` under `out` and, with `prune`, removes all but the newest `run.keep`.
+
+        Returns its folder. A checkpoint of that step that is there already is kept: it is the same. Raises ConfigError
+        where it, or the one before it, cannot be written; those before stay as they were.
+        """
+        self.finish()
+        made = _Checkpoint(out, step, config.run.keep if prune else None)
+        if self._ranks.shared(made.target.exists):
+            return made.target
+        facts = {
+            "step": step,
+            "loss_scale": loss_scale.state_dict(),
+            "data": data_fingerprint,
+            "config": config.model_dump(mode="json", exclude_none=True),
+            "ranks": self._ranks.world,
+        }
+        with self._writing(made):
+            self._ranks.shared(lambda: made.begin(facts, model.config, tokenizer))
+            if self._ranks.world == 1:
+                _save_whole(made.scratch, model, optimizer)
+            elif self._group is None:
+                shards.write(made.scratch / SHARDS, shards.state_of(model, optimizer))
+            else:
+                state = shards.state_of(model, optimizer)
+                self._pending = shards.write_behind(made.scratch / SHARDS, state, self._group), made
+                return made.target
+            self._ranks.shared(made.publish)
+        return made.target
+
+    def finish(self) -> None:
+        """Waits for what is being written, and publishes it."""
+        if self._pending is None:
+            return
+        (future, made), self._pending = self._pending, None
+        with self._writing(made):
+            shards.wait_for(future, made.scratch / SHARDS)
+            self._ranks.shared(made.publish)
+
+    @contextmanager
+    def _writing(self, made: "_Checkpoint") -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SharedError) as error:
+            if self._ranks.first:
+                shutil.rmtree(made.scratch, ignore_errors=True)
+            message = f"the checkpoint of step {made.step} cannot be written: {error}. Those before it are as they were"
+            raise (ConfigError if self._ranks.world == 1 else SharedError)(message) from None
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """A checkpoint that is being made; `keep`: how many stay with it, None for all."""
+
+    out: Path
+    step: int
+    keep: int | None
+
+    @property
+    def target(self) -> Path:
+        return self.out / FOLDER / f"step-{self.step:06d}"
+
+    @property
+    def scratch(self) -> Path:
+        return self.out / FOLDER / f"{WRITING}step-{self.step:06d}"
+
+    def begin(self, facts: dict[str, Any], config: Any, tokenizer: TextTokenizer) -> None:
+        """Write what is small, after what an earlier process has left unfinished is gone."""
+        for left in (self.out / FOLDER).glob(f"{WRITING}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        self.scratch.mkdir(parents=True)
+        config.save_pretrained(self.scratch)
+        tokenizer.save(self.scratch)
+        (self.scratch / "trainer.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+    def publish(self) -> None:
+        """Give it its name, and remove the oldest."""
+        for folder in (self.scratch / SHARDS, self.scratch):
+            if folder.exists():
+                sync(folder)
+        self.scratch.rename(self.target)
+        sync_entry(self.target.parent)
+        for old in checkpoints(self.out)[: -self.keep] if self.keep else []:
             shutil.rmtree(old)
-    return target
 
 
 def latest_checkpoint(out: Path) -> Path | None:
@@ -130,24 +213,43 @@ def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -
     return tuned
 
 
-def load_checkpoint(folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW, loss_scale: LossScale) -> None:
+def load_checkpoint(
+    folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW, loss_scale: LossScale, ranks: Ranks
+) -> None:
     """Puts weights, optimizer state and loss scale in place. Raises ConfigError where they do not fit."""
-    device = next(model.parameters()).device
+    state = ranks.shared(lambda: read_trainer_state(folder))
+    sharded = ranks.shared((folder / SHARDS).exists)
+    if sharded and (damage := ranks.shared(lambda: shards.damage(folder / SHARDS))):
+        raise ConfigError(f"{folder} is damaged: {damage}: {_remedy(folder)}")
     try:
-        safetensors.torch.load_model(model, folder / "model.safetensors", device=str(device))
-        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True))
-        loss_scale.load_state_dict(read_trainer_state(folder)["loss_scale"])
-    except ConfigError:
-        raise
+        if sharded:
+            shards.read(folder / SHARDS, model, optimizer)
+        else:
+            ranks.agreed(lambda: _load_whole(folder, model, optimizer))
+        loss_scale.load_state_dict(state["loss_scale"])
     except (*UNREADABLE, SafetensorError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{folder} does not fit this model, or is damaged ({reason}): {_remedy(folder)}") from None
 
 
-def _save_model(folder: Path, model: Any, tokenizer: TextTokenizer) -> None:
+def _save_whole(folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW) -> None:
     safetensors.torch.save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    model.config.save_pretrained(folder)
-    tokenizer.save(folder)
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+
+
+def _load_whole(folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW) -> None:
+    """Put in place what one process has saved: all of it here, or this rank's rows of it."""
+    device = str(plain(next(model.parameters())).device)
+    if any(is_sharded(param) for param in model.parameters()):
+        weights = safetensors.torch.load_file(folder / "model.safetensors")  # mapped: what is read are the rows taken
+        state = model.state_dict()
+        for name, value in weights.items():
+            plain(state[name]).copy_(rows_of(state[name], value))
+        model.load_state_dict(state)  # in place already; this tells the model that its weights have changed
+        device = "cpu"
+    else:
+        safetensors.torch.load_model(model, folder / "model.safetensors", device=device)
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True, mmap=True))
 
 
 def checkpoints(out: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, mode
 
 from octavo.numerics import Precision
 from octavo.numerics.names import nearest
+from octavo.parallel import Parallel
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -203,6 +204,46 @@ class PrecisionConfig(Section):
         return self
 
 
+class ParallelConfig(Section):
+    """`[parallel]`: how the processes that torchrun starts share the work. A process of its own needs none of it."""
+
+    dp_replicate: Count = 1
+    """Copies of the model, each sharded or not (with dp_shard = 1: DDP)."""
+    dp_shard: Annotated[int, Field(ge=-1)] = -1
+    """Processes that share one copy (FSDP2); -1 for all that are left."""
+    reshard_after_forward: bool = True
+    """Free gathered weights between forward and backward (ZeRO-3), or keep them (ZeRO-2)."""
+    cpu_offload: bool = False
+    """Shards, gradients and optimizer states in host memory: models larger than the device."""
+    fp8_comm: Literal["auto", "on", "gather", "off"] = "auto"
+    """Weights and gradients in FP8 on the wire: "auto" where they leave a machine, always, weights alone, or never."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory."""
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that a process waits for the others before it gives up."""
+
+    @model_validator(mode="after")
+    def _known_sizes(self) -> "ParallelConfig":
+        _ = self.asked
+        return self
+
+    @property
+    def asked(self) -> Parallel:
+        """What `octavo.parallelize` takes."""
+        return Parallel(**self.model_dump(exclude={"async_save", "timeout"}))
+
+    def alone(self) -> str:
+        """Why one process is not enough; empty where it is."""
+        ranks = self.dp_replicate * max(self.dp_shard, 1)
+        if ranks > 1 or self.cpu_offload:
+            what = f"asks for {ranks} processes" if ranks > 1 else "asks for cpu_offload, which shards do"
+            return (
+                f"[parallel] {what}, and this is one by itself: start it with "
+                f"torchrun --nproc-per-node {ranks} -m octavo train CONFIG"
+            )
+        return ""
+
+
 class TrainConfig(Section):
     """A whole run. Made by `load_config`, or `TrainConfig.model_validate` of a dictionary of sections."""
 
@@ -211,6 +252,7 @@ class TrainConfig(Section):
     data: Data
     optim: Optim
     precision: PrecisionConfig = PrecisionConfig()
+    parallel: ParallelConfig = ParallelConfig()
 
     @model_validator(mode="after")
     def _whole_schedule(self) -> "TrainConfig":

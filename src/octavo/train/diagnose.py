@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.tensor import plain
+
 
 class NonFiniteError(RuntimeError):
     """A run stopped on a loss or gradient that is NaN or infinite.
@@ -95,7 +97,7 @@ class _Watch:
 
 
 def _finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor.detach()).all())
+    return not tensor.is_floating_point() or bool(torch.isfinite(plain(tensor).detach()).all())
 
 
 def _tensors(value: Any) -> list[Tensor]:

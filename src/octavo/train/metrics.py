@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 if TYPE_CHECKING:
     from octavo.train.config import TrainConfig
@@ -192,7 +192,23 @@ def median_speed(rows: list[StepMetrics]) -> float | None:
     return statistics.median(row.tokens_per_s for row in measured) if measured else None
 
 
-class MetricsWriter:
+class MetricsRows:
+    """Keeps steps in memory: what ranks do that write no files. A context manager."""
+
+    def __init__(self) -> None:
+        self.rows: list[StepMetrics] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def write(self, row: StepMetrics) -> None:
+        """Keeps one step."""
+        self.rows.append(row)
+
+
+class MetricsWriter(MetricsRows):
     """Appends steps to `metrics.jsonl` and TensorBoard; a context manager.
 
     `after_step`: steps the run had finished when this process took over. Later lines of an earlier process are dropped,
@@ -200,6 +216,7 @@ class MetricsWriter:
     """
 
     def __init__(self, out: Path, *, after_step: int, log_every: int) -> None:
+        super().__init__()
         self.rows = [row for row in read_metrics(out) if row.step <= after_step]
         self._log_every = log_every
         path = out / METRICS_FILE
@@ -211,16 +228,13 @@ class MetricsWriter:
 
         self._board: Any = SummaryWriter(str(out / TENSORBOARD_DIR), purge_step=after_step + 1)
 
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._file.close()
         self._board.close()
 
     def write(self, row: StepMetrics) -> None:
         """Appends one step and flushes it."""
-        self.rows.append(row)
+        super().write(row)
         self._file.write(_line(row))
         self._file.flush()
         if row.step % self._log_every == 0:

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from octavo.optim import AdamW
+from octavo.optim.sharded import is_sharded, like, rows_of
+from octavo.tensor import plain
 from octavo.train.config import Optim, TrainConfig
 
 
@@ -48,8 +50,7 @@ class MasterAdamW:
                 own = not master or param.dtype == torch.float32
                 self._names.append(name)
                 self._params.append(param)
-                value = (exact or {}).get(name, param.detach())
-                self._masters.append(param if own else nn.Parameter(value.to(param.device, torch.float32)))
+                self._masters.append(param if own else _master(param, (exact or {}).get(name)))
         self._clip = optim.clip
         self._adamw = torch.optim.AdamW(
             _groups(self._masters, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
@@ -60,9 +61,14 @@ class MasterAdamW:
         """What takes the steps."""
         return self._adamw
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the gradients of micro-batches add up in the parameters' own."""
+        return all(param is master for param, master in zip(self._params, self._masters, strict=True))
+
     def gradients(self) -> list[torch.Tensor]:
-        """What the step will read."""
-        return [master.grad for master in self._masters if master.grad is not None]
+        """What the step will read: of shards, what is here."""
+        return [plain(master.grad) for master in self._masters if master.grad is not None]
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -71,9 +77,9 @@ class MasterAdamW:
             if param is master or param.grad is None:
                 continue
             if master.grad is None:
-                master.grad = param.grad.float()
+                master.grad = like(param, plain(param.grad).float())
             else:
-                master.grad += param.grad
+                plain(master.grad).add_(plain(param.grad))
             param.grad = None
 
     @torch.no_grad()
@@ -90,7 +96,7 @@ class MasterAdamW:
         self._adamw.step()
         for param, master in zip(self._params, self._masters, strict=True):
             if param is not master:
-                param.copy_(master)
+                plain(param).copy_(plain(master))
 
     def zero_grad(self) -> None:
         """Frees all gradients."""
@@ -103,13 +109,38 @@ class MasterAdamW:
         masters = {name: master.detach() for name, param, master in rows if param is not master}
         return {"adamw": self._adamw.state_dict(), "masters": masters}
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every state, made where it is not there yet, as "<parameter>.exp_avg" or "<parameter>.master"; no copies."""
+        found: dict[str, torch.Tensor] = {}
+        for name, param, master in zip(self._names, self._params, self._masters, strict=True):
+            state = self._adamw.state[master]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=plain(master).device)
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state[moment] = like(master, torch.zeros_like(plain(master)))
+            found |= {f"{name}.{key}": value for key, value in state.items()}
+            if param is not master:
+                found[f"{name}.master"] = master.detach()
+        return found
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned for the same model."""
-        self._adamw.load_state_dict(state["adamw"])
+        """Takes over what `state_dict` returned for the same model; shards take their rows of it."""
+        if any(is_sharded(master) for master in self._masters):
+            self._load_rows(state["adamw"])
+        else:
+            self._adamw.load_state_dict(state["adamw"])
         for name, param, master in zip(self._names, self._params, self._masters, strict=True):
             if param is not master:
-                master.copy_(state["masters"][name])
+                plain(master).copy_(rows_of(master, state["masters"][name]))
+
+    def _load_rows(self, saved: dict[str, Any]) -> None:
+        self.tensors()  # makes them
+        masters = [master for group in self._adamw.param_groups for master in group["params"]]
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        for number, master in zip(numbers, masters, strict=True):
+            for key, value in saved["state"].get(number, {}).items():
+                plain(self._adamw.state[master][key]).copy_(rows_of(master, value))
 
 
 class CompactAdamW:
@@ -125,7 +156,7 @@ class CompactAdamW:
         exact: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        self._params = list(named.values())
+        self._names, self._params = list(named), list(named.values())
         self._clip = optim.clip
         # The loop has looked at the gradients' norm before it takes a step.
         self._adamw = AdamW(
@@ -140,9 +171,12 @@ class CompactAdamW:
         """What takes the steps."""
         return self._adamw
 
+    in_place = True
+    """The gradients of micro-batches add up in the parameters' own."""
+
     def gradients(self) -> list[torch.Tensor]:
-        """What the step will read."""
-        return [param.grad for param in self._params if param.grad is not None]
+        """What the step will read: of shards, what is here."""
+        return [plain(param.grad) for param in self._params if param.grad is not None]
 
     def accumulate(self) -> None:
         """Nothing: backward adds to the parameters' own gradients."""
@@ -169,9 +203,24 @@ class CompactAdamW:
         """Moments, scales, remainders or masters and step counts, for `torch.load(weights_only=True)`."""
         return {"adamw": self._adamw.state_dict(), "masters": {}}
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every state, made where it is not there yet, as "<parameter>.exp_avg", "<parameter>.remainder"; no copies."""
+        self._adamw.make_states()
+        return {
+            f"{name}.{key}": value
+            for name, param in zip(self._names, self._params, strict=True)
+            for key, value in self._adamw.state[param].items()
+        }
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned for the same model."""
         self._adamw.load_state_dict(state["adamw"])
+
+
+def _master(param: torch.Tensor, exact: torch.Tensor | None) -> nn.Parameter:
+    """An fp32 copy of a parameter, sharded as it is; with exact values where they are known."""
+    rows = plain(param).detach() if exact is None else rows_of(param, exact)
+    return nn.Parameter(like(param, rows.to(plain(param).device, torch.float32, copy=True)))
 
 
 def _groups(params: Sequence[torch.Tensor], optim: Optim) -> list[dict[str, Any]]:
@@ -189,5 +238,5 @@ def _unscaled_norm(grads: list[torch.Tensor], loss_scale: float) -> torch.Tensor
 
 
 def _clip(grads: list[torch.Tensor], largest: float, norm: torch.Tensor) -> None:
-    if largest:
-        torch._foreach_mul_(grads, torch.clamp(largest / (norm + 1e-6), max=1.0))
+    if largest and grads:
+        torch._foreach_mul_(grads, torch.clamp(largest / (norm + 1e-6), max=1.0).to(grads[0].device))

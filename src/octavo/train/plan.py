@@ -27,9 +27,9 @@ from octavo.planner.memory import BATCH, BUFFERS, PARAMETERS, STATES, MemoryPlan
 from octavo.planner.timeline import Timeline
 from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
 from octavo.train.data import Corpus
-from octavo.train.loop import Trainer
 from octavo.train.model import DTYPES, build_model, check_fit, check_model
 from octavo.train.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
+from octavo.train.trainer import Trainer
 
 LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("states",)}
 """Settings that change a part of the level."""

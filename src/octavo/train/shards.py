@@ -1,0 +1,120 @@
+"""The state of a run in pieces, one file per rank, that any number of ranks can read: `torch.distributed.checkpoint`.
+
+    checkpoints/step-000123/shards/
+        __0_0.distcp  __1_0.distcp …    each rank's rows of parameters ("model.…") and states ("optimizer.…")
+        .metadata                       which rows are where; written last
+
+Parameters, moments, their scales and remainders are sharded by rows (`octavo.optim.sharded`), so a rank reads those it
+has, whoever wrote them: four ranks, two, or one process.
+
+Written in the background (`parallel.async_save`), the state is copied to host memory first, and training goes on; the
+checkpoint is published, and older ones removed, when the next one is due or the run ends.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from octavo.train.config import ConfigError
+from octavo.train.optimizer import CompactAdamW, MasterAdamW
+
+SHARDS = "shards"
+
+Optimizer = MasterAdamW | CompactAdamW
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Parameters, buffers and optimizer states by name; shards as DTensors. No copies."""
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    return state | {f"optimizer.{name}": value.detach() for name, value in optimizer.tensors().items()}
+
+
+def write(folder: Path, state: dict[str, Tensor]) -> None:
+    """Write this rank's part of a state into `folder`, and wait for the others. Raises OSError where one cannot."""
+    with _dcp_errors(folder), _quiet():
+        save(state, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=not dist.is_initialized())
+
+
+def write_behind(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup) -> Any:
+    """Copy a state to host memory and write it in the background. Returns a future; `wait_for` it."""
+    with _dcp_errors(folder), _quiet():
+        writer = FileSystemWriter(folder, sync_files=True)
+        return async_save(state, storage_writer=writer, process_group=group)
+
+
+def host_group() -> dist.ProcessGroup:
+    """A process group of CPUs for what is done in the background."""
+    made: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return made
+
+
+def wait_for(future: Any, folder: Path) -> None:
+    """Until what `write_behind` began is written. Raises OSError where a rank could not."""
+    with _dcp_errors(folder), _quiet():
+        future.result()
+
+
+def read(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Put a state in place, each rank its rows. Raises ConfigError where it does not fit or lacks files."""
+    state = state_of(model, optimizer)
+    try:
+        with _quiet():
+            load(state, storage_reader=FileSystemReader(folder), no_dist=not dist.is_initialized())
+    except (CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
+        raise ConfigError(f"does not fit this model: {_reasons(error)}") from None
+    # Loaded in place; this tells the model that its weights have changed.
+    model.load_state_dict({name: state[f"model.{name}"] for name in model.state_dict()})
+
+
+def damage(folder: Path) -> str:
+    """Which files of a state are missing or too short; empty where none is."""
+    try:
+        metadata = FileSystemReader(folder).read_metadata()
+    except Exception as error:  # of no other type: whatever unpickling finds wrong
+        return f".metadata cannot be read ({type(error).__name__})"
+    needed: dict[str, int] = {}
+    for stored in (metadata.storage_data or {}).values():
+        needed[stored.relative_path] = max(needed.get(stored.relative_path, 0), stored.offset + stored.length)
+    found = {name: (folder / name).stat().st_size if (folder / name).exists() else -1 for name in needed}
+    missing = sorted(name for name, size in found.items() if size < 0)
+    short = sorted(name for name, size in found.items() if 0 <= size < needed[name])
+    if missing:
+        return f"{len(missing)} of {len(needed)} shards are missing ({', '.join(missing[:4])})"
+    return f"shards are cut off ({', '.join(short[:4])})" if short else ""
+
+
+@contextmanager
+def _dcp_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as error:
+        failures = error.failures.values()
+        if all(isinstance(failure[0], OSError) for failure in failures):
+            raise OSError(f"{folder} cannot be written: {_reasons(error)}") from None
+        raise
+
+
+def _reasons(error: BaseException) -> str:
+    """The first of what ranks say went wrong, without their tracebacks."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        return f"rank {rank}: {' '.join(str(cause).split())[:300]}"
+    return " ".join(str(error).split())[:300]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the library says of its own interfaces."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        yield

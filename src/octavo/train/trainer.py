@@ -1,0 +1,316 @@
+"""A model in training: what a step needs and changes, on one process or on its share of many.
+
+The loss of a micro-batch is its summed cross-entropy over the tokens of the whole step, so cutting a batch differently,
+over micro-batches or over ranks, changes rounding and nothing else. Everything a step uses (batch, learning rate,
+randomness of dropout) is a function of (seed, step).
+
+A loss or gradient that is not finite never reaches the optimizer: under loss scaling the step is skipped and counted;
+otherwise the run stops, with the layer named. Loss and norm are those of all ranks, so all of them do the same.
+"""
+
+import inspect
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from octavo._version import __version__
+from octavo.nn import Report, convert, report
+from octavo.parallel import parallelize
+from octavo.parallel.parallelize import make_mesh
+from octavo.train.checkpoint import Saver
+from octavo.train.checkpointing import Checkpointing
+from octavo.train.config import ConfigError, TrainConfig
+from octavo.train.data import Corpus
+from octavo.train.diagnose import NonFiniteError, find_origin, non_finite_parameter
+from octavo.train.loss_scale import LossScale
+from octavo.train.metrics import RunResult, StepMetrics, finite
+from octavo.train.model import build_model, device_name, exact_masters, take_loss_in_chunks
+from octavo.train.optimizer import make_optimizer
+from octavo.train.probe import check_causal, kept_bytes_per_token
+from octavo.train.ranks import Ranks
+from octavo.train.schedule import learning_rate
+
+
+class Trainer:
+    """A model in training: what a step needs and changes.
+
+    Args:
+        config: The run.
+        corpus: What it reads.
+        device: Where it trains.
+        model: Built already, without a checkpoint's weights: for planning.
+        ranks: The processes that train it; None for this one alone.
+
+    Attributes:
+        step: Steps finished.
+        model: The model itself; its parameters may be shards.
+        layers: What became of each linear layer; None where no FP8 was asked for.
+        loss_note: Why the loss is not computed in chunks although that was asked for; else empty.
+    """
+
+    def __init__(
+        self, config: TrainConfig, corpus: Corpus, device: torch.device, model: nn.Module | None = None,
+        *, ranks: Ranks | None = None,
+    ) -> None:  # fmt: skip
+        precision = config.precision
+        self.config = config
+        self.step = 0
+        self.ranks = ranks or Ranks(device)
+        self._corpus = corpus
+        self._device = device
+        _check_batch(config, self.ranks.world)
+        if model is None:
+            model = self.ranks.agreed(lambda: build_model(config, corpus.tokenizer))
+            # FSDP moves what it shards to the device, block after block: the whole may not fit there.
+            spread = self.ranks.world > 1 or config.parallel.cpu_offload
+            self.model: Any = model if spread else model.to(device)
+            known = self.ranks.agreed(lambda: exact_masters(config))
+        else:
+            self.model, spread, known = model, False, {}
+        asked = config.asked
+        self.layers: Report | None = None
+        if "fp8" in (asked.matmul, asked.activations):
+            convert(self.model, precision=asked, verbose=False)
+            self.layers = report(self.model)
+        refusal = take_loss_in_chunks(self.model) if precision.loss == "chunked" else None
+        self._chunked = precision.loss == "chunked" and refusal is None
+        self.loss_note = f"the loss is computed from whole logits: {refusal}" if refusal else ""
+        self._checkpointing = Checkpointing(self.model, precision.checkpointing)
+        takes_cache = "use_cache" in inspect.signature(self.model.forward).parameters
+        self._options = {"use_cache": False} if takes_cache else {}
+        self._copies = 1
+        self._call: Callable[..., Any] = self.model
+        if spread:
+            self._copies, self._call = _spread(self.model, config, device)
+        self.optimizer = make_optimizer(self.model, config, known)
+        self.loss_scale = LossScale(precision.loss_scale)
+        self._saver = Saver(self.ranks, behind=config.parallel.async_save)
+
+    def train_step(self) -> StepMetrics:
+        """Takes the next step. Raises NonFiniteError, with the state before it left as it was."""
+        start = time.perf_counter()
+        config = self.config
+        inputs, targets = self._batch(self.step)
+        loss, norm = self._over_ranks(
+            self.forward_backward(inputs, targets), self.optimizer.gradient_norm(self.loss_scale.value)
+        )
+        loss_value, norm_value = loss.item(), norm.item()
+        good = finite(loss_value) is not None and finite(norm_value) is not None
+        scale = self.loss_scale.value if self.loss_scale.active else None
+        self.loss_scale.update(overflow=not good)
+        if not good and (not self.loss_scale.active or self.loss_scale.exhausted):
+            raise self._diagnose(inputs, targets, loss_value)
+        lr = learning_rate(config.optim, self.step, config.run.steps)
+        if good:
+            self.optimizer.step(lr, norm)
+        self.optimizer.zero_grad()
+        self.step += 1
+        seconds = time.perf_counter() - start
+        tokens = targets.numel() * self.ranks.world
+        return StepMetrics(
+            step=self.step,
+            tokens=self.step * tokens,
+            loss=finite(loss_value),
+            lr=lr,
+            grad_norm=finite(norm_value),
+            loss_scale=scale,
+            skipped=not good,
+            step_s=seconds,
+            tokens_per_s=tokens / seconds,
+        )
+
+    def save(self, out: Path, *, prune: bool = True) -> None:
+        """Saves a checkpoint under `out`. Raises NonFiniteError for parameters that are not worth it.
+
+        With `prune`, only the newest `run.keep` checkpoints stay.
+        """
+        if bad := self.non_finite_parameter():
+            raise self._failure(self.step, "its update was not finite", f"parameter {bad}")
+        self._saver.save(
+            out,
+            step=self.step,
+            model=self.model,
+            tokenizer=self._corpus.tokenizer,
+            optimizer=self.optimizer,
+            loss_scale=self.loss_scale,
+            config=self.config,
+            data_fingerprint=self._corpus.fingerprint,
+            prune=prune,
+        )
+
+    def finish_saving(self) -> None:
+        """Waits for a checkpoint that is being written."""
+        self._saver.finish()
+
+    def non_finite_parameter(self) -> str | None:
+        """Name of a parameter that holds a NaN or an infinity on some rank; None where all are finite."""
+        return self.ranks.first_found(non_finite_parameter(self.model))
+
+    def describe(self) -> RunResult:
+        """The summary of the run before its first step. Raises ConfigError where the model cannot run a micro-batch."""
+        import transformers
+
+        return RunResult(
+            name=self.config.run.name,
+            arm=self.config.arm,
+            device=(f"{self.ranks.world} × " if self.ranks.world > 1 else "") + device_name(self._device),
+            steps=0,
+            tokens=0,
+            parameters=sum(param.numel() for param in self.model.parameters()),
+            losses=None,
+            tokens_per_s=None,
+            kept_bytes_per_token=self._kept_bytes_per_token(),
+            skipped_steps=0,
+            wall_s=0.0,
+            versions={
+                "octavo": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+            converted=self.layers.summary if self.layers else "",
+            stopped="done",
+        )
+
+    def check_causal(self) -> None:
+        """Raises ConfigError for a model that sees later tokens."""
+        inputs, _ = self._corpus.batch(self.config.run.seed, 0, 1)  # the same on every rank
+        check_causal(self.model, self._logits, inputs.to(self._device))
+
+    def attention_note(self) -> str:
+        """Says so where the model has no fused attention; empty where it has."""
+        used = getattr(self.model.config, "_attn_implementation", "sdpa")
+        return "" if used == "sdpa" else f"{type(self.model).__name__} has no fused attention: using {used}"
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """This rank's share of each micro-batch of a step, one behind the other."""
+        parts = self.config.optim.micro_batches
+        inputs, targets = (
+            torch.cat([self.ranks.share(part) for part in whole.chunk(parts)]).to(self._device)
+            for whole in self._corpus.batch(self.config.run.seed, step, self.config.optim.batch)
+        )
+        return inputs, targets
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Leaves the step's gradients, times the loss scale, in the optimizer. Returns the mean loss in fp32.
+
+        Of this rank's share of the batch; the gradients are averaged over the ranks already.
+        """
+        _seed_step(self.config.run.seed, self.step, self.ranks.rank)
+        total = torch.zeros((), device=self._device)
+        parts = self.config.optim.micro_batches
+        for number, (part_inputs, part_targets) in enumerate(
+            zip(inputs.chunk(parts), targets.chunk(parts), strict=True), 1
+        ):
+            if isinstance(self._call, DistributedDataParallel):
+                self._call.require_backward_grad_sync = number == parts or not self.optimizer.in_place
+            total += self.accumulate(part_inputs, part_targets, targets=targets.numel())
+        return total
+
+    def accumulate(self, inputs: Tensor, part: Tensor, *, targets: int) -> Tensor:
+        """Adds the gradients of a micro-batch of a step with so many targets. Returns its share of the mean loss."""
+        loss = self.loss(inputs, part) / targets
+        (loss * self.loss_scale.value).backward()
+        self.optimizer.accumulate()
+        return loss.detach()
+
+    def _over_ranks(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean loss over the ranks, and the norm of the whole gradient, of which each copy has a part each."""
+        if self.ranks.world == 1:
+            return loss, norm
+        total, squares = self.ranks.totals(loss, norm.double() ** 2)
+        return total / self.ranks.world, (squares / self._copies).sqrt().float()
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Summed cross-entropy in fp32."""
+        if self._chunked:
+            with self._autocast():
+                summed: Tensor = self._call(
+                    input_ids=inputs, shift_labels=targets, num_items_in_batch=1, **self._options
+                ).loss
+            return summed
+        logits = self._logits(inputs)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+    def _logits(self, inputs: Tensor) -> Tensor:
+        with self._autocast():
+            logits: Tensor = self._call(input_ids=inputs, **self._options).logits
+        return logits
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.config.precision.parameters != "fp32":
+            return nullcontext()
+        return torch.autocast(self._device.type, torch.bfloat16)
+
+    def _kept_bytes_per_token(self) -> float:
+        batch = tuple(tensor.chunk(self.config.optim.micro_batches)[0] for tensor in self._batch(0))
+        return kept_bytes_per_token(self.model, self._checkpointing, self.loss, batch)
+
+    def _diagnose(self, inputs: Tensor, targets: Tensor, loss: float) -> NonFiniteError:
+        self.optimizer.zero_grad()
+        if bad := self.non_finite_parameter():
+            return self._failure(self.step, "its update was not finite", f"parameter {bad}")
+        found = self.ranks.first_found(find_origin(self.model, lambda: self.forward_backward(inputs, targets)))
+        self.optimizer.zero_grad()
+        what = "the gradient is not finite" if finite(loss) is not None else f"the loss is {loss}"
+        return self._failure(self.step + 1, what, found or "none in particular, the norm of the gradient exceeds fp32")
+
+    def _failure(self, step: int, what: str, origin: str) -> NonFiniteError:
+        return NonFiniteError(
+            f"step {step}: {what}; first value that is not finite: {origin}", step=step, origin=origin
+        )
+
+    def advice(self, saved: Sequence[Path]) -> str:
+        """How to go on after a NonFiniteError, with the checkpoints there are, the newest last."""
+        precision = self.config.precision
+        advice = f"Resume {saved[-1]} (--resume)" if saved else "No checkpoint was saved: run anew"
+        advice += " with a lower optim.lr or optim.clip"
+        if self.layers:
+            advice += ", or with that layer in bf16 (precision.skip)"
+        if precision.parameters == "fp16" and not self.loss_scale.active:
+            advice += ', or run anew with precision.loss_scale = "dynamic"'
+        if not isinstance(precision.loss_scale, str):
+            advice += ', or run anew with a lower precision.loss_scale, or with "dynamic"'
+        if len(saved) > 1:
+            advice += f". Where that fails again, remove {saved[-1]} to resume {saved[-2]}"
+        return advice
+
+
+def _check_batch(config: TrainConfig, world: int) -> None:
+    """Raise ConfigError for micro-batches that the ranks cannot share."""
+    batch, parts = config.optim.batch, config.optim.micro_batches
+    if batch % (parts * world):
+        fitting = -(-batch // (parts * world)) * parts * world
+        raise ConfigError(
+            f"optim.batch = {batch} sequences in {parts} micro-batches cannot be shared by {world} processes evenly: "
+            f"set optim.batch to a multiple of {parts * world}, as {fitting}"
+        )
+
+
+def _spread(model: nn.Module, config: TrainConfig, device: torch.device) -> tuple[int, Callable[..., Any]]:
+    """Make a model parallel, in place. Returns how many copies of its gradients there are, and what to call."""
+    parallel = config.parallel.asked
+    mesh = make_mesh(parallel, device.type)
+    copies, shards = mesh.shape
+    if shards == 1 and copies > 1:
+        model.to(device)
+    called: Callable[..., Any] = parallelize(
+        model, mesh, fp8_comm=parallel.fp8_comm, reshard_after_forward=parallel.reshard_after_forward,
+        cpu_offload=parallel.cpu_offload,
+    )  # fmt: skip
+    return copies, called
+
+
+def _seed_step(seed: int, step: int, rank: int) -> None:
+    """Seeds all generators with a hash of (seed, step, rank), so that dropout needs no saved state."""
+    entropy = [seed, step, rank] if rank else [seed, step]
+    torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))

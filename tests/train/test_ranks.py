@@ -1,0 +1,212 @@
+"""Training on several ranks: the losses of one process, checkpoints that any number of ranks reads, mistakes told."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.train import ConfigError, parse_config, read_metrics, run
+from octavo.train.checkpoint import checkpoints, load_checkpoint, read_trainer_state
+from octavo.train.data import load_corpus
+from octavo.train.metrics import Silent
+from octavo.train.ranks import joined
+from octavo.train.shards import state_of
+from octavo.train.trainer import Trainer
+from processes import Failed, gloo  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.dist
+
+LAYER = "model.layers.0.mlp.up_proj.weight"
+
+EVERYTHING = {"level": "O1+act+opt"}
+MODES = {
+    "zero3": {},
+    "zero2": {"reshard_after_forward": False},
+    "ddp": {"dp_shard": 1, "dp_replicate": 2},
+    "offload": {"cpu_offload": True},
+}
+
+
+def job(tables, out, resume=False):
+    """One rank of a run."""
+    return run(parse_config(tables), out=Path(out), resume=resume)
+
+
+def losses(out):
+    return [row.loss for row in read_metrics(Path(out))]
+
+
+@pytest.fixture
+def tables(make_config):
+    """Sections of a tiny run with batches that four ranks can share."""
+
+    def make(**sections):
+        sections.setdefault("optim", {})
+        sections["optim"] = {"batch": 8} | sections["optim"]
+        config = make_config(**{name: keys for name, keys in sections.items() if name != "parallel"})
+        return config.model_dump(exclude_none=True) | {"parallel": sections.get("parallel", {})}
+
+    return make
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fp32_losses_are_those_of_one_process(gloo, tables, tmp_path, mode):  # noqa: F811
+    """Within the noise of autocast: bf16 gradients of halves of a batch, added up in another order."""
+    wanted = tables(precision={"parameters": "fp32"}, parallel=MODES[mode] | {"fp8_comm": "off"})
+    gloo.run(job, 2, wanted, str(tmp_path / "two"))
+    job(wanted | {"parallel": {}}, tmp_path / "one")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=5e-4)
+
+
+@pytest.mark.parametrize("precision", [{}, {"level": "O1", "recipe": "tensorwise"}, EVERYTHING], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_losses_are_those_of_one_process(gloo, tables, tmp_path, mode, precision):  # noqa: F811
+    """Within what bf16 gradients of halves of a batch, rounded one by one, differ from those of the whole."""
+    wanted = tables(precision=precision, parallel=MODES[mode] | {"fp8_comm": "off"}, optim={"micro_batches": 2})
+    results = gloo.run(job, 2, wanted, str(tmp_path / "two"))
+    job(wanted | {"parallel": {}}, tmp_path / "one")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)
+    assert results[0].tokens == 6 * 8 * 16
+    assert results[0].losses == results[1].losses
+
+
+def test_gathering_in_fp8_changes_no_bit(gloo, tables, tmp_path):  # noqa: F811
+    for comm in ("off", "gather"):
+        gloo.run(job, 2, tables(precision={"level": "O1"}, parallel={"fp8_comm": comm}), str(tmp_path / comm))
+    assert losses(tmp_path / "gather") == losses(tmp_path / "off")
+
+
+def test_copies_of_shards(gloo, tables, tmp_path):  # noqa: F811
+    wanted = tables(precision=EVERYTHING, parallel={"dp_replicate": 2, "fp8_comm": "off"})
+    gloo.run(job, 4, wanted, str(tmp_path / "four"))
+    job(wanted | {"parallel": {}}, tmp_path / "one")
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=4e-3)
+
+
+# --- checkpoints ---
+
+
+def opened(tables, folder):
+    """A trainer with the state of a checkpoint."""
+    config = parse_config(tables)
+    with joined(config) as ranks:
+        trainer = Trainer(config, load_corpus(config, Silent()), ranks.device, ranks=ranks)
+        load_checkpoint(Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
+        trainer.step = read_trainer_state(Path(folder))["step"]
+    return trainer
+
+
+def copied(tables, folder, out):
+    """Read a checkpoint and write another of it."""
+    opened(tables, folder).save(Path(out))
+
+
+def state(tables, folder):
+    """Everything in a checkpoint, read by one process."""
+    trainer = opened(tables | {"parallel": {}}, folder)
+    return state_of(trainer.model, trainer.optimizer)
+
+
+def same(one, other):
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(bits(one[name]), bits(other[name]))]
+    assert not different, different
+    return True
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8) if tensor.ndim else tensor
+
+
+@pytest.mark.parametrize("precision", [{}, {"parameters": "fp32", "level": "O1"}, EVERYTHING], ids=str)
+def test_checkpoints_go_to_any_number_of_ranks(gloo, tables, tmp_path, precision):  # noqa: F811
+    """Four → two → one → three → two copies of two: not a bit changes."""
+    wanted = tables(run={"steps": 3}, optim={"batch": 12}, precision=precision)
+    gloo.run(job, 4, wanted, str(tmp_path / "run"))
+    last = checkpoints(tmp_path / "run")[-1]
+    expected = state(wanted, last)
+    assert sum(name.startswith("optimizer.") for name in expected) > 20
+    assert not torch.equal(*(expected[f"optimizer.{LAYER}.{key}"].float() for key in ("exp_avg", "exp_avg_sq")))
+    steps = [(2, {}), (1, {}), (3, {}), (4, {"dp_replicate": 2}), (2, {"dp_replicate": 2, "dp_shard": 1})]
+    for number, (world, parallel) in enumerate(steps):
+        out, there = tmp_path / str(number), wanted | {"parallel": parallel}
+        if world == 1:
+            copied(there, last, out)
+        else:
+            gloo.run(copied, world, there, str(last), str(out))
+        last = checkpoints(out)[-1]
+        assert (last / "shards").exists() == (world > 1)
+        assert same(state(wanted, last), expected)
+
+
+@pytest.mark.parametrize("save", [{}, {"async_save": True}], ids=str)
+def test_a_resumed_run_is_the_uninterrupted_one(gloo, tables, tmp_path, save):  # noqa: F811
+    wanted = tables(run={"save_every": 2, "keep": 2}, precision=EVERYTHING, parallel=save)
+    gloo.run(job, 2, wanted, str(tmp_path / "whole"))
+    assert [path.name for path in checkpoints(tmp_path / "whole")] == ["step-000004", "step-000006"]
+    (tmp_path / "part").mkdir()
+    for name in ("config.toml", "metrics.jsonl", "checkpoints/step-000004"):
+        source, target = tmp_path / "whole" / name, tmp_path / "part" / name
+        target.parent.mkdir(exist_ok=True)
+        shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+    gloo.run(job, 2, wanted, str(tmp_path / "part"), resume=True)
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")
+    last = [checkpoints(tmp_path / name)[-1] for name in ("part", "whole")]
+    assert same(state(wanted, last[0]), state(wanted, last[1]))
+
+
+def test_damaged_checkpoints_are_told(gloo, tables, tmp_path):  # noqa: F811
+    wanted = tables(run={"steps": 3})
+    gloo.run(job, 2, wanted, str(tmp_path / "run"))
+    shards = checkpoints(tmp_path / "run")[-1] / "shards"
+    whole = (shards / "__1_0.distcp").read_bytes()
+    for content, message in ((None, "1 of 2 shards are missing .__1_0"), (whole[:-100], "shards are cut off .__1_0")):
+        if content is None:
+            (shards / "__1_0.distcp").unlink()
+        else:
+            (shards / "__1_0.distcp").write_bytes(content)
+        with pytest.raises(ConfigError, match=f"{message}.*to resume from the one before"):
+            job(wanted | {"parallel": {}}, tmp_path / "run", resume=True)
+        with pytest.raises(Failed, match=message):
+            gloo.run(job, 2, wanted, str(tmp_path / "run"), resume=True)
+    (shards / "__1_0.distcp").write_bytes(whole)
+    (shards / ".metadata").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match=r"\.metadata cannot be read"):
+        job(wanted | {"parallel": {}}, tmp_path / "run", resume=True)
+
+
+# --- mistakes ---
+
+
+def mistakes_job(cases, out):
+    """What each mistake says on this rank."""
+    found = []
+    for number, tables in enumerate(cases):
+        try:
+            run(parse_config(tables), out=Path(out) / str(number))
+            found.append("")
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def test_mistakes_are_told_on_every_rank(gloo, tables, tmp_path):  # noqa: F811
+    (tmp_path / "2").write_text("a file")
+    cases = {
+        "optim.batch = 3 sequences in 1 micro-batches cannot be shared by 2": tables(optim={"batch": 3}),
+        "matches no file": tables(data={"source": "nothing-*.txt"}),
+        "the output folder": tables(),
+        "parallel.dp_replicate = 3": tables(parallel={"dp_replicate": 3}),
+    }
+    for told in gloo.run(mistakes_job, 2, list(cases.values()), str(tmp_path)):
+        for message, wanted in zip(told, cases, strict=True):
+            assert wanted in message, message
+
+
+def test_alone(tables, tmp_path):
+    with pytest.raises(ConfigError, match="asks for 8 processes.*torchrun --nproc-per-node 8"):
+        job(tables(parallel={"dp_shard": 8}), tmp_path / "out")
+    with pytest.raises(ConfigError, match="unknown key parallel.dp_shards .did you mean 'dp_shard'"):
+        parse_config(tables(parallel={"dp_shards": 8}))
+    assert not (tmp_path / "out").exists()

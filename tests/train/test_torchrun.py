@@ -1,0 +1,167 @@
+"""`torchrun … -m octavo train`: what a person starts, and what happens when a process is killed under it."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.train import read_metrics
+from octavo.train.checkpoint import checkpoints
+from octavo.train.config import parse_config
+from octavo.train.loop import run
+
+pytestmark = pytest.mark.dist
+
+PATIENCE = 240.0
+"""Seconds that anything here may take, on a busy machine."""
+
+
+class Launched:
+    """torchrun with its workers."""
+
+    def __init__(self, config, out, *options, ranks=2, restarts=0):
+        self.log = out.parent / f"{out.name}.log"
+        self._file = self.log.open("w")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = ["--max-restarts", str(restarts), "-m", "octavo", "train", str(config), "--out", str(out), *options]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [*launcher, *command], stdout=self._file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for worker in self.workers():
+            os.kill(worker, signal.SIGKILL)
+        self._process.wait()
+        self._file.close()
+
+    def workers(self):
+        """Process ids of the ranks that run."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) if entry.name.isdigit() else 0
+            except (OSError, IndexError):
+                continue
+            if parent == self._process.pid:
+                found.append(int(entry.name))
+        return sorted(found)
+
+    def until(self, condition):
+        """Wait for something; fails where torchrun ends before it, or after `PATIENCE`."""
+        end = time.monotonic() + PATIENCE
+        while not (found := condition()):
+            assert self._process.poll() is None, self.text()
+            assert time.monotonic() < end, self.text()
+            time.sleep(0.002)
+        return found
+
+    def ended(self):
+        """The exit code."""
+        return self._process.wait(PATIENCE)
+
+    def text(self):
+        return self.log.read_text()
+
+
+def steps_of(out):
+    return read_metrics(out)[-1].step if (out / "metrics.jsonl").exists() and read_metrics(out) else 0
+
+
+def losses(out):
+    return [row.loss for row in read_metrics(out)]
+
+
+@pytest.fixture
+def written(make_config, tmp_path):
+    """The file of a run of two processes."""
+
+    def write(**sections):
+        config = make_config(**{"optim": {"batch": 8}, "precision": {"level": "O1+act+opt"}} | sections)
+        tables = config.model_dump(exclude_none=True) | {"parallel": {"fp8_comm": "gather", "timeout": 60.0}}
+        path = tmp_path / "config.toml"
+        path.write_text(parse_config(tables).to_toml())
+        return path, parse_config(tables)
+
+    return write
+
+
+def test_a_killed_rank_ends_the_run_and_a_restart_goes_on(written, tmp_path):
+    """Nothing is lost but the steps since the last checkpoint, and these come out the same."""
+    config, _ = written(run={"steps": 30, "save_every": 4, "keep": 2})
+    with Launched(config, tmp_path / "whole") as whole:
+        assert whole.ended() == 0, whole.text()
+    assert whole.text().count("report ") == 1  # the first rank talks
+    out = tmp_path / "out"
+    with Launched(config, out) as first:
+        first.until(lambda: steps_of(out) >= 6)
+        os.kill(first.workers()[1], signal.SIGKILL)
+        assert first.ended() != 0
+    assert "another rank has ended or does not answer" in first.text()
+    assert "the same command with --resume goes on" in first.text()
+    assert "Traceback (most recent call last)" not in first.text().split("another rank")[0]
+    assert checkpoints(out)
+    with Launched(config, out, "--resume", restarts=1) as again:
+        again.until(lambda: steps_of(out) >= 14)
+        os.kill(again.workers()[0], signal.SIGKILL)
+        assert again.ended() == 0, again.text()
+    assert losses(out) == losses(tmp_path / "whole")
+    assert [path.name for path in checkpoints(out)] == ["step-000028", "step-000030"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", ["false", "true"])
+def test_a_rank_killed_while_a_checkpoint_is_written(written, tmp_path, save):
+    config, _ = written(run={"steps": 12, "save_every": 2, "keep": 2})
+    out, options = tmp_path / "out", [f"parallel.async_save={save}"]
+    with Launched(config, tmp_path / "whole", *options) as whole:
+        assert whole.ended() == 0, whole.text()
+    with Launched(config, out, *options, restarts=1) as launched:
+        launched.until(lambda: steps_of(out) >= 4 and list((out / "checkpoints").glob(".writing-*")))
+        os.kill(launched.workers()[1], signal.SIGKILL)
+        assert launched.ended() == 0, launched.text()
+    assert losses(out) == losses(tmp_path / "whole")
+    assert not list((out / "checkpoints").glob(".writing-*"))
+
+
+@pytest.mark.slow
+def test_twenty_kills(written, tmp_path):
+    """Of either rank, at random moments, while it starts, trains, saves or recovers."""
+    config, _ = written(run={"steps": 400, "save_every": 10, "keep": 2})
+    with Launched(config, tmp_path / "whole") as whole:
+        assert whole.ended() == 0, whole.text()
+    out, choice = tmp_path / "out", random.Random(0)
+    with Launched(config, out, restarts=20) as launched:
+        for _ in range(20):
+            before = set(launched.workers())
+            target = steps_of(out) + choice.randrange(16)
+            launched.until(lambda at=target: steps_of(out) >= at and len(launched.workers()) == 2)
+            time.sleep(choice.random() * 0.2)
+            os.kill(choice.choice(launched.workers()), signal.SIGKILL)
+            launched.until(lambda old=before: not old & set(launched.workers()))
+        assert launched.ended() == 0, launched.text()
+    assert losses(out) == losses(tmp_path / "whole")
+
+
+def test_one_process_reads_what_many_wrote(written, tmp_path):
+    """And a config with nothing but defaults needs no torchrun."""
+    config, parsed = written(run={"steps": 6})
+    with Launched(config, tmp_path / "two", "run.steps=6") as launched:
+        assert launched.ended() == 0, launched.text()
+    threads = torch.get_num_threads()
+    result = run(parsed.model_copy(update={"run": parsed.run.model_copy(update={"steps": 8})}), out=tmp_path / "two",
+                 resume=True)  # fmt: skip
+    assert torch.get_num_threads() == threads
+    assert result.steps == 8
+    assert result.losses.final < losses(tmp_path / "two")[0]
