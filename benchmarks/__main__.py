@@ -11,6 +11,8 @@
   gpu          all of these, each in a process of its own with a limit, and what became of the targets
   roofline     predicted times and where FP8 begins to pay; needs no GPU
   sass         what Triton's compiler makes of each kernel; needs no GPU
+  scaling      memory, bytes on the wire and modelled time on 8 to 512 ranks; docs/scaling.md; needs no GPU
+  predictions  docs/planner.md: what the planner says of what others published; needs no GPU
   performance  docs/performance.md from all result files
 
 Results are JSON under benchmarks/results/<device>/. Where a benchmark needs a GPU and there is none, it runs tiny
@@ -25,7 +27,7 @@ from pathlib import Path
 
 NAMES = (
     "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "probe", "gpu", "roofline", "sass",
-    "performance",
+    "scaling", "predictions", "performance",
 )  # fmt: skip
 COMPILES_ONLY = ("sass",)
 

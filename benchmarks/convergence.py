@@ -26,8 +26,8 @@ from benchmarks.environment import RESULTS, device_name, environment, write_json
 from octavo.train import RunResult, TrainConfig, load_config, run
 from octavo.train.curves import Curves, smooth
 from octavo.train.data import load_corpus
-from octavo.train.trainer import Trainer
 from octavo.train.metrics import Silent, read_metrics
+from octavo.train.trainer import Trainer
 
 Row = dict[str, Any]
 Code = Mapping[str, str | None]

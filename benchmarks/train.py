@@ -1,6 +1,6 @@
 """Training: tokens/s and peak memory of whole steps, data aside: random tokens, so that nothing waits for a disk.
 
-    octavo train   the loop behind `octavo train` (`octavo.train.trainer.Trainer`): micro-batches, fp32 masters, clipping
+    octavo train   the loop behind `octavo train` (`octavo.train.trainer.Trainer`): micro-batches, masters, clipping
     plain loop     the shortest loop there is: forward, backward, fused AdamW on bf16 parameters; eager and compiled
 
 The model has the width of Llama 3 8B and four of its layers, 1.1 billion parameters. Its vocabulary head, embeddings,

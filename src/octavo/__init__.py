@@ -9,11 +9,16 @@
 Importing it touches no device and imports neither Triton nor Transformers.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from octavo._version import __version__
 from octavo.inspect import memory
 from octavo.nn import convert, disabled, report, revert
 from octavo.numerics import RECIPES, Plan, Precision, Recipe
 from octavo.optim import AdamW
+
+if TYPE_CHECKING:
+    from octavo.parallel import parallelize
 
 __all__ = [
     "RECIPES",
@@ -25,6 +30,16 @@ __all__ = [
     "convert",
     "disabled",
     "memory",
+    "parallelize",
     "report",
     "revert",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`parallelize`, on first use: torch's own sharding takes most of a second to import."""
+    if name == "parallelize":
+        from octavo.parallel import parallelize
+
+        return parallelize
+    raise AttributeError(f"module 'octavo' has no attribute {name!r}")

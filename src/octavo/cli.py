@@ -1,4 +1,4 @@
-"""The command line: `octavo train | demo | doctor | plan | calibrate`.
+"""The command line: `octavo train | export | demo | doctor | plan | calibrate`.
 
 A mistake of the user (a wrong key, a missing file, data that cannot be used) is one message on stderr and exit code 2;
 `--traceback` shows where it was raised. Code 1 is a run that failed: a loss that is not finite. A run that was told to
@@ -56,6 +56,14 @@ EXAMPLES = {
   octavo train configs/demo.toml --out runs/short --resume
   octavo train configs/demo.toml precision.level=O1 precision.recipe=mxfp8
   octavo train configs/demo.toml data.source='corpus/*.txt'
+  [dim]# eight GPUs: FSDP2, weights and gradients in FP8 on the wire[/dim]
+  torchrun --nproc-per-node 8 -m octavo train configs/demo.toml precision.level=O1 parallel.fp8_comm=on
+""",
+    "export": """
+[bold]Examples[/bold]
+
+  octavo export runs/demo/checkpoints/step-000200 exported
+  [dim]# then: AutoModelForCausalLM.from_pretrained("exported")[/dim]
 """,
     "demo": """
 [bold]Examples[/bold]
@@ -84,6 +92,8 @@ EXAMPLES = {
   octavo plan --memory configs/demo.toml precision.level=O1 optim.batch=64 --limit 24
   octavo plan --memory configs/demo.toml --layers
   octavo plan --memory configs/demo.toml --json > plan.json
+  [dim]# predicted speed, linear by linear, beside bf16; or gpu.toml, which describes another one[/dim]
+  octavo plan configs/llama2-7b-80gb.toml --gpu h100 --gpus 8
 """,
     "calibrate": """
 [bold]Examples[/bold]
@@ -202,6 +212,22 @@ def train(
             raise typer.Exit(1)
 
 
+@app.command(epilog=EXAMPLES["export"])
+def export(
+    context: typer.Context,
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder step-NNNNNN.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that is new, or empty.", show_default=False)],
+) -> None:
+    """Write the weights of a checkpoint as Transformers reads them.
+
+    Of one process or of many: shards are put together.
+    """
+    with _user_errors(context):
+        from octavo.train.export import export as write
+
+        _say(Console(), f"written: {write(checkpoint, out)}")
+
+
 @app.command(epilog=EXAMPLES["demo"])
 def demo(
     context: typer.Context,
@@ -295,6 +321,8 @@ def plan(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's configuration.", show_default=False)],
     overrides: Overrides = None,
     memory: Annotated[bool, typer.Option("--memory", help="Plan the memory of a training step.")] = False,
+    gpu: Annotated[str | None, typer.Option(help="Plan the speed of a step on this GPU; none has to be here.")] = None,
+    gpus: Annotated[int, typer.Option(help="With --gpu: how many share the model.")] = 1,
     device: Annotated[str, typer.Option(help="What to plan for, cuda or cpu; it need not be here.")] = "cuda",
     limit: Annotated[float, typer.Option(help="Memory of the device in GiB, for the largest batch.")] = 79.0,
     layers: Annotated[bool, typer.Option("--layers", help="Also what each kind of layer keeps for backward.")] = False,
@@ -305,11 +333,17 @@ def plan(
     With --memory: parameters, gradients, optimizer states, activations and
     temporaries at the worst moment of a step, found by taking the step on
     tensors without storage, for the configuration and for what it could be.
+
+    With --gpu: which linear layers gain from FP8 and how much, the time of a
+    step, tokens/s and MFU, beside bf16, from the GPU's data sheet.
     """
     with _user_errors(context):
         from octavo.train.plan import console as run
 
-        run(config, overrides or [], memory=memory, device=device, limit=limit, layers=layers, as_json=as_json)
+        run(
+            config, overrides or [], memory=memory, gpu=gpu, gpus=gpus, device=device, limit=limit, layers=layers,
+            as_json=as_json,
+        )  # fmt: skip
 
 
 @app.command(epilog=EXAMPLES["calibrate"])

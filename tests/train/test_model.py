@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from octavo.train.config import ConfigError
 from octavo.train.data import load_corpus
+from octavo.train.device import choose_device
 from octavo.train.metrics import Silent
-from octavo.train.model import build_model, choose_device
+from octavo.train.model import build_model
 from octavo.train.tokenizer import TextTokenizer, load_tokenizer
 
 

@@ -15,7 +15,7 @@ from octavo.numerics import LEVELS
 from octavo.train.config import ConfigError, load_config
 from octavo.train.data import load_corpus
 from octavo.train.metrics import Silent
-from octavo.train.plan import plan_arms, plan_memory
+from octavo.train.plan import plan_arms, plan_memory, plan_step
 from octavo.train.trainer import Trainer
 
 SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b-80gb.toml"
@@ -122,6 +122,11 @@ def test_the_command_as_json(config_file: Path):
     ("arguments", "message"),
     [
         ([], "say what to plan: octavo plan --memory"),
+        (["--gpu", "h10"], "unknown GPU 'h10' (did you mean 'h100'?)"),
+        (["--gpu", "h100", "--gpus", "0"], "gpus is a number of 1 or more; got 0"),
+        (["--gpu", "h100", "--gpus", "3", "optim.batch=8"], "cannot be shared by 3 GPUs evenly"),
+        (["--gpu", "h100", "--memory", "--json"], "--json is for one of them at a time"),
+        (["--gpu", "h100", "optim.btach=8"], "did you mean 'batch'"),
         (["--memory", "--device", "gpu"], "device is cuda or cpu; got 'gpu'"),
         (["--memory", "--limit", "0"], "--limit is the memory of the device in GiB"),
         (["--memory", "optim.btach=8"], "did you mean 'batch'"),
@@ -131,3 +136,50 @@ def test_mistakes_on_the_command_line(config_file: Path, arguments, message):
     result = CliRunner().invoke(app, ["plan", str(config_file), *arguments])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_the_speed_of_a_run_is_that_of_its_configuration():
+    """Llama-2-7B, 2 of 32 sequences of 4096 tokens at a time on each GPU, or 1 of 2 GPUs."""
+    speed = plan_step(load_config(SEVEN_B), gpu="h100")
+    assert speed.tokens == 8192 and speed.planned.tokens == 32 * 4096
+    assert sum(row.converted for row in speed.rows) == 7 * 32
+    assert {row.recipe for row in speed.rows} == {"rowwise", None}
+    assert speed.parameters == pytest.approx(6.738e9, rel=1e-3)
+    # 6 operations per weight and token, and half of 12·s·d for each layer's attention.
+    per_token = 6 * (speed.parameters - 32000 * 4096) + 6 * 4096 * 4096 * 32
+    assert speed.bf16.flops == pytest.approx(per_token * 32 * 4096, rel=1e-3)
+    two = plan_step(load_config(SEVEN_B), gpu="h100", gpus=2)
+    assert two.tokens == 4096 and two.planned.tokens == 32 * 4096
+    assert two.bf16.flops == pytest.approx(speed.bf16.flops)
+
+
+def test_the_recipe_is_the_runs_and_in_bf16_the_fastest():
+    tensorwise = plan_step(
+        load_config(SEVEN_B, ["precision.recipe=tensorwise", "precision.skip=['*.o_proj']"]), gpu="h200"
+    )
+    assert {row.recipe for row in tensorwise.rows if row.converted} == {"tensorwise"}
+    assert not any(row.converted for row in tensorwise.rows if row.name.endswith("o_proj"))
+    bf16 = plan_step(load_config(SEVEN_B, ["precision.level=bf16"]), gpu="h200")
+    assert {row.recipe for row in bf16.rows if row.converted} == {"rowwise"}
+
+
+def test_settings_of_the_run_reach_the_step(make_config: MakeConfig):
+    plain = plan_step(make_config(), gpu="h100")
+    full = plan_step(make_config(precision={"checkpointing": "full"}), gpu="h100")
+    assert full.bf16.linears > plain.bf16.linears
+    fp8 = plan_step(make_config(optim={"states": "fp8"}), gpu="h100")
+    assert fp8.bf16.optimizer == pytest.approx(plain.bf16.optimizer * 14.2 / 28)
+    mixed = plan_step(make_config(precision={"parameters": "fp32"}), gpu="h100")
+    assert mixed.bf16.attention == plain.bf16.attention
+
+
+def test_the_command_shows_the_speed(config_file: Path, tmp_path: Path):
+    gpu = tmp_path / "gpu.toml"
+    gpu.write_text('like = "h100"\nname = "Half an H100"\nbf16_tflops = 495\nfp8_tflops = 990\n')
+    result = CliRunner().invoke(app, ["plan", str(config_file), "--gpu", str(gpu)], env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    for text in ("Half an H100", "self_attn.q_proj", "tokens/s", "narrow (32)", "FP8 pays", "Rates: given"):
+        assert text in result.stdout
+    result = CliRunner().invoke(app, ["plan", str(config_file), "--gpu", "b200", "--json"])
+    content = json.loads(result.stdout)
+    assert content["gpu"]["name"] == "B200" and content["planned"]["seconds"] > 0

@@ -9,6 +9,7 @@ import torch
 from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train.checkpoint import checkpoints, load_checkpoint, read_trainer_state
 from octavo.train.data import load_corpus
+from octavo.train.export import export
 from octavo.train.metrics import Silent
 from octavo.train.ranks import joined
 from octavo.train.shards import state_of
@@ -210,3 +211,26 @@ def test_alone(tables, tmp_path):
     with pytest.raises(ConfigError, match="unknown key parallel.dp_shards .did you mean 'dp_shard'"):
         parse_config(tables(parallel={"dp_shards": 8}))
     assert not (tmp_path / "out").exists()
+
+
+def test_export(gloo, tables, tmp_path):  # noqa: F811
+    """What `transformers` loads of a sharded checkpoint and of a whole one."""
+    from transformers import AutoModelForCausalLM
+
+    wanted = tables(run={"steps": 3}, precision={"level": "O1"})
+    gloo.run(job, 2, wanted, str(tmp_path / "run"))
+    last = checkpoints(tmp_path / "run")[-1]
+    copied(wanted | {"parallel": {}}, last, tmp_path / "one")
+    weights = opened(wanted | {"parallel": {}}, last).model.state_dict()
+    for number, checkpoint in enumerate((last, checkpoints(tmp_path / "one")[-1])):
+        out = export(checkpoint, tmp_path / f"exported{number}")
+        assert (out / "tokenizer.json").exists()
+        assert same(AutoModelForCausalLM.from_pretrained(str(out), local_files_only=True).state_dict(), weights)
+    with pytest.raises(ConfigError, match="is not empty"):
+        export(last, tmp_path / "exported0")
+    with pytest.raises(ConfigError, match="is no checkpoint of a run"):
+        export(tmp_path, tmp_path / "nothing")
+    (last / "shards" / "__1_0.distcp").unlink()
+    with pytest.raises(ConfigError, match="1 of 2 shards are missing"):
+        export(last, tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()

@@ -3,15 +3,15 @@
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from octavo.train import read_metrics
+from octavo.train import RunResult, read_metrics
 from octavo.train.checkpoint import checkpoints
 from octavo.train.config import parse_config
 from octavo.train.loop import run
@@ -45,6 +45,11 @@ class Launched:
             os.kill(worker, signal.SIGKILL)
         self._process.wait()
         self._file.close()
+
+    @property
+    def pid(self):
+        """Of torchrun itself."""
+        return self._process.pid
 
     def workers(self):
         """Process ids of the ranks that run."""
@@ -154,14 +159,45 @@ def test_twenty_kills(written, tmp_path):
     assert losses(out) == losses(tmp_path / "whole")
 
 
-def test_one_process_reads_what_many_wrote(written, tmp_path):
-    """And a config with nothing but defaults needs no torchrun."""
-    config, parsed = written(run={"steps": 6})
-    with Launched(config, tmp_path / "two", "run.steps=6") as launched:
-        assert launched.ended() == 0, launched.text()
-    threads = torch.get_num_threads()
-    result = run(parsed.model_copy(update={"run": parsed.run.model_copy(update={"steps": 8})}), out=tmp_path / "two",
-                 resume=True)  # fmt: skip
-    assert torch.get_num_threads() == threads
-    assert result.steps == 8
+def test_sigterm_saves_and_one_process_goes_on(written, tmp_path):
+    """As a scheduler stops a job: to torchrun and to its workers."""
+    config, parsed = written(run={"steps": 400})
+    with Launched(config, tmp_path / "two") as launched:
+        launched.until(lambda: steps_of(tmp_path / "two") >= 3)
+        for worker in (launched.pid, *launched.workers()):
+            os.kill(worker, signal.SIGTERM)
+        launched.ended()
+    stopped = RunResult.read(tmp_path / "two")
+    assert stopped.stopped == "sigterm", launched.text()
+    assert [path.name for path in checkpoints(tmp_path / "two")] == [f"step-{stopped.steps:06d}"]
+    more = parsed.run.model_copy(update={"steps": stopped.steps + 2})
+    result = run(parsed.model_copy(update={"run": more}), out=tmp_path / "two", resume=True)
+    assert result.steps == stopped.steps + 2
     assert result.losses.final < losses(tmp_path / "two")[0]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_unreachable_rendezvous(written, tmp_path, rank):
+    """The first rank that nobody joins, and another that finds nobody."""
+    config, _ = written()
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = str(unused.getsockname()[1])
+    here = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [
+        sys.executable,
+        "-m",
+        "octavo",
+        "train",
+        str(config),
+        "parallel.timeout=2",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    found = subprocess.run(
+        command, env=os.environ | here, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert found.returncode == 2, found.stderr
+    assert f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}" in found.stderr
+    assert "Traceback" not in found.stderr
+    assert not (tmp_path / "out").exists()

@@ -150,10 +150,11 @@ class ShardedWeight(Tensor):
                 "octavo: scales of weights are by tensor, and are found when the model given to octavo.parallelize "
                 "begins its forward: call that, not a part of it; or use recipe 'rowwise', which needs no such thing"
             )
-        quantized = quantize(local, form.spec, scale=form.scale)
+        scale = None if form.scale is None else form.scale.to(local.device)  # of shards in host memory, found there
+        quantized = quantize(local, form.spec, scale=scale)
         data = _padded(quantized.data.view(torch.uint8), sent)
         if form.spec.granularity == TENSOR:
-            return (data,), form.scale
+            return (data,), scale
         assert quantized.scale is not None
         return (data, _padded(quantized.scale, sent)), None
 

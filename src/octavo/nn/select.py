@@ -39,6 +39,8 @@ STORED_HOW = {
 }
 """What `report` says of a module that stores its activations in FP8."""
 _SKIPPED = "skipped by pattern"
+HEAD_KEPT = "vocabulary head"
+"""How the reason of a head begins that was left in high precision for being one."""
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -171,7 +173,7 @@ def _decide(fqn: str, module: nn.Module, recipe: Recipe, head: str | None, filte
     if reason is not None:
         return Decision(recipe=None, reason=reason)
     if head is not None:
-        return Decision(recipe=None, reason=f"vocabulary head ({head}) kept in high precision")
+        return Decision(recipe=None, reason=f"{HEAD_KEPT} ({head}) kept in high precision")
     if filter is not None and not _passes(filter, module, fqn):
         return Decision(recipe=None, reason="excluded by filter")
     return Decision(recipe=recipe, reason="linear" + _padding(checked_weight(fqn, module)))

@@ -1,8 +1,10 @@
 """Timeline: every storage that a training step makes, from its first operation to its death, and the peak of their sum.
 
 A dispatch mode sees the outputs of every operation, below autograd, with real tensors and under FakeTensorMode alike. A
-storage that is new begins; the end of the Python object that stands for it is its end. What it was for is decided
-afterwards, which is why the whole line is kept (some thousand events for a 7B model) rather than a running sum:
+storage that is new begins; the end of the Python object that stands for it is its end; between them it may be resized,
+which is how FSDP2 frees what it has gathered, and which no operation shows: the method itself is followed. Subclasses
+that wrap tensors (DTensor) are seen as what they hold. What a storage was for is decided afterwards, which is why the
+whole line is kept (some thousand events for a 7B model) rather than a running sum:
 
     what was held before        as it was named: parameters, optimizer, batch
     gradients                   what a parameter's `.grad` was seen to be
@@ -16,12 +18,12 @@ Seen by neither: what a kernel takes inside itself, the CUDA context, and fragme
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -41,22 +43,26 @@ class Timeline(TorchDispatchMode):
         self._numbers = WeakIdKeyDictionary()
         self._sizes: list[int] = []
         self._kinds: dict[int, str] = {}
-        self._events: list[tuple[int, bool, str]] = []
+        self._events: list[tuple[int, int, str]] = []  # storage, change in bytes, phase
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._phase = ""
         self._in_backward = False
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Names tensors that are there from the beginning; one that has a name already keeps it."""
-        for tensor in tensors:
+        for tensor in _inside(tensors):
             self._kinds.setdefault(self._number(tensor), kind)
+
+    def rename(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Names tensors, whatever they were taken for."""
+        for tensor in _inside(tensors):
+            self._kinds[self._number(tensor)] = kind
 
     def are_gradients(self, tensors: Iterable[Tensor]) -> None:
         """Names tensors as gradients, whatever they were taken for: that of a head whose loss is computed in chunks is
         there before backward begins.
         """
-        for tensor in tensors:
-            self._kinds[self._number(tensor)] = GRADIENTS
+        self.rename(tensors, GRADIENTS)
 
     def phase(self, name: str) -> None:
         """What happens from now on, for the peak to be told by."""
@@ -78,26 +84,46 @@ class Timeline(TorchDispatchMode):
         """The most bytes of each kind at any one time."""
         now: dict[str, int] = {}
         most: dict[str, int] = {}
-        for number, begins, _ in self._events:
+        for number, change, _ in self._events:
             kind = self._kinds.get(number, TEMPORARIES)
-            now[kind] = now.get(kind, 0) + (self._sizes[number] if begins else -self._sizes[number])
+            now[kind] = now.get(kind, 0) + change
             most[kind] = max(most.get(kind, 0), now[kind])
         return most
 
     def peak(self) -> tuple[str, dict[str, int]]:
         """When the sum was largest (the phase), and bytes by kind at that time."""
         total, highest, at, phase = 0, 0, 0, ""
-        for index, (number, begins, during) in enumerate(self._events):
-            total += self._sizes[number] if begins else -self._sizes[number]
+        for index, (_, change, during) in enumerate(self._events):
+            total += change
             if total > highest:
                 highest, at, phase = total, index, during
         kinds: dict[str, int] = {}
-        for number, begins, _ in self._events[: at + 1]:
+        for number, change, _ in self._events[: at + 1]:
             kind = self._kinds.get(number, TEMPORARIES)
-            kinds[kind] = kinds.get(kind, 0) + (self._sizes[number] if begins else -self._sizes[number])
+            kinds[kind] = kinds.get(kind, 0) + change
         return phase, {kind: size for kind, size in kinds.items() if size}
 
+    def __enter__(self) -> "Timeline":
+        original: Any = torch.UntypedStorage.resize_
+        self._resize = original
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            if (number := self._numbers.get(storage)) is not None:
+                self._change(number, self._rounded(storage))
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # it takes itself apart, and what it holds comes by here
         backward = torch._C._current_graph_task_id() != -1
         if backward and not self._in_backward:
             for number in self._alive:
@@ -118,14 +144,32 @@ class Timeline(TorchDispatchMode):
         if number is None:
             number = len(self._sizes)
             self._numbers[storage] = number
-            self._sizes.append(math.ceil(storage.nbytes() / self._granule) * self._granule)
+            self._sizes.append(0)
             self._alive[number] = weakref.ref(storage, self._ending(number))
-            self._events.append((number, True, self._phase))
+            self._change(number, self._rounded(storage))
         return number
+
+    def _rounded(self, storage: torch.UntypedStorage) -> int:
+        return math.ceil(storage.nbytes() / self._granule) * self._granule
+
+    def _change(self, number: int, size: int) -> None:
+        self._events.append((number, size - self._sizes[number], self._phase))
+        self._sizes[number] = size
 
     def _ending(self, number: int) -> Callable[[Any], None]:
         def end(_: Any) -> None:
             del self._alive[number]
-            self._events.append((number, False, self._phase))
+            self._change(number, 0)
 
         return end
+
+
+def _inside(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Plain tensors that tensors are, or are made of."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            parts = [getattr(tensor, name) for name in names]
+            yield from _inside(part for part in parts if isinstance(part, Tensor))  # a DTensor's mesh is none
+        else:
+            yield tensor

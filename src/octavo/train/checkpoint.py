@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from octavo.optim.sharded import is_sharded, rows_of
+from octavo.optim.sharded import rows_of
 from octavo.tensor import plain
 from octavo.train import shards
-from octavo.train.config import ConfigError, TrainConfig
+from octavo.train.config import ConfigError, TrainConfig, flat
 from octavo.train.disk import sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import CompactAdamW, MasterAdamW
@@ -67,11 +68,12 @@ class Saver:
         ranks: Who trains; several write shards.
         behind: Let shards be written while training goes on. What is written then is the state when `save` was called;
             it is published, and its errors raised, by the next `save` or by `finish`.
+        timeout: Seconds that ranks which write behind wait for each other.
     """
 
-    def __init__(self, ranks: Ranks, *, behind: bool = False) -> None:
+    def __init__(self, ranks: Ranks, *, behind: bool = False, timeout: float = 600.0) -> None:
         self._ranks = ranks
-        self._group = shards.host_group() if behind and ranks.world > 1 else None
+        self._group = ranks.host_group(timedelta(seconds=timeout)) if behind else None
         self._pending: tuple[Any, _Checkpoint] | None = None
 
     def save(
@@ -105,7 +107,7 @@ class Saver:
         }
         with self._writing(made):
             self._ranks.shared(lambda: made.begin(facts, model.config, tokenizer))
-            if self._ranks.world == 1:
+            if self._ranks.world == 1 and not shards.has_shards(model):
                 _save_whole(made.scratch, model, optimizer)
             elif self._group is None:
                 shards.write(made.scratch / SHARDS, shards.state_of(model, optimizer))
@@ -133,7 +135,7 @@ class Saver:
             if self._ranks.first:
                 shutil.rmtree(made.scratch, ignore_errors=True)
             message = f"the checkpoint of step {made.step} cannot be written: {error}. Those before it are as they were"
-            raise (ConfigError if self._ranks.world == 1 else SharedError)(message) from None
+            raise SharedError(message) from None
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,8 @@ class _Checkpoint:
 
     def publish(self) -> None:
         """Give it its name, and remove the oldest."""
+        if (self.scratch / SHARDS).exists() and (reason := shards.damage(self.scratch / SHARDS)):
+            raise OSError(f"{reason}, of what was just written: give --out a folder that all machines share")
         for folder in (self.scratch / SHARDS, self.scratch):
             if folder.exists():
                 sync(folder)
@@ -218,38 +222,43 @@ def load_checkpoint(
 ) -> None:
     """Puts weights, optimizer state and loss scale in place. Raises ConfigError where they do not fit."""
     state = ranks.shared(lambda: read_trainer_state(folder))
-    sharded = ranks.shared((folder / SHARDS).exists)
-    if sharded and (damage := ranks.shared(lambda: shards.damage(folder / SHARDS))):
-        raise ConfigError(f"{folder} is damaged: {damage}: {_remedy(folder)}")
     try:
-        if sharded:
+        if ranks.shared((folder / SHARDS).exists):
+            ranks.shared(lambda: shards.check(folder / SHARDS))
             shards.read(folder / SHARDS, model, optimizer)
         else:
             ranks.agreed(lambda: _load_whole(folder, model, optimizer))
         loss_scale.load_state_dict(state["loss_scale"])
-    except (*UNREADABLE, SafetensorError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{folder} does not fit this model, or is damaged ({reason}): {_remedy(folder)}") from None
+    except (ConfigError, KeyError, TypeError) as error:
+        raise SharedError(f"{folder} does not fit this model, or is damaged ({error}): {_remedy(folder)}") from None
 
 
 def _save_whole(folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW) -> None:
-    safetensors.torch.save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    try:
+        safetensors.torch.save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    except (RuntimeError, SafetensorError) as error:  # what a full disk is to these two
+        raise OSError(f"{' '.join(str(error).split())}{shards.space(folder)}") from None
 
 
 def _load_whole(folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW) -> None:
     """Put in place what one process has saved: all of it here, or this rank's rows of it."""
-    device = str(plain(next(model.parameters())).device)
-    if any(is_sharded(param) for param in model.parameters()):
-        weights = safetensors.torch.load_file(folder / "model.safetensors")  # mapped: what is read are the rows taken
-        state = model.state_dict()
-        for name, value in weights.items():
-            plain(state[name]).copy_(rows_of(state[name], value))
-        model.load_state_dict(state)  # in place already; this tells the model that its weights have changed
-        device = "cpu"
-    else:
-        safetensors.torch.load_model(model, folder / "model.safetensors", device=device)
-    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=device, weights_only=True, mmap=True))
+    try:
+        if shards.has_shards(model):
+            # Mapped: what is read of it are the rows that are taken.
+            weights = safetensors.torch.load_file(folder / "model.safetensors")
+            state = model.state_dict()
+            for name, value in weights.items():
+                plain(state[name]).copy_(rows_of(state[name], value))
+            model.load_state_dict(state)  # in place already; this tells the model that its weights have changed
+            device = "cpu"
+        else:
+            device = str(next(model.parameters()).device)
+            safetensors.torch.load_model(model, folder / "model.safetensors", device=device)
+        states = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True, mmap=True)
+        optimizer.load_state_dict(states)
+    except (*UNREADABLE, SafetensorError) as error:
+        raise ConfigError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -261,15 +270,7 @@ def checkpoints(out: Path) -> list[Path]:
 def _settings(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The settings that decide a run's numbers, the model's first, as ("model.config.hidden_size", 256)."""
     for section in ("model", *(name for name in tables if name != "model")):
-        yield from ((key, value) for key, value in _flat(section, tables.get(section, {})) if key not in FREE)
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(f"{prefix}.{key}", item)
-    else:
-        yield prefix, value
+        yield from ((key, value) for key, value in flat(section, tables.get(section, {})) if key not in FREE)
 
 
 def _shown(value: Any) -> str:

@@ -8,7 +8,7 @@ where these are made, with the same error.
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -288,6 +288,15 @@ class TrainConfig(Section):
             lines += [f"{key} = {_toml(value)}" for key, value in section.items()]
             lines.append("")
         return "\n".join(lines)
+
+
+def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Settings in nested tables, one by one: ("model.config.hidden_size", 256)."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from flat(f"{prefix}.{key}" if prefix else key, item)
+    else:
+        yield prefix, value
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -14,6 +14,8 @@ import signal
 import threading
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,12 @@ from octavo.train.metrics import (
 )
 from octavo.train.model import check_model
 from octavo.train.outputs import CONFIG_FILE, LAYERS_FILE, TOKENIZER_FILE, Claim, claim_folder
-from octavo.train.ranks import Ranks, joined
+from octavo.train.ranks import Ranks, joined, launched
 from octavo.train.signals import stop_on
 from octavo.train.trainer import Trainer
+
+PREPARATION = timedelta(days=7)
+"""How long ranks wait for the one that makes the data ready; of one that dies they hear at once."""
 
 
 def run(
@@ -59,10 +64,11 @@ def run(
     """
     out = out or Path(config.run.out or Path("runs") / config.run.name)
     stop = threading.Event()
-    with stop_on(stop, signal.SIGTERM), joined(config) as ranks, ExitStack() as stack:
+    # A signal to a launcher and its processes reaches these twice; those who lose patience have SIGKILL.
+    with stop_on(stop, signal.SIGTERM, patient=launched()), joined(config) as ranks, ExitStack() as stack:
         shown = progress if progress is not None and ranks.first else Silent()
         resume = resume or ranks.restarted
-        claim = ranks.shared(lambda: _claim(stack, out, config, resume, ranks.restarted))
+        claim = ranks.shared(lambda: _claim(stack, out, config, resume, ranks))
         ranks.agreed(lambda: check_model(config.model))
         corpus = _corpus(config, ranks, shown)
         shown.stage("building the model")
@@ -72,22 +78,26 @@ def run(
         if resume and claim.checkpoint is None:
             shown.note(f"no checkpoint in {out}: starting from the first step")
         _begin(trainer, out, claim, corpus, shown)
-        with stop_on(stop, signal.SIGINT):
+        with stop_on(stop, signal.SIGINT, patient=launched()):
             return _train(trainer, summary, out, shown, stop)
 
 
-def _claim(stack: ExitStack, out: Path, config: TrainConfig, resume: bool, restarted: bool) -> Claim:
+def _claim(stack: ExitStack, out: Path, config: TrainConfig, resume: bool, ranks: Ranks) -> Claim:
     """Lock the output folder for as long as `stack` is open, and say where the run starts."""
-    if resume and not restarted and not out.exists():
+    if resume and not ranks.restarted and not out.exists():
         raise ConfigError(f"there is no folder {out}, so no run to resume: check --out, or leave out --resume")
     stack.enter_context(output_folder(out))
-    return claim_folder(out, config, resume=resume)
+    claim = claim_folder(out, config, resume=resume)
+    ranks.begin()
+    return claim
 
 
 def _corpus(config: TrainConfig, ranks: Ranks, progress: Progress) -> Corpus:
     """The data: made ready by one process of each machine, then read by all."""
-    made = ranks.agreed(lambda: load_corpus(config, progress) if ranks.local == 0 else None)
-    corpus = ranks.agreed(lambda: made or load_corpus(config, progress))
+    group = ranks.host_group(PREPARATION)  # `parallel.timeout` is for steps
+    made = ranks.agreed(lambda: load_corpus(config, progress) if ranks.local == 0 else None, group=group)
+    corpus = ranks.agreed(lambda: made or load_corpus(config, progress), group=group)
+    ranks.check_same({"the content of data.source": corpus.fingerprint[:12]})
     if corpus.skipped:
         progress.note(f"{corpus.skipped} files of the data were left out: not UTF-8")
     return corpus
@@ -97,17 +107,22 @@ def _begin(trainer: Trainer, out: Path, claim: Claim, corpus: Corpus, progress: 
     """Puts the trainer where the run starts, and writes what is known of the run before its first step."""
     config, checkpoint, ranks = trainer.config, claim.checkpoint, trainer.ranks
     if checkpoint is not None:
-        state = ranks.shared(lambda: read_trainer_state(checkpoint))
-        if state["data"] != corpus.fingerprint:
-            raise ConfigError(f"{out} holds a run on other data: the content of {config.data.source} has changed")
+        state = ranks.shared(lambda: _state_on(corpus, checkpoint, config))
         load_checkpoint(checkpoint, trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
         trainer.step = state["step"]
         if (before := state.get("ranks", 1)) != ranks.world:
             progress.note(f"resumed by {ranks.world} processes (was {before})")
     for change in claim.tuned:
         progress.note(change)
-    if ranks.first:
-        _describe(trainer, out, corpus)
+    ranks.shared(lambda: _describe(trainer, out, corpus))
+
+
+def _state_on(corpus: Corpus, checkpoint: Path, config: TrainConfig) -> dict[str, Any]:
+    """The state of a checkpoint. Raises ConfigError where it was trained on other data."""
+    state = read_trainer_state(checkpoint)
+    if state["data"] != corpus.fingerprint:
+        raise ConfigError(f"{checkpoint} is of a run on other data: the content of {config.data.source} has changed")
+    return state
 
 
 def _describe(trainer: Trainer, out: Path, corpus: Corpus) -> None:
@@ -124,8 +139,7 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
     for note in filter(None, (summary.converted, trainer.attention_note(), trainer.loss_note)):
         progress.note(note)
     ranks = trainer.ranks
-    written = MetricsWriter(out, after_step=trainer.step, log_every=config.run.log_every) if ranks.first else None
-    with written or MetricsRows() as metrics:
+    with ranks.agreed(lambda: _metrics(trainer, out)) as metrics:
         progress.start(config, trainer.step)
         failure = None
         try:
@@ -138,8 +152,7 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
             message = f"{error}. {trainer.advice(checkpoints(out))}"
             failure = NonFiniteError(message, step=error.step, origin=error.origin)
         result = replace(summary, **_totals(metrics.rows), stopped=stopped)
-        if ranks.first:
-            result.write(out)
+        ranks.shared(lambda: result.write(out))
     progress.finish(result)
     if failure is not None:
         raise failure
@@ -150,19 +163,30 @@ def _take_steps(trainer: Trainer, out: Path, metrics: MetricsRows, progress: Pro
     """Trains and saves until the end of the run or a request to stop. Returns which it was, "done" or "sigterm"."""
     run_config = trainer.config.run
     while trainer.step < run_config.steps and not trainer.ranks.any(stop.is_set()):
-        row = trainer.train_step()
-        metrics.write(row)
-        progress.step(row)
-        if row.skipped:
-            progress.note(
-                f"step {row.step} skipped: the gradient overflowed at loss scale {row.loss_scale:g} "
-                f"(next {trainer.loss_scale.value:g})"
-            )
+        trainer.ranks.agreed(partial(_tell, trainer, trainer.train_step(), metrics, progress))
         if run_config.save_every and trainer.step % run_config.save_every == 0:
             trainer.save(out)
     trainer.save(out)
     trainer.finish_saving()
     return "done" if trainer.step == run_config.steps else "sigterm"
+
+
+def _metrics(trainer: Trainer, out: Path) -> MetricsRows:
+    """What keeps the steps: the first rank in files."""
+    if not trainer.ranks.first:
+        return MetricsRows()
+    return MetricsWriter(out, after_step=trainer.step, log_every=trainer.config.run.log_every)
+
+
+def _tell(trainer: Trainer, row: StepMetrics, metrics: MetricsRows, progress: Progress) -> None:
+    """Write and show a step."""
+    metrics.write(row)
+    progress.step(row)
+    if row.skipped:
+        progress.note(
+            f"step {row.step} skipped: the gradient overflowed at loss scale {row.loss_scale:g} "
+            f"(next {trainer.loss_scale.value:g})"
+        )
 
 
 def _totals(rows: list[StepMetrics]) -> dict[str, Any]:

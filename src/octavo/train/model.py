@@ -6,8 +6,9 @@ weights on any device.
 """
 
 import inspect
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,20 +19,10 @@ from octavo.train.config import ConfigError, Model, TrainConfig
 from octavo.train.diagnose import non_finite_parameter
 from octavo.train.tokenizer import TextTokenizer
 
+if TYPE_CHECKING:
+    from octavo.train.ranks import Ranks
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-
-
-def choose_device(name: str) -> torch.device:
-    """The device for "auto" (CUDA where there is one), "cpu" or "cuda". Raises ConfigError for absent CUDA."""
-    usable = torch.cuda.is_available()
-    if name == "cuda" and not usable:
-        raise ConfigError('run.device = "cuda", but torch finds no usable CUDA device: take "auto" or "cpu"')
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and usable) else "cpu")
-
-
-def device_name(device: torch.device) -> str:
-    """What a report calls the device, as "cpu" or "NVIDIA H200"."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def check_model(model: Model) -> None:
@@ -68,6 +59,41 @@ def build_model(config: TrainConfig, tokenizer: TextTokenizer) -> nn.Module:
         model = _from_type(config, tokenizer, dtype)
     check_fit(model, config, tokenizer)
     return model.train()
+
+
+Built = tuple[Any, dict[str, torch.Tensor]]
+"""A model, and fp32 values of its parameters where they are known; see `exact_masters`."""
+
+
+def build_on_ranks(config: TrainConfig, tokenizer: TextTokenizer, ranks: "Ranks") -> Built:
+    """`build_model` and `exact_masters` on every rank, with one copy of both in the memory of each machine.
+
+    One process of each machine makes them and writes them to a temporary file; all of them map that, and what a rank
+    reads of the map are the rows it keeps. The file has no name any more when training begins.
+    """
+
+    def make() -> Built:
+        return build_model(config, tokenizer), exact_masters(config)
+
+    if ranks.world == 1:
+        return make()
+    with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
+        mine = Path(folder) / "model.pt"
+        ranks.agreed(lambda: _write(make(), mine) if ranks.local == 0 else None)
+        file = ranks.gathered(str(mine))[ranks.rank - ranks.local]
+        # The run's own file, of a moment ago.
+        mapped: Built = ranks.agreed(lambda: torch.load(file, mmap=True, weights_only=False))
+    return mapped
+
+
+def _write(built: Built, file: Path) -> None:
+    try:
+        torch.save(built, file)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"the model cannot be written to {file} for the processes of this machine to share ({error}): set TMPDIR "
+            "to a folder with room for it"
+        ) from None
 
 
 def take_loss_in_chunks(model: nn.Module) -> str | None:

@@ -1,8 +1,11 @@
-"""plan_memory: the memory of a run, from its configuration alone, by taking one of its own steps without storage.
+"""plan_memory and plan_step: the memory and the speed of a run, from its configuration alone.
 
-The trainer is the real one, on a model whose tensors have no bytes, so what is planned is what will run: conversion,
-loss, activation checkpointing, accumulation, masters and moments included. No data is read and no weights: a vocabulary
-that is to be trained on the data counts as `data.vocab_size`.
+Memory is found by taking one of the run's own steps without storage. The trainer is the real one, on a model whose
+tensors have no bytes, so what is planned is what will run: conversion, loss, activation checkpointing, accumulation,
+masters and moments included. No data is read and no weights: a vocabulary that is to be trained on the data counts as
+`data.vocab_size`.
+
+Speed is predicted from one forward of the same model, on a GPU that need not be here (`octavo.planner.speed`).
 """
 
 import json
@@ -17,13 +20,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from octavo.inspect.memory import GRANULES, make_gradients, make_states
+from octavo.inspect.speed import traced, undecided
 from octavo.nn.storage import audit, dtype_name
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import LEVELS
 from octavo.optim import AdamW
 from octavo.planner.console import side_by_side, with_notes
+from octavo.planner.decide import candidates
+from octavo.planner.devices import find_gpu
 from octavo.planner.fake import fake_tensors, stand_in
 from octavo.planner.memory import BATCH, BUFFERS, PARAMETERS, STATES, MemoryPlan, summarize
+from octavo.planner.speed import SpeedPlan, plan_speed, speed_tables
+from octavo.planner.step import CHECKPOINTING, Setting
 from octavo.planner.timeline import Timeline
 from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
 from octavo.train.data import Corpus
@@ -113,12 +121,70 @@ def plan_arms(config: TrainConfig, *, device: str = "cuda") -> list[MemoryPlan]:
     return plans
 
 
+def plan_step(config: TrainConfig, *, gpu: str, gpus: int = 1) -> SpeedPlan:
+    """Predict the time of a training step of a run, and which of its linears gain from FP8.
+
+    Where the configuration computes in FP8, its recipe is taken wherever it pays; in bf16, the fastest one is.
+
+    Args:
+        config: The run. Its batch is that of all GPUs, as torchrun shares it.
+        gpu: Name of a GPU, or the path of a TOML file that describes one (`octavo.planner.devices`).
+        gpus: GPUs that share one copy of the model.
+
+    Raises:
+        ConfigError: As a run would, for a mistake in the configuration or model.
+        ValueError: For an unknown GPU.
+    """
+    import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
+
+    found, asked = find_gpu(gpu), config.asked
+    parts = config.optim.micro_batches
+    setting = Setting(
+        gpus=gpus, micro_batches=parts, recompute=CHECKPOINTING[config.precision.checkpointing], states=asked.states
+    )
+    if config.optim.batch % (parts * gpus):
+        raise ConfigError(
+            f"optim.batch = {config.optim.batch} sequences in {parts} micro-batches cannot be shared by {gpus} GPUs "
+            f"evenly: set optim.batch to a multiple of {parts * gpus}"
+        )
+    check_model(config.model)
+    recipes = candidates(asked.recipe if asked.matmul == "fp8" else "auto")
+    place = stand_in(torch.device("cuda"))
+    shape = config.optim.batch // (parts * gpus), config.data.sequence_length
+    with fake_tensors():
+        with place:
+            model: Any = _build(config, cast(TextTokenizer, _vocabulary(config)))
+        names, kept = undecided(model, recipes[0], heads=False, skip=asked.skip)
+        ids = torch.zeros(shape, dtype=torch.int64, device=place)
+        mixed = torch.autocast(place.type, torch.bfloat16, enabled=config.precision.parameters == "fp32")
+        with mixed:
+            trace = traced(model, lambda: model(input_ids=ids, labels=ids, use_cache=False), [shape])
+    return plan_speed(found, trace, names, kept, recipes, setting, ids.numel())
+
+
 def console(
-    path: Path, overrides: Sequence[str], *, memory: bool, device: str, limit: float, layers: bool, as_json: bool
-) -> None:
+    path: Path, overrides: Sequence[str], *, memory: bool, gpu: str | None, gpus: int, device: str, limit: float,
+    layers: bool, as_json: bool,
+) -> None:  # fmt: skip
     """What `octavo plan` prints. Raises ValueError for a mistake; `limit` is in GiB."""
-    if not memory:
-        raise ValueError("say what to plan: octavo plan --memory CONFIG")
+    if not memory and gpu is None:
+        raise ValueError("say what to plan: octavo plan --memory CONFIG, or octavo plan CONFIG --gpu h100")
+    if memory and gpu is not None and as_json:
+        raise ValueError("--json is for one of them at a time: --memory, or --gpu")
+    if gpu is not None:
+        with Console(stderr=True).status("planning"):
+            speed = plan_step(load_config(path, overrides), gpu=gpu, gpus=gpus)
+        if as_json:
+            print(speed.to_json())
+        else:
+            Console().print(*speed_tables(speed), sep="\n", highlight=False)
+    if memory:
+        _show_memory(path, overrides, device=device, limit=limit, layers=layers, as_json=as_json)
+
+
+def _show_memory(
+    path: Path, overrides: Sequence[str], *, device: str, limit: float, layers: bool, as_json: bool
+) -> None:
     if device not in GRANULES:
         raise ValueError(f"device is {' or '.join(GRANULES)}; got {device!r}{nearest(device, GRANULES)}")
     if not limit > 0:

@@ -12,24 +12,31 @@ all of them again, and the run goes on from its newest checkpoint.
 """
 
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from octavo.train.config import ConfigError, TrainConfig
-from octavo.train.model import choose_device
+from octavo.train.config import ConfigError, TrainConfig, flat
+from octavo.train.device import choose_device
+from octavo.train.diagnose import NonFiniteError
 
 T = TypeVar("T")
 
 BROKEN = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "socket", "gloo", "nccl")
 """What a collective says whose other end is gone, one way or another."""
+PLACES = {"run.out", "data.source", "data.cache"}
+"""Settings that name a place on a machine, and may differ between ranks; the data is compared by its fingerprint."""
+BEGUN = "octavo/begun"
+"""Key of torchrun's store that says that a run was begun."""
 
 
 class SharedError(ConfigError):
@@ -49,32 +56,43 @@ class Ranks:
         rank: Number of this process.
         world: How many there are.
         local: Number of this process on its machine.
-        restarted: Whether torchrun has started these processes again, after one of them was lost.
+        store: What processes that torchrun starts again find of those before them; None without torchrun.
     """
 
     device: torch.device
     rank: int = 0
     world: int = 1
     local: int = 0
-    restarted: bool = False
+    store: dist.Store | None = None  # type: ignore[name-defined]
+
+    @property
+    def restarted(self) -> bool:
+        """Whether torchrun has started these processes again, after others had begun the run."""
+        return self.store is not None and self.store.check([BEGUN])
+
+    def begin(self) -> None:
+        """Tell those that may come after these that the run was begun."""
+        if self.store is not None:
+            self.store.set(BEGUN, "")
 
     @property
     def first(self) -> bool:
         """Whether this is the rank that reads and writes what there is one of."""
         return self.rank == 0
 
-    def agreed(self, action: Callable[[], T]) -> T:
+    def agreed(self, action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
         """What `action` returns here, once no rank has failed in it; it must not wait for other ranks.
 
-        Raises ConfigError on all ranks where it raised ValueError or OSError on one.
+        Ranks wait for each other in `group`, or the default one. Raises ConfigError on all of them where `action`
+        raised ValueError or OSError on one.
         """
         if self.world == 1:
             return action()
         result, problem = _tried(action)
-        problems = self._gathered(problem)
-        for rank, other in enumerate(problems):
-            if other is not None:
-                raise SharedError(other if all(problems) else f"rank {rank}: {other}")
+        if self.any(problem is not None, group=group):
+            problems = self.gathered(problem)
+            rank, first = next((rank, other) for rank, other in enumerate(problems) if other is not None)
+            raise SharedError(first if None not in problems else f"rank {rank}: {first}")
         return result  # type: ignore[return-value]
 
     def shared(self, action: Callable[[], T]) -> T:
@@ -89,19 +107,32 @@ class Ranks:
         found: T = result
         return found
 
-    def any(self, flag: bool) -> bool:
+    def check_same(self, settings: Mapping[str, Any]) -> None:
+        """Raise ConfigError on all ranks where a setting differs between them; it names the first and who has which."""
+        if self.world == 1:
+            return
+        by_rank = self.gathered(dict(settings))
+        for key in dict.fromkeys(key for found in by_rank for key in found):
+            owners: dict[str, list[int]] = {}
+            for rank, found in enumerate(by_rank):
+                owners.setdefault(repr(found[key]) if key in found else "unset", []).append(rank)
+            if len(owners) > 1:
+                shown = "; ".join(f"{value} on {_named(ranks)}" for value, ranks in owners.items())
+                raise SharedError(f"the ranks do not train the same: {key} = {shown}. Give every machine the same one")
+
+    def any(self, flag: bool, *, group: dist.ProcessGroup | None = None) -> bool:
         """Whether a flag is set on any rank."""
         if self.world == 1:
             return flag
         flags = torch.tensor(int(flag), dtype=torch.int32)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group)
         return bool(flags)
 
     def first_found(self, found: str | None) -> str | None:
         """What the lowest rank that found something found, with that rank named."""
         if self.world == 1:
             return found
-        by_rank = enumerate(self._gathered(found))
+        by_rank = enumerate(self.gathered(found))
         return next((f"{text} (rank {rank})" for rank, text in by_rank if text is not None), None)
 
     def totals(self, *values: Tensor) -> list[Tensor]:
@@ -119,10 +150,29 @@ class Ranks:
         """Until all ranks are here."""
         self.agreed(lambda: None)
 
-    def _gathered(self, value: Any) -> list[Any]:
+    def host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
+        """Another group of all ranks' CPUs, with a patience of its own; None for one process."""
+        if self.world == 1:
+            return None
+        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        return made
+
+    def gathered(self, value: Any) -> list[Any]:
+        """A value of each rank, by rank."""
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, value)
         return found
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error is what a collective raises where another rank is gone, and nothing of this one's."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return several and isinstance(error, RuntimeError) and any(word in str(error).lower() for word in BROKEN)
+
+
+def launched() -> bool:
+    """Whether torchrun, or whatever sets its variables, has started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextmanager
@@ -130,40 +180,42 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
     """The ranks of a run: those of a process group that is there, those torchrun started, or this process alone.
 
     Raises:
-        ConfigError: Where they cannot be reached, or `[parallel]` asks for ranks and this process is alone.
+        ConfigError: Where they cannot be reached or are not configured alike, or `[parallel]` asks for ranks and this
+            process is alone.
         LostRankError: Where one of them is lost while the run lasts.
     """
     environment = os.environ
     if dist.is_initialized():
-        world = dist.get_world_size()
-        _check_sizes(config, world)
-        with _watched(dist.get_rank(), world):
-            yield Ranks(_device(config, local := dist.get_node_local_rank(0)), dist.get_rank(), world, local)
+        local = dist.get_node_local_rank(0)
+        with _watched(dist.get_rank()):
+            yield _alike(config, Ranks(_device(config, local), dist.get_rank(), dist.get_world_size(), local))
         return
-    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+    if not launched():
         if problem := config.parallel.alone():
             raise ConfigError(problem)
         yield Ranks(choose_device(config.run.device))
         return
     rank, world, local = (int(environment.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     device = _device(config, local)
-    _check_sizes(config, world)
-    attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    _connect(device, rank, config.parallel.timeout, attempt)
+    store = _connect(device, rank, config.parallel.timeout)
     try:
-        with _watched(rank, world):
-            yield Ranks(device, rank, world, local, restarted=attempt != "0")
-    except ConfigError:
+        with _watched(rank):
+            yield _alike(config, Ranks(device, rank, world, local, store))
+    except (ConfigError, NonFiniteError):
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
 
 
-def _check_sizes(config: TrainConfig, world: int) -> None:
+def _alike(config: TrainConfig, ranks: Ranks) -> Ranks:
+    """The ranks, where all have the same configuration and it is one for so many. Raises ConfigError on all of them."""
+    settings = dict(flat("", config.model_dump(mode="json", exclude_none=True)))
+    ranks.check_same({key: value for key, value in settings.items() if key not in PLACES})
     try:
-        config.parallel.asked.sizes(world)
+        config.parallel.asked.sizes(ranks.world)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise SharedError(str(error)) from None
+    return ranks
 
 
 def _device(config: TrainConfig, local: int) -> torch.device:
@@ -182,32 +234,32 @@ def _device(config: TrainConfig, local: int) -> torch.device:
 
 
 @contextmanager
-def _watched(rank: int, world: int) -> Iterator[None]:
+def _watched(rank: int) -> Iterator[None]:
     """What a collective says when another rank is gone, as a LostRankError."""
     try:
         yield
     except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        if world == 1 or not any(word in reason.lower() for word in BROKEN):
+        if not is_loss(error):
             raise
+        reason = " ".join(str(error).split())
         raise LostRankError(
             f"rank {rank}: another rank has ended or does not answer ({reason[:200]}). Nothing that was saved is lost: "
             "the same command with --resume goes on from the newest checkpoint, as torchrun --max-restarts does"
         ) from error
 
 
-def _connect(device: torch.device, rank: int, timeout: float, attempt: str) -> None:
-    """Make the process group. Objects and flags travel between CPUs, whatever the tensors do.
+def _connect(device: torch.device, rank: int, timeout: float) -> dist.Store:  # type: ignore[name-defined]
+    """Make the process group, and return torchrun's store. Objects and flags travel between CPUs, whatever tensors do.
 
-    torchrun's store outlives the processes it restarts, with the addresses of the dead in it (pytorch issue 135712): so
-    each attempt has keys of its own.
+    The store outlives the processes that torchrun starts again, with the addresses of the dead in it (pytorch issue
+    135712): so each attempt has keys of its own.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     patience = timedelta(seconds=timeout)
     try:
         store, rank, world = next(rendezvous("env://", timeout=patience))
         store.set_timeout(patience)
-        own = dist.PrefixStore(f"octavo/{attempt}", store)  # type: ignore[attr-defined]
+        own = dist.PrefixStore(_attempt(store, rank, world, timeout), store)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=patience)
     except (dist.DistError, RuntimeError, ValueError) as error:
         place = ":".join(os.environ.get(name, "(unset)") for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -216,6 +268,38 @@ def _connect(device: torch.device, rank: int, timeout: float, attempt: str) -> N
             f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = {place} within {timeout:g} s "
             f"({reason}): give every machine the same --rdzv-endpoint HOST:PORT, and see that HOST answers on PORT"
         ) from None
+    return store
+
+
+def _attempt(store: dist.Store, rank: int, world: int, timeout: float) -> str:  # type: ignore[name-defined]
+    """A name that the processes of one attempt know, and those of an earlier one did not.
+
+    torchrun's restart count is none: a machine whose processes were only stopped because another's had failed does not
+    count it. So rank 0 makes one up, and tells it to whoever asks until every rank has thanked; the dead do not.
+    """
+    own = uuid4().hex
+    if rank:
+        store.set(f"octavo/asks/{rank}", own)
+        name = str(store.get(f"octavo/answer/{own}").decode())
+        store.set(f"octavo/thanks/{name}/{rank}", "")
+        return f"octavo/{name}"
+    end, missing = time.monotonic() + timeout, set(range(1, world))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"octavo/thanks/{own}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"octavo/asks/{other}"]):
+                store.set(f"octavo/answer/{store.get(f'octavo/asks/{other}').decode()}", own)
+        if missing and time.monotonic() > end:
+            raise RuntimeError(f"{_named(sorted(missing))} did not come")
+        time.sleep(0.01)
+    return f"octavo/{own}"
+
+
+def _named(ranks: list[int]) -> str:
+    """[1, 2] → "ranks 1, 2"."""
+    shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _tried(action: Callable[[], T]) -> tuple[T | None, str | None]:

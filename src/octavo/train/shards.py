@@ -11,6 +11,7 @@ Written in the background (`parallel.async_save`), the state is copied to host m
 checkpoint is published, and older ones removed, when the next one is due or the run ends.
 """
 
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.fsdp import FSDPModule
 
 from octavo.train.config import ConfigError
 from octavo.train.optimizer import CompactAdamW, MasterAdamW
@@ -38,6 +40,11 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return state | {f"optimizer.{name}": value.detach() for name, value in optimizer.tensors().items()}
 
 
+def has_shards(model: nn.Module) -> bool:
+    """Whether the parameters of a model are shards; they may be gathered at the moment."""
+    return isinstance(model, FSDPModule)
+
+
 def write(folder: Path, state: dict[str, Tensor]) -> None:
     """Write this rank's part of a state into `folder`, and wait for the others. Raises OSError where one cannot."""
     with _dcp_errors(folder), _quiet():
@@ -51,12 +58,6 @@ def write_behind(folder: Path, state: dict[str, Tensor], group: dist.ProcessGrou
         return async_save(state, storage_writer=writer, process_group=group)
 
 
-def host_group() -> dist.ProcessGroup:
-    """A process group of CPUs for what is done in the background."""
-    made: dist.ProcessGroup = dist.new_group(backend="gloo")
-    return made
-
-
 def wait_for(future: Any, folder: Path) -> None:
     """Until what `write_behind` began is written. Raises OSError where a rank could not."""
     with _dcp_errors(folder), _quiet():
@@ -64,15 +65,22 @@ def wait_for(future: Any, folder: Path) -> None:
 
 
 def read(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Put a state in place, each rank its rows. Raises ConfigError where it does not fit or lacks files."""
+    """Put a state in place, each rank its rows. Raises ConfigError where it does not fit, on all ranks."""
     state = state_of(model, optimizer)
-    try:
-        with _quiet():
-            load(state, storage_reader=FileSystemReader(folder), no_dist=not dist.is_initialized())
-    except (CheckpointException, RuntimeError, ValueError, KeyError, OSError) as error:
-        raise ConfigError(f"does not fit this model: {_reasons(error)}") from None
+    _load(folder, state, alone=not dist.is_initialized())
     # Loaded in place; this tells the model that its weights have changed.
     model.load_state_dict({name: state[f"model.{name}"] for name in model.state_dict()})
+
+
+def read_weights(folder: Path, model: nn.Module) -> None:
+    """Put the weights of a state into a whole model, in one process. Raises ConfigError where it does not fit."""
+    _load(folder, {f"model.{name}": value for name, value in model.state_dict().items()}, alone=True)
+
+
+def check(folder: Path) -> None:
+    """Raise ConfigError, naming them, where files of a state are missing or too short."""
+    if reason := damage(folder):
+        raise ConfigError(reason)
 
 
 def damage(folder: Path) -> str:
@@ -92,23 +100,36 @@ def damage(folder: Path) -> str:
     return f"shards are cut off ({', '.join(short[:4])})" if short else ""
 
 
+def _load(folder: Path, state: dict[str, Tensor], *, alone: bool) -> None:
+    """Fill a state in place. What a lost rank makes of it is no CheckpointException, and goes on as it is."""
+    try:
+        with _quiet():
+            load(state, storage_reader=FileSystemReader(folder), no_dist=alone)
+    except CheckpointException as error:
+        raise ConfigError(_reason(error)) from None
+
+
 @contextmanager
 def _dcp_errors(folder: Path) -> Iterator[None]:
+    """Any failure to write as an OSError: of a full disk, torch.save makes a RuntimeError."""
     try:
         yield
     except CheckpointException as error:
-        failures = error.failures.values()
-        if all(isinstance(failure[0], OSError) for failure in failures):
-            raise OSError(f"{folder} cannot be written: {_reasons(error)}") from None
-        raise
+        raise OSError(f"{folder} cannot be written: {_reason(error)}{space(folder)}") from None
 
 
-def _reasons(error: BaseException) -> str:
-    """The first of what ranks say went wrong, without their tracebacks."""
-    if isinstance(error, CheckpointException):
-        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        return f"rank {rank}: {' '.join(str(cause).split())[:300]}"
-    return " ".join(str(error).split())[:300]
+def space(folder: Path) -> str:
+    """How much is free on the disk of a folder, to end a sentence with; empty where that cannot be told."""
+    try:
+        return f" ({shutil.disk_usage(folder).free / 2**30:.1f} GiB are free there)"
+    except OSError:
+        return ""
+
+
+def _reason(error: CheckpointException) -> str:
+    """The first of what ranks say went wrong, without its traceback."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    return f"rank {rank}: {' '.join(str(cause).split())[:300]}"
 
 
 @contextmanager

@@ -8,8 +8,11 @@ from typing import Any
 
 
 @contextmanager
-def stop_on(stop: threading.Event, *signals: signal.Signals) -> Iterator[None]:
-    """Sets `stop` when one of `signals` comes; a second one acts as usual. Does nothing outside the main thread."""
+def stop_on(stop: threading.Event, *signals: signal.Signals, patient: bool = False) -> Iterator[None]:
+    """Sets `stop` when one of `signals` comes; a second one acts as usual, or, with `patient`, does no more.
+
+    Does nothing outside the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -18,7 +21,8 @@ def stop_on(stop: threading.Event, *signals: signal.Signals) -> Iterator[None]:
 
     def request(number: int, frame: Any) -> None:
         stop.set()
-        signal.signal(number, before[number])
+        if not patient:
+            signal.signal(number, before[number])
 
     for wanted in signals:
         before[wanted] = signal.signal(wanted, request)

@@ -13,12 +13,15 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,10 +33,11 @@ from octavo.train.checkpoint import Saver
 from octavo.train.checkpointing import Checkpointing
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.data import Corpus
+from octavo.train.device import device_name
 from octavo.train.diagnose import NonFiniteError, find_origin, non_finite_parameter
 from octavo.train.loss_scale import LossScale
 from octavo.train.metrics import RunResult, StepMetrics, finite
-from octavo.train.model import build_model, device_name, exact_masters, take_loss_in_chunks
+from octavo.train.model import build_on_ranks, take_loss_in_chunks
 from octavo.train.optimizer import make_optimizer
 from octavo.train.probe import check_causal, kept_bytes_per_token
 from octavo.train.ranks import Ranks
@@ -69,11 +73,10 @@ class Trainer:
         self._device = device
         _check_batch(config, self.ranks.world)
         if model is None:
-            model = self.ranks.agreed(lambda: build_model(config, corpus.tokenizer))
+            model, known = build_on_ranks(config, corpus.tokenizer, self.ranks)
             # FSDP moves what it shards to the device, block after block: the whole may not fit there.
             spread = self.ranks.world > 1 or config.parallel.cpu_offload
             self.model: Any = model if spread else model.to(device)
-            known = self.ranks.agreed(lambda: exact_masters(config))
         else:
             self.model, spread, known = model, False, {}
         asked = config.asked
@@ -93,7 +96,7 @@ class Trainer:
             self._copies, self._call = _spread(self.model, config, device)
         self.optimizer = make_optimizer(self.model, config, known)
         self.loss_scale = LossScale(precision.loss_scale)
-        self._saver = Saver(self.ranks, behind=config.parallel.async_save)
+        self._saver = Saver(self.ranks, behind=config.parallel.async_save, timeout=config.parallel.timeout)
 
     def train_step(self) -> StepMetrics:
         """Takes the next step. Raises NonFiniteError, with the state before it left as it was."""
@@ -300,6 +303,9 @@ def _spread(model: nn.Module, config: TrainConfig, device: torch.device) -> tupl
     """Make a model parallel, in place. Returns how many copies of its gradients there are, and what to call."""
     parallel = config.parallel.asked
     mesh = make_mesh(parallel, device.type)
+    for group in mesh.get_all_groups():
+        if dist.get_world_size(group) < dist.get_world_size():  # a part of it has a patience of its own
+            _set_pg_timeout(timedelta(seconds=config.parallel.timeout), group)
     copies, shards = mesh.shape
     if shards == 1 and copies > 1:
         model.to(device)

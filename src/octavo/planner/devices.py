@@ -1,0 +1,212 @@
+"""Gpu: what a prediction needs to know of a GPU, the table of known ones, and how to describe another.
+
+Rates are dense ones (without sparsity, float32 accumulation) of the vendors' data sheets: the most a GPU can do. What
+large products and copies reach of them is the `efficiency` beside them, and where that comes from is said in words:
+
+    measured    on this GPU, published: 8192³ bf16 products at 788 TFLOP/s and copies at 4.3 TB/s on an H200
+    fitted      to torchao's published block at dim 16384 on an H100 (34.18 ms in bf16, 22.64 ms in FP8): the FP8 share.
+                That row is therefore no test of a prediction; the others are
+    assumed     Hopper's shares, where nothing was published that we could check. Right for the sign of a gain at large
+                sizes, not for its last ten points
+
+Another GPU, or a correction of a known one, is a table in TOML, given as the path of a file or as a dictionary:
+
+    like = "h100"             # what is not given is this GPU's; without it everything is to be given
+    name = "H100 at 500 W"
+    bf16_tflops = 780
+    fp8_tflops = 1560
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from octavo.numerics.names import nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU, as a roofline sees it.
+
+    Attributes:
+        name: For tables.
+        bf16_tflops: Peak dense bf16 rate, TFLOP/s.
+        fp8_tflops: Peak dense FP8 rate; 0 without FP8 matrix units.
+        memory_tbs: Bandwidth of its memory, TB/s.
+        memory_gb: Size of its memory, 10⁹ bytes.
+        link_gbs: To other GPUs of its machine, GB/s in each direction.
+        network_gbs: To other machines, GB/s in each direction: what machines with it usually have.
+        multiprocessors: Their number: output tiles that are computed at a time.
+        blocks_of_32: Whether its matrix units apply MX scales themselves.
+        bf16_efficiency: Share of the peak that large bf16 products reach.
+        fp8_efficiency: Share of the peak that large FP8 products reach, scales by tensor or by row.
+        block_efficiency: The same with scales by block along the contraction.
+        attention_efficiency: Share of the bf16 peak that fused attention reaches.
+        memory_efficiency: Share of the bandwidth that large copies reach.
+        link_efficiency: Share of a link's rate that collectives reach.
+        launch_us: Time of the smallest kernel when launches queue up, µs.
+        host_us: Time of the host per operation of eager PyTorch, µs.
+        rates_from: Where the rates come from.
+        efficiency_from: Where the efficiencies come from.
+    """
+
+    name: str
+    bf16_tflops: float
+    fp8_tflops: float
+    memory_tbs: float
+    memory_gb: float
+    link_gbs: float
+    multiprocessors: int
+    network_gbs: float = 50.0
+    blocks_of_32: bool = False
+    bf16_efficiency: float = 0.80
+    fp8_efficiency: float = 0.70
+    block_efficiency: float = 0.62
+    attention_efficiency: float = 0.40
+    memory_efficiency: float = 0.90
+    link_efficiency: float = 0.80
+    launch_us: float = 2.5
+    host_us: float = 8.0
+    rates_from: str = "given"
+    efficiency_from: str = "assumed: Hopper's"
+
+    def __post_init__(self) -> None:
+        for key, value in asdict(self).items():
+            if isinstance(value, str | bool):
+                continue
+            if key.endswith("_efficiency") and not 0 < value <= 1:
+                raise ValueError(f"{self.name}: {key} is a share of the peak, above 0 and at most 1; got {value!r}")
+            if not value > 0 and not (key in _MAY_BE_ZERO and value == 0):
+                raise ValueError(f"{self.name}: {key} is above 0; got {value!r}")
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s that large copies reach, read and written."""
+        return self.memory_tbs * 1e12 * self.memory_efficiency
+
+
+_MAY_BE_ZERO = ("fp8_tflops", "launch_us", "host_us")
+
+_MEASURED = (
+    "bf16 0.80 and memory 0.90: measured on an H200 (788 TFLOP/s at 8192³, 4.3 TB/s); FP8 0.70: fitted to torchao's "
+    "block at dim 16384; by block 0.62: DeepSeek-style forward in torchao at 1234 TFLOP/s; attention 0.40: assumed"
+)
+_H100 = Gpu(
+    name="H100 SXM", bf16_tflops=989, fp8_tflops=1979, memory_tbs=3.35, memory_gb=80, link_gbs=450,
+    multiprocessors=132, rates_from="NVIDIA H100 data sheet, 2023", efficiency_from=_MEASURED,
+)  # fmt: skip
+_ADA = "NVIDIA Ada GPU architecture white paper, 2023"
+
+DEVICES: dict[str, Gpu] = {
+    "h100": _H100,
+    "h100-pcie": Gpu(
+        name="H100 PCIe", bf16_tflops=756, fp8_tflops=1513, memory_tbs=2.0, memory_gb=80, link_gbs=64,
+        multiprocessors=114, rates_from="NVIDIA H100 data sheet, 2023; link: PCIe 5.0, without NVLink bridges",
+    ),
+    "h200": replace(
+        _H100, name="H200 SXM", memory_tbs=4.8, memory_gb=141, rates_from="NVIDIA H200 data sheet, 2024",
+    ),
+    "h800": replace(
+        _H100, name="H800 SXM", link_gbs=200,
+        rates_from="as H100 SXM, with NVLink of 400 GB/s in both directions together (as reported in 2023)",
+    ),
+    "a100": Gpu(
+        name="A100 SXM 80 GB", bf16_tflops=312, fp8_tflops=0, memory_tbs=2.039, memory_gb=80, link_gbs=300,
+        multiprocessors=108, rates_from="NVIDIA A100 data sheet, 2021",
+    ),
+    "l4": Gpu(
+        name="L4", bf16_tflops=121, fp8_tflops=242, memory_tbs=0.3, memory_gb=24, link_gbs=32, multiprocessors=58,
+        rates_from="NVIDIA L4 data sheet, 2023; link: PCIe 4.0",
+    ),
+    "l40s": Gpu(
+        name="L40S", bf16_tflops=362, fp8_tflops=733, memory_tbs=0.864, memory_gb=48, link_gbs=32,
+        multiprocessors=142, rates_from="NVIDIA L40S data sheet, 2023; link: PCIe 4.0",
+    ),
+    "rtx4090": Gpu(
+        name="RTX 4090", bf16_tflops=165.2, fp8_tflops=330.3, memory_tbs=1.008, memory_gb=24, link_gbs=32,
+        multiprocessors=128, rates_from=f"{_ADA} (float32 accumulation); link: PCIe 4.0",
+    ),
+    "rtx5090": Gpu(
+        name="RTX 5090", bf16_tflops=209.5, fp8_tflops=419, memory_tbs=1.792, memory_gb=32, link_gbs=64,
+        multiprocessors=170, blocks_of_32=True,
+        rates_from="NVIDIA RTX Blackwell architecture white paper, 2025 (float32 accumulation); link: PCIe 5.0",
+    ),
+    "b200": Gpu(
+        name="B200", bf16_tflops=2250, fp8_tflops=4500, memory_tbs=8.0, memory_gb=180, link_gbs=900,
+        multiprocessors=148, blocks_of_32=True, block_efficiency=0.70, rates_from="NVIDIA HGX B200 data sheet, 2024",
+    ),
+    "mi300x": Gpu(
+        name="MI300X", bf16_tflops=1307, fp8_tflops=2615, memory_tbs=5.3, memory_gb=192, link_gbs=448,
+        multiprocessors=304, bf16_efficiency=0.50, fp8_efficiency=0.40, block_efficiency=0.35,
+        attention_efficiency=0.25, memory_efficiency=0.80, rates_from="AMD Instinct MI300X data sheet, 2023",
+        efficiency_from="assumed: lower than Hopper's; Octavo was not tried on it",
+    ),
+}  # fmt: skip
+"""Known GPUs, by the name that users give."""
+
+_ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "4090": "rtx4090", "5090": "rtx5090", "a100-sxm": "a100"}
+
+
+def find_gpu(device: str | Path | Mapping[str, Any] | Gpu) -> Gpu:
+    """The GPU that is meant.
+
+    Args:
+        device: A name in `DEVICES` ("H100 PCIe" and "h100_pcie" are "h100-pcie"), the path of a TOML file that
+            describes one, such a table, or a `Gpu`, which passes through.
+
+    Raises:
+        ValueError: For a name that is not known, with the nearest ones; for a file that cannot be read, and for a table
+            with an unknown, missing or wrong entry.
+        TypeError: For anything else.
+    """
+    if isinstance(device, Gpu):
+        return device
+    if isinstance(device, Mapping):
+        return _described(device, "the table")
+    if not isinstance(device, str | Path):
+        raise TypeError(f"a device is a name, the path of a TOML file, or a table; got {type(device).__name__}")
+    if isinstance(device, Path) or device.endswith(".toml"):
+        return _described(_read(Path(device)), str(device))
+    key = "-".join(device.lower().replace("_", " ").replace("-", " ").removeprefix("nvidia ").split())
+    key = _ALIASES.get(key, key if key in DEVICES else key.replace("-", ""))
+    if key not in DEVICES:
+        raise ValueError(
+            f"unknown GPU {device!r}{nearest(key, DEVICES)}. Known: {', '.join(DEVICES)}. Another one is described in "
+            'TOML, as in: like = "h100", memory_tbs = 4.0 (the fields of octavo.planner.devices.Gpu), and given as the '
+            "path of that file"
+        )
+    return DEVICES[key]
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    import tomllib  # its regular expressions take longer to compile than all of this package to import
+
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"the description of a GPU cannot be read from {path}: {error}") from None
+
+
+def _described(table: Mapping[str, Any], where: str) -> Gpu:
+    known = {field.name: field.type for field in fields(Gpu)}
+    given = dict(table)
+    like = given.pop("like", None)
+    if like is not None and not isinstance(like, str):
+        raise ValueError(f'{where}: like is the name of a known GPU, as "h100"; got {like!r}')
+    for key, value in given.items():
+        if key not in known:
+            raise ValueError(f"{where}: a GPU has no {key!r}{nearest(key, known)}. It has: like, {', '.join(known)}")
+        wanted = "a string" if known[key] is str else "true or false" if known[key] is bool else "a number"
+        if not isinstance(value, _TYPES[wanted]) or (isinstance(value, bool) and wanted != "true or false"):
+            raise ValueError(f"{where}: {key} is {wanted}; got {value!r}")
+    if like is not None:
+        return replace(find_gpu(like), **{"rates_from": "given", "name": f"like {like}", **given})
+    required = [name for name in known if name in _REQUIRED]
+    if missing := [name for name in required if name not in given]:
+        raise ValueError(f'{where}: {", ".join(missing)} missing; give them, or like = "h100" to take them from there')
+    return Gpu(**given)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"a string": (str,), "true or false": (bool,), "a number": (int, float)}
+_REQUIRED = ("name", "bf16_tflops", "fp8_tflops", "memory_tbs", "memory_gb", "link_gbs", "multiprocessors")

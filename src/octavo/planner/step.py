@@ -1,0 +1,188 @@
+"""The time of a training step, from a trace of one forward: linears by the roofline, the rest by simple models.
+
+    linears          `octavo.planner.roofline`, as decided
+    attention        operations / (bf16 peak · attention efficiency); backward 2.5 times forward
+    other products   max(operations / large bf16 products, bytes / bandwidth); backward twice forward
+    the rest         bytes / bandwidth, at least a launch each: every operation by itself in eager code, fused between
+                     products when compiled; backward twice forward
+    recomputation    forward once more of what activation checkpointing does not keep
+    optimizer        bytes per parameter of a rank's shard / bandwidth
+    communication    of sharded data parallelism: gather in forward, gather and scatter in backward, 2 bytes a
+                     parameter, as rings; what computing of the same direction does not hide
+    host             eager code takes at least its launches, backward two for one of forward
+
+Left out: the data, clipping, stragglers, clocks that fall under load, and that collectives take multiprocessors away.
+So a predicted step is too short; and where what is left out is there in bf16 too, a predicted gain is too large.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from octavo.numerics.recipe import Recipe
+from octavo.planner.decide import total
+from octavo.planner.devices import Gpu
+from octavo.planner.roofline import Cost, bf16_linear, fp8_linear, moving
+from octavo.planner.trace import Trace
+
+MACHINE = 8
+"""GPUs of a machine."""
+
+OPTIMIZER_BYTES = {"fp32": 28.0, "fp8": 14.2}
+"""Moved per parameter by AdamW: moments and master in float32, read and written, a bf16 gradient and parameter; and
+with FP8 moments and 16 bits of a master."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """Shares of forward that run again in backward."""
+
+    linears: float = 0.0
+    attention: float = 0.0
+    rest: float = 0.0
+
+
+CHECKPOINTING = {
+    "none": Recompute(),
+    "selective": Recompute(rest=1.0),
+    "full": Recompute(linears=1.0, attention=1.0, rest=1.0),
+}
+"""By the names of `precision.checkpointing`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a step is run.
+
+    Attributes:
+        gpus: GPUs that share one copy of the model (FSDP2), each with a batch of its own.
+        micro_batches: Forwards and backwards of a step.
+        eager: Without torch.compile.
+        recompute: Activation checkpointing.
+        states: Moments of AdamW, a key of `OPTIMIZER_BYTES`.
+    """
+
+    gpus: int = 1
+    micro_batches: int = 1
+    eager: bool = True
+    recompute: Recompute = CHECKPOINTING["none"]
+    states: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "micro_batches"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is a number of 1 or more; got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Predicted seconds of a step, by what they go to.
+
+    Attributes:
+        linears: Products of linears, and quantizing.
+        attention: Fused attention.
+        products: Other matrix products.
+        rest: Everything else in forward and backward.
+        optimizer: AdamW.
+        communication: What computing does not hide.
+        waiting: For the host, where eager launches take longer than what they launch.
+        tokens: Tokens of a step of all GPUs.
+        flops: Operations of the model of all GPUs, without recomputation.
+        peak: bf16 FLOP/s of all GPUs.
+    """
+
+    linears: float
+    attention: float
+    products: float
+    rest: float
+    optimizer: float
+    communication: float
+    waiting: float
+    tokens: int
+    flops: float
+    peak: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(getattr(self, part) for part in PARTS)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs."""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Share of the bf16 peak that the model's own operations take."""
+        return self.flops / self.seconds / self.peak
+
+    def to_json(self) -> dict[str, float]:
+        """Plain dictionary."""
+        return asdict(self) | {
+            "seconds": self.seconds, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu,
+        }  # fmt: skip
+
+
+PARTS = ("linears", "attention", "products", "rest", "optimizer", "communication", "waiting")
+
+
+def linear_costs(gpu: Gpu, trace: Trace, recipes: Mapping[str, Recipe | None]) -> list[Cost]:
+    """The cost of every call of a linear; those without a recipe are in bf16."""
+    costs = []
+    for name, calls in trace.calls.items():
+        recipe = recipes.get(name)
+        costs += [bf16_linear(gpu, c) if recipe is None else fp8_linear(gpu, c, recipe) for c in calls]
+    return costs
+
+
+def step_time(gpu: Gpu, trace: Trace, costs: Sequence[Cost], setting: Setting, tokens: int) -> StepTime:
+    """Predict a step.
+
+    Args:
+        gpu: Each GPU.
+        trace: One forward of one micro-batch.
+        costs: Of every linear in it, as `linear_costs` gives them.
+        setting: How the step is run.
+        tokens: Of one micro-batch of one GPU.
+    """
+    again, linears = setting.recompute, total(costs)
+    rate = gpu.bf16_tflops * 1e12
+    attention = trace.attention / (rate * gpu.attention_efficiency)
+    products = sum(max(p.flops / (rate * gpu.bf16_efficiency), p.bytes / gpu.bandwidth) for p in trace.products)
+    rest = sum(moving(gpu, size) for size in (trace.rest if setting.eager else trace.regions))
+    forward = linears.forward + attention + products + rest
+    backward = (
+        linears.backward + 2.5 * attention + 2 * (products + rest)
+        + again.linears * (linears.forward + products) + again.attention * attention + again.rest * rest
+    )  # fmt: skip
+    exposed = _exposed(gpu, trace.parameters, setting.gpus, forward, backward)
+    # Frozen parameters are gathered too; only trained ones are updated.
+    optimizer = trace.trained / setting.gpus * OPTIMIZER_BYTES[setting.states] / gpu.bandwidth
+    launches = linears.launches + 3 * (len(trace.rest) + len(trace.products))
+    host = launches * gpu.host_us * 1e-6 if setting.eager else 0.0
+    many = setting.micro_batches
+    model_flops = 3 * trace.attention + 3 * sum(p.flops for p in trace.products)
+    model_flops += sum(2 * m * n * k for calls in trace.calls.values() for c in calls for m, n, k in c.products)
+    return StepTime(
+        linears=many * (linears.total + again.linears * linears.forward),
+        attention=many * attention * (3.5 + again.attention),
+        products=many * products * (3 + again.linears),
+        rest=many * rest * (3 + again.rest),
+        optimizer=optimizer,
+        communication=many * exposed,
+        waiting=many * max(0.0, host - forward - backward),
+        tokens=tokens * many * setting.gpus,
+        flops=model_flops * many * setting.gpus,
+        peak=rate * setting.gpus,
+    )
+
+
+def _exposed(gpu: Gpu, parameters: int, gpus: int, forward: float, backward: float) -> float:
+    """Seconds of collectives that computing does not hide."""
+    size, machines = 2.0 * parameters, math.ceil(gpus / MACHINE)
+    inside = size * (gpus - 1) / gpus / (gpu.link_gbs * 1e9 * gpu.link_efficiency)
+    between = size * (machines - 1) / machines / (min(gpus, MACHINE) * gpu.network_gbs * 1e9 * gpu.link_efficiency)
+    once = max(inside, between)
+    return max(0.0, once - forward) + max(0.0, 2 * once - backward)

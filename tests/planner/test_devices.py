@@ -1,0 +1,61 @@
+"""The table of GPUs, and descriptions of others."""
+
+import pytest
+
+from octavo.planner.devices import DEVICES, Gpu, find_gpu
+
+
+def test_every_gpu_says_where_its_figures_are_from():
+    for name, gpu in DEVICES.items():
+        assert gpu.rates_from != "given", name
+        assert gpu.efficiency_from, name
+        assert gpu.fp8_tflops == 0 or 1.9 < gpu.fp8_tflops / gpu.bf16_tflops < 2.1, name  # both dense
+
+
+@pytest.mark.parametrize("name", ["h100", "H100", "H100 SXM", "NVIDIA H100", "h100_sxm"])
+def test_a_name_in_any_spelling(name):
+    assert find_gpu(name) is DEVICES["h100"]
+
+
+def test_other_spellings_are_other_gpus():
+    assert find_gpu("H100 PCIe") is find_gpu("h100-pcie") is DEVICES["h100-pcie"]
+    assert find_gpu("RTX 4090") is find_gpu("4090") is DEVICES["rtx4090"]
+    assert find_gpu(DEVICES["l4"]) is DEVICES["l4"]
+
+
+def test_a_gpu_described_in_toml(tmp_path):
+    path = tmp_path / "slow.toml"
+    path.write_text('like = "h100"\nname = "H100 at 500 W"\nbf16_tflops = 700\n', encoding="utf-8")
+    for given in (path, str(path)):
+        gpu = find_gpu(given)
+        assert (gpu.name, gpu.bf16_tflops, gpu.fp8_tflops) == ("H100 at 500 W", 700, 1979)
+        assert gpu.rates_from == "given"
+    whole = {"name": "X", "bf16_tflops": 1, "fp8_tflops": 2, "memory_tbs": 1, "memory_gb": 1, "link_gbs": 1,
+             "multiprocessors": 10}  # fmt: skip
+    assert find_gpu(whole) == Gpu(**whole)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("h10", "unknown GPU 'h10'.*did you mean 'h100'.*Known: h100,.*TOML"),
+        ("missing.toml", "cannot be read from missing.toml"),
+        ({"like": "h100", "memory_tb": 4}, r"has no 'memory_tb' \(did you mean 'memory_tbs'\?\)"),
+        ({"like": "h100", "memory_tbs": "fast"}, "memory_tbs is a number; got 'fast'"),
+        ({"like": "h100", "memory_tbs": True}, "memory_tbs is a number; got True"),
+        ({"like": "h100", "blocks_of_32": 1}, "blocks_of_32 is true or false"),
+        ({"like": "h100", "memory_tbs": 0}, "memory_tbs is above 0; got 0"),
+        ({"like": "h100", "fp8_efficiency": 70}, "share of the peak, above 0 and at most 1; got 70"),
+        ({"like": 7}, "like is the name of a known GPU"),
+        ({"name": "X", "bf16_tflops": 1}, "fp8_tflops, memory_tbs.* missing"),
+    ],
+    ids=str,
+)
+def test_mistakes(given, message):
+    with pytest.raises(ValueError, match=message):
+        find_gpu(given)
+
+
+def test_what_is_no_gpu_at_all():
+    with pytest.raises(TypeError, match="a name, the path of a TOML file, or a table; got int"):
+        find_gpu(4)

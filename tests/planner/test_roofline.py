@@ -1,0 +1,123 @@
+"""The roofline: by hand, the table of what quantizing moves, and what may never happen."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.numerics import RECIPES
+from octavo.planner.devices import DEVICES, Gpu
+from octavo.planner.roofline import Linear, bf16_linear, fp8_linear, fp8_rate, moving, passes, product
+
+PLAIN = Gpu(
+    name="plain", bf16_tflops=100, fp8_tflops=200, memory_tbs=1, memory_gb=10, link_gbs=10, multiprocessors=64,
+    bf16_efficiency=0.5, fp8_efficiency=0.5, block_efficiency=0.25, memory_efficiency=1.0, launch_us=2, host_us=10,
+)  # fmt: skip
+SIZES = st.integers(1, 20000)
+
+
+def test_a_large_product_by_hand():
+    # 64 × 64 tiles: 32 idle ones of 4096; 2·8192³ operations at 50 TFLOP/s.
+    assert product(PLAIN, 8192, 8192, 8192) == pytest.approx(2 * 8192**3 / 50e12 * (1 + 32 / 4096))
+    assert product(PLAIN, 8192, 8192, 8192, operand=1, rate=100e12) == pytest.approx(
+        2 * 8192**3 / 100e12 * (1 + 32 / 4096)
+    )
+
+
+def test_a_small_output_is_split_along_its_contraction():
+    one_tile = 2 * 128 * 128 * 512 / 50e12
+    assert product(replace(PLAIN, launch_us=0, memory_tbs=100), 128, 128, 512) == pytest.approx(one_tile * 33)
+    assert product(replace(PLAIN, launch_us=0, memory_tbs=100), 128, 128, 1024) == pytest.approx(2 * one_tile * 17)
+
+
+def test_a_thin_product_takes_its_bytes_and_a_tiny_one_its_launch():
+    assert product(PLAIN, 1, 8192, 8192) == pytest.approx(2 * (8192**2 + 2 * 8192) / 1e12)
+    assert product(PLAIN, 16, 16, 16) == 2e-6
+    assert product(PLAIN, 0, 16, 16) == 0
+    assert moving(PLAIN, 5e6) == pytest.approx(5e-6)
+    assert moving(PLAIN, 1.0) == 2e-6
+    assert moving(PLAIN, 0.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "x", "w", "w_again", "g"),
+    [
+        ("tensorwise", [2, 4], [2, 3], [3], [2, 4]),
+        ("rowwise", [4], [3], [3], [2, 4]),
+        ("rowwise_hp_wgrad", [3], [3], [3], [3]),
+        ("blockwise", [4], [3], [3], [4]),
+        ("mxfp8", [4], [3], [3], [4]),
+    ],
+)
+def test_what_quantizing_moves_is_the_table(recipe, x, w, w_again, g):
+    """Beside scales: at most 4 bytes in 32 elements of each form."""
+    call = Linear(m=4096, k=2048, n=1024)
+    sizes = {"x": 4096 * 2048, "w": 2048 * 1024, "g": 4096 * 1024}
+    found = passes(call, RECIPES[recipe])
+    forward = [b * sizes["x"] for b in x] + [b * sizes["w"] for b in w]
+    backward = [b * sizes["w"] for b in w_again] + [b * sizes["g"] for b in g]
+    assert found.forward == pytest.approx(forward, rel=0.03)
+    assert found.backward == pytest.approx(backward, rel=0.03)
+
+
+def test_siblings_and_frozen_operands_move_less():
+    rowwise = RECIPES["rowwise"]
+    whole = passes(Linear(m=512, k=256, n=128), rowwise)
+    sibling = passes(Linear(m=512, k=256, n=128, first=False), rowwise)
+    assert sibling.forward == whole.forward[1:] and sibling.backward == whole.backward
+    frozen = passes(Linear(m=512, k=256, n=128, wgrad=False), rowwise)
+    assert frozen.forward[0] == pytest.approx(3 * 512 * 256, rel=0.01)  # no second memory order of X
+    assert len(frozen.backward) == 2 and frozen.backward[1] == pytest.approx(3 * 512 * 128, rel=0.02)
+    first_layer = passes(Linear(m=512, k=256, n=128, dgrad=False), rowwise)
+    assert len(first_layer.backward) == 2  # maxima of columns, and their cast
+    inference = passes(Linear(m=512, k=256, n=128, dgrad=False, wgrad=False), rowwise)
+    assert inference.backward == ()
+
+
+def test_a_linear_by_hand():
+    call = Linear(m=8192, k=8192, n=8192)
+    cube = 2 * 8192**3 / 50e12 * (1 + 32 / 4096)
+    bf16 = bf16_linear(PLAIN, call)
+    assert (bf16.forward, bf16.backward, bf16.launches) == (pytest.approx(cube), pytest.approx(2 * cube), 3)
+    fp8 = fp8_linear(PLAIN, call, RECIPES["rowwise"])
+    element = 8192**2 / 1e12
+    assert fp8.total == pytest.approx(1.5 * cube + (4 + 3 + 3 + 2 + 4) * element, rel=1e-3)
+    assert fp8.launches == 3 + 5
+    exact_wgrad = fp8_linear(PLAIN, call, RECIPES["rowwise_hp_wgrad"])
+    assert exact_wgrad.total == pytest.approx(2 * cube + (3 + 3 + 3 + 3) * element, rel=1e-3)
+
+
+def test_eager_code_takes_at_least_its_launches():
+    tiny = bf16_linear(PLAIN, Linear(m=16, k=16, n=16))
+    assert tiny.wall(PLAIN, eager=False) == pytest.approx(6e-6)
+    assert tiny.wall(PLAIN, eager=True) == pytest.approx(30e-6)
+
+
+def test_rates_of_recipes():
+    assert fp8_rate(PLAIN, RECIPES["rowwise"]) == fp8_rate(PLAIN, RECIPES["tensorwise"]) == 100e12
+    assert fp8_rate(PLAIN, RECIPES["blockwise"]) == 50e12
+    assert fp8_rate(PLAIN, RECIPES["mxfp8"]) is None
+    assert fp8_rate(DEVICES["b200"], RECIPES["mxfp8"]) == pytest.approx(4500e12 * 0.70)
+    assert fp8_rate(DEVICES["a100"], RECIPES["rowwise"]) is None
+
+
+@given(SIZES, SIZES, SIZES, st.sampled_from(sorted(RECIPES)), st.sampled_from(sorted(DEVICES)), st.integers(0, 2))
+def test_more_work_never_takes_less_time(m, k, n, recipe, device, which):
+    gpu = DEVICES[device]
+    small = (m, k, n)
+    large = tuple(size + (1000 if i == which else 0) for i, size in enumerate(small))
+    calls = [Linear(m=m, k=k, n=n) for m, k, n in (small, large)]
+    for cost in (lambda c: bf16_linear(gpu, c), lambda c: fp8_linear(gpu, c, RECIPES[recipe])):
+        less, more = (cost(call) for call in calls)
+        assert more.forward >= less.forward * (1 - 1e-9)
+        assert more.backward >= less.backward * (1 - 1e-9)
+
+
+@given(SIZES, SIZES, SIZES, st.sampled_from(sorted(RECIPES)))
+def test_a_better_gpu_is_never_slower(m, k, n, recipe):
+    call = Linear(m=m, k=k, n=n)
+    slow = DEVICES["h100"]
+    for better in (replace(slow, memory_tbs=5), replace(slow, bf16_tflops=1200, fp8_tflops=2400)):
+        assert bf16_linear(better, call).total <= bf16_linear(slow, call).total
+        assert fp8_linear(better, call, RECIPES[recipe]).total <= fp8_linear(slow, call, RECIPES[recipe]).total

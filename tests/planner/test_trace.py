@@ -1,0 +1,154 @@
+"""What one forward does, read off it; and the step that follows from it, by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import llama
+from torch import nn
+
+from octavo.planner.devices import DEVICES
+from octavo.planner.roofline import Linear, bf16_linear
+from octavo.planner.step import CHECKPOINTING, Setting, linear_costs, step_time
+from octavo.planner.trace import Trace, Work, trace
+
+H100 = DEVICES["h100"]
+
+
+class Parts(nn.Module):
+    """Two linears that read one tensor, attention, a product outside of linears, something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 32)
+        self.q.weight.requires_grad_(False)
+
+    def forward(self, x):
+        h = x * 2
+        q, k = (layer(h).view(2, 16, 4, 16).transpose(1, 2) for layer in (self.q, self.k))
+        y = F.scaled_dot_product_attention(q, k, k, is_causal=True).transpose(1, 2).reshape(32, 64)
+        return self.out(torch.mm(y, y.t() @ y)), self.out(x)
+
+
+def found(module, *inputs):
+    linears = {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear)}
+    return trace(module, linears, lambda: module(*inputs))
+
+
+def test_linears_attention_and_products():
+    module = Parts()
+    got = found(module, torch.ones(2, 16, 64, requires_grad=True))
+    assert got.calls == {
+        "q": (Linear(m=32, k=64, n=64, wgrad=False),),
+        "k": (Linear(m=32, k=64, n=64, first=False),),
+        "out": (Linear(m=32, k=64, n=32), Linear(m=32, k=64, n=32)),
+    }
+    assert got.attention == 4 * 2 * 4 * 16 * 16 * 16 / 2  # half of it is masked
+    assert [p.flops for p in got.products] == [2 * 64 * 32 * 64, 2 * 32 * 64 * 64]
+    assert got.parameters == sum(p.numel() for p in module.parameters())
+    assert got.trained == got.parameters - 64 * 64
+    assert not module.q._forward_hooks and not module.q._forward_pre_hooks
+
+
+def test_the_rest_in_eager_code_and_fused():
+    def module(x):
+        y = torch.exp(x * 2 + 1)  # three operations, one fused: reads x, writes y
+        return torch.mm(y, y).relu()
+
+    size = 64 * 64 * 4
+    x = torch.ones(64, 64)
+    got = trace(nn.Identity(), {}, lambda: module(x))
+    assert got.rest == (2 * size,) * 4
+    assert got.regions == (2 * size, size)  # what nothing reads is not known to be written
+    assert len(got.products) == 1 and got.products[0].bytes >= 3 * size
+
+
+def test_products_of_every_kind():
+    conv = nn.Conv2d(3, 8, 4, stride=4, bias=False)
+    assert [p.flops for p in found(conv, torch.zeros(2, 3, 8, 8)).products] == [2 * (2 * 8 * 2 * 2) * (3 * 4 * 4)]
+    a, b, c = torch.zeros(5, 4, 3), torch.zeros(5, 3, 2), torch.zeros(2)
+    got = trace(nn.Identity(), {}, lambda: (torch.bmm(a, b), torch.addmm(c, a[0], b[0]), torch.baddbmm(c, a, b)))
+    assert [p.flops for p in got.products] == [2 * 5 * 4 * 3 * 2, 2 * 4 * 3 * 2, 2 * 5 * 4 * 3 * 2]
+
+
+def test_a_lookup_reads_what_it_writes():
+    table, ids = nn.Embedding(1000, 8), torch.zeros(2, 5, dtype=torch.int64)
+    assert found(table, ids).rest == (2 * 2 * 5 * 8 * 4,)
+
+
+def test_a_llama_is_seen_whole():
+    model = llama()
+    got = found(model, torch.zeros(2, 8, dtype=torch.int64))
+    linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    assert list(got.calls) == linears
+    assert all(len(calls) == 1 and calls[0].m == 16 for calls in got.calls.values())
+    first = {name.rpartition(".")[2]: calls[0].first for name, calls in got.calls.items() if "layers.1" in name}
+    assert first == {"q_proj": True, "k_proj": False, "v_proj": False, "o_proj": True,
+                     "gate_proj": True, "up_proj": False, "down_proj": True}  # fmt: skip
+    assert got.attention > 0 and sum(got.regions) < sum(got.rest)
+
+
+TRACE = Trace(
+    calls={"a": (Linear(m=8192, k=4096, n=4096),)}, attention=1e12, products=(Work(flops=1e12, bytes=1.0),),
+    rest=(3e9, 3e9), regions=(3e9,), parameters=10**9, trained=10**9,
+)  # fmt: skip
+
+
+def predicted(setting, gpu=H100):
+    return step_time(gpu, TRACE, linear_costs(gpu, TRACE, {}), setting, 8192)
+
+
+def test_a_step_by_hand():
+    step = predicted(Setting())
+    assert step.linears == pytest.approx(bf16_linear(H100, TRACE.calls["a"][0]).total)
+    assert step.attention == pytest.approx(3.5 * 1e12 / (989e12 * 0.40))
+    assert step.products == pytest.approx(3 * 1e12 / (989e12 * 0.80))
+    assert step.rest == pytest.approx(3 * 6e9 / (3.35e12 * 0.90))
+    assert step.optimizer == pytest.approx(28e9 / (3.35e12 * 0.90))
+    assert step.communication == step.waiting == 0
+    assert step.seconds == pytest.approx(step.linears + step.attention + step.products + step.rest + step.optimizer)
+    assert step.tokens_per_second == pytest.approx(8192 / step.seconds)
+    flops = 6 * 8192 * 4096 * 4096 + 3 * 1e12 + 3 * 1e12
+    assert step.mfu == pytest.approx(flops / step.seconds / 989e12)
+    assert step.to_json()["seconds"] == step.seconds
+
+
+def test_settings_change_what_they_say():
+    plain = predicted(Setting())
+    assert predicted(Setting(eager=False)).rest == pytest.approx(plain.rest / 2)
+    full = predicted(Setting(recompute=CHECKPOINTING["full"]))
+    assert full.attention == pytest.approx(plain.attention * 4.5 / 3.5)
+    assert full.linears == pytest.approx(plain.linears * 4 / 3, rel=0.01)
+    assert full.flops == plain.flops and full.mfu < plain.mfu
+    selective = predicted(Setting(recompute=CHECKPOINTING["selective"]))
+    assert selective.linears == plain.linears and selective.rest == pytest.approx(plain.rest * 4 / 3)
+    twice = predicted(Setting(micro_batches=2))
+    assert twice.linears == pytest.approx(2 * plain.linears) and twice.optimizer == plain.optimizer
+    assert twice.tokens == 2 * plain.tokens
+    assert predicted(Setting(states="fp8")).optimizer == pytest.approx(plain.optimizer * 14.2 / 28)
+
+
+def test_several_gpus_share_the_optimizer_and_talk():
+    plain, eight = predicted(Setting()), predicted(Setting(gpus=8))
+    assert eight.optimizer == pytest.approx(plain.optimizer / 8)
+    assert eight.tokens == 8 * plain.tokens and eight.peak == 8 * plain.peak
+    assert eight.communication == 0  # hidden
+    slow = predicted(Setting(gpus=8), replace(H100, link_gbs=1))
+    once = 2e9 * 7 / 8 / (1e9 * 0.8)
+    assert slow.communication == pytest.approx(3 * once - (eight.seconds - eight.optimizer), rel=1e-6)
+    thin = predicted(Setting(gpus=16), replace(H100, network_gbs=0.1))
+    assert thin.communication > 2e9 / 2 / (8 * 0.1e9 * 0.8)
+
+
+def test_eager_code_waits_for_its_host():
+    slow = predicted(Setting(), replace(H100, host_us=1e4))
+    launches = 3 + 3 * (len(TRACE.rest) + len(TRACE.products))
+    assert slow.seconds - slow.optimizer == pytest.approx(launches * 1e-2)
+    assert predicted(Setting(eager=False), replace(H100, host_us=1e4)).waiting == 0
+
+
+@pytest.mark.parametrize("setting", [{"gpus": 0}, {"micro_batches": 0}, {"gpus": 1.5}])
+def test_impossible_settings(setting):
+    with pytest.raises(ValueError, match="is a number of 1 or more"):
+        Setting(**setting)

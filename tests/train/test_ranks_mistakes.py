@@ -1,0 +1,362 @@
+"""What may go wrong on one rank of several: all of them end with the same message, at once, and nothing is lost."""
+
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from test_ranks import job, losses, same, state, tables  # noqa: F401  a fixture
+from tiny_runs import Recorder
+
+from octavo.train import ConfigError, NonFiniteError, RunResult, parse_config, run
+from octavo.train import checkpoint as checkpoint_module
+from octavo.train import loop as loop_module
+from octavo.train import shards as shards_module
+from octavo.train.checkpoint import checkpoints, load_checkpoint
+from octavo.train.data import load_corpus
+from octavo.train.export import export
+from octavo.train.metrics import MetricsWriter, Silent
+from octavo.train.ranks import BEGUN, Ranks, _attempt, joined
+from octavo.train.trainer import Trainer
+from processes import Failed, gloo  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.dist
+
+
+def told(function, *args, **options):
+    """What a call says, with the seconds it took to say it."""
+    start = time.monotonic()
+    try:
+        function(*args, **options)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+# --- ranks that do not train the same ---
+
+
+def differing_job(by_rank, out):
+    return told(job, by_rank[dist.get_rank()], out)[0]
+
+
+def test_a_setting_that_differs_is_named_with_its_ranks(gloo, tables, tmp_path):  # noqa: F811
+    one, other = (tables(optim={"lr": lr}, precision={"level": "O1"}) for lr in (1e-2, 2e-2))
+    for message in gloo.run(differing_job, 3, [one, other, other], str(tmp_path / "out")):
+        assert message.startswith("SharedError: the ranks do not train the same: optim.lr = 0.01 on rank 0; 0.02 on ")
+        assert "ranks 1, 2" in message
+    unset = tables() | {"parallel": {"dp_replicate": 2, "dp_shard": 1}}
+    for message in gloo.run(differing_job, 2, [tables(), unset], str(tmp_path / "out")):
+        assert "parallel.dp_replicate = 1 on rank 0; 2 on rank 1" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_that_differs_is_noticed_and_another_place_for_it_is_none(gloo, tables, tmp_path, text_files):  # noqa: F811
+    here, there = (tables(run={"steps": 3}) for _ in range(2))
+    there["data"] |= {"source": str(text_files / "[0-9].txt"), "cache": str(tmp_path / "cache")}
+    assert gloo.run(differing_job, 2, [here, there], str(tmp_path / "same")) == ["", ""]
+    there["data"] |= {"source": str(text_files / "[0-2].txt")}
+    for message in gloo.run(differing_job, 2, [here, there], str(tmp_path / "other")):
+        assert "the content of data.source = " in message
+
+
+def slow_job(wanted, out):
+    """The first rank takes longer to make the data ready than ranks wait for each other in a step."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    seconds = 4 if dist.get_rank() == 0 else 0
+    with mock.patch.object(
+        loop_module, "load_corpus", side_effect=lambda *args: (time.sleep(seconds), load_corpus(*args))[1]
+    ):
+        return job(wanted, out).steps
+
+
+def test_data_may_take_longer_than_a_step(gloo, tables, tmp_path):  # noqa: F811
+    assert gloo.run(slow_job, 2, tables(run={"steps": 3}), str(tmp_path / "out")) == [3, 3]
+
+
+def patience_job(wanted):
+    """Seconds that each group of a run's ranks waits."""
+    config = parse_config(wanted)
+    with joined(config) as ranks:
+        trainer = Trainer(config, load_corpus(config, Silent()), ranks.device, ranks=ranks)
+        mesh = next(trainer.model.parameters()).device_mesh
+        groups = [*mesh.get_all_groups(), trainer._saver._group]
+        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_every_group_has_the_patience_that_was_asked_for(gloo, tables):  # noqa: F811
+    wanted = tables(parallel={"dp_replicate": 2, "timeout": 77.0, "async_save": True})
+    assert gloo.run(patience_job, 4, wanted) == [[77.0, 77.0, 77.0]] * 4
+
+
+# --- disks ---
+
+
+def first_fails_job(wanted, out, place):
+    """A run whose first rank cannot write something."""
+    owner, name = {
+        "settings": (loop_module, "_describe"),
+        "metrics": (MetricsWriter, "__init__"),
+        "step": (MetricsWriter, "write"),
+        "result": (RunResult, "write"),
+    }[place]
+    broken = OSError(28, "No space left on device")
+    with mock.patch.object(owner, name, side_effect=broken if dist.get_rank() == 0 else None):
+        return told(job, wanted, out)
+
+
+@pytest.mark.parametrize("place", ["settings", "metrics", "step", "result"])
+def test_what_the_first_rank_cannot_write_ends_all(gloo, tables, tmp_path, place):  # noqa: F811
+    for message, seconds in gloo.run(first_fails_job, 2, tables(run={"steps": 3}), str(tmp_path / "out"), place):
+        assert message.startswith("SharedError: ") and "No space left on device" in message
+        assert seconds < 60
+
+
+@contextmanager
+def full_disk(after):
+    """Files end after so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (after, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def full_job(wanted, out, full):
+    """Save two checkpoints, the second on a disk that is full for some ranks."""
+    config = parse_config(wanted)
+    with joined(config) as ranks:
+        trainer = Trainer(config, load_corpus(config, Silent()), ranks.device, ranks=ranks)
+        for step in range(2):
+            trainer.train_step()
+            if step and ranks.rank in full:
+                with full_disk(20_000 if ranks.first else 4_000):
+                    message = told(lambda: (trainer.save(Path(out)), trainer.finish_saving()))[0]
+            else:
+                message = told(lambda: (trainer.save(Path(out)), trainer.finish_saving()))[0]
+    return message
+
+
+def left(out):
+    return [path.name for path in (out / "checkpoints").iterdir()]
+
+
+@pytest.mark.parametrize("save", [{}, {"async_save": True}], ids=str)
+def test_a_full_disk_of_one_rank(gloo, tables, tmp_path, save):  # noqa: F811
+    for message in gloo.run(full_job, 2, tables(parallel=save), str(tmp_path / "out"), [1]):
+        assert message.startswith("SharedError: the checkpoint of step 2 cannot be written: "), message
+        assert "rank 1: " in message and "GiB are free there" in message
+        assert "Those before it are as they were" in message
+    assert left(tmp_path / "out") == ["step-000001"]
+
+
+def test_a_full_disk_of_one_process(tables, tmp_path):  # noqa: F811
+    message = full_job(tables(), tmp_path / "out", [0])
+    assert "the checkpoint of step 2 cannot be written: " in message and "GiB are free there" in message
+    assert left(tmp_path / "out") == ["step-000001"]
+
+
+def elsewhere_job(wanted, out):
+    """The second rank writes on a disk of its own."""
+    writer = shards_module.FileSystemWriter
+
+    def written(folder, **options):
+        return writer(Path(f"{folder}-elsewhere") if dist.get_rank() else folder, **options)
+
+    with mock.patch.object(shards_module, "FileSystemWriter", written):
+        return told(job, wanted, out)[0]
+
+
+def test_a_folder_that_machines_do_not_share(gloo, tables, tmp_path):  # noqa: F811
+    for message in gloo.run(elsewhere_job, 2, tables(run={"steps": 3}), str(tmp_path / "out")):
+        assert "1 of 2 shards are missing (__1_0.distcp), of what was just written" in message
+        assert "a folder that all machines share" in message
+    assert not checkpoints(tmp_path / "out")
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize(
+    "parallel", [{}, {"reshard_after_forward": False}, {"dp_shard": 1, "dp_replicate": 2}], ids=str
+)
+def test_several_ranks_go_on_from_one(gloo, tables, tmp_path, parallel):  # noqa: F811
+    """As `run` does it: the model has been tried before its weights are read."""
+    wanted = tables(run={"steps": 3}, precision={"level": "O1+act+opt"})
+    job(wanted, tmp_path / "run")
+    last = checkpoints(tmp_path / "run")[-1]
+    longer = wanted | {"run": wanted["run"] | {"steps": 5}, "parallel": parallel | {"fp8_comm": "off"}}
+    gloo.run(job, 2, longer, str(tmp_path / "run"), resume=True)
+    job(longer | {"parallel": {}}, tmp_path / "whole")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=4e-3)
+    assert len(losses(tmp_path / "run")) == 5
+    assert last.name == "step-000003"
+
+
+@pytest.mark.parametrize("parallel", [{}, {"reshard_after_forward": False}], ids=str)
+def test_one_rank_with_its_states_in_host_memory(gloo, tables, tmp_path, parallel):  # noqa: F811
+    wanted = tables(run={"steps": 3}, precision={"level": "O1"})
+    gloo.run(job, 1, wanted | {"parallel": {"cpu_offload": True} | parallel}, str(tmp_path / "offload"))
+    job(wanted, tmp_path / "one")
+    assert losses(tmp_path / "offload") == losses(tmp_path / "one")
+    last = [checkpoints(tmp_path / name)[-1] for name in ("offload", "one")]
+    assert same(state(wanted, last[0]), state(wanted, last[1]))
+
+
+def damaged_job(wanted, folder):
+    """A checkpoint that one rank cannot read."""
+    config = parse_config(wanted)
+    read = checkpoint_module.safetensors.torch.load_file
+    broken = mock.patch.object(
+        checkpoint_module.safetensors.torch, "load_file", side_effect=SafetensorError("invalid header")
+    )
+    with joined(config) as ranks:
+        trainer = Trainer(config, load_corpus(config, Silent()), ranks.device, ranks=ranks)
+        with broken if ranks.rank == 1 else mock.patch.object(checkpoint_module.safetensors.torch, "load_file", read):
+            return told(load_checkpoint, Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
+
+
+def test_a_checkpoint_that_one_rank_cannot_read(gloo, tables, tmp_path):  # noqa: F811
+    wanted = tables(run={"steps": 3})
+    job(wanted, tmp_path / "run")
+    for message, seconds in gloo.run(damaged_job, 2, wanted, str(checkpoints(tmp_path / "run")[-1])):
+        assert message.startswith("SharedError: ") and "damaged (rank 1: invalid header): remove " in message
+        assert seconds < 60
+
+
+def lost_job(wanted, out, place):
+    """The second rank ends while it reads a checkpoint, or tries the model."""
+    owner, name = {"reading": (shards_module, "load"), "trying": (Trainer, "_logits")}[place]
+    if dist.get_rank() == 1:
+        with mock.patch.object(owner, name, side_effect=lambda *_, **__: os._exit(1)):
+            job(wanted, out, resume=True)
+    raise AssertionError(told(job, wanted, out, resume=True)[0])
+
+
+@pytest.mark.parametrize("place", ["reading", "trying"])
+def test_a_lost_rank_is_neither_a_damaged_checkpoint_nor_a_bad_model(gloo, tables, tmp_path, place):  # noqa: F811
+    wanted = tables(run={"steps": 3})
+    gloo.run(job, 2, wanted, str(tmp_path / "run"))
+    with pytest.raises(Failed, match="rank 1: its process died") as failed:
+        gloo.run(lost_job, 2, wanted, str(tmp_path / "run"), place)
+    assert "AssertionError: LostRankError: rank 0: another rank has ended" in str(failed.value)
+
+
+def test_a_damaged_checkpoint_is_not_exported(gloo, tables, tmp_path):  # noqa: F811
+    wanted = tables(run={"steps": 3})
+    job(wanted, tmp_path / "one")
+    weights = checkpoints(tmp_path / "one")[-1] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="step-000003 is damaged: "):
+        export(weights.parent, tmp_path / "nothing")
+    gloo.run(job, 2, wanted, str(tmp_path / "two"))
+    other = checkpoints(tmp_path / "two")[-1]
+    config = (other / "config.json").read_text()
+    (other / "config.json").write_text(config.replace('"intermediate_size": 64', '"intermediate_size": 96'))
+    with pytest.raises(ConfigError, match="step-000003 is damaged: rank 0: .*96"):
+        export(other, tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+# --- torchrun ---
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    """torchrun's store and the variables it sets, for one process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    variables = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    for name, value in (variables | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    yield store
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_run_that_was_not_begun_is_not_taken_for_one_to_go_on_with(launcher, tables, tmp_path, monkeypatch):  # noqa: F811
+    """torchrun starts a process again that refused a folder; the folder is as little this run's as before."""
+    wanted = tables(run={"steps": 3})
+    out = tmp_path / "out"
+    job(wanted, out)
+    assert launcher.check([BEGUN])
+    launcher.delete_key(BEGUN)
+    for attempt in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        with pytest.raises(ConfigError, match="already holds a run"):
+            job(wanted, out)
+    launcher.set(BEGUN, "")
+    longer = wanted | {"run": wanted["run"] | {"steps": 4}}
+    job(longer, out)
+    assert len(losses(out)) == 4
+
+
+def test_an_interrupt_that_comes_twice_saves(launcher, tables, tmp_path):  # noqa: F811
+    """Ctrl-C reaches the processes themselves, and then once more through torchrun."""
+
+    class Interrupted(Recorder):
+        def step(self, row):
+            super().step(row)
+            if row.step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    result = run(parse_config(tables()), out=tmp_path / "out", progress=Interrupted())
+    assert (result.stopped, result.steps) == ("sigterm", 2)
+    assert [path.name for path in checkpoints(tmp_path / "out")] == ["step-000002"]
+
+
+def test_a_run_that_diverged_leaves_no_group(launcher, tables, tmp_path):  # noqa: F811
+    with pytest.raises(NonFiniteError):
+        job(tables(optim={"lr": 1e38}), tmp_path / "out")
+    assert not dist.is_initialized()
+
+
+def test_attempts_do_not_meet_the_dead(tmp_path):
+    """Ranks of one attempt find each other, whatever earlier ones left in the store and whoever comes first."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    names = []
+    for order in ((1, 2, 0), (0, 2, 1)):
+        store.set("octavo/asks/1", "dead")
+        found = {}
+        threads = [
+            threading.Thread(target=lambda r=r, f=found: f.update({r: _attempt(store, r, 3, 20.0)})) for r in order
+        ]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.1)
+        for thread in threads:
+            thread.join()
+        assert len(set(found.values())) == 1 and len(found) == 3
+        names.append(found[0])
+    assert names[0] != names[1]
+    with pytest.raises(RuntimeError, match="ranks 1, 2, 3, 4 and 1 more did not come"):
+        _attempt(dist.HashStore(), 0, 6, 0.1)
+
+
+def test_only_what_torchrun_started_remembers():
+    assert not Ranks(torch.device("cpu")).restarted
+    ranks = Ranks(torch.device("cpu"), store=dist.HashStore())
+    assert not ranks.restarted
+    ranks.begin()
+    assert ranks.restarted
