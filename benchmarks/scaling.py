@@ -1,0 +1,145 @@
+"""Many GPUs without one: memory of a rank, bytes on the wire and modelled time on 8, 64 and 512 ranks; docs/scaling.md.
+
+Every model is trained for one step by the code that would train it, whole, as one rank of a world that is not there
+(`benchmarks.scaling_trace`). What comes of its bytes in seconds is a model (`benchmarks.scaling_time`), whose numbers
+can be set; with `--document` only they are changed, and the document is written anew from the result file.
+
+  python -m benchmarks scaling
+  python -m benchmarks scaling --document --between 400 50 --fp8 900
+  python -m benchmarks scaling --models Llama-3-8B --worlds 8 --out /tmp/short
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.environment import RESULTS, environment, write_json
+from benchmarks.scaling_document import document, draw
+from benchmarks.scaling_time import MACHINE, Rates
+from benchmarks.scaling_trace import ARMS, build, facts, fake_world, sharded, trace
+
+Row = dict[str, Any]
+ROOT = Path(__file__).parent.parent
+DOCUMENT = ROOT / "docs" / "scaling.md"
+FILE = "scaling.json"
+TOKENS = 8192
+_LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": TOKENS, "rope_theta": 500000.0}
+
+
+def _llama(width: int, inner: int, layers: int, heads: int) -> Row:
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    return {"kind": "llama", "config": sizes | {"num_attention_heads": heads, **_LLAMA}}
+
+
+MODELS: dict[str, Row] = {
+    "Llama-3-8B": _llama(4096, 14336, 32, 32),
+    "Command-R 35B": {
+        "kind": "cohere",
+        "config": {
+            "hidden_size": 8192, "intermediate_size": 22528, "num_hidden_layers": 40, "num_attention_heads": 64,
+            "num_key_value_heads": 64, "vocab_size": 256000, "max_position_embeddings": TOKENS, "logit_scale": 0.0625,
+        },
+    },
+    "Llama-3-70B": _llama(8192, 28672, 80, 64),
+    "Llama-3.1-405B": _llama(16384, 53248, 126, 128),
+}  # fmt: skip
+"""Type and sizes of each model, as its publisher gives them; of the embedding, Command-R's is also the head."""
+WORLDS = (8, 64, 512)
+
+
+def wanted(worlds: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
+    """(ranks, copies, whether blocks are recomputed) of the traces of a model in each arm."""
+    for world in worlds:
+        yield world, 1, False
+        yield world, 1, True
+        if world > MACHINE:
+            yield world, world // MACHINE, True
+
+
+def traced(name: str, worlds: Sequence[int]) -> Iterator[Row]:
+    """Rows of the result file for a model, one after the other."""
+    for arm in ARMS.values():
+        model = build(MODELS[name]["kind"], MODELS[name]["config"], arm)
+        for world, replicas, recompute in wanted(worlds):
+            with fake_world(world):
+                found = trace(sharded(model, arm, replicas=replicas, recompute=recompute), arm, tokens=TOKENS)
+            about = {"model": name, "arm": arm.name, "world": world, "replicas": replicas, "recompute": recompute}
+            yield about | found
+
+
+def main(arguments: list[str]) -> None:
+    """Trace every model, write `results/simulated/scaling.json` and the document."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    for name in ("bf16", "fp8", "inside", "between", "efficiency"):
+        given = getattr(options, name)
+        if min(given if isinstance(given, list) else [given]) <= 0:
+            parser.error(f"--{name} is above 0; got {given}")
+    if any(world % MACHINE or world < MACHINE for world in options.worlds):
+        parser.error(f"--worlds are whole machines of {MACHINE} ranks; got {options.worlds}")
+    if options.out is None and (set(options.models) != set(MODELS) or set(options.worlds) != set(WORLDS)):
+        parser.error("the document needs all models and worlds; for some of them give --out")
+    path = (options.out or RESULTS / "simulated") / FILE
+    rates = _rates(options)
+    if options.document:
+        content = json.loads(path.read_text())
+        write_json(path, content | {"rates": asdict(rates)})
+    else:
+        found = environment(torch.device("cpu"))
+        about = {name: found[name] for name in ("octavo", "torch", "transformers", "python", "date")}
+        content = {"environment": about, "rates": asdict(rates), "models": {}, "rows": []}
+        for name in options.models:
+            sizes = facts(build(MODELS[name]["kind"], MODELS[name]["config"], ARMS["O1"]), TOKENS)
+            content["models"][name] = MODELS[name] | {"facts": sizes}
+            for row in traced(name, options.worlds):
+                content["rows"].append(row)
+                ranks = f"{row['world']} ranks, {row['replicas']} copies{', recomputed' if row['recompute'] else ''}"
+                print(f"{name:<15} {row['arm']:<20} {ranks:<35} {row['peak'] / 2**30:8.1f} GiB", flush=True)
+                write_json(path, content)
+    if options.out is None:
+        publish(path)
+        print(f"written: {DOCUMENT.relative_to(ROOT)}")
+
+
+def publish(path: Path) -> None:
+    """Write the document and its figure from a result file."""
+    content = json.loads(path.read_text())
+    DOCUMENT.write_text(document(content))
+    draw(content, DOCUMENT.parent)
+
+
+def _rates(options: argparse.Namespace) -> Rates:
+    return replace(
+        Rates(), bf16=options.bf16 * 1e12, fp8=options.fp8 * 1e12, inside=options.inside * 1e9,
+        between=tuple(rate * 1e9 for rate in options.between), efficiency=options.efficiency,
+        hop_inside=options.hops[0] * 1e-6, hop_between=options.hops[1] * 1e-6,
+    )  # fmt: skip
+
+
+def _parser() -> argparse.ArgumentParser:
+    usual = Rates()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks scaling", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="all by default")
+    parser.add_argument("--worlds", nargs="+", type=int, default=list(WORLDS), help="ranks, multiples of 8 (8 64 512)")
+    parser.add_argument("--out", type=Path, help="folder of the results, other than benchmarks/results/simulated")
+    parser.add_argument("--document", action="store_true", help="trace nothing: the document, from the result file")
+    parser.add_argument("--bf16", type=float, default=usual.bf16 / 1e12, help="TFLOP/s of bf16 products (%(default)g)")
+    parser.add_argument("--fp8", type=float, default=usual.fp8 / 1e12, help="TFLOP/s of FP8 products (%(default)g)")
+    parser.add_argument("--inside", type=float, default=usual.inside / 1e9, help="NVLink, GB/s a GPU (%(default)g)")
+    parser.add_argument(
+        "--between", nargs="+", type=float, default=[rate / 1e9 for rate in usual.between],
+        help="network, Gb/s a GPU (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--efficiency", type=float, default=usual.efficiency, help="share of a link (%(default)g)")
+    parser.add_argument(
+        "--hops", nargs=2, type=float, default=[usual.hop_inside * 1e6, usual.hop_between * 1e6],
+        help="microseconds from one GPU, and from one machine, to the next (%(default)s)",
+    )  # fmt: skip
+    return parser
