@@ -18,7 +18,7 @@ Files = Mapping[str, Mapping[str, Any]]
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "performance.md"
 IMAGES = "images"
-NOT_DEVICES = ("cpu", "sass")
+NOT_DEVICES = ("cpu", "sass", "simulated")
 MATRIX, PRODUCT = "16384×4096", "8192×8192×8192"
 """What times are predicted for from machine code."""
 HEAD = """# Performance

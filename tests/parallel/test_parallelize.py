@@ -187,8 +187,20 @@ def auto_job():
     train(model, 1)
 
 
+def auto_of_several_job():
+    """Two machines of two ranks: an all-to-all would send more between them than a ring does."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    model = parallelize(make())
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    with Wiretap() as tap:
+        loss_of(model, share(0, 0, 0)).backward()
+    assert list(parameters_in_fp8(model))
+    assert not tap.named("alltoall_base_")
+
+
 def test_auto_is_fp8_between_machines(gloo):
     gloo.run(auto_job, 2)
+    gloo.run(auto_of_several_job, 4)
 
 
 def part_of_the_world_job():

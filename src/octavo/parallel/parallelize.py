@@ -41,8 +41,9 @@ class Parallel:
         dp_shard: Ranks that share one copy; -1 for all that are left.
         reshard_after_forward: Free gathered weights between forward and backward (ZeRO-3), or keep them (ZeRO-2).
         cpu_offload: Shards, gradients and optimizer states in host memory.
-        fp8_comm: Weights and gradients in FP8 on the wire: `"auto"` where they leave a machine, `"on"`, `"off"`; or
-            `"gather"`, weights alone.
+        fp8_comm: Weights and gradients in FP8 on the wire: `"on"`, `"off"`; `"gather"`, weights alone; or `"auto"`,
+            weights where they leave a machine, and gradients where each machine has one rank: an all-to-all of many
+            ranks sends more between machines than a ring does (docs/scaling.md).
     """
 
     dp_replicate: int = 1
@@ -95,8 +96,7 @@ def parallelize(
         mesh: [dp_shard]; [dp_replicate, dp_shard]; [dp_replicate], named so; or `Parallel`, from which a mesh over all
             ranks is made. None: one shard group of all ranks.
         precision: Converts the model first; one that is converted already needs none.
-        fp8_comm: Weights and gradients in FP8 on the wire. `"auto"`: where the group leaves a machine, as the links
-            inside one are fast. Default: that of `mesh` where it is a `Parallel`, else `"auto"`.
+        fp8_comm: See `Parallel`. Default: that of `mesh` where it is a `Parallel`, else `"auto"`.
         reshard_after_forward: See `Parallel`.
         cpu_offload: See `Parallel`; the optimizer then steps on the CPU.
         dtype: What parameters are gathered and computed in where that is not their own dtype, as bf16 for fp32 ones.
@@ -130,14 +130,20 @@ def parallelize(
     _agree(model, [vars(wanted), dtype, reduce_dtype], problem, mesh)
     if not isinstance(mesh, DeviceMesh):
         mesh = make_mesh(wanted, _device_type(model))
-    fp8 = wanted.fp8_comm == "on" or (wanted.fp8_comm == "auto" and _leaves_a_machine(replicas * shards))
+    apart = wanted.fp8_comm == "auto" and _leaves_a_machine(replicas * shards)
+    fp8 = wanted.fp8_comm == "on" or (apart and _ranks_of_a_machine(replicas * shards) == 1)
     if shards == 1 and replicas > 1:
         return replicate(model, mesh, fp8=WIRE if fp8 else None)
     return shard(
-        model, mesh if mesh.ndim == 2 and replicas > 1 else _last(mesh), fp8_gather=fp8 or wanted.fp8_comm == "gather",
-        fp8_reduce=WIRE if fp8 else None, dtype=dtype, reduce_dtype=reduce_dtype,
-        reshard_after_forward=wanted.reshard_after_forward, cpu_offload=wanted.cpu_offload,
-    )  # fmt: skip
+        model,
+        mesh if mesh.ndim == 2 and replicas > 1 else _last(mesh),
+        fp8_gather=fp8 or apart or wanted.fp8_comm == "gather",
+        fp8_reduce=WIRE if fp8 else None,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        reshard_after_forward=wanted.reshard_after_forward,
+        cpu_offload=wanted.cpu_offload,
+    )
 
 
 def make_mesh(parallel: Parallel, device_type: str) -> DeviceMesh:
@@ -225,4 +231,8 @@ def _agree(model: nn.Module, settings: list[Any], problem: Exception | None, mes
 
 def _leaves_a_machine(size: int) -> bool:
     """Whether a group of so many ranks has members on several machines, as torchrun lays them out."""
-    return size > int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return size > _ranks_of_a_machine(size)
+
+
+def _ranks_of_a_machine(size: int) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size))

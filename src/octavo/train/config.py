@@ -216,7 +216,7 @@ class ParallelConfig(Section):
     cpu_offload: bool = False
     """Shards, gradients and optimizer states in host memory: models larger than the device."""
     fp8_comm: Literal["auto", "on", "gather", "off"] = "auto"
-    """Weights and gradients in FP8 on the wire: "auto" where they leave a machine, always, weights alone, or never."""
+    """FP8 on the wire: weights and gradients ("on"), weights alone, neither, or what pays ("auto")."""
     async_save: bool = False
     """Write checkpoints while training goes on, from a copy in host memory."""
     timeout: Annotated[float, Field(gt=0)] = 600.0

@@ -14,7 +14,7 @@ checkpoint is published, and older ones removed, when the next one is due or the
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +120,10 @@ def _dcp_errors(folder: Path) -> Iterator[None]:
 
 def space(folder: Path) -> str:
     """How much is free on the disk of a folder, to end a sentence with; empty where that cannot be told."""
-    try:
-        return f" ({shutil.disk_usage(folder).free / 2**30:.1f} GiB are free there)"
-    except OSError:
-        return ""
+    for place in (folder, *folder.parents):
+        with suppress(OSError):  # the first rank may have removed it already
+            return f" ({shutil.disk_usage(place).free / 2**30:.1f} GiB are free there)"
+    return ""
 
 
 def _reason(error: CheckpointException) -> str:
