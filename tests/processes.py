@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 _AFTER_THE_FIRST = 5.0
 """Seconds that the other ranks get to tell their part, once one has failed."""
@@ -140,4 +141,5 @@ def _call(function: Callable[..., Any], rank: int, world: int, store: Path, time
             warnings.simplefilter("error")
             return function()
     finally:
+        _clear_sharding_prop_cache()  # it would hand meshes of this world, whose groups are gone, to the next one
         dist.destroy_process_group()
