@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from octavo.numerics import RECIPES
-from octavo.train.config import Section, TrainConfig
+from octavo.train.config import TrainConfig
+from octavo.train.sections import Section
 
 ROOT = Path(__file__).parent.parent
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.train.config import Optim
 from octavo.train.optimizer import MasterAdamW
+from octavo.train.sections import Optim
 
 OPTIM = Optim(lr=1e-3, weight_decay=0.1, clip=0.0)
 

@@ -28,9 +28,10 @@ import numpy as np
 import tokenizers
 import torch
 
-from octavo.train.config import ConfigError, Data, TrainConfig
+from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.disk import sync
 from octavo.train.metrics import Progress
+from octavo.train.sections import Data
 from octavo.train.source import Source, open_source
 from octavo.train.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer, train_tokenizer
 

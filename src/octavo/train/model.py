@@ -15,8 +15,9 @@ from torch import nn
 
 from octavo.nn.causal import chunked_loss
 from octavo.numerics.names import nearest
-from octavo.train.config import ConfigError, Model, TrainConfig
+from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.diagnose import non_finite_parameter
+from octavo.train.sections import Model
 from octavo.train.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from torch import nn
 from octavo.optim import AdamW
 from octavo.optim.sharded import is_sharded, like, rows_of
 from octavo.tensor import plain
-from octavo.train.config import Optim, TrainConfig
+from octavo.train.config import TrainConfig
+from octavo.train.sections import Optim
 
 
 def make_optimizer(

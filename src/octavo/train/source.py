@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.numerics.names import nearest
-from octavo.train.config import ConfigError, Data
+from octavo.train.config import ConfigError
+from octavo.train.sections import Data
 
 STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".jsonl", ".parquet")

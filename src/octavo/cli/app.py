@@ -1,0 +1,81 @@
+"""The command itself, and what all of its subcommands share: how mistakes are told, and who tells them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from octavo._version import __version__
+from octavo.cli.examples import EXAMPLES
+
+app = typer.Typer(
+    name="octavo",
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings to change, as optim.lr=1e-3.", show_default=False),
+]
+
+
+@contextmanager
+def user_errors(context: typer.Context) -> Iterator[None]:
+    """Turn a mistake of the user into one message and exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        if context.obj["traceback"]:
+            raise
+        if is_first_rank() or type(error).__name__ != "SharedError":  # which the first rank tells
+            show_error(_message(error))
+        raise typer.Exit(2) from None
+
+
+def is_first_rank() -> bool:
+    """Whether this is the process that talks, of those that torchrun started; true for one by itself."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def show_error(message: str) -> None:
+    """Print a message on stderr."""
+    console = Console(stderr=True)
+    console.print("[bold red]error:[/bold red] ", end="")
+    console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}. What `octavo train` and `octavo demo` need comes with: pip install 'octavo[train]'"
+    return str(error)
+
+
+def say(console: Console, text: str) -> None:
+    """Print text as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"octavo {__version__}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True, epilog=EXAMPLES["octavo"])
+def _octavo(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
+) -> None:
+    """Train PyTorch models in FP8, and see what it did to loss, speed and memory."""
+    context.obj = {"traceback": traceback}
+    if context.invoked_subcommand is None:
+        print(context.get_help())

@@ -1,0 +1,73 @@
+"""What `--help` shows under each command: lines to type."""
+
+EXAMPLES = {
+    "octavo": """
+[bold]Examples[/bold]
+
+  [dim]# BF16 against FP8 on a small model; a few minutes on a CPU[/dim]
+  octavo demo
+  [dim]# one run, into runs/<its name>; any setting can be given after the file[/dim]
+  octavo train configs/demo.toml precision.level=O1 precision.recipe=mxfp8
+  [dim]# what runs here, on which backend, and why not on another[/dim]
+  octavo doctor
+  [dim]# the memory that a run will take, by category[/dim]
+  octavo plan --memory configs/llama2-7b-80gb.toml
+  [dim]# on a GPU: measure which kernels are fastest, for all later runs[/dim]
+  octavo calibrate
+""",
+    "train": """
+[bold]Examples[/bold]
+
+  octavo train configs/demo.toml
+  octavo train configs/demo.toml run.steps=50 optim.lr=1e-3 --out runs/short
+  octavo train configs/demo.toml --out runs/short --resume
+  octavo train configs/demo.toml precision.level=O1 precision.recipe=mxfp8
+  octavo train configs/demo.toml data.source='corpus/*.txt'
+  [dim]# eight GPUs: FSDP2, weights and gradients in FP8 on the wire[/dim]
+  torchrun --nproc-per-node 8 -m octavo train configs/demo.toml precision.level=O1 parallel.fp8_comm=on
+""",
+    "export": """
+[bold]Examples[/bold]
+
+  octavo export runs/demo/checkpoints/step-000200 exported
+  [dim]# then: AutoModelForCausalLM.from_pretrained("exported")[/dim]
+""",
+    "demo": """
+[bold]Examples[/bold]
+
+  octavo demo
+  octavo demo --steps 50 --recipe mxfp8 --out runs/mxfp8
+  [dim]# stored activations and optimizer states in FP8 as well[/dim]
+  octavo demo --level O1+act+opt
+  octavo demo --seed 1 optim.lr=1e-3
+""",
+    "doctor": """
+[bold]Examples[/bold]
+
+  octavo doctor
+  octavo doctor --device cpu
+  octavo doctor --json > doctor.json
+  [dim]# every Triton kernel in every configuration against the reference, byte for byte[/dim]
+  octavo doctor --deep
+  octavo doctor --deep --seconds 600 --only e4m3/row
+""",
+    "plan": """
+[bold]Examples[/bold]
+
+  [dim]# memory of a training step by category, beside bf16 and each precision level; no GPU, no data, no weights[/dim]
+  octavo plan --memory configs/llama2-7b-80gb.toml
+  octavo plan --memory configs/demo.toml precision.level=O1 optim.batch=64 --limit 24
+  octavo plan --memory configs/demo.toml --layers
+  octavo plan --memory configs/demo.toml --json > plan.json
+  [dim]# predicted speed, linear by linear, beside bf16; or gpu.toml, which describes another one[/dim]
+  octavo plan configs/llama2-7b-80gb.toml --gpu h100 --gpus 8
+""",
+    "calibrate": """
+[bold]Examples[/bold]
+
+  [dim]# the products of Llama-sized linears; a minute or two on one GPU[/dim]
+  octavo calibrate
+  [dim]# own linears: tokens, in_features, out_features[/dim]
+  octavo calibrate --shapes 8192,3072,9216 --shapes 8192,9216,3072 --recipe blockwise
+""",
+}

@@ -1,0 +1,120 @@
+"""`octavo doctor | plan | calibrate`: what is here, what a run would take, which kernels are fastest."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.cli.app import Overrides, app, user_errors
+from octavo.cli.examples import EXAMPLES
+from octavo.numerics.names import nearest
+
+if TYPE_CHECKING:
+    import torch
+
+
+@app.command(epilog=EXAMPLES["doctor"])
+def doctor(
+    context: typer.Context,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1; auto takes a GPU where there is one.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Compare all Triton kernels with the reference instead.")
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option(help="With --deep: go on with new inputs for so long, once each has run.")
+    ] = 60,
+    seed: Annotated[int, typer.Option(help="With --deep: what the inputs are drawn from.")] = 0,
+    only: Annotated[str, typer.Option(help="With --deep: only where 'op case' contains this.")] = "",
+) -> None:
+    """Show the device, the versions, and what serves each op here.
+
+    Every backend is tried on a tiny input, on this device, and compared with
+    the reference; one that does not serve an op is listed with the reason.
+
+    With --deep, every Triton kernel runs in every configuration on many random
+    inputs and is compared with the reference byte for byte. Exit code 1 if any
+    differs.
+    """
+    with user_errors(context):
+        if deep:
+            from octavo.kernels.deep.console import doctor as doctor_deep
+
+            equal = doctor_deep(_device(device), as_json=as_json, seconds=seconds, seed=seed, only=only)
+            raise typer.Exit(0 if equal else 1)
+        from octavo.kernels.console import doctor as examine
+
+        examine(_device(device), as_json=as_json)
+
+
+@app.command(epilog=EXAMPLES["plan"])
+def plan(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's configuration.", show_default=False)],
+    overrides: Overrides = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Plan the memory of a training step.")] = False,
+    gpu: Annotated[str | None, typer.Option(help="Plan the speed of a step on this GPU; none has to be here.")] = None,
+    gpus: Annotated[int, typer.Option(help="With --gpu: how many share the model.")] = 1,
+    device: Annotated[str, typer.Option(help="What to plan for, cuda or cpu; it need not be here.")] = "cuda",
+    limit: Annotated[float, typer.Option(help="Memory of the device in GiB, for the largest batch.")] = 79.0,
+    layers: Annotated[bool, typer.Option("--layers", help="Also what each kind of layer keeps for backward.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Predict what a run takes, before it is run.
+
+    With --memory: parameters, gradients, optimizer states, activations and
+    temporaries at the worst moment of a step, found by taking the step on
+    tensors without storage, for the configuration and for what it could be.
+
+    With --gpu: which linear layers gain from FP8 and how much, the time of a
+    step, tokens/s and MFU, beside bf16, from the GPU's data sheet.
+    """
+    with user_errors(context):
+        from octavo.train.plan import console as run
+
+        run(
+            config, overrides or [], memory=memory, gpu=gpu, gpus=gpus, device=device, limit=limit, layers=layers,
+            as_json=as_json,
+        )  # fmt: skip
+
+
+@app.command(epilog=EXAMPLES["calibrate"])
+def calibrate(
+    context: typer.Context,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option(metavar="M,K,N", help="Tokens, in_features, out_features of a linear; may be repeated."),
+    ] = None,
+    recipe: Annotated[str, typer.Option(help="Whose products to measure; all takes every recipe.")] = "rowwise",
+    device: Annotated[str, typer.Option(help="cuda or cuda:1; auto takes the first GPU.")] = "auto",
+) -> None:
+    """Measure which kernels are fastest on this GPU, and remember it.
+
+    Times the three products of each linear on every backend that serves them,
+    in every configuration. What won is kept in the cache folder, for this
+    device and these versions, and every later run here uses it.
+    """
+    with user_errors(context):
+        from octavo.kernels.gemm.console import calibrate as run
+
+        run(_device(device), recipe, shapes or [])
+
+
+def _device(name: str) -> "torch.device":
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(
+            f"device is auto, cpu, cuda or cuda:<number>; got {name!r}{nearest(name, ('auto', 'cpu', 'cuda'))}"
+        )
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a PyTorch without CUDA
+        raise ValueError(
+            f"device {name!r} cannot be used: {str(error).splitlines()[0]}. Give cpu, cuda or auto"
+        ) from None
+    return device

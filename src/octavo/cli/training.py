@@ -1,0 +1,125 @@
+"""`octavo train | export | demo`: what trains, and what becomes of it."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from octavo.cli.app import Overrides, app, is_first_rank, say, show_error, user_errors
+from octavo.cli.examples import EXAMPLES
+
+if TYPE_CHECKING:
+    from octavo.train.report import ReportFiles
+
+
+@app.command(epilog=EXAMPLES["train"])
+def train(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's configuration.", show_default=False)],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output folder; default: run.out of the config, or runs/<run.name>.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
+) -> None:
+    """Train one model as a TOML file says.
+
+    Writes metrics.jsonl, TensorBoard events, checkpoints and a report
+    (report.html, loss.png) into the output folder. A folder that holds another
+    run is never overwritten. SIGTERM and Ctrl-C save before they stop.
+    """
+    with user_errors(context):
+        from octavo.train import LostRankError, NonFiniteError, RunResult, load_config, run
+        from octavo.train.console import Bars, summary_table
+        from octavo.train.report import write_report
+
+        settings = load_config(config, overrides or [])
+        folder = out or Path(settings.run.out or Path("runs") / settings.run.name)
+        failure = None
+        with Bars(Console(stderr=True)) if is_first_rank() else nullcontext() as bars:
+            try:
+                result = run(settings, out=folder, resume=resume, progress=bars)
+            except NonFiniteError as error:
+                failure = error
+            except LostRankError as error:
+                show_error(str(error))
+                raise typer.Exit(1) from None
+        if not is_first_rank():
+            raise typer.Exit(0 if failure is None else 1)
+        if failure is not None:
+            result = RunResult.read(folder)
+        console = Console()
+        console.print(summary_table([result]))
+        _show_files(console, folder, write_report([folder], folder))
+        if result.stopped == "sigterm":
+            say(console, f"Stopped and saved after {result.steps} steps. To go on, the same command with --resume.")
+        if failure is not None:
+            show_error(str(failure))
+            raise typer.Exit(1)
+
+
+@app.command(epilog=EXAMPLES["export"])
+def export(
+    context: typer.Context,
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder step-NNNNNN.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that is new, or empty.", show_default=False)],
+) -> None:
+    """Write the weights of a checkpoint as Transformers reads them.
+
+    Of one process or of many: shards are put together.
+    """
+    with user_errors(context):
+        from octavo.train.export import export as write
+
+        say(Console(), f"written: {write(checkpoint, out)}")
+
+
+@app.command(epilog=EXAMPLES["demo"])
+def demo(
+    context: typer.Context,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output folder; default: runs/demo, or the next that is free.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of each arm.")] = None,
+    level: Annotated[str, typer.Option(help="Precision level of the second arm.")] = "O1",
+    recipe: Annotated[str | None, typer.Option(help="FP8 recipe of the second arm.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and data order, the same in both arms.")] = None,
+) -> None:
+    """Train a small Llama in BF16 and in FP8, and compare.
+
+    Same seed, same data, same order. The corpus is the source code of Python's
+    standard library, so nothing is downloaded. Prints a verdict computed from
+    the two runs, and writes report.html, loss.png and verdict.json.
+    """
+    given = {"run.steps": steps, "precision.recipe": recipe, "run.device": device, "run.seed": seed}
+    with user_errors(context):
+        from octavo.train.console import Bars, summary_table, verdict_text
+        from octavo.train.demo import demo_configs, free_folder, run_demo
+        from octavo.train.report import verdict
+
+        settings = [f"{key}={value}" for key, value in given.items() if value is not None]
+        configs = demo_configs([*(overrides or []), *settings], level)
+        folder = out or free_folder(Path("runs/demo"))
+        with Bars(Console(stderr=True)) as bars:
+            result = run_demo(configs, folder, bars)
+        console = Console()
+        console.print(summary_table(result.arms))
+        if result.files is None:
+            say(console, "Stopped before both arms were trained: there is no verdict.")
+            say(console, f"To finish the arm that was stopped:\n  {result.go_on}")
+            return
+        console.print(verdict_text(verdict(*result.arms)))
+        _show_files(console, folder, result.files)
+        if any(arm.stopped == "non-finite" for arm in result.arms):
+            raise typer.Exit(1)
+
+
+def _show_files(console: Console, folder: Path, files: "ReportFiles") -> None:
+    say(console, f"\nreport   {files.html}\nplot     {files.png}")
+    if files.verdict:
+        say(console, f"verdict  {files.verdict}")
+    say(console, f"all      {folder}  (tensorboard --logdir {folder})")

@@ -1,0 +1,225 @@
+"""The sections of a run's configuration: frozen pydantic models, with what each setting means under it.
+
+A section checks itself; what takes two of them is `octavo.train.config.TrainConfig`'s.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+
+from octavo.numerics import Precision
+from octavo.parallel import Parallel
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: strict, frozen, no unknown keys."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class Run(Section):
+    """`[run]`: how long, where to, on what."""
+
+    name: Annotated[str, Field(min_length=1)] = "run"
+    """Name shown in reports."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of the initial weights and of the order of the data."""
+    steps: Count
+    """Optimizer steps of the whole run. May differ on resume, as may what `checkpoint.TUNABLE` lists."""
+    out: str | None = None
+    """Output folder; `runs/<name>` where it is not given."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"auto" takes CUDA where there is a usable device."""
+    log_every: Count = 1
+    """Steps between two TensorBoard points (`metrics.jsonl` has every step)."""
+    save_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between two checkpoints; 0 saves at the end only. The end of a run, and SIGTERM, always save."""
+    keep: Count = 2
+    """Newest checkpoints kept."""
+
+    @model_validator(mode="after")
+    def _name_of_a_folder(self) -> "Run":
+        if self.name in (".", "..") or "/" in self.name or "\\" in self.name or not self.name.isprintable():
+            raise ValueError(
+                f"run.name = {self.name!r} names the folder runs/<name>: give one name, without separators or control "
+                "characters; run.out is for a path"
+            )
+        return self
+
+
+class Model(Section):
+    """`[model]`: a causal language model of `transformers`: from a local folder, or by type and config."""
+
+    path: str | None = None
+    """Folder of a local checkpoint (`save_pretrained`). Its tokenizer is used where it has one."""
+    type: str | None = None
+    """`model_type` of `transformers`, as "llama"."""
+    config: dict[str, Any] = {}
+    """Fields of that type's config, as `hidden_size = 256`; `vocab_size` is the tokenizer's where not given."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "Model":
+        if (self.path is None) == (self.type is None):
+            raise ValueError('give either model.path (a local checkpoint) or model.type, as "llama"')
+        if self.path is not None and self.config:
+            raise ValueError("model.config is for model.type; the checkpoint at model.path has its own config")
+        return self
+
+
+class Data(Section):
+    """`[data]`: text in, windows of tokens out."""
+
+    source: Annotated[str, Field(min_length=1)]
+    """"python-stdlib"; a glob of .txt, .jsonl or .parquet files; or a dataset: a name, "name:subset", or a folder."""
+    split: str = "train"
+    """Split of a dataset; files are all one split."""
+    text_field: str = "text"
+    """Column that holds the text, in .jsonl, .parquet and datasets."""
+    sequence_length: Count
+    """Target tokens of one sequence."""
+    vocab_size: Annotated[int, Field(ge=257)] = 4096
+    """Size of the byte-level BPE trained on the data (256 bytes, one end-of-text, the rest merges)."""
+    tokenizer: str | None = None
+    """Folder of a `transformers` tokenizer to use, instead of the model's own or a trained one."""
+    shuffle: bool = True
+    """Permute the windows anew in each epoch; False takes them in order."""
+    cache: str = "~/.cache/octavo"
+    """Folder of tokenized data and trained tokenizers; safe to delete."""
+
+
+class Optim(Section):
+    """`[optim]`: AdamW, its schedule and the batch."""
+
+    lr: Annotated[float, Field(gt=0)]
+    """Peak learning rate."""
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)] = (
+        0.9,
+        0.95,
+    )
+    """Decay of the first and the second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled decay; not applied to parameters of fewer than two dimensions (norms, biases)."""
+    states: Literal["fp32", "fp8"] | None = None
+    """Moments of AdamW: 8 bytes per parameter, or about 2.1 in FP8 with dynamic range expansion (`octavo.AdamW`). Where
+    not given, those of `precision.level`."""
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global L2 norm of the gradient; 0 does not clip."""
+    batch: Count = 8
+    """Sequences of one optimizer step."""
+    micro_batches: Count = 1
+    """Parts the batch is cut into; gradients are accumulated over them."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warmup: cosine decay; warmup-stable-decay (linear decay at the end); or constant."""
+    warmup: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear warmup."""
+    decay: Share = 0.2
+    """Share of all steps that the decay of "wsd" takes, at the end."""
+    min_lr_ratio: Share = 0.1
+    """Learning rate at the end, as a share of `lr` (cosine and wsd)."""
+
+    @model_validator(mode="after")
+    def _whole_micro_batches(self) -> "Optim":
+        if self.batch % self.micro_batches:
+            divisors = [n for n in range(1, self.batch + 1) if self.batch % n == 0]
+            raise ValueError(
+                f"optim.batch = {self.batch} cannot be cut into {self.micro_batches} equal micro-batches: "
+                f"set optim.micro_batches to one of {divisors}"
+            )
+        return self
+
+
+def decay_steps(optim: Optim, steps: int) -> int:
+    """Steps that the decay of "wsd" takes of `steps`."""
+    return max(1, round(optim.decay * steps)) if optim.decay else 0
+
+
+class PrecisionConfig(Section):
+    """`[precision]`: what is computed and kept in how many bits."""
+
+    level: str = "bf16"
+    """Level of `octavo.Precision.level`: "bf16", "O1" (FP8 matrix products), "O1+act" (and stored activations) or
+    "O1+act+opt" (and optimizer states). `matmul`, `activations`, `master` and `optim.states` set one part of it."""
+    matmul: Literal["bf16", "fp8"] | None = None
+    """Products of the linear layers."""
+    activations: Literal["bf16", "fp8"] | None = None
+    """What norms, gated MLPs, activations and attention keep for backward; "bf16" is as they compute it."""
+    recipe: str = "rowwise"
+    """Recipe of the FP8 products, a name in `octavo.RECIPES`; not used by "bf16"."""
+    skip: Annotated[tuple[str, ...], Strict(False)] = ()
+    """Patterns of module names that stay unconverted, as "*lm_head*"."""
+    keep_weights: bool = False
+    """Keep FP8 forms of the weights from one micro-batch to the next (2 bytes per parameter): for small ones."""
+    parameters: Literal["bf16", "fp32", "fp16"] = "bf16"
+    """Type of the model's parameters. With fp32 the forward runs under bf16 autocast."""
+    master: Literal["fp32", "remainder", "none"] | None = None
+    """Exact fp32 masters of 16-bit parameters: a copy, or for bf16 the 16 bits it lacks; fp32 ones are their own."""
+    loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
+    """"dynamic", a fixed number, or "none". fp16 gradients underflow without one."""
+    loss: Literal["chunked", "whole"] = "chunked"
+    """"chunked" computes head and loss a chunk of tokens at a time, so that whole logits never exist."""
+    checkpointing: Literal["none", "full", "selective"] = "none"
+    """Activation checkpointing of each block: recompute all of it, or all but its matrix products and attention."""
+
+    @property
+    def asked(self) -> Precision:
+        """The level, with what is set besides it."""
+        given = {name: getattr(self, name) for name in ("matmul", "activations", "master")}
+        changes = {name: value for name, value in given.items() if value is not None}
+        return Precision.level(
+            self.level, recipe=self.recipe, skip=self.skip, keep_weights=self.keep_weights, **changes
+        )
+
+    @model_validator(mode="after")
+    def _known_precision(self) -> "PrecisionConfig":
+        master = self.asked.master
+        if self.parameters == "fp16" and master != "fp32":
+            raise ValueError(
+                f'precision.master = "{master}" with fp16 parameters: AdamW\'s second moment underflows in fp16, '
+                'and 16 bits more do not make fp32 of it; set precision.master = "fp32"'
+            )
+        return self
+
+
+class ParallelConfig(Section):
+    """`[parallel]`: how the processes that torchrun starts share the work. A process of its own needs none of it."""
+
+    dp_replicate: Count = 1
+    """Copies of the model, each sharded or not (with dp_shard = 1: DDP)."""
+    dp_shard: Annotated[int, Field(ge=-1)] = -1
+    """Processes that share one copy (FSDP2); -1 for all that are left."""
+    reshard_after_forward: bool = True
+    """Free gathered weights between forward and backward (ZeRO-3), or keep them (ZeRO-2)."""
+    cpu_offload: bool = False
+    """Shards, gradients and optimizer states in host memory: models larger than the device."""
+    fp8_comm: Literal["auto", "on", "gather", "off"] = "auto"
+    """FP8 on the wire: weights and gradients ("on"), weights alone, neither, or what pays ("auto")."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory."""
+    timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds that a process waits for the others before it gives up."""
+
+    @model_validator(mode="after")
+    def _known_sizes(self) -> "ParallelConfig":
+        _ = self.asked
+        return self
+
+    @property
+    def asked(self) -> Parallel:
+        """What `octavo.parallelize` takes."""
+        return Parallel(**self.model_dump(exclude={"async_save", "timeout"}))
+
+    def alone(self) -> str:
+        """Why one process is not enough; empty where it is."""
+        ranks = self.dp_replicate * max(self.dp_shard, 1)
+        if ranks > 1 or self.cpu_offload:
+            what = f"asks for {ranks} processes" if ranks > 1 else "asks for cpu_offload, which shards do"
+            return (
+                f"[parallel] {what}, and this is one by itself: start it with "
+                f"torchrun --nproc-per-node {ranks} -m octavo train CONFIG"
+            )
+        return ""
