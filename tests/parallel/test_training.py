@@ -20,7 +20,7 @@ MODES = {
     "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}),
     "ddp": (2, {"dp_replicate": 2}),
 }
-MATRIX = list(product(MODES, ("rowwise", "tensorwise"), ("off", "gather", "on"), (False, True), (1, 4)))
+MATRIX = list(product(MODES, ("rowwise", "tensorwise"), ("off", "gather", "on"), (False, True), (1, 4), (False, True)))
 QUICK = {
     ("zero3", "rowwise", "off", False, 1),
     ("zero3", "rowwise", "gather", True, 4),
@@ -42,13 +42,20 @@ QUICK = {
 
 
 def marked(case):
-    return pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(map(str, case)))
+    *uncompiled, compiled = case
+    marks = () if tuple(uncompiled) in QUICK and not compiled else pytest.mark.slow
+    return pytest.param(*case, marks=marks, id="-".join(map(str, case)))
 
 
-@pytest.mark.parametrize(("mode", "recipe", "fp8_comm", "checkpointing", "micros"), list(map(marked, MATRIX)))
-def test_losses_are_those_of_one_process(gloo, mode, recipe, fp8_comm, checkpointing, micros):
+@pytest.mark.parametrize(
+    ("mode", "recipe", "fp8_comm", "checkpointing", "micros", "compiled"), list(map(marked, MATRIX))
+)
+def test_losses_are_those_of_one_process(gloo, mode, recipe, fp8_comm, checkpointing, micros, compiled):
+    """Compiled or not: block by block, as one process compiles them."""
     world, settings = MODES[mode]
     options = {"recipe": recipe, "checkpointing": checkpointing, "micros": micros}
+    if compiled:
+        options["backend"] = "inductor"
     wanted, parameters = one_process(world=world, pairs=True, **options)
     ranks = gloo.run(run, world, {**settings, "fp8_comm": fp8_comm}, options)
     losses = [losses for losses, _ in ranks]

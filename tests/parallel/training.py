@@ -1,6 +1,8 @@
 """A small language model, trained by one process and by many on the same shares of the same batches."""
 
-from functools import cache, partial
+import warnings
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -21,8 +23,12 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, hidden)
         self.down = nn.Linear(hidden, width, bias=False)
+        self.checkpointing = False
 
     def forward(self, x):
+        return checkpoint(self._forward, x, use_reentrant=False) if self.checkpointing else self._forward(x)
+
+    def _forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
@@ -47,7 +53,7 @@ class Tiny(nn.Module):
         return self.head(self.norm(x))
 
 
-def make(recipe="rowwise", checkpointing=False, frozen=(), seed=0, dtype=torch.float32, **options):
+def make(recipe="rowwise", checkpointing=False, frozen=(), seed=0, dtype=torch.float32, backend=None, **options):
     """The model, the same on every rank."""
     torch.manual_seed(seed)
     model = Tiny(**options).to(dtype)
@@ -55,10 +61,21 @@ def make(recipe="rowwise", checkpointing=False, frozen=(), seed=0, dtype=torch.f
         parameter.requires_grad_(not name.startswith(tuple(frozen)) if frozen else True)
     if recipe is not None:
         octavo.convert(model, recipe, verbose=False)
-    if checkpointing:
-        for block in model.blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    for block in model.blocks:
+        block.checkpointing = checkpointing
+        if backend is not None:
+            block.compile(backend=backend, fullgraph=True)
     return model
+
+
+@contextmanager
+def told(backend):
+    """A compiler starts afresh; its warnings, which are not ours to answer for, stay warnings."""
+    with warnings.catch_warnings():
+        if backend is not None:
+            torch._dynamo.reset()
+            warnings.simplefilter("default")
+        yield
 
 
 def share(step, rank, micro):
@@ -114,7 +131,8 @@ def one_process(*args, **options):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return alone(*args, **options)
+        with told(options.get("backend")):
+            return alone(*args, **options)
     finally:
         torch.set_num_threads(threads)
 
@@ -154,5 +172,6 @@ def run(settings, options=None):
     of_training = {name: options.pop(name) for name in ("steps", "micros", "optimizer", "sync_each") if name in options}
     dtype, parameters = options.pop("dtype", None), options.pop("parameters", True)
     model = parallelize(make(**options), Parallel(**settings), dtype=dtype)
-    losses = train(model, **of_training)
+    with told(options.get("backend")):
+        losses = train(model, **of_training)
     return losses, whole(model) if parameters else {}
