@@ -97,16 +97,19 @@ def optimizer_of(kind, parameters):
     return torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
 
 
-def alone(world, steps=20, micros=1, optimizer="torch", reverse=False, pairs=False, **model_options):
+def alone(world, steps=20, micros=1, optimizer="torch", reverse=False, pairs=False, between=None, **model_options):
     """Losses [rank][step] and parameters of one process, which adds up the gradients of what would be the ranks.
 
-    In their order, in the reverse, or those of ranks 0 and 1 and those of 2 and 3 first.
+    In their order, in the reverse, or those of ranks 0 and 1 and those of 2 and 3 first. `between`: what to do with the
+    model before a step.
     """
     model = make(**model_options)
     parameters = [p for p in model.parameters() if p.requires_grad]
     stepper = optimizer_of(optimizer, model.parameters())
     losses = [[] for _ in range(world)]
     for step in range(steps):
+        if between and step in between:
+            between[step](model)
         found = []
         for rank in range(world):
             losses[rank].append(0.0)

@@ -1,8 +1,9 @@
 """Level 3: modules that compute in FP8, and the conversion of models to them."""
 
+from octavo.nn.change import change_recipe
 from octavo.nn.convert import convert, revert
 from octavo.nn.linear import Linear, linear
 from octavo.nn.report import Report, report
 from octavo.nn.switch import disabled
 
-__all__ = ["Linear", "Report", "convert", "disabled", "linear", "report", "revert"]
+__all__ = ["Linear", "Report", "change_recipe", "convert", "disabled", "linear", "report", "revert"]

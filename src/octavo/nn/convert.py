@@ -99,7 +99,7 @@ def convert(
     for fqn in plan.converted:
         modules[fqn].recipe = plan[fqn].recipe
         modules[fqn].keeps_weight = keep_weights if precision is None else precision.keep_weights
-        modules[fqn].__class__ = _fp8_class(modules[fqn])
+        modules[fqn].__class__ = fp8_class(modules[fqn])
     for fqn, storage in storages.items():
         make_storing(modules[fqn], storage)
     setattr(model, PLAN_ATTRIBUTE, plan)
@@ -186,7 +186,8 @@ def _why_none(plan: Plan) -> str:
     return "; ".join(sorted(reasons)) if reasons else "it has no nn.Linear and no transformers Conv1D"
 
 
-def _fp8_class(module: nn.Module) -> type[nn.Module]:
+def fp8_class(module: nn.Module) -> type[nn.Module]:
+    """What a linear becomes."""
     if is_conv1d(module):
         from octavo.nn.conv1d import Conv1D
 

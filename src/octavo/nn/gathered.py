@@ -12,7 +12,7 @@ nothing but the gather is exchanged. By tensor the largest magnitude has to be k
 asks for all weights at once, once per optimizer step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,14 +50,14 @@ class GlobalScales:
         self._group = group
         self._weights: list[tuple[Tensor, Form]] = []  # no weak references: `module.to` swaps none that has some
 
-    @property
-    def used(self) -> bool:
-        """Whether there is a weight with scales by tensor."""
-        return bool(self._weights)
-
     def add(self, parameter: Tensor, form: "Form") -> None:
-        """Keep the scale of a sharded parameter (a DTensor)."""
+        """Keep the scale of a sharded parameter (a DTensor), from the next forward on."""
         self._weights.append((parameter, form))
+        self.stale = True
+
+    def drop(self, form: "Form") -> None:
+        """Forget a weight."""
+        self._weights = [(parameter, other) for parameter, other in self._weights if other is not form]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -72,6 +72,7 @@ class GlobalScales:
         amax = torch.stack(found)
         dist.all_reduce(amax, dist.ReduceOp.MAX, self._group)
         for value, (_, form) in zip(amax, self._weights, strict=True):
+            assert form.spec is not None
             form.scale = scale_of(value.view(1, 1), form.spec)[0]
         self.stale = False
 
@@ -81,18 +82,20 @@ class Form:
     """How a sharded weight is gathered.
 
     Attributes:
-        spec: FP8 form of the whole weight: by row or by tensor.
+        spec: FP8 form of the whole weight: by row or by tensor. None: in the dtype it is computed in.
         dtype: What the weight is computed in; shards of another dtype are rounded to it first. None: the shards' own.
         rows: Rows of the whole weight.
         scales: Who knows the scale, by tensor; else None.
         scale: The scale [1,1] by tensor, once it is known.
+        follow: Called when the recipe of a layer that reads the weight has changed; set by who shards.
     """
 
-    spec: QuantSpec
+    spec: QuantSpec | None
     dtype: torch.dtype | None
     rows: int
     scales: GlobalScales | None = None
     scale: Tensor | None = None
+    follow: Callable[[], None] = lambda: None
 
     def rounded(self, local: Tensor) -> Tensor:
         """Rows in the dtype of computation."""
@@ -145,6 +148,8 @@ class ShardedWeight(Tensor):
         """FP8 bytes of the rows, and their scales where each row has its own, padded to what every rank sends."""
         form, local = self.form, self.form.rounded(self.local)
         sent = -(-form.rows // mesh.size())
+        if form.spec is None:
+            return (_padded(local, sent),), None
         if form.scales is not None and form.scales.stale:
             raise RuntimeError(
                 "octavo: scales of weights are by tensor, and are found when the model given to octavo.parallelize "
@@ -163,11 +168,12 @@ class ShardedWeight(Tensor):
     ) -> Any:
         """The whole weight, made once of the memory that every later gather fills again."""
         if out is not None:
-            assert isinstance(out, GatheredWeight)
-            if metadata is not None:
+            if isinstance(out, GatheredWeight) and metadata is not None:
                 out.scale = metadata
             return None
         form = self.form
+        if form.spec is None:
+            return outputs[0][: form.rows], ()
         scale = metadata if metadata is not None else outputs[1][: form.rows]
         data = outputs[0].view(form.spec.format.dtype)[: form.rows]
         return GatheredWeight(data, scale, form.spec, form.dtype or self.local.dtype), ()
@@ -226,8 +232,8 @@ def quantized_as(weight: GatheredWeight, spec: QuantSpec) -> ScaledTensor:
     """
     if spec != weight.spec:
         raise ValueError(
-            f"this weight is gathered as {weight.spec}, but its layer's recipe wants {spec}: recipes cannot be changed "
-            "after octavo.parallelize"
+            f"this weight is gathered as {weight.spec}, but its layer's recipe wants {spec}: after octavo.parallelize, "
+            "change a recipe with octavo.nn.change_recipe(model, name, recipe, reason=…)"
         )
     return ScaledTensor(weight.data_, weight.scale, spec)
 

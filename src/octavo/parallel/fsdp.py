@@ -14,13 +14,14 @@ another exchange, and by tensor, with one of the largest magnitudes of all weigh
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.comm import reduce_scatter
@@ -112,7 +113,7 @@ def shard(
         for module in sharded:
             module.set_custom_reduce_scatter(reducer)
     if scales is not None:
-        _follow(model, scales)
+        _keep_up(model, scales)
     return model
 
 
@@ -143,21 +144,47 @@ def _mark(model: nn.Module, dtype: torch.dtype | None, scales: GlobalScales) -> 
         if gathers_in_fp8(recipe):
             by_tensor = scales if recipe.w.granularity == TENSOR else None
             form = Form(recipe.w, dtype, weight.shape[0], by_tensor)
+            form.follow = partial(_follow_recipes, weakref.ref(model), form, linears, scales)
             marked = nn.Parameter(ShardedWeight(weight.detach(), form), requires_grad=weight.requires_grad)
             for linear in linears:
                 linear.weight = marked
 
 
-def _follow(model: nn.Module, scales: GlobalScales) -> None:
+def _follow_recipes(
+    model: "weakref.ref[nn.Module]", form: Form, linears: Iterable[nn.Module], scales: GlobalScales
+) -> None:
+    """Gather a weight as the recipe that its layers have now reads it: in high precision where that is none."""
+    recipes = {linear.recipe if isinstance(linear, Linear) else None for linear in linears}
+    recipe = recipes.pop() if len(recipes) == 1 else None
+    spec = recipe.w if recipe is not None and gathers_in_fp8(recipe) else None
+    root = model()
+    if spec == form.spec or root is None:
+        return
+    for module in root.modules():
+        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        group = state and state._fsdp_param_group
+        for parameter in group.fsdp_params if group else []:
+            if getattr(parameter._sharded_local_tensor, "form", None) is form:
+                cast(FSDPModule, module).reshard()
+                # What it has been gathered into has another size: FSDP makes both anew where there are none.
+                parameter.all_gather_outputs = []
+                parameter._unsharded_inner_tensors = []
+                vars(parameter).pop("_unsharded_param", None)
+                sharded = parameter.sharded_param
+    scales.drop(form)
+    by_tensor = spec is not None and spec.granularity == TENSOR
+    form.spec, form.scale, form.scales = spec, None, scales if by_tensor else None
+    if by_tensor:
+        scales.add(sharded, form)
+
+
+def _keep_up(model: nn.Module, scales: GlobalScales) -> None:
     """Keep plain tensors in `state_dict`, and the scales by tensor up to date."""
     model.register_state_dict_post_hook(_plain_state)
     for _, parameter in sharded_weights(model):
         form = parameter._local_tensor.form  # type: ignore[attr-defined]
         if form.scales is not None:
             scales.add(parameter, form)
-    if not scales.used:
-        return
-
     known = weakref.ref(scales)
 
     def changed(*_: Any) -> None:
@@ -179,4 +206,4 @@ def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata
 
 def parameters_in_fp8(model: nn.Module) -> Iterable[str]:
     """Names of the parameters that are gathered in FP8."""
-    return [name for name, _ in sharded_weights(model)]
+    return [name for name, p in sharded_weights(model) if p._local_tensor.form.spec is not None]  # type: ignore[attr-defined]

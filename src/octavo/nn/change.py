@@ -1,0 +1,73 @@
+"""One layer of a converted model, moved to another recipe or out of FP8 and back, between two steps.
+
+The model afterwards is the one that `convert` makes of the plan with that decision changed: class, recipe and report.
+A weight that FSDP gathers in FP8 travels from then on in the form that its layer's new recipe reads, or in high
+precision where there is none.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from octavo.nn.convert import fp8_class
+from octavo.nn.gathered import ShardedWeight
+from octavo.nn.report import PLAN_ATTRIBUTE, is_converted
+from octavo.nn.select import checked_weight, obstacle
+from octavo.nn.weights import WEIGHTS
+from octavo.numerics.names import nearest
+from octavo.numerics.plan import Decision, Plan
+from octavo.numerics.recipe import Recipe, get_recipe
+
+
+def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, reason: str) -> None:
+    """Let a linear of a converted model compute in another recipe from its next forward on.
+
+    On every rank alike where several train the model. Not between a forward and its backward.
+
+    Args:
+        model: The model that `convert` was called with, sharded or not; or a part of it.
+        fqn: Name of the linear in `model`.
+        recipe: What it computes in, or None for the dtype of its weight.
+        reason: What `octavo.report` shows.
+
+    Raises:
+        ValueError: For a name that is no linear of this model, or an unknown recipe; the model is as it was.
+    """
+    modules = dict(model.named_modules())
+    if fqn not in modules:
+        raise ValueError(f"change_recipe: this model has no module {fqn!r}{nearest(fqn, modules)}")
+    module: Any = modules[fqn]
+    wanted = None if recipe is None else get_recipe(recipe)
+    if not is_converted(module):
+        if (why := obstacle(module)) is not None:
+            raise ValueError(f"change_recipe: {fqn!r} cannot be converted: {why}")
+    elif wanted is None and type(module).__name__.startswith("FSDP"):
+        raise ValueError(f"change_recipe: {fqn or 'the model'!r} is sharded by itself, and keeps its class")
+    weight = checked_weight(fqn, module)
+    if wanted is not None:
+        module.recipe = wanted
+        if not is_converted(module):
+            module.__class__ = fp8_class(module)
+    elif is_converted(module):
+        module.__class__ = type(module).__bases__[0]
+        for name in ("recipe", "keeps_weight"):
+            vars(module).pop(name, None)
+    WEIGHTS.forget(weight)
+    local = getattr(weight, "_local_tensor", None)
+    if isinstance(local, ShardedWeight):
+        local.form.follow()
+    _note(modules, fqn, wanted, reason)
+
+
+def _note(modules: dict[str, nn.Module], fqn: str, recipe: Recipe | None, reason: str) -> None:
+    """Change the plan that a report reads: the one of the innermost module that has one."""
+    for owner in sorted(modules, key=len, reverse=True):
+        inside = owner == "" or fqn == owner or fqn.startswith(f"{owner}.")
+        plan: Plan | None = getattr(modules[owner], PLAN_ATTRIBUTE, None)
+        if inside and plan is not None:
+            name = fqn[len(owner) :].lstrip(".")
+            before = plan.decisions.get(name, Decision(recipe=None, reason=reason))
+            changed = replace(before, recipe=recipe, reason=reason, gain=None)
+            setattr(modules[owner], PLAN_ATTRIBUTE, replace(plan, decisions={**plan.decisions, name: changed}))
+            return

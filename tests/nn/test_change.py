@@ -1,0 +1,84 @@
+"""A layer of a converted model in another recipe: the model that converting it so at once would have made."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import octavo
+from octavo.nn import Linear, change_recipe
+from octavo.numerics import Plan
+
+LAYER = "model.layers.1.mlp.down_proj"
+
+
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=97
+    )
+    return LlamaForCausalLM(config).bfloat16()
+
+
+def gradients(model):
+    tokens = torch.arange(48).view(2, 24) % 97
+    model.zero_grad()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def planned(model, layers, recipe):
+    """The plan that `convert` would make of a model, with some layers otherwise."""
+    plan = octavo.convert(copy.deepcopy(model), activations="fp8", verbose=False).octavo_plan
+    wanted = None if recipe is None else octavo.RECIPES[recipe]
+    return Plan({n: replace(d, recipe=wanted) if n in layers else d for n, d in plan.decisions.items()}, "fp8")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "rowwise_hp_wgrad", None])
+@pytest.mark.parametrize("layer", [LAYER, "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj"])
+def test_as_if_converted_so_at_once(recipe, layer):
+    model = llama()
+    wanted = octavo.convert(copy.deepcopy(model), plan=planned(model, [layer], recipe), verbose=False)
+    octavo.convert(model, activations="fp8", verbose=False)
+    before = gradients(model)
+    change_recipe(model, layer, recipe, reason="a test")
+    found, exact = gradients(model), gradients(wanted)
+    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(found, before, strict=True))
+    rows = {row.name: row for row in octavo.report(model)}
+    assert (rows[layer].recipe, rows[layer].reason) == (recipe, "a test")
+
+
+def test_there_and_back_is_as_before():
+    model = octavo.convert(llama(), keep_weights=True, verbose=False)
+    before = gradients(model)
+    for recipe in (None, "blockwise", "rowwise"):
+        change_recipe(model, LAYER, recipe, reason="a test")
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), before, strict=True))
+    octavo.revert(model)
+    assert not any(isinstance(module, Linear) for module in model.modules())
+
+
+def test_parts_have_names_of_their_own():
+    model = octavo.convert(llama(), verbose=False)
+    change_recipe(model.model, LAYER.removeprefix("model."), None, reason="a part")
+    assert type(model.get_submodule(LAYER)) is torch.nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "message"),
+    [
+        ("model.layers.1.mlp.down_prj", None, "no module 'model.layers.1.mlp.down_prj' .did you mean"),
+        ("model.norm", "rowwise", "is not a linear layer"),
+        (LAYER, "rowise", "did you mean 'rowwise'"),
+    ],
+)
+def test_mistakes_leave_the_model_as_it_was(name, recipe, message):
+    model = octavo.convert(llama(), verbose=False)
+    before = str(octavo.report(model))
+    with pytest.raises(ValueError, match=message):
+        change_recipe(model, name, recipe, reason="a test")
+    assert str(octavo.report(model)) == before
