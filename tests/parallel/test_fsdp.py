@@ -191,7 +191,7 @@ def part_job():
     try:
         row(share(0, 0, 0))
     except ValueError as error:
-        assert "recipes cannot be changed after octavo.parallelize" in str(error)
+        assert "change a recipe with octavo.nn.change_recipe" in str(error)
     else:
         raise AssertionError("went through")
 
