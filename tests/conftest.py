@@ -2,6 +2,9 @@
 
 import os
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # of which there is one for each core: threads of theirs would only meet
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 from hypothesis import settings
 
