@@ -7,12 +7,14 @@
   compile      the two ways of quantizing under torch.compile
   train        tokens/s of training
   convergence  the loss with each FP8 switch beside bf16's, on several seeds; docs/convergence.md
+  adversarial  models known to break FP8, in every recipe and under the autopilot; docs/adversarial.md
   probe        which backends run here, and whether their bytes are the reference's
   gpu          all of these, each in a process of its own with a limit, and what became of the targets
   roofline     predicted times and where FP8 begins to pay; needs no GPU
   sass         what Triton's compiler makes of each kernel; needs no GPU
   scaling      memory, bytes on the wire and modelled time on 8 to 512 ranks; docs/scaling.md; needs no GPU
   predictions  docs/planner.md: what the planner says of what others published; needs no GPU
+  compare_power  how often `octavo compare` sees what is not there, and misses what is; docs/compare.md; needs no GPU
   performance  docs/performance.md from all result files
 
 Results are JSON under benchmarks/results/<device>/. Where a benchmark needs a GPU and there is none, it runs tiny
@@ -26,8 +28,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 NAMES = (
-    "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "probe", "gpu", "roofline", "sass",
-    "scaling", "predictions", "performance",
+    "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "probe", "gpu",
+    "roofline", "sass", "scaling", "predictions", "compare_power", "performance",
 )  # fmt: skip
 COMPILES_ONLY = ("sass",)
 

@@ -20,8 +20,9 @@ import torch
 
 from benchmarks.environment import RESULTS, environment, write_json
 from benchmarks.scaling_document import document, draw
-from benchmarks.scaling_time import MACHINE, Rates
+from benchmarks.scaling_time import Rates
 from benchmarks.scaling_trace import ARMS, build, facts, fake_world, sharded, trace
+from octavo.planner.wire import MACHINE
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent

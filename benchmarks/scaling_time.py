@@ -1,19 +1,7 @@
 """How long collectives would take, and how much of it computing would hide: a model, nothing of it measured.
 
-A group of W ranks has p of them on each of M machines. N is the size of the whole: what an all-gather ends with, what a
-reduce-scatter or an all-to-all begins with. Links carry `efficiency` of their rate, in both directions at once.
-
-    all-gather, reduce-scatter   max( N·(W−1)/W / inside, N·(M−1)/M / (p · between) )
-    all-reduce                   twice that
-    all-to-all                   max( N·(p−1)/W / inside, N·(W−p)/W / between )
-    all-to-all in two stages     N·(p−1)/p / inside + N/p·(M−1)/M / between
-    latency of each              (p−1) · hop inside + (M−1) · hop between
-
-`inside` and `between` are bytes/s of one GPU. A ring that visits a machine's GPUs one after the other leaves it once,
-with what is added up already, and p rings share the work so that each GPU's link to other machines carries 1/p. An
-all-to-all adds nothing up on the way: all p GPUs send everything that others are to add. FP8 gradients are an
-all-to-all, so across machines their bytes are half of a ring's and their time p/2 times it; the two stages, inside a
-machine first (ZeRO++, arXiv 2306.10209, section 3.3), repair that.
+Collectives take what `octavo.planner.wire` says, which the planner uses too; FP8 gradients, an all-to-all, also in two
+stages (`STAGED`), inside a machine first.
 
 A step is computing, plus what no computing hides. Forward hides its gathers, backward its gathers and scatters, up to
 its own duration. Nothing hides the first two gathers (the rest of the model, and the first block) and the last two
@@ -25,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.planner.wire import Links, collective
+
 Row = Mapping[str, Any]
-MACHINE = 8
-"""GPUs of a machine."""
 BASELINE = "bf16"
 FLAT, STAGED = "flat", "two stages"
 
@@ -66,20 +54,14 @@ def sent(call: Row) -> float:
 def seconds(call: Row, rates: Rates, between: float, staging: str = FLAT, *, edge: bool = False) -> float:
     """Time of the calls of a row of `wire`, one after the other; of those that nothing hides, with `edge`."""
     calls, given = (call["edge_calls"], call["edge_bytes"]) if edge else (call["calls"], call["bytes"])
-    ranks = call["ranks"]
-    here = min(ranks, max(1, MACHINE // call["apart"]))
-    machines = ranks // here
-    whole = given * ranks if call["op"] == "all-gather" else given
-    inside, outside = rates.inside * rates.efficiency, between / 8 * rates.efficiency
-    if call["op"] == "all-to-all" and staging == STAGED and here > 1:
-        moving = whole * (here - 1) / here / inside + whole / here * (machines - 1) / machines / outside
-    elif call["op"] == "all-to-all":
-        moving = max(whole * (here - 1) / ranks / inside, whole * (ranks - here) / ranks / outside)
-    else:
-        slow = whole * (machines - 1) / machines / (here * outside)
-        moving = max(whole * (ranks - 1) / ranks / inside, slow) if here > 1 else slow
-    once = moving + calls * ((here - 1) * rates.hop_inside + (machines - 1) * rates.hop_between)
-    return 2 * once if call["op"] == "all-reduce" else once
+    links = Links(
+        inside=rates.inside * rates.efficiency, between=between / 8 * rates.efficiency,
+        hop_inside=rates.hop_inside, hop_between=rates.hop_between,
+    )  # fmt: skip
+    whole = given * call["ranks"] if call["op"] == "all-gather" else given
+    return collective(
+        call["op"], whole, links, ranks=call["ranks"], apart=call["apart"], calls=calls, staged=staging == STAGED
+    )
 
 
 def computing(facts: Row, rates: Rates, *, fp8: bool, recompute: bool) -> tuple[float, float]:

@@ -5,6 +5,7 @@ import os
 if "PYTEST_XDIST_WORKER" in os.environ:  # of which there is one for each core: threads of theirs would only meet
     os.environ["OMP_NUM_THREADS"] = "1"
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -16,3 +17,10 @@ settings.load_profile("repeatable")
 # Without a GPU, Triton's kernels run in its interpreter. Triton reads this when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has `octavo.convert` convert every layer on machines with a GPU too, where small ones would stay in bf16."""
+    if torch.cuda.is_available():
+        monkeypatch.setattr("octavo.inspect.deciding.present_gpu", lambda: None)

@@ -1,4 +1,4 @@
-"""octavo.memory: predictions are what a step really allocates."""
+"""octavo.inspect.memory: predictions are what a step really allocates."""
 
 import functools
 import json
@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 import octavo
+from octavo.inspect import memory
 from octavo.nn.causal import chunked_loss
 from octavo.nn.storage import kept_for_backward
 from octavo.planner.memory import KINDS
@@ -49,7 +50,7 @@ def test_the_peak_is_what_the_allocator_hands_out(dtype, chunked):
     model = llama(**SIZES).to(dtype)
     if chunked:
         chunked_loss(model)
-    plan = octavo.memory(model, batch(), device="cpu")
+    plan = memory(model, batch(), device="cpu")
     held = plan.at_peak["parameters"] + plan.at_peak["buffers"] + plan.at_peak["batch"]
 
     def step():
@@ -65,7 +66,7 @@ def test_the_peak_is_what_the_allocator_hands_out(dtype, chunked):
 def test_categories_are_what_is_there(precision):
     asked = octavo.Precision.level(precision)
     model = llama(**SIZES).bfloat16()
-    plan = octavo.memory(model, batch(), optimizer=octavo.AdamW, precision=asked, device="cpu")
+    plan = memory(model, batch(), optimizer=octavo.AdamW, precision=asked, device="cpu")
     if asked.matmul == "fp8":
         octavo.convert(model, precision=asked, verbose=False)
     optimizer = octavo.AdamW(model.parameters())
@@ -87,23 +88,23 @@ def test_categories_are_what_is_there(precision):
 @pytest.mark.parametrize("make", [torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)])
 def test_other_optimizers(make):
     model = MLP()
-    plan = octavo.memory(model, torch.zeros(5, 64), optimizer=make, device="cpu")
+    plan = memory(model, torch.zeros(5, 64), optimizer=make, device="cpu")
     size = sum(p.nbytes for p in model.parameters())
     moments = 1 if isinstance(make, functools.partial) else 2
     assert moments * size <= plan.largest["optimizer states"] <= moments * size + 4 * 8
-    made = octavo.memory(model, torch.zeros(5, 64), optimizer=make(model.parameters(), lr=0.1), device="cpu")
+    made = memory(model, torch.zeros(5, 64), optimizer=make(model.parameters(), lr=0.1), device="cpu")
     assert made.at_peak == plan.at_peak
 
 
 def test_gradients_are_there_from_the_second_micro_batch_on():
-    once = octavo.memory(llama(**SIZES), batch(32), optimizer=octavo.AdamW)
-    many = octavo.memory(llama(**SIZES), batch(32), optimizer=octavo.AdamW, micro_batches=4)
+    once = memory(llama(**SIZES), batch(32), optimizer=octavo.AdamW)
+    many = memory(llama(**SIZES), batch(32), optimizer=octavo.AdamW, micro_batches=4)
     assert once.phase == many.phase == "backward"
     assert once.at_peak["gradients"] < many.at_peak["gradients"] == many.largest["gradients"]
 
 
 def test_largest_batch_fits_and_the_next_does_not():
-    plan = octavo.memory(llama(**SIZES), batch(2), optimizer=octavo.AdamW)
+    plan = memory(llama(**SIZES), batch(2), optimizer=octavo.AdamW)
     limit = 64 << 20
     most = plan.largest_batch(limit)
     assert most > 2
@@ -113,7 +114,7 @@ def test_largest_batch_fits_and_the_next_does_not():
 
 
 def test_printed_and_as_json():
-    plan = octavo.memory(llama(**SIZES), {"input_ids": (4, 128), "labels": (4, 128)}, optimizer=octavo.AdamW)
+    plan = memory(llama(**SIZES), {"input_ids": (4, 128), "labels": (4, 128)}, optimizer=octavo.AdamW)
     text = str(plan)
     assert "4 sequences, 512 tokens, cuda" in text
     assert "model.layers.{0-2}.mlp.down_proj" in text
@@ -127,7 +128,7 @@ def test_a_model_on_meta_of_seven_billion_parameters_takes_seconds():
     with torch.device("meta"):
         model = llama(**LLAMA_2_7B, num_hidden_layers=32).bfloat16()
     start = time.process_time()
-    plan = octavo.memory(model, {"input_ids": (1, 2048), "labels": (1, 2048)}, optimizer=octavo.AdamW)
+    plan = memory(model, {"input_ids": (1, 2048), "labels": (1, 2048)}, optimizer=octavo.AdamW)
     assert time.process_time() - start < 20
     assert plan.largest["parameters"] == pytest.approx(13.48e9, rel=1e-3)
 
@@ -137,10 +138,10 @@ def test_end_to_end_peak_of_llama_2_7b_layers_is_below_055_of_plain_training():
     with torch.device("meta"):
         model = llama(**LLAMA_2_7B, num_hidden_layers=4).bfloat16()
     inputs = {"input_ids": (4, 2048), "labels": (4, 2048), "use_cache": False}
-    plain = octavo.memory(model, inputs, optimizer=functools.partial(octavo.AdamW, states="fp32", master="fp32"))
-    without_master = octavo.memory(model, inputs, optimizer=functools.partial(octavo.AdamW, states="fp32", master=None))
+    plain = memory(model, inputs, optimizer=functools.partial(octavo.AdamW, states="fp32", master="fp32"))
+    without_master = memory(model, inputs, optimizer=functools.partial(octavo.AdamW, states="fp32", master=None))
     chunked_loss(model)
-    ours = octavo.memory(model, inputs, optimizer=octavo.AdamW, precision=octavo.Precision.level("O1+act"))
+    ours = memory(model, inputs, optimizer=octavo.AdamW, precision=octavo.Precision.level("O1+act"))
     assert ours.peak <= 0.55 * plain.peak
     assert ours.peak <= 0.55 * without_master.peak
 
@@ -158,10 +159,10 @@ def test_end_to_end_peak_of_llama_2_7b_layers_is_below_055_of_plain_training():
 def test_mistakes_are_named(change, error, message):
     arguments = {"batch": {"input_ids": (4, 128)}} | change
     with pytest.raises(error, match=message):
-        octavo.memory(llama(**SIZES), **arguments)
+        memory(llama(**SIZES), **arguments)
 
 
 def test_nothing_trainable():
     model = MLP().requires_grad_(False)
     with pytest.raises(ValueError, match="nothing that has a gradient"):
-        octavo.memory(model, torch.zeros(5, 64))
+        memory(model, torch.zeros(5, 64))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from octavo.cli import app
 from octavo.kernels import calibration
 from octavo.kernels.calibration import Entry
-from octavo.kernels.gemm import console, measure
+from octavo.kernels.gemm import console, measure, plain
 from octavo.kernels.quantize import triton as triton_quantize
 from octavo.kernels.quantize.measure import measure as measure_quantization
 from octavo.kernels.quantize.measure import quantizations
@@ -228,6 +228,26 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
         assert shown.row_count == 1
 
 
+def test_products_in_bf16_are_measured_too():
+    found = {what.name: what for what in plain.products([(10, 20, 30)])}
+    assert {name: what.shape for name, what in found.items()} == {
+        task.name.replace("rowwise", "bf16"): task.shape for task in measure.tasks(RECIPES["rowwise"], [(10, 20, 30)])
+    }
+    shapes = []
+
+    def timer(calls):
+        shapes.append(tuple(calls[0]().shape))
+        return [3.0, 1.0, 2.0]
+
+    for what in found.values():
+        result = plain.measure(what, torch.device("cpu"), timer)
+        assert shapes[-1] == what.shape[:2]
+        assert result.entry == Entry(
+            op="matmul", case=what.case, shape=what.shape, backend="torch", config=None, microseconds=2.0
+        )
+    assert found["bf16 forward"].rate(1.0) == "0 TFLOP/s"
+
+
 def test_a_candidate_that_fails_when_timed_is_left_out(monkeypatch):
     backend = Backend(name="some", run=measure.SCALED_MM.backends["reference"].run)
     monkeypatch.setattr(measure, "_candidates", lambda device, case: [("some", backend, None)])
@@ -258,7 +278,7 @@ def test_command_says_what_is_wrong(arguments, says):
 
 
 def test_command_measures_shows_and_keeps(monkeypatch):
-    monkeypatch.setattr("octavo.cli._device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr("octavo.cli.planning._device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
 
     def measured(task, device, time):
@@ -266,14 +286,15 @@ def test_command_measures_shows_and_keeps(monkeypatch):
         return Result(task=task, times={"triton 128x128 #0": 10.0, "torch_scaled": 12.5}, entry=won)
 
     monkeypatch.setattr(console, "measure", measured)
+    monkeypatch.setattr(plain, "measure", measured)
     monkeypatch.setattr(sys.modules["octavo.kernels.quantize.measure"], "measure", measured)
     result = CliRunner().invoke(app, ["calibrate", "--shapes", "64,128,256", "--recipe", "all"])
     assert result.exit_code == 0, result.output
     assert "25 %" in result.stdout and str(calibration.path(GPU)) in result.stdout.replace("\n", "")
     sizes = [(64, 128, 256)]
-    assert len(calibration.entries(GPU)) == len(
-        {(t.case, t.shape) for r in RECIPES.values() for t in (*measure.tasks(r, sizes), *quantizations(r, sizes))}
-    )
+    wanted = {(t.case, t.shape) for r in RECIPES.values() for t in (*measure.tasks(r, sizes), *quantizations(r, sizes))}
+    wanted |= {(t.case, t.shape) for t in plain.products(sizes)}
+    assert len(calibration.entries(GPU)) == len(wanted)
     assert str(calibration.path(GPU)) in calibration.summary(GPU)
 
 

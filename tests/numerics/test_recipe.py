@@ -17,6 +17,7 @@ def test_which_recipes_fold_follows_from_their_granularity():
         "rowwise_hp_wgrad": (True, False, False),
         "blockwise": (False, False, False),
         "mxfp8": (False, False, False),
+        "delayed": (False, False, True),
     }
 
 

@@ -44,6 +44,7 @@ def test_a_thin_product_takes_its_bytes_and_a_tiny_one_its_launch():
     ("recipe", "x", "w", "w_again", "g"),
     [
         ("tensorwise", [2, 4], [2, 3], [3], [2, 4]),
+        ("delayed", [2, 4], [2, 3], [3], [2, 4]),
         ("rowwise", [4], [3], [3], [2, 4]),
         ("rowwise_hp_wgrad", [3], [3], [3], [3]),
         ("blockwise", [4], [3], [3], [4]),

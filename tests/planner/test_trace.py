@@ -8,10 +8,13 @@ import torch.nn.functional as F
 from models import llama
 from torch import nn
 
+from octavo.numerics import RECIPES
+from octavo.parallel import Parallel
 from octavo.planner.devices import DEVICES
 from octavo.planner.roofline import Linear, bf16_linear
-from octavo.planner.step import CHECKPOINTING, Setting, linear_costs, step_time
+from octavo.planner.step import CHECKPOINTING, Setting, linear_costs, spread, step_time
 from octavo.planner.trace import Trace, Work, trace
+from octavo.planner.wire import saved_by_gathering
 
 H100 = DEVICES["h100"]
 
@@ -130,15 +133,62 @@ def test_settings_change_what_they_say():
 
 
 def test_several_gpus_share_the_optimizer_and_talk():
-    plain, eight = predicted(Setting()), predicted(Setting(gpus=8))
+    plain, eight = predicted(Setting()), predicted(Setting(gpus=8, reduce_bytes=2))
     assert eight.optimizer == pytest.approx(plain.optimizer / 8)
     assert eight.tokens == 8 * plain.tokens and eight.peak == 8 * plain.peak
     assert eight.communication == 0  # hidden
-    slow = predicted(Setting(gpus=8), replace(H100, link_gbs=1))
-    once = 2e9 * 7 / 8 / (1e9 * 0.8)
-    assert slow.communication == pytest.approx(3 * once - (eight.seconds - eight.optimizer), rel=1e-6)
+    slow, once = replace(H100, link_gbs=1), 2e9 * 7 / 8 / (1e9 * 0.8)
+    computing = eight.seconds - eight.optimizer
+
+    def waits(**settings):
+        return predicted(Setting(gpus=8, **settings), slow).communication + computing
+
+    assert waits(reduce_bytes=2) == pytest.approx(3 * once, rel=1e-6)
+    assert waits() == pytest.approx(4 * once, rel=1e-6)  # added up in float32
+    assert waits(reduce_bytes=2, keeps_gathered=True) == pytest.approx(2 * once, rel=1e-6)
+    assert waits(fp8_reduce=True) == pytest.approx((2 + 1.03125 / 2) * once, rel=1e-6)
+    halves = predicted(Setting(gpus=8, copies=2, reduce_bytes=2), slow).communication + computing
+    assert halves == pytest.approx((3 * 3 / 4 / (7 / 8) + 1 / 4 / (7 / 8)) * once, rel=1e-6)
     thin = predicted(Setting(gpus=16), replace(H100, network_gbs=0.1))
     assert thin.communication > 2e9 / 2 / (8 * 0.1e9 * 0.8)
+
+
+def test_gathering_in_fp8_saves_a_byte_of_each_converted_weight():
+    calls = TRACE.calls
+    rowwise, blockwise = {"a": RECIPES["rowwise"]}, {"a": RECIPES["blockwise"]}
+    saved = saved_by_gathering(calls, rowwise)
+    assert saved == 4096 * 4096 - 4 * 4096
+    assert saved_by_gathering(calls, {}) == saved_by_gathering(calls, blockwise) == 0
+    slow, setting = replace(H100, link_gbs=0.001), Setting(gpus=8, fp8_gather=True, reduce_bytes=2)
+    costs = linear_costs(slow, TRACE, rowwise)
+    steps = [step_time(slow, TRACE, costs, each, 8192, saved) for each in (setting, replace(setting, fp8_gather=False))]
+    assert steps[1].seconds - steps[0].seconds == pytest.approx(2 * saved * 7 / 8 / (1e6 * 0.8), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "wanted"),
+    [
+        (1, {}, {"copies": 1, "fp8_gather": False, "fp8_reduce": False}),
+        (8, {}, {"copies": 1, "fp8_gather": False, "fp8_reduce": False}),
+        (16, {}, {"copies": 1, "fp8_gather": True, "fp8_reduce": False}),  # between machines
+        (8, {"fp8_comm": "on"}, {"fp8_gather": True, "fp8_reduce": True}),
+        (16, {"fp8_comm": "off"}, {"fp8_gather": False, "fp8_reduce": False}),
+        (16, {"fp8_comm": "gather", "dp_replicate": 2}, {"copies": 2, "fp8_gather": True, "fp8_reduce": False}),
+        (8, {"dp_replicate": 8}, {"copies": 8, "fp8_gather": False}),
+        (8, {"reshard_after_forward": False}, {"keeps_gathered": True}),
+    ],
+)
+def test_a_model_is_spread_as_parallelize_would(gpus, asked, wanted):
+    setting = Setting(**spread(gpus, Parallel(**asked)))
+    assert wanted.items() <= vars(setting).items()
+    assert setting.shards * setting.copies == gpus
+    if not asked:
+        assert Setting(**spread(gpus, None)) == setting
+
+
+def test_gpus_that_copies_do_not_divide():
+    with pytest.raises(ValueError, match="dp_replicate = 3"):
+        spread(8, Parallel(dp_replicate=3))
 
 
 def test_eager_code_waits_for_its_host():

@@ -55,7 +55,7 @@ def make_config(text_files: Path, cache: Path) -> MakeConfig:
             "precision": {},
         }
         for name, keys in sections.items():
-            tables[name] = tables[name] | keys if name != "model" else keys
+            tables[name] = tables.get(name, {}) | keys if name != "model" else keys
         return parse_config(tables)
 
     return make

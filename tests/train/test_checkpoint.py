@@ -151,7 +151,7 @@ def test_damaged_checkpoints_are_named(make_config: MakeConfig, tmp_path: Path) 
     trainer.save(tmp_path)
     folder = latest_checkpoint(tmp_path)
     assert folder is not None
-    assert set(read_trainer_state(folder)) == {"step", "loss_scale", "data", "config", "ranks"}
+    assert set(read_trainer_state(folder)) == {"step", "loss_scale", "data", "config", "ranks", "skipped_batches"}
     wider = make_trainer(make_config, model={"type": "llama", "config": LLAMA | {"intermediate_size": 96}})
     with pytest.raises(ConfigError, match="does not fit this model, or is damaged"):
         load_checkpoint(folder, wider.model, wider.optimizer, wider.loss_scale, wider.ranks)

@@ -1,4 +1,4 @@
-"""octavo plan --memory: what is planned from a configuration is what its trainer allocates."""
+"""octavo plan: what is planned from a configuration is what its trainer allocates, and converts."""
 
 import json
 from pathlib import Path
@@ -7,16 +7,19 @@ import pytest
 import torch
 from tiny_runs import LLAMA, MakeConfig
 from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+import octavo
 from octavo.cli import app
+from octavo.inspect import deciding
 from octavo.nn.storage import kept_for_backward
 from octavo.numerics import LEVELS
 from octavo.train.config import ConfigError, load_config
 from octavo.train.data import load_corpus
 from octavo.train.metrics import Silent
 from octavo.train.plan import plan_arms, plan_memory, plan_step
-from octavo.train.trainer import Trainer
+from octavo.train.trainer import Trainer, _convert
 
 SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b-80gb.toml"
 RUNS = [
@@ -126,6 +129,8 @@ def test_the_command_as_json(config_file: Path):
         (["--gpu", "h100", "--gpus", "0"], "gpus is a number of 1 or more; got 0"),
         (["--gpu", "h100", "--gpus", "3", "optim.batch=8"], "cannot be shared by 3 GPUs evenly"),
         (["--gpu", "h100", "--memory", "--json"], "--json is for one of them at a time"),
+        (["--gpu", "h100", "--calibration", "none.json"], "the calibration cannot be read from none.json"),
+        (["--memory", "--calibration", "none.json"], "--calibration is of a GPU: say which with --gpu"),
         (["--gpu", "h100", "optim.btach=8"], "did you mean 'batch'"),
         (["--memory", "--device", "gpu"], "device is cuda or cpu; got 'gpu'"),
         (["--memory", "--limit", "0"], "--limit is the memory of the device in GiB"),
@@ -168,7 +173,8 @@ def test_settings_of_the_run_reach_the_step(make_config: MakeConfig):
     full = plan_step(make_config(precision={"checkpointing": "full"}), gpu="h100")
     assert full.bf16.linears > plain.bf16.linears
     fp8 = plan_step(make_config(optim={"states": "fp8"}), gpu="h100")
-    assert fp8.bf16.optimizer == pytest.approx(plain.bf16.optimizer * 14.2 / 28)
+    assert fp8.planned.optimizer == pytest.approx(plain.planned.optimizer * 14.2 / 28)
+    assert fp8.bf16.optimizer == plain.bf16.optimizer
     mixed = plan_step(make_config(precision={"parameters": "fp32"}), gpu="h100")
     assert mixed.bf16.attention == plain.bf16.attention
 
@@ -178,8 +184,60 @@ def test_the_command_shows_the_speed(config_file: Path, tmp_path: Path):
     gpu.write_text('like = "h100"\nname = "Half an H100"\nbf16_tflops = 495\nfp8_tflops = 990\n')
     result = CliRunner().invoke(app, ["plan", str(config_file), "--gpu", str(gpu)], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
-    for text in ("Half an H100", "self_attn.q_proj", "tokens/s", "narrow (32)", "FP8 pays", "Rates: given"):
+    for text in ("Half an H100", "self_attn.q_proj", "tokens/s", "narrow (32)", "FP8 pays", "Rates: given",
+                 "optimizer states", "activations", "largest that fits", "It fits"):  # fmt: skip
         assert text in result.stdout
     result = CliRunner().invoke(app, ["plan", str(config_file), "--gpu", "b200", "--json"])
     content = json.loads(result.stdout)
     assert content["gpu"]["name"] == "B200" and content["planned"]["seconds"] > 0
+    assert content["planned"]["memory"]["fits"] is True and content["bf16"]["memory"]["largest_batch"] > 8
+    assert not octavo.Plan.from_json(result.stdout).converted
+
+
+def test_the_memory_of_a_step_is_that_of_plan_memory(make_config: MakeConfig):
+    sizes = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 6}}
+    for blocks, changes in (
+        (2, {}),
+        (2, {"optim": {"micro_batches": 2}}),
+        (2, {"precision": {"checkpointing": "selective"}}),
+        (2, {"precision": {"parameters": "fp32"}}),
+        (6, {"precision": {"parameters": "fp32", "checkpointing": "full"}}),  # autocast's casts do not end by block
+    ):
+        config = make_config(model=sizes, **changes)
+        found = plan_step(config, gpu="h100").memory
+        assert found.followed == (blocks, 6) and found.peak == plan_memory(config).peak, changes
+    forecast = plan_step(load_config(SEVEN_B), gpu="h100")
+    assert forecast.memory.peak == pytest.approx(plan_memory(load_config(SEVEN_B)).peak, rel=0.01)
+    assert forecast.fits and not forecast.bf16_memory.peak < forecast.gpu.usable and forecast.largest_batch == 4
+
+
+def test_many_gpus_share_the_model_as_the_configuration_says(make_config: MakeConfig):
+    batch = {"batch": 8}
+    one = plan_step(make_config(optim={"batch": 1}), gpu="h100").memory.at_peak
+    eight = plan_step(make_config(optim=batch), gpu="h100", gpus=8)
+    assert eight.memory.at_peak["parameters"] < one["parameters"] / 7
+    off = plan_step(make_config(optim=batch, parallel={"dp_replicate": 2}), gpu="h100", gpus=8)
+    assert off.setting.copies == 2 and off.setting.shards == 4
+    assert off.memory.at_peak["parameters"] > 1.9 * eight.memory.at_peak["parameters"]
+
+
+def test_recipe_auto_on_a_gpu_is_decided_by_cost(make_config: MakeConfig, monkeypatch):
+    monkeypatch.setattr(deciding, "present_gpu", lambda: "NVIDIA H100 80GB HBM3")
+    wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 2}
+    config = make_config(
+        model={"type": "llama", "config": LLAMA | wide | {"vocab_size": 300}},
+        precision={"level": "O1", "recipe": "auto"}, optim={"batch": 256, "micro_batches": 1},
+    )  # fmt: skip
+    assert config.arm == "O1 auto"
+    tokens = 256 * config.data.sequence_length
+
+    def rows(device: str):
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig(**LLAMA | wide, vocab_size=300)).bfloat16()
+        return {row.name: row for row in _convert(model, config, torch.device(device), 1, None) or ()}
+
+    by_cost = rows("cuda")
+    up, narrow = by_cost["model.layers.0.mlp.up_proj"], by_cost["model.layers.0.self_attn.k_proj"]
+    assert up.converted and f"{tokens} tokens assumed on H100 SXM" in up.reason
+    assert not narrow.converted and "narrow" in narrow.reason
+    assert all(row.recipe == "rowwise" for name, row in rows("cpu").items() if name != "lm_head")

@@ -10,8 +10,8 @@ EXAMPLES = {
   octavo train configs/demo.toml precision.level=O1 precision.recipe=mxfp8
   [dim]# what runs here, on which backend, and why not on another[/dim]
   octavo doctor
-  [dim]# the memory that a run will take, by category[/dim]
-  octavo plan --memory configs/llama2-7b-80gb.toml
+  [dim]# what a run will take on GPUs that are not here: which layers gain from FP8, time and memory of a step[/dim]
+  octavo plan configs/llama3-70b-64gpu.toml --gpu h100 --gpus 64
   [dim]# on a GPU: measure which kernels are fastest, for all later runs[/dim]
   octavo calibrate
 """,
@@ -41,6 +41,26 @@ EXAMPLES = {
   octavo demo --level O1+act+opt
   octavo demo --seed 1 optim.lr=1e-3
 """,
+    "compare": """
+[bold]Examples[/bold]
+
+  octavo compare configs/demo.toml --arm bf16 --arm rowwise:precision.level=O1
+  [dim]# settings after CONFIG are for all arms; these five seeds[/dim]
+  octavo compare configs/demo.toml run.steps=100 --seeds 1,2,3,5,8 --out runs/recipes \\
+      --arm bf16 --arm "rowwise:precision.level=O1" --arm "blockwise:precision.level=O1 precision.recipe=blockwise"
+  [dim]# in CI: exit code 0 only where no more than 0.5 % worse is shown[/dim]
+  octavo compare configs/demo.toml --seeds 5 --margin 0.5 --arm bf16 --arm everything:precision.level=O1+act+opt
+  [dim]# what rounding alone does: the same in two micro-batches[/dim]
+  octavo compare configs/demo.toml --arm bf16 --arm again:optim.micro_batches=2
+""",
+    "inspect": """
+[bold]Examples[/bold]
+
+  octavo train configs/demo.toml precision.level=O1 inspect.every=50 'inspect.what_if=["tensorwise"]' --out runs/looked
+  octavo inspect runs/looked
+  octavo inspect runs/looked --step 100 --by underflow --top 40
+  octavo inspect runs/looked/checkpoints/step-000200 --json > operands.json
+""",
     "doctor": """
 [bold]Examples[/bold]
 
@@ -59,8 +79,9 @@ EXAMPLES = {
   octavo plan --memory configs/demo.toml precision.level=O1 optim.batch=64 --limit 24
   octavo plan --memory configs/demo.toml --layers
   octavo plan --memory configs/demo.toml --json > plan.json
-  [dim]# predicted speed, linear by linear, beside bf16; or gpu.toml, which describes another one[/dim]
-  octavo plan configs/llama2-7b-80gb.toml --gpu h100 --gpus 8
+  [dim]# each linear, time and memory of a step, what fits, beside bf16; or --gpu my-gpu.toml, which describes one[/dim]
+  octavo plan configs/llama3-70b-64gpu.toml --gpu h100 --gpus 64
+  octavo plan configs/llama2-7b-80gb.toml optim.micro_batches=2 --gpu h200 --gpus 8 --json > plan.json
 """,
     "calibrate": """
 [bold]Examples[/bold]

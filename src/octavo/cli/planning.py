@@ -54,8 +54,11 @@ def plan(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's configuration.", show_default=False)],
     overrides: Overrides = None,
     memory: Annotated[bool, typer.Option("--memory", help="Plan the memory of a training step.")] = False,
-    gpu: Annotated[str | None, typer.Option(help="Plan the speed of a step on this GPU; none has to be here.")] = None,
-    gpus: Annotated[int, typer.Option(help="With --gpu: how many share the model.")] = 1,
+    gpu: Annotated[str | None, typer.Option(help="Plan a step on this GPU; none has to be here.")] = None,
+    gpus: Annotated[int, typer.Option(help="With --gpu: how many there are in all.")] = 1,
+    calibration: Annotated[
+        Path | None, typer.Option(help="With --gpu: a table of octavo calibrate of such a GPU.", show_default=False)
+    ] = None,
     device: Annotated[str, typer.Option(help="What to plan for, cuda or cpu; it need not be here.")] = "cuda",
     limit: Annotated[float, typer.Option(help="Memory of the device in GiB, for the largest batch.")] = 79.0,
     layers: Annotated[bool, typer.Option("--layers", help="Also what each kind of layer keeps for backward.")] = False,
@@ -67,15 +70,17 @@ def plan(
     temporaries at the worst moment of a step, found by taking the step on
     tensors without storage, for the configuration and for what it could be.
 
-    With --gpu: which linear layers gain from FP8 and how much, the time of a
-    step, tokens/s and MFU, beside bf16, from the GPU's data sheet.
+    With --gpu: which linear layers gain from FP8 and how much; time, tokens/s,
+    MFU and memory of a step, whether it fits and the largest batch that does;
+    bf16 beside it. From the GPU's data sheet, and from what octavo calibrate
+    measured where that is given, or where the GPU is this machine's.
     """
     with user_errors(context):
         from octavo.train.plan import console as run
 
         run(
-            config, overrides or [], memory=memory, gpu=gpu, gpus=gpus, device=device, limit=limit, layers=layers,
-            as_json=as_json,
+            config, overrides or [], memory=memory, gpu=gpu, gpus=gpus, calibration=calibration, device=device,
+            limit=limit,            layers=layers, as_json=as_json,
         )  # fmt: skip
 
 

@@ -1,19 +1,45 @@
-"""Level 4: looking at a model in training, or before it: what its memory and its time go to."""
+"""Level 4: looking at a model in training, or before it: what its memory and its time go to, what FP8 does to its
+numbers.
+"""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from octavo.inspect.memory import memory
 
 if TYPE_CHECKING:
-    from octavo.inspect.speed import plan
+    from octavo.inspect.autopilot import Autopilot, Move
+    from octavo.inspect.findings import Finding, History, Thresholds
+    from octavo.inspect.forecast import plan
+    from octavo.inspect.stats import OperandStats
+    from octavo.inspect.watch import Watch
 
-__all__ = ["memory", "plan"]
+__all__ = [
+    "Autopilot",
+    "Finding",
+    "History",
+    "Move",
+    "OperandStats",
+    "Thresholds",
+    "Watch",
+    "memory",
+    "plan",
+]
+
+_ON_FIRST_USE = {
+    "Autopilot": "autopilot",
+    "Finding": "findings",
+    "History": "findings",
+    "Move": "autopilot",
+    "OperandStats": "stats",
+    "Thresholds": "findings",
+    "Watch": "watch",
+    "plan": "forecast",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """`plan`, on first use: `import octavo` stays as quick as without it."""
-    if name == "plan":
-        from octavo.inspect.speed import plan
-
-        return plan
+    """The rest, on first use: `import octavo` stays as quick as without it."""
+    if name in _ON_FIRST_USE:
+        return getattr(import_module(f"octavo.inspect.{_ON_FIRST_USE[name]}"), name)
     raise AttributeError(f"module 'octavo.inspect' has no attribute {name!r}")

@@ -1,14 +1,14 @@
 """memory: what a training step of any model takes, before a byte is allocated.
 
-    print(octavo.memory(model, {"input_ids": (4, 2048), "labels": (4, 2048)}, optimizer=octavo.AdamW,
-                        precision=octavo.Precision.level("O1")))
+    print(octavo.inspect.memory(model, {"input_ids": (4, 2048), "labels": (4, 2048)}, optimizer=octavo.AdamW,
+                                precision=octavo.Precision.level("O1")))
 
 The model is copied onto tensors without storage, converted as asked for, and one whole step is run on the copy:
 forward, backward, optimizer. A 7B model takes about a second. The model given is not touched, and may be on meta.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -77,21 +77,8 @@ def memory(
             if not tensors:
                 raise ValueError(f"the batch holds no tensor and no shape: {batch!r}")
             stepper = _optimizer(optimizer, copy)
-            timeline = Timeline(GRANULES[device.type])
-            timeline.hold(copy.parameters(), PARAMETERS)
-            timeline.hold(copy.buffers(), BUFFERS)
-            timeline.hold(tensors, BATCH)
-            if stepper is not None:
-                timeline.hold(make_states(stepper), STATES)
-            kept = _run(lambda: audit(copy, inputs, loss=loss or _own_loss), inputs)
-            if micro_batches > 1 and stepper is not None:
-                timeline.are_gradients(make_gradients(stepper))
-            timeline.follow(copy)
-            with timeline:
-                (loss or _own_loss)(copy, inputs).backward()
-                timeline.phase("optimizer step")
-                if stepper is not None and not isinstance(stepper, AdamW):
-                    stepper.step()
+            kept = _run(lambda: audit(copy, inputs, loss=loss or own_loss), inputs)
+            timeline = follow(copy, inputs, stepper, loss or own_loss, micro_batches, GRANULES[device.type])
             return summarize(
                 timeline,
                 label=_label(precision),
@@ -107,7 +94,34 @@ def memory(
     return plan(None)
 
 
-def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+def follow(
+    model: nn.Module, inputs: Any, stepper: torch.optim.Optimizer | None, loss: Loss, micro_batches: int, granule: int,
+    blocks: Iterable[nn.Module] = (),
+) -> Timeline:  # fmt: skip
+    """The timeline of a step of a model without storage, under FakeTensorMode, gradients of `blocks` told from others.
+
+    Raises:
+        ValueError: Where the model cannot run.
+    """
+    timeline = Timeline(granule)
+    timeline.hold(model.parameters(), PARAMETERS)
+    timeline.hold(model.buffers(), BUFFERS)
+    timeline.hold([leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)], BATCH)
+    if stepper is not None:
+        timeline.hold(make_states(stepper), STATES)
+        if micro_batches > 1:
+            timeline.are_gradients(make_gradients(stepper))
+    timeline.follow(model, blocks)
+    with timeline:
+        _run(lambda: loss(model, inputs).backward(), inputs)
+        timeline.phase("optimizer step")
+        if stepper is not None and not isinstance(stepper, AdamW):
+            stepper.step()
+    return timeline
+
+
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The model's `.loss` where it returns one, else the sum of its outputs that have a gradient."""
     outputs = call(model, batch)
     loss = getattr(outputs, "loss", None)
     if isinstance(loss, Tensor):

@@ -186,10 +186,7 @@ def _read(device: torch.device) -> list[Entry]:
     except UnicodeDecodeError:
         text = ""
     try:
-        content = json.loads(text)
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']!r}, not {FORMAT}")
-        return [Entry.from_json(fields) for fields in content["entries"]]
+        return _parse(text)[1]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         _warn(
             f"the calibration table {file} is damaged ({type(error).__name__}: {error}) and is taken away; running "
@@ -198,6 +195,20 @@ def _read(device: torch.device) -> list[Entry]:
         with suppress(OSError):
             file.unlink()
         return []
+
+
+def read(file: Path) -> tuple[str, list[Entry]]:
+    """Name of the device and entries of any table. Raises OSError, UnicodeDecodeError, ValueError, KeyError, TypeError
+    or AttributeError where the file is none.
+    """
+    return _parse(file.read_text(encoding="utf-8"))
+
+
+def _parse(text: str) -> tuple[str, list[Entry]]:
+    content = json.loads(text)
+    if content["format"] != FORMAT:
+        raise ValueError(f"format {content['format']!r}, not {FORMAT}")
+    return str(content["device"]), [Entry.from_json(fields) for fields in content["entries"]]
 
 
 def _warn(text: str) -> None:

@@ -1,4 +1,8 @@
-"""The repeated blocks of a model, found rather than named: what is recomputed, sharded and offloaded piece by piece."""
+"""The repeated blocks of a model, found rather than named: what is recomputed, sharded and offloaded piece by piece,
+and what "the last two" are counted in.
+"""
+
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -8,3 +12,29 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     uniform = [list(module) for module in lists if len({type(member) for member in module}) == 1]
     return max(uniform, key=len, default=[])
+
+
+def find_stacks(model: nn.Module) -> list[list[nn.Module]]:
+    """Every stack of blocks of a model, none inside a block of another: one of a decoder, two of encoder and decoder.
+
+    A stack is an `nn.ModuleList` that is not all of different types (layers with and without attention, in turns, are
+    one stack), or an `nn.Sequential` of two or more members of one type. Its blocks have parts: a list of linears is
+    none.
+    """
+    return list(_stacks(model))
+
+
+def _stacks(module: nn.Module) -> Iterator[list[nn.Module]]:
+    members = list(module.children())
+    kinds = {type(member) for member in members}
+    repeated = len(kinds) == 1 or (isinstance(module, nn.ModuleList) and len(kinds) < len(members))
+    enough = len(members) > 1 or isinstance(module, nn.ModuleList)
+    if isinstance(module, nn.ModuleList | nn.Sequential) and repeated and enough and all(map(_has_parts, members)):
+        yield members
+        return
+    for member in members:
+        yield from _stacks(member)
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None

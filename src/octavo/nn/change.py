@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from octavo.nn.convert import fp8_class
+from octavo.nn.delayed import forget
 from octavo.nn.gathered import ShardedWeight
 from octavo.nn.report import PLAN_ATTRIBUTE, is_converted
 from octavo.nn.select import checked_weight, obstacle
@@ -54,6 +55,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
         for name in ("recipe", "keeps_weight"):
             vars(module).pop(name, None)
     WEIGHTS.forget(weight)
+    forget(module)
     local = getattr(weight, "_local_tensor", None)
     if isinstance(local, ShardedWeight):
         local.form.follow()

@@ -7,19 +7,21 @@ first swap, so a failed conversion leaves the model as it was.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeVar
 
 from torch import nn
 
 from octavo.nn.activations import Storage, is_storing, make_plain, make_storing
+from octavo.nn.delayed import forget
+from octavo.nn.filters import Filter, Plain, both, of_precision
 from octavo.nn.linear import Linear
 from octavo.nn.report import PLAN_ATTRIBUTE, is_converted, report
-from octavo.nn.select import Filter, checked_weight, default_plan, is_conv1d, obstacle
+from octavo.nn.select import checked_weight, default_plan, is_conv1d, obstacle
 from octavo.nn.structure import around, recognised
 from octavo.nn.weights import WEIGHTS
 from octavo.numerics.plan import Plan
-from octavo.numerics.precision import Precision, check_activations
+from octavo.numerics.precision import AUTO, Precision, check_activations
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
 
 M = TypeVar("M", bound=nn.Module)
@@ -32,12 +34,12 @@ _HINTS = {
 
 def convert(
     model: M,
-    recipe: str | Recipe | None = None,
+    recipe: str | Recipe | Mapping[Filter | Plain, str | Recipe] | None = None,
     *,
     precision: Precision | None = None,
     plan: Plan | None = None,
     skip: Sequence[str] = (),
-    filter: Filter | None = None,
+    filter: Filter | Plain | None = None,
     keep_weights: bool = False,
     activations: Literal["bf16", "fp8"] = "bf16",
     verbose: bool = True,
@@ -50,11 +52,14 @@ def convert(
 
     Args:
         model: Any module, on any device including meta; a linear itself is fine.
-        recipe: `"rowwise"` (default), `"tensorwise"`, `"rowwise_hp_wgrad"`, `"blockwise"`, `"mxfp8"`, or a `Recipe`.
+        recipe: `"rowwise"` (default), `"tensorwise"`, `"rowwise_hp_wgrad"`, `"blockwise"`, `"mxfp8"`, `"delayed"`, or a
+            `Recipe`. Or recipes by filter, as `{filters.last(2): "rowwise_hp_wgrad"}`: a layer gets that of the first
+            filter that matches it, else the default.
         precision: The whole request at once, instead of `recipe`, `skip`, `keep_weights` and `activations`.
         plan: Decisions made before, instead of all others.
         skip: Name patterns of layers to leave alone, as in `fnmatch`, such as `["*.o_proj", "model.layers.0"]`.
-        filter: `filter(module, fqn) -> bool`, True to convert; asked for each layer that nothing else excludes.
+        filter: A rule of `octavo.nn.filters`, as `filters.name("*.mlp.*") & ~filters.last(2)`, or any callable
+            `filter(module, fqn) -> bool`, True to convert; asked of each layer that nothing else excludes.
         keep_weights: Keep the FP8 form of each weight until it changes, rather than quantize it in every forward and
             backward: for many small micro-batches per optimizer step, at 2 bytes per parameter on a GPU (1 on a CPU).
             Not under torch.compile. See `octavo.nn.weights` for what it saves.
@@ -67,9 +72,9 @@ def convert(
         The same model.
 
     Raises:
-        ValueError: For an unknown recipe, a model converted already, contradicting arguments, a filter that raises,
-            or if no layer would be converted although FP8 was asked for.
-        TypeError: If `model` is not a module, or a layer's weights have a dtype without an FP8 form.
+        ValueError: For an unknown recipe, a model converted already, contradicting arguments, a filter that raises or
+            counts blocks where there are none, or if no layer would be converted although FP8 was asked for.
+        TypeError: If `model` is not a module, a filter is none, or a layer's weights have a dtype without an FP8 form.
 
     In every case of an error the model is left as it was.
     """
@@ -102,7 +107,7 @@ def convert(
         modules[fqn].__class__ = fp8_class(modules[fqn])
     for fqn, storage in storages.items():
         make_storing(modules[fqn], storage)
-    setattr(model, PLAN_ATTRIBUTE, plan)
+    setattr(model, PLAN_ATTRIBUTE, Plan(plan.decisions, plan.activations))  # without the predictions of an octavo.plan
     if verbose:
         print(f"octavo: {report(model).summary}", file=sys.stderr)
     return model
@@ -128,6 +133,7 @@ def revert(model: M) -> M:
         module.__class__ = type(module).__bases__[0]
         for name in ("recipe", "keeps_weight"):
             vars(module).pop(name, None)  # one that was made directly has the default, on the class
+        forget(module)
         WEIGHTS.forget(module.weight)
     for module in storing.values():
         make_plain(module)
@@ -162,23 +168,27 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
 
 def _plan(
     model: nn.Module,
-    recipe: str | Recipe | None,
+    recipe: str | Recipe | Mapping[Filter | Plain, str | Recipe] | None,
     precision: Precision | None,
     skip: Sequence[str],
-    filter: Filter | None,
+    filter: Filter | Plain | None,
     keep_weights: bool,
     activations: str,
 ) -> Plan:
     check_activations(activations)
     if precision is None:
-        return default_plan(model, get_recipe(DEFAULT if recipe is None else recipe), skip, filter, activations)
+        by_filter = recipe if isinstance(recipe, Mapping) else {}
+        rest = get_recipe(DEFAULT if recipe is None or isinstance(recipe, Mapping) else recipe)
+        recipes = {rule: get_recipe(each) for rule, each in by_filter.items()}
+        return default_plan(model, rest, skip, filter, activations, recipes)
     if recipe is not None or skip or keep_weights or activations != "bf16":
         raise ValueError(
             "precision holds the recipe, what to skip, whether weights are kept and how activations are stored: "
             "set them there, or give them alone"
         )
-    chosen = get_recipe(precision.recipe) if precision.matmul == "fp8" else None
-    return default_plan(model, chosen, precision.skip, filter, precision.activations)
+    name = DEFAULT.name if precision.recipe == AUTO else precision.recipe
+    chosen = get_recipe(name) if precision.matmul == "fp8" else None
+    return default_plan(model, chosen, precision.skip, both(of_precision(precision), filter), precision.activations)
 
 
 def _why_none(plan: Plan) -> str:

@@ -19,6 +19,8 @@ wgrad, so X is not kept at all; a frozen X needs no dgrad.
 
 A weight that FSDP gathered in FP8 (`octavo.nn.gathered`) is used as it came, and saved as it came.
 
+A recipe with a history has X and G cut to the maxima of earlier passes: `octavo.nn.delayed`.
+
 Layers that read the same tensor (q, k and v; gate and up) share one quantized copy: see `_LastInput`. Where what made
 X stores enough to make it again (`octavo.nn.sources`), that is kept instead of X, and X is made and quantized in
 backward.
@@ -34,6 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.kernels import quantize, quantize_pair, scaled_mm, wants_copies
+from octavo.nn.delayed import Past, X, past_of
 from octavo.nn.gathered import GatheredWeight, for_dgrad, quantized_as
 from octavo.nn.saved import source_of, unhooked
 from octavo.nn.sources import Source
@@ -60,14 +63,17 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
-        return linear(input, self.weight, self.bias, self.recipe, self.keeps_weight)
+        return linear(input, self.weight, self.bias, self.recipe, self.keeps_weight, past_of(self, self.recipe))
 
     def extra_repr(self) -> str:
         """As `nn.Linear`, with the recipe."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keeps_weight: bool = False) -> Tensor:
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keeps_weight: bool = False,
+    past: Past | None = None,
+) -> Tensor:  # fmt: skip
     """`torch.nn.functional.linear` in FP8, differentiable.
 
     Args:
@@ -76,6 +82,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, k
         bias: [N] or None; added in float32.
         recipe: Precision of the operands of the three products.
         keeps_weight: Keep the FP8 form of the weight until it changes; see `octavo.nn.weights`.
+        past: What the scales of X and G come from; None for their own maxima, whatever the recipe.
 
     Returns:
         [..., N] in the input's dtype, or autocast's where that is on.
@@ -106,13 +113,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, k
     wants_kept = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
     source = source_of(input) if wants_kept else None
     with torch.no_grad():
-        x, kept = _LAST_INPUT.quantized(input, x_MK, recipe, wants_kept and source is None)
+        x, kept = _LAST_INPUT.quantized(input, x_MK, recipe, wants_kept and source is None, past)
     # What both forms share is handed over once: torch.compile takes no tensor twice.
     kept_data = None if kept is None or kept.data is x.data else kept.data
     kept_scale = None if kept is None or kept.scale is x.scale else kept.scale
     y_MN = unhooked(
         _LinearFunction.apply, x_MK, weight, bias, x.data, x.scale, kept_data, kept_scale, source, recipe, out_dtype,
-        keeps_weight,
+        keeps_weight, past,
     )  # fmt: skip
     if input.ndim == 2:
         return y_MN
@@ -128,7 +135,7 @@ class _LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, x_data: Tensor, x_scale: Tensor,
         kept_data: Tensor | None, kept_scale: Tensor | None, source: Source | None, recipe: Recipe,
-        out_dtype: torch.dtype, keeps_weight: bool,
+        out_dtype: torch.dtype, keeps_weight: bool, past: Past | None,
     ) -> Tensor:  # fmt: skip
         gathered = quantized_as(w_NK, recipe.w) if isinstance(w_NK, GatheredWeight) else None
         if gathered is not None:
@@ -150,7 +157,8 @@ class _LinearFunction(torch.autograd.Function):
         w_scale = w.scale if needs_dgrad and recipe.dgrad_w == recipe.w else None
         w_kept = w_NK if gathered is None else gathered.data
         ctx.save_for_backward(w_kept if needs_dgrad else None, w_scale, *kept)
-        ctx.recipe, ctx.keeps_weight, ctx.remake = recipe, keeps_weight, None if source is None else source.remake
+        ctx.recipe, ctx.keeps_weight, ctx.past = recipe, keeps_weight, past
+        ctx.remake = None if source is None else source.remake
         ctx.gathered = gathered is not None
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype
         return y_MN
@@ -173,7 +181,7 @@ class _LinearFunction(torch.autograd.Function):
                 x = ScaledTensor(kept[0], kept[1], recipe.wgrad_x)
             else:
                 x = ctx.remake.quantized(kept, recipe.wgrad_x, order)
-        g_dgrad, g_wgrad = _quantized_gradient(g_MN, w, x, recipe)
+        g_dgrad, g_wgrad = _quantized_gradient(g_MN, w, x, recipe, ctx.past)
         if w is not None and g_dgrad is not None:
             dx_MK = scaled_mm(g_dgrad, w.unscaled if recipe.folds_w else w, "nn", out_dtype=x_dtype)
         if x is not None and g_wgrad is not None:
@@ -182,7 +190,7 @@ class _LinearFunction(torch.autograd.Function):
             dw_NK = (g_MN.t() @ kept[0]).to(w_dtype)
         if needs_bias:
             dbias_N = g_MN.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx_MK, dw_NK, dbias_N, *[None] * 8
+        return dx_MK, dw_NK, dbias_N, *[None] * 9
 
 
 def _cast_again(w_NK: Tensor, scale: Tensor | None, spec: QuantSpec) -> ScaledTensor:
@@ -190,13 +198,15 @@ def _cast_again(w_NK: Tensor, scale: Tensor | None, spec: QuantSpec) -> ScaledTe
     return quantize(w_NK, spec, order="columns" if wants_copies(w_NK.device) else "rows", scale=scale)
 
 
-def _quantized_input(x_MK: Tensor, recipe: Recipe, wants_kept: bool) -> tuple[ScaledTensor, ScaledTensor | None]:
-    """X for forward, and for wgrad if that is wanted."""
+def _quantized_input(
+    x_MK: Tensor, recipe: Recipe, wants_kept: bool, amax: Tensor | None
+) -> tuple[ScaledTensor, ScaledTensor | None]:
+    """X for forward, and for wgrad if that is wanted; by a maximum of a recipe with one form, if that is given."""
     spec, spec_t, copies = recipe.x, recipe.wgrad_x, wants_copies(x_MK.device)
     if not wants_kept or spec_t is None:
-        return quantize(x_MK, spec), None
+        return quantize(x_MK, spec, amax=amax), None
     if spec == spec_t:
-        x = quantize(x_MK, spec, order="both" if copies else "rows")
+        x = quantize(x_MK, spec, order="both" if copies else "rows", amax=amax)
         return x, x if x.copy is None else ScaledTensor(x.copy, x.scale, spec)
     if copies:
         return quantize_pair(x_MK, spec, None, spec_t, None)
@@ -204,22 +214,23 @@ def _quantized_input(x_MK: Tensor, recipe: Recipe, wants_kept: bool) -> tuple[Sc
 
 
 def _quantized_gradient(
-    g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe
+    g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe, past: Past | None
 ) -> tuple[ScaledTensor | None, ScaledTensor | None]:
     """G for dgrad (where there is a w) and for wgrad (where there is an x), other operands' scales folded in."""
+    amax = None if past is None else past.closing(g_MN)
     fold_w = _fold(w.t()) if w is not None and recipe.folds_w else None
     fold_x = _fold(x) if x is not None and recipe.folds_x else None
     spec, spec_t, copies = recipe.dgrad_g, recipe.wgrad_g, wants_copies(g_MN.device)
     if w is not None and x is not None and spec_t is not None:
         if recipe.shares_g:
-            g = quantize(g_MN, spec, order="both" if copies else "rows")
+            g = quantize(g_MN, spec, order="both" if copies else "rows", amax=amax)
             return g, g
         if copies:
             return quantize_pair(g_MN, spec, fold_w, spec_t, fold_x)
-    g_dgrad = None if w is None else quantize(g_MN, spec, fold_w)
+    g_dgrad = None if w is None else quantize(g_MN, spec, fold_w, amax=amax)
     if x is None or spec_t is None:
         return g_dgrad, None
-    return g_dgrad, quantize(g_MN, spec_t, fold_x, order="columns" if copies else "rows")
+    return g_dgrad, quantize(g_MN, spec_t, fold_x, order="columns" if copies else "rows", amax=amax)
 
 
 def _fold(operand: ScaledTensor) -> Tensor | None:
@@ -234,7 +245,8 @@ class _LastInput:
     """The quantized forms of the tensor that a linear read last, so that its siblings need not quantize it again.
 
     q, k and v are called one after the other with the same tensor object; so are gate and up. The copy is found by
-    identity, which needs no knowledge of any model, and dropped when the tensor dies or another input comes.
+    identity, which needs no knowledge of any model, and dropped when the tensor dies or another input comes. Layers
+    with a history have the copy that the first of them made: having read the same tensors, all have the same history.
 
     Only tensors that autograd made (those with a `grad_fn`) are remembered. Others may be buffers that somebody writes
     into without autograd noticing (a receive buffer, a CUDA graph's input, an array shared with NumPy). A copy made on
@@ -247,21 +259,23 @@ class _LastInput:
     def __init__(self) -> None:
         self._entry: tuple[weakref.ref[Tensor], tuple[Any, ...], dict[Any, _Forms]] | None = None
 
-    def quantized(self, owner: Tensor, x_MK: Tensor, recipe: Recipe, wants_kept: bool) -> "_Forms":
+    def quantized(self, owner: Tensor, x_MK: Tensor, recipe: Recipe, wants_kept: bool, past: Past | None) -> "_Forms":
         """`_quantized_input(x_MK, …)`, where x_MK is the matrix view of `owner`."""
+        amax = None if past is None else past.amax(X, x_MK)
         if torch.compiler.is_compiling() or owner.grad_fn is None or torch.is_inference_mode_enabled():
-            return _quantized_input(x_MK, recipe, wants_kept)
+            return _quantized_input(x_MK, recipe, wants_kept, amax)
         state = (owner._version, *surroundings(owner))
         entry = self._entry
         if entry is None or entry[0]() is not owner or entry[1] != state:
             entry = (weakref.ref(owner, self._forget), state, {})
             self._entry = entry
         forms = entry[2]
-        both, only = (recipe.x, recipe.wgrad_x), (recipe.x, None)
+        delay = None if past is None else (past.history.passes, past.history.margin)
+        both, only = (recipe.x, recipe.wgrad_x, delay), (recipe.x, None, delay)
         wanted = both if wants_kept else only if only in forms else both
         if wanted not in forms:
             wanted = both if wants_kept else only
-            forms[wanted] = _quantized_input(x_MK, recipe, wants_kept)
+            forms[wanted] = _quantized_input(x_MK, recipe, wants_kept, amax)
         return forms[wanted]
 
     def _forget(self, dead: weakref.ref[Tensor]) -> None:

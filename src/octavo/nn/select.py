@@ -10,22 +10,21 @@ rows is hit by one token in thousands. It is recognised by structure: tied to an
 output embedding, or a name a head goes by together with an embedding's number of rows.
 """
 
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
 from octavo.nn.activations import Activation, Glu
+from octavo.nn.filters import Filter, Given, Layer, as_filter, layers_of, names_of
 from octavo.nn.linear import SUPPORTED_DTYPES
 from octavo.nn.structure import recognised
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe
-
-Filter = Callable[[nn.Module, str], bool]
-"""Takes a module and its fully qualified name; True means convert."""
 
 HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "unembed", "unembedding")
 
@@ -57,8 +56,9 @@ def default_plan(
     model: nn.Module,
     recipe: Recipe | None,
     skip: Sequence[str] = (),
-    filter: Filter | None = None,
+    filter: Given | None = None,
     activations: str = "bf16",
+    recipes: Mapping[Given, Recipe] | None = None,
 ) -> Plan:
     """Decide for every linear of a model, and for every module whose activations could be stored in FP8.
 
@@ -66,17 +66,23 @@ def default_plan(
         model: Any module, on any device; nothing in it is touched.
         recipe: What converted layers get; None converts nothing (precision level bf16).
         skip: Name patterns, as in `fnmatch`; a pattern that matches a parent module covers all inside it.
-        filter: Called for each linear that nothing else excludes.
+        filter: A rule of `octavo.nn.filters`, or a callable; asked of each linear that nothing else excludes.
         activations: `"fp8"` to store them so.
+        recipes: Recipes instead of `recipe` for the layers that a filter matches, the first that does.
 
     Raises:
         TypeError: For a linear with weights of a dtype that has no FP8 form, or a filter that returns no bool.
-        ValueError: For a filter that raises.
+        ValueError: For a filter that raises, or counts blocks of a model that has none.
     """
     if isinstance(skip, str):
         raise TypeError(f"skip is a list of name patterns; got the string {skip!r}: write skip=[{skip!r}]")
     heads = _vocabulary_heads(model)
-    names = _names(model)
+    names = names_of(model)
+    chosen = None if filter is None else as_filter(filter)
+    rules = [(as_filter(rule), each) for rule, each in (recipes or {}).items()]
+    used = [rule for rule in (chosen, *(rule for rule, _ in rules)) if rule is not None]
+    layers = _layers(model, heads) if used else {}
+    misfits = [told for rule in used for part in rule.parts() if (told := part.misfit(list(layers.values())))]
     decisions = {}
     matched: set[str] = set()
     for fqn, module in model.named_modules():
@@ -94,13 +100,23 @@ def default_plan(
         elif recipe is None:
             decisions[fqn] = Decision(recipe=None, reason="precision level bf16")
         else:
-            decisions[fqn] = _decide(fqn, module, recipe, heads.get(module), filter)
+            decisions[fqn] = _decide(fqn, module, recipe, heads.get(module), layers.get(fqn), chosen, rules)
+    for told in misfits:
+        warnings.warn(told, UserWarning, stacklevel=_outside())
     for pattern in (p for p in skip if p not in matched):
         hint = nearest(pattern.strip("*."), {part for fqn in decisions for part in fqn.split(".")})
-        warnings.warn(f"skip pattern {pattern!r} matches no linear layer{hint}", UserWarning, stacklevel=4)
+        warnings.warn(f"skip pattern {pattern!r} matches no linear layer{hint}", UserWarning, stacklevel=_outside())
     if activations == "fp8":
         decisions = _around_activations(_without_parts(decisions), model, heads)
     return Plan(decisions, activations)
+
+
+def _outside() -> int:
+    """Level of the stack, for a warning, at which somebody else's code called ours."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("octavo."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _without_parts(decisions: dict[str, Decision]) -> dict[str, Decision]:
@@ -168,27 +184,41 @@ def checked_weight(fqn: str, module: nn.Module) -> Tensor:
     return weight
 
 
-def _decide(fqn: str, module: nn.Module, recipe: Recipe, head: str | None, filter: Filter | None) -> Decision:
+def _layers(model: nn.Module, heads: Mapping[nn.Module, str]) -> dict[str, Layer]:
+    """The linears of a model as filters see them."""
+    linears = {fqn: module for fqn, module in model.named_modules() if is_linear(module)}
+    counted = [m for m in linears.values() if m not in heads and obstacle(m) is None]
+    return layers_of(model, linears, counted)
+
+
+def _decide(
+    fqn: str, module: nn.Module, recipe: Recipe, head: str | None, layer: Layer | None, chosen: Filter | None,
+    rules: Sequence[tuple[Filter, Recipe]],
+) -> Decision:  # fmt: skip
+    """What becomes of a linear; `layer` is there where there is a filter."""
     reason = obstacle(module)
     if reason is not None:
         return Decision(recipe=None, reason=reason)
     if head is not None:
         return Decision(recipe=None, reason=f"{HEAD_KEPT} ({head}) kept in high precision")
-    if filter is not None and not _passes(filter, module, fqn):
-        return Decision(recipe=None, reason="excluded by filter")
-    return Decision(recipe=recipe, reason="linear" + _padding(checked_weight(fqn, module)))
+    reason = "linear"
+    if chosen is not None:
+        assert layer is not None
+        keeps, fact = chosen.judge(layer)
+        if not keeps:
+            return Decision(recipe=None, reason=_with_fact("excluded by filter", fact))
+        reason = _with_fact(reason, fact)
+    for rule, other in rules:
+        assert layer is not None
+        matches, fact = rule.judge(layer)
+        if matches:
+            recipe, reason = other, _with_fact(f"{reason}; {other.name}", fact)
+            break
+    return Decision(recipe=recipe, reason=reason + _padding(checked_weight(fqn, module)))
 
 
-def _passes(filter: Filter, module: nn.Module, fqn: str) -> bool:
-    try:
-        verdict = filter(module, fqn)
-    except Exception as error:
-        raise ValueError(
-            f"filter raised {type(error).__name__} on {fqn!r}: {error}. The model was left as it was"
-        ) from error
-    if not isinstance(verdict, bool):
-        raise TypeError(f"filter(module, fqn) returns True or False; it returned {verdict!r} for {fqn!r}")
-    return verdict
+def _with_fact(reason: str, fact: str) -> str:
+    return f"{reason}: {fact}" if fact else reason
 
 
 def _padding(weight: Tensor) -> str:
@@ -226,12 +256,3 @@ def _declared_heads(model: nn.Module) -> Iterator[nn.Module]:
     head = getter() if callable(getter) else None
     if isinstance(head, nn.Module):
         yield head
-
-
-def _names(model: nn.Module) -> dict[nn.Module, set[str]]:
-    """For each module all the names it goes by, and those of the modules around it: a.b.c → a.b.c, a.b, a."""
-    names: dict[nn.Module, set[str]] = {}
-    for fqn, module in model.named_modules(remove_duplicate=False):
-        parts = fqn.split(".")
-        names.setdefault(module, set()).update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
-    return names

@@ -31,6 +31,25 @@ class Decision:
     gain: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """One module of a plan, as tables and scripts read it.
+
+    Attributes:
+        name: Fully qualified name; empty for the model itself.
+        converted: Whether it is to compute in FP8.
+        recipe: Name of its recipe, or None.
+        reason: Why, for a person to read.
+        gain: Predicted speed-up over bf16, 1 where it is left in bf16; None where nothing was predicted.
+    """
+
+    name: str
+    converted: bool
+    recipe: str | None
+    reason: str
+    gain: float | None
+
+
 @dataclass(frozen=True)
 class Plan:
     """Decisions by fully qualified module name, in model order (the root module's own name is the empty string).
@@ -51,6 +70,20 @@ class Plan:
 
     def __getitem__(self, fqn: str) -> Decision:
         return self.decisions[fqn]
+
+    @property
+    def rows(self) -> tuple[PlanRow, ...]:
+        """The decisions one by one, in model order."""
+        return tuple(
+            PlanRow(
+                name=fqn,
+                converted=d.recipe is not None,
+                recipe=None if d.recipe is None else d.recipe.name,
+                reason=d.reason,
+                gain=d.gain,
+            )
+            for fqn, d in self.decisions.items()
+        )
 
     @property
     def converted(self) -> list[str]:

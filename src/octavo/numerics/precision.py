@@ -15,6 +15,9 @@ from typing import Any, Literal, get_args
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import DEFAULT, get_recipe
 
+AUTO = "auto"
+"""In the place of a recipe's name: decided by cost."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
@@ -22,8 +25,14 @@ class Precision:
 
     Attributes:
         matmul: `"fp8"` or `"bf16"`: the products of the linear layers, and with them what those keep for backward.
-        recipe: Name of the recipe when `matmul` is `"fp8"`.
+        recipe: Name of the recipe when `matmul` is `"fp8"`; or `"auto"`: on a GPU the fastest of each layer, where it
+            pays by predicted cost (`octavo.plan`), elsewhere the default.
         skip: Name patterns (as in `fnmatch`, such as `"*.mlp.down_proj"`) of modules that stay as they are.
+        only: Name patterns of the linear layers to convert; all of them where empty.
+        skip_first: Blocks at the beginning of the model whose linear layers are not converted; see
+            `octavo.nn.filters.last` for what counts as a block.
+        skip_last: The same at its end.
+        min_features: Smallest in_features and out_features of a linear layer that is converted.
         activations: `"fp8"`: norms, gated MLPs, activations and attention store what backward needs in FP8, with either
             `matmul`. `"bf16"`: in the dtype they compute in.
         states: Moments of AdamW, `"fp32"` or `"fp8"`; and
@@ -33,12 +42,17 @@ class Precision:
             step: 2 bytes per parameter on a GPU.
 
     Raises:
-        ValueError: For an unknown value, naming the nearest known one.
+        ValueError: For an unknown value, naming the nearest known one, or a number below 0.
+        TypeError: For patterns that are no list of strings.
     """
 
     matmul: Literal["bf16", "fp8"] = "fp8"
     recipe: str = DEFAULT.name
     skip: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    skip_first: int = 0
+    skip_last: int = 0
+    min_features: int = 0
     keep_weights: bool = False
     activations: Literal["bf16", "fp8"] = "bf16"
     states: Literal["fp32", "fp8"] = "fp32"
@@ -51,7 +65,14 @@ class Precision:
                 choices = " or ".join(map(repr, known))
                 raise ValueError(f"{name} is {choices}; got {given!r}{nearest(str(given), known)}")
         check_activations(self.activations)
-        get_recipe(self.recipe)
+        if self.recipe != AUTO:
+            get_recipe(self.recipe)
+        for name in ("skip", "only"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} is a list of name patterns; write {name}=({getattr(self, name)!r},)")
+        for name in ("skip_first", "skip_last", "min_features"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is 0 or more; got {getattr(self, name)}")
 
     @staticmethod
     def level(name: str, **overrides: Any) -> "Precision":

@@ -1,4 +1,4 @@
-"""Recipe: the precision of each operand of the three products of a linear layer, and the five named recipes.
+"""Recipe: the precision of each operand of the three products of a linear layer, and the named recipes.
 
     forward  Y  = X Wᵀ     X [M,K], W [N,K]    contracts over K
     dgrad    ∂X = G W      G [M,N]             contracts over N
@@ -14,9 +14,12 @@ Wq,
 
 so one FP8 copy of X and one of W serve all three products. Whether an operand folds is not written in the recipe: it
 follows from its granularity (`folds_w`, `folds_x`).
+
+Scales are those of the operand's own maxima, just in time. With a `history`, those of X and G come from the maxima of
+earlier steps instead, as Transformer Engine's delayed scaling has them: `octavo.nn.delayed`.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from octavo.numerics.formats import E5M2
@@ -38,6 +41,8 @@ class Recipe:
         wgrad_g: G [M,N] in ∂W = Gᵀ X, or None for a high-precision product.
         wgrad_x: X [M,K] in ∂W = Gᵀ X, or None. This is the form kept for backward. Equal to `x`: the forward copy.
         note: One line for tables.
+        history: Forward-backward passes whose maxima of X and of G give their scales; 0 takes the present ones.
+        margin: Powers of two that such scales are larger by, against maxima that grow.
     """
 
     name: str
@@ -48,12 +53,30 @@ class Recipe:
     wgrad_g: QuantSpec | None
     wgrad_x: QuantSpec | None
     note: str
+    history: int = 0
+    margin: int = 0
 
     def __post_init__(self) -> None:
         if (self.wgrad_g is None) != (self.wgrad_x is None):
             raise ValueError(
                 f"recipe {self.name!r}: wgrad runs in FP8 or in high precision as a whole; "
                 "give both wgrad_g and wgrad_x, or neither"
+            )
+        if self.history < 0 or self.margin < 0 or (self.margin and not self.history):
+            raise ValueError(
+                f"recipe {self.name!r}: history is a number of passes, 0 or more, and margin powers of two of a "
+                f"recipe with a history; got history={self.history}, margin={self.margin}"
+            )
+        one_form = self.wgrad_x in (None, self.x) and self.wgrad_g in (None, self.dgrad_g)
+        if self.history and not (one_form and self.x.granularity == self.dgrad_g.granularity == TENSOR):
+            raise ValueError(
+                f"recipe {self.name!r}: with a history X and G have one form each, by tensor; got X {self.x} and "
+                f"{self.wgrad_x}, G {self.dgrad_g} and {self.wgrad_g}"
+            )
+        if self.history and self.folds_w:
+            raise ValueError(
+                f"recipe {self.name!r}: with a history G is quantized as it is, so no scales of W can be folded into "
+                f"it; got W {self.dgrad_w}: give it one scale, or blocks of rows and columns"
             )
 
     @property
@@ -74,14 +97,19 @@ class Recipe:
     def to_json(self) -> dict[str, Any]:
         """Plain dictionary, specs in their text form; `from_json` reads it back."""
         specs = ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
-        return asdict(self) | {key: None if (spec := getattr(self, key)) is None else str(spec) for key in specs}
+        found = asdict(self) | {key: None if (spec := getattr(self, key)) is None else str(spec) for key in specs}
+        return {key: value for key, value in found.items() if value or key not in _DELAY}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> "Recipe":
         """Read what `to_json` wrote."""
-        plain = ("name", "note")
+        plain = {key: fields[key] for key in ("name", "note", *_DELAY) if key in fields}
         specs = {key: None if v is None else QuantSpec.parse(v) for key, v in fields.items() if key not in plain}
-        return Recipe(name=fields["name"], note=fields["note"], **specs)  # type: ignore[arg-type]
+        return Recipe(**plain, **specs)  # type: ignore[arg-type]
+
+
+_DELAY = ("history", "margin")
+"""Fields that are written where they are not zero."""
 
 
 def _two_directions(name: str, *, x: Granularity, w: Granularity, w_t: Granularity, rule: str, note: str) -> Recipe:
@@ -148,8 +176,14 @@ MXFP8 = _two_directions(
     "mxfp8", x=_B1x32, w=_B1x32, w_t=_B32x1, rule="e8m0",
     note="groups of 32 with one-byte power-of-two scales (OCP MX), native on Blackwell",
 )  # fmt: skip
+DELAYED = replace(
+    TENSORWISE,
+    name="delayed",
+    note="as tensorwise, X and G by the maxima of earlier steps: Transformer Engine's default, for comparison",
+    history=16,
+)
 
-RECIPES = {recipe.name: recipe for recipe in (ROWWISE, TENSORWISE, ROWWISE_HP_WGRAD, BLOCKWISE, MXFP8)}
+RECIPES = {recipe.name: recipe for recipe in (ROWWISE, TENSORWISE, ROWWISE_HP_WGRAD, BLOCKWISE, MXFP8, DELAYED)}
 DEFAULT = ROWWISE
 
 

@@ -27,6 +27,7 @@ from octavo.nn.report import is_converted
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
 from octavo.parallel.ddp import replicate
+from octavo.parallel.delayed import share_histories
 from octavo.parallel.fsdp import gathers_in_fp8, shard
 
 FP8_COMM = ("auto", "on", "gather", "off")
@@ -132,6 +133,7 @@ def parallelize(
         mesh = make_mesh(wanted, _device_type(model))
     apart = wanted.fp8_comm == "auto" and _leaves_a_machine(replicas * shards)
     fp8 = wanted.fp8_comm == "on" or (apart and _ranks_of_a_machine(replicas * shards) == 1)
+    share_histories(model, mesh)
     if shards == 1 and replicas > 1:
         return replicate(model, mesh, fp8=WIRE if fp8 else None)
     return shard(

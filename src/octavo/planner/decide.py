@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from octavo.numerics.plan import Decision
 from octavo.numerics.recipe import RECIPES, Recipe, get_recipe
 from octavo.planner.devices import Gpu
-from octavo.planner.roofline import Cost, Linear, bf16_linear, fp8_linear, fp8_rate, passes
+from octavo.planner.roofline import Cost, Linear, bf16_linear, fp8_linear, fp8_rate, quantizing
 
 WORTH = 1.02
 """Least predicted speed-up of a layer for which it is converted."""
@@ -40,8 +40,8 @@ class Verdict:
 
 
 def candidates(recipe: str | Recipe) -> tuple[Recipe, ...]:
-    """The recipes to choose from: all of them for `"auto"`, else the one."""
-    return tuple(RECIPES.values()) if recipe == "auto" else (get_recipe(recipe),)
+    """The recipes to choose from: all with scales just in time for `"auto"`, else the one."""
+    return tuple(r for r in RECIPES.values() if not r.history) if recipe == "auto" else (get_recipe(recipe),)
 
 
 def decide(gpu: Gpu, calls: Sequence[Linear], recipes: Sequence[Recipe], *, eager: bool) -> Verdict:
@@ -53,6 +53,7 @@ def decide(gpu: Gpu, calls: Sequence[Linear], recipes: Sequence[Recipe], *, eage
         recipes: To choose from, in the order of preference.
         eager: Count the host's time per launch, where that is longer.
     """
+    plain = total([bf16_linear(gpu, call) for call in calls])
     bf16 = sum(bf16_linear(gpu, call).wall(gpu, eager=eager) for call in calls)
     usable = [recipe for recipe in recipes if fp8_rate(gpu, recipe) is not None]
     if not usable:
@@ -66,8 +67,13 @@ def decide(gpu: Gpu, calls: Sequence[Linear], recipes: Sequence[Recipe], *, eage
     fastest = min(times.values())
     recipe = next(r for r in usable if times[r.name] <= fastest * EQUAL)
     gain = bf16 / times[recipe.name]
-    numbers = _numbers(gpu, calls, recipe, bf16, times[recipe.name])
-    if times[recipe.name] > sum(fp8_linear(gpu, call, recipe).total for call in calls):
+    chosen = total([fp8_linear(gpu, call, recipe) for call in calls])
+    numbers = (
+        f"{_sizes(calls)}, bf16 {_ms(bf16)}{_known(plain, bf16)}, {recipe.name} "
+        f"{_ms(times[recipe.name])}{_known(chosen, times[recipe.name])}, "
+        f"of it quantizing {_ms(sum(_quantizing(gpu, call, recipe) for call in calls))}"
+    )
+    if times[recipe.name] > chosen.total:
         numbers += "; the host's launches take that long"
     if gain >= WORTH:
         return Verdict(
@@ -90,17 +96,20 @@ def break_even(gpu: Gpu, tokens: int, recipes: Sequence[Recipe], *, eager: bool,
     return found
 
 
-def _numbers(gpu: Gpu, calls: Sequence[Linear], recipe: Recipe, bf16: float, fp8: float) -> str:
-    """What a decision was made by: shape and times in ms, the share of quantizing in them."""
+def _sizes(calls: Sequence[Linear]) -> str:
     shapes = sorted({(call.m, call.k, call.n) for call in calls})
-    shape = "×".join(map(str, shapes[0])) + (f" and {len(shapes) - 1} others" if len(shapes) > 1 else "")
-    quantizing = sum(_quantizing(gpu, call, recipe) for call in calls)
-    return f"{shape}, bf16 {_ms(bf16)}, {recipe.name} {_ms(fp8)}, of it quantizing {_ms(quantizing)}"
+    return "×".join(map(str, shapes[0])) + (f" and {len(shapes) - 1} others" if len(shapes) > 1 else "")
+
+
+def _known(cost: Cost, wall: float) -> str:
+    """How much of a time was measured, where any of it was and it is no time of the host."""
+    share = cost.measured / cost.total if 0 < wall <= cost.total * 1.001 else 0.0
+    return "" if not share else " measured" if share > 0.999 else f" ({share:.0%} measured)"
 
 
 def _quantizing(gpu: Gpu, call: Linear, recipe: Recipe) -> float:
-    moved = passes(call, recipe)
-    return sum(max(size / gpu.bandwidth, gpu.launch_us * 1e-6) for size in (*moved.forward, *moved.backward))
+    forward, backward = quantizing(gpu, call, recipe)
+    return sum(seconds for seconds, _ in (*forward, *backward))
 
 
 def _ms(seconds: float) -> str:
@@ -121,4 +130,5 @@ def total(costs: Sequence[Cost]) -> Cost:
         forward=sum(cost.forward for cost in costs),
         backward=sum(cost.backward for cost in costs),
         launches=sum(cost.launches for cost in costs),
+        measured=sum(cost.measured for cost in costs),
     )

@@ -17,12 +17,14 @@ Another GPU, or a correction of a known one, is a table in TOML, given as the pa
     fp8_tflops = 1560
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from octavo.numerics.names import nearest
+from octavo.planner.measured import Measurements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,8 @@ class Gpu:
         bf16_tflops: Peak dense bf16 rate, TFLOP/s.
         fp8_tflops: Peak dense FP8 rate; 0 without FP8 matrix units.
         memory_tbs: Bandwidth of its memory, TB/s.
-        memory_gb: Size of its memory, 10⁹ bytes.
+        memory_gb: Size of its memory: what is left of the size that it is sold with after its error correction, if that
+            takes some of it. Drivers count these in GiB.
         link_gbs: To other GPUs of its machine, GB/s in each direction.
         network_gbs: To other machines, GB/s in each direction: what machines with it usually have.
         multiprocessors: Their number: output tiles that are computed at a time.
@@ -49,6 +52,7 @@ class Gpu:
         host_us: Time of the host per operation of eager PyTorch, µs.
         rates_from: Where the rates come from.
         efficiency_from: Where the efficiencies come from.
+        measured: Times of products and quantizations on it, which go before all of the above; from `octavo calibrate`.
     """
 
     name: str
@@ -70,15 +74,25 @@ class Gpu:
     host_us: float = 8.0
     rates_from: str = "given"
     efficiency_from: str = "assumed: Hopper's"
+    measured: Measurements | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for key, value in asdict(self).items():
+        for key, value in self.to_json().items():
             if isinstance(value, str | bool):
                 continue
             if key.endswith("_efficiency") and not 0 < value <= 1:
                 raise ValueError(f"{self.name}: {key} is a share of the peak, above 0 and at most 1; got {value!r}")
             if not value > 0 and not (key in _MAY_BE_ZERO and value == 0):
                 raise ValueError(f"{self.name}: {key} is above 0; got {value!r}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionary of all but what was measured; as TOML, it describes this GPU."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "measured"}
+
+    @property
+    def usable(self) -> int:
+        """Bytes of its memory that tensors can have: all but 1 GiB, for the CUDA context and workspaces."""
+        return int((self.memory_gb - 1.0) * 2**30)
 
     @property
     def bandwidth(self) -> float:
@@ -105,7 +119,7 @@ DEVICES: dict[str, Gpu] = {
         multiprocessors=114, rates_from="NVIDIA H100 data sheet, 2023; link: PCIe 5.0, without NVLink bridges",
     ),
     "h200": replace(
-        _H100, name="H200 SXM", memory_tbs=4.8, memory_gb=141, rates_from="NVIDIA H200 data sheet, 2024",
+        _H100, name="H200 SXM", memory_tbs=4.8, memory_gb=140, rates_from="NVIDIA H200 data sheet, 2024 (141 GB there)",
     ),
     "h800": replace(
         _H100, name="H800 SXM", link_gbs=200,
@@ -116,12 +130,12 @@ DEVICES: dict[str, Gpu] = {
         multiprocessors=108, rates_from="NVIDIA A100 data sheet, 2021",
     ),
     "l4": Gpu(
-        name="L4", bf16_tflops=121, fp8_tflops=242, memory_tbs=0.3, memory_gb=24, link_gbs=32, multiprocessors=58,
-        rates_from="NVIDIA L4 data sheet, 2023; link: PCIe 4.0",
+        name="L4", bf16_tflops=121, fp8_tflops=242, memory_tbs=0.3, memory_gb=22.5, link_gbs=32, multiprocessors=58,
+        rates_from="NVIDIA L4 data sheet, 2023; of 24 GB, ECC takes 1.5; link: PCIe 4.0",
     ),
     "l40s": Gpu(
-        name="L40S", bf16_tflops=362, fp8_tflops=733, memory_tbs=0.864, memory_gb=48, link_gbs=32,
-        multiprocessors=142, rates_from="NVIDIA L40S data sheet, 2023; link: PCIe 4.0",
+        name="L40S", bf16_tflops=362, fp8_tflops=733, memory_tbs=0.864, memory_gb=45, link_gbs=32,
+        multiprocessors=142, rates_from="NVIDIA L40S data sheet, 2023; of 48 GB, ECC takes 3; link: PCIe 4.0",
     ),
     "rtx4090": Gpu(
         name="RTX 4090", bf16_tflops=165.2, fp8_tflops=330.3, memory_tbs=1.008, memory_gb=24, link_gbs=32,
@@ -179,6 +193,24 @@ def find_gpu(device: str | Path | Mapping[str, Any] | Gpu) -> Gpu:
     return DEVICES[key]
 
 
+DRIVER_NAMES = (
+    (("h100", "pcie"), "h100-pcie"), (("h100", "hbm3"), "h100"), (("h200",), "h200"), (("h800", "pcie"), ""),
+    (("h800",), "h800"), (("a100",), "a100"), (("l40s",), "l40s"), (("l4",), "l4"),
+    (("rtx", "4090", "laptop"), ""), (("rtx", "4090", "d"), ""), (("rtx", "4090"), "rtx4090"),
+    (("rtx", "5090", "laptop"), ""), (("rtx", "5090", "d"), ""), (("rtx", "5090"), "rtx5090"),
+    (("b200",), "b200"), (("mi300x",), "mi300x"),
+)  # fmt: skip
+"""Words of a driver's name for a GPU, and the key in `DEVICES`: the first of which all are there; empty for one that is
+sold under a name like another's and is not in the table."""
+
+
+def by_driver(name: str) -> Gpu | None:
+    """The GPU that a driver names so, as "NVIDIA H100 80GB HBM3"; None for one that is not in the table."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    key = next((key for wanted, key in DRIVER_NAMES if words.issuperset(wanted)), "")
+    return DEVICES.get(key)
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     import tomllib  # its regular expressions take longer to compile than all of this package to import
 
@@ -189,7 +221,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _described(table: Mapping[str, Any], where: str) -> Gpu:
-    known = {field.name: field.type for field in fields(Gpu)}
+    known = {each.name: each.type for each in fields(Gpu) if each.name != "measured"}
     given = dict(table)
     like = given.pop("like", None)
     if like is not None and not isinstance(like, str):

@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -53,23 +53,34 @@ def stand_in(device: torch.device) -> torch.device:
     return device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
 
 
-def fake_copy(model: M, mode: FakeTensorMode, device: torch.device) -> M:
+def fake_copy(model: M, mode: FakeTensorMode, device: torch.device, *, without: Iterable[nn.Module] = ()) -> M:
     """A copy of a model without storage. Real and meta parameters become fake ones; ties stay ties.
 
     Args:
         model: Any module; it is not changed.
         mode: The mode that is active when the copy is used.
         device: Where the copy is said to be.
+        without: Modules in whose place the copy has an `nn.Identity`.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(module): nn.Identity() for module in without}
+    parts = _parts(model, set(memo))
     with mode:
-        for tensor in (*model.parameters(), *model.buffers()):
-            if id(tensor) not in memo:
+        for tensor in (t for part in parts for kind in (part._parameters, part._buffers) for t in kind.values()):
+            if tensor is not None and id(tensor) not in memo:
                 twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(twin, requires_grad=tensor.requires_grad) if is_parameter else twin
     with FakeCopyMode(mode):
         return copy.deepcopy(model, memo)
+
+
+def _parts(model: nn.Module, without: set[int]) -> list[nn.Module]:
+    """A module and all in it, but some and what is in those."""
+    found = [model]
+    for child in model.children():
+        if id(child) not in without:
+            found += _parts(child, without)
+    return found
 
 
 def fake_batch(batch: Any, size: int | None, dtype: torch.dtype, device: torch.device) -> Any:

@@ -70,28 +70,8 @@ class MemoryPlan:
         """
         if self.again is None:
             raise ValueError("this plan was read from a file or put together by hand: plan again to vary the batch")
-        again, peaks = self.again, {self.batch: self.peak}
-
-        def fits(size: int) -> bool:
-            if size not in peaks:
-                peaks[size] = again(size).peak
-            return peaks[size] <= limit_bytes
-
-        if not fits(1):
-            return 0
-        other = self.batch if self.batch > 1 else 2
-        fits(other)
-        slope = (peaks[other] - peaks[1]) // (other - 1)
-        if slope <= 0:
-            raise ValueError("the peak does not grow with the batch: every batch fits, or the first dimension is none")
-        low, high = 1, None
-        while high is None or high - low > 1:
-            step = max((limit_bytes - peaks[low]) // slope, 1)
-            guess = low + (step if high is None else min(step, high - low - 1))
-            fitting = fits(guess)
-            slope = max((peaks[guess] - peaks[low]) // (guess - low), 1)
-            low, high = (guess, high) if fitting else (low, guess)
-        return low
+        again = self.again
+        return largest_fitting(lambda size: again(size).peak, {self.batch: self.peak}, limit_bytes)
 
     def to_json(self) -> str:
         """The plan as JSON."""
@@ -103,6 +83,41 @@ class MemoryPlan:
         text = StringIO()
         Console(file=text, width=110).print(*_tables(self), sep="\n")
         return text.getvalue().rstrip()
+
+
+def largest_fitting(peak: Callable[[int], int], peaks: dict[int, int], limit_bytes: int) -> int:
+    """The largest batch whose peak is at most `limit_bytes`; 0 where none fits.
+
+    Args:
+        peak: Of a batch.
+        peaks: Those that are known, one at least.
+        limit_bytes: What there is.
+
+    Raises:
+        ValueError: Where the peak does not grow with the batch.
+    """
+    known = next(iter(peaks))
+
+    def fits(size: int) -> bool:
+        if size not in peaks:
+            peaks[size] = peak(size)
+        return peaks[size] <= limit_bytes
+
+    if not fits(1):
+        return 0
+    other = known if known > 1 else 2
+    fits(other)
+    slope = (peaks[other] - peaks[1]) // (other - 1)
+    if slope <= 0:
+        raise ValueError("the peak does not grow with the batch: every batch fits, or the first dimension is none")
+    low, high = 1, None
+    while high is None or high - low > 1:
+        step = max((limit_bytes - peaks[low]) // slope, 1)
+        guess = low + (step if high is None else min(step, high - low - 1))
+        fitting = fits(guess)
+        slope = max((peaks[guess] - peaks[low]) // (guess - low), 1)
+        low, high = (guess, high) if fitting else (low, guess)
+    return low
 
 
 def summarize(

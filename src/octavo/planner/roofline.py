@@ -22,6 +22,9 @@ Forward, dgrad and wgrad are [M,K]·[K,N], [M,N]·[N,K], [N,M]·[M,K]. What quan
 The maximum of a whole tensor, or of columns, is a pass of its own that reads everything once more. A frozen W has no
 wgrad, so X needs no second memory order; an input without gradient has no dgrad.
 
+Where products and passes were measured on the GPU (`Gpu.measured`), these times take the place of the formulas, and a
+cost says how much of it was measured.
+
 MX scales on a GPU whose matrix units do not know them are emulated: the products then run in bf16 at best. Nothing
 here looks at a device or a tensor.
 """
@@ -30,9 +33,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from octavo.kernels.gemm import cases_of, plain
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import FULL, QuantSpec
 from octavo.planner.devices import Gpu
+
+Timed = tuple[float, bool]
+"""Seconds, and whether they were measured."""
 
 TILE, SPLIT = 128, 512
 """Sides of an output tile, and the least of a contraction that is worth a multiprocessor of its own."""
@@ -59,19 +66,28 @@ class Linear:
     first: bool = True
 
     @property
-    def products(self) -> tuple[tuple[int, int, int], ...]:
-        """(m, n, k) of the products that it makes, k being what is contracted: forward first."""
+    def named_products(self) -> dict[str, tuple[int, int, int]]:
+        """(m, n, k) of the products that it makes, by name, k being what is contracted: forward first."""
         forward, dgrad, wgrad = (self.m, self.n, self.k), (self.m, self.k, self.n), (self.n, self.k, self.m)
-        return (forward, *([dgrad] if self.dgrad else []), *([wgrad] if self.wgrad else []))
+        found = {"forward": forward} | ({"dgrad": dgrad} if self.dgrad else {})
+        return found | ({"wgrad": wgrad} if self.wgrad else {})
+
+    @property
+    def products(self) -> tuple[tuple[int, int, int], ...]:
+        """The same without their names."""
+        return tuple(self.named_products.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Seconds of a linear layer, of forward and of backward, and operations that the host launches for it."""
+    """Seconds of a linear layer, of forward and of backward, and operations that the host launches for it; and how many
+    of the seconds were measured on such a GPU.
+    """
 
     forward: float
     backward: float
     launches: int
+    measured: float = 0.0
 
     @property
     def total(self) -> float:
@@ -128,31 +144,64 @@ def fp8_rate(gpu: Gpu, recipe: Recipe) -> float | None:
 
 def bf16_linear(gpu: Gpu, linear: Linear) -> Cost:
     """A linear layer in bf16: its products."""
-    times = [product(gpu, *sizes) for sizes in linear.products]
-    return Cost(forward=times[0], backward=sum(times[1:]), launches=len(times))
+    timed = {
+        name: _timed(gpu, plain.MATMUL, plain.CASES[name], sizes, product(gpu, *sizes))
+        for name, sizes in linear.named_products.items()
+    }
+    return _cost(timed, [], [], launches=len(timed))
 
 
 def fp8_linear(gpu: Gpu, linear: Linear, recipe: Recipe) -> Cost:
     """A linear layer in FP8, quantizing included, as Octavo runs it."""
-    return cost(gpu, linear, passes(linear, recipe), fp8_rate(gpu, recipe), hp_wgrad=recipe.wgrad_x is None)
+    rate, cases = fp8_rate(gpu, recipe), cases_of(recipe)
+    products = {}
+    for name, sizes in linear.named_products.items():
+        if name not in cases or rate is None:  # wgrad in high precision; or all of it emulated
+            products[name] = _timed(gpu, plain.MATMUL, plain.CASES[name], sizes, product(gpu, *sizes))
+        else:
+            predicted = product(gpu, *sizes, operand=1, rate=rate)
+            products[name] = _timed(gpu, "scaled_mm", cases[name], sizes, predicted)
+    forward, backward = quantizing(gpu, linear, recipe)
+    moved = passes(linear, recipe)
+    launches = len(products) + len(moved.forward) + len(moved.backward)
+    return _cost(products, forward, backward, launches=launches)
 
 
-def cost(gpu: Gpu, linear: Linear, moved: Passes, rate: float | None, *, hp_wgrad: bool = False) -> Cost:
-    """A linear layer whose quantizing passes are given.
+def quantizing(gpu: Gpu, linear: Linear, recipe: Recipe) -> tuple[list[Timed], list[Timed]]:
+    """Times of what is quantized for a linear, in forward and in backward."""
+    forward, backward = (
+        [_timed(gpu, "quantize", q.case, q.shape, sum(moving(gpu, size) for size in q.bytes)) for q in found]
+        for found in quantizations(linear, recipe)
+    )
+    return forward, backward
+
+
+def _timed(gpu: Gpu, op: str, case: tuple[str, ...], shape: tuple[int, ...], predicted: float) -> Timed:
+    found = None if gpu.measured is None else gpu.measured.seconds(op, case, shape)
+    return (predicted, False) if found is None else (found, True)
+
+
+def _cost(products: dict[str, Timed], forward: list[Timed], backward: list[Timed], *, launches: int) -> Cost:
+    early = [products["forward"], *forward]
+    late = [*(timed for name, timed in products.items() if name != "forward"), *backward]
+    return Cost(
+        forward=sum(seconds for seconds, _ in early),
+        backward=sum(seconds for seconds, _ in late),
+        launches=launches,
+        measured=sum(seconds for seconds, known in (*early, *late) if known),
+    )
+
+
+def cost(gpu: Gpu, linear: Linear, moved: Passes, rate: float) -> Cost:
+    """A linear layer in FP8 whose quantizing passes are given, as of another library; nothing of it measured.
 
     Args:
         gpu: Where.
         linear: Its sizes.
-        moved: What quantizing moves; other libraries' tables can be given.
-        rate: FLOP/s of large FP8 products; None runs them in bf16.
-        hp_wgrad: Whether wgrad runs in bf16 all the same.
+        moved: What quantizing moves.
+        rate: FLOP/s of large FP8 products.
     """
-
-    def one(sizes: tuple[int, int, int], exact: bool) -> float:
-        return product(gpu, *sizes) if exact or rate is None else product(gpu, *sizes, operand=1, rate=rate)
-
-    last = len(linear.products) - 1
-    times = [one(sizes, hp_wgrad and linear.wgrad and i == last) for i, sizes in enumerate(linear.products)]
+    times = [product(gpu, *sizes, operand=1, rate=rate) for sizes in linear.products]
     return Cost(
         forward=times[0] + sum(moving(gpu, size) for size in moved.forward),
         backward=sum(times[1:]) + sum(moving(gpu, size) for size in moved.backward),
@@ -160,24 +209,53 @@ def cost(gpu: Gpu, linear: Linear, moved: Passes, rate: float | None, *, hp_wgra
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """One matrix that is quantized: its case as calibration tables have it, its shape, bytes of each pass."""
+
+    case: tuple[str, ...]
+    shape: tuple[int, int]
+    bytes: tuple[float, ...]
+
+
 def passes(linear: Linear, recipe: Recipe) -> Passes:
     """What Octavo's quantizers move for one linear."""
+    forward, backward = (
+        tuple(size for what in found for size in what.bytes) for found in quantizations(linear, recipe)
+    )
+    return Passes(forward=forward, backward=backward)
+
+
+def quantizations(linear: Linear, recipe: Recipe) -> tuple[list[Quantization], list[Quantization]]:
+    """What Octavo quantizes for one linear, in forward and in backward."""
     x, w, g = (linear.m, linear.k), (linear.n, linear.k), (linear.m, linear.n)
     if not math.prod((*x, linear.n)):
-        return Passes(forward=(), backward=())
-    keeps_x = linear.wgrad and recipe.wgrad_x is not None
-    forward: list[float] = []
-    if linear.first:
-        forward += _quantizing(x, (recipe.x, recipe.wgrad_x) if keeps_x and recipe.wgrad_x else (recipe.x,))
-    forward += _quantizing(w, (recipe.w,))
-    backward: list[float] = []
+        return [], []
+    kept = recipe.wgrad_x if linear.wgrad else None
+    forward = [_one(x, (recipe.x,) if kept is None else (recipe.x, kept))] if linear.first else []
+    forward.append(_one(w, (recipe.w,)))
+    backward = []
     if linear.dgrad:
-        backward += _quantizing(w, (recipe.dgrad_w,), given=recipe.dgrad_w == recipe.w)
+        backward.append(_one(w, (recipe.dgrad_w,), again=True, given=recipe.dgrad_w == recipe.w))
     wanted = [recipe.dgrad_g] if linear.dgrad else []
     wanted += [recipe.wgrad_g] if linear.wgrad and recipe.wgrad_g is not None else []
     if wanted:
-        backward += _quantizing(g, wanted)
-    return Passes(forward=tuple(forward), backward=tuple(backward))
+        backward.append(_one(g, wanted, alike=recipe.shares_g))
+    return forward, backward
+
+
+def _one(
+    shape: tuple[int, int], forms: Sequence[QuantSpec], *, again: bool = False, given: bool = False, alike: bool = True
+) -> Quantization:
+    """One quantization: of one form in one memory order, of one in both (two that are `alike`), or of two forms."""
+    both = len(forms) == 2 and forms[0] == forms[1] and alike
+    texts = [forms[0].text] if both else [form.text for form in forms]
+    order = "both" if both else "columns" if again else "rows"
+    return Quantization(
+        case=(*texts, order, "scale" if given else "nothing"),
+        shape=shape,
+        bytes=tuple(_quantizing(shape, forms, given=given)),
+    )
 
 
 def _quantizing(shape: tuple[int, int], forms: Sequence[QuantSpec], *, given: bool = False) -> list[float]:

@@ -7,26 +7,24 @@
                      products when compiled; backward twice forward
     recomputation    forward once more of what activation checkpointing does not keep
     optimizer        bytes per parameter of a rank's shard / bandwidth
-    communication    of sharded data parallelism: gather in forward, gather and scatter in backward, 2 bytes a
-                     parameter, as rings; what computing of the same direction does not hide
+    communication    of sharded data parallelism: gather in forward, gather and scatter in backward, copies added up
+                     (`octavo.planner.wire`); what computing of the same direction does not hide
     host             eager code takes at least its launches, backward two for one of forward
 
 Left out: the data, clipping, stragglers, clocks that fall under load, and that collectives take multiprocessors away.
 So a predicted step is too short; and where what is left out is there in bf16 too, a predicted gain is too large.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 from octavo.numerics.recipe import Recipe
 from octavo.planner.decide import total
 from octavo.planner.devices import Gpu
 from octavo.planner.roofline import Cost, bf16_linear, fp8_linear, moving
 from octavo.planner.trace import Trace
-
-MACHINE = 8
-"""GPUs of a machine."""
+from octavo.planner.wire import MACHINE, MESSAGE, Links, Traffic, collective
 
 OPTIMIZER_BYTES = {"fp32": 28.0, "fp8": 14.2}
 """Moved per parameter by AdamW: moments and master in float32, read and written, a bf16 gradient and parameter; and
@@ -50,12 +48,33 @@ CHECKPOINTING = {
 """By the names of `precision.checkpointing`."""
 
 
+class Layout(Protocol):
+    """What the planner reads of an `octavo.parallel.Parallel`."""
+
+    @property
+    def reshard_after_forward(self) -> bool: ...  # noqa: D102
+
+    @property
+    def cpu_offload(self) -> bool: ...  # noqa: D102
+
+    @property
+    def fp8_comm(self) -> str: ...  # noqa: D102
+
+    def sizes(self, world: int) -> tuple[int, int]:
+        """(copies, ranks of each) for a world; raises ValueError where they do not divide it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """How a step is run.
 
     Attributes:
-        gpus: GPUs that share one copy of the model (FSDP2), each with a batch of its own.
+        gpus: All GPUs, each with a batch of its own.
+        copies: Of the model, each shared by `gpus / copies` of them (FSDP2).
+        keeps_gathered: Whether gathered weights stay from forward to backward (ZeRO-2).
+        fp8_gather: Whether the weights of converted linears are gathered in FP8.
+        fp8_reduce: Whether gradients travel in FP8.
+        reduce_bytes: Bytes per element of gradients that travel otherwise, and are added up.
         micro_batches: Forwards and backwards of a step.
         eager: Without torch.compile.
         recompute: Activation checkpointing.
@@ -63,6 +82,11 @@ class Setting:
     """
 
     gpus: int = 1
+    copies: int = 1
+    keeps_gathered: bool = False
+    fp8_gather: bool = False
+    fp8_reduce: bool = False
+    reduce_bytes: int = 4
     micro_batches: int = 1
     eager: bool = True
     recompute: Recompute = CHECKPOINTING["none"]
@@ -73,6 +97,37 @@ class Setting:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is a number of 1 or more; got {value!r}")
+
+    @property
+    def shards(self) -> int:
+        """GPUs that share one copy of the model."""
+        return self.gpus // self.copies
+
+    @property
+    def plain(self) -> "Setting":
+        """The same in bf16: on the wire, and with float32 moments."""
+        return replace(self, fp8_gather=False, fp8_reduce=False, states="fp32")
+
+
+def spread(gpus: int, layout: Layout | None) -> dict[str, Any]:
+    """The settings that say how a model is spread over GPUs, with FP8 on the wire as `octavo.parallelize` decides it.
+
+    `"auto"` gathers in FP8 where weights leave a machine, of `MACHINE` GPUs. Gradients it sends in FP8 where each
+    machine has one rank, which is not what a machine is here.
+
+    Raises:
+        ValueError: For copies that do not divide the GPUs, or no number of them.
+    """
+    if not isinstance(gpus, int) or gpus < 1:
+        raise ValueError(f"gpus is a number of 1 or more; got {gpus!r}")
+    if layout is None:
+        return {"gpus": gpus, "fp8_gather": gpus > MACHINE}
+    copies, shards = layout.sizes(gpus)
+    gather = layout.fp8_comm in ("on", "gather") or (layout.fp8_comm == "auto" and gpus > MACHINE)
+    return {
+        "gpus": gpus, "copies": copies, "keeps_gathered": not layout.reshard_after_forward,
+        "fp8_gather": gather and shards > 1, "fp8_reduce": layout.fp8_comm == "on" and gpus > 1,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +192,9 @@ def linear_costs(gpu: Gpu, trace: Trace, recipes: Mapping[str, Recipe | None]) -
     return costs
 
 
-def step_time(gpu: Gpu, trace: Trace, costs: Sequence[Cost], setting: Setting, tokens: int) -> StepTime:
+def step_time(
+    gpu: Gpu, trace: Trace, costs: Sequence[Cost], setting: Setting, tokens: int, saved: float = 0.0
+) -> StepTime:
     """Predict a step.
 
     Args:
@@ -146,6 +203,7 @@ def step_time(gpu: Gpu, trace: Trace, costs: Sequence[Cost], setting: Setting, t
         costs: Of every linear in it, as `linear_costs` gives them.
         setting: How the step is run.
         tokens: Of one micro-batch of one GPU.
+        saved: Bytes that gathering in FP8 saves, as `saved_by_gathering` gives them.
     """
     again, linears = setting.recompute, total(costs)
     rate = gpu.bf16_tflops * 1e12
@@ -157,9 +215,9 @@ def step_time(gpu: Gpu, trace: Trace, costs: Sequence[Cost], setting: Setting, t
         linears.backward + 2.5 * attention + 2 * (products + rest)
         + again.linears * (linears.forward + products) + again.attention * attention + again.rest * rest
     )  # fmt: skip
-    exposed = _exposed(gpu, trace.parameters, setting.gpus, forward, backward)
+    exposed = _exposed(gpu, _traffic(trace, setting, saved), setting, forward, backward)
     # Frozen parameters are gathered too; only trained ones are updated.
-    optimizer = trace.trained / setting.gpus * OPTIMIZER_BYTES[setting.states] / gpu.bandwidth
+    optimizer = trace.trained / setting.shards * OPTIMIZER_BYTES[setting.states] / gpu.bandwidth
     launches = linears.launches + 3 * (len(trace.rest) + len(trace.products))
     host = launches * gpu.host_us * 1e-6 if setting.eager else 0.0
     many = setting.micro_batches
@@ -179,10 +237,26 @@ def step_time(gpu: Gpu, trace: Trace, costs: Sequence[Cost], setting: Setting, t
     )
 
 
-def _exposed(gpu: Gpu, parameters: int, gpus: int, forward: float, backward: float) -> float:
+def _traffic(trace: Trace, setting: Setting, saved: float) -> Traffic:
+    weights = 2.0 * trace.parameters - (saved if setting.fp8_gather else 0.0)
+    reduced = trace.trained * setting.reduce_bytes
+    copied = trace.trained * (MESSAGE if setting.fp8_reduce else 2)
+    return Traffic(
+        weights=weights,
+        gradients=trace.trained * MESSAGE if setting.fp8_reduce else reduced,
+        summed=reduced / setting.shards if setting.shards > 1 else copied,
+        fp8_gradients=setting.fp8_reduce,
+    )
+
+
+def _exposed(gpu: Gpu, traffic: Traffic, setting: Setting, forward: float, backward: float) -> float:
     """Seconds of collectives that computing does not hide."""
-    size, machines = 2.0 * parameters, math.ceil(gpus / MACHINE)
-    inside = size * (gpus - 1) / gpus / (gpu.link_gbs * 1e9 * gpu.link_efficiency)
-    between = size * (machines - 1) / machines / (min(gpus, MACHINE) * gpu.network_gbs * 1e9 * gpu.link_efficiency)
-    once = max(inside, between)
-    return max(0.0, once - forward) + max(0.0, 2 * once - backward)
+    links = Links(inside=gpu.link_gbs * 1e9 * gpu.link_efficiency, between=gpu.network_gbs * 1e9 * gpu.link_efficiency)
+    shards, copies = setting.shards, setting.copies
+    gather = collective("all-gather", traffic.weights, links, ranks=shards)
+    scatter = collective(
+        "all-to-all" if traffic.fp8_gradients else "reduce-scatter", traffic.gradients, links, ranks=shards
+    )
+    between = collective("all-reduce", traffic.summed, links, ranks=copies, apart=shards)
+    again = 0.0 if setting.keeps_gathered else gather
+    return max(0.0, gather - forward) + max(0.0, again + scatter + between - backward)

@@ -18,7 +18,8 @@ Seen by neither: what a kernel takes inside itself, the CUDA context, and fragme
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,29 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
+OF_BLOCKS = "gradients of blocks"
+"""Gradients of what belongs to a block, where these are told from the rest's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Every event of a timeline, and where the parts of a step begin among them.
+
+    Attributes:
+        kinds: What the storage of each event was for.
+        changes: By how many bytes it grew or shrank.
+        phases: When that was.
+        began: Index of the first event of the step; those before are of what was held.
+        turned: Index of the first event of backward.
+        ended: Index of the first event after backward.
+    """
+
+    kinds: Sequence[str]
+    changes: Sequence[int]
+    phases: Sequence[str]
+    began: int
+    turned: int
+    ended: int
 
 
 class Timeline(TorchDispatchMode):
@@ -47,6 +71,7 @@ class Timeline(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._phase = ""
         self._in_backward = False
+        self._marks: dict[str, int] = {}
 
     def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Names tensors that are there from the beginning; one that has a name already keeps it."""
@@ -58,27 +83,42 @@ class Timeline(TorchDispatchMode):
         for tensor in _inside(tensors):
             self._kinds[self._number(tensor)] = kind
 
-    def are_gradients(self, tensors: Iterable[Tensor]) -> None:
+    def are_gradients(self, tensors: Iterable[Tensor], kind: str = GRADIENTS) -> None:
         """Names tensors as gradients, whatever they were taken for: that of a head whose loss is computed in chunks is
         there before backward begins.
         """
-        self.rename(tensors, GRADIENTS)
+        self.rename(tensors, kind)
 
     def phase(self, name: str) -> None:
         """What happens from now on, for the peak to be told by."""
         self._phase = name
 
-    def follow(self, model: nn.Module) -> None:
-        """Puts hooks on a model that tell when its forward begins and recognise gradients as they arrive."""
+    def follow(self, model: nn.Module, blocks: Iterable[nn.Module] = ()) -> None:
+        """Puts hooks on a model that tell when its forward begins and recognise gradients as they arrive; those of the
+        parameters of `blocks` as `OF_BLOCKS`.
+        """
+        inside = {id(parameter) for block in blocks for parameter in block.parameters()}
 
         def arrived(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self.are_gradients([parameter.grad])
+            self.are_gradients([parameter.grad], OF_BLOCKS if id(parameter) in inside else GRADIENTS)
 
         model.register_forward_pre_hook(lambda *_: self.phase("forward"))
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(arrived)
+
+    def line(self) -> "Line":
+        """The step event by event, for `octavo.planner.moments`. One that had a backward, once it is over."""
+        events = self._events[: self._marks["over"]]
+        return Line(
+            kinds=[self._kinds.get(number, TEMPORARIES) for number, _, _ in events],
+            changes=[change for _, change, _ in events],
+            phases=[phase for _, _, phase in events],
+            began=self._marks["began"],
+            turned=self._marks["turned"],
+            ended=self._marks.get("ended", len(events)),
+        )
 
     def largest(self) -> dict[str, int]:
         """The most bytes of each kind at any one time."""
@@ -114,11 +154,13 @@ class Timeline(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
+        self._mark("began")
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._mark("over")
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,12 +172,16 @@ class Timeline(TorchDispatchMode):
                 self._kinds.setdefault(number, ACTIVATIONS)
         if backward != self._in_backward:
             self._in_backward = backward
+            self._mark("turned" if backward else "ended")
             self._phase = "backward" if backward else "after backward"
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._number(leaf)
         return out
+
+    def _mark(self, name: str) -> None:
+        self._marks[name] = len(self._events)  # the last time counts: a loss in chunks goes backward by itself before
 
     def _number(self, tensor: Tensor) -> int:
         """The number of a tensor's storage, which begins now if it is new."""

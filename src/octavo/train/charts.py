@@ -53,6 +53,7 @@ class Line:
         slot: Picks the colour.
         y: Values at the steps `x`; NaN where there is none, finite somewhere.
         noisy: Draw each value light and the running mean strong, rather than each value strong.
+        low, high: Edges of a shaded area around `y`, finite where it is; None without one.
     """
 
     label: str
@@ -60,6 +61,8 @@ class Line:
     x: Steps
     y: Floats
     noisy: bool = True
+    low: Floats | None = None
+    high: Floats | None = None
 
     @property
     def strong(self) -> Floats:
@@ -77,13 +80,14 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A line ready to draw: two SVG paths, and the smoothed `[step, value]` pairs the pointer reads."""
+    """A line ready to draw: SVG paths, empty where there is none, and the `[step, value]` pairs the pointer reads."""
 
     label: str
     slot: int
     raw: str
     smoothed: str
     points: list[list[float]]
+    area: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +174,9 @@ def draw(
                 raw=_path(to_x(line.x[raw]), to_y(line.y[raw])) if line.noisy else "",
                 smoothed=_path(to_x(line.x[even]), to_y(strong[even])),
                 points=[[int(line.x[i]), float(f"{strong[i]:.6g}")] for i in even if np.isfinite(strong[i])],
+                area=_area(to_x(line.x[even]), to_y(line.low[even]), to_y(line.high[even]))
+                if line.low is not None and line.high is not None
+                else "",
             )
         )
     x_ticks = [value for value in nice_ticks(x_low, x_high, box.width // 100) if value == round(value)]
@@ -193,6 +200,7 @@ def _y_range(lines: Sequence[Line], keep: Sequence[float]) -> tuple[float, float
     for line in lines:
         strong = line.strong
         seen += [np.quantile(line.y[np.isfinite(line.y)], [0.01, 0.99]), strong[np.isfinite(strong)]]
+        seen += [edge[np.isfinite(edge)] for edge in (line.low, line.high) if edge is not None]
     values = np.concatenate(seen)
     low, high = float(values.min()), float(values.max())
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
@@ -224,6 +232,14 @@ def _path(x: Floats, y: Floats) -> str:
             commands.append(f"{'L' if down else 'M'}{px:.1f} {py:.1f}")
         down = bool(np.isfinite(py))
     return "".join(commands)
+
+
+def _area(x: Floats, low: Floats, high: Floats) -> str:
+    """An SVG path around the points between two edges; what is not finite is left out."""
+    inside = np.isfinite(low) & np.isfinite(high)
+    there = [f"{px:.1f} {py:.1f}" for px, py in zip(x[inside], high[inside], strict=True)]
+    back = [f"{px:.1f} {py:.1f}" for px, py in zip(x[inside], low[inside], strict=True)]
+    return f"M{'L'.join([*there, *reversed(back)])}Z" if there else ""
 
 
 def _tick_text(value: float, span: float) -> str:

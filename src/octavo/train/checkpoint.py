@@ -4,7 +4,8 @@
         model.safetensors, config.json, tokenizer.json …    a `transformers` checkpoint; tied weights stored once
         optimizer.pt                                        moments and masters, for torch.load(weights_only=True)
         shards/                                             of several ranks, instead of both: `octavo.train.shards`
-        trainer.json                                        step, loss scale, the configuration, the data's fingerprint
+        trainer.json                                        step, loss scale, the configuration, the data's fingerprint;
+                                                            with recipe "delayed", its histories of maxima
 
 Written under a temporary name, synced to disk and renamed, so a killed process leaves the previous checkpoint as
 the newest. Either kind is read by one process and by many. What is not here needs no saving: the learning rate, the
@@ -30,6 +31,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from octavo.nn import delayed
 from octavo.optim.sharded import rows_of
 from octavo.tensor import plain
 from octavo.train import shards
@@ -38,6 +40,7 @@ from octavo.train.disk import sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import CompactAdamW, MasterAdamW
 from octavo.train.ranks import Ranks, SharedError
+from octavo.train.sections import SELECTION
 from octavo.train.shards import SHARDS
 from octavo.train.tokenizer import TextTokenizer
 
@@ -46,12 +49,16 @@ FREE = {
     *(f"run.{key}" for key in ("name", "out", "device", "log_every", "save_every", "keep")),
     *(f"data.{key}" for key in ("source", "cache")),
     *(f"parallel.{key}" for key in ("async_save", "timeout")),
+    *(f"inspect.{key}" for key in ("every", "what_if")),
 }
-"""What may differ on resume without a word: names and places. The data is compared by its fingerprint."""
+"""What may differ on resume without a word: names, places and what is only looked at. The data is compared by its
+fingerprint.
+"""
 TUNABLE = {
     "run.steps",
     *(f"optim.{key}" for key in ("lr", "clip", "schedule", "warmup", "decay", "min_lr_ratio")),
-    *(f"precision.{key}" for key in ("skip", "checkpointing")),
+    *(f"precision.{key}" for key in (*SELECTION, "checkpointing", "autopilot")),
+    *(f"guard.{key}" for key in ("spike", "window", "rollbacks")),
     *(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "reshard_after_forward", "cpu_offload", "fp8_comm")),
 }
 """What may differ on resume, and is reported: the run goes on, but is no longer the uninterrupted one."""
@@ -87,9 +94,12 @@ class Saver:
         loss_scale: LossScale,
         config: TrainConfig,
         data_fingerprint: str,
+        more: Mapping[str, Any],
         prune: bool = True,
     ) -> Path:
         """Writes the checkpoint of `step` under `out` and, with `prune`, removes all but the newest `run.keep`.
+
+        `more`: what else is to be in `trainer.json`.
 
         Returns its folder. A checkpoint of that step that is there already is kept: it is the same. Raises ConfigError
         where it, or the one before it, cannot be written; those before stay as they were.
@@ -104,7 +114,10 @@ class Saver:
             "data": data_fingerprint,
             "config": config.model_dump(mode="json", exclude_none=True),
             "ranks": self._ranks.world,
+            **more,
         }
+        if maxima := delayed.state_dict(model):
+            facts["delayed"] = delayed.merged(self._ranks.gathered(maxima)) if self._ranks.world > 1 else maxima
         with self._writing(made):
             self._ranks.shared(lambda: made.begin(facts, model.config, tokenizer))
             if self._ranks.world == 1 and not shards.has_shards(model):
@@ -229,7 +242,8 @@ def load_checkpoint(
         else:
             ranks.agreed(lambda: _load_whole(folder, model, optimizer))
         loss_scale.load_state_dict(state["loss_scale"])
-    except (ConfigError, KeyError, TypeError) as error:
+        delayed.load_state_dict(model, state.get("delayed", {}))
+    except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise SharedError(f"{folder} does not fit this model, or is damaged ({error}): {_remedy(folder)}") from None
 
 

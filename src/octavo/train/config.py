@@ -17,11 +17,24 @@ from pydantic import ValidationError, model_validator
 
 from octavo.numerics import Precision
 from octavo.numerics.names import nearest
-from octavo.train.sections import Data, Model, Optim, ParallelConfig, PrecisionConfig, Run, Section, decay_steps
+from octavo.train.sections import (
+    Data,
+    GuardConfig,
+    InspectConfig,
+    Model,
+    Optim,
+    ParallelConfig,
+    PrecisionConfig,
+    Run,
+    Section,
+    decay_steps,
+)
 
 SHAPES = {
     "optim.betas": "two numbers in [0, 1), as [0.9, 0.95]",
     "precision.skip": 'a list of patterns, as ["lm_head"]',
+    "precision.only": 'a list of patterns, as ["*.mlp.*"]',
+    "inspect.what_if": 'a list of recipes, as ["blockwise"]',
     "precision.loss_scale": '"none" | "dynamic", or a number > 0',
 }
 """Settings of which pydantic would say what is wrong with a part, or with one of two forms."""
@@ -40,6 +53,8 @@ class TrainConfig(Section):
     optim: Optim
     precision: PrecisionConfig = PrecisionConfig()
     parallel: ParallelConfig = ParallelConfig()
+    inspect: InspectConfig = InspectConfig()
+    guard: GuardConfig = GuardConfig()
 
     @model_validator(mode="after")
     def _whole_schedule(self) -> "TrainConfig":
@@ -53,6 +68,20 @@ class TrainConfig(Section):
             raise ValueError(
                 f"optim.warmup = {warmup} and a decay of {decay} steps (optim.decay = {self.optim.decay:g}) do not fit "
                 f"into run.steps = {steps}: lower either, or take more steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_go_back_to(self) -> "TrainConfig":
+        if self.guard.spike and not self.run.save_every:
+            raise ValueError(
+                f"guard.spike = {self.guard.spike:g} goes back to checkpoints, and run.save_every = 0 makes none "
+                "before the end: set run.save_every, as 100"
+            )
+        if self.precision.autopilot and self.asked.matmul != "fp8":
+            raise ValueError(
+                f"precision.autopilot moves layers out of FP8, and precision.level = {self.precision.level!r} puts "
+                'none into it: set precision.level = "O1", or leave the autopilot out'
             )
         return self
 

@@ -4,7 +4,7 @@ Where stderr is not a terminal (a log file, CI) a bar would be one unreadable li
 written for every tenth of the run instead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from rich.box import ROUNDED
@@ -31,10 +31,16 @@ class _Numbers(ProgressColumn):
 
 
 class Bars:
-    """A `Progress` that draws one bar per run; notes appear above the bars. A context manager."""
+    """A `Progress` that draws one bar per run; notes appear above the bars. A context manager.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: Where to.
+        label: Names a run; by its precision where it is not given.
+    """
+
+    def __init__(self, console: Console, label: Callable[[TrainConfig], str] | None = None) -> None:
         self._console = console
+        self._name = label or (lambda config: arm_name(config.arm))
         self._bars = RichProgress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=max(8, min(32, console.width - 70))),
@@ -63,7 +69,7 @@ class Bars:
 
     def start(self, config: TrainConfig, first_step: int) -> None:
         """Open the bar of a run."""
-        self._label, self._steps = arm_name(config.arm), config.run.steps
+        self._label, self._steps = self._name(config), config.run.steps
         self._task = self._bars.add_task(self._label, total=self._steps, completed=first_step, row=None)
 
     def step(self, row: StepMetrics) -> None:

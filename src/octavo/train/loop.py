@@ -24,6 +24,8 @@ from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.data import Corpus, load_corpus
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.disk import output_folder
+from octavo.train.events import MOVE, ROLLBACK, add_event, drop_later_moves
+from octavo.train.guard import SpikeError, SpikeGuard
 from octavo.train.metrics import (
     MetricsRows,
     MetricsWriter,
@@ -108,13 +110,21 @@ def _begin(trainer: Trainer, out: Path, claim: Claim, corpus: Corpus, progress: 
     config, checkpoint, ranks = trainer.config, claim.checkpoint, trainer.ranks
     if checkpoint is not None:
         state = ranks.shared(lambda: _state_on(corpus, checkpoint, config))
-        load_checkpoint(checkpoint, trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
-        trainer.step = state["step"]
+        if trainer.pilot is not None and "autopilot" in state:
+            trainer.pilot.load_state_dict(state["autopilot"])
+        _put(trainer, checkpoint, state)
         if (before := state.get("ranks", 1)) != ranks.world:
             progress.note(f"resumed by {ranks.world} processes (was {before})")
     for change in claim.tuned:
         progress.note(change)
     ranks.shared(lambda: _describe(trainer, out, corpus))
+
+
+def _put(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> None:
+    """Put the trainer where a checkpoint is."""
+    load_checkpoint(checkpoint, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
+    trainer.step = state["step"]
+    trainer.skipped_batches = state.get("skipped_batches", 0)
 
 
 def _state_on(corpus: Corpus, checkpoint: Path, config: TrainConfig) -> dict[str, Any]:
@@ -135,35 +145,48 @@ def _describe(trainer: Trainer, out: Path, corpus: Corpus) -> None:
 
 
 def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, stop: threading.Event) -> RunResult:
-    config = trainer.config
+    config, ranks = trainer.config, trainer.ranks
     for note in filter(None, (summary.converted, trainer.attention_note(), trainer.loss_note)):
         progress.note(note)
-    ranks = trainer.ranks
-    with ranks.agreed(lambda: _metrics(trainer, out)) as metrics:
-        progress.start(config, trainer.step)
-        failure = None
-        try:
-            stopped = _take_steps(trainer, out, metrics, progress, stop)
-        except NonFiniteError as error:
-            stopped = "non-finite"
-            if trainer.non_finite_parameter() is None:
-                trainer.save(out, prune=False)  # it may be past saving already: the ones before it stay
-                trainer.finish_saving()
-            message = f"{error}. {trainer.advice(checkpoints(out))}"
-            failure = NonFiniteError(message, step=error.step, origin=error.origin)
-        result = replace(summary, **_totals(metrics.rows), stopped=stopped)
-        ranks.shared(lambda: result.write(out))
+    guard, spike, failure = SpikeGuard(config.guard), None, None
+    if guard.active and not ranks.shared(lambda: checkpoints(out)):
+        trainer.save(out)  # something to go back to
+    progress.start(config, trainer.step)
+    while True:
+        with ranks.agreed(lambda: _metrics(trainer, out)) as metrics:
+            guard.restart(ranks.shared(lambda: [row.loss for row in metrics.rows]))  # which the first rank has
+            try:
+                stopped = _take_steps(trainer, out, metrics, progress, stop, guard)
+            except SpikeError as error:
+                spike = error
+            except NonFiniteError as error:
+                stopped = "non-finite"
+                ranks.shared(partial(metrics.write_statistics, trainer.watch.rows))
+                if trainer.non_finite_parameter() is None:
+                    trainer.save(out, prune=False)  # it may be past saving already: the ones before it stay
+                    trainer.finish_saving()
+                message = f"{error}. {trainer.advice(checkpoints(out))}"
+                failure = NonFiniteError(message, step=error.step, origin=error.origin)
+            if spike is None:
+                result = replace(summary, **_totals(metrics.rows), stopped=stopped)
+                ranks.shared(partial(result.write, out))
+                break
+        _go_back(trainer, out, guard, spike, progress)
+        spike = None
     progress.finish(result)
     if failure is not None:
         raise failure
     return result
 
 
-def _take_steps(trainer: Trainer, out: Path, metrics: MetricsRows, progress: Progress, stop: threading.Event) -> str:
+def _take_steps(
+    trainer: Trainer, out: Path, metrics: MetricsRows, progress: Progress, stop: threading.Event, guard: SpikeGuard
+) -> str:
     """Trains and saves until the end of the run or a request to stop. Returns which it was, "done" or "sigterm"."""
     run_config = trainer.config.run
     while trainer.step < run_config.steps and not trainer.ranks.any(stop.is_set()):
-        trainer.ranks.agreed(partial(_tell, trainer, trainer.train_step(), metrics, progress))
+        row = _step(trainer, guard)
+        trainer.ranks.agreed(partial(_tell, trainer, row, metrics, progress, out))
         if run_config.save_every and trainer.step % run_config.save_every == 0:
             trainer.save(out)
     trainer.save(out)
@@ -171,17 +194,56 @@ def _take_steps(trainer: Trainer, out: Path, metrics: MetricsRows, progress: Pro
     return "done" if trainer.step == run_config.steps else "sigterm"
 
 
+def _step(trainer: Trainer, guard: SpikeGuard) -> StepMetrics:
+    try:
+        row = trainer.train_step()
+    except NonFiniteError as error:
+        if guard.active:
+            raise SpikeError(str(error), step=trainer.step + 1) from None
+        raise
+    guard.check(row)
+    return row
+
+
+def _go_back(trainer: Trainer, out: Path, guard: SpikeGuard, spike: SpikeError, progress: Progress) -> None:
+    """Puts the trainer where a checkpoint before a spike is, with the batches after the spike ahead of it."""
+    ranks = trainer.ranks
+    trainer.finish_saving()
+    checkpoint = ranks.shared(lambda: guard.way_back(out, spike.step))
+    state = ranks.shared(lambda: read_trainer_state(checkpoint))
+    trainer.optimizer.zero_grad()
+    skipped = trainer.skipped_batches
+    _put(trainer, checkpoint, state)
+    missed = spike.step - trainer.step
+    trainer.skipped_batches = skipped + missed
+    guard.went_back(spike.step, trainer.step)
+    text = f"{spike}. Back to step {trainer.step}, and on without the {missed} batches since"
+    text += "" if guard.active else "; the guard goes off after this one (guard.rollbacks)"
+    ranks.shared(lambda: _note_event(trainer, out, progress, spike.step, ROLLBACK, text))
+
+
+def _note_event(trainer: Trainer, out: Path, progress: Progress, step: int, event: str, text: str) -> None:
+    """Keep an event, and show it; by the first rank."""
+    if trainer.ranks.first:
+        add_event(out, step, event, text)
+        progress.note(text)
+
+
 def _metrics(trainer: Trainer, out: Path) -> MetricsRows:
     """What keeps the steps: the first rank in files."""
     if not trainer.ranks.first:
         return MetricsRows()
+    drop_later_moves(out, trainer.step)
     return MetricsWriter(out, after_step=trainer.step, log_every=trainer.config.run.log_every)
 
 
-def _tell(trainer: Trainer, row: StepMetrics, metrics: MetricsRows, progress: Progress) -> None:
+def _tell(trainer: Trainer, row: StepMetrics, metrics: MetricsRows, progress: Progress, out: Path) -> None:
     """Write and show a step."""
     metrics.write(row)
+    metrics.write_statistics(trainer.watch.rows)
     progress.step(row)
+    for move in trainer.moved:
+        _note_event(trainer, out, progress, row.step, MOVE, f"autopilot, {move}")
     if row.skipped:
         progress.note(
             f"step {row.step} skipped: the gradient overflowed at loss scale {row.loss_scale:g} "

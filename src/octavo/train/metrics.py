@@ -10,10 +10,13 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from octavo.inspect.stats import OperandStats
+from octavo.train.statistics import StatisticsWriter
 
 if TYPE_CHECKING:
     from octavo.train.config import TrainConfig
@@ -207,9 +210,12 @@ class MetricsRows:
         """Keeps one step."""
         self.rows.append(row)
 
+    def write_statistics(self, rows: Sequence[OperandStats]) -> None:
+        """Nothing: they are in the files of the first rank."""
+
 
 class MetricsWriter(MetricsRows):
-    """Appends steps to `metrics.jsonl` and TensorBoard; a context manager.
+    """Appends steps to `metrics.jsonl`, statistics to `statistics.jsonl`, both to TensorBoard; a context manager.
 
     `after_step`: steps the run had finished when this process took over. Later lines of an earlier process are dropped,
     in TensorBoard too. `log_every`: steps between two TensorBoard points.
@@ -227,6 +233,7 @@ class MetricsWriter(MetricsRows):
         from torch.utils.tensorboard import SummaryWriter  # half a second, and only a run that trains needs it
 
         self._board: Any = SummaryWriter(str(out / TENSORBOARD_DIR), purge_step=after_step + 1)
+        self._statistics = StatisticsWriter(out, after_step=after_step, board=self._board)
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
@@ -242,6 +249,10 @@ class MetricsWriter(MetricsRows):
                 value = getattr(row, name)
                 if value is not None:
                     self._board.add_scalar(f"train/{name}", value, row.step)
+
+    def write_statistics(self, rows: Sequence[OperandStats]) -> None:
+        """Appends the statistics of a sampled step."""
+        self._statistics.write(rows)
 
 
 def _line(row: StepMetrics) -> str:

@@ -1,6 +1,8 @@
 """The output folder of a run: whose it is, before anything is written into it.
 
     config.toml  layers.json  metrics.jsonl  run.json  tokenizer.json  checkpoints/  tensorboard/
+    statistics.jsonl          where `[inspect]` asks for it
+    events.jsonl              where something happened besides steps
     report.html  loss.png     by the command line
 
 A folder that holds a run is only ever continued, by that run and on request. Someone else's file of one
@@ -13,7 +15,9 @@ from typing import Any, NamedTuple
 
 from octavo.train.checkpoint import FOLDER, check_same_run, latest_checkpoint, read_trainer_state
 from octavo.train.config import ConfigError, TrainConfig
+from octavo.train.events import EVENTS_FILE
 from octavo.train.metrics import METRICS_FILE, RESULT_FILE, TENSORBOARD_DIR
+from octavo.train.statistics import STATISTICS_FILE
 
 CONFIG_FILE = "config.toml"
 LAYERS_FILE = "layers.json"
@@ -21,7 +25,7 @@ LAYERS_FILE = "layers.json"
 TOKENIZER_FILE = "tokenizer.json"
 TRACES = (METRICS_FILE, RESULT_FILE, FOLDER, CONFIG_FILE)
 """A folder with one of these holds a run."""
-WRITTEN = (TOKENIZER_FILE, LAYERS_FILE, TENSORBOARD_DIR, "report.html", "loss.png")
+WRITTEN = (TOKENIZER_FILE, LAYERS_FILE, STATISTICS_FILE, EVENTS_FILE, TENSORBOARD_DIR, "report.html", "loss.png")
 """What else a run, or its report, writes."""
 
 

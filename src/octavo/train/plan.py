@@ -1,16 +1,18 @@
-"""plan_memory and plan_step: the memory and the speed of a run, from its configuration alone.
+"""plan_memory and plan_step: what a run takes, from its configuration alone.
 
 Memory is found by taking one of the run's own steps without storage. The trainer is the real one, on a model whose
 tensors have no bytes, so what is planned is what will run: conversion, loss, activation checkpointing, accumulation,
 masters and moments included. No data is read and no weights: a vocabulary that is to be trained on the data counts as
 `data.vocab_size`.
 
-Speed is predicted from one forward of the same model, on a GPU that need not be here (`octavo.planner.speed`).
+`plan_step` is the whole forecast of a step on a GPU that need not be here (`octavo.planner.forecast`): its time from
+one forward of the same model, its memory from steps of the same trainer on two and three of the model's blocks.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,19 +21,22 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from octavo.inspect.footprints import Followed, are_equal, followed, of_step, part_of, with_blocks
+from octavo.inspect.forecast import asked_of, decided_plan, linears_of, traced, undecided, with_measurements
 from octavo.inspect.memory import GRANULES, make_gradients, make_states
-from octavo.inspect.speed import traced, undecided
+from octavo.nn.blocks import find_blocks
 from octavo.nn.storage import audit, dtype_name
 from octavo.numerics.names import nearest
-from octavo.numerics.precision import LEVELS
+from octavo.numerics.plan import Plan
+from octavo.numerics.precision import AUTO, LEVELS
 from octavo.optim import AdamW
-from octavo.planner.console import side_by_side, with_notes
-from octavo.planner.decide import candidates
+from octavo.planner.console import forecast_tables, side_by_side, with_notes
 from octavo.planner.devices import find_gpu
 from octavo.planner.fake import fake_tensors, stand_in
+from octavo.planner.footprint import Footprint
+from octavo.planner.forecast import Forecast, by_cost, forecast
 from octavo.planner.memory import BATCH, BUFFERS, PARAMETERS, STATES, MemoryPlan, summarize
-from octavo.planner.speed import SpeedPlan, plan_speed, speed_tables
-from octavo.planner.step import CHECKPOINTING, Setting
+from octavo.planner.step import CHECKPOINTING, Setting, spread
 from octavo.planner.timeline import Timeline
 from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
 from octavo.train.data import Corpus
@@ -109,75 +114,112 @@ def plan_arms(config: TrainConfig, *, device: str = "cuda") -> list[MemoryPlan]:
     """
     plans = [plan_memory(config, device=device, label="this config")]
     for level in LEVELS:
-        tables = config.model_dump(exclude_none=True)
-        for section, parts in LEVEL_PARTS.items():
-            tables[section] = {key: value for key, value in tables[section].items() if key not in parts}
-        tables["precision"]["level"] = level
-        if config.precision.parameters != "bf16":
-            tables["precision"] |= {"parameters": "bf16", "loss_scale": "none"}
+        changes = {} if config.precision.parameters == "bf16" else {"parameters": "bf16", "loss_scale": "none"}
         if level == "bf16":
-            tables["precision"]["loss"] = "whole"
-        plans.append(plan_memory(parse_config(tables), device=device, label=level))
+            changes["loss"] = "whole"
+        plans.append(plan_memory(at_level(config, level, changes), device=device, label=level))
     return plans
 
 
-def plan_step(config: TrainConfig, *, gpu: str, gpus: int = 1) -> SpeedPlan:
-    """Predict the time of a training step of a run, and which of its linears gain from FP8.
+def at_level(config: TrainConfig, level: str, changes: Mapping[str, Any]) -> TrainConfig:
+    """A configuration at another level of precision, with no part of it set by itself; and other changes of it."""
+    tables = config.model_dump(exclude_none=True)
+    for section, parts in LEVEL_PARTS.items():
+        tables[section] = {key: value for key, value in tables[section].items() if key not in parts}
+    tables["precision"] |= {"level": level, **changes}
+    return parse_config(tables)
+
+
+def plan_step(config: TrainConfig, *, gpu: str, gpus: int = 1, calibration: str | Path | None = None) -> Forecast:
+    """Predict the time and memory of a training step of a run, and which of its linears gain from FP8.
 
     Where the configuration computes in FP8, its recipe is taken wherever it pays; in bf16, the fastest one is.
 
     Args:
-        config: The run. Its batch is that of all GPUs, as torchrun shares it.
+        config: The run. Its batch is that of all GPUs, as torchrun shares it, and they share the model as `[parallel]`
+            says.
         gpu: Name of a GPU, or the path of a TOML file that describes one (`octavo.planner.devices`).
-        gpus: GPUs that share one copy of the model.
+        gpus: GPUs in all.
+        calibration: A table of `octavo calibrate` of such a GPU, whose times go before predicted ones.
 
     Raises:
         ConfigError: As a run would, for a mistake in the configuration or model.
-        ValueError: For an unknown GPU.
+        ValueError: For an unknown GPU, or a calibration of another.
     """
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
-    found, asked = find_gpu(gpu), config.asked
-    parts = config.optim.micro_batches
+    found, asked = with_measurements(find_gpu(gpu), calibration), config.asked
+    parts, layout = config.optim.micro_batches, config.parallel.asked
     setting = Setting(
-        gpus=gpus, micro_batches=parts, recompute=CHECKPOINTING[config.precision.checkpointing], states=asked.states
-    )
+        **spread(gpus, layout), micro_batches=parts, recompute=CHECKPOINTING[config.precision.checkpointing],
+        states=asked.states,
+    )  # fmt: skip
     if config.optim.batch % (parts * gpus):
         raise ConfigError(
             f"optim.batch = {config.optim.batch} sequences in {parts} micro-batches cannot be shared by {gpus} GPUs "
             f"evenly: set optim.batch to a multiple of {parts * gpus}"
         )
     check_model(config.model)
-    recipes = candidates(asked.recipe if asked.matmul == "fp8" else "auto")
+    about = asked_of(asked if asked.matmul == "fp8" else replace(asked, matmul="fp8", recipe=AUTO))
     place = stand_in(torch.device("cuda"))
     shape = config.optim.batch // (parts * gpus), config.data.sequence_length
     with fake_tensors():
         with place:
             model: Any = _build(config, cast(TextTokenizer, _vocabulary(config)))
-        names, kept = undecided(model, recipes[0], heads=False, skip=asked.skip)
+        rule, kept = undecided(model, about)
         ids = torch.zeros(shape, dtype=torch.int64, device=place)
         mixed = torch.autocast(place.type, torch.bfloat16, enabled=config.precision.parameters == "fp32")
         with mixed:
             trace = traced(model, lambda: model(input_ids=ids, labels=ids, use_cache=False), [shape])
-    return plan_speed(found, trace, names, kept, recipes, setting, ids.numel())
+        cost = by_cost(found, trace, linears_of(model, rule), kept, about.recipes, eager=setting.eager)
+        decided = decided_plan(model, about, rule, cost)
+        plain = Plan({})
+        blocks, equal = len(find_blocks(model)), {id(p): are_equal(model, p) for p in (decided, plain)}
+
+    def memory(run: TrainConfig, plan: Plan, how: Setting) -> Footprint:
+        steps = partial(_step_on_blocks, run, model, plan, how)
+        return of_step(steps, blocks, how, shape[0], equal=equal[id(plan)], offloaded=layout.cpu_offload)
+
+    return forecast(
+        decided, cost.times, found, trace, about.recipes, setting, ids.numel(),
+        memory=memory(config, decided, setting), bf16_memory=memory(at_level(config, "bf16", {}), plain, setting.plain),
+    )  # fmt: skip
+
+
+def _step_on_blocks(
+    config: TrainConfig, model: torch.nn.Module, plan: Plan, setting: Setting, blocks: int | None, size: int
+) -> Followed:
+    """A step of the run's trainer, with so many of the model's blocks and a batch of one micro-batch of so many."""
+    place = stand_in(torch.device("cuda"))
+    with fake_tensors() as mode:
+        copy = with_blocks(model, blocks, mode, place)
+        corpus = cast(Corpus, _NoData(_vocabulary(config)))
+        trainer = Trainer(config, corpus, place, copy, plan=part_of(plan, copy))
+        shape = size, config.data.sequence_length
+        batch = tuple(torch.zeros(shape, dtype=torch.int64, device=place) for _ in range(2))
+        timeline = _run(lambda: _followed(trainer, batch, GRANULES["cuda"], find_blocks(copy)), size)
+        return followed(trainer.model, timeline, setting)
 
 
 def console(
-    path: Path, overrides: Sequence[str], *, memory: bool, gpu: str | None, gpus: int, device: str, limit: float,
-    layers: bool, as_json: bool,
+    path: Path, overrides: Sequence[str], *, memory: bool, gpu: str | None, gpus: int, calibration: Path | None,
+    device: str, limit: float, layers: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """What `octavo plan` prints. Raises ValueError for a mistake; `limit` is in GiB."""
     if not memory and gpu is None:
         raise ValueError("say what to plan: octavo plan --memory CONFIG, or octavo plan CONFIG --gpu h100")
+    if calibration is not None and gpu is None:
+        raise ValueError("--calibration is of a GPU: say which with --gpu, as octavo plan CONFIG --gpu h100")
     if memory and gpu is not None and as_json:
         raise ValueError("--json is for one of them at a time: --memory, or --gpu")
     if gpu is not None:
         with Console(stderr=True).status("planning"):
-            speed = plan_step(load_config(path, overrides), gpu=gpu, gpus=gpus)
+            step = plan_step(load_config(path, overrides), gpu=gpu, gpus=gpus, calibration=calibration)
+            shown = [step.to_json()] if as_json else forecast_tables(step)
         if as_json:
-            print(speed.to_json())
+            print(*shown)
         else:
-            Console().print(*speed_tables(speed), sep="\n", highlight=False)
+            Console().print(*shown, sep="\n", highlight=False)
     if memory:
         _show_memory(path, overrides, device=device, limit=limit, layers=layers, as_json=as_json)
 
@@ -202,8 +244,10 @@ def _show_memory(
     Console().print(with_notes(table, plans), highlight=False)
 
 
-def _followed(trainer: Trainer, batch: Sequence[Tensor], granule: int) -> Timeline:
-    """The timeline of one step."""
+def _followed(
+    trainer: Trainer, batch: Sequence[Tensor], granule: int, blocks: Iterable[torch.nn.Module] = ()
+) -> Timeline:
+    """The timeline of one step, gradients of `blocks` told from others."""
     optimizer = trainer.optimizer
     timeline = Timeline(granule)
     timeline.hold(trainer.model.parameters(), PARAMETERS)
@@ -213,7 +257,7 @@ def _followed(trainer: Trainer, batch: Sequence[Tensor], granule: int) -> Timeli
     timeline.hold([t for t in tree_leaves(optimizer.state_dict()) if isinstance(t, Tensor)], STATES)
     if trainer.config.optim.micro_batches > 1:
         timeline.are_gradients(make_gradients(optimizer.adamw))
-    timeline.follow(trainer.model)
+    timeline.follow(trainer.model, blocks)
     with timeline:
         trainer.accumulate(*batch, targets=batch[1].numel())
         timeline.are_gradients(optimizer.gradients())

@@ -19,11 +19,15 @@ from typing import Any
 import numpy as np
 
 from octavo._version import __version__
+from octavo.inspect.findings import Finding
+from octavo.inspect.stats import OperandStats
 from octavo.train.charts import FLAT, SMALL, Chart, Line, draw
 from octavo.train.curves import Curves, gap_percent
+from octavo.train.heatmap import Heatmap, heatmaps
 from octavo.train.metrics import RunResult, read_metrics
 from octavo.train.outputs import LAYERS_FILE
 from octavo.train.plots import write_loss_png
+from octavo.train.statistics import all_findings, read_statistics
 from octavo.train.verdict import BAND_PERCENT, Verdict, arm_name, verdict
 
 __all__ = ["ReportFiles", "Row", "Verdict", "summary_rows", "verdict", "write_report"]
@@ -76,11 +80,22 @@ class LoggedRun:
     curves: Curves
     config: str
     layers: list[LayerGroup]
+    statistics: list[OperandStats]
 
     @property
     def converted(self) -> str:
         """What `octavo.convert` reported, in one line."""
         return self.result.converted
+
+    @property
+    def heatmaps(self) -> list[Heatmap]:
+        """What FP8 does to the operands, over layers and steps."""
+        return heatmaps(self.statistics)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Statistics that crossed a limit."""
+        return all_findings(self.statistics)
 
 
 def write_report(runs: list[Path], out: Path) -> ReportFiles:
@@ -153,6 +168,7 @@ def _read(folders: list[Path]) -> list[LoggedRun]:
                 curves=Curves.of(read_metrics(folder)),
                 config=(folder / "config.toml").read_text(encoding="utf-8"),
                 layers=_layers(folder),
+                statistics=read_statistics(folder),
             )
         )
     return logged
@@ -190,7 +206,7 @@ def _page(runs: list[LoggedRun], verdicts: list[Verdict], title: str) -> str:
         charts=_charts(runs),
         runs=runs,
         rows=summary_rows([run.result for run in runs]),
-        differences=_config_differences([run.config for run in runs]),
+        differences=config_differences([run.config for run in runs]),
         packages=sorted({package for run in runs for package in run.result.versions}),
         version=__version__,
         written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}",
@@ -253,7 +269,7 @@ def _charts(runs: list[LoggedRun]) -> dict[str, list[Chart]]:
     return {"large": large, "small": small}
 
 
-def _config_differences(configs: list[str]) -> list[tuple[str, list[str]]]:
+def config_differences(configs: list[str]) -> list[tuple[str, list[str]]]:
     """The settings whose values are not the same in all configs, with each run's value."""
     flat = [_flatten(tomllib.loads(config)) for config in configs]
     keys = dict.fromkeys(key for config in flat for key in config if key not in NOT_COMPARED)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
 from octavo.numerics import Precision
+from octavo.numerics.recipe import get_recipe
 from octavo.parallel import Parallel
 
 Count = Annotated[int, Field(ge=1)]
@@ -133,6 +134,10 @@ class Optim(Section):
         return self
 
 
+SELECTION = ("skip", "only", "skip_first", "skip_last", "min_features")
+"""The settings of `[precision]` that say which linear layers are converted."""
+
+
 def decay_steps(optim: Optim, steps: int) -> int:
     """Steps that the decay of "wsd" takes of `steps`."""
     return max(1, round(optim.decay * steps)) if optim.decay else 0
@@ -149,9 +154,18 @@ class PrecisionConfig(Section):
     activations: Literal["bf16", "fp8"] | None = None
     """What norms, gated MLPs, activations and attention keep for backward; "bf16" is as they compute it."""
     recipe: str = "rowwise"
-    """Recipe of the FP8 products, a name in `octavo.RECIPES`; not used by "bf16"."""
+    """Recipe of the FP8 products, a name in `octavo.RECIPES`; not used by "bf16". "auto": on a GPU the fastest for each
+    layer, where it pays by predicted cost; elsewhere the default."""
     skip: Annotated[tuple[str, ...], Strict(False)] = ()
     """Patterns of module names that stay unconverted, as "*lm_head*"."""
+    only: Annotated[tuple[str, ...], Strict(False)] = ()
+    """Patterns of names of the linear layers to convert, as "*.mlp.*"; all of them where empty."""
+    skip_first: Annotated[int, Field(ge=0)] = 0
+    """Blocks at the beginning of the model whose linear layers stay unconverted."""
+    skip_last: Annotated[int, Field(ge=0)] = 0
+    """The same at its end."""
+    min_features: Annotated[int, Field(ge=0)] = 0
+    """Smallest in_features and out_features of a linear layer to convert."""
     keep_weights: bool = False
     """Keep FP8 forms of the weights from one micro-batch to the next (2 bytes per parameter): for small ones."""
     parameters: Literal["bf16", "fp32", "fp16"] = "bf16"
@@ -160,6 +174,8 @@ class PrecisionConfig(Section):
     """Exact fp32 masters of 16-bit parameters: a copy, or for bf16 the 16 bits it lacks; fp32 ones are their own."""
     loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
     """"dynamic", a fixed number, or "none". fp16 gradients underflow without one."""
+    autopilot: bool = False
+    """Move a layer whose numbers go bad to a safer recipe; looks every `inspect.every` steps, or 50."""
     loss: Literal["chunked", "whole"] = "chunked"
     """"chunked" computes head and loss a chunk of tokens at a time, so that whole logits never exist."""
     checkpointing: Literal["none", "full", "selective"] = "none"
@@ -170,9 +186,8 @@ class PrecisionConfig(Section):
         """The level, with what is set besides it."""
         given = {name: getattr(self, name) for name in ("matmul", "activations", "master")}
         changes = {name: value for name, value in given.items() if value is not None}
-        return Precision.level(
-            self.level, recipe=self.recipe, skip=self.skip, keep_weights=self.keep_weights, **changes
-        )
+        changes |= {name: getattr(self, name) for name in ("recipe", "keep_weights", *SELECTION)}
+        return Precision.level(self.level, **changes)
 
     @model_validator(mode="after")
     def _known_precision(self) -> "PrecisionConfig":
@@ -223,3 +238,33 @@ class ParallelConfig(Section):
                 f"torchrun --nproc-per-node {ranks} -m octavo train CONFIG"
             )
         return ""
+
+
+class GuardConfig(Section):
+    """`[guard]`: what happens when the loss leaves its way; see `octavo.train.guard`."""
+
+    spike: Annotated[float, Field(ge=0)] = 0.0
+    """Robust standard deviations above the median of the last losses from which on a loss is a spike, as 8; then the
+    run goes back to its newest checkpoint, and on with later batches. 0: never."""
+    window: Annotated[int, Field(ge=8)] = 64
+    """Steps whose losses are the last ones."""
+    rollbacks: Count = 3
+    """How often a run goes back; after that it goes on without the guard."""
+
+
+class InspectConfig(Section):
+    """`[inspect]`: statistics of what FP8 does to the operands of the linear layers, in some steps."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps from one sample to the next; 0 for none."""
+    what_if: Annotated[tuple[str, ...], Strict(False)] = ()
+    """Other recipes, of which the SQNR on the same tensors is wanted."""
+
+    @model_validator(mode="after")
+    def _known_recipes(self) -> "InspectConfig":
+        for name in self.what_if:
+            try:
+                get_recipe(name)
+            except ValueError as error:
+                raise ValueError(f"inspect.what_if: {error}") from None
+        return self

@@ -26,7 +26,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo._version import __version__
+from octavo.inspect.autopilot import Autopilot, Move
+from octavo.inspect.deciding import convert as convert_by_cost
+from octavo.inspect.watch import Watch
 from octavo.nn import Report, convert, report
+from octavo.numerics.plan import Plan
 from octavo.parallel import parallelize
 from octavo.parallel.parallelize import make_mesh
 from octavo.train.checkpoint import Saver
@@ -43,6 +47,9 @@ from octavo.train.probe import check_causal, kept_bytes_per_token
 from octavo.train.ranks import Ranks
 from octavo.train.schedule import learning_rate
 
+PILOT_EVERY = 50
+"""Steps from one look of the autopilot to the next, where `inspect.every` says nothing."""
+
 
 class Trainer:
     """A model in training: what a step needs and changes.
@@ -53,17 +60,23 @@ class Trainer:
         device: Where it trains.
         model: Built already, without a checkpoint's weights: for planning.
         ranks: The processes that train it; None for this one alone.
+        plan: What becomes of each layer, decided before; None: as the configuration says.
 
     Attributes:
         step: Steps finished.
         model: The model itself; its parameters may be shards.
         layers: What became of each linear layer; None where no FP8 was asked for.
+        watch: Statistics of the operands of the linears, in the steps that `[inspect]` samples.
+        pilot: Moves layers whose numbers go bad; None where no layer is in FP8. It acts where `precision.autopilot` is
+            set, and without it only remembers the moves of a resumed run.
+        moved: What it moved in the step just taken.
+        skipped_batches: Batches that the run went past without training on them, after spikes of the loss.
         loss_note: Why the loss is not computed in chunks although that was asked for; else empty.
     """
 
     def __init__(
         self, config: TrainConfig, corpus: Corpus, device: torch.device, model: nn.Module | None = None,
-        *, ranks: Ranks | None = None,
+        *, ranks: Ranks | None = None, plan: Plan | None = None,
     ) -> None:  # fmt: skip
         precision = config.precision
         self.config = config
@@ -80,10 +93,7 @@ class Trainer:
         else:
             self.model, spread, known = model, False, {}
         asked = config.asked
-        self.layers: Report | None = None
-        if "fp8" in (asked.matmul, asked.activations):
-            convert(self.model, precision=asked, verbose=False)
-            self.layers = report(self.model)
+        self.layers = _convert(self.model, config, device, self.ranks.world, plan)
         refusal = take_loss_in_chunks(self.model) if precision.loss == "chunked" else None
         self._chunked = precision.loss == "chunked" and refusal is None
         self.loss_note = f"the loss is computed from whole logits: {refusal}" if refusal else ""
@@ -96,6 +106,11 @@ class Trainer:
             self._copies, self._call = _spread(self.model, config, device)
         self.optimizer = make_optimizer(self.model, config, known)
         self.loss_scale = LossScale(precision.loss_scale)
+        every = config.inspect.every or (PILOT_EVERY if precision.autopilot else 0)
+        self.watch = Watch(self.model, every=every, what_if=config.inspect.what_if, high_precision=self.layers is None)
+        self.pilot = Autopilot(self.model, watch=self.watch) if asked.matmul == "fp8" else None
+        self.moved: list[Move] = []
+        self.skipped_batches = 0
         self._saver = Saver(self.ranks, behind=config.parallel.async_save, timeout=config.parallel.timeout)
 
     def train_step(self) -> StepMetrics:
@@ -103,11 +118,21 @@ class Trainer:
         start = time.perf_counter()
         config = self.config
         inputs, targets = self._batch(self.step)
-        loss, norm = self._over_ranks(
-            self.forward_backward(inputs, targets), self.optimizer.gradient_norm(self.loss_scale.value)
-        )
-        loss_value, norm_value = loss.item(), norm.item()
-        good = finite(loss_value) is not None and finite(norm_value) is not None
+        self.moved = []
+        pilot = self.pilot if config.precision.autopilot else None
+        look = pilot is not None and (self.step == 0 or pilot.wants_sample)
+        loss_value, norm = self._gradients(inputs, targets, look=look)
+        if pilot is not None and not self.loss_scale.active:
+            if not self.watch.rows and not _are_finite(loss_value, norm.item()):
+                self.optimizer.zero_grad()
+                loss_value, norm = self._gradients(inputs, targets, look=True)
+            while pilot.act(self.watch.rows):
+                # A bad step has effects that last: it is taken again with the layers where they are now.
+                self.moved += pilot.moved
+                self.optimizer.zero_grad()
+                loss_value, norm = self._gradients(inputs, targets, look=True)
+        norm_value = norm.item()
+        good = _are_finite(loss_value, norm_value)
         scale = self.loss_scale.value if self.loss_scale.active else None
         self.loss_scale.update(overflow=not good)
         if not good and (not self.loss_scale.active or self.loss_scale.exhausted):
@@ -117,6 +142,8 @@ class Trainer:
             self.optimizer.step(lr, norm)
         self.optimizer.zero_grad()
         self.step += 1
+        if pilot is not None and good and self.loss_scale.active:
+            self.moved += pilot.act(self.watch.rows)
         seconds = time.perf_counter() - start
         tokens = targets.numel() * self.ranks.world
         return StepMetrics(
@@ -147,6 +174,8 @@ class Trainer:
             loss_scale=self.loss_scale,
             config=self.config,
             data_fingerprint=self._corpus.fingerprint,
+            more={"skipped_batches": self.skipped_batches}
+            | ({"autopilot": self.pilot.state_dict()} if self.pilot is not None else {}),
             prune=prune,
         )
 
@@ -199,7 +228,7 @@ class Trainer:
         parts = self.config.optim.micro_batches
         inputs, targets = (
             torch.cat([self.ranks.share(part) for part in whole.chunk(parts)]).to(self._device)
-            for whole in self._corpus.batch(self.config.run.seed, step, self.config.optim.batch)
+            for whole in self._corpus.batch(self.config.run.seed, step + self.skipped_batches, self.config.optim.batch)
         )
         return inputs, targets
 
@@ -225,6 +254,13 @@ class Trainer:
         (loss * self.loss_scale.value).backward()
         self.optimizer.accumulate()
         return loss.detach()
+
+    def _gradients(self, inputs: Tensor, targets: Tensor, *, look: bool) -> tuple[float, Tensor]:
+        """Leaves the gradients of the step in the optimizer. Returns the mean loss, and their norm, of all ranks."""
+        with self.watch.step(self.step + 1, force=look):
+            loss = self.forward_backward(inputs, targets)
+        loss, norm = self._over_ranks(loss, self.optimizer.gradient_norm(self.loss_scale.value))
+        return loss.item(), norm
 
     def _over_ranks(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The mean loss over the ranks, and the norm of the whole gradient, of which each copy has a part each."""
@@ -286,6 +322,28 @@ class Trainer:
         if len(saved) > 1:
             advice += f". Where that fails again, remove {saved[-1]} to resume {saved[-2]}"
         return advice
+
+
+def _convert(
+    model: nn.Module, config: TrainConfig, device: torch.device, world: int, plan: Plan | None
+) -> Report | None:
+    """Convert a model as planned, or as its run asks for; with the recipe "auto", on a GPU, by what layers cost."""
+    asked = config.asked
+    if plan is not None:
+        if plan.converted or plan.storing:
+            convert(model, plan=plan, keep_weights=asked.keep_weights, verbose=False)
+    elif "fp8" not in (asked.matmul, asked.activations):
+        return None
+    elif device.type == "cuda":
+        tokens = config.optim.batch // (config.optim.micro_batches * world) * config.data.sequence_length
+        convert_by_cost(model, precision=asked, tokens=tokens, verbose=False)
+    else:
+        convert(model, precision=asked, verbose=False)
+    return report(model)
+
+
+def _are_finite(loss: float, norm: float) -> bool:
+    return finite(loss) is not None and finite(norm) is not None
 
 
 def _check_batch(config: TrainConfig, world: int) -> None:

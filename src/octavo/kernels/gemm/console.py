@@ -1,4 +1,6 @@
-"""`octavo calibrate`: measure the products and quantizations of linears, show who won and by how much, keep it."""
+"""`octavo calibrate`: measure the products and quantizations of linears, show who won and by how much, keep it. And
+their products in bf16, so that the planner knows what to weigh them against.
+"""
 
 import torch
 from rich.box import ROUNDED
@@ -7,6 +9,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from octavo.kernels import calibration
+from octavo.kernels.gemm import plain
 from octavo.kernels.gemm.measure import SHAPES, Task, measure, tasks
 from octavo.kernels.timing import Measured, Result, time_on_gpu
 from octavo.numerics.recipe import RECIPES, get_recipe
@@ -36,14 +39,17 @@ def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
     # What recipes have in common is measured once.
     from octavo.kernels.quantize import measure as quantizers  # imports Triton
 
-    todo: dict[object, Measured] = {}
+    todo: dict[object, Measured] = {(what.case, what.shape): what for what in plain.products(sizes)}
     for r in recipes:
         wanted: list[Measured] = [*tasks(r, sizes), *quantizers.quantizations(r, sizes)]
-        todo |= {(what.case, what.shape): what for what in wanted}
+        for what in wanted:
+            todo.setdefault((what.case, what.shape), what)
     results = []
     with Progress(console=Console(stderr=True), transient=True) as progress, torch.cuda.device(device):
         for what in progress.track(list(todo.values()), description="measuring"):
-            if isinstance(what, Task):
+            if isinstance(what, plain.Plain):
+                results.append(plain.measure(what, device, time_on_gpu))
+            elif isinstance(what, Task):
                 results.append(measure(what, device, time_on_gpu))
             elif isinstance(what, quantizers.Quantization):
                 results.append(quantizers.measure(what, device, time_on_gpu))

@@ -1,0 +1,102 @@
+"""`octavo inspect`: what a run's statistics say, in a table."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from octavo.cli.app import app, say, user_errors
+from octavo.cli.examples import EXAMPLES
+
+if TYPE_CHECKING:
+    from octavo.inspect import OperandStats
+
+ORDERS: "dict[str, Callable[[OperandStats], float]]" = {
+    "sqnr": lambda row: -math.inf if math.isnan(row.sqnr) else row.sqnr,
+    "underflow": lambda row: -row.underflow,
+    "saturation": lambda row: -row.saturation,
+    "range": lambda row: -row.dynamic_range,
+    "spread": lambda row: -row.scale_spread,
+    "nonfinite": lambda row: -row.nonfinite,
+}
+"""What comes first: the worst."""
+SHOWN = 10
+"""Findings shown, at most."""
+
+
+@app.command(name="inspect", epilog=EXAMPLES["inspect"])
+def inspect_run(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint.", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="A sampled step; default: the last.", show_default=False)] = None,
+    by: Annotated[str, typer.Option(help=f"Worst first, by {', '.join(ORDERS)}.")] = "sqnr",
+    top: Annotated[int, typer.Option(min=1, help="Rows shown.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="All rows of the step as JSON.")] = False,
+) -> None:
+    """Show what FP8 does to the operands of a run's layers.
+
+    Reads statistics.jsonl, which a run with inspect.every writes: what crossed
+    a limit in any sampled step, and the worst operands of one of them.
+    """
+    with user_errors(context):
+        from octavo.train.statistics import all_findings, statistics_of
+
+        if by not in ORDERS:
+            from octavo.numerics.names import nearest
+
+            raise ValueError(f"--by {by}: no such order{nearest(by, ORDERS)}; one of {', '.join(ORDERS)}")
+        rows = statistics_of(run)
+        sampled = sorted({row.step for row in rows})
+        wanted = sampled[-1] if step is None else step
+        if wanted not in sampled:
+            near = min(sampled, key=lambda number: abs(number - wanted))
+            raise ValueError(f"step {wanted} was not sampled; the nearest that was is {near} (--step {near})")
+        shown = sorted((row for row in rows if row.step == wanted), key=ORDERS[by])
+        if as_json:
+            print(json.dumps([row.to_json() for row in shown], indent=1))
+            return
+        console = Console()
+        found = all_findings(rows)
+        say(console, f"{_counted(len(found), 'figure')} crossed a limit in {_counted(len(sampled), 'sampled step')}.")
+        for finding in found[:SHOWN]:
+            say(console, f"  {finding}")
+        if len(found) > SHOWN:
+            say(console, f"  … and {len(found) - SHOWN} more: report.html has a table and heat maps")
+        console.print(_table(shown[:top], f"step {wanted:,}: {min(top, len(shown))} of {len(shown)}, worst {by} first"))
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number or 'No'} {what}{'' if number == 1 else 's'}"
+
+
+def _table(rows: "list[OperandStats]", title: str) -> Table:
+    """Rows in columns; what is the same in all of them, or zero, is left out."""
+    recipes = {row.recipe for row in rows}
+    columns: dict[str, Callable[[OperandStats], str]] = {"operand": lambda row: row.operand}
+    if len(recipes) > 1:
+        columns["recipe"] = lambda row: row.recipe
+    columns["SQNR dB"] = lambda row: "not finite" if row.nonfinite else f"{row.sqnr:.1f}"
+    for other in rows[0].what_if:
+        columns[f"{other}?"] = lambda row, other=other: f"{row.what_if[other]:.1f}"  # type: ignore[misc]
+    columns["underflow"] = lambda row: f"{row.underflow:.3%}"
+    if any(row.saturation for row in rows):
+        columns["saturation"] = lambda row: f"{row.saturation:.3%}"
+    columns |= {
+        "amax": lambda row: f"{row.amax:.3g}",
+        "range": lambda row: f"2^{row.dynamic_range:.0f}",
+        "spread": lambda row: f"{row.scale_spread:.3g}",
+    }
+    of_all = f" ({recipes.pop()})" if len(recipes) == 1 else ""
+    table = Table(title=title + of_all, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("layer", overflow="fold", min_width=16)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("operand", "recipe") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(row.layer, *(text(row) for text in columns.values()))
+    return table

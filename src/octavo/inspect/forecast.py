@@ -1,0 +1,278 @@
+"""plan: which linears of any model gain from FP8 on a GPU, in what recipe, what the step gains, and what memory it
+takes; before renting it.
+
+    plan = octavo.plan(model, 4, 2048, device="h100", world=8)
+    print(plan)
+    octavo.convert(model, plan=plan)
+
+One forward is run on a copy of the model without storage, to see how often and at what sizes each linear is called and
+what else there is to do; and steps on smaller copies, for their memory (`octavo.inspect.footprints`). The model may be
+on meta; no GPU is looked for, unless the device is that of this machine and `octavo calibrate` has measured it.
+"""
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from octavo.inspect.footprints import Followed, are_equal, followed, of_step, part_of, with_blocks
+from octavo.inspect.memory import GRANULES, follow, own_loss
+from octavo.nn import convert
+from octavo.nn.activations import Activation
+from octavo.nn.blocks import find_blocks
+from octavo.nn.filters import Given, both, of_precision, where
+from octavo.nn.report import is_converted
+from octavo.nn.select import HEAD_KEPT, default_plan, is_linear
+from octavo.nn.storage import call
+from octavo.numerics.names import nearest
+from octavo.numerics.plan import Plan
+from octavo.numerics.precision import LEVELS, Precision
+from octavo.numerics.recipe import Recipe
+from octavo.optim import AdamW
+from octavo.planner.decide import candidates
+from octavo.planner.devices import Gpu, by_driver, find_gpu
+from octavo.planner.fake import fake_batch, fake_copy, fake_tensors, stand_in
+from octavo.planner.footprint import Footprint
+from octavo.planner.forecast import Decided, Forecast, by_cost, forecast
+from octavo.planner.measured import Measurements, read_measurements
+from octavo.planner.step import CHECKPOINTING, Layout, Setting, spread
+from octavo.planner.trace import Trace, trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is to be decided: which recipes there are to choose from, and which linears it is about."""
+
+    recipes: tuple[Recipe, ...]
+    precision: Precision
+    filter: Given | None
+    heads: bool
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    seq: int | None = None,
+    *,
+    device: str | Path | Mapping[str, Any] | Gpu = "h100",
+    world: int = 1,
+    parallel: Layout | None = None,
+    precision: Precision | None = None,
+    recipe: str | Recipe = "auto",
+    skip: Sequence[str] = (),
+    filter: Given | None = None,
+    heads: bool = False,
+    compiled: bool = False,
+    checkpointing: str = "none",
+    micro_batches: int = 1,
+    calibration: str | Path | None = None,
+) -> Forecast:
+    """Decide, linear by linear, whether FP8 pays on a GPU, and predict the time and memory of a training step.
+
+    Args:
+        model: Any module that is not converted yet, on any device including meta; not changed.
+        batch: Sequences of one forward on one GPU, with `seq`; or what the model is called with, as
+            `octavo.inspect.memory` takes it.
+        seq: Tokens of a sequence: the model is then called with `input_ids`, and `labels` where it takes them.
+        device: A GPU: "h100", "h200", "l40s", "rtx4090", "b200", "mi300x", …; the path of a TOML file that describes
+            one; such a table. See `octavo.planner.devices`.
+        world: GPUs, each with a batch of its own.
+        parallel: How they share the model, an `octavo.parallel.Parallel`; None: all of them share one copy (FSDP2).
+        precision: The whole request at once, instead of `recipe` and `skip`. Its `states` and `master` are those of an
+            `octavo.AdamW`. By default level O1.
+        recipe: `"auto"` for the fastest, or one to be taken wherever it pays.
+        skip: Name patterns of layers that stay as they are.
+        filter: A rule of `octavo.nn.filters`, or a callable: layers that it does not match stay as they are.
+        heads: Decide vocabulary heads by cost too. By default they stay in bf16, as in `octavo.convert`, for the sake
+            of the loss; the reason says what they would gain.
+        compiled: Predict the time for torch.compile: no time of the host, and what is between products fused.
+        checkpointing: `"none"`, `"selective"` or `"full"` recomputation of blocks. The memory of `"selective"` is
+            predicted for a configuration only (`octavo plan`).
+        micro_batches: Forwards and backwards of a step.
+        calibration: A table of `octavo calibrate`, whose times go before predicted ones. By default that of this
+            machine's GPU, where it is `device`.
+
+    Returns:
+        A plan that `octavo.convert(model, plan=...)` carries out: `.rows` with `.name`, `.converted`, `.recipe`,
+        `.reason` and `.gain`. With its predictions: `.planned` and `.bf16`, times of a step; `.memory` and
+        `.bf16_memory`, `.fits`, `.largest_batch`; `.break_even`; tables when printed; `.to_json()`.
+
+    Raises:
+        ValueError: For an unknown GPU or recipe, a calibration of another GPU, GPUs that cannot share the model so, a
+            model that cannot run the batch or is converted already.
+        TypeError: For a batch or device in another form.
+    """
+    gpu = with_measurements(find_gpu(device), calibration)
+    asked = _asked(precision, recipe, skip, filter, heads)
+    if checkpointing not in CHECKPOINTING:
+        known = " or ".join(map(repr, CHECKPOINTING))
+        raise ValueError(f"checkpointing is {known}; got {checkpointing!r}{nearest(checkpointing, CHECKPOINTING)}")
+    setting = Setting(
+        **spread(world, parallel), micro_batches=micro_batches, eager=not compiled,
+        recompute=CHECKPOINTING[checkpointing], states=asked.precision.states,
+    )  # fmt: skip
+    shapes = _shapes(model, batch, seq)
+    rule, kept = undecided(model, asked)
+    found, size = _trace(model, shapes, batch)
+    tokens = seq * batch if seq is not None else max((c.m for cs in found.calls.values() for c in cs), default=1)
+    cost = by_cost(gpu, found, linears_of(model, rule), kept, asked.recipes, eager=setting.eager)
+    decided = decided_plan(model, asked, rule, cost)
+    offloaded = parallel is not None and parallel.cpu_offload
+
+    def memory(wanted: Plan, level: Precision, how: Setting) -> Footprint:
+        steps = partial(_followed, model, shapes, wanted, level, checkpointing, how)
+        blocks = len(find_blocks(model))
+        return of_step(steps, blocks, how, size, equal=are_equal(model, wanted), offloaded=offloaded)
+
+    return forecast(
+        decided, cost.times, gpu, found, asked.recipes, setting, tokens,
+        memory=memory(decided, asked.precision, setting),
+        bf16_memory=memory(Plan({}), LEVELS["bf16"], setting.plain),
+    )  # fmt: skip
+
+
+def with_measurements(gpu: Gpu, calibration: str | Path | None) -> Gpu:
+    """A GPU with what was measured on it: in a file, or on this machine where this is its GPU.
+
+    Raises:
+        ValueError: For a file that cannot be read, or whose times are of another GPU.
+    """
+    if calibration is not None:
+        found = read_measurements(Path(calibration))
+        theirs = by_driver(found.device)
+        if theirs is not None and theirs.name != gpu.name:
+            raise ValueError(
+                f"{calibration} was measured on {found.device}, not on {gpu.name}: give the table of that GPU, or "
+                f"plan for {theirs.name}"
+            )
+        return replace(gpu, measured=found)
+    if torch.cuda.is_available():
+        from octavo.kernels import calibration as tables
+
+        name, here = torch.cuda.get_device_name(), torch.device("cuda", torch.cuda.current_device())
+        if by_driver(name) == gpu and (entries := tables.entries(here)):
+            return replace(gpu, measured=Measurements(name, entries))
+    return gpu
+
+
+def undecided(model: nn.Module, asked: Asked) -> tuple[Plan, dict[str, str]]:
+    """What the default rules say of a model, and the reasons of linears that stay in bf16 whatever they cost."""
+    if any(is_converted(module) for module in model.modules()):
+        raise ValueError("this model is converted already: octavo.revert(model) first, or plan before converting")
+    rule = _by_rule(model, asked, asked.filter)
+    reasons = {name: rule[name].reason for name in linears_of(model, rule) if rule[name].recipe is None}
+    return rule, {name: why for name, why in reasons.items() if not (asked.heads and why.startswith(HEAD_KEPT))}
+
+
+def linears_of(model: nn.Module, rule: Plan) -> list[str]:
+    """Names of the linears in a plan, which may also name what stores activations."""
+    return [name for name in rule if is_linear(model.get_submodule(name))]
+
+
+def decided_plan(model: nn.Module, asked: Asked, rule: Plan, cost: Decided) -> Plan:
+    """The plan of linears decided by cost, with what stores activations beside them."""
+    decisions = dict(rule.decisions)
+    if any(decision.storage == Activation.kind for decision in decisions.values()):
+        # Linears beside it that stay in bf16 keep their inputs in FP8.
+        chosen = where(lambda _, fqn: cost.decisions[fqn].recipe is not None)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # told by the first time
+            decisions = dict(_by_rule(model, asked, both(asked.filter, chosen)).decisions)
+    for name, decision in cost.decisions.items():
+        decisions[name] = replace(decision, storage=decisions[name].storage)
+    return Plan(decisions, rule.activations)
+
+
+def traced(model: nn.Module, forward: Any, shapes: Sequence[tuple[int, ...]]) -> Trace:
+    """A forward of a model without storage; a ValueError where it cannot run."""
+    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
+    try:
+        return trace(model, linears, forward)
+    except (RuntimeError, TypeError, IndexError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the model cannot run a batch of shapes {[list(s) for s in shapes]}: {reason}") from error
+
+
+def asked_of(precision: Precision, filter: Given | None = None, *, heads: bool = False) -> Asked:
+    """What a precision asks to be decided."""
+    recipes = candidates(precision.recipe if precision.matmul == "fp8" else "auto")
+    return Asked(recipes=recipes, precision=precision, filter=both(of_precision(precision), filter), heads=heads)
+
+
+def _asked(
+    precision: Precision | None, recipe: str | Recipe, skip: Sequence[str], filter: Given | None, heads: bool
+) -> Asked:
+    if precision is not None:
+        if recipe != "auto" or skip:
+            raise ValueError("precision holds the recipe and what to skip: set them there, or give them alone")
+        return asked_of(precision, filter, heads=heads)
+    if isinstance(skip, str):
+        raise TypeError(f"skip is a list of name patterns; got the string {skip!r}: write skip=[{skip!r}]")
+    return replace(asked_of(Precision(skip=tuple(skip)), filter, heads=heads), recipes=candidates(recipe))
+
+
+def _by_rule(model: nn.Module, asked: Asked, filter: Given | None) -> Plan:
+    recipe = asked.recipes[0] if asked.precision.matmul == "fp8" else None
+    return default_plan(model, recipe, asked.precision.skip, filter, asked.precision.activations)
+
+
+def _trace(model: nn.Module, shapes: Any, batch: Any) -> tuple[Trace, int]:
+    """One forward, and how many sequences it has."""
+    dtype, place = _dtype(model), stand_in(torch.device("cuda"))
+    with fake_tensors() as mode:
+        copy = fake_copy(model, mode, place)
+        inputs = fake_batch(shapes, None, dtype, place)
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        if not tensors:
+            raise ValueError(f"the batch holds no tensor and no shape: {batch!r}")
+        found = traced(copy, lambda: call(copy, inputs), [tuple(t.shape) for t in tensors])
+    return found, tensors[0].shape[0] if tensors[0].ndim else 1
+
+
+def _followed(
+    model: nn.Module, shapes: Any, plan: Plan, precision: Precision, checkpointing: str, setting: Setting,
+    blocks: int | None, size: int,
+) -> Followed:  # fmt: skip
+    place = stand_in(torch.device("cuda"))
+    with fake_tensors() as mode:
+        copy = with_blocks(model, blocks, mode, place)
+        part = part_of(plan, copy)
+        if part.converted or part.storing:
+            convert(copy, plan=part, keep_weights=precision.keep_weights, verbose=False)
+        if checkpointing == "full":
+            for block in find_blocks(copy):
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        parameters = [p for p in copy.parameters() if p.requires_grad]
+        # Masters of 16 bits more are bf16's.
+        master: Any = "fp32" if any(p.dtype == torch.float16 for p in parameters) else precision.master
+        make = partial(AdamW, states=precision.states, master=None if precision.master == "none" else master)
+        inputs = fake_batch(shapes, size, _dtype(model), place)
+        stepper = make(parameters) if parameters else None
+        timeline = follow(copy, inputs, stepper, own_loss, setting.micro_batches, GRANULES["cuda"], find_blocks(copy))
+        return followed(copy, timeline, setting)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _shapes(model: nn.Module, batch: Any, seq: int | None) -> Any:
+    """The batch as `fake_batch` takes it."""
+    if seq is None:
+        if isinstance(batch, int):
+            raise TypeError("plan takes batch and seq, as in plan(model, 4, 2048), or what the model is called with")
+        return batch
+    for name, value in (("batch", batch), ("seq", seq)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is a number of 1 or more; got {value!r}")
+    known = inspect.signature(model.forward).parameters
+    found = {"input_ids": (batch, seq)} | ({"labels": (batch, seq)} if "labels" in known else {})
+    return found | ({"use_cache": False} if "use_cache" in known else {})

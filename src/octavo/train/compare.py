@@ -1,0 +1,277 @@
+"""Paired runs: some arms, each on the same seeds, from one configuration.
+
+    arms = make_arms("configs/demo.toml", [], ["bf16", "rowwise:precision.level=O1"], seeds="3")
+    comparison = compare(arms, Path("runs/compare"))
+
+An arm is a name and settings on top of the configuration; the first is the baseline. What makes a pair a pair must be
+the same in all of them: seeds, steps, model, data and batch, so that runs of one seed start from the same weights and
+see the same tokens in the same order. All else (recipe, precision, optimizer, micro-batches, parallelism) may differ.
+
+Seeds are the outer loop, so that whatever else the machine does meanwhile meets all arms of a seed. Each run has a
+folder of its own, `<arm>-seed<k>`, and is an ordinary run: it locks, saves, resumes, and tells its losses as `octavo
+train` does. One that has ended is not repeated; one that stopped on a value that is not finite has ended too, and is a
+result. Under torchrun all runs share one process group.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.train.checkpoint import FREE, latest_checkpoint, read_trainer_state
+from octavo.train.compare_report import FILES, write_comparison
+from octavo.train.compare_verdict import ArmRuns, Comparison, judge
+from octavo.train.config import ConfigError, TrainConfig, flat, load_config, parse_config
+from octavo.train.curves import Curves
+from octavo.train.diagnose import NonFiniteError
+from octavo.train.loop import run
+from octavo.train.metrics import METRICS_FILE, RESULT_FILE, Progress, RunResult, read_metrics
+from octavo.train.outputs import CONFIG_FILE, TRACES
+from octavo.train.ranks import Ranks, joined
+
+SHARED = ("run", "model", "data")
+"""Sections that are the same in all arms; and of the others:"""
+SHARED_KEYS = ("optim.batch",)
+NAMES = FREE - {"data.source"}
+"""What may differ between a run that is there and the one that is wanted."""
+ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+BETWEEN_SETTINGS = re.compile(r"\s+(?=\w+(?:\.\w+)+\s*=)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One side of a comparison: a name, settings as they were given, and a configuration for each seed."""
+
+    name: str
+    settings: tuple[str, ...]
+    configs: Mapping[int, TrainConfig]
+
+    def folder(self, seed: int) -> str:
+        """Name of the folder of one run."""
+        return f"{self.name}-seed{seed}"
+
+
+def make_arms(config: str | Path, overrides: Sequence[str], arms: Sequence[str], seeds: str) -> list[Arm]:
+    """Read a configuration and make the arms of a comparison; the first is the baseline.
+
+    Args:
+        config: A TOML file.
+        overrides: `section.key=value`, for all arms.
+        arms: `NAME` or `NAME:section.key=value section.key=value …`, two or more.
+        seeds: How many, counted from `run.seed` of the configuration, as "3"; or which, as "1,2,5".
+
+    Raises:
+        ConfigError: A setting is wrong, or one that arms must share differs; names are not usable or not unique; fewer
+            than two arms or seeds.
+    """
+    base = load_config(config, overrides)
+    chosen = parse_seeds(seeds, base.run.seed)
+    parsed = [parse_arm(arm) for arm in arms]
+    names = [name for name, _ in parsed]
+    if len(parsed) < 2:
+        given = f"there is only {names[0]!r}" if names else "there is none"
+        raise ConfigError(f"a comparison takes two arms or more, the baseline first, and {given}: give --arm again")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"two arms are named {twice[0]!r}: each needs a name of its own, which names its folders too")
+    made = []
+    for name, settings in parsed:
+        try:
+            own = load_config(config, [*overrides, *settings])
+        except ConfigError as error:
+            raise ConfigError(f"arm {name!r}: {error}") from None
+        _check_shared(name, base, own)
+        made.append(Arm(name=name, settings=settings, configs={seed: _with_seed(own, name, seed) for seed in chosen}))
+    return made
+
+
+def parse_arm(text: str) -> tuple[str, tuple[str, ...]]:
+    """`"name:optim.lr=1 optim.eps=2"` → `("name", ("optim.lr=1", "optim.eps=2"))`. Raises ConfigError."""
+    name, _, settings = (part.strip() for part in text.partition(":"))
+    if not ARM.fullmatch(name):
+        raise ConfigError(
+            f"arm {text!r}: write NAME:section.key=value, as rowwise:precision.level=O1, with a name of letters, "
+            "digits and . _ + - (it names the folders of the runs); the baseline may be a name alone"
+        )
+    return name, tuple(BETWEEN_SETTINGS.split(settings)) if settings else ()
+
+
+def parse_seeds(text: str, first: int) -> tuple[int, ...]:
+    """`"3"` → three seeds from `first` on; `"1,2,5"` → these. Raises ConfigError, also for fewer than two."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise ConfigError(f"seeds are a number of them, as 3, or a list, as 1,2,5; got {text!r}")
+    given = [int(word) for word in words]
+    if len(given) == 1:
+        given = list(range(first, first + given[0]))
+    if twice := [seed for seed in given if given.count(seed) > 1]:
+        raise ConfigError(f"seed {twice[0]} is given twice: the same runs again say nothing new")
+    if len(given) < 2:
+        raise ConfigError(
+            f"a comparison takes two seeds or more; got {text!r}. One seed cannot tell an effect from chaos: how far "
+            "apart two runs end that differ in rounding alone is known from several pairs. `octavo demo` shows one pair"
+        )
+    return tuple(given)
+
+
+def _check_shared(name: str, base: TrainConfig, own: TrainConfig) -> None:
+    """Raise ConfigError where an arm changes what makes its runs comparable."""
+    changed = _differences(base, own)
+    for key, (theirs, given) in changed.items():
+        if key.partition(".")[0] in SHARED or key in SHARED_KEYS:
+            raise ConfigError(
+                f"arm {name!r} sets {key} = {given!r} (the others: {theirs!r}): arms share model, data, batch, seeds "
+                "and steps, else their losses cannot be compared seed by seed. Set it for all arms, after CONFIG"
+            )
+
+
+def _differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings that are not the same, with both values; None where one is not set."""
+    first, second = (dict(flat("", config.model_dump(mode="json", exclude_none=True))) for config in (one, other))
+    keys = dict.fromkeys([*first, *second])
+    return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
+
+
+def _with_seed(config: TrainConfig, name: str, seed: int) -> TrainConfig:
+    tables = config.model_dump(exclude_none=True)
+    run_table = {key: value for key, value in tables["run"].items() if key != "out"}
+    return parse_config(tables | {"run": run_table | {"seed": seed, "name": f"{name}-seed{seed}"}})
+
+
+def compare(
+    arms: Sequence[Arm],
+    out: Path,
+    *,
+    margin: float | None = None,
+    confidence: float = 0.95,
+    progress: Progress | None = None,
+) -> Comparison | None:
+    """Train every arm on every seed into `out/<arm>-seed<k>`, or find that it is there, and compare.
+
+    Writes `compare.json`, `report.html` and `loss.png` into `out`. Call it again to go on after an interruption, or
+    with more arms or seeds.
+
+    Args:
+        arms: Of `make_arms`.
+        out: The folder of all runs.
+        margin: The largest gap in loss that passes, in percent; None for none that can be shown.
+        confidence: Of the intervals of all arms together.
+        progress: Told of each run.
+
+    Returns:
+        The comparison; None where a signal has stopped a run, which is then saved.
+
+    Raises:
+        ConfigError: A run's folder holds something else, or a run cannot begin. Nothing is overwritten.
+    """
+    check_limits(margin, confidence)
+    configs = {arm.folder(seed): arm.configs[seed] for seed in arms[0].configs for arm in arms}
+    with joined(arms[0].configs[min(arms[0].configs)]) as ranks:
+        ranks.shared(lambda: check_folders(out, configs))
+        results: dict[str, RunResult] = {}
+        for folder, config in configs.items():
+            result = _trained(out / folder, config, ranks, progress)
+            if result.stopped == "sigterm":
+                return None
+            results[folder] = result
+        return ranks.shared(lambda: _judged(arms, out, results, margin, confidence))
+
+
+def check_limits(margin: float | None, confidence: float) -> None:
+    """Raise ConfigError for a margin or a confidence that is none."""
+    if margin is not None and not 0 < margin < 100:
+        raise ConfigError(f"the margin is a loss gap in percent, above 0 and below 100; got {margin:g}")
+    if not 0.5 <= confidence < 1:
+        raise ConfigError(f"the confidence is 50 % or more and below 100 %; got {100 * confidence:g} %")
+
+
+def check_folders(out: Path, configs: Mapping[str, TrainConfig]) -> None:
+    """Raise ConfigError where `out` holds what a comparison would overwrite, or runs that are not those wanted.
+
+    Args:
+        out: The folder of all runs.
+        configs: Folder → the run that belongs there.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file: give a folder with --out")
+    found = [name for name in (*TRACES, *FILES) if (out / name).exists()]
+    if found and not (out / FILES[0]).exists():
+        raise ConfigError(f"{out} holds {found[0]}, which is of no comparison: give another folder with --out")
+    for name, config in configs.items():
+        folder = out / name
+        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+            continue
+        if not (folder / CONFIG_FILE).exists():
+            raise ConfigError(f"{folder} holds something else than a run: give another folder with --out")
+        for key, (has, wanted) in _differences(load_config(folder / CONFIG_FILE), config).items():
+            if key not in NAMES:
+                raise ConfigError(
+                    f"{folder} holds a run of another configuration: {key} is {has!r} there, {wanted!r} here. Give "
+                    "another folder with --out, or another name to the arm; nothing was overwritten"
+                )
+
+
+def _trained(folder: Path, config: TrainConfig, ranks: Ranks, progress: Progress | None) -> RunResult:
+    """The result of a run that was there, or is made."""
+    if (found := ranks.shared(lambda: finished(folder, config))) is not None:
+        return found
+    there = ranks.shared(folder.exists)
+    try:
+        return run(config, out=folder, resume=there, progress=progress)
+    except NonFiniteError as error:
+        if ranks.first and progress is not None:
+            progress.note(str(error).partition(". ")[0])
+        return ranks.shared(lambda: RunResult.read(folder))
+
+
+def finished(folder: Path, config: TrainConfig) -> RunResult | None:
+    """The result of a run that has ended, at its last step or on a value that is not finite; None where none has."""
+    if not (folder / RESULT_FILE).exists():
+        return None
+    found = RunResult.read(folder)
+    whole = found.stopped == "done" and found.steps == config.run.steps
+    return found if whole or found.stopped == "non-finite" else None
+
+
+def _judged(
+    arms: Sequence[Arm], out: Path, results: Mapping[str, RunResult], margin: float | None, confidence: float
+) -> Comparison:
+    _check_data([out / folder for folder in results])
+    runs = [
+        ArmRuns(
+            name=arm.name,
+            settings=arm.settings,
+            seeds=tuple(arm.configs),
+            results=tuple(results[arm.folder(seed)] for seed in arm.configs),
+            curves=tuple(_curves(out / arm.folder(seed), results[arm.folder(seed)]) for seed in arm.configs),
+        )
+        for arm in arms
+    ]
+    comparison = judge(runs, margin=margin, confidence=confidence)
+    write_comparison(comparison, [next(iter(arm.configs.values())) for arm in arms], out)
+    return comparison
+
+
+def _curves(folder: Path, result: RunResult) -> Curves:
+    """The steps of a run. Raises ConfigError where they are not all there."""
+    curves = Curves.of(read_metrics(folder))
+    if (last := int(curves.step[-1]) if len(curves.step) else 0) != result.steps:
+        raise ConfigError(
+            f"{folder / METRICS_FILE} ends at step {last}, the run at step {result.steps}: the file was changed. "
+            f"Remove {folder}, and the same command trains it anew"
+        )
+    return curves
+
+
+def _check_data(folders: Sequence[Path]) -> None:
+    """Raise ConfigError where runs were trained on different data, as far as their checkpoints are still there."""
+    seen: dict[str, Path] = {}
+    for folder in folders:
+        if (checkpoint := latest_checkpoint(folder)) is not None:
+            seen.setdefault(read_trainer_state(checkpoint)["data"], folder)
+    if len(seen) > 1:
+        first, second, *_ = seen.values()
+        raise ConfigError(
+            f"{first} and {second} were trained on different data: the content of data.source has changed in between. "
+            "Compare into another folder (--out)"
+        )

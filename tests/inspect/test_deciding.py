@@ -1,0 +1,168 @@
+"""octavo.convert: by cost where a GPU is present, as told elsewhere."""
+
+import inspect
+import warnings
+
+import pytest
+import torch
+from models import llama
+from torch import nn
+
+import octavo
+from octavo import Precision
+from octavo.inspect import deciding
+from octavo.nn import convert as convert_as_told
+from octavo.nn import filters
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes this machine say that it has a GPU."""
+
+    def present(name=H100):
+        monkeypatch.setattr(deciding, "present_gpu", lambda: name)
+
+    present()
+    return present
+
+
+def wide(**sizes):
+    with torch.device("meta"):
+        usual = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 2}
+        return llama(**usual | {"num_hidden_layers": 2, "vocab_size": 1000} | sizes).bfloat16()
+
+
+def converted(model):
+    return {row.name for row in octavo.report(model) if row.converted}
+
+
+def test_without_a_gpu_it_is_the_same_as_before():
+    ours, theirs = llama(), llama()
+    assert deciding.present_gpu() is None or torch.cuda.is_available()
+    octavo.convert(ours, verbose=False)
+    convert_as_told(theirs, verbose=False)
+    assert ours.octavo_plan == theirs.octavo_plan and converted(ours)
+
+
+def test_it_takes_the_arguments_of_the_other_and_tokens():
+    ours, theirs = (inspect.signature(f).parameters for f in (octavo.convert, convert_as_told))
+    assert [p for p in ours if p != "tokens"] == list(theirs)
+    assert all(ours[name].default == theirs[name].default for name in theirs)
+
+
+def test_what_gains_is_converted_and_the_reason_says_by_how_much(gpu):
+    model = octavo.convert(wide(), verbose=False)
+    rows = {row.name: row for row in octavo.report(model)}
+    up, narrow = rows["model.layers.0.mlp.up_proj"], rows["model.layers.0.self_attn.k_proj"]
+    assert up.converted and "8192×2048×8192" in up.reason and "8192 tokens assumed on H100 SXM" in up.reason
+    assert not narrow.converted and "would be" in narrow.reason and "narrow (256)" in narrow.reason
+    assert rows["lm_head"].reason.startswith("vocabulary head") and "; by cost: " in rows["lm_head"].reason
+    assert all(decision.gain is not None for decision in model.octavo_plan.decisions.values())
+
+
+def test_never_knowingly_slower(gpu):
+    """Of whatever is converted, nothing is predicted to lose; and of what stays, nothing to gain."""
+    for name in (H100, "NVIDIA L4", "NVIDIA B200", "NVIDIA GeForce RTX 4090"):
+        gpu(name)
+        for tokens in (512, 4096, 65536):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = octavo.convert(wide(), tokens=tokens, verbose=False)
+            for decision in model.octavo_plan.decisions.values():
+                assert decision.gain > 1 if decision.recipe else decision.gain == 1
+
+
+def test_tokens_decide(gpu):
+    many = converted(octavo.convert(wide(), tokens=65536, verbose=False))
+    with pytest.warns(UserWarning, match="with 256 tokens"):
+        few = converted(octavo.convert(wide(), tokens=256, verbose=False))
+    assert many and not few
+    with pytest.raises(ValueError, match="tokens is a number of 1 or more; got 0"):
+        octavo.convert(wide(), tokens=0)
+
+
+def test_a_model_of_which_nothing_gains_is_left_with_a_warning(gpu):
+    model = llama()
+    with pytest.warns(UserWarning, match=f"no layer of this model is predicted to gain from FP8 on {H100}"):
+        octavo.convert(model, verbose=False)
+    assert not converted(model) and "would be 0." in octavo.report(model)[0].reason
+    octavo.revert(model)
+    octavo.convert(model, "rowwise", verbose=False)
+    assert converted(model)
+
+
+def test_a_gpu_without_fp8_units(gpu):
+    gpu("NVIDIA A100-SXM4-80GB")
+    with pytest.warns(UserWarning, match="predicted to gain"):
+        model = octavo.convert(wide(), verbose=False)
+    assert "has no FP8 matrix units" in octavo.report(model)[0].reason
+
+
+def test_an_unknown_gpu_is_said_and_the_rule_holds(gpu):
+    gpu("Some GPU 3000")
+    model = octavo.convert(wide(), verbose=False)
+    row = octavo.report(model)[0]
+    assert row.converted and row.recipe == "rowwise"
+    assert "by rule: Some GPU 3000 is not in the table of GPUs" in row.reason
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"recipe": r} for r in ("rowwise", "tensorwise", {filters.first(1): "rowwise"})] + [{"precision": Precision()}],
+    ids=str,
+)
+def test_what_is_named_is_done(gpu, given):
+    told = llama()
+    octavo.convert(told, **given, verbose=False)
+    linears = {name for name, module in llama().named_modules() if type(module) is nn.Linear}
+    assert converted(told) == linears - {"lm_head"}
+
+
+def test_recipe_auto_and_precision_auto_leave_it_to_cost(gpu):
+    by_default = converted(octavo.convert(wide(), verbose=False))
+    assert converted(octavo.convert(wide(), "auto", verbose=False)) == by_default
+    assert converted(octavo.convert(wide(), precision=Precision(recipe="auto"), verbose=False)) == by_default
+    last = converted(octavo.convert(wide(), precision=Precision(recipe="auto", skip_last=1), verbose=False))
+    assert last == {name for name in by_default if "layers.0" in name}
+    with pytest.raises(ValueError, match="precision holds the recipe"):
+        octavo.convert(wide(), precision=Precision(recipe="auto"), skip=["*"])
+
+
+def test_without_a_gpu_auto_is_the_default_recipe():
+    for given in ({"recipe": "auto"}, {"precision": Precision(recipe="auto")}):
+        model = octavo.convert(llama(), **given, verbose=False)
+        assert {row.recipe for row in octavo.report(model) if row.converted} == {"rowwise"}
+
+
+def test_skip_filter_and_activations_hold_by_cost_too(gpu):
+    model = octavo.convert(
+        wide(), skip=["*.0.mlp.up_proj"], filter=filters.name("*.mlp.*"), activations="fp8", verbose=False
+    )
+    assert converted(model) and all(".mlp." in name for name in converted(model))
+    assert "model.layers.0.mlp.up_proj" not in converted(model)
+    report = octavo.report(model)
+    assert {row.storage for row in report.activations} >= {"norm", "attention"}
+
+
+def test_linears_that_stay_beside_an_activation_keep_their_inputs_in_fp8(gpu):
+    def block():
+        return nn.Sequential(nn.Linear(4096, 8192), nn.GELU(), nn.Linear(8192, 64))
+
+    with torch.device("meta"):
+        model = nn.ModuleDict({"a": block()}).bfloat16()
+    octavo.convert(model, activations="fp8", verbose=False)
+    plan = model.octavo_plan
+    assert plan["a.0"].recipe is not None and plan["a.0"].storage is None
+    assert plan["a.2"].recipe is None and plan["a.2"].storage == "mlp"
+
+
+def test_mistakes_are_those_of_the_other(gpu):
+    model = octavo.convert(wide(), verbose=False)
+    with pytest.raises(ValueError, match="converted already"):
+        octavo.convert(model)
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
+        octavo.convert(7)
+    with pytest.raises(ValueError, match="did you mean 'rowwise'"):
+        octavo.convert(wide(), "rowwize")

@@ -1,0 +1,239 @@
+"""octavo.plan: any model, any device, decided linear by linear, time and memory; a 70B one in seconds."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+from models import llama
+from torch import nn
+
+import octavo
+from octavo import Precision, plan
+from octavo.kernels.calibration import Entry
+from octavo.kernels.gemm import plain as plain_products
+from octavo.nn import filters
+from octavo.parallel import Parallel
+
+
+@pytest.fixture(scope="module")
+def wide():
+    with torch.device("meta"):
+        return llama(hidden_size=2048, intermediate_size=8192, num_attention_heads=16, num_key_value_heads=2,
+                     num_hidden_layers=2, vocab_size=1000).bfloat16()  # fmt: skip
+
+
+def test_a_model_on_meta_is_decided_and_not_touched(wide):
+    speed = plan(wide, 4, 2048, device="h200")
+    assert next(wide.parameters()).is_meta and not hasattr(wide, "octavo_plan")
+    by_name = {row.name: row for row in speed.rows}
+    up = by_name["model.layers.1.mlp.up_proj"]
+    times = speed.times[up.name]
+    assert up.converted and up.recipe == "rowwise" and up.gain == pytest.approx(times.bf16 / times.planned)
+    assert "8192×2048×8192" in up.reason
+    head = by_name["lm_head"]
+    assert not head.converted and head.gain == 1.0
+    assert head.reason.startswith("vocabulary head") and "by cost: " in head.reason
+    assert speed.planned.seconds < speed.bf16.seconds
+    saved = sum(time.bf16 - time.planned for time in speed.times.values())
+    assert speed.bf16.seconds - speed.planned.seconds == pytest.approx(saved)
+    assert speed.planned.tokens == 8192
+    assert speed.parameters == sum(p.numel() for p in wide.parameters())
+
+
+def test_convert_does_what_was_planned():
+    model = llama()
+    speed = plan(model, 2, 16, device={"like": "h100", "launch_us": 0, "host_us": 0, "memory_tbs": 1000})
+    assert isinstance(speed, octavo.Plan) and speed.converted
+    octavo.convert(model, plan=speed, verbose=False)
+    report = octavo.report(model)
+    assert [row.name for row in report if row.converted] == [r.name for r in speed.rows if r.converted]
+    assert report[0].reason == speed.rows[0].reason
+    assert type(model.octavo_plan) is octavo.Plan  # and holds no predictions, whose model it would keep alive
+    with pytest.raises(ValueError, match="converted already: octavo.revert"):
+        plan(model, 2, 16)
+
+
+def test_heads_by_cost_and_skipped_layers(wide):
+    speed = plan(wide, 4, 8192, heads=True, skip=["*.q_proj", "*.0.*"])
+    by_name = {row.name: row for row in speed.rows}
+    assert by_name["lm_head"].recipe == plan(wide, 4, 8192, heads=True).rows[-1].recipe
+    assert not by_name["lm_head"].reason.startswith("vocabulary head")
+    assert by_name["model.layers.1.self_attn.q_proj"].reason.startswith("skipped by pattern '*.q_proj'; by cost: ")
+    assert not by_name["model.layers.0.mlp.up_proj"].converted and by_name["model.layers.1.mlp.up_proj"].converted
+
+
+def test_settings_reach_the_step(wide):
+    plain = plan(wide, 1, 1024)
+    assert plan(wide, 1, 1024, checkpointing="full").bf16.linears > plain.bf16.linears
+    assert plan(wide, 1, 1024, micro_batches=4).bf16.tokens == 4096
+    assert plan(wide, 1, 1024, compiled=True).bf16.rest < plain.bf16.rest
+    lean = plan(wide, 1, 1024, precision=Precision.level("O1+act+opt", recipe="auto"))
+    assert lean.planned.optimizer < lean.bf16.optimizer == plain.bf16.optimizer
+    assert plan(wide, 1, 1024, world=8).bf16.tokens == 8192
+    assert {row.recipe for row in plan(wide, 8, 2048, recipe="tensorwise").rows} == {"tensorwise", None}
+
+
+def test_a_batch_in_any_form_and_lora_ranks():
+    with torch.device("meta"):
+        down, up, head = nn.Linear(4096, 16), nn.Linear(16, 4096), nn.Linear(4096, 3)
+        base = nn.Linear(4096, 4096)
+    base.weight.requires_grad_(False)
+    found = plan(nn.Sequential(base, down, up, head), torch.empty(8192, 4096))
+    rows = {row.name: row for row in found.rows}
+    assert not any(rows[name].converted for name in "123")
+    assert "narrow (16)" in rows["1"].reason and "narrow (3)" in rows["3"].reason
+    base.weight.requires_grad_(True)
+    trained = plan(base, (torch.empty(8192, 4096),)).times[""]
+    assert found.times["0"].bf16 == pytest.approx(trained.bf16 / 2, rel=0.03)  # neither has a dgrad, the first no wgrad
+
+
+def test_printed_and_as_json(wide):
+    speed = plan(wide, 8, 2048, world=8)
+    text = str(speed)
+    for part in ("predicted, not measured: H100 SXM", "model.layers.{0-1}.mlp.up_proj", "tokens/s", "MFU", "FP8 pays",
+                 "parameters", "gradients", "optimizer states", "activations", "temporaries", "largest that fits",
+                 "memory of each GPU", "It fits"):  # fmt: skip
+        assert part in text, part
+    content = json.loads(speed.to_json())
+    assert content["gain"] == pytest.approx(speed.gain) and len(content["rows"]) == len(speed.rows)
+    assert content["planned"]["memory"]["peak"] == speed.memory.peak == sum(speed.memory.at_peak.values())
+    assert content["planned"]["memory"]["largest_batch"] == speed.largest_batch > 8
+    assert content["bf16"]["memory"]["fits"] is True and content["setting"]["gpus"] == 8
+    read = octavo.Plan.from_json(speed.to_json())
+    assert read == octavo.Plan(speed.decisions) and read.rows == speed.rows
+    assert f"{speed.gain:.2f}× bf16" in speed.summary
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"batch": 0, "seq": 8}, ValueError, "batch is a number of 1 or more; got 0"),
+        ({"batch": 2, "seq": -1}, ValueError, "seq is a number of 1 or more"),
+        ({"batch": 2}, TypeError, "plan takes batch and seq"),
+        ({"batch": {"n": 7}}, ValueError, "holds no tensor and no shape"),
+        ({"batch": {"input_ids": (2, 3, 4)}}, ValueError, r"cannot run a batch of shapes \[\[2, 3, 4\]\]"),
+        ({"batch": 2, "seq": 8, "device": "h1000"}, ValueError, "unknown GPU 'h1000'.*did you mean 'h100'"),
+        ({"batch": 2, "seq": 8, "recipe": "rowwize"}, ValueError, "did you mean 'rowwise'"),
+        ({"batch": 2, "seq": 8, "checkpointing": "ful"}, ValueError, "did you mean 'full'"),
+        ({"batch": 2, "seq": 8, "world": 0}, ValueError, "gpus is a number of 1 or more"),
+        ({"batch": 2, "seq": 8, "world": 8, "parallel": Parallel(dp_replicate=3)}, ValueError, "dp_replicate = 3"),
+        ({"batch": 2, "seq": 8, "micro_batches": 0}, ValueError, "micro_batches is a number of 1 or more"),
+        ({"batch": 2, "seq": 8, "skip": "a"}, TypeError, r"write skip=\['a'\]"),
+        ({"batch": 2, "seq": 8, "calibration": "none.json"}, ValueError, "cannot be read from none.json"),
+        (
+            {"batch": 2, "seq": 8, "recipe": "rowwise", "precision": Precision()},
+            ValueError,
+            "precision holds the recipe",
+        ),
+    ],
+    ids=str,
+)
+def test_mistakes(arguments, error, message):
+    with pytest.raises(error, match=message):
+        plan(llama(), **arguments)
+
+
+def test_filters_and_precision_say_what_stays(wide):
+    by_name = {row.name: row for row in plan(wide, 4, 8192, filter=filters.name("*.mlp.*")).rows}
+    assert by_name["model.layers.0.mlp.up_proj"].converted
+    assert not by_name["model.layers.0.self_attn.q_proj"].converted
+    assert "; by cost: " in by_name["model.layers.0.self_attn.q_proj"].reason
+    last = {row.name: row.converted for row in plan(wide, 4, 8192, precision=Precision(skip_last=1)).rows}
+    assert last["model.layers.0.mlp.up_proj"] and not last["model.layers.1.mlp.up_proj"]
+    bf16 = plan(wide, 4, 8192, precision=Precision.level("bf16"))
+    assert not bf16.converted and bf16.gain == 1.0 and "precision level bf16; by cost: " in bf16.rows[0].reason
+    assert bf16.memory.at_peak == bf16.bf16_memory.at_peak
+
+
+def test_stored_activations_are_part_of_the_plan():
+    with torch.device("meta"):
+        model = llama(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_hidden_layers=2).bfloat16()
+    stored = plan(model, 4, 4096, precision=Precision.level("O1+act", recipe="auto"))
+    assert stored.activations == "fp8" and stored.storing and stored.converted
+    plain = plan(model, 4, 4096)
+    assert stored.memory.at_peak["activations"] < 0.5 * plain.memory.at_peak["activations"]
+    octavo.convert(model, plan=stored, verbose=False)
+    assert octavo.report(model).activations
+
+
+def test_a_plan_of_another_model_is_refused():
+    theirs = plan(llama(num_hidden_layers=3), 2, 16, device=FAST)
+    with pytest.raises(ValueError, match="the plan is for another model: it names 'model.layers.2"):
+        octavo.convert(llama(), plan=theirs)
+
+
+def test_what_does_not_fit_says_how_much_would(wide):
+    gpu = {"like": "h100", "memory_gb": 4}
+    tight = plan(wide, 64, 2048, device=gpu)
+    assert not tight.fits and 1 <= tight.largest_batch < 64
+    assert f"the largest forward that fits has {tight.largest_batch} sequences on each GPU" in str(tight)
+    assert plan(wide, tight.largest_batch, 2048, device=gpu).fits
+    assert not plan(wide, tight.largest_batch + 1, 2048, device=gpu).fits
+    none = plan(wide, 1, 2048, device={"like": "h100", "memory_gb": 1.5})
+    assert none.largest_batch == 0 and "not even one sequence does" in str(none)
+
+
+def test_many_gpus_share_what_is_held(wide):
+    one, eight = (plan(wide, 1, 2048, world=world).memory.at_peak for world in (1, 8))
+    for kind in ("parameters", "optimizer states"):
+        assert eight[kind] == pytest.approx(one[kind] / 8, rel=0.01)
+    assert eight["gathered"] > one["gathered"] == 0
+    copies = plan(wide, 1, 2048, world=8, parallel=Parallel(dp_replicate=8)).memory.at_peak
+    assert copies["parameters"] == one["parameters"]
+    assert copies["gathered"] == pytest.approx(one["parameters"], rel=0.01)  # DDP's buckets
+    away = plan(wide, 1, 2048, world=8, parallel=Parallel(cpu_offload=True)).memory.at_peak
+    assert away["parameters"] == away["optimizer states"] == 0
+    fp8 = plan(wide, 1, 2048, world=8, parallel=Parallel(fp8_comm="on"))
+    assert fp8.setting.fp8_gather and fp8.setting.fp8_reduce
+    assert fp8.memory.at_peak["gathered"] < eight["gathered"] and not fp8.setting.plain.fp8_gather
+
+
+def test_a_calibration_goes_before_the_data_sheet(wide, tmp_path):
+    file = tmp_path / "h100.json"
+    made = [
+        Entry(op="matmul", case=what.case, shape=what.shape, backend="torch", config=None, microseconds=1.0)
+        for what in plain_products.products([(8192, 2048, 8192)])
+    ]
+    table = {"format": 1, "device": "NVIDIA H100 80GB HBM3", "entries": [asdict(each) for each in made]}
+    file.write_text(json.dumps(table))
+    measured = plan(wide, 4, 2048, device="h100", calibration=file, compiled=True)
+    by_name = {row.name: row for row in measured.rows}
+    up, down = by_name["model.layers.0.mlp.up_proj"], by_name["model.layers.0.mlp.down_proj"]
+    assert not up.converted and "bf16 0.003 ms measured" in up.reason  # nothing beats a microsecond
+    assert down.converted and "measured" not in down.reason
+    assert measured.times[up.name].bf16 == pytest.approx(3e-6)
+    assert "times marked measured are of this GPU" in str(measured)
+    assert "Measured: 3 times of octavo calibrate on NVIDIA H100 80GB HBM3." in str(measured)
+    with pytest.raises(ValueError, match="measured on NVIDIA H100 80GB HBM3, not on H200 SXM"):
+        plan(wide, 4, 2048, device="h200", calibration=file)
+    json.loads(measured.to_json())
+
+
+FAST = {"like": "h100", "launch_us": 0, "host_us": 0, "memory_tbs": 1000}
+"""A GPU on which small layers gain."""
+
+
+@pytest.mark.slow
+def test_llama_3_70b_takes_seconds():
+    """In a process of its own: what it takes is this one's alone."""
+    code = (
+        "import resource, time, torch; from transformers import LlamaConfig, LlamaForCausalLM; import octavo.inspect\n"
+        "config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, vocab_size=128256,\n"
+        "                     num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192)\n"
+        "start = time.process_time()\n"
+        "with torch.device('meta'): model = LlamaForCausalLM(config).bfloat16()\n"
+        "level = octavo.Precision.level('O1+act+opt', recipe='auto')\n"
+        "plan = octavo.plan(model, 1, 8192, device='h100', world=64, precision=level, checkpointing='full')\n"
+        "text = str(plan)\n"
+        "print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, plan.fits,\n"
+        "      plan.largest_batch, plan.memory.followed[1], plan.summary)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    seconds, gib, fits, largest, blocks, summary = out.split(maxsplit=5)
+    assert float(seconds) < 10
+    assert float(gib) < 4
+    assert (fits, blocks) == ("True", "80") and 1 < int(largest) < 8
+    assert summary.startswith("560 of 561 linear layers in rowwise; predicted on 64 × H100 SXM")

@@ -1,0 +1,155 @@
+"""What is counted is what it is said to be: against the plain formulas, element by element, in float64."""
+
+import math
+
+import pytest
+import torch
+
+import octavo.inspect.tally as tally_module
+from octavo.inspect.tally import Form, Tallies, as_stats
+from octavo.kernels import quantize
+from octavo.numerics.spec import QuantSpec
+
+SPECS = ["e4m3/tensor", "e5m2/tensor", "e4m3/row", "e4m3/column", "e4m3/1x128", "e4m3/128x128", "e4m3/32x1/e8m0"]
+KEY = ("layer", "x")
+
+
+def stats(x, form, others=(), calls=1):
+    tallies = Tallies([f"other{i}" for i in range(len(others))])
+    for _ in range(calls):
+        tallies.count(KEY, x, form, others)
+    found = tallies.reduced([KEY], None, x.device)
+    if not found:
+        return None
+    return as_stats(KEY, found[KEY], step=1, recipe="r", what_if=tallies.what_if, copies=1)
+
+
+def wide(rows=150, columns=300, dtype=torch.bfloat16):
+    """Magnitudes over 2⁻³⁰ … 2⁸, zeros among them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, columns, generator=generator)
+    x *= 2.0 ** torch.randint(-30, 8, x.shape, generator=generator)
+    return torch.where(torch.rand(x.shape, generator=generator) < 0.1, 0.0, x).to(dtype)
+
+
+def by_formula(x, spec, fold=None, scale=None):
+    """Of a finite matrix."""
+    q = quantize(x, spec, fold, scale=scale)
+    exact = x.float() if fold is None else x.float() * fold
+    there = q.data.float() * q.expanded_scale()
+    exact, there = exact.double(), there.double()
+    nonzero = exact != 0
+    scales = q.scale.double()[q.scale.double() > 2.0**-126]
+    return {
+        "amax": exact.abs().max().item(),
+        "smallest": exact[nonzero].abs().min().item(),
+        "underflow": ((there == 0) & nonzero).sum().item() / nonzero.sum().item(),
+        "sqnr": 10 * math.log10((exact**2).sum() / ((exact - there) ** 2).sum()),
+        "scale_spread": (scales.max() / scales.min()).item(),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("text", SPECS)
+def test_figures_are_those_of_the_formulas(text, dtype, monkeypatch):
+    monkeypatch.setattr("octavo.numerics.bands.ELEMENTS", 10000)  # more bands than one
+    x, spec = wide(dtype=dtype), QuantSpec.parse(text)
+    row = stats(x, Form(spec))
+    for name, value in by_formula(x, spec).items():
+        assert getattr(row, name) == pytest.approx(value, rel=1e-9), name
+    assert (row.elements, row.nonfinite, row.saturation) == (x.numel(), 0, 0)
+    assert row.underflow > 0
+
+
+@pytest.mark.parametrize("shape", [(150, 1), (1, 300)])
+@pytest.mark.parametrize("text", ["e4m3/row", "e4m3/column"])
+def test_the_folded_matrix_is_what_is_counted(text, shape, monkeypatch):
+    monkeypatch.setattr("octavo.numerics.bands.ELEMENTS", 10000)
+    fold = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.1
+    x, spec = wide(), QuantSpec.parse(text)
+    row = stats(x, Form(spec, fold))
+    for name, value in by_formula(x, spec, fold).items():
+        assert getattr(row, name) == pytest.approx(value, rel=1e-9), name
+
+
+def test_what_if_is_what_the_other_form_would_have():
+    x, fold = wide(), torch.rand(1, 300, generator=torch.Generator().manual_seed(1)) + 0.1
+    specs = [QuantSpec.parse(text) for text in ("e5m2/tensor", "e4m3/1x128")]
+    row = stats(x, Form(QuantSpec.parse("e4m3/row")), [Form(specs[0]), Form(specs[1], fold), Form(None)])
+    assert row.what_if["other0"] == pytest.approx(by_formula(x, specs[0])["sqnr"], rel=1e-9)
+    assert row.what_if["other1"] == pytest.approx(by_formula(x, specs[1], fold)["sqnr"], rel=1e-9)
+    assert row.what_if["other2"] == math.inf  # high precision loses nothing
+
+
+def test_tiny_values_have_figures_too():
+    """Squares of gradients of 1e-30 are zeros in float32."""
+    x = wide(dtype=torch.float32) * 2.0**-90
+    spec = QuantSpec.parse("e4m3/row")
+    assert stats(x, Form(spec)).sqnr == pytest.approx(stats(wide(dtype=torch.float32), Form(spec)).sqnr, rel=1e-9)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_counted_and_left_out(bad):
+    """By row the rest of the row is lost, and the other rows are compared; by tensor there is nothing to compare."""
+    x = wide()
+    x[3, 5] = bad
+    others = x.clone()
+    others[3] = 0
+    row = stats(x, Form(QuantSpec.parse("e4m3/row")), [Form(QuantSpec.parse("e4m3/tensor"))])
+    assert row.nonfinite == 1
+    assert row.sqnr == pytest.approx(by_formula(others, QuantSpec.parse("e4m3/row"))["sqnr"], rel=1e-9)
+    assert row.amax == x[x.isfinite()].abs().max()
+    assert math.isnan(row.what_if["other0"])
+    assert math.isnan(stats(x, Form(QuantSpec.parse("e4m3/tensor"))).sqnr)
+
+
+def test_nothing_finite():
+    row = stats(torch.full((4, 8), math.nan), Form(QuantSpec.parse("e4m3/row")))
+    assert (row.nonfinite, row.amax, row.smallest, row.underflow, row.scale_spread) == (32, 0, 0, 0, 1)
+    assert math.isnan(row.sqnr)
+
+
+def test_zeros_are_exact():
+    row = stats(torch.zeros(4, 8), Form(QuantSpec.parse("e4m3/row")))
+    assert (row.sqnr, row.amax, row.smallest, row.underflow, row.scale_spread) == (math.inf, 0, 0, 0, 1)
+    assert row.dynamic_range == 0
+
+
+def test_rows_of_zeros_do_not_spread_the_scales():
+    x = torch.ones(4, 8)
+    x[0], x[1] = 0, 4
+    assert stats(x, Form(QuantSpec.parse("e4m3/row"))).scale_spread == 4
+    assert stats(x, Form(QuantSpec.parse("e4m3/tensor"))).scale_spread == 1
+
+
+def test_scales_that_are_given_saturate():
+    x = torch.tensor([[1.0, -2.0, 500.0, -1000.0, 448.0, 0.0, math.inf, 3.0]])
+    spec = QuantSpec.parse("e4m3/tensor")
+    row = stats(x, Form(spec, scale=torch.ones(1, 1)))
+    assert (row.saturation, row.nonfinite) == (2 / 7, 1)
+    assert stats(x, Form(spec)).saturation == 0
+    for amax in (*torch.linspace(7, 8, 200).tolist(), 7.8436):  # not its own maximum, however its scale was rounded
+        own = torch.tensor([[amax, -1.0]])
+        assert stats(own, Form(spec, scale=quantize(own, spec).scale)).saturation == 0
+
+
+def test_calls_add_up():
+    x, spec = wide(), QuantSpec.parse("e4m3/row")
+    once, twice = stats(x, Form(spec), [Form(spec)]), stats(x, Form(spec), [Form(spec)], calls=2)
+    assert twice.elements == 2 * once.elements
+    assert twice.sqnr == pytest.approx(once.sqnr) == pytest.approx(twice.what_if["other0"])
+    assert (twice.underflow, twice.amax, twice.smallest) == (once.underflow, once.amax, once.smallest)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0), (0, 0)])
+def test_an_operand_without_elements_is_no_row(shape):
+    assert stats(torch.zeros(shape), Form(QuantSpec.parse("e4m3/row")), [Form(QuantSpec.parse("e4m3/1x128"))]) is None
+
+
+def test_gpu_bands_are_whole_block_rows(monkeypatch):
+    monkeypatch.setattr(tally_module, "GPU_BAND", 1000)
+    monkeypatch.setattr("octavo.numerics.bands.ELEMENTS", 100)
+    on_gpu = torch.empty(1000, 7, device="meta")
+    cut = tally_module._bands(on_gpu, 128)
+    assert all(band.start % 128 == 0 for band in cut)
+    assert len(tally_module._bands(on_gpu, 1)) == 8  # 142 rows of 7 each

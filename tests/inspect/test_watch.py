@@ -1,0 +1,356 @@
+"""Watching: in sampled steps only, and never with an effect on what is computed."""
+
+import math
+
+import pytest
+import torch
+from families import GPT2
+from models import MLP, assert_same, gradients, llama
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo.inspect import Watch
+from octavo.inspect.stats import OPERANDS
+from octavo.nn.linear import _quantized_gradient, _quantized_input
+from octavo.numerics import RECIPES, Precision
+from octavo.numerics.error import sqnr
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tokens(rows=2, seed=0):
+    return torch.randint(0, 128, (rows, 24), generator=torch.Generator().manual_seed(seed))
+
+
+def train(model, micros=1):
+    """One step of a language model: its loss, and all gradients."""
+    model.zero_grad()
+    ids = tokens(2 * micros)
+    total = 0.0
+    for part in ids.chunk(micros):
+        loss = model(input_ids=part, labels=part, use_cache=False).loss / micros
+        loss.backward()
+        total += loss.item()
+    return total, gradients(model)
+
+
+def no_hooks(model):
+    return not any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._forward_hooks_with_kwargs
+        for m in model.modules()
+    )
+
+
+def converted(level="O1", recipe="rowwise", dtype=torch.bfloat16, **options):
+    return octavo.convert(llama(**options).to(dtype), precision=Precision.level(level, recipe=recipe), verbose=False)
+
+
+def assert_unchanged(make, step=train, what_if=("tensorwise", "mxfp8")):
+    """A sampled step is bitwise the unsampled one, before and after. Returns its rows."""
+    model = make()
+    watch = Watch(model, every=2, what_if=what_if)
+    results, rows = [], []
+    for _ in range(3):
+        with watch.step():
+            results.append(step(model))
+        assert no_hooks(model)
+        assert bool(watch.rows) == (watch.number == 2)
+        rows += watch.rows
+    wanted = step(make())
+    for loss, found in results:
+        assert loss == wanted[0]
+        assert_same(wanted[1], found)
+    return rows
+
+
+@pytest.mark.parametrize("level", ["O1", "O1+act"])
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_a_sampled_step_computes_what_an_unsampled_one_does(recipe, level):
+    rows = assert_unchanged(lambda: converted(level, recipe))
+    seen = {(row.layer, row.operand) for row in rows}
+    layers = [name for name, m in converted(level, recipe).named_modules() if isinstance(m, octavo.nn.Linear)]
+    operands = [o for o in OPERANDS if o != "wgrad_g" or RECIPES[recipe].wgrad_g is not None]
+    assert seen == {(layer, operand) for layer in layers for operand in operands}
+    assert len(rows) == len(seen) == 14 * len(operands)
+    assert {row.recipe for row in rows} == {recipe}
+    assert all(set(row.what_if) == {"tensorwise", "mxfp8"} for row in rows)
+    assert all(20 < row.sqnr < 40 and row.nonfinite == 0 for row in rows)
+
+
+@pytest.mark.parametrize("level", ["O1", "O1+act"])
+@pytest.mark.parametrize("mode", ["full", "selective", "reentrant"])
+def test_checkpointing_counts_once_and_computes_the_same(mode, level):
+    def make():
+        model = converted(level)
+        for block in model.model.layers:
+            block.forward = _recomputed(block.forward, mode)
+        return model
+
+    def step(model):
+        return train(model, micros=2)
+
+    rows = assert_unchanged(make, step)
+    plain = assert_unchanged(lambda: converted(level), step)
+    assert sorted(rows, key=named) == sorted(plain, key=named)
+
+
+def named(row):
+    return row.layer, row.operand
+
+
+def _recomputed(forward, mode):
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    kept = [torch.ops.octavo.scaled_mm.default, torch.ops.octavo.quantize.default, torch.ops.aten.mm.default]
+
+    def contexts():
+        return create_selective_checkpoint_contexts(kept)
+
+    options = {"full": {}, "selective": {"context_fn": contexts}, "reentrant": {}}[mode]
+
+    def recomputed(*args, **kwargs):
+        if mode == "reentrant":
+            return checkpoint(lambda x: forward(x, *args[1:], **kwargs), args[0], use_reentrant=True)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs, **options)
+
+    return recomputed
+
+
+def test_micro_batches_are_all_counted_and_the_weight_once():
+    model = converted()
+    watch = Watch(model, every=1)
+    with watch.step():
+        train(model, micros=1)
+    one = {named(row): row for row in watch.rows}
+    with watch.step():
+        train(model, micros=4)
+    four = {named(row): row for row in watch.rows}
+    assert one.keys() == four.keys()
+    for key, row in four.items():
+        assert row.elements == one[key].elements * (1 if key[1] == "w" else 4)
+    assert_unchanged(converted, lambda model: train(model, micros=4))
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_figures_are_those_of_the_forms_that_products_read(recipe):
+    """X, W and both forms of G, with the scales of the others folded in as the layer itself does it."""
+    torch.manual_seed(0)
+    linear, recipe = octavo.nn.Linear(300, 200, bias=False), RECIPES[recipe]
+    linear.recipe = recipe
+    x = (torch.randn(2, 70, 300) * torch.rand(2, 70, 1) ** 4).requires_grad_()
+    g = torch.randn(2, 70, 200) * torch.rand(200) ** 4
+    watch = Watch(linear, every=1)
+    with watch.step():
+        linear(x).backward(g)
+    found = {row.operand: row.sqnr for row in watch.rows}
+    x_MK, g_MN, w_NK = x.detach().flatten(0, 1), g.flatten(0, 1), linear.weight.detach()
+    x_q, kept = _quantized_input(x_MK, recipe, True, None)
+    w_q, w_back = octavo.kernels.quantize(w_NK, recipe.w), octavo.kernels.quantize(w_NK, recipe.dgrad_w)
+    g_dgrad, g_wgrad = _quantized_gradient(g_MN, w_back, kept, recipe, None)
+    wanted = {"x": sqnr(x_MK, x_q.dequantize()), "w": sqnr(w_NK, w_q.dequantize())}
+    wanted["dgrad_g"] = sqnr(g_MN * w_back.scale.t() if recipe.folds_w else g_MN, g_dgrad.dequantize())
+    if g_wgrad is not None:
+        wanted["wgrad_g"] = sqnr(g_MN * kept.scale if recipe.folds_x else g_MN, g_wgrad.dequantize())
+    assert list(found) == list(wanted)
+    for operand, level in wanted.items():
+        assert found[operand] == pytest.approx(level, abs=1e-4), operand
+
+
+def test_scales_of_earlier_steps_saturate():
+    linear = octavo.nn.Linear(32, 16, bias=False)
+    linear.recipe = RECIPES["delayed"]
+    watch = Watch(linear, every=1)
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    shares = []
+    for size in (1, 100, 100):
+        with watch.step():
+            linear((size * x).requires_grad_()).backward(torch.full((64, 16), float(size)))
+        shares.append({row.operand: round(row.saturation, 3) for row in watch.rows})
+    cut = ((100 * x).abs() > x.abs().max()).float().mean().item()
+    assert shares[0] == shares[2] == {"x": 0, "w": 0, "dgrad_g": 0, "wgrad_g": 0}
+    assert shares[1] == {"x": round(cut, 3), "w": 0, "dgrad_g": 1, "wgrad_g": 1}
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_what_if_is_what_a_model_of_that_recipe_would_show(recipe):
+    def rows(own, what_if):
+        torch.manual_seed(0)
+        linear = octavo.nn.Linear(300, 200, bias=False)
+        linear.recipe = RECIPES[own]
+        watch = Watch(linear, every=1, what_if=what_if)
+        x = (torch.randn(70, 300) * torch.rand(70, 1) ** 4).requires_grad_()
+        with watch.step():
+            linear(x).backward(torch.randn(70, 200) * torch.rand(200) ** 4)
+        return {row.operand: row for row in watch.rows}
+
+    itself, others = rows(recipe, ()), rows("tensorwise", (recipe,))
+    for operand, row in others.items():
+        expected = itself[operand].sqnr if operand in itself else math.inf
+        assert row.what_if[recipe] == pytest.approx(expected, rel=1e-9)
+
+
+def test_rows_come_in_the_order_of_computation():
+    model = converted()
+    watch = Watch(model, every=1)
+    with watch.step():
+        train(model)
+    order = [named(row) for row in watch.rows]
+    layer = "model.layers.{}.mlp.down_proj".format
+    places = [order.index((layer(i), o)) for i, o in ((0, "x"), (0, "w"), (1, "x"), (1, "dgrad_g"), (0, "wgrad_g"))]
+    assert places == sorted(places)
+
+
+def test_when_a_step_is_sampled():
+    model = octavo.nn.Linear(32, 32)
+    watch = Watch(model, every=3)
+    sampled = []
+    for number in range(1, 8):
+        with watch.step(force=number == 4):
+            model(torch.randn(4, 32)).sum().backward()
+        if watch.rows:
+            sampled.append(watch.rows[0].step)
+    assert sampled == [3, 4, 6]
+    with watch.step(300):
+        model(torch.randn(4, 32))
+    assert {(row.step, row.operand) for row in watch.rows} == {(300, "x"), (300, "w")}  # no backward, no G
+    with Watch(model, every=0).step(300):
+        assert no_hooks(model)
+
+
+def test_a_step_that_fails_leaves_no_hooks():
+    model = converted()
+    watch = Watch(model, every=1)
+    with pytest.raises(RuntimeError, match="in the step"), watch.step():
+        assert not no_hooks(model)
+        raise RuntimeError("in the step")
+    assert no_hooks(model)
+    assert watch.rows == []
+
+
+def test_a_backward_after_the_step_is_not_counted():
+    model = octavo.nn.Linear(32, 32)
+    watch = Watch(model, every=1)
+    with watch.step():
+        loss = model(torch.randn(4, 32)).sum()
+    rows = list(watch.rows)
+    loss.backward()
+    assert watch.rows == rows
+
+
+def test_frozen_weights_and_inputs_have_no_gradient_for_their_products():
+    model = MLP()
+    model.up_proj.requires_grad_(False)
+    octavo.convert(model, verbose=False)
+    watch = Watch(model, every=1)
+    with watch.step():
+        model(torch.randn(8, 64)).sum().backward()
+    seen = {named(row) for row in watch.rows}
+    gradients_of = {layer: {o for name, o in seen if name == layer} - {"x", "w"} for layer, _ in seen}
+    assert gradients_of == {"gate_proj": {"wgrad_g"}, "up_proj": set(), "down_proj": {"dgrad_g", "wgrad_g"}}
+
+
+def test_layers_called_twice_or_with_a_keyword_or_on_nothing():
+    model = nn.Sequential(octavo.nn.Linear(32, 32))
+    watch = Watch(model, every=1)
+    with watch.step():
+        y = model[0](input=torch.randn(4, 32)) + model[0](torch.randn(0, 32)).sum() + model[0](torch.randn(6, 32))[:4]
+        y.sum().backward()
+    elements = {row.operand: row.elements for row in watch.rows}
+    assert elements == {"x": 320, "w": 1024, "wgrad_g": 320}
+
+
+def test_layers_in_high_precision_on_request():
+    model = MLP()
+    octavo.convert(model, skip=["up_proj"], verbose=False)
+    for high_precision, wanted in ((False, {"gate_proj", "down_proj"}), (True, {"gate_proj", "up_proj", "down_proj"})):
+        watch = Watch(model, every=1, what_if=("rowwise",), high_precision=high_precision)
+        with watch.step():
+            model(torch.randn(8, 64)).sum().backward()
+        assert {row.layer for row in watch.rows} == wanted
+    kept = [row for row in watch.rows if row.recipe == "bf16"]
+    assert {row.layer for row in kept} == {"up_proj"}
+    assert all(row.sqnr == row.what_if["rowwise"] for row in kept)  # measured by the default recipe
+
+
+def test_conv1d_has_its_weight_the_other_way_round():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    plain = GPT2LMHeadModel(GPT2Config(**GPT2 | {"n_layer": 1}))
+    with torch.no_grad():  # rows of W, columns of the parameter, differ in size
+        plain.transformer.h[0].mlp.c_fc.weight.mul_(torch.rand(512) + 0.01)
+    wanted = octavo.kernels.quantize(plain.transformer.h[0].mlp.c_fc.weight.detach().t(), RECIPES["rowwise"].w)
+    model = octavo.convert(plain, verbose=False)
+    watch = Watch(model, every=1)
+    with watch.step():
+        model(input_ids=tokens() % 64).logits.sum().backward()
+    row = next(row for row in watch.rows if named(row) == ("transformer.h.0.mlp.c_fc", "w"))
+    assert row.scale_spread == pytest.approx((wanted.scale.max() / wanted.scale.min()).item())
+    assert {row.operand for row in watch.rows} == set(OPERANDS)
+
+
+def test_recipes_that_change_between_steps_are_seen():
+    model = converted()
+    watch = Watch(model, every=1)
+    name = "model.layers.0.mlp.up_proj"
+    labels = []
+    for recipe in ("blockwise", None):
+        octavo.nn.change_recipe(model, name, recipe, reason="test")
+        with watch.step():
+            train(model)
+        labels.append({row.recipe for row in watch.rows if row.layer == name})
+    assert labels == [{"blockwise"}, set()]
+
+
+def test_dtypes_that_only_the_disabled_model_takes():
+    model = octavo.nn.Linear(32, 32, dtype=torch.float64)
+    watch = Watch(model, every=1)
+    with octavo.disabled(), watch.step():
+        model(torch.randn(4, 32, dtype=torch.float64)).sum().backward()
+    assert watch.rows == []
+
+
+def test_mistakes():
+    with pytest.raises(ValueError, match="got -1"):
+        Watch(MLP(), every=-1)
+    with pytest.raises(ValueError, match="did you mean 'blockwise'"):
+        Watch(MLP(), what_if=("blokwise",))
+    with pytest.raises(ValueError, match=r"what_if=\('blockwise',\)"):
+        Watch(MLP(), what_if="blockwise")
+
+
+class TestCompiled:
+    @pytest.fixture(autouse=True)
+    def _fresh(self):
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+    def test_hooks_are_seen_and_nothing_is_compiled_again(self):
+        from torch._dynamo.testing import CompileCounter
+
+        counter = CompileCounter()
+        model = octavo.convert(MLP(), verbose=False)
+        model.compile(backend=counter, fullgraph=True)
+        watch = Watch(model, every=3)
+        x = torch.randn(8, 64)
+        counts, results = [], []
+        for _ in range(7):
+            model.zero_grad()
+            with watch.step():
+                y = model(x)
+                y.sum().backward()
+            counts.append(counter.frame_count)
+            results.append((y.detach(), gradients(model)))
+            assert bool(watch.rows) == (watch.number % 3 == 0)
+        assert counts == [1] * 7
+        for y, found in results:
+            assert torch.equal(y, results[0][0])
+            assert_same(results[0][1], found)

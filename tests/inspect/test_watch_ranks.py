@@ -1,0 +1,225 @@
+"""Watching on several ranks: the same rows on all, those of one process that sees all tokens."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MLP
+from torch import nn
+
+import octavo
+from octavo.inspect import Watch
+from octavo.parallel import Parallel, parallelize
+
+pytestmark = pytest.mark.dist
+
+WIDTH, TOKENS = 64, 6
+FSDP, DDP, HSDP = {}, {"dp_replicate": 2}, {"dp_replicate": 2, "dp_shard": 2}
+
+
+def model_of(recipe):
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(MLP(WIDTH, 90) for _ in range(2))  # 90 rows: uneven shards
+    with torch.no_grad():
+        for number, weight in enumerate(p for p in blocks.parameters() if p.ndim == 2):
+            weight.mul_(torch.rand(weight.shape[0], 1, generator=torch.Generator().manual_seed(number)) + 0.01)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks)
+    return octavo.convert(model, recipe, skip=["0"], verbose=False)
+
+
+def tokens(rank):
+    return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(100 + rank))
+
+
+def watched(settings, fp8_comm, recipe, what_if=(), every=1):
+    """A rank's rows of the second of two steps, and its gradients."""
+    model = model_of(recipe)
+    called = parallelize(model, Parallel(**settings, fp8_comm=fp8_comm))
+    watch = Watch(model, every=every, what_if=what_if)
+    for _ in range(2):
+        called.zero_grad()
+        with watch.step():
+            called(tokens(dist.get_rank())).square().sum().backward()
+    return watch.rows, [plain(p.grad) for p in model.parameters()]
+
+
+def plain(gradient):
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def alone(recipe, world, what_if=()):
+    """Rows of one process, to which each rank's tokens are a micro-batch."""
+    model = model_of(recipe)
+    watch = Watch(model, every=1, what_if=what_if)
+    for _ in range(2):
+        with watch.step():
+            for rank in range(world):
+                (model(tokens(rank)).square().sum() / world).backward()
+    return watch.rows
+
+
+def named(row):
+    return row.layer, row.operand
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    (FSDP, 2, "gather", "rowwise"),
+    (FSDP, 2, "gather", "tensorwise"),
+    (FSDP, 2, "off", "blockwise"),
+    (DDP, 2, "off", "rowwise"),
+    pytest.param(FSDP, 2, "off", "rowwise", marks=SLOW),
+    pytest.param({"reshard_after_forward": False}, 2, "gather", "rowwise", marks=SLOW),
+    pytest.param({"cpu_offload": True}, 2, "gather", "rowwise", marks=SLOW),
+    pytest.param(HSDP, 4, "gather", "tensorwise", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("settings", "world", "fp8_comm", "recipe"), CASES)
+def test_rows_are_those_of_one_process(gloo, settings, world, fp8_comm, recipe):
+    ranks = gloo.run(watched, world, settings, fp8_comm, recipe)
+    rows = ranks[0][0]
+    assert all(other == rows for other, _ in ranks)
+    wanted = {named(row): row for row in alone(recipe, world)}
+    assert {named(row) for row in rows} == set(wanted)
+    for row in rows:
+        expected = wanted[named(row)]
+        scaled = world if "_g" in row.operand else 1  # one process divides the loss where ranks average gradients
+        assert row.amax == pytest.approx(expected.amax * scaled, rel=1e-5), named(row)
+        assert row.smallest == pytest.approx(expected.smallest * scaled, rel=1e-5), named(row)
+        assert row.sqnr == pytest.approx(expected.sqnr, abs=1e-3), named(row)
+        assert row.scale_spread == pytest.approx(expected.scale_spread, rel=1e-5), named(row)
+        same = replace(expected, amax=row.amax, smallest=row.smallest, sqnr=row.sqnr, scale_spread=row.scale_spread)
+        assert row == same
+
+
+@pytest.mark.parametrize(("settings", "fp8_comm"), [(FSDP, "gather"), (FSDP, "on"), (DDP, "off")])
+def test_a_sampled_step_computes_what_an_unsampled_one_does(gloo, settings, fp8_comm):
+    for recipe in ("rowwise", "tensorwise"):
+        ours, theirs = (gloo.run(watched, 2, settings, fp8_comm, recipe, ("blockwise",), every) for every in (2, 0))
+        for (rows, found), (nothing, expected) in zip(ours, theirs, strict=True):
+            assert rows and not nothing
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_if_of_weights_gathered_in_fp8(gloo):
+    """By tensor with the scale of the whole, though no rank has the whole in high precision."""
+    rows = gloo.run(watched, 2, FSDP, "gather", "rowwise", ("tensorwise", "rowwise"))[0][0]
+    wanted = {named(row): row for row in alone("rowwise", 2, ("tensorwise", "rowwise"))}
+    for row in rows:
+        for name, level in row.what_if.items():
+            assert level == pytest.approx(wanted[named(row)].what_if[name], abs=0.02), (named(row), name)
+
+
+def faulty(settings, operand):
+    """Findings of a step in which a value on rank 1 alone is no number."""
+    model = model_of("rowwise")
+    called = parallelize(model, Parallel(**settings, fp8_comm="gather" if settings == FSDP else "off"))
+    layer = model[2].down_proj
+
+    def broken(value):
+        value = value.clone()
+        value.view(-1)[3] = torch.nan
+        return value
+
+    if dist.get_rank() == 1:
+        if operand == "x":
+            layer.register_forward_pre_hook(lambda _, args: broken(args[0]))
+        else:
+            layer.register_forward_hook(lambda _, __, y: y.register_hook(broken) and None)
+    watch = Watch(model, every=1)
+    with watch.step():
+        called(tokens(dist.get_rank())).square().sum().backward()
+    return [(found.layer, found.operand, found.what) for found in watch.findings()]
+
+
+@pytest.mark.parametrize("operand", ["x", "dgrad_g"])
+@pytest.mark.parametrize("settings", [FSDP, DDP])
+def test_a_nan_on_one_rank_is_named_on_all(gloo, settings, operand):
+    for found in gloo.run(faulty, 2, settings, operand):
+        assert found[0] == ("2.down_proj", operand, "nonfinite")
+        assert [what for *_, what in found].count("nonfinite") == 1
+
+
+def exchanges():
+    """How often ranks talk in two sampled steps, and in one that is not sampled."""
+    talks, talk = [], dist.all_reduce
+
+    def counted(*args, **kwargs):
+        talks.append(1)
+        return talk(*args, **kwargs)
+
+    model = nn.Sequential(*(octavo.nn.Linear(32, 32) for _ in range(5)))
+    watch, counts = Watch(model, every=0, what_if=("tensorwise", "mxfp8")), []
+    dist.all_reduce = counted
+    try:
+        for sampled in (True, True, False):
+            with watch.step(force=sampled):
+                model(torch.ones(4, 32)).sum().backward()
+            counts.append(len(talks))
+            talks.clear()
+    finally:
+        dist.all_reduce = talk
+    return counts
+
+
+def test_ranks_talk_twice_per_sampled_step(gloo):
+    """Once more where layers are new: whether they are the same everywhere."""
+    assert gloo.run(exchanges, 2) == [[3, 2, 0]] * 2
+
+
+def uneven():
+    """Rank 1 leaves a layer out, rank 0 another one."""
+    model = nn.ModuleList(octavo.nn.Linear(32, 32) for _ in range(3))
+    watch = Watch(model, every=1)
+    with watch.step():
+        model[dist.get_rank()](torch.ones(2 + dist.get_rank(), 32)).sum().backward()
+    idle = Watch(nn.ModuleList([model[0]]), every=1)
+    with idle.step():
+        if dist.get_rank() == 0:
+            model[0](torch.ones(2, 32))
+    return watch.rows, idle.rows
+
+
+def test_layers_that_some_ranks_do_not_run(gloo):
+    ranks = gloo.run(uneven, 2)
+    assert ranks[0] == ranks[1]
+    both, one = ranks[0]
+    assert {named(row): row.elements for row in both if row.operand in "xw"} == {
+        ("0", "x"): 64, ("0", "w"): 1024, ("1", "x"): 96, ("1", "w"): 1024,
+    }  # fmt: skip
+    assert {named(row) for row in one} == {("0", "x"), ("0", "w")}
+
+
+def others():
+    watch = Watch(nn.ModuleList([octavo.nn.Linear(32, 32) for _ in range(1 + dist.get_rank())]), every=1)
+    try:
+        with watch.step():
+            pass
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_ranks_with_other_layers_are_told_so(gloo):
+    for rank, message in enumerate(gloo.run(others, 2)):
+        assert f"ranks watch different layers (here {1 + rank}" in message
+        assert "group=" in message
+
+
+def late():
+    model = model_of("rowwise")
+    called = parallelize(model, Parallel(fp8_comm="gather", reshard_after_forward=False))
+    called.set_reshard_after_backward(False)
+    called(tokens(dist.get_rank())).sum().backward()
+    watch = Watch(model, every=1)
+    try:
+        with watch.step():
+            called(tokens(dist.get_rank()))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_weights_that_were_gathered_before_the_step(gloo):
+    for message in gloo.run(late, 2):
+        assert "was gathered before the step began: enter watch.step() before" in message

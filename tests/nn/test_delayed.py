@@ -1,0 +1,343 @@
+import copy
+import dataclasses
+import io
+
+import pytest
+import torch
+from models import MLP, assert_same, gradients, llama
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import octavo
+from octavo.kernels.gemm import SCALED_MM
+from octavo.kernels.registry import Backend
+from octavo.nn import delayed
+from octavo.nn.delayed import G, X
+from octavo.numerics import RECIPES, QuantSpec, Recipe, sqnr
+
+DELAYED = RECIPES["delayed"]
+E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Reference:
+    """Delayed scaling of one linear by the book: a list of maxima per operand, whose largest gives the next scale."""
+
+    def __init__(self, weight, window=16, margin=0):
+        self.w, self.window, self.margin = weight.clone(), window, margin
+        self.seen = {"x": [], "g": []}
+
+    def cast(self, t, form, amax):
+        dtype, most = form
+        scale = max(amax / most, 2.0**-126)
+        inverse = torch.tensor(1.0 / float(torch.tensor(scale)), dtype=torch.float32)
+        q = (t * inverse).clamp(-most, most).to(dtype).float()
+        return q.double() * float(torch.tensor(scale))
+
+    def delay(self, name, t, form):
+        now, past = float(t.abs().max()), max(self.seen[name], default=0.0)
+        self.seen[name] = [now, *self.seen[name]][: self.window]
+        return self.cast(t, form, past * 2.0**self.margin if past > 0 else now)
+
+    def step(self, x, g):
+        xq, wq = self.delay("x", x, E4M3), self.cast(self.w, E4M3, float(self.w.abs().max()))
+        gq = self.delay("g", g, E5M2)
+        return (xq @ wq.t()).float(), (gq @ wq).float(), (gq.t() @ xq).float()
+
+
+def taken(layer, x, g):
+    """Y, ∂X and ∂W of one pass."""
+    x = x.clone().requires_grad_()
+    layer.weight.grad = None
+    y = layer(x)
+    y.backward(g)
+    return y.detach(), x.grad, layer.weight.grad
+
+
+@pytest.mark.parametrize(("window", "margin"), [(16, 0), (3, 2)])
+def test_thirty_steps_of_the_reference(window, margin):
+    recipe = dataclasses.replace(DELAYED, name="mine", history=window, margin=margin)
+    layer = octavo.convert(nn.Linear(48, 32, bias=False), recipe, verbose=False)
+    reference = Reference(layer.weight.detach(), window, margin)
+    for step in range(30):
+        strength = 1 + 9 * (step % 7 == 3)  # comes, stays in the window, and goes
+        x, g = strength * randn(24, 48, seed=step), 1e-3 * strength * randn(24, 32, seed=100 + step)
+        for got, want in zip(taken(layer, x, g), reference.step(x, g), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
+        with torch.no_grad():
+            layer.weight -= 0.1 * layer.weight.grad
+        reference.w = layer.weight.detach().clone()
+    amaxes = torch.tensor(delayed.state_dict(layer)[""])
+    assert amaxes[:, 1:].tolist() == [reference.seen["x"], reference.seen["g"]]
+    assert amaxes[:, 0].tolist() == [0, 0]
+
+
+def test_a_sudden_jump_is_cut_and_the_next_step_is_not():
+    layer = octavo.convert(nn.Linear(64, 32, bias=False), "delayed", verbose=False)
+    x, g = randn(64, 64), randn(64, 32, seed=1)
+    quality, cut = [], []
+    for factor in (1, 1, 100, 100, 1):
+        scale = delayed.scale_now(layer, X, factor * x)
+        cut.append((factor * x.abs() > 448 * 1.0001 * scale).float().mean().item())
+        y, _, _ = taken(layer, factor * x, g)
+        assert y.isfinite().all()
+        quality.append(sqnr(factor * x @ layer.weight.detach().t(), y))
+    assert cut[:2] == [0, 0] and cut[2] > 0.9 and cut[3:] == [0, 0]
+    assert quality[2] < 3
+    assert min(quality[0], quality[1], quality[3]) > 28
+    assert quality[4] > 28  # a window too wide by 100 costs next to nothing: E4M3 has an exponent
+
+
+def test_scale_now_is_what_products_read():
+    layer = octavo.convert(nn.Linear(64, 32, bias=False), "delayed", verbose=False)
+    read = []
+    backend = SCALED_MM.backends["reference"]
+    for step in range(3):
+        x, g = (1 + step) * randn(16, 64, seed=step), randn(16, 32, seed=9 + step)
+        wanted = [delayed.scale_now(layer, X, x)]
+        y = layer(x)
+        y.register_hook(lambda grad: wanted.append(delayed.scale_now(layer, G, grad)))  # noqa: B023
+        with_scales = Backend(name="reference", run=lambda *a: read.append(a[0].scale) or backend.run(*a))
+        SCALED_MM._forced.append(with_scales)
+        try:
+            layer(x).backward(g)
+        finally:
+            SCALED_MM._forced.pop()
+        assert torch.equal(read[-2], wanted[0])
+        y.backward(g)
+        assert torch.equal(read[-1], wanted[1])
+    assert delayed.scale_now(octavo.convert(nn.Linear(4, 4), verbose=False), X, randn(2, 4)) is None
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_what_is_not_finite_stays_visible_and_out_of_the_history(bad):
+    layer = octavo.convert(nn.Linear(64, 32, bias=False), "delayed", verbose=False)
+    x, g = randn(16, 64), randn(16, 32, seed=1)
+    first = taken(layer, x, g)
+    broken, broken_g = x.clone(), g.clone()
+    broken[3, 5] = broken_g[2, 1] = bad
+    y, dx, dw = taken(layer, broken, broken_g)
+    assert y[3].isnan().all() and torch.equal(y[:3], first[0][:3])
+    assert dx[2].isnan().all() and torch.equal(dx[3:], first[1][3:]) and dw.isnan().any()
+    assert torch.tensor(delayed.state_dict(layer)[""]).isfinite().all()
+    for got, want in zip(taken(layer, x, g), first, strict=True):
+        assert torch.equal(got, want)
+
+
+def passes(model, ids, checkpointing=None):
+    """Losses, gradients and histories of passes over a model's ids, one after the other."""
+    for block in model.model.layers if checkpointing else ():
+        block.forward = checkpointing(block.forward)
+    losses = []
+    for step, part in enumerate(ids):
+        loss = model(part, labels=part, use_cache=False).loss * (1 + step)
+        loss.backward()
+        losses.append(loss.item())
+    return losses, gradients(model), delayed.state_dict(model)
+
+
+def full(forward):
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def selective(forward):
+    def policy(context, op, *args, **kwargs):
+        kept = op == torch.ops.octavo.scaled_mm.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return lambda *args, **kwargs: checkpoint(
+        forward, *args, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy), **kwargs
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [full, selective])
+def test_checkpointing_changes_no_bit_and_records_once(checkpointing):
+    ids = torch.randint(128, (4, 2, 16), generator=torch.Generator().manual_seed(0))
+    plain = octavo.convert(llama(), "delayed", verbose=False)
+    losses, grads, maxima = passes(plain, ids)
+    checkpointed = passes(octavo.convert(llama(), "delayed", verbose=False), ids, checkpointing)
+    assert (checkpointed[0], checkpointed[2]) == (losses, maxima)
+    assert_same(grads, checkpointed[1])
+    assert len(maxima) == 14 and all(sum(value > 0 for value in rows[G]) == 4 for rows in maxima.values())
+
+
+def test_reentrant_checkpointing_has_the_same_scales():
+    layer = octavo.convert(nn.Linear(64, 32, bias=False), "delayed", verbose=False)
+    other = copy.deepcopy(layer)
+    for step in range(3):
+        x, g = (1 + step) * randn(16, 64, seed=step).requires_grad_(), randn(16, 32, seed=5)
+        again = x.detach().requires_grad_()
+        layer(x).backward(g)
+        checkpoint(other, again, use_reentrant=True).backward(g)
+        assert torch.equal(layer.weight.grad, other.weight.grad)
+    assert delayed.state_dict(layer) == delayed.state_dict(other)
+
+
+def test_a_layer_used_twice_in_a_pass_has_one_scale_in_it():
+    layer = octavo.convert(nn.Linear(32, 32, bias=False), "delayed", verbose=False)
+    other = copy.deepcopy(layer)
+    x = randn(8, 32).requires_grad_()
+    for factor in (1, 3, 2):
+        layer(5 * layer(factor * x)).sum().backward()
+        inner = checkpoint(other, factor * x, use_reentrant=False)  # made again after the outer's backward
+        checkpoint(other, 5 * inner, use_reentrant=False).sum().backward()
+        assert torch.equal(layer.weight.grad, other.weight.grad)
+    rows = delayed.state_dict(layer)[""]
+    assert rows == delayed.state_dict(other)[""]
+    assert all([value > 0 for value in row] == [False] + 3 * [True] + 13 * [False] for row in rows)
+
+
+def test_evaluation_uses_the_history_and_records_nothing():
+    layer = octavo.convert(nn.Linear(64, 32, bias=False), "delayed", verbose=False)
+    x, g = randn(16, 64), randn(16, 32, seed=1)
+    taken(layer, x, g)
+    before, closed = copy.deepcopy(layer.amax_history.amaxes), layer.amax_history.closed
+    layer.eval()
+    with torch.no_grad():
+        assert sqnr(10 * x @ layer.weight.t(), layer(10 * x)) < 6  # cut
+    with torch.inference_mode():
+        layer(10 * x)
+    taken(layer, 10 * x, g)
+    assert torch.equal(layer.amax_history.amaxes, before) and layer.amax_history.closed == closed
+    fresh = octavo.convert(nn.Linear(64, 32), "delayed", verbose=False).eval()
+    fresh(x)
+    assert fresh.amax_history.amaxes is None
+
+
+def test_siblings_share_their_input_and_have_one_history():
+    mlp = octavo.convert(MLP(), "delayed", verbose=False)
+    alone = octavo.convert(MLP(), "delayed", verbose=False)
+    for step in range(3):
+        x = ((1 + step) * randn(8, 64, seed=step)).requires_grad_()
+        mlp(x * 1).sum().backward()
+        alone(x).sum().backward()  # a leaf: each quantizes it by itself
+    rows = delayed.state_dict(mlp)
+    assert rows["gate_proj"][X] == rows["up_proj"][X]
+    assert rows == delayed.state_dict(alone)
+    assert_same(gradients(mlp), gradients(alone))
+
+
+def test_a_history_is_no_part_of_the_model():
+    layer = octavo.convert(nn.Linear(64, 32), "delayed", verbose=False)
+    names, keys = dict(layer.named_buffers()), list(layer.state_dict())
+    taken(layer, randn(16, 64), randn(16, 32))
+    assert dict(layer.named_buffers()) == names == {} and list(layer.state_dict()) == keys == ["weight", "bias"]
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    rows = delayed.state_dict(layer)
+    for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+        assert delayed.state_dict(other) == rows
+        taken(other, 9 * randn(16, 64), randn(16, 32))
+    assert delayed.state_dict(layer) == rows
+    layer.bfloat16()
+    assert layer.amax_history.amaxes.dtype == torch.float32 and delayed.state_dict(layer) == rows
+    octavo.revert(layer)
+    assert "amax_history" not in vars(layer)
+
+
+def test_a_change_of_recipe_begins_anew():
+    model = octavo.convert(MLP(), "delayed", verbose=False)
+    model(randn(8, 64)).sum().backward()
+    octavo.nn.change_recipe(model, "up_proj", "rowwise", reason="a test")
+    octavo.nn.change_recipe(model, "up_proj", "delayed", reason="a test")
+    assert set(delayed.state_dict(model)) == {"gate_proj", "down_proj"}
+
+
+def test_histories_travel_as_numbers():
+    model, other = (octavo.convert(MLP(), "delayed", verbose=False) for _ in range(2))
+    for step in range(2):
+        model(randn(8, 64, seed=step)).sum().backward()
+    rows = delayed.state_dict(model)
+    delayed.load_state_dict(other, rows | {"elsewhere": [[0.0], [0.0]]})
+    assert delayed.state_dict(other) == rows
+    for each in (model, other):
+        each.zero_grad()
+        each(3 * randn(8, 64, seed=5)).sum().backward()
+    assert_same(gradients(model), gradients(other))
+    del rows["up_proj"]
+    delayed.load_state_dict(other, rows)
+    assert delayed.state_dict(other) == rows
+    for wrong in ([[1.0], [1.0]], [[float("nan")] * 17] * 2, [[-1.0] * 17] * 2):
+        with pytest.raises(ValueError, match="maxima of up_proj are two lists of 17 finite"):
+            delayed.load_state_dict(other, {"up_proj": wrong})
+    assert delayed.state_dict(octavo.convert(MLP(), verbose=False)) == {}
+
+
+def test_high_precision_wgrad_and_frozen_layers_have_histories_too():
+    hp = dataclasses.replace(DELAYED, name="hp", wgrad_g=None, wgrad_x=None)
+    for recipe, trained in ((hp, True), (DELAYED, False)):
+        layer = octavo.convert(nn.Linear(64, 32, bias=False), recipe, verbose=False)
+        layer.weight.requires_grad_(trained)
+        for step in range(2):
+            x = (1 + step) * randn(8, 64).requires_grad_()
+            layer(x).sum().backward()
+        assert [sum(value > 0 for value in row) for row in delayed.state_dict(layer)[""]] == [2, 2]
+
+
+@pytest.mark.filterwarnings("default")
+def test_compiled_code_refuses_or_runs_eagerly():
+    model = octavo.convert(MLP(), "delayed", verbose=False)
+    eager = copy.deepcopy(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    for step in range(2):
+        x = (1 + step) * randn(8, 64)
+        compiled(x).sum().backward()
+        eager(x).sum().backward()
+    assert_same(gradients(model), gradients(eager))
+    assert delayed.state_dict(model) == delayed.state_dict(eager)
+    torch._dynamo.reset()  # which has learned that it runs eagerly
+    with pytest.raises(Exception, match="keeps maxima from one step to the next.*tensorwise"):
+        torch.compile(octavo.convert(MLP(), "delayed", verbose=False), backend="eager", fullgraph=True)(randn(8, 64))
+
+
+def test_a_tiny_model_learns_as_with_scales_just_in_time():
+    ends = {}
+    for name in ("tensorwise", "delayed"):
+        model = octavo.convert(MLP(), name, verbose=False)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        target = randn(64, 64, seed=1) / 8
+        for step in range(60):
+            x = randn(64, 64, seed=10 + step)
+            loss = (model(x) - x @ target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        ends[name] = loss.item()
+    assert ends["delayed"] == pytest.approx(ends["tensorwise"], rel=0.02)
+    assert ends["delayed"] < 0.9  # of 1.0 for an output of zeros
+
+
+def test_conv1d_has_a_history_too():
+    from transformers.pytorch_utils import Conv1D
+
+    layer = octavo.convert(Conv1D(32, 64), "delayed", verbose=False)
+    for factor in (1, 100):
+        y = layer(factor * randn(16, 64))
+        y.sum().backward()
+    assert sqnr(100 * randn(16, 64) @ layer.weight.detach() + layer.bias.detach(), y) < 3
+    assert [value > 0 for value in delayed.state_dict(layer)[""][X]] == [False, True, True] + 14 * [False]
+
+
+def test_recipes_with_a_history_are_checked_and_stored():
+    mine = dataclasses.replace(DELAYED, name="mine", history=4, margin=1)
+    assert Recipe.from_json(mine.to_json()) == mine and mine.to_json()["margin"] == 1
+    assert "history" not in RECIPES["rowwise"].to_json()
+    row = QuantSpec.parse("e4m3/row")
+    for changes, message in (
+        ({"history": -1}, "history is a number of passes"),
+        ({"history": 0, "margin": 1}, "margin powers of two of a recipe with a history"),
+        ({"x": row, "wgrad_x": row}, "X and G have one form each, by tensor"),
+        ({"wgrad_g": row}, "X and G have one form each"),
+        ({"w": row, "dgrad_w": row}, "no scales of W can be folded"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(DELAYED, **changes)

@@ -1,0 +1,39 @@
+"""Delayed scaling on ranks: one history for all, and weights that travel in FP8 as those of `tensorwise` do."""
+
+import pytest
+from training import make, train
+
+from octavo.nn import delayed
+from octavo.parallel import Parallel, parallelize
+from octavo.parallel.fsdp import parameters_in_fp8
+
+pytestmark = pytest.mark.dist
+
+SETTINGS = {
+    "off": {"fp8_comm": "off"},
+    "gather": {"fp8_comm": "gather"},
+    "ddp": {"dp_replicate": 2, "dp_shard": 1},
+}
+
+
+def delayed_job(settings, checkpointing):
+    """Losses and histories of 3 steps of 2 micro-batches, and names of weights gathered in FP8."""
+    model = parallelize(make("delayed", checkpointing=checkpointing), Parallel(**settings))
+    inner = getattr(model, "module", model)
+    losses = train(model, 3, micros=2)
+    return losses, delayed.state_dict(inner), set(parameters_in_fp8(inner))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_ranks_have_one_history(gloo, checkpointing):
+    found = {name: gloo.run(delayed_job, 2, SETTINGS[name], checkpointing) for name in ("off", "gather", "ddp")}
+    for (losses, mine, _), (others, theirs, _) in found.values():
+        assert losses != others  # each of its own data
+        assert len(mine) == 4
+        for name in mine:
+            for x_or_g, other in zip(mine[name], theirs[name], strict=True):
+                assert [value > 0 for value in x_or_g] == [False] + 6 * [True] + 10 * [False]
+                assert x_or_g[2:] == other[2:]  # the last pass is put together when the next begins
+        assert any(mine[name][0][1] != theirs[name][0][1] for name in mine)
+    assert [losses for losses, *_ in found["gather"]] == [losses for losses, *_ in found["off"]]
+    assert found["gather"][0][2] and not found["off"][0][2]

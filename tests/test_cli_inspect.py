@@ -1,0 +1,89 @@
+"""`octavo inspect`: the worst of a run's statistics, in a table or as JSON."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from octavo.cli import app
+from octavo.inspect import OperandStats
+from octavo.train.statistics import StatisticsWriter
+
+ROW = OperandStats(
+    step=50, layer="model.layers.0.mlp.up_proj", operand="x", recipe="rowwise", elements=64, nonfinite=0, amax=4.0,
+    smallest=0.5, scale_spread=2.0, underflow=0.0, saturation=0.0, sqnr=31.5, what_if={"mxfp8": 30.5},
+)  # fmt: skip
+NAMES = ("up_proj", "gate_proj", "down_proj")
+
+
+class Board:
+    def add_scalar(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def looked(tmp_path: Path) -> Path:
+    """Two sampled steps of three layers; in the second one is bad."""
+    writer = StatisticsWriter(tmp_path, after_step=0, board=Board())
+    for step, level in ((50, 31.0), (100, 12.0)):
+        writer.write([replace(ROW, step=step, layer=f"model.layers.0.mlp.{name}") for name in NAMES[:2]])
+        writer.write([replace(ROW, step=step, layer=f"model.layers.0.mlp.{NAMES[2]}", sqnr=level, underflow=0.125)])
+    return tmp_path
+
+
+def inspect(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["inspect", *map(str, arguments)], env={"COLUMNS": "120"})
+
+
+def test_the_last_step_worst_first(looked: Path) -> None:
+    result = inspect(looked)
+    assert result.exit_code == 0
+    assert "1 figure crossed a limit in 2 sampled steps." in result.stdout
+    assert "step 100: model.layers.0.mlp.down_proj x: SQNR 12.0 dB (limit 18)" in result.stdout
+    assert "step 100: 3 of 3, worst sqnr first (rowwise)" in result.stdout
+    lines = [line for line in result.stdout.splitlines() if "_proj" in line][1:]
+    assert lines[0].split()[:5] == ["model.layers.0.mlp.down_proj", "x", "12.0", "30.5", "12.500%"]
+    assert len(lines) == 3
+    assert "saturation" not in result.stdout  # nothing was
+
+
+def test_another_step_order_and_length(looked: Path) -> None:
+    result = inspect(looked, "--step", 50, "--by", "underflow", "--top", 1)
+    assert "step 50: 1 of 3, worst underflow first" in result.stdout
+    assert [line.split()[0] for line in result.stdout.splitlines() if " x " in line and "12.5" in line] == [
+        "model.layers.0.mlp.down_proj"
+    ]
+    assert "gate_proj" not in result.stdout
+
+
+def test_a_checkpoint_knows_what_was_before_it(looked: Path) -> None:
+    result = inspect(looked / "checkpoints" / "step-000070")
+    assert "No figures crossed a limit in 1 sampled step." in result.stdout
+    assert "step 50: 3 of 3" in result.stdout
+
+
+def test_json_holds_all_rows_of_a_step(looked: Path) -> None:
+    StatisticsWriter(looked, after_step=100, board=Board()).write([replace(ROW, step=150, sqnr=math.nan, nonfinite=2)])
+    assert "not finite" in inspect(looked).stdout
+    (row,) = json.loads(inspect(looked, "--json").stdout, parse_constant=pytest.fail)
+    assert (row["step"], row["sqnr"], row["nonfinite"]) == (150, None, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--step", 60), "step 60 was not sampled; the nearest that was is 50 (--step 50)"),
+        (("--by", "sqn"), "--by sqn: no such order (did you mean 'sqnr'?)"),
+    ],
+)
+def test_mistakes(arguments: tuple, message: str, looked: Path) -> None:
+    result = inspect(looked, *arguments)
+    assert (result.exit_code, message in " ".join(result.stderr.split())) == (2, True)
+
+
+def test_a_run_that_did_not_look(tmp_path: Path) -> None:
+    result = inspect(tmp_path)
+    assert result.exit_code == 2
+    assert "train with inspect.every=50" in " ".join(result.stderr.split())

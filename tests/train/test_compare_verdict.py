@@ -1,0 +1,221 @@
+"""Verdicts, exit codes and the report of comparisons of runs that never ran."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from fake_runs import result
+
+from octavo.train.charts import Line, draw
+from octavo.train.compare_report import FILES, comparison_rows, mean_curves, to_json, write_comparison
+from octavo.train.compare_verdict import EXIT_CODES, ArmRuns, judge
+from octavo.train.curves import Curves, smooth
+from octavo.train.metrics import Losses
+
+STEPS = 100
+
+
+def curve(start, end, steps=STEPS):
+    """A straight loss."""
+    series = dict.fromkeys(("lr", "grad_norm", "tokens_per_s"), np.ones(steps))
+    return Curves(step=np.arange(1, steps + 1), loss=np.linspace(start, end, STEPS)[:steps], **series)
+
+
+def runs(name, losses, *, diverged=(), ends=None, **changes):
+    """An arm with these tail losses, on seeds 1, 2, …; `diverged` at half the steps on some."""
+    results, curves = [], []
+    for seed, loss in enumerate(losses, 1):
+        steps = STEPS // 2 if seed in diverged else STEPS
+        facts = {"steps": steps, "tokens": 256 * steps, "losses": Losses(first=8.0, final=loss, tail_mean=loss)}
+        if seed in diverged:
+            facts["stopped"] = "non-finite"
+        results.append(result(**facts | changes))
+        curves.append(curve(8.0, ends or loss, steps))
+    seeds = tuple(range(1, len(losses) + 1))
+    return ArmRuns(name=name, settings=(), seeds=seeds, results=tuple(results), curves=tuple(curves))
+
+
+BASE = [3.0, 3.3, 2.9]
+
+
+def gap(*percent):
+    return [base + sum(BASE) / 3 * value / 100 for base, value in zip(BASE, percent, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "status", "no_margin", "one_percent", "words"),
+    [
+        ((0.1, -0.1, 0.05), "indistinguishable", "pass", "pass", r"worse would have been found with 90 % probability"),
+        ((1.0, -1.0, 0.5), "indistinguishable", "pass", "undecided", r"\+0.17 ± 2.59 % of the loss"),
+        ((0.3, 0.31, 0.32), "worse", "fail", "pass", r"worse than base by 0.31 ± 0.025 %"),
+        ((1.0, 1.1, 0.9), "worse", "fail", "undecided", r"worse than base by 1.00 ± 0.25 %"),
+        ((2.0, 2.1, 1.9), "worse", "fail", "fail", r"worse than base by 2.00 ± 0.25 %"),
+        ((-2.0, -2.1, -1.9), "better", "pass", "pass", r"better than base by 2.00 ± 0.25 %"),
+        ((0.0, 0.0, 0.0), "indistinguishable", "pass", "pass", r"not a digit of the losses differs"),
+    ],
+)
+def test_the_verdict_is_where_the_interval_lies(gaps, status, no_margin, one_percent, words):
+    arms = [runs("base", BASE), runs("arm", gap(*gaps))]
+    for margin, outcome in ((None, no_margin), (1.0, one_percent)):
+        found = judge(arms, margin=margin)
+        assert found.arms[0].status == status
+        assert found.outcome == found.arms[0].outcome == outcome
+        assert found.exit_code == {"pass": 0, "fail": 1, "undecided": 3}[outcome]
+        assert re.search(words, found.arms[0].sentence)
+    assert found.arms[0].test.gaps == pytest.approx(gaps)
+    assert "margin of 1 %" in " ".join(found.arms[0].notes)
+
+
+def test_an_undecided_margin_says_how_many_seeds_decide():
+    notes = " ".join(judge([runs("base", BASE), runs("arm", gap(0.6, -0.6, 0.3))], margin=1.0).arms[0].notes)
+    assert re.search(r"undecided: if the gap is what it seems, \d+ seeds would show with 80 % probability", notes)
+    notes = " ".join(judge([runs("base", BASE), runs("arm", gap(1.0, 1.1, 0.9))], margin=0.9).arms[0].notes)
+    assert "undecided: take more seeds" in notes
+
+
+def test_one_bad_arm_fails_all_and_arms_share_the_confidence():
+    good, bad = runs("good", gap(0.1, -0.1, 0.05)), runs("bad", gap(2.0, 2.1, 1.9))
+    assert judge([runs("base", BASE), good, bad]).outcome == "fail"
+    assert EXIT_CODES["fail"] == 1
+    alone = judge([runs("base", BASE), good]).arms[0].test
+    together = judge([runs("base", BASE), good, bad]).arms[0].test
+    assert alone.half_width < together.half_width
+
+
+def test_divergence_is_a_result():
+    """Where the baseline ends, it fails; where the baseline diverges, the seed is left out; both are said."""
+    base = runs("base", BASE)
+    found = judge([base, runs("arm", BASE, diverged=(2,))])
+    assert (found.arms[0].status, found.outcome, found.arms[0].diverged) == ("diverged", "fail", (2,))
+    assert found.arms[0].sentence == "arm diverged on seed 2 of 3 in all, where base did not."
+    assert found.arms[0].seeds == (1, 3) and found.arms[0].time_to_loss.steps
+    found = judge([runs("base", BASE, diverged=(1,)), runs("arm", BASE)])
+    assert found.arms[0].status == "indistinguishable" and found.arms[0].seeds == (2, 3)
+    assert "base diverged on seed 1, where arm did not." in found.arms[0].notes
+    found = judge([runs("base", BASE, diverged=(1, 2)), runs("arm", BASE, diverged=(1,))], margin=1.0)
+    assert (found.arms[0].status, found.exit_code, found.arms[0].test) == ("none", 3, None)
+    assert "arm and base both diverged on seed 1." in found.arms[0].notes
+    assert found.loss == BASE[2] and found.spread is None
+
+
+def test_a_run_without_a_finite_loss_has_diverged():
+    arm = runs("arm", BASE)
+    arm = ArmRuns(**vars(arm) | {"results": (result(losses=None), *arm.results[1:])})
+    assert judge([runs("base", BASE), arm]).arms[0].diverged == (1,)
+
+
+def test_time_to_loss_is_speed_times_steps():
+    """Half the baseline's time per step, but its loss falls to 4 where the baseline's falls to 3, so to 4 at 80 %."""
+    base = runs("base", [3.0, 3.0], tokens_per_s=1000.0)
+    arm = runs("arm", [4.0, 4.0], tokens_per_s=2000.0)
+    found = judge([base, arm])
+    time, its = found.time_to_loss, found.arms[0].time_to_loss
+    assert time.targets == its.targets == pytest.approx((4.06, 4.06), abs=0.1)  # the smoothed end
+    assert its.steps[0] in range(98, 101) and time.steps[0] in range(78, 82)
+    assert time.seconds == pytest.approx(256 * time.steps[0] / 1000)
+    assert its.speed == pytest.approx(2 * time.steps[0] / its.steps[0])
+    assert (time.speed, found.arms[0].speed) == (1, 2)
+
+
+def test_mixed_machines_and_two_seeds_are_said():
+    both = judge([runs("base", BASE), runs("arm", BASE, device="NVIDIA H200")]).notes
+    assert any("different devices (NVIDIA H200, cpu)" in note for note in both)
+    versions = {"torch": "2.14.0"}
+    assert any("different versions of torch: 2.13.0, 2.14.0" in note for note in judge(
+        [runs("base", BASE), runs("arm", BASE, versions=versions)]).notes)  # fmt: skip
+    assert any("a third" in note for note in judge([runs("base", BASE[:2]), runs("arm", BASE[:2])]).notes)
+    assert not any("a third" in note for note in both)
+
+
+def test_a_mean_is_of_runs_that_ended():
+    curves = [curve(8, 3), curve(8, 4), curve(8, 5, steps=50)]
+    assert mean_curves(curves).loss == pytest.approx(curve(8, 3.5).loss)
+    assert len(mean_curves(curves[2:]).loss) == 50
+    assert mean_curves([curve(8, 3, steps=0)]) is None
+
+
+def test_a_shaded_area_lies_between_its_edges_and_in_view():
+    x, y = np.arange(1, 51), np.linspace(5, 3, 50)
+    low, high = y - 0.5, y + 2.0
+    low[7] = np.nan
+    chart = draw("Loss", "nats", [Line(label="a", slot=0, x=x, y=y, noisy=False, low=low, high=high)])
+    (trace,) = chart.traces
+    points = [tuple(map(float, pair.split())) for pair in re.findall(r"[\d.]+ [\d.]+", trace.area)]
+    assert len(points) == 2 * 49 and trace.area.endswith("Z")
+    assert all(0 <= py <= chart.box.height for _, py in points)
+    assert points[0][1] < points[-1][1]  # the upper edge first: up is down in SVG
+    assert draw("Loss", "nats", [Line(label="a", slot=0, x=x, y=y)]).traces[0].area == ""
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced, and keeps text and tags."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.text = [], [], ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "path", "line", "rect", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture
+def config(make_config):
+    return [make_config(run={"steps": STEPS}), make_config(run={"steps": STEPS}, precision={"level": "O1"})]
+
+
+def test_the_files_say_what_was_found(config, tmp_path):
+    found = judge([runs("base", BASE), runs("arm", gap(2.0, 2.1, 1.9), diverged=(3,))], margin=1.0)
+    write_comparison(found, config, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(FILES)
+    page = Page((tmp_path / "report.html").read_text())
+    for words in (found.arms[0].sentence, "diverged", "Loss above base", "precision.level", "O1", "3.0613", "95 %"):
+        assert words in page.text
+    areas = [tag for tag in page.tags if tag[0] == "path" and tag[1].get("class", "").startswith("area")]
+    assert len(areas) == 3  # two losses and a gap
+    assert not [tag for tag in page.tags if tag[0] in ("link", "img") or "src" in tag[1]]
+    read = json.loads((tmp_path / "compare.json").read_text())
+    assert read == json.loads(json.dumps(to_json(found)))
+    assert (read["outcome"], read["exit_code"], read["arms"][1]["diverged_seeds"]) == ("fail", 1, [3])
+    assert read["arms"][1]["losses"]["3"] is None
+    assert read["arms"][1]["gaps_percent"]["1"] == pytest.approx(2 * sum(BASE) / 3 / (sum(BASE[:2]) / 2))
+    assert set(read["arms"][1]["detectable_percent"]) == {"0.8", "0.9"}
+
+
+def test_a_comparison_in_which_nothing_ended_has_a_page_too(config, tmp_path):
+    empty = curve(8, 3, steps=0)
+    arms = [ArmRuns(**vars(runs(name, BASE, diverged=(1, 2, 3))) | {"curves": (empty,) * 3}) for name in "ab"]
+    found = judge(arms)
+    write_comparison(found, config, tmp_path)
+    assert "No verdict on b" in Page((tmp_path / "report.html").read_text()).text
+    assert found.exit_code == 3 and not (tmp_path / "loss.png").exists()
+    assert to_json(found)["arms"][1]["time_to_loss"] is None
+    assert all(len(row.values) == 2 for row in comparison_rows(found))
+
+
+def test_the_table_has_a_value_per_arm():
+    found = judge([runs("base", BASE), runs("a", gap(2.0, 2.1, 1.9)), runs("b", BASE, diverged=(1,))])
+    rows = {row.label: row.values for row in comparison_rows(found)}
+    assert all(len(values) == 3 for values in rows.values())
+    assert rows["verdict"] == ["", "worse", "diverged"]
+    assert rows["diverged"] == ["–", "–", "1 of 3"]
+    assert rows["above base"][1].startswith("+2.00 ± 0.") and rows["mean loss, last 10 % of steps"][0] == "3.0667"
+
+
+def test_smoothing_of_the_mean_is_the_mean_of_the_smoothed():
+    curves = [curve(8, 3), curve(7, 4)]
+    assert smooth(mean_curves(curves).loss) == pytest.approx(np.mean([smooth(c.loss) for c in curves], 0))

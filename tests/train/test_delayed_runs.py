@@ -1,0 +1,70 @@
+"""Delayed scaling through the trainer: its histories are part of a run, on one rank and on several."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import At, MakeConfig, assert_same, terminate
+
+from octavo.train import ConfigError, parse_config, read_metrics, run
+from octavo.train.checkpoint import latest_checkpoint
+from processes import gloo  # noqa: F401  a fixture
+
+PRECISION = {"level": "O1", "recipe": "delayed"}
+
+
+def trainer_state(out: Path) -> tuple[Path, dict[str, Any]]:
+    folder = latest_checkpoint(out)
+    assert folder is not None
+    return folder / "trainer.json", json.loads((folder / "trainer.json").read_text())
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_resume_is_bitwise_the_uninterrupted_run(make_config: MakeConfig, tmp_path: Path, checkpointing: str) -> None:
+    config = make_config(precision=PRECISION | {"checkpointing": checkpointing}, optim={"micro_batches": 2, "lr": 0.05})
+    run(config, out=tmp_path / "whole")
+    run(config, out=tmp_path / "cut", progress=At(3, terminate))
+    _, state = trainer_state(tmp_path / "cut")
+    assert len(state["delayed"]) == 21
+    passes = [[value > 0 for value in row] for rows in state["delayed"].values() for row in rows]
+    assert all(row == [False] + 6 * [True] + 10 * [False] for row in passes)  # one for each micro-batch
+    run(config, out=tmp_path / "cut", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_without_its_histories_a_run_is_another(make_config: MakeConfig, tmp_path: Path) -> None:
+    """And so the test above would fail without them; layers that a checkpoint does not know begin anew."""
+    config = make_config(precision=PRECISION, optim={"lr": 0.05})
+    run(config, out=tmp_path / "whole")
+    run(config, out=tmp_path / "cut", progress=At(3, terminate))
+    file, state = trainer_state(tmp_path / "cut")
+    layer = "model.layers.0.mlp.up_proj"
+    state["delayed"][layer] = [[1.0], [1.0]]
+    file.write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=f"damaged .maxima of {layer} are two lists of 17"):
+        run(config, out=tmp_path / "cut", resume=True)
+    del state["delayed"]
+    file.write_text(json.dumps(state))
+    assert run(config, out=tmp_path / "cut", resume=True).stopped == "done"
+    with pytest.raises(AssertionError):
+        assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def job(tables: dict[str, Any], out: str, steps: int, resume: bool = False) -> Any:
+    """One rank of a run."""
+    return run(parse_config(tables | {"run": tables["run"] | {"steps": steps}}), out=Path(out), resume=resume)
+
+
+@pytest.mark.dist
+def test_ranks_resume_with_their_one_history(gloo: Any, make_config: MakeConfig, tmp_path: Path) -> None:  # noqa: F811
+    optim = {"batch": 8, "micro_batches": 2, "lr": 0.05, "warmup": 0, "schedule": "constant"}
+    config = make_config(precision=PRECISION | {"parameters": "fp32"}, optim=optim)
+    tables = config.model_dump(exclude_none=True) | {"parallel": {"fp8_comm": "gather"}}
+    gloo.run(job, 2, tables, str(tmp_path / "whole"), 4)
+    for steps, resume in ((2, False), (4, True)):
+        gloo.run(job, 2, tables, str(tmp_path / "cut"), steps, resume)
+    states = [trainer_state(tmp_path / name)[1]["delayed"] for name in ("whole", "cut")]
+    assert states[0] == states[1]
+    losses = [[row.loss for row in read_metrics(tmp_path / name)] for name in ("whole", "cut")]
+    assert losses[0] == losses[1]

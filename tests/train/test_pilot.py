@@ -1,0 +1,107 @@
+"""The autopilot in a run: layers are moved where their numbers go bad, and stay so through checkpoints."""
+
+import json
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from tiny_runs import At, Recorder, assert_same, fail, saved
+
+from octavo.nn import Linear
+from octavo.train import NonFiniteError, run
+from octavo.train import trainer as trainer_module
+from octavo.train.config import ConfigError
+from octavo.train.events import read_events
+
+DOWN = "model.layers.1.mlp.down_proj"
+PILOTED = {
+    "run": {"steps": 8, "save_every": 4},
+    "precision": {"level": "O1", "recipe": "tensorwise", "autopilot": True},
+    "inspect": {"every": 3},
+}
+
+
+@contextmanager
+def models_with(hook):
+    """Runs inside have this forward pre-hook on `DOWN`."""
+    make = trainer_module.make_optimizer
+
+    def hooked(model, *args):
+        model.get_submodule(DOWN).register_forward_pre_hook(hook)
+        return make(model, *args)
+
+    with mock.patch.object(trainer_module, "make_optimizer", side_effect=hooked):
+        yield
+
+
+def outlier(_, args):
+    scale = torch.ones(64, dtype=args[0].dtype)
+    scale[5] = 1e7
+    return args[0] * scale
+
+
+def test_a_layer_is_moved_said_and_remembered(make_config, tmp_path):
+    config, told = make_config(**PILOTED), Recorder()
+    with models_with(outlier):
+        run(config, out=tmp_path / "whole", progress=told)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(config, out=tmp_path / "killed", progress=At(7, fail))
+        moved_twice = read_events(tmp_path / "killed")
+        run(config, out=tmp_path / "killed", resume=True)
+    events = read_events(tmp_path / "whole")
+    assert [event["step"] for event in events] == [1, 1, 1, 1]
+    assert all(event["event"] == "move" and DOWN in event["text"] for event in events)
+    assert "tensorwise → rowwise" in events[0]["text"] and "rowwise_hp_wgrad → bf16" in events[-1]["text"]
+    assert [event["text"] for event in events] == [note for note in told.notes if "autopilot" in note]
+    assert len(moved_twice) == 4 and read_events(tmp_path / "killed") == events
+    assert_same(tmp_path / "whole", tmp_path / "killed")
+    moves = saved(tmp_path / "whole")["trainer"]["autopilot"]["moves"]
+    assert [move["after"] for move in moves] == ["rowwise", "blockwise", "rowwise_hp_wgrad", "bf16"]
+
+
+def test_moves_stay_where_the_autopilot_is_off_on_resume(make_config, tmp_path):
+    with models_with(outlier):
+        run(make_config(**PILOTED), out=tmp_path)
+        off = PILOTED | {"precision": PILOTED["precision"] | {"autopilot": False}, "run": {"steps": 9}}
+        told = Recorder()
+        run(make_config(**off), out=tmp_path, resume=True, progress=told)
+    assert "resumed with precision.autopilot = false (was true)" in told.notes
+    assert len(saved(tmp_path)["trainer"]["autopilot"]["moves"]) == 4 and len(read_events(tmp_path)) == 4
+
+
+def test_a_product_that_is_not_finite_is_taken_again_in_another_recipe(make_config, tmp_path):
+    def overflows(module, args):
+        return args[0] * (torch.inf if isinstance(module, Linear) and module.recipe.name == "tensorwise" else 1.0)
+
+    with models_with(overflows):
+        result = run(make_config(**PILOTED), out=tmp_path)
+    (event,) = read_events(tmp_path)
+    assert result.stopped == "done" and result.steps == 8 and event["step"] == 1
+    assert f"{DOWN}: tensorwise → rowwise (x: " in event["text"] and "NaN or infinite" in event["text"]
+
+
+def test_what_no_recipe_helps_stops_the_run_as_ever(make_config, tmp_path):
+    with models_with(lambda _, args: args[0] * torch.inf), pytest.raises(NonFiniteError, match=DOWN):
+        run(make_config(**PILOTED), out=tmp_path)
+
+
+def test_nothing_is_looked_at_without_it(make_config, tmp_path):
+    quiet = {"run": PILOTED["run"], "precision": {"level": "O1", "recipe": "tensorwise"}}
+    with models_with(outlier), mock.patch("octavo.inspect.watch.Sample") as sample:
+        run(make_config(**quiet), out=tmp_path)
+    assert not sample.called and not read_events(tmp_path)
+
+
+def test_it_needs_something_to_move(make_config):
+    with pytest.raises(ConfigError, match=r"precision.autopilot moves layers out of FP8, and precision.level = 'bf16'"):
+        make_config(precision={"autopilot": True})
+
+
+def test_moves_of_layers_that_are_skipped_since_are_not_taken(make_config, tmp_path):
+    with models_with(outlier):
+        run(make_config(**PILOTED | {"run": {"steps": 3}}), out=tmp_path)
+        skipping = PILOTED | {"precision": PILOTED["precision"] | {"skip": ["*down_proj"]}, "run": {"steps": 4}}
+        run(make_config(**skipping), out=tmp_path, resume=True)
+    layers = {row["name"]: row["recipe"] for row in json.loads((tmp_path / "layers.json").read_text())}
+    assert layers[DOWN] is None and len(read_events(tmp_path)) == 4  # those of the first part

@@ -1,0 +1,177 @@
+"""`[inspect]`: what a run writes of its operands, and that training does not notice."""
+
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import At, MakeConfig, assert_same, curve, fail
+
+from octavo.inspect.stats import OPERANDS, OperandStats
+from octavo.train import ConfigError, NonFiniteError, run
+from octavo.train.data import load_corpus
+from octavo.train.demo import demo_configs
+from octavo.train.metrics import Silent
+from octavo.train.statistics import STATISTICS_FILE, StatisticsWriter, all_findings, read_statistics, statistics_of
+from octavo.train.trainer import Trainer
+
+O1 = {"level": "O1"}
+
+
+def looked(make_config: MakeConfig, every: int = 2, **sections: dict) -> object:
+    return make_config(**{"precision": O1, "inspect": {"every": every, "what_if": ["blockwise"]}} | sections)
+
+
+def steps_of(out: Path) -> list[int]:
+    return sorted({row.step for row in read_statistics(out)})
+
+
+def test_rows_of_sampled_steps_and_nothing_else_changes(make_config: MakeConfig, tmp_path: Path) -> None:
+    run(looked(make_config, every=0), out=tmp_path / "plain")
+    run(looked(make_config), out=tmp_path / "looked")
+    assert not (tmp_path / "plain" / STATISTICS_FILE).exists()
+    rows = read_statistics(tmp_path / "looked")
+    assert steps_of(tmp_path / "looked") == [2, 4, 6]
+    assert len(rows) == 3 * 21 * len(OPERANDS)  # three blocks of seven linears
+    assert all(set(row.what_if) == {"blockwise"} and row.recipe == "rowwise" for row in rows)
+    assert curve(tmp_path / "looked") == curve(tmp_path / "plain")
+
+
+def test_tensorboard_has_them_too(make_config: MakeConfig, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(looked(make_config), out=tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    row = next(row for row in read_statistics(tmp_path) if row.step == 4 and row.operand == "dgrad_g")
+    for figure in ("sqnr", "underflow", "amax"):
+        scalars = {event.step: event.value for event in events.Scalars(f"dgrad_g_{figure}/{row.layer}")}
+        assert scalars.keys() == {2, 4, 6}
+        assert scalars[4] == pytest.approx(getattr(row, figure), rel=1e-6)
+    assert len(events.Scalars("inspect/lowest_sqnr_x")) == 3
+
+
+def test_a_resumed_run_has_each_sample_once(make_config: MakeConfig, tmp_path: Path) -> None:
+    sections = {"run": {"save_every": 3}, "optim": {"micro_batches": 2}}
+    run(looked(make_config, **sections), out=tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="killed"):
+        run(looked(make_config, **sections), out=tmp_path / "resumed", progress=At(5, fail))
+    assert steps_of(tmp_path / "resumed") == [2, 4]  # past the checkpoint of step 3
+    run(looked(make_config, **sections), out=tmp_path / "resumed", resume=True)
+    assert read_statistics(tmp_path / "resumed") == read_statistics(tmp_path / "whole")
+    assert_same(tmp_path / "resumed", tmp_path / "whole")
+
+
+def test_looking_may_begin_and_end_on_resume(make_config: MakeConfig, tmp_path: Path) -> None:
+    saved = {"save_every": 2}
+    with pytest.raises(RuntimeError, match="killed"):
+        run(looked(make_config, run=saved), out=tmp_path, progress=At(5, fail))
+    run(looked(make_config, every=0, run=saved), out=tmp_path, resume=True)
+    assert steps_of(tmp_path) == [2, 4]
+
+
+def test_a_run_in_bf16_shows_what_fp8_would_do(make_config: MakeConfig, tmp_path: Path) -> None:
+    run(looked(make_config, precision={}), out=tmp_path)
+    rows = read_statistics(tmp_path)
+    assert {row.recipe for row in rows} == {"bf16"}
+    assert all(row.sqnr > 25 for row in rows)
+
+
+def test_the_step_that_fails_is_in_the_file(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An infinity in one layer at a step that is sampled: named by layer and operand in that step."""
+    step = Trainer.train_step
+
+    def breaking(trainer: Trainer) -> object:
+        if trainer.step == 3:
+            layer = trainer.model.model.layers[1].mlp.up_proj
+            layer.register_forward_pre_hook(lambda _, args: args[0] * torch.tensor([math.inf] + [1.0] * 31).to(args[0]))
+        return step(trainer)
+
+    monkeypatch.setattr(Trainer, "train_step", breaking)
+    with pytest.raises(NonFiniteError):
+        run(looked(make_config), out=tmp_path)
+    assert steps_of(tmp_path) == [2, 4]
+    first = all_findings(read_statistics(tmp_path))[0]
+    assert (first.step, first.layer, first.operand, first.what) == (4, "model.layers.1.mlp.up_proj", "x", "nonfinite")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"every": -1}, "inspect.every"),
+        ({"what_if": ["rowise"]}, r"inspect.what_if: unknown recipe 'rowise' \(did you mean 'rowwise'"),
+        ({"what_if": "rowwise"}, r'inspect.what_if: should be a list of recipes, as \["blockwise"\]'),
+        ({"evry": 5}, "inspect.evry"),
+    ],
+)
+def test_mistakes_in_the_section(section: dict, message: str, make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(inspect=section)
+
+
+ROW = OperandStats(
+    step=2, layer="a", operand="x", recipe="rowwise", elements=4, nonfinite=0, amax=1.0, smallest=0.5,
+    scale_spread=1.0, underflow=0.0, saturation=0.0, sqnr=math.inf, what_if={"mxfp8": 30.0},
+)  # fmt: skip
+
+
+class Board:
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, *scalar: object) -> None:
+        self.scalars.append(scalar)
+
+
+def test_what_is_not_finite_is_in_the_file_and_not_on_the_board(tmp_path: Path) -> None:
+    board = Board()
+    writer = StatisticsWriter(tmp_path, after_step=0, board=board)
+    writer.write([ROW, replace(ROW, operand="w", sqnr=math.nan)])
+    lines = (tmp_path / STATISTICS_FILE).read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["sqnr"] for line in lines] == ["inf", None]
+    assert read_statistics(tmp_path)[0] == ROW
+    assert all(math.isfinite(value) for _, value, _ in board.scalars)
+
+
+def test_a_line_that_was_not_finished_is_left_out_and_any_other_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / STATISTICS_FILE
+    StatisticsWriter(tmp_path, after_step=0, board=Board()).write([ROW, ROW])
+    path.write_text(path.read_text()[:-10])
+    assert read_statistics(tmp_path) == [ROW]
+    path.write_text("{}\n")
+    with pytest.raises(ValueError, match="line 1 is not a row of statistics"):
+        read_statistics(tmp_path)
+
+
+def test_statistics_of_a_checkpoint_are_those_before_it(tmp_path: Path) -> None:
+    writer = StatisticsWriter(tmp_path, after_step=0, board=Board())
+    writer.write([ROW])
+    writer.write([replace(ROW, step=4)])
+    assert [row.step for row in statistics_of(tmp_path)] == [2, 4]
+    assert [row.step for row in statistics_of(tmp_path / "checkpoints" / "step-000003")] == [2]
+    with pytest.raises(ValueError, match=r"no statistics up to step 1: train with inspect\.every=50"):
+        statistics_of(tmp_path / "checkpoints" / "step-000001")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O1+act"])
+def test_a_sampled_step_takes_less_than_five_others(level: str, tmp_path: Path) -> None:
+    """The demo's model: with one step in 50 sampled, under 10 %. The fastest of each, as a machine has its moods."""
+    overrides = ["optim.batch=2", "run.device=cpu", f"data.cache={tmp_path}", "inspect.every=3"]
+    config = demo_configs(overrides, level)[1]
+    trainer = Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+    trainer.train_step()
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(15):
+        start = time.perf_counter()
+        trainer.train_step()
+        seconds[bool(trainer.watch.rows)].append(time.perf_counter() - start)
+    plain, sampled = min(seconds[False]), min(seconds[True])
+    print(f"{level}: a step {1e3 * plain:.0f} ms, a sampled one {sampled / plain:.2f} ×, of 50 steps +"
+          f"{2 * (sampled / plain - 1):.1f} %")  # fmt: skip
+    assert sampled < 5 * plain
