@@ -67,17 +67,19 @@ def tiny_gradients(model: nn.Module, layer: str, *, factor: float = 1e-12) -> It
 
 
 @contextmanager
-def infinity(model: nn.Module, layer: str, *, step: int = 50) -> Iterator[Faulty]:
-    """One infinite value in the input of a linear, in one step (1, 2, …): operand "x"."""
-    with _on_input(model, layer, lambda x, now: _with(x, torch.inf) if now == step else x) as fault:
+def infinity(model: nn.Module, layer: str, *, step: int | None = 50) -> Iterator[Faulty]:
+    """One infinite value in the input of a linear, in one step (1, 2, …) or in all (None): operand "x"."""
+    with _on_input(model, layer, lambda x, now: _with(x, torch.inf) if step in (None, now) else x) as fault:
         yield fault
 
 
 @contextmanager
-def nan_on_rank(model: nn.Module, layer: str, *, rank: int, step: int = 1) -> Iterator[Faulty]:
-    """One NaN in the input of a linear, in one step, on one rank: operand "x". Without ranks, this is rank 0."""
-    here = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    with _on_input(model, layer, lambda x, now: _with(x, torch.nan) if (now, here) == (step, rank) else x) as fault:
+def nan_on_rank(model: nn.Module, layer: str, *, rank: int, step: int | None = 1) -> Iterator[Faulty]:
+    """One NaN in the input of a linear, in one step or in all (None), on one rank: operand "x". Without ranks, this is
+    rank 0.
+    """
+    here = rank == (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
+    with _on_input(model, layer, lambda x, now: _with(x, torch.nan) if here and step in (None, now) else x) as fault:
         yield fault
 
 

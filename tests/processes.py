@@ -137,6 +137,7 @@ def _call(function: Callable[..., Any], rank: int, world: int, store: Path, time
     )
     torch.manual_seed(0)
     try:
+        dist.barrier()  # a rank that is done at once must not leave while others still connect to it
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             return function()

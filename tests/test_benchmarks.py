@@ -316,7 +316,10 @@ def test_a_wrong_shape_is_a_usage_error(capsys):
     assert end.value.code == 2 and "neither a named set" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("module", "words"), [(linear, ()), (kernels, ("--quick",)), (train, ("--quick",))])
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [(linear, ()), (train, ("--quick",)), pytest.param(kernels, ("--quick",), marks=pytest.mark.slow)],
+)
 def test_rehearsals(module, words, tmp_path, capsys):
     content = rehearse(module, *words, out=tmp_path)
     assert content["note"] == session.NOTHING_TIMED and not content["timed"]

@@ -46,6 +46,7 @@ TINY = ("optim.warmup=1", "data.sequence_length=16", "optim.batch=2", "data.voca
         "model.config.num_hidden_layers=1")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_runs_are_not_repeated_and_stopped_ones_go_on(tmp_path, capsys):
     words = ["--seeds", "1", "--steps", "4", "--long-steps", "5", "--runs", str(tmp_path / "runs"), "--out",
              str(tmp_path), *TINY]  # fmt: skip

@@ -145,6 +145,28 @@ def test_a_checkpoint_remembers_and_a_request_brings_back():
         twice.restore(UP, step=11)
 
 
+def test_what_did_not_help_is_taken_back():
+    model = llama()
+    pilot = Autopilot(model)
+    pilot.act([row(UP, sqnr=1.0, step=6)])
+    before = recipes(model)
+    pilot.act([row(UP, recipe="rowwise", sqnr=1.0), row(nonfinite=1)])
+    pilot.act([row(recipe="rowwise", nonfinite=1)])
+    pilot.undo(7)
+    assert recipes(model) == before and [move.step for move in pilot.moves] == [6] and not pilot.wants_sample
+    pilot.restore(step=8)
+    assert set(recipes(model).values()) == {"tensorwise", None}
+
+
+def test_what_is_not_finite_moves_one_layer_in_a_step():
+    model = llama()
+    pilot = Autopilot(model)
+    assert [move.layer for move in pilot.act([row(nonfinite=1)])] == [DOWN]
+    assert not pilot.act([row(UP, nonfinite=1)])  # it was there with the other in another recipe, too
+    assert [move.layer for move in pilot.act([row(UP, nonfinite=1)])] == [UP]  # the step is taken anew
+    assert [move.layer for move in pilot.act([row(DOWN, recipe="rowwise", nonfinite=1, step=8)])] == [DOWN]
+
+
 def test_mistakes():
     with pytest.raises(ValueError, match=r"call octavo.convert\(model\) first"):
         Autopilot(torch.nn.Linear(4, 4))

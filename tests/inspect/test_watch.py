@@ -224,6 +224,19 @@ def test_when_a_step_is_sampled():
         assert no_hooks(model)
 
 
+def test_a_step_that_is_taken_again_counts_once():
+    model = converted()
+    watch = Watch(model, every=1)
+    for number in (1, 1, 1, 2):
+        with watch.step(number):
+            train(model)
+    row = watch.rows[0]
+    assert watch.history.median(row) is None  # of one earlier step
+    with watch.step():
+        train(model)
+    assert watch.history.median(row) == row.amax
+
+
 def test_a_step_that_fails_leaves_no_hooks():
     model = converted()
     watch = Watch(model, every=1)

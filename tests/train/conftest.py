@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.summary.writer import event_file_writer
 from tiny_runs import LLAMA, MakeConfig, sentences
 
 from octavo.train.config import TrainConfig, parse_config
@@ -22,6 +23,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def ordered_event_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads files of one second in the order of their numbers as text, in which 10 comes before 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
 
 
 @pytest.fixture(scope="session")

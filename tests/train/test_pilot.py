@@ -13,6 +13,7 @@ from octavo.train import NonFiniteError, run
 from octavo.train import trainer as trainer_module
 from octavo.train.config import ConfigError
 from octavo.train.events import read_events
+from octavo.train.trainer import Trainer
 
 DOWN = "model.layers.1.mlp.down_proj"
 PILOTED = {
@@ -35,6 +36,10 @@ def models_with(hook):
         yield
 
 
+def moves(out):
+    return [event for event in read_events(out) if event["event"] == "move"]
+
+
 def outlier(_, args):
     scale = torch.ones(64, dtype=args[0].dtype)
     scale[5] = 1e7
@@ -47,17 +52,17 @@ def test_a_layer_is_moved_said_and_remembered(make_config, tmp_path):
         run(config, out=tmp_path / "whole", progress=told)
         with pytest.raises(RuntimeError, match="killed"):
             run(config, out=tmp_path / "killed", progress=At(7, fail))
-        moved_twice = read_events(tmp_path / "killed")
+        moved_twice = moves(tmp_path / "killed")
         run(config, out=tmp_path / "killed", resume=True)
-    events = read_events(tmp_path / "whole")
+    events = moves(tmp_path / "whole")
     assert [event["step"] for event in events] == [1, 1, 1, 1]
-    assert all(event["event"] == "move" and DOWN in event["text"] for event in events)
+    assert all(DOWN in event["text"] for event in events)
     assert "tensorwise → rowwise" in events[0]["text"] and "rowwise_hp_wgrad → bf16" in events[-1]["text"]
     assert [event["text"] for event in events] == [note for note in told.notes if "autopilot" in note]
-    assert len(moved_twice) == 4 and read_events(tmp_path / "killed") == events
+    assert len(moved_twice) == 4 and read_events(tmp_path / "killed") == read_events(tmp_path / "whole")
     assert_same(tmp_path / "whole", tmp_path / "killed")
-    moves = saved(tmp_path / "whole")["trainer"]["autopilot"]["moves"]
-    assert [move["after"] for move in moves] == ["rowwise", "blockwise", "rowwise_hp_wgrad", "bf16"]
+    kept = saved(tmp_path / "whole")["trainer"]["autopilot"]["moves"]
+    assert [move["after"] for move in kept] == ["rowwise", "blockwise", "rowwise_hp_wgrad", "bf16"]
 
 
 def test_moves_stay_where_the_autopilot_is_off_on_resume(make_config, tmp_path):
@@ -67,7 +72,7 @@ def test_moves_stay_where_the_autopilot_is_off_on_resume(make_config, tmp_path):
         told = Recorder()
         run(make_config(**off), out=tmp_path, resume=True, progress=told)
     assert "resumed with precision.autopilot = false (was true)" in told.notes
-    assert len(saved(tmp_path)["trainer"]["autopilot"]["moves"]) == 4 and len(read_events(tmp_path)) == 4
+    assert len(saved(tmp_path)["trainer"]["autopilot"]["moves"]) == 4 and len(moves(tmp_path)) == 4
 
 
 def test_a_product_that_is_not_finite_is_taken_again_in_another_recipe(make_config, tmp_path):
@@ -76,14 +81,22 @@ def test_a_product_that_is_not_finite_is_taken_again_in_another_recipe(make_conf
 
     with models_with(overflows):
         result = run(make_config(**PILOTED), out=tmp_path)
-    (event,) = read_events(tmp_path)
+    (event,) = moves(tmp_path)
     assert result.stopped == "done" and result.steps == 8 and event["step"] == 1
     assert f"{DOWN}: tensorwise → rowwise (x: " in event["text"] and "NaN or infinite" in event["text"]
 
 
 def test_what_no_recipe_helps_stops_the_run_as_ever(make_config, tmp_path):
-    with models_with(lambda _, args: args[0] * torch.inf), pytest.raises(NonFiniteError, match=DOWN):
+    takes = mock.patch.object(Trainer, "_gradients", autospec=True, side_effect=Trainer._gradients)
+    with (
+        models_with(lambda _, args: args[0] * torch.inf),
+        takes as gradients,
+        pytest.raises(NonFiniteError, match=rf"output of {DOWN} \(first operand: x of {DOWN}\), in whatever recipe"),
+    ):
         run(make_config(**PILOTED), out=tmp_path)
+    assert gradients.call_count == 5  # the ladder of that layer, not of all that follow it
+    assert [event["event"] for event in read_events(tmp_path)] == ["finding"]
+    assert not saved(tmp_path)["trainer"]["autopilot"]["moves"]
 
 
 def test_nothing_is_looked_at_without_it(make_config, tmp_path):
@@ -104,4 +117,4 @@ def test_moves_of_layers_that_are_skipped_since_are_not_taken(make_config, tmp_p
         skipping = PILOTED | {"precision": PILOTED["precision"] | {"skip": ["*down_proj"]}, "run": {"steps": 4}}
         run(make_config(**skipping), out=tmp_path, resume=True)
     layers = {row["name"]: row["recipe"] for row in json.loads((tmp_path / "layers.json").read_text())}
-    assert layers[DOWN] is None and len(read_events(tmp_path)) == 4  # those of the first part
+    assert layers[DOWN] is None and len(moves(tmp_path)) == 4  # those of the first part

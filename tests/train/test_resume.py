@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,15 @@ def test_other_data_under_the_same_name_is_noticed(make_config: MakeConfig, tmp_
     assert snapshot(tmp_path / "out") == before
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as a terminal's programs have it: shells let those in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_sigint_and_a_run_outside_the_main_thread(make_config: MakeConfig, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     stop = At(2, lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -122,6 +132,7 @@ def test_sigint_and_a_run_outside_the_main_thread(make_config: MakeConfig, tmp_p
     assert results[0].stopped == "done"
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_signal_acts_as_usual(make_config: MakeConfig, tmp_path: Path) -> None:
     def twice() -> None:
         os.kill(os.getpid(), signal.SIGINT)

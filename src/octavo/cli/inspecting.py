@@ -45,7 +45,7 @@ def inspect_run(
     a limit in any sampled step, and the worst operands of one of them.
     """
     with user_errors(context):
-        from octavo.train.statistics import all_findings, statistics_of
+        from octavo.train.statistics import all_findings, limits_of, run_of, statistics_of
 
         if by not in ORDERS:
             from octavo.numerics.names import nearest
@@ -62,7 +62,7 @@ def inspect_run(
             print(json.dumps([row.to_json() for row in shown], indent=1))
             return
         console = Console()
-        found = all_findings(rows)
+        found = all_findings(rows, limits_of(run_of(run)))
         say(console, f"{_counted(len(found), 'figure')} crossed a limit in {_counted(len(sampled), 'sampled step')}.")
         for finding in found[:SHOWN]:
             say(console, f"  {finding}")

@@ -19,7 +19,9 @@ The ladder goes from what is fastest to what is safest:
 
 An operand of a sampled step that crosses a limit (SQNR, underflow, saturation, values that are not finite: see
 `octavo.inspect.findings`) moves its layer down one rung, and what comes next is sampled as well, until nothing crosses
-a limit any more. A jump of an amax moves nothing: scales that are computed just in time follow it.
+a limit any more. A jump of an amax moves nothing: scales that are computed just in time follow it. For what is not
+finite one layer is moved in a step, the one where it arose; if it is still there with that layer in high precision, it
+came from elsewhere, and `undo` takes back what did not help.
 
 The first step is sampled, and a step in which layers were moved should be taken again, its gradients dropped: where
 numbers are bad from the beginning, what the first steps do to the weights is not made good by hundreds of others
@@ -121,6 +123,7 @@ class Autopilot:
         self._thresholds = Thresholds() if thresholds is None else thresholds
         self._began: dict[str, Recipe] = {}
         self._again = False
+        self._blamed: tuple[int, str] | None = None
 
     @contextmanager
     def step(self, number: int | None = None, *, force: bool = False) -> Iterator[None]:
@@ -144,9 +147,11 @@ class Autopilot:
         """Move the layers of a sampled step that crossed a limit; nothing for a step that was not sampled."""
         self.found = findings(rows, self._thresholds)
         worst: dict[str, Finding] = {}
+        if not self._again:
+            self._blamed = None
         for what in MOVING:
             for finding in self.found:
-                if finding.what == what:
+                if finding.what == what and not (what == "nonfinite" and self._helpless(finding)):
                     worst.setdefault(finding.layer, finding)
         recipes = {row.layer: row.recipe for row in rows}
         self.moved = []
@@ -176,6 +181,21 @@ class Autopilot:
             self._move(Move(step=step, layer=name, before=now[name], after=after, why="on request", back=True))
         return self.moved
 
+    def undo(self, step: int) -> None:
+        """Take back the moves of a step, which did not help it."""
+        before: dict[str, str] = {}
+        for move in self.moves:
+            if move.step == step and not move.back:
+                before.setdefault(move.layer, move.before)
+        self.moves = [move for move in self.moves if move.step != step or move.back]
+        for layer, name in before.items():
+            began = self._began[layer]
+            if name == began.name:
+                del self._began[layer]
+            reason = f"autopilot, step {step}: no other recipe helped"
+            change_recipe(self._model, layer, began if name == began.name else name, reason=reason)
+        self.moved, self._again = [], False
+
     def state_dict(self) -> dict[str, Any]:
         """The moves, as plain lists and dictionaries."""
         return {"moves": [asdict(move) for move in self.moves], "again": self._again}
@@ -197,6 +217,15 @@ class Autopilot:
             if move.layer in self._began or is_converted(names[move.layer]):
                 self._move(move)
         self.moved, self._again = [], state["again"]
+
+    def _helpless(self, finding: Finding) -> bool:
+        """Whether another layer was moved already for what is not finite in this step: it came from elsewhere, then,
+        and would go on from each layer to the next.
+        """
+        step, layer = self._blamed or (0, "")
+        if step != finding.step:
+            self._blamed = (finding.step, finding.layer)
+        return step == finding.step and layer != finding.layer
 
     def _move(self, move: Move) -> None:
         wanted: str | Recipe | None = None if move.after == HIGH_PRECISION else move.after

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from octavo.inspect.stats import OperandStats
 
@@ -92,7 +91,7 @@ class Finding:
 
 
 class History:
-    """The last amax of each operand, for jumps. `to_json` and `from_json` take it through a checkpoint."""
+    """The last amax of each operand, for jumps."""
 
     def __init__(self) -> None:
         self._amax: dict[tuple[str, str], deque[float]] = {}
@@ -107,18 +106,6 @@ class History:
         """The median amax of earlier samples of this operand; None where there are too few, or it is zero."""
         earlier = self._amax.get((row.layer, row.operand), ())
         return (median(earlier) or None) if len(earlier) >= FEWEST else None
-
-    def to_json(self) -> list[Any]:
-        """Plain lists."""
-        return [[layer, operand, list(values)] for (layer, operand), values in self._amax.items()]
-
-    @staticmethod
-    def from_json(entries: list[Any]) -> "History":
-        """Read what `to_json` wrote."""
-        history = History()
-        for layer, operand, values in entries:
-            history._amax[layer, operand] = deque(values, maxlen=REMEMBERED)
-        return history
 
 
 def findings(rows: Sequence[OperandStats], thresholds: Thresholds, history: History | None = None) -> list[Finding]:

@@ -109,9 +109,10 @@ class Watch:
         Raises:
             RuntimeError: Where ranks watch different layers, or weights were gathered before the step began.
         """
-        self.number = self.number + 1 if number is None else number
-        self.history.add(self.rows)
-        self.rows = []
+        number = self.number + 1 if number is None else number
+        if number != self.number:  # a step that is taken again counts once
+            self.history.add(self.rows)
+        self.number, self.rows = number, []
         if not (force or self.due(self.number)):
             yield
             return

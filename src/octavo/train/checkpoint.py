@@ -40,7 +40,7 @@ from octavo.train.disk import sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import CompactAdamW, MasterAdamW
 from octavo.train.ranks import Ranks, SharedError
-from octavo.train.sections import SELECTION
+from octavo.train.sections import SELECTION, Limits
 from octavo.train.shards import SHARDS
 from octavo.train.tokenizer import TextTokenizer
 
@@ -59,6 +59,7 @@ TUNABLE = {
     *(f"optim.{key}" for key in ("lr", "clip", "schedule", "warmup", "decay", "min_lr_ratio")),
     *(f"precision.{key}" for key in (*SELECTION, "checkpointing", "autopilot")),
     *(f"guard.{key}" for key in ("spike", "window", "rollbacks")),
+    *(f"inspect.limits.{key}" for key in Limits.model_fields),
     *(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "reshard_after_forward", "cpu_offload", "fp8_comm")),
 }
 """What may differ on resume, and is reported: the run goes on, but is no longer the uninterrupted one."""

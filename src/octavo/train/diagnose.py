@@ -2,11 +2,12 @@
 
 Costs nothing until it is needed. The first value that is not finite, in the order of execution, is the origin:
 modules finish their forward before the ones that contain them, and backward reaches the faulty product before what
-lies upstream of it, so all later findings are only its consequences.
+lies upstream of it, so all later findings are only its consequences. Of several ranks, which do the same in the same
+order, the one that found something first has the origin: the others have it from sums over ranks.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ class NonFiniteError(RuntimeError):
 
     Attributes:
         step: The step that failed, 1, 2, …; the parameters are those after the one before.
-        origin: Where it began, as "output of model.layers.2.mlp.down_proj".
+        origin: Where it began, as "output of model.layers.2.mlp.down_proj (first operand: x of …)".
     """
 
     def __init__(self, message: str, *, step: int, origin: str) -> None:
@@ -28,13 +29,22 @@ class NonFiniteError(RuntimeError):
         self.origin = origin
 
 
+class Origin(NamedTuple):
+    """The first value that is not finite."""
+
+    text: str | None
+    """Which it is; None where all are finite."""
+    order: int
+    """Values looked at before it."""
+
+
 def non_finite_parameter(model: nn.Module) -> str | None:
     """Name of the first parameter that holds a NaN or an infinity; None where all are finite."""
     return next((name for name, param in model.named_parameters() if not _finite(param)), None)
 
 
-def find_origin(model: nn.Module, forward_backward: Callable[[], Any]) -> str | None:
-    """Runs `forward_backward` and names the first value that is not finite; None where all are finite.
+def find_origin(model: nn.Module, forward_backward: Callable[[], Any]) -> Origin:
+    """Runs `forward_backward` and names the first value that is not finite.
 
     It is the "output of", "gradient of the input of" or "gradient of the output of" a module, or the "gradient of" a
     parameter. Leaves gradients behind.
@@ -57,7 +67,8 @@ class _Watch:
     """Hooks that remember the first value that is not finite."""
 
     def __init__(self) -> None:
-        self.origin: str | None = None
+        self.origin = Origin(None, 0)
+        self.seen = 0
         self.handles: list[Any] = []
 
     def module(self, fqn: str, module: nn.Module) -> None:
@@ -92,8 +103,9 @@ class _Watch:
             tensor.register_hook(lambda grad: self._check(grad, what))
 
     def _check(self, tensor: Tensor, what: str) -> None:
-        if self.origin is None and not _finite(tensor):
-            self.origin = what
+        if self.origin.text is None and not _finite(tensor):
+            self.origin = Origin(what, self.seen)
+        self.seen += 1
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -1,8 +1,10 @@
-"""What happened in a run besides its steps, in `events.jsonl`: layers that were moved, returns to a checkpoint.
+"""What happened in a run besides its steps, in `events.jsonl`: statistics that crossed a limit, layers that were moved,
+returns to a checkpoint.
 
     {"step": 50, "event": "move", "text": "model.layers.3.mlp.down_proj: rowwise → blockwise (x: …)"}
 
-A resumed run takes the moves after its checkpoint again, so they are dropped; a return to a checkpoint has happened.
+A resumed run takes the steps after its checkpoint again, and what they brought is dropped; a return to a checkpoint has
+happened.
 """
 
 import json
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 EVENTS_FILE = "events.jsonl"
-MOVE, ROLLBACK = "move", "rollback"
+FINDING, MOVE, ROLLBACK = "finding", "move", "rollback"
 
 
 def add_event(out: Path, step: int, event: str, text: str) -> None:
@@ -28,10 +30,10 @@ def read_events(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half of a killed process
 
 
-def drop_later_moves(out: Path, after_step: int) -> None:
-    """Leave out the moves of steps that will be taken again."""
+def drop_later_events(out: Path, after_step: int) -> None:
+    """Leave out what steps brought that will be taken again."""
     found = read_events(out)
-    kept = [event for event in found if event["event"] != MOVE or event["step"] <= after_step]
+    kept = [event for event in found if event["event"] == ROLLBACK or event["step"] <= after_step]
     if len(kept) < len(found):
         temporary = (out / EVENTS_FILE).with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(event, ensure_ascii=False) + "\n" for event in kept), encoding="utf-8")

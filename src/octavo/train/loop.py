@@ -24,7 +24,7 @@ from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.data import Corpus, load_corpus
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.disk import output_folder
-from octavo.train.events import MOVE, ROLLBACK, add_event, drop_later_moves
+from octavo.train.events import FINDING, MOVE, ROLLBACK, add_event, drop_later_events
 from octavo.train.guard import SpikeError, SpikeGuard
 from octavo.train.metrics import (
     MetricsRows,
@@ -42,6 +42,8 @@ from octavo.train.ranks import Ranks, joined, launched
 from octavo.train.signals import stop_on
 from octavo.train.trainer import Trainer
 
+FINDINGS = 4
+"""Statistics that crossed a limit, as many as are shown of one step."""
 PREPARATION = timedelta(days=7)
 """How long ranks wait for the one that makes the data ready; of one that dies they hear at once."""
 
@@ -161,7 +163,7 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
                 spike = error
             except NonFiniteError as error:
                 stopped = "non-finite"
-                ranks.shared(partial(metrics.write_statistics, trainer.watch.rows))
+                ranks.shared(partial(_tell_statistics, trainer, error.step, metrics, progress, out))
                 if trainer.non_finite_parameter() is None:
                     trainer.save(out, prune=False)  # it may be past saving already: the ones before it stay
                     trainer.finish_saving()
@@ -233,15 +235,16 @@ def _metrics(trainer: Trainer, out: Path) -> MetricsRows:
     """What keeps the steps: the first rank in files."""
     if not trainer.ranks.first:
         return MetricsRows()
-    drop_later_moves(out, trainer.step)
-    return MetricsWriter(out, after_step=trainer.step, log_every=trainer.config.run.log_every)
+    config = trainer.config
+    drop_later_events(out, trainer.step)
+    return MetricsWriter(out, after_step=trainer.step, log_every=config.run.log_every, limits=config.inspect.thresholds)
 
 
 def _tell(trainer: Trainer, row: StepMetrics, metrics: MetricsRows, progress: Progress, out: Path) -> None:
     """Write and show a step."""
     metrics.write(row)
-    metrics.write_statistics(trainer.watch.rows)
     progress.step(row)
+    _tell_statistics(trainer, row.step, metrics, progress, out)
     for move in trainer.moved:
         _note_event(trainer, out, progress, row.step, MOVE, f"autopilot, {move}")
     if row.skipped:
@@ -249,6 +252,16 @@ def _tell(trainer: Trainer, row: StepMetrics, metrics: MetricsRows, progress: Pr
             f"step {row.step} skipped: the gradient overflowed at loss scale {row.loss_scale:g} "
             f"(next {trainer.loss_scale.value:g})"
         )
+
+
+def _tell_statistics(trainer: Trainer, step: int, metrics: MetricsRows, progress: Progress, out: Path) -> None:
+    """Write the statistics of a step, and show what began to cross a limit in it."""
+    news = metrics.write_statistics(trainer.watch.rows)
+    for finding in news[:FINDINGS]:
+        _note_event(trainer, out, progress, step, FINDING, str(finding))
+    if len(news) > FINDINGS:
+        rest = f"step {step}: {len(news) - FINDINGS} more figures crossed a limit: octavo inspect shows them"
+        _note_event(trainer, out, progress, step, FINDING, rest)
 
 
 def _totals(rows: list[StepMetrics]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from octavo.inspect.findings import Finding, Thresholds
 from octavo.inspect.stats import OperandStats
 from octavo.train.statistics import StatisticsWriter
 
@@ -210,18 +211,20 @@ class MetricsRows:
         """Keeps one step."""
         self.rows.append(row)
 
-    def write_statistics(self, rows: Sequence[OperandStats]) -> None:
+    def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
         """Nothing: they are in the files of the first rank."""
+        return []
 
 
 class MetricsWriter(MetricsRows):
     """Appends steps to `metrics.jsonl`, statistics to `statistics.jsonl`, both to TensorBoard; a context manager.
 
     `after_step`: steps the run had finished when this process took over. Later lines of an earlier process are dropped,
-    in TensorBoard too. `log_every`: steps between two TensorBoard points.
+    in TensorBoard too. `log_every`: steps between two TensorBoard points. `limits`: which statistics are reported; None
+    for the default ones.
     """
 
-    def __init__(self, out: Path, *, after_step: int, log_every: int) -> None:
+    def __init__(self, out: Path, *, after_step: int, log_every: int, limits: Thresholds | None = None) -> None:
         super().__init__()
         self.rows = [row for row in read_metrics(out) if row.step <= after_step]
         self._log_every = log_every
@@ -233,7 +236,7 @@ class MetricsWriter(MetricsRows):
         from torch.utils.tensorboard import SummaryWriter  # half a second, and only a run that trains needs it
 
         self._board: Any = SummaryWriter(str(out / TENSORBOARD_DIR), purge_step=after_step + 1)
-        self._statistics = StatisticsWriter(out, after_step=after_step, board=self._board)
+        self._statistics = StatisticsWriter(out, after_step=after_step, board=self._board, limits=limits)
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
@@ -250,9 +253,9 @@ class MetricsWriter(MetricsRows):
                 if value is not None:
                     self._board.add_scalar(f"train/{name}", value, row.step)
 
-    def write_statistics(self, rows: Sequence[OperandStats]) -> None:
-        """Appends the statistics of a sampled step."""
-        self._statistics.write(rows)
+    def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
+        """Appends the statistics of a sampled step. Returns what has begun to cross a limit in it."""
+        return self._statistics.write(rows)
 
 
 def _line(row: StepMetrics) -> str:

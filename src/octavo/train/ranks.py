@@ -128,12 +128,13 @@ class Ranks:
         dist.all_reduce(flags, dist.ReduceOp.MAX, group)
         return bool(flags)
 
-    def first_found(self, found: str | None) -> str | None:
-        """What the lowest rank that found something found, with that rank named."""
+    def first_found(self, found: str | None, order: int = 0) -> str | None:
+        """What was found at the lowest order by the lowest rank, with that rank named."""
         if self.world == 1:
             return found
-        by_rank = enumerate(self.gathered(found))
-        return next((f"{text} (rank {rank})" for rank, text in by_rank if text is not None), None)
+        by_rank = enumerate(self.gathered((order, found)))
+        of_all = [(order, rank, text) for rank, (order, text) in by_rank if text is not None]
+        return "{2} (rank {1})".format(*min(of_all)) if of_all else None
 
     def totals(self, *values: Tensor) -> list[Tensor]:
         """Sums of float64 scalars over the ranks."""

@@ -23,11 +23,12 @@ from octavo.inspect.findings import Finding
 from octavo.inspect.stats import OperandStats
 from octavo.train.charts import FLAT, SMALL, Chart, Line, draw
 from octavo.train.curves import Curves, gap_percent
+from octavo.train.events import read_events
 from octavo.train.heatmap import Heatmap, heatmaps
 from octavo.train.metrics import RunResult, read_metrics
 from octavo.train.outputs import LAYERS_FILE
 from octavo.train.plots import write_loss_png
-from octavo.train.statistics import all_findings, read_statistics
+from octavo.train.statistics import all_findings, limits_of, read_statistics
 from octavo.train.verdict import BAND_PERCENT, Verdict, arm_name, verdict
 
 __all__ = ["ReportFiles", "Row", "Verdict", "summary_rows", "verdict", "write_report"]
@@ -81,6 +82,8 @@ class LoggedRun:
     config: str
     layers: list[LayerGroup]
     statistics: list[OperandStats]
+    findings: list[Finding]
+    events: list[dict[str, Any]]
 
     @property
     def converted(self) -> str:
@@ -91,11 +94,6 @@ class LoggedRun:
     def heatmaps(self) -> list[Heatmap]:
         """What FP8 does to the operands, over layers and steps."""
         return heatmaps(self.statistics)
-
-    @property
-    def findings(self) -> list[Finding]:
-        """Statistics that crossed a limit."""
-        return all_findings(self.statistics)
 
 
 def write_report(runs: list[Path], out: Path) -> ReportFiles:
@@ -160,6 +158,7 @@ def _read(folders: list[Path]) -> list[LoggedRun]:
     logged = []
     for slot, (folder, result) in enumerate(zip(folders, results, strict=True)):
         arm = arm_name(result.arm)
+        statistics = read_statistics(folder)
         logged.append(
             LoggedRun(
                 label=arm if arms[arm] == 1 and len(folders) > 1 else f"{result.name} ({arm})",
@@ -168,7 +167,9 @@ def _read(folders: list[Path]) -> list[LoggedRun]:
                 curves=Curves.of(read_metrics(folder)),
                 config=(folder / "config.toml").read_text(encoding="utf-8"),
                 layers=_layers(folder),
-                statistics=read_statistics(folder),
+                statistics=statistics,
+                findings=all_findings(statistics, limits_of(folder)),
+                events=read_events(folder),
             )
         )
     return logged

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
+from octavo.inspect.findings import Thresholds
 from octavo.numerics import Precision
 from octavo.numerics.recipe import get_recipe
 from octavo.parallel import Parallel
@@ -252,6 +253,21 @@ class GuardConfig(Section):
     """How often a run goes back; after that it goes on without the guard."""
 
 
+class Limits(Section):
+    """`[inspect.limits]`: from where on a figure is reported, and moves a layer under the autopilot; see
+    `octavo.inspect.Thresholds`.
+    """
+
+    sqnr: float = Thresholds.sqnr
+    """Fewest dB."""
+    underflow: Share = Thresholds.underflow
+    """Largest share of X and W that quantizes to zero; of G twice that."""
+    saturation: Share = Thresholds.saturation
+    """Largest share that is cut off."""
+    amax_jump: Annotated[float, Field(gt=1)] = Thresholds.amax_jump
+    """Largest factor between a maximum and the median of its earlier samples."""
+
+
 class InspectConfig(Section):
     """`[inspect]`: statistics of what FP8 does to the operands of the linear layers, in some steps."""
 
@@ -259,6 +275,13 @@ class InspectConfig(Section):
     """Steps from one sample to the next; 0 for none."""
     what_if: Annotated[tuple[str, ...], Strict(False)] = ()
     """Other recipes, of which the SQNR on the same tensors is wanted."""
+    limits: Limits = Limits()
+    """What is reported."""
+
+    @property
+    def thresholds(self) -> Thresholds:
+        """The limits, as `octavo.inspect` takes them."""
+        return Thresholds(**self.limits.model_dump())
 
     @model_validator(mode="after")
     def _known_recipes(self) -> "InspectConfig":

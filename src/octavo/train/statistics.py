@@ -3,12 +3,16 @@
 As `metrics.jsonl` it is the record of truth: written and flushed when its step ends, cut back to the checkpoint's step
 on resume. A run that samples nothing has no such file. JSON has no NaN and no Infinity: an SQNR that is NaN is null,
 one that is infinite "inf".
+
+What crosses a limit (`[inspect.limits]`) is told when it happens, and not again while it lasts. Earlier samples, which
+an amax is compared with, are read from the file, so a resumed run finds what the uninterrupted one does.
 """
 
 import json
 import math
 import re
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,8 @@ from octavo.inspect.findings import Finding, History, Thresholds, findings
 from octavo.inspect.stats import OPERANDS, OperandStats
 
 STATISTICS_FILE = "statistics.jsonl"
+CHECKPOINT = re.compile(r"step-(\d+)")
+"""Folder of a checkpoint."""
 
 
 def read_statistics(out: Path) -> list[OperandStats]:
@@ -48,8 +54,8 @@ def statistics_of(folder: Path) -> list[OperandStats]:
     Raises:
         ValueError: Where there are none, with how to get some.
     """
-    at = re.fullmatch(r"step-(\d+)", folder.resolve().name)
-    run = folder.resolve().parents[1] if at else folder
+    at = CHECKPOINT.fullmatch(folder.resolve().name)
+    run = run_of(folder)
     rows = [row for row in read_statistics(run) if at is None or row.step <= int(at[1])]
     if not rows:
         before = f" up to step {int(at[1])}" if at else ""
@@ -60,14 +66,30 @@ def statistics_of(folder: Path) -> list[OperandStats]:
     return rows
 
 
+def run_of(folder: Path) -> Path:
+    """The output folder of a run, given that or a checkpoint of it."""
+    folder = folder.resolve()
+    return folder.parents[1] if CHECKPOINT.fullmatch(folder.name) else folder
+
+
+def limits_of(run: Path) -> Thresholds:
+    """The limits that a run was given, in the `config.toml` of its output folder; the default ones where none is."""
+    path = run / "config.toml"
+    tables = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return Thresholds(**tables.get("inspect", {}).get("limits", {}))
+
+
 def all_findings(rows: Sequence[OperandStats], thresholds: Thresholds | None = None) -> list[Finding]:
     """What crossed a limit in any step of a run, as it would have been found when it happened."""
     history, found = History(), []
-    for _, of_step in groupby(rows, key=lambda row: row.step):
-        now = list(of_step)
+    for now in _steps(rows):
         found += findings(now, thresholds or Thresholds(), history)
         history.add(now)
     return found
+
+
+def _steps(rows: Sequence[OperandStats]) -> Iterator[list[OperandStats]]:
+    return (list(of_step) for _, of_step in groupby(rows, key=lambda row: row.step))
 
 
 class StatisticsWriter:
@@ -77,20 +99,25 @@ class StatisticsWriter:
         out: The output folder.
         after_step: Steps the run had finished when this process took over; later lines are dropped.
         board: TensorBoard's writer.
+        limits: What is reported; None for the default limits.
     """
 
-    def __init__(self, out: Path, *, after_step: int, board: Any) -> None:
-        self._path, self._board = out / STATISTICS_FILE, board
+    def __init__(self, out: Path, *, after_step: int, board: Any, limits: Thresholds | None = None) -> None:
+        self._path, self._board, self._limits = out / STATISTICS_FILE, board, limits or Thresholds()
+        self._history = History()
+        self._crossed: set[tuple[str, str, str]] = set()
         if self._path.exists():
             kept = [row for row in read_statistics(out) if row.step <= after_step]
+            for rows in _steps(kept):
+                self._news(rows)
             temporary = self._path.with_suffix(".tmp")
             temporary.write_text("".join(map(_line, kept)), encoding="utf-8")
             temporary.replace(self._path)
 
-    def write(self, rows: Sequence[OperandStats]) -> None:
-        """Appends the rows of a step."""
+    def write(self, rows: Sequence[OperandStats]) -> list[Finding]:
+        """Appends the rows of a step. Returns what crossed a limit in it, and did not in the sample before."""
         if not rows:
-            return
+            return []
         with self._path.open("a", encoding="utf-8") as file:
             file.write("".join(map(_line, rows)))
         for row in rows:
@@ -100,6 +127,14 @@ class StatisticsWriter:
             levels = [row.sqnr for row in rows if row.operand == operand]
             if levels:
                 self._scalar(f"inspect/lowest_sqnr_{operand}", min(levels), rows[0].step)
+        return self._news(rows)
+
+    def _news(self, rows: Sequence[OperandStats]) -> list[Finding]:
+        found = findings(rows, self._limits, self._history)
+        self._history.add(rows)
+        before = self._crossed
+        self._crossed = {(finding.layer, finding.operand, finding.what) for finding in found}
+        return [finding for finding in found if (finding.layer, finding.operand, finding.what) not in before]
 
     def _scalar(self, name: str, value: float, step: int) -> None:
         if math.isfinite(value):

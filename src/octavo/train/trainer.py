@@ -108,7 +108,9 @@ class Trainer:
         self.loss_scale = LossScale(precision.loss_scale)
         every = config.inspect.every or (PILOT_EVERY if precision.autopilot else 0)
         self.watch = Watch(self.model, every=every, what_if=config.inspect.what_if, high_precision=self.layers is None)
-        self.pilot = Autopilot(self.model, watch=self.watch) if asked.matmul == "fp8" else None
+        limits = config.inspect.thresholds
+        piloted = asked.matmul == "fp8"
+        self.pilot = Autopilot(self.model, watch=self.watch, thresholds=limits) if piloted else None
         self.moved: list[Move] = []
         self.skipped_batches = 0
         self._saver = Saver(self.ranks, behind=config.parallel.async_save, timeout=config.parallel.timeout)
@@ -136,6 +138,8 @@ class Trainer:
         scale = self.loss_scale.value if self.loss_scale.active else None
         self.loss_scale.update(overflow=not good)
         if not good and (not self.loss_scale.active or self.loss_scale.exhausted):
+            if self.moved and pilot is not None:
+                pilot.undo(self.step + 1)
             raise self._diagnose(inputs, targets, loss_value)
         lr = learning_rate(config.optim, self.step, config.run.steps)
         if good:
@@ -298,10 +302,16 @@ class Trainer:
         self.optimizer.zero_grad()
         if bad := self.non_finite_parameter():
             return self._failure(self.step, "its update was not finite", f"parameter {bad}")
-        found = self.ranks.first_found(find_origin(self.model, lambda: self.forward_backward(inputs, targets)))
+        sampled = self.watch.rows and not self.moved
+        with nullcontext() if sampled else self.watch.step(self.step + 1, force=True):
+            origin = find_origin(self.model, lambda: self.forward_backward(inputs, targets))
+        found = self.ranks.first_found(*origin) or "none in particular, the norm of the gradient exceeds fp32"
+        operands = [finding for finding in self.watch.findings() if finding.what == "nonfinite"]
+        found += f" (first operand: {operands[0].operand} of {operands[0].layer})" if operands else ""
+        found += ", in whatever recipe" if self.moved else ""
         self.optimizer.zero_grad()
         what = "the gradient is not finite" if finite(loss) is not None else f"the loss is {loss}"
-        return self._failure(self.step + 1, what, found or "none in particular, the norm of the gradient exceeds fp32")
+        return self._failure(self.step + 1, what, found)
 
     def _failure(self, step: int, what: str, origin: str) -> NonFiniteError:
         return NonFiniteError(
