@@ -1,4 +1,4 @@
-"""Processes that talk over Gloo: started once, kept between tests, killed where a test leaves them hanging.
+"""Processes that talk over Gloo: kept between tests, killed where a test leaves them hanging.
 
     def job(x):                       # at the top of a test's module
         return octavo.comm.all_gather(x * dist.get_rank())
@@ -32,6 +32,10 @@ _AFTER_THE_FIRST = 5.0
 """Seconds that the other ranks get to tell their part, once one has failed."""
 
 
+_JOBS = 16
+"""What a process does before another takes its place: groups that are gone may leave threads of Gloo's, which poll."""
+
+
 class Failed(AssertionError):
     """What ranks raised, or that they did not come back."""
 
@@ -43,11 +47,16 @@ class Gloo:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["octavo.parallel", "torch.distributed.fsdp", "processes"])
         self._workers: list[tuple[Any, Connection]] = []
+        self._jobs = 0
 
     def run(
         self, function: Callable[..., Any], world: int, *args: Any, timeout: float = 90.0, **options: Any
     ) -> list[Any]:
         """Call a function of a module in `world` processes that are ranks of one group; their results, by rank."""
+        self._jobs += 1
+        if self._jobs > _JOBS:
+            self.kill()
+            self._jobs = 1
         while len(self._workers) < world:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)

@@ -7,15 +7,21 @@ from unittest import mock
 import pytest
 import torch
 from tiny_runs import At, Recorder, assert_same, fail, saved
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.nn import Linear
-from octavo.train import NonFiniteError, run
+from octavo.train import NonFiniteError, parse_config, run
 from octavo.train import trainer as trainer_module
+from octavo.train.checkpoint import latest_checkpoint
 from octavo.train.config import ConfigError
 from octavo.train.events import read_events
 from octavo.train.trainer import Trainer
 
 DOWN = "model.layers.1.mlp.down_proj"
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.06,
+}  # fmt: skip
 PILOTED = {
     "run": {"steps": 8, "save_every": 4},
     "precision": {"level": "O1", "recipe": "tensorwise", "autopilot": True},
@@ -118,3 +124,41 @@ def test_moves_of_layers_that_are_skipped_since_are_not_taken(make_config, tmp_p
         run(make_config(**skipping), out=tmp_path, resume=True)
     layers = {row["name"]: row["recipe"] for row in json.loads((tmp_path / "layers.json").read_text())}
     assert layers[DOWN] is None and len(moves(tmp_path)) == 4  # those of the first part
+
+
+def with_outlier_channels(checkpoint, out):
+    """The same function, two of whose norm weights are large and the others small: most of X underflows beside them."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    gain = torch.full((128,), 0.003)
+    gain[[33, 98]] = 1000.0
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.post_attention_layernorm.weight.mul_(gain)
+            for linear in (block.mlp.gate_proj, block.mlp.up_proj):
+                linear.weight.div_(gain)
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(out)
+    return {"path": str(out)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_piloted_run_ends_where_bf16_does_and_plain_tensorwise_does_not(seed, tmp_path):
+    def trained(name, model, steps, lr, **precision):
+        tables = {
+            "run": {"steps": steps, "seed": seed, "device": "cpu"}, "model": model, "precision": precision,
+            "data": {"source": "python-stdlib", "sequence_length": 64, "vocab_size": 512},
+            "optim": {"lr": lr, "batch": 16, "schedule": "constant"},
+        }  # fmt: skip
+        return run(parse_config(tables), out=tmp_path / name).losses.tail_mean
+
+    trained("before", {"type": "llama", "config": SIZES}, 100, 3e-3)
+    start = with_outlier_channels(latest_checkpoint(tmp_path / "before"), tmp_path / "start")
+    loss = trained("bf16", start, 30, 1e-6)
+    plain = trained("plain", start, 30, 1e-6, level="O1", recipe="tensorwise")
+    piloted = trained("piloted", start, 30, 1e-6, level="O1", recipe="tensorwise", autopilot=True)
+    assert plain > 1.1 * loss
+    assert piloted == pytest.approx(loss, rel=0.01)
+    assert {event["text"].split(": ")[1].rsplit(".", 1)[1] for event in moves(tmp_path / "piloted")} == {
+        "gate_proj", "up_proj"
+    }  # fmt: skip

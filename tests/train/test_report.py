@@ -174,6 +174,12 @@ def test_two_runs_of_one_arm_are_told_apart(tmp_path: Path) -> None:
     assert "second (BF16) against first (BF16)" in text
 
 
+def test_two_runs_of_one_name_too(tmp_path: Path) -> None:
+    runs = [folder(tmp_path / "0"), folder(tmp_path / "a", FP8), folder(tmp_path / "b", FP8)]
+    text = text_of(write_report(runs, tmp_path).html.read_text(encoding="utf-8"))
+    assert "a (FP8 rowwise) and b (FP8 rowwise) against BF16" in text
+
+
 def test_a_run_that_failed_at_its_first_step_still_has_a_report(tmp_path: Path) -> None:
     broken = {"stopped": "non-finite", "losses": None, "tokens_per_s": None, "kept_bytes_per_token": None, "steps": 0}
     runs = [folder(tmp_path / "a"), folder(tmp_path / "b", FP8, **broken)]

@@ -154,14 +154,12 @@ def _difference(first: float | None, second: float | None, kind: str) -> str:
 
 def _read(folders: list[Path]) -> list[LoggedRun]:
     results = [RunResult.read(folder) for folder in folders]
-    arms = Counter(arm_name(result.arm) for result in results)
     logged = []
-    for slot, (folder, result) in enumerate(zip(folders, results, strict=True)):
-        arm = arm_name(result.arm)
+    for slot, (folder, result, label) in enumerate(zip(folders, results, _labels(folders, results), strict=True)):
         statistics = read_statistics(folder)
         logged.append(
             LoggedRun(
-                label=arm if arms[arm] == 1 and len(folders) > 1 else f"{result.name} ({arm})",
+                label=label,
                 slot=slot % 6,
                 result=result,
                 curves=Curves.of(read_metrics(folder)),
@@ -173,6 +171,19 @@ def _read(folders: list[Path]) -> list[LoggedRun]:
             )
         )
     return logged
+
+
+def _labels(folders: Sequence[Path], results: Sequence[RunResult]) -> list[str]:
+    """What tells each run from the others: its arm; else its name as well; else its folder's."""
+    arms = [arm_name(result.arm) for result in results]
+    named = [f"{result.name} ({arm})" for result, arm in zip(results, arms, strict=True)]
+    labels = []
+    for folder, arm, name in zip(folders, arms, named, strict=True):
+        if len(arms) > 1 and arms.count(arm) == 1:
+            labels.append(arm)
+        else:
+            labels.append(name if named.count(name) == 1 else f"{folder.resolve().name} ({arm})")
+    return labels
 
 
 def _layers(folder: Path) -> list[LayerGroup]:
