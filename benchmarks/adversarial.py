@@ -29,10 +29,10 @@ from benchmarks.adversarial_document import (
     BASELINE,
     EVERY,
     EXACT,
+    HASTY,
     PILOTED,
     PLAINEST,
     RECIPES,
-    RETAKING,
     SMOOTH,
     document,
     draw,
@@ -99,8 +99,8 @@ ARMS: dict[str, Callable[[nn.Module], Stepper]] = {
     BASELINE: lambda model: Unwatched(),
     EXACT: lambda model: Unwatched(autocast=False),
     **{recipe: partial(Watched, recipe=recipe) for recipe in RECIPES},
-    PILOTED: partial(Piloted, retakes=False),
-    RETAKING: partial(Piloted, retakes=True),
+    PILOTED: partial(Piloted, retakes=True),
+    HASTY: partial(Piloted, retakes=False),
 }
 """What is done to a model before it is trained; each returns what goes around its steps."""
 

@@ -187,7 +187,7 @@ class Stepper(Protocol):
     autocast: bool
     """Whether products that are not in FP8 are in bf16, rather than in fp32."""
     retakes: bool
-    """Whether the first step is sampled, and a step in which a layer moved is taken again."""
+    """Whether a step in which a layer moved is taken again."""
 
     def step(self, number: int, *, force: bool) -> AbstractContextManager[None]:
         """Inside: a forward and its backward, sampled if `force`."""
@@ -224,7 +224,7 @@ def losses(
             group["lr"] = rate * min(1.0, step / WARMUP) * max(LAST_RATE, 1 - (step - 1) / case.steps)
         context, target = batch(seed, case.first + step, tokens)
         while True:
-            with stepper.step(step, force=step == case.steps or (step == 1 and stepper.retakes)):
+            with stepper.step(step, force=step == case.steps):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=stepper.autocast):
                     logits = model(context)
                 loss = F.cross_entropy(logits.float(), target, reduction="none")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from benchmarks import adversarial, adversarial_document, adversarial_faults
 from benchmarks.adversarial_cases import CASES
-from benchmarks.adversarial_document import BASELINE, EXACT, PILOTED, RECIPES, RETAKING, WITHIN, WORSE, gaps, verdict
+from benchmarks.adversarial_document import BASELINE, EXACT, HASTY, PILOTED, RECIPES, WITHIN, WORSE, gaps, verdict
 from benchmarks.adversarial_task import BYTES, Gated, batch
 
 import octavo
@@ -19,7 +19,7 @@ from octavo.inspect import Watch
 from octavo.inspect.findings import Thresholds, findings
 
 KEPT = adversarial.RESULTS / "cpu" / "adversarial.json"
-ARMS = (BASELINE, EXACT, *RECIPES, PILOTED, RETAKING)
+ARMS = (BASELINE, EXACT, *RECIPES, PILOTED, HASTY)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def check(content):
         assert max(map(abs, gaps(rows, name, EXACT))) <= WITHIN / 2, name
         for arm in case.breaks:
             assert min(gaps(rows, name, arm)) > WORSE, (name, arm)
-        for arm in (*case.holds, RETAKING):
+        for arm in (*case.holds, PILOTED):
             assert max(gaps(rows, name, arm)) <= WITHIN, (name, arm)
 
 
@@ -128,7 +128,7 @@ def test_outliers_alone_and_small_gradients_break_nothing(monkeypatch):
 
 def test_the_autopilot_takes_a_step_again_in_which_it_moved_a_layer(monkeypatch):
     case = replace(CASES["exploding_norms"], steps=3)
-    row = adversarial.measured(case, RETAKING, 1, 128)
+    row = adversarial.measured(case, PILOTED, 1, 128)
     assert row["moves"][0].startswith("step 1: ")
     taken = []
     real = adversarial.Piloted.step
@@ -138,10 +138,10 @@ def test_the_autopilot_takes_a_step_again_in_which_it_moved_a_layer(monkeypatch)
         return real(self, number, force=force)
 
     monkeypatch.setattr(adversarial.Piloted, "step", counted)
-    adversarial.measured(case, RETAKING, 1, 128)
+    adversarial.measured(case, PILOTED, 1, 128)
     assert taken[:2] == [1, 1] and taken[-1] == 3
     taken.clear()
-    adversarial.measured(case, PILOTED, 1, 128)
+    adversarial.measured(case, HASTY, 1, 128)
     assert taken == [1, 2, 3]
 
 
