@@ -183,7 +183,7 @@ def test_disabled_works_under_compile():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's imports warn of torch's own deprecated parts
-@by_recipe
+@by_compiled_recipe
 def test_inductor_agrees_with_eager(name):
     torch._dynamo.reset()
     mlp = octavo.convert(MLP(dtype=torch.bfloat16), name, verbose=False)
