@@ -157,7 +157,7 @@ def test_a_piloted_run_ends_where_bf16_does_and_plain_tensorwise_does_not(seed, 
     loss = trained("bf16", start, 30, 1e-6)
     plain = trained("plain", start, 30, 1e-6, level="O1", recipe="tensorwise")
     piloted = trained("piloted", start, 30, 1e-6, level="O1", recipe="tensorwise", autopilot=True)
-    assert plain > 1.1 * loss
+    assert plain > 1.03 * loss  # what the adversarial benchmark calls broken
     assert piloted == pytest.approx(loss, rel=0.01)
     assert {event["text"].split(": ")[1].rsplit(".", 1)[1] for event in moves(tmp_path / "piloted")} == {
         "gate_proj", "up_proj"
