@@ -137,10 +137,10 @@ def _product(session: Session, shape: tuple[int, int, int], case: str, name: str
 def linears(session: Session) -> None:
     """A linear of every recipe: against the CPU, compiled against eager, and replayed from a CUDA graph."""
     for shape in ((33, 48, 80),) if session.tiny else ((512, 1024, 768), (37, 19, 5), (4096, 4096, 4096)):
-        for recipe in RECIPES.values():
+        for name, recipe in RECIPES.items():
             for mode in ("eager",) if recipe.history else ("eager", "compiled", "graph"):  # no graph carries a history
-                identity: Row = {"stage": "linear", "shape": "×".join(map(str, shape)), "arm": recipe.name, "mode": mode}
-                session.attempt(identity, functools.partial(_linear, session, shape, recipe.name, mode))
+                identity: Row = {"stage": "linear", "shape": "×".join(map(str, shape)), "arm": name, "mode": mode}
+                session.attempt(identity, functools.partial(_linear, session, shape, name, mode))
 
 
 def _linear(session: Session, shape: tuple[int, int, int], recipe: str, mode: str) -> Row | None:

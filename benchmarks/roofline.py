@@ -7,12 +7,11 @@ One linear layer of X [M,K] and W [N,K], forward and backward, is three products
 bytes per element are the table of `PASSES`. What the passes add is proportional to M·K + N·K + M·N, what FP8 saves to
 M·N·K: that is why there is a size at which FP8 begins to pay.
 
-Peaks are dense rates of the vendors' data sheets, without sparsity. The efficiencies are what large products and copies
-reach of them; they are assumptions where this device was not measured, and 1 in a `Device` made from measured ceilings.
-
-Sources: NVIDIA H100 and H200 data sheets (SXM: 989 and 1979 TFLOP/s, 3.35 and 4.8 TB/s); NVIDIA Hopper and Ada
-architecture white papers (132 and 128 multiprocessors, L2 of 50 and 72 MB, RTX 4090 165 and 330 TFLOP/s with float32
-accumulation, 1008 GB/s); NVIDIA Blackwell (HGX B200) data sheet (2250 and 4500 TFLOP/s, 8 TB/s).
+This is a bound, to stand beside a measured time: every multiprocessor is busy until the end, whatever the shape. What a
+linear layer is *predicted* to take, its last wave of tiles half idle, is `octavo.planner.roofline`, by which
+`octavo.plan` decides. Rates and efficiencies are those of its table, `octavo.planner.devices`, with their sources; the
+efficiencies are 1 in a `Device` made from measured ceilings. Beside them the size of L2, which only the bounds of
+`benchmarks.sass_bound` ask for: NVIDIA Hopper, Ada and Blackwell architecture white papers (50, 72 and 126 MB).
 """
 
 import argparse
@@ -22,6 +21,7 @@ from typing import Any
 
 from benchmarks import shapes
 from benchmarks.shapes import Shape
+from octavo.planner import devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,11 @@ class Device:
     bandwidth: float
     l2: float
     multiprocessors: int
-    floor: float = 2.5e-6
-    eager: float = 8e-6
-    bf16_efficiency: float = 0.80
-    fp8_efficiency: float = 0.70
-    memory_efficiency: float = 0.90
+    floor: float
+    eager: float
+    bf16_efficiency: float
+    fp8_efficiency: float
+    memory_efficiency: float
 
     def product(self, m: int, k: int, n: int, *, fp8: bool) -> float:
         """Seconds of [m,k]·[k,n] with a bf16 result, operands of one byte per element or two."""
@@ -91,13 +91,20 @@ class Device:
         )  # fmt: skip
 
 
-_H100 = Device(name="H100 SXM", bf16=989e12, fp8=1979e12, bandwidth=3.35e12, l2=50e6, multiprocessors=132)
+def _of(name: str, l2: float) -> Device:
+    gpu = devices.DEVICES[name]
+    return Device(
+        name=gpu.name, bf16=gpu.bf16_tflops * 1e12, fp8=gpu.fp8_tflops * 1e12, bandwidth=gpu.memory_tbs * 1e12, l2=l2,
+        multiprocessors=gpu.multiprocessors, floor=gpu.launch_us * 1e-6, eager=gpu.host_us * 1e-6,
+        bf16_efficiency=gpu.bf16_efficiency, fp8_efficiency=gpu.fp8_efficiency, memory_efficiency=gpu.memory_efficiency,
+    )  # fmt: skip
+
 
 DEVICES: dict[str, Device] = {
-    "H100": _H100,
-    "H200": replace(_H100, name="H200 SXM", bandwidth=4.8e12),
-    "B200": Device(name="B200", bf16=2250e12, fp8=4500e12, bandwidth=8e12, l2=126e6, multiprocessors=148),
-    "RTX 4090": Device(name="RTX 4090", bf16=165e12, fp8=330e12, bandwidth=1.008e12, l2=72e6, multiprocessors=128),
+    "H100": _of("h100", 50e6),
+    "H200": _of("h200", 50e6),
+    "B200": _of("b200", 126e6),
+    "RTX 4090": _of("rtx4090", 72e6),
 }
 """By the word that identifies them in the name the driver gives."""
 

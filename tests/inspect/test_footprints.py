@@ -145,6 +145,23 @@ def test_blocks_that_are_not_equal_are_followed_whole():
     assert not are_equal(model, plan)
 
 
+def test_blocks_of_equal_shapes_may_still_differ():
+    model = make("llama")
+    assert are_equal(model, Plan({}))
+    for layer in model.model.layers:
+        layer.self_attn.window = 4
+    assert are_equal(model, Plan({}))  # also where a number is that of a block
+    model.model.layers[3].self_attn.window = None  # as Gemma's, which look at all tokens in every so many blocks
+    assert not are_equal(model, Plan({}))
+    shared = make("llama")
+    shared.model.layers = nn.ModuleList([shared.model.layers[0]] * 4)
+    assert not are_equal(shared, Plan({}))
+    assert octavo.plan(shared, 2, 128, device=FAST).memory.followed == (4, 4)
+    tied = make("llama")
+    tied.model.layers[2].mlp.up_proj.weight = tied.model.layers[1].mlp.up_proj.weight
+    assert not are_equal(tied, Plan({}))
+
+
 def test_a_copy_with_fewer_blocks_leaves_the_model_as_it_was():
     model = make("llama")
     with fake_tensors() as mode:

@@ -7,8 +7,11 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from benchmarks.scaling_trace import fake_world
 from models import llama
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo import Precision, plan
@@ -120,6 +123,16 @@ def test_printed_and_as_json(wide):
         ({"batch": 2, "seq": 8, "checkpointing": "ful"}, ValueError, "did you mean 'full'"),
         ({"batch": 2, "seq": 8, "world": 0}, ValueError, "gpus is a number of 1 or more"),
         ({"batch": 2, "seq": 8, "world": 8, "parallel": Parallel(dp_replicate=3)}, ValueError, "dp_replicate = 3"),
+        ({"batch": 2, "seq": 8, "world": True}, ValueError, "gpus is a number of 1 or more; got True"),
+        ({"batch": True, "seq": 8}, ValueError, "batch is a number of 1 or more; got True"),
+        ({"batch": (2, 8)}, ValueError, r"no tensor and no shape: \(2, 8\). Give .* plan\(model, 4, 2048\)"),
+        ({"batch": 2, "seq": 8, "precision": "bf16"}, TypeError, "precision is an octavo.Precision.*got 'bf16'"),
+        ({"batch": 2, "seq": 8, "parallel": {"tp": 2}}, TypeError, "got {'tp': 2}. Tensor, sequence.* not predicted"),
+        (
+            {"batch": 2, "seq": 8, "world": 8, "parallel": Parallel(dp_replicate=8, cpu_offload=True)},
+            ValueError,
+            "cpu_offload needs shards",
+        ),
         ({"batch": 2, "seq": 8, "micro_batches": 0}, ValueError, "micro_batches is a number of 1 or more"),
         ({"batch": 2, "seq": 8, "skip": "a"}, TypeError, r"write skip=\['a'\]"),
         ({"batch": 2, "seq": 8, "calibration": "none.json"}, ValueError, "cannot be read from none.json"),
@@ -134,6 +147,33 @@ def test_printed_and_as_json(wide):
 def test_mistakes(arguments, error, message):
     with pytest.raises(error, match=message):
         plan(llama(), **arguments)
+
+
+def test_models_that_cannot_be_planned():
+    with pytest.raises(TypeError, match=r"plan takes a torch.nn.Module; got str. For a file: octavo plan CONFIG"):
+        plan("gpt2", 2, 16)
+    with pytest.raises(ValueError, match="no parameter of this model requires a gradient"):
+        plan(llama().requires_grad_(False), 2, 16)
+    model = llama()
+    with fake_world(2):
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        with pytest.raises(ValueError, match=r"weight is a DTensor.* tensor, .* not predicted"):
+            plan(model, 2, 16)
+
+
+def test_weights_that_cannot_travel_in_fp8_are_refused_as_a_run_would():
+    arguments = {"device": FAST, "world": 16, "recipe": "blockwise"}
+    with pytest.raises(ValueError, match=r"fp8_comm='on' with recipe blockwise.* Nearest: recipe 'rowwise'"):
+        plan(llama(), 2, 16, **arguments, parallel=Parallel(fp8_comm="on"))
+    assert plan(llama(), 2, 16, **arguments, parallel=Parallel(fp8_comm="auto")).converted
+
+
+def test_memory_of_selective_checkpointing_is_said_to_be_too_much(wide):
+    kept = plan(wide, 1, 1024)
+    selective = plan(wide, 1, 1024, checkpointing="selective")
+    assert selective.memory.at_peak == kept.memory.at_peak and not kept.memory.note
+    assert "without recomputation, so too much" in selective.memory.note
+    assert "without recomputation, so too much" in str(selective) and "too much" in selective.to_json()
 
 
 def test_filters_and_precision_say_what_stays(wide):
@@ -216,7 +256,6 @@ FAST = {"like": "h100", "launch_us": 0, "host_us": 0, "memory_tbs": 1000}
 """A GPU on which small layers gain."""
 
 
-@pytest.mark.slow
 def test_llama_3_70b_takes_seconds():
     """In a process of its own: what it takes is this one's alone."""
     code = (

@@ -73,3 +73,9 @@ def test_precision_levels_and_switches():
         Precision(matmul="f8")
     with pytest.raises(ValueError, match="did you mean 'mxfp8'"):
         Precision(recipe="mxfp9")
+
+
+def test_which_weights_are_gathered_in_fp8():
+    assert [name for name, recipe in RECIPES.items() if recipe.gathers_w] == [
+        "rowwise", "tensorwise", "rowwise_hp_wgrad", "delayed"
+    ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.planner.devices import DEVICES, Gpu, find_gpu
+from octavo.planner.devices import DEVICES, DRIVER_NAMES, Gpu, by_driver, find_gpu
 
 
 def test_every_gpu_says_where_its_figures_are_from():
@@ -21,6 +21,51 @@ def test_other_spellings_are_other_gpus():
     assert find_gpu("H100 PCIe") is find_gpu("h100-pcie") is DEVICES["h100-pcie"]
     assert find_gpu("RTX 4090") is find_gpu("4090") is DEVICES["rtx4090"]
     assert find_gpu(DEVICES["l4"]) is DEVICES["l4"]
+    assert find_gpu("NVIDIA H100 80GB HBM3") is DEVICES["h100"]
+    assert find_gpu({"like": "H100 PCIe"}).bf16_tflops == DEVICES["h100-pcie"].bf16_tflops
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", None),  # another memory, another rate
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA A100-SXM4-40GB", None),
+        ("NVIDIA A100 80GB PCIe", None),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 5090 D", None),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", None),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("Tesla T4", None),
+        ("", None),
+    ],
+)
+def test_names_that_drivers_give(name, key):
+    assert by_driver(name) is (None if key is None else DEVICES[key])
+
+
+def test_every_gpu_has_a_name_that_drivers_give():
+    assert {key for _, key in DRIVER_NAMES} - {""} == set(DEVICES)
+
+
+def test_memory_that_tensors_can_have():
+    assert DEVICES["h100"].usable == 79 * 2**30
+    assert all(0.9 < gpu.usable / 2**30 / gpu.memory_gb < 1 for gpu in DEVICES.values())
+
+
+def test_a_gpu_as_a_table_describes_itself():
+    table = DEVICES["b200"].to_json()
+    assert "measured" not in table and find_gpu(table) == DEVICES["b200"]
 
 
 def test_a_gpu_described_in_toml(tmp_path):
@@ -30,7 +75,7 @@ def test_a_gpu_described_in_toml(tmp_path):
         gpu = find_gpu(given)
         assert (gpu.name, gpu.bf16_tflops, gpu.fp8_tflops) == ("H100 at 500 W", 700, 1979)
         assert gpu.rates_from == "given"
-    whole = {"name": "X", "bf16_tflops": 1, "fp8_tflops": 2, "memory_tbs": 1, "memory_gb": 1, "link_gbs": 1,
+    whole = {"name": "X", "bf16_tflops": 1, "fp8_tflops": 2, "memory_tbs": 1, "memory_gb": 2, "link_gbs": 1,
              "multiprocessors": 10}  # fmt: skip
     assert find_gpu(whole) == Gpu(**whole)
 
@@ -38,15 +83,23 @@ def test_a_gpu_described_in_toml(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("h10", "unknown GPU 'h10'.*did you mean 'h100'.*Known: h100,.*TOML"),
+        ("h10", "unknown GPU 'h10'.*did you mean 'h100'.*Known: h100,.*TOML file.*like = \"h100\".*memory_tbs"),
+        ("Tesla T4", "unknown GPU 'Tesla T4'. Known: "),
         ("missing.toml", "cannot be read from missing.toml"),
         ({"like": "h100", "memory_tb": 4}, r"has no 'memory_tb' \(did you mean 'memory_tbs'\?\)"),
         ({"like": "h100", "memory_tbs": "fast"}, "memory_tbs is a number; got 'fast'"),
         ({"like": "h100", "memory_tbs": True}, "memory_tbs is a number; got True"),
         ({"like": "h100", "blocks_of_32": 1}, "blocks_of_32 is true or false"),
-        ({"like": "h100", "memory_tbs": 0}, "memory_tbs is above 0; got 0"),
+        ({"like": "h100", "memory_tbs": 0}, "memory_tbs is a finite number, above 0; got 0"),
+        ({"like": "h100", "memory_tbs": float("inf")}, "memory_tbs is a finite number, above 0; got inf"),
+        ({"like": "h100", "memory_tbs": float("nan")}, "memory_tbs is a finite number, above 0; got nan"),
+        ({"like": "h100", "fp8_tflops": -1}, "fp8_tflops is a finite number, 0 or more; got -1"),
+        ({"like": "h100", "memory_gb": 1}, "memory_gb is a finite number, above 1; got 1"),
+        ({"like": "h100", "multiprocessors": 1.5}, "multiprocessors is a whole number; got 1.5"),
         ({"like": "h100", "fp8_efficiency": 70}, "share of the peak, above 0 and at most 1; got 70"),
-        ({"like": 7}, "like is the name of a known GPU"),
+        ({"like": 7}, "the table: like is one of h100, .*; got 7"),
+        ({"like": "h1"}, r"the table: like is one of h100, .*; got 'h1' \(did you mean 'h100'\?\)"),
+        ({"like": "h100", "measured": 7}, "has no 'measured'"),
         ({"name": "X", "bf16_tflops": 1}, "fp8_tflops, memory_tbs.* missing"),
     ],
     ids=str,

@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from models import llama
 from torch import nn
 
+from octavo.inspect.footprints import with_blocks
 from octavo.numerics import RECIPES
 from octavo.parallel import Parallel
 from octavo.planner.devices import DEVICES
+from octavo.planner.fake import fake_tensors
 from octavo.planner.roofline import Linear, bf16_linear
 from octavo.planner.step import CHECKPOINTING, Setting, linear_costs, spread, step_time
-from octavo.planner.trace import Trace, Work, trace
+from octavo.planner.trace import Trace, Work, of_more_blocks, trace
 from octavo.planner.wire import saved_by_gathering
 
 H100 = DEVICES["h100"]
@@ -52,6 +54,43 @@ def test_linears_attention_and_products():
     assert got.parameters == sum(p.numel() for p in module.parameters())
     assert got.trained == got.parameters - 64 * 64
     assert not module.q._forward_hooks and not module.q._forward_pre_hooks
+
+
+def some_blocks(model, ids, count):
+    with fake_tensors() as mode:
+        copy = with_blocks(model, count, mode, torch.device("cpu"))
+        linears = {name: m for name, m in copy.named_modules() if isinstance(m, nn.Linear)}
+        return trace(copy, linears, lambda: copy(input_ids=torch.zeros(ids, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen below"])
+def test_many_blocks_from_two_and_three(frozen):
+    with torch.device("meta"):
+        model = llama(num_hidden_layers=11)
+    if frozen:
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+    names = [f"model.layers.{number}" for number in range(11)]
+    few, more, whole = (some_blocks(model, (2, 16), count) for count in (2, 3, None))
+    assert len(whole.calls) == 11 * 7 + 1 and len(whole.rest) > len(more.rest)
+    assert of_more_blocks(few, more, 2, names) == whole
+    assert whole.calls["model.layers.0.self_attn.q_proj"][0].dgrad is not frozen
+    assert whole.calls["model.layers.10.self_attn.q_proj"][0].dgrad
+
+
+def test_traces_that_differ_by_more_than_one_block_are_no_basis():
+    names = [str(number) for number in range(5)]
+    calls = {f"{number}.up": (Linear(m=8, k=4, n=4),) for number in range(3)}
+    few = Trace(calls=dict(list(calls.items())[:2]), attention=2, products=(), rest=(1, 2, 2), regions=(), parameters=8,
+                trained=8)  # fmt: skip
+    more = replace(few, calls=calls, attention=3, rest=(1, 2, 2, 2), parameters=12)
+    found = of_more_blocks(few, more, 2, names)
+    assert (found.attention, found.rest, found.parameters, found.trained) == (5, (1, 2, 2, 2, 2, 2), 20, 8)
+    assert found.calls == {f"{number}.up": calls["0.up"] for number in range(5)}
+    assert of_more_blocks(few, replace(more, rest=(1, 2, 3, 3)), 2, names) is None
+    other = (Linear(m=8, k=4, n=8),)
+    assert of_more_blocks(few, replace(more, calls=calls | {"2.up": other}), 2, names) is None  # another block
+    assert of_more_blocks(few, replace(more, calls=calls | {"0.up": other}), 2, names) is None  # changes the first
 
 
 def test_the_rest_in_eager_code_and_fused():
@@ -198,7 +237,7 @@ def test_eager_code_waits_for_its_host():
     assert predicted(Setting(eager=False), replace(H100, host_us=1e4)).waiting == 0
 
 
-@pytest.mark.parametrize("setting", [{"gpus": 0}, {"micro_batches": 0}, {"gpus": 1.5}])
+@pytest.mark.parametrize("setting", [{"gpus": 0}, {"micro_batches": 0}, {"gpus": 1.5}, {"gpus": True}])
 def test_impossible_settings(setting):
     with pytest.raises(ValueError, match="is a number of 1 or more"):
         Setting(**setting)

@@ -80,7 +80,7 @@ def plan(
 
         run(
             config, overrides or [], memory=memory, gpu=gpu, gpus=gpus, calibration=calibration, device=device,
-            limit=limit,            layers=layers, as_json=as_json,
+            limit=limit, layers=layers, as_json=as_json,
         )  # fmt: skip
 
 

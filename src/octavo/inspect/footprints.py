@@ -17,13 +17,14 @@ from octavo.inspect.memory import GRANULES
 from octavo.nn.blocks import find_blocks
 from octavo.nn.report import is_converted
 from octavo.numerics.plan import Plan
+from octavo.numerics.recipe import Recipe
 from octavo.planner.fake import fake_copy
 from octavo.planner.footprint import Footprint, footprint
 from octavo.planner.moments import moments, of_more_blocks
 from octavo.planner.shards import Group, Shards
 from octavo.planner.step import Setting
 from octavo.planner.timeline import OF_BLOCKS, Line, Timeline
-from octavo.planner.wire import MESSAGE, gathers_in_fp8
+from octavo.planner.wire import MESSAGE
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -83,17 +84,39 @@ def of_step(
 
 
 def are_equal(model: nn.Module, plan: Plan) -> bool:
-    """Whether the blocks of a model have the same modules, parameters and decisions."""
+    """Whether the blocks of a model have the same modules, parameters, settings and decisions, each block its own."""
     names = {id(module): name for name, module in model.named_modules()}
-    kinds = set()
-    for block in find_blocks(model):
+    blocks = find_blocks(model)
+    kinds, settings = set(), [_settings(block) for block in blocks]
+    for block in blocks:
         parts: list[Any] = []
         for name, module in block.named_modules():
             decision = plan.decisions.get(names[id(module)])
             parts.append((name, type(module), decision and (decision.recipe, decision.storage)))
         parts += [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
         kinds.add(tuple(parts))
-    return len(kinds) == 1
+    owned = [id(parameter) for block in blocks for parameter in block.parameters()]
+    return (
+        len(kinds) == 1
+        and len(set(map(id, blocks))) == len(blocks)
+        and len(set(owned)) == len(owned)
+        and all(_alike([found.get(name) for found in settings]) for name in settings[0])
+    )
+
+
+def _settings(block: nn.Module) -> dict[str, Any]:
+    """Plain attributes of the modules of a block, such as what kind of attention it has."""
+    return {
+        f"{fqn}.{name}": value
+        for fqn, module in block.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, str | bool | int | float | None)
+    }
+
+
+def _alike(values: list[Any]) -> bool:
+    """Whether the blocks agree in a setting, or count themselves by it."""
+    return len(set(values)) == 1 or values == list(range(len(values)))
 
 
 def with_blocks(model: M, count: int | None, mode: FakeTensorMode, place: torch.device) -> M:
@@ -136,7 +159,7 @@ def _in_fp8(model: nn.Module) -> dict[int, int]:
     """Bytes of each weight that is gathered in FP8."""
     found = {}
     for module in model.modules():
-        if is_converted(module) and gathers_in_fp8(module.recipe):  # type: ignore[arg-type]
+        if is_converted(module) and isinstance(module.recipe, Recipe) and module.recipe.gathers_w:
             weight = module.weight
             assert isinstance(weight, Tensor)
             found[id(weight)] = weight.numel() + 4 * weight.shape[0]

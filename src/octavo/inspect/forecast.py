@@ -5,14 +5,15 @@ takes; before renting it.
     print(plan)
     octavo.convert(model, plan=plan)
 
-One forward is run on a copy of the model without storage, to see how often and at what sizes each linear is called and
-what else there is to do; and steps on smaller copies, for their memory (`octavo.inspect.footprints`). The model may be
-on meta; no GPU is looked for, unless the device is that of this machine and `octavo calibrate` has measured it.
+One forward is run on copies of the model without storage, to see how often and at what sizes each linear is called and
+what else there is to do; and steps, for their memory (`octavo.inspect.footprints`). The copies have two and three of
+the model's blocks where these are equal, and what 80 do follows from the difference. The model may be on meta; no GPU
+is looked for, unless the device is that of this machine and `octavo calibrate` has measured it.
 """
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from octavo.inspect.footprints import Followed, are_equal, followed, of_step, part_of, with_blocks
+from octavo.inspect.footprints import FEW, Followed, are_equal, followed, of_step, part_of, with_blocks
 from octavo.inspect.memory import GRANULES, follow, own_loss
 from octavo.nn import convert
 from octavo.nn.activations import Activation
@@ -39,12 +40,12 @@ from octavo.numerics.recipe import Recipe
 from octavo.optim import AdamW
 from octavo.planner.decide import candidates
 from octavo.planner.devices import Gpu, by_driver, find_gpu
-from octavo.planner.fake import fake_batch, fake_copy, fake_tensors, stand_in
+from octavo.planner.fake import fake_batch, fake_tensors, stand_in
 from octavo.planner.footprint import Footprint
 from octavo.planner.forecast import Decided, Forecast, by_cost, forecast
 from octavo.planner.measured import Measurements, read_measurements
-from octavo.planner.step import CHECKPOINTING, Layout, Setting, spread
-from octavo.planner.trace import Trace, trace
+from octavo.planner.step import CHECKPOINTING, Layout, Setting, is_count, spread
+from octavo.planner.trace import Trace, of_more_blocks, trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,7 @@ def plan(
             one; such a table. See `octavo.planner.devices`.
         world: GPUs, each with a batch of its own.
         parallel: How they share the model, an `octavo.parallel.Parallel`; None: all of them share one copy (FSDP2).
+            Tensor, sequence, pipeline and expert parallelism are not predicted.
         precision: The whole request at once, instead of `recipe` and `skip`. Its `states` and `master` are those of an
             `octavo.AdamW`. By default level O1.
         recipe: `"auto"` for the fastest, or one to be taken wherever it pays.
@@ -95,10 +97,9 @@ def plan(
             of the loss; the reason says what they would gain.
         compiled: Predict the time for torch.compile: no time of the host, and what is between products fused.
         checkpointing: `"none"`, `"selective"` or `"full"` recomputation of blocks. The memory of `"selective"` is
-            predicted for a configuration only (`octavo plan`).
+            predicted for a configuration only (`octavo plan`); here it is that without any, and printed so.
         micro_batches: Forwards and backwards of a step.
-        calibration: A table of `octavo calibrate`, whose times go before predicted ones. By default that of this
-            machine's GPU, where it is `device`.
+        calibration: A table of `octavo calibrate`, for times that go before predicted ones; by default this machine's.
 
     Returns:
         A plan that `octavo.convert(model, plan=...)` carries out: `.rows` with `.name`, `.converted`, `.recipe`,
@@ -107,14 +108,12 @@ def plan(
 
     Raises:
         ValueError: For an unknown GPU or recipe, a calibration of another GPU, GPUs that cannot share the model so, a
-            model that cannot run the batch or is converted already.
-        TypeError: For a batch or device in another form.
+            model that cannot run the batch, or is converted or spread over ranks already.
+        TypeError: For a batch, a device or `parallel` in another form.
     """
+    _check(model, checkpointing)
     gpu = with_measurements(find_gpu(device), calibration)
     asked = _asked(precision, recipe, skip, filter, heads)
-    if checkpointing not in CHECKPOINTING:
-        known = " or ".join(map(repr, CHECKPOINTING))
-        raise ValueError(f"checkpointing is {known}; got {checkpointing!r}{nearest(checkpointing, CHECKPOINTING)}")
     setting = Setting(
         **spread(world, parallel), micro_batches=micro_batches, eager=not compiled,
         recompute=CHECKPOINTING[checkpointing], states=asked.precision.states,
@@ -125,18 +124,55 @@ def plan(
     tokens = seq * batch if seq is not None else max((c.m for cs in found.calls.values() for c in cs), default=1)
     cost = by_cost(gpu, found, linears_of(model, rule), kept, asked.recipes, eager=setting.eager)
     decided = decided_plan(model, asked, rule, cost)
+    check_gathered(decided, parallel)
     offloaded = parallel is not None and parallel.cpu_offload
 
     def memory(wanted: Plan, level: Precision, how: Setting) -> Footprint:
         steps = partial(_followed, model, shapes, wanted, level, checkpointing, how)
-        blocks = len(find_blocks(model))
-        return of_step(steps, blocks, how, size, equal=are_equal(model, wanted), offloaded=offloaded)
+        equal = are_equal(model, wanted)
+        found = of_step(steps, len(find_blocks(model)), how, size, equal=equal, offloaded=offloaded)
+        return replace(found, note=_ALL_KEPT) if checkpointing == "selective" else found
 
     return forecast(
         decided, cost.times, gpu, found, asked.recipes, setting, tokens,
-        memory=memory(decided, asked.precision, setting),
-        bf16_memory=memory(Plan({}), LEVELS["bf16"], setting.plain),
+        memory=memory(decided, asked.precision, setting), bf16_memory=memory(Plan({}), LEVELS["bf16"], setting.plain),
     )  # fmt: skip
+
+
+_ALL_KEPT = (
+    "Memory is that without recomputation, so too much: what selective checkpointing frees is predicted for a "
+    "configuration, by octavo plan CONFIG --gpu."
+)
+
+
+def check_gathered(decided: Plan, parallel: Layout | None) -> None:
+    """Raises ValueError where weights are to be gathered in FP8 whose recipe has no such form, as parallelize does."""
+    asked = parallel is not None and parallel.fp8_comm in ("on", "gather")
+    recipes = {row.recipe.name for row in decided.decisions.values() if row.recipe and not row.recipe.gathers_w}
+    if asked and recipes and parallel is not None:
+        raise ValueError(
+            f"fp8_comm={parallel.fp8_comm!r} with recipe {', '.join(sorted(recipes))}: its weights cannot be gathered "
+            "in FP8. Nearest: recipe 'rowwise'; or fp8_comm='off'"
+        )
+
+
+def _check(model: nn.Module, checkpointing: str) -> None:
+    """Raises for what is no model, one that nothing trains, one of which this process has a part; and for a name."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan takes a torch.nn.Module; got {type(model).__name__}. For a file: octavo plan CONFIG")
+    if checkpointing not in CHECKPOINTING:
+        known = " or ".join(map(repr, CHECKPOINTING))
+        raise ValueError(f"checkpointing is {known}; got {checkpointing!r}{nearest(checkpointing, CHECKPOINTING)}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("no parameter of this model requires a gradient: a plan is for training, unfreeze something")
+    parts = (name for name, p in model.named_parameters() if isinstance(p, DTensor))
+    if (name := next(parts, None)) is not None:
+        raise ValueError(
+            f"{name} is a DTensor, a part of which is on each rank: plan the model before it is spread (parallelize, "
+            "fully_shard, parallelize_module); tensor, sequence, pipeline and expert parallelism are not predicted"
+        )
 
 
 def with_measurements(gpu: Gpu, calibration: str | Path | None) -> Gpu:
@@ -191,14 +227,38 @@ def decided_plan(model: nn.Module, asked: Asked, rule: Plan, cost: Decided) -> P
     return Plan(decisions, rule.activations)
 
 
-def traced(model: nn.Module, forward: Any, shapes: Sequence[tuple[int, ...]]) -> Trace:
-    """A forward of a model without storage; a ValueError where it cannot run."""
-    linears = {name: module for name, module in model.named_modules() if is_linear(module)}
-    try:
-        return trace(model, linears, forward)
-    except (RuntimeError, TypeError, IndexError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"the model cannot run a batch of shapes {[list(s) for s in shapes]}: {reason}") from error
+def traced(
+    model: nn.Module, forward: Callable[[nn.Module], Any], shapes: Sequence[tuple[int, ...]], place: torch.device
+) -> Trace:
+    """One forward of a model, run on copies without storage: of a few of its blocks where these are equal.
+
+    Args:
+        model: On any device; not changed.
+        forward: Runs a copy.
+        shapes: Of what it is called with.
+        place: Where copies are said to be.
+
+    Raises:
+        ValueError: Where the model cannot run.
+    """
+
+    def of_copy(count: int | None) -> Trace:
+        with fake_tensors() as mode:
+            copy = with_blocks(model, count, mode, place)
+            linears = {name: module for name, module in copy.named_modules() if is_linear(module)}
+            try:
+                return trace(copy, linears, lambda: forward(copy))
+            except (RuntimeError, TypeError, IndexError) as error:
+                reason = " ".join(str(error).split())
+                wanted = [list(shape) for shape in shapes]
+                raise ValueError(f"the model cannot run a batch of shapes {wanted}: {reason}") from error
+
+    if are_equal(model, Plan({})):
+        names = {id(module): name for name, module in model.named_modules()}
+        blocks = [names[id(block)] for block in find_blocks(model)]
+        if len(blocks) > FEW + 1 and (found := of_more_blocks(of_copy(FEW), of_copy(FEW + 1), FEW, blocks)):
+            return found
+    return of_copy(None)
 
 
 def asked_of(precision: Precision, filter: Given | None = None, *, heads: bool = False) -> Asked:
@@ -211,6 +271,10 @@ def _asked(
     precision: Precision | None, recipe: str | Recipe, skip: Sequence[str], filter: Given | None, heads: bool
 ) -> Asked:
     if precision is not None:
+        if not isinstance(precision, Precision):
+            raise TypeError(
+                f"precision is an octavo.Precision, as Precision.level('O1', recipe='auto'); got {precision!r}"
+            )
         if recipe != "auto" or skip:
             raise ValueError("precision holds the recipe and what to skip: set them there, or give them alone")
         return asked_of(precision, filter, heads=heads)
@@ -227,14 +291,16 @@ def _by_rule(model: nn.Module, asked: Asked, filter: Given | None) -> Plan:
 def _trace(model: nn.Module, shapes: Any, batch: Any) -> tuple[Trace, int]:
     """One forward, and how many sequences it has."""
     dtype, place = _dtype(model), stand_in(torch.device("cuda"))
-    with fake_tensors() as mode:
-        copy = fake_copy(model, mode, place)
-        inputs = fake_batch(shapes, None, dtype, place)
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        if not tensors:
-            raise ValueError(f"the batch holds no tensor and no shape: {batch!r}")
-        found = traced(copy, lambda: call(copy, inputs), [tuple(t.shape) for t in tensors])
-    return found, tensors[0].shape[0] if tensors[0].ndim else 1
+    with fake_tensors():
+        tensors = [leaf for leaf in tree_leaves(fake_batch(shapes, None, dtype, place)) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise ValueError(
+            f"the batch holds no tensor and no shape: {batch!r}. Give tensors, or shapes by name, as "
+            "{'input_ids': (4, 2048)}; or sequences and tokens, as plan(model, 4, 2048)"
+        )
+    sizes = [tuple(t.shape) for t in tensors]
+    found = traced(model, lambda copy: call(copy, fake_batch(shapes, None, dtype, place)), sizes, place)
+    return found, sizes[0][0] if sizes[0] else 1
 
 
 def _followed(
@@ -271,7 +337,7 @@ def _shapes(model: nn.Module, batch: Any, seq: int | None) -> Any:
             raise TypeError("plan takes batch and seq, as in plan(model, 4, 2048), or what the model is called with")
         return batch
     for name, value in (("batch", batch), ("seq", seq)):
-        if not isinstance(value, int) or value < 1:
+        if not is_count(value):
             raise ValueError(f"{name} is a number of 1 or more; got {value!r}")
     known = inspect.signature(model.forward).parameters
     found = {"input_ids": (batch, seq)} | ({"labels": (batch, seq)} if "labels" in known else {})

@@ -90,6 +90,13 @@ class Recipe:
         return self.wgrad_x is not None and self.wgrad_x.folds_along(0)
 
     @property
+    def gathers_w(self) -> bool:
+        """Whether rows of W can be quantized where they are, and gathered so: one form for both products, by row or
+        tensor.
+        """
+        return self.w == self.dgrad_w and self.w.granularity in (ROW, TENSOR)
+
+    @property
     def shares_g(self) -> bool:
         """Whether one quantized G serves both backward products."""
         return self.dgrad_g == self.wgrad_g and not self.folds_w and not self.folds_x

@@ -28,8 +28,7 @@ from octavo.comm import reduce_scatter
 from octavo.nn.blocks import find_blocks
 from octavo.nn.gathered import Form, GlobalScales, ShardedWeight, sharded_weights
 from octavo.nn.linear import Linear
-from octavo.numerics.recipe import Recipe
-from octavo.numerics.spec import ROW, TENSOR
+from octavo.numerics.spec import TENSOR
 from octavo.tensor import plain
 
 
@@ -63,11 +62,6 @@ class Fp8ReduceScatter:
         with torch.no_grad():
             result = reduce_scatter(input_tensor, group, op="avg" if op == dist.ReduceOp.AVG else "sum", spec=self.spec)
             output_tensor.copy_(result)
-
-
-def gathers_in_fp8(recipe: Recipe) -> bool:
-    """Whether a weight of this recipe can be gathered in FP8: one form for both products, by row or by tensor."""
-    return recipe.w == recipe.dgrad_w and recipe.w.granularity in (ROW, TENSOR)
 
 
 def shard(
@@ -141,7 +135,7 @@ def _mark(model: nn.Module, dtype: torch.dtype | None, scales: GlobalScales) -> 
         if len(linears) != len(places) or len(recipes) != 1:
             continue  # of no converted linear, or of other modules as well
         recipe, weight = recipes.pop(), linears[0].weight
-        if gathers_in_fp8(recipe):
+        if recipe.gathers_w:
             by_tensor = scales if recipe.w.granularity == TENSOR else None
             form = Form(recipe.w, dtype, weight.shape[0], by_tensor)
             form.follow = partial(_follow_recipes, weakref.ref(model), form, linears, scales)
@@ -156,7 +150,7 @@ def _follow_recipes(
     """Gather a weight as the recipe that its layers have now reads it: in high precision where that is none."""
     recipes = {linear.recipe if isinstance(linear, Linear) else None for linear in linears}
     recipe = recipes.pop() if len(recipes) == 1 else None
-    spec = recipe.w if recipe is not None and gathers_in_fp8(recipe) else None
+    spec = recipe.w if recipe is not None and recipe.gathers_w else None
     root = model()
     if spec == form.spec or root is None:
         return

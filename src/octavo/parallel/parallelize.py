@@ -28,7 +28,7 @@ from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
 from octavo.parallel.ddp import replicate
 from octavo.parallel.delayed import share_histories
-from octavo.parallel.fsdp import gathers_in_fp8, shard
+from octavo.parallel.fsdp import shard
 
 FP8_COMM = ("auto", "on", "gather", "off")
 
@@ -198,7 +198,7 @@ def _check(model: nn.Module, wanted: Parallel, copies: int, dtype: torch.dtype |
 
 
 def _check_recipes(model: nn.Module, fp8_comm: str) -> None:
-    kept = {m.recipe.name for m in model.modules() if isinstance(m, Linear) and not gathers_in_fp8(m.recipe)}
+    kept = {m.recipe.name for m in model.modules() if isinstance(m, Linear) and not m.recipe.gathers_w}
     if kept:
         raise ValueError(
             f"fp8_comm={fp8_comm!r} with recipe {', '.join(sorted(kept))}: its weights have another form for each "

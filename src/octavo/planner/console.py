@@ -66,6 +66,7 @@ def forecast_tables(plan: Any) -> list[object]:
         f"{plan.summary}.",
         f"With {plan.tokens:,} tokens FP8 pays {begins}.",
         _room(plan),
+        *([plan.memory.note] if plan.memory.note else []),
         f"Rates: {gpu.rates_from}. Efficiencies: {gpu.efficiency_from}.",
     ]
     if gpu.measured:

@@ -17,6 +17,7 @@ Another GPU, or a correction of a known one, is a table in TOML, given as the pa
     fp8_tflops = 1560
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -82,8 +83,14 @@ class Gpu:
                 continue
             if key.endswith("_efficiency") and not 0 < value <= 1:
                 raise ValueError(f"{self.name}: {key} is a share of the peak, above 0 and at most 1; got {value!r}")
-            if not value > 0 and not (key in _MAY_BE_ZERO and value == 0):
-                raise ValueError(f"{self.name}: {key} is above 0; got {value!r}")
+            if key in _MAY_BE_ZERO and value == 0:
+                continue
+            least = 1 if key == "memory_gb" else 0  # 1 GiB is set aside
+            if not least < value < math.inf:
+                wanted = "0 or more" if key in _MAY_BE_ZERO else f"above {least}"
+                raise ValueError(f"{self.name}: {key} is a finite number, {wanted}; got {value!r}")
+        if self.multiprocessors != int(self.multiprocessors):
+            raise ValueError(f"{self.name}: multiprocessors is a whole number; got {self.multiprocessors!r}")
 
     def to_json(self) -> dict[str, Any]:
         """Plain dictionary of all but what was measured; as TOML, it describes this GPU."""
@@ -166,8 +173,8 @@ def find_gpu(device: str | Path | Mapping[str, Any] | Gpu) -> Gpu:
     """The GPU that is meant.
 
     Args:
-        device: A name in `DEVICES` ("H100 PCIe" and "h100_pcie" are "h100-pcie"), the path of a TOML file that
-            describes one, such a table, or a `Gpu`, which passes through.
+        device: A name in `DEVICES` ("H100 PCIe" and "h100_pcie" are "h100-pcie"), or one that a driver gives; the path
+            of a TOML file that describes one; such a table; or a `Gpu`, which passes through.
 
     Raises:
         ValueError: For a name that is not known, with the nearest ones; for a file that cannot be read, and for a table
@@ -182,20 +189,26 @@ def find_gpu(device: str | Path | Mapping[str, Any] | Gpu) -> Gpu:
         raise TypeError(f"a device is a name, the path of a TOML file, or a table; got {type(device).__name__}")
     if isinstance(device, Path) or device.endswith(".toml"):
         return _described(_read(Path(device)), str(device))
-    key = "-".join(device.lower().replace("_", " ").replace("-", " ").removeprefix("nvidia ").split())
-    key = _ALIASES.get(key, key if key in DEVICES else key.replace("-", ""))
-    if key not in DEVICES:
+    found = _named(device)
+    if found is None:
         raise ValueError(
-            f"unknown GPU {device!r}{nearest(key, DEVICES)}. Known: {', '.join(DEVICES)}. Another one is described in "
-            'TOML, as in: like = "h100", memory_tbs = 4.0 (the fields of octavo.planner.devices.Gpu), and given as the '
-            "path of that file"
+            f"unknown GPU {device!r}{nearest(device.lower(), DEVICES)}. Known: {', '.join(DEVICES)}. Any other is "
+            'described by a TOML file, whose path is given instead of a name; its lines are like = "h100", '
+            f'name = "Other", bf16_tflops = 800, and so on for what differs of: {", ".join(_fields())}'
         )
-    return DEVICES[key]
+    return found
+
+
+def _named(name: str) -> Gpu | None:
+    key = "-".join(name.lower().replace("_", " ").replace("-", " ").removeprefix("nvidia ").split())
+    key = _ALIASES.get(key, key if key in DEVICES else key.replace("-", ""))
+    return DEVICES.get(key) or by_driver(name)
 
 
 DRIVER_NAMES = (
-    (("h100", "pcie"), "h100-pcie"), (("h100", "hbm3"), "h100"), (("h200",), "h200"), (("h800", "pcie"), ""),
-    (("h800",), "h800"), (("a100",), "a100"), (("l40s",), "l40s"), (("l4",), "l4"),
+    (("h100", "pcie"), "h100-pcie"), (("h100", "hbm3"), "h100"), (("h200", "nvl"), ""), (("h200",), "h200"),
+    (("h800", "pcie"), ""), (("h800",), "h800"), (("a100", "sxm4", "80gb"), "a100"),
+    (("l40s",), "l40s"), (("l4",), "l4"),
     (("rtx", "4090", "laptop"), ""), (("rtx", "4090", "d"), ""), (("rtx", "4090"), "rtx4090"),
     (("rtx", "5090", "laptop"), ""), (("rtx", "5090", "d"), ""), (("rtx", "5090"), "rtx5090"),
     (("b200",), "b200"), (("mi300x",), "mi300x"),
@@ -211,6 +224,11 @@ def by_driver(name: str) -> Gpu | None:
     return DEVICES.get(key)
 
 
+def _fields() -> dict[str, Any]:
+    """What describes a GPU, and the type of each."""
+    return {each.name: each.type for each in fields(Gpu) if each.name != "measured"}
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     import tomllib  # its regular expressions take longer to compile than all of this package to import
 
@@ -221,19 +239,20 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _described(table: Mapping[str, Any], where: str) -> Gpu:
-    known = {each.name: each.type for each in fields(Gpu) if each.name != "measured"}
-    given = dict(table)
+    known, given = _fields(), dict(table)
     like = given.pop("like", None)
-    if like is not None and not isinstance(like, str):
-        raise ValueError(f'{where}: like is the name of a known GPU, as "h100"; got {like!r}')
+    base = _named(str(like))
+    if like is not None and base is None:
+        hint = nearest(str(like).lower(), DEVICES)
+        raise ValueError(f"{where}: like is one of {', '.join(DEVICES)}; got {like!r}{hint}")
     for key, value in given.items():
         if key not in known:
             raise ValueError(f"{where}: a GPU has no {key!r}{nearest(key, known)}. It has: like, {', '.join(known)}")
         wanted = "a string" if known[key] is str else "true or false" if known[key] is bool else "a number"
         if not isinstance(value, _TYPES[wanted]) or (isinstance(value, bool) and wanted != "true or false"):
             raise ValueError(f"{where}: {key} is {wanted}; got {value!r}")
-    if like is not None:
-        return replace(find_gpu(like), **{"rates_from": "given", "name": f"like {like}", **given})
+    if base is not None:
+        return replace(base, **{"rates_from": "given", "name": f"like {like}", **given})
     required = [name for name in known if name in _REQUIRED]
     if missing := [name for name in required if name not in given]:
         raise ValueError(f'{where}: {", ".join(missing)} missing; give them, or like = "h100" to take them from there')

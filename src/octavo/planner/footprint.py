@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from octavo.planner.memory import BATCH, BUFFERS, PARAMETERS, STATES, largest_fitting
+from octavo.planner.memory import BATCH, BUFFERS, PARAMETERS, STATES, largest_fitting, of_a_sequence
 from octavo.planner.moments import Moments
 from octavo.planner.shards import GATHERED, Shards, per_rank
 from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, OF_BLOCKS, TEMPORARIES
@@ -29,6 +29,7 @@ class Footprint:
         phase: When that is.
         followed: Blocks that were followed, of so many: (2, 80); (80, 80) where all were.
         again: The same with another number of sequences.
+        note: What a reader should know about this prediction.
     """
 
     batch: int
@@ -36,6 +37,7 @@ class Footprint:
     phase: str
     followed: tuple[int, int]
     again: "Callable[[int], Footprint]" = field(repr=False, compare=False)
+    note: str = ""
     _fitting: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
@@ -46,8 +48,10 @@ class Footprint:
     def largest_batch(self, limit_bytes: int) -> int:
         """The most sequences of one forward that fit; 0 where none does. Found by planning a few sizes."""
         if limit_bytes not in self._fitting:
-            known = {self.batch: self.peak}
-            self._fitting[limit_bytes] = largest_fitting(lambda size: self.again(size).peak, known, limit_bytes)
+            self._fitting[limit_bytes] = largest_fitting(
+                lambda size: self.again(size).peak, {self.batch: self.peak}, limit_bytes,
+                of_a_sequence(self.at_peak, self.batch),
+            )  # fmt: skip
         return self._fitting[limit_bytes]
 
     def to_json(self, limit_bytes: int) -> dict[str, Any]:
@@ -61,6 +65,7 @@ class Footprint:
             "largest_batch": self.largest_batch(limit_bytes),
             "followed_blocks": self.followed[0],
             "blocks": self.followed[1],
+            "note": self.note,
         }
 
 

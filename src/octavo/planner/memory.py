@@ -24,6 +24,8 @@ KINDS = (PARAMETERS, BUFFERS, STATES, BATCH, GRADIENTS, ACTIVATIONS, TEMPORARIES
 
 MOST_LAYERS = 12
 """Rows of layers in a printed table; the rest is summed up."""
+MOST_SEQUENCES = 2**30
+"""Beyond which no larger batch is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,9 @@ class MemoryPlan:
         if self.again is None:
             raise ValueError("this plan was read from a file or put together by hand: plan again to vary the batch")
         again = self.again
-        return largest_fitting(lambda size: again(size).peak, {self.batch: self.peak}, limit_bytes)
+        return largest_fitting(
+            lambda size: again(size).peak, {self.batch: self.peak}, limit_bytes, of_a_sequence(self.at_peak, self.batch)
+        )
 
     def to_json(self) -> str:
         """The plan as JSON."""
@@ -85,39 +89,60 @@ class MemoryPlan:
         return text.getvalue().rstrip()
 
 
-def largest_fitting(peak: Callable[[int], int], peaks: dict[int, int], limit_bytes: int) -> int:
+def largest_fitting(peak: Callable[[int], int], peaks: dict[int, int], limit_bytes: int, slope: float) -> int:
     """The largest batch whose peak is at most `limit_bytes`; 0 where none fits.
+
+    A peak is the largest of sums that grow evenly with the batch, so it grows by no less from each sequence to the
+    next: two peaks bound those of other batches, between them from above and outside from below. So few are looked at.
 
     Args:
         peak: Of a batch.
-        peaks: Those that are known, one at least.
+        peaks: Those that are known, one at least; it gets those that are looked at.
         limit_bytes: What there is.
+        slope: About how much a sequence takes.
 
     Raises:
         ValueError: Where the peak does not grow with the batch.
     """
-    known = next(iter(peaks))
+    while True:
+        low, high = _bounds(peaks, limit_bytes)
+        if high is not None and high - low <= 1:
+            return low
+        if low >= MOST_SEQUENCES:
+            raise ValueError("the peak does not grow with the batch: every batch fits, or the first dimension is none")
+        if len(peaks) == 1:
+            ((known, size),) = peaks.items()
+            guess = known + int((limit_bytes - size) // max(slope, 1.0))
+            guess = max(guess, known + 1) if high is None else min(max(guess, 1), known - 1)
+        elif high is None:
+            guess = 2 * low
+        else:  # where a line alone says what does not fit, what it lets fit is the likeliest
+            guess = high - 1 if high not in peaks else (low + high) // 2
+        guess = min(guess, MOST_SEQUENCES)
+        peaks[guess] = peak(guess)
 
-    def fits(size: int) -> bool:
-        if size not in peaks:
-            peaks[size] = peak(size)
-        return peaks[size] <= limit_bytes
 
-    if not fits(1):
-        return 0
-    other = known if known > 1 else 2
-    fits(other)
-    slope = (peaks[other] - peaks[1]) // (other - 1)
-    if slope <= 0:
-        raise ValueError("the peak does not grow with the batch: every batch fits, or the first dimension is none")
-    low, high = 1, None
-    while high is None or high - low > 1:
-        step = max((limit_bytes - peaks[low]) // slope, 1)
-        guess = low + (step if high is None else min(step, high - low - 1))
-        fitting = fits(guess)
-        slope = max((peaks[guess] - peaks[low]) // (guess - low), 1)
-        low, high = (guess, high) if fitting else (low, guess)
-    return low
+def _bounds(peaks: Mapping[int, int], limit_bytes: int) -> tuple[int, int | None]:
+    """The largest batch that is known to fit, 0 for none, and the smallest that is known not to, None for none."""
+    fitting = sorted(size for size, found in peaks.items() if found <= limit_bytes)
+    others = sorted(size for size, found in peaks.items() if found > limit_bytes)
+
+    def last(one: int, other: int) -> int | None:
+        """The last batch whose peak is within the limit on the line through two; None where it does not rise."""
+        grown = peaks[other] - peaks[one]
+        return one + (limit_bytes - peaks[one]) * (other - one) // grown if grown > 0 else None
+
+    low = max(fitting, default=0)
+    if fitting and others and (between := last(fitting[-1], others[0])) is not None:
+        low = max(low, between)
+    lasts = [last(*some) for some in (fitting[-2:], others[:2]) if len(some) == 2]
+    ends = [*others[:1], *(each + 1 for each in lasts if each is not None)]
+    return low, min(ends, default=None)
+
+
+def of_a_sequence(at_peak: Mapping[str, int], batch: int) -> float:
+    """About how many bytes each sequence takes of those at a peak; rather too many."""
+    return sum(at_peak[kind] for kind in (ACTIVATIONS, TEMPORARIES)) / batch
 
 
 def summarize(

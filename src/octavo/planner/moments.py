@@ -14,6 +14,7 @@ and that what the optimizer does after backward is the worst for all blocks at o
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ def of_more_blocks(few: Line, more: Line, extra: int) -> Moments | None:
         (few.began, few.turned, more.began, more.turned), (few.turned, few.ended, more.turned, more.ended),
     ):  # fmt: skip
         ours, theirs = few.changes[start:end], more.changes[start_more:end_more]
-        begins, ends = _common(ours, theirs), _common(ours[::-1], theirs[::-1])
+        begins, ends = common(ours, theirs), common(ours[::-1], theirs[::-1])
         if begins + ends < len(ours):
             return None
         for here, there, count in ((start, start_more, begins), (end - ends, end_more - ends, ends)):
@@ -100,6 +101,11 @@ def of_more_blocks(few: Line, more: Line, extra: int) -> Moments | None:
     return Moments(kinds, phases, torch.cat(rows))
 
 
+def common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many members two sequences begin with alike."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def _running(line: Line, kinds: Sequence[str]) -> Tensor:
     """Bytes by kind after each event: [events, kinds]."""
     place = {kind: index for index, kind in enumerate(kinds)}
@@ -111,11 +117,6 @@ def _running(line: Line, kinds: Sequence[str]) -> Tensor:
 
 def _grown(few: Tensor, more: Tensor, extra: int) -> Tensor:
     return few + extra * (more - few)
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many events two lines begin with alike."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _worst(table: Tensor, line: Line, phase: str) -> int:

@@ -17,7 +17,7 @@ So a predicted step is too short; and where what is left out is there in bf16 to
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from octavo.numerics.recipe import Recipe
 from octavo.planner.decide import total
@@ -48,6 +48,7 @@ CHECKPOINTING = {
 """By the names of `precision.checkpointing`."""
 
 
+@runtime_checkable
 class Layout(Protocol):
     """What the planner reads of an `octavo.parallel.Parallel`."""
 
@@ -95,7 +96,7 @@ class Setting:
     def __post_init__(self) -> None:
         for name in ("gpus", "micro_batches"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not is_count(value):
                 raise ValueError(f"{name} is a number of 1 or more; got {value!r}")
 
     @property
@@ -109,6 +110,11 @@ class Setting:
         return replace(self, fp8_gather=False, fp8_reduce=False, states="fp32")
 
 
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number of 1 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def spread(gpus: int, layout: Layout | None) -> dict[str, Any]:
     """The settings that say how a model is spread over GPUs, with FP8 on the wire as `octavo.parallelize` decides it.
 
@@ -116,13 +122,21 @@ def spread(gpus: int, layout: Layout | None) -> dict[str, Any]:
     machine has one rank, which is not what a machine is here.
 
     Raises:
-        ValueError: For copies that do not divide the GPUs, or no number of them.
+        ValueError: For copies that do not divide the GPUs, or no number of them; and for copies in host memory.
+        TypeError: For a layout of another kind.
     """
-    if not isinstance(gpus, int) or gpus < 1:
+    if not is_count(gpus):
         raise ValueError(f"gpus is a number of 1 or more; got {gpus!r}")
     if layout is None:
         return {"gpus": gpus, "fp8_gather": gpus > MACHINE}
+    if not isinstance(layout, Layout):
+        raise TypeError(
+            f"parallel is an octavo.parallel.Parallel: shards, copies, or both (FSDP2, DDP, HSDP); got {layout!r}. "
+            "Tensor, sequence, pipeline and expert parallelism are not predicted"
+        )
     copies, shards = layout.sizes(gpus)
+    if layout.cpu_offload and copies > 1 and shards == 1:
+        raise ValueError("cpu_offload needs shards, and this layout has copies only: give it a dp_shard above 1")
     gather = layout.fp8_comm in ("on", "gather") or (layout.fp8_comm == "auto" and gpus > MACHINE)
     return {
         "gpus": gpus, "copies": copies, "keeps_gathered": not layout.reshard_after_forward,

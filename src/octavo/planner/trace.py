@@ -11,7 +11,7 @@ and, as a compiler runs the rest, bytes by region: operations between two produc
 comes from outside of it and writes what is read after it. What an inductor fuses is less regular than that.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from octavo.planner.moments import common
 from octavo.planner.roofline import Linear
 
 LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
@@ -42,7 +43,7 @@ class Trace:
     """One forward of a model.
 
     Attributes:
-        calls: Calls of linears by the module's name, in the order of the names' first calls.
+        calls: Calls of linears by the module's name.
         attention: Operations of fused attention.
         products: Matrix products outside of linears.
         rest: Bytes of each other operation.
@@ -81,6 +82,46 @@ def trace(model: nn.Module, linears: Mapping[str, nn.Module], forward: Callable[
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
     )
+
+
+def of_more_blocks(few: Trace, more: Trace, count: int, blocks: Sequence[str]) -> Trace | None:
+    """One forward of a model of many equal blocks, from those of two copies with few: what following all of them gives.
+
+    Args:
+        few: Of a copy that has the first blocks.
+        more: Of one that has one block more.
+        count: Blocks of `few`.
+        blocks: Names of all blocks of the model.
+
+    Returns:
+        The trace; None where the two differ by something else than one block like the one before.
+    """
+    before, added = (_of_block(more, blocks[at]) for at in (count - 1, count))
+    if before != added or any(more.calls.get(name) != calls for name, calls in few.calls.items()):
+        return None
+    extra = len(blocks) - count
+    parts = {name: _lengthened(getattr(few, name), getattr(more, name), extra) for name in _PARTS}
+    if None in parts.values():
+        return None
+    numbers = {name: getattr(few, name) + extra * (getattr(more, name) - getattr(few, name)) for name in _NUMBERS}
+    others = {block + name: calls for block in blocks[count + 1 :] for name, calls in added.items()}
+    return Trace(calls={**more.calls, **others}, **parts, **numbers)  # type: ignore[arg-type]
+
+
+_PARTS, _NUMBERS = ("products", "rest", "regions"), ("attention", "parameters", "trained")
+
+
+def _of_block(found: Trace, block: str) -> dict[str, tuple[Linear, ...]]:
+    """Calls of a block's linears, by what their names have after the block's."""
+    return {name[len(block) :]: calls for name, calls in found.calls.items() if f"{name}.".startswith(f"{block}.")}
+
+
+def _lengthened(few: tuple[Any, ...], more: tuple[Any, ...], extra: int) -> tuple[Any, ...] | None:
+    """`few` with what `more` has between two parts of it put there so many times."""
+    begins, ends = common(few, more), common(few[::-1], more[::-1])
+    if begins + ends < len(few):
+        return None
+    return (*few[:begins], *more[begins : begins + len(more) - len(few)] * extra, *few[begins:])
 
 
 @contextmanager

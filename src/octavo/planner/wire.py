@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from octavo.numerics.recipe import Recipe
-from octavo.numerics.spec import ROW, TENSOR
 from octavo.planner.roofline import Linear
 
 MACHINE = 8
@@ -95,15 +94,11 @@ class Traffic:
     fp8_gradients: bool = False
 
 
-def gathers_in_fp8(recipe: Recipe | None) -> bool:
-    """Whether weights of a recipe are gathered in FP8: one form for both products, by row or by tensor."""
-    return recipe is not None and recipe.w == recipe.dgrad_w and recipe.w.granularity in (ROW, TENSOR)
-
-
 def saved_by_gathering(calls: Mapping[str, tuple[Linear, ...]], recipes: Mapping[str, Recipe | None]) -> float:
     """Bytes by which gathered weights shrink where those of converted linears travel as FP8 and scales."""
     saved = 0.0
     for name, of_one in calls.items():
-        if gathers_in_fp8(recipes.get(name)):
+        recipe = recipes.get(name)
+        if recipe is not None and recipe.gathers_w:
             saved += of_one[0].n * of_one[0].k - 4 * of_one[0].n
     return saved

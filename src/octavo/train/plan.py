@@ -22,7 +22,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from octavo.inspect.footprints import Followed, are_equal, followed, of_step, part_of, with_blocks
-from octavo.inspect.forecast import asked_of, decided_plan, linears_of, traced, undecided, with_measurements
+from octavo.inspect.forecast import (
+    asked_of,
+    check_gathered,
+    decided_plan,
+    linears_of,
+    traced,
+    undecided,
+    with_measurements,
+)
 from octavo.inspect.memory import GRANULES, make_gradients, make_states
 from octavo.nn.blocks import find_blocks
 from octavo.nn.storage import audit, dtype_name
@@ -163,25 +171,27 @@ def plan_step(config: TrainConfig, *, gpu: str, gpus: int = 1, calibration: str 
     about = asked_of(asked if asked.matmul == "fp8" else replace(asked, matmul="fp8", recipe=AUTO))
     place = stand_in(torch.device("cuda"))
     shape = config.optim.batch // (parts * gpus), config.data.sequence_length
-    with fake_tensors():
-        with place:
-            model: Any = _build(config, cast(TextTokenizer, _vocabulary(config)))
-        rule, kept = undecided(model, about)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = _build(config, cast(TextTokenizer, _vocabulary(config)))
+    rule, kept = undecided(model, about)
+
+    def forward(copy: torch.nn.Module) -> Any:
         ids = torch.zeros(shape, dtype=torch.int64, device=place)
-        mixed = torch.autocast(place.type, torch.bfloat16, enabled=config.precision.parameters == "fp32")
-        with mixed:
-            trace = traced(model, lambda: model(input_ids=ids, labels=ids, use_cache=False), [shape])
-        cost = by_cost(found, trace, linears_of(model, rule), kept, about.recipes, eager=setting.eager)
-        decided = decided_plan(model, about, rule, cost)
-        plain = Plan({})
-        blocks, equal = len(find_blocks(model)), {id(p): are_equal(model, p) for p in (decided, plain)}
+        with torch.autocast(place.type, torch.bfloat16, enabled=config.precision.parameters == "fp32"):
+            return copy(input_ids=ids, labels=ids, use_cache=False)
+
+    trace = traced(model, forward, [shape], place)
+    cost = by_cost(found, trace, linears_of(model, rule), kept, about.recipes, eager=setting.eager)
+    decided, plain = decided_plan(model, about, rule, cost), Plan({})
+    check_gathered(decided, layout)
+    blocks, equal = len(find_blocks(model)), {id(p): are_equal(model, p) for p in (decided, plain)}
 
     def memory(run: TrainConfig, plan: Plan, how: Setting) -> Footprint:
         steps = partial(_step_on_blocks, run, model, plan, how)
         return of_step(steps, blocks, how, shape[0], equal=equal[id(plan)], offloaded=layout.cpu_offload)
 
     return forecast(
-        decided, cost.times, found, trace, about.recipes, setting, ids.numel(),
+        decided, cost.times, found, trace, about.recipes, setting, shape[0] * shape[1],
         memory=memory(config, decided, setting), bf16_memory=memory(at_level(config, "bf16", {}), plain, setting.plain),
     )  # fmt: skip
 
