@@ -154,6 +154,8 @@ def test_statistics_of_a_checkpoint_are_those_before_it(tmp_path: Path) -> None:
     writer.write([replace(ROW, step=4)])
     assert [row.step for row in statistics_of(tmp_path)] == [2, 4]
     assert [row.step for row in statistics_of(tmp_path / "checkpoints" / "step-000003")] == [2]
+    with pytest.raises(ValueError, match="there is no folder .*elsewhere"):
+        statistics_of(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match=r"no statistics up to step 1: train with inspect\.every=50"):
         statistics_of(tmp_path / "checkpoints" / "step-000001")
 

@@ -56,6 +56,8 @@ def statistics_of(folder: Path) -> list[OperandStats]:
     """
     at = CHECKPOINT.fullmatch(folder.resolve().name)
     run = run_of(folder)
+    if not run.is_dir():
+        raise ValueError(f"there is no folder {run}: give the output folder of a run, as runs/demo")
     rows = [row for row in read_statistics(run) if at is None or row.step <= int(at[1])]
     if not rows:
         before = f" up to step {int(at[1])}" if at else ""
