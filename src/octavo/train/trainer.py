@@ -84,7 +84,7 @@ class Trainer:
         self.ranks = ranks or Ranks(device)
         self._corpus = corpus
         self._device = device
-        _check_batch(config, self.ranks.world)
+        self.ranks.agreed(lambda: _check_batch(config, self.ranks.world))
         if model is None:
             model, known = build_on_ranks(config, corpus.tokenizer, self.ranks)
             # FSDP moves what it shards to the device, block after block: the whole may not fit there.
@@ -93,7 +93,7 @@ class Trainer:
         else:
             self.model, spread, known = model, False, {}
         asked = config.asked
-        self.layers = _convert(self.model, config, device, self.ranks.world, plan)
+        self.layers = self.ranks.agreed(lambda: _convert(self.model, config, device, self.ranks.world, plan))
         refusal = take_loss_in_chunks(self.model) if precision.loss == "chunked" else None
         self._chunked = precision.loss == "chunked" and refusal is None
         self.loss_note = f"the loss is computed from whole logits: {refusal}" if refusal else ""
