@@ -154,9 +154,10 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
             raise ValueError(f"the plan converts {fqn!r}, which cannot be: {reason}. The model was left as it was")
         checked_weight(fqn, modules[fqn])
     storages = {}
+    known: dict[Any, Any] = {}
     for fqn in plan.storing:
         kind = plan[fqn].storage
-        found = around(modules[fqn]) if kind == "mlp" else recognised(modules[fqn])
+        found = around(modules[fqn]) if kind == "mlp" else recognised(modules[fqn], known)
         if found is None or isinstance(found, str) or found.kind != kind:
             raise ValueError(
                 f"the plan has {fqn!r} store its activations as {kind!r}, which does not fit: "

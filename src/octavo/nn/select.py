@@ -85,8 +85,9 @@ def default_plan(
     misfits = [told for rule in used for part in rule.parts() if (told := part.misfit(list(layers.values())))]
     decisions = {}
     matched: set[str] = set()
+    known: dict[Any, Any] = {}
     for fqn, module in model.named_modules():
-        found = recognised(module) if activations == "fp8" and not is_linear(module) else None
+        found = recognised(module, known) if activations == "fp8" and not is_linear(module) else None
         if found is None and not is_linear(module):
             continue
         pattern = next((p for p in skip if any(fnmatchcase(name, p) for name in names[module])), None)

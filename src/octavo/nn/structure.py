@@ -51,8 +51,13 @@ _TOLERANCE = 1e-4
 _TOLERANCE_OF_LARGEST = 1e-5
 
 
-def recognised(module: nn.Module) -> Storage | str | None:
+def recognised(module: nn.Module, known: dict[Any, Storage | str] | None = None) -> Storage | str | None:
     """What a module computes, as far as storing its activations goes.
+
+    Args:
+        module: Any module.
+        known: What was found of other modules of the same model, and gets what is found of this one: those that are
+            made alike are looked at once.
 
     Returns:
         How to store them; or, for a module of a kind that might have been, why it stays as it is; or None for others.
@@ -65,8 +70,31 @@ def recognised(module: nn.Module) -> Storage | str | None:
         return "sharded by fully_shard already: convert before sharding"
     if "forward" in vars(module):
         return "its forward was replaced on the instance (by a hook of accelerate, say), so it would not be used"
-    found = find(module)
+    known = {} if known is None else known
+    if (made := _made_of(module)) not in known:
+        known[made] = find(module)
+    found = known[made]
     return f"{kind} {found}" if isinstance(found, str) else found
+
+
+def _made_of(module: nn.Module) -> Any:
+    """What decides what a module computes but for the values of its parameters; the module itself where it has hooks.
+
+    Attributes that are not plain count as the same where they are one object, which the model keeps alive.
+    """
+    if _hooked(module):
+        return module
+    ordinary = vars(nn.Module()).keys()
+    parts: list[Any] = []
+    for fqn, part in module.named_modules():
+        parts += [fqn, type(part), part.training]
+        for name, value in vars(part).items():
+            if name not in ordinary:
+                plain = isinstance(value, str | bool | int | float | None)
+                parts.append((name, value if plain else id(value)))
+        parts += [(name, None if p is None else p.shape) for name, p in part._parameters.items()]
+        parts += [(name, id(buffer)) for name, buffer in part._buffers.items()]
+    return tuple(parts)
 
 
 def around(module: nn.Module) -> Storage | str:
