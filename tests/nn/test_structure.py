@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import octavo
+from octavo.nn import structure
 from octavo.nn.structure import recognised
 from octavo.numerics import sqnr
 
@@ -125,6 +126,20 @@ def test_transformers_mlps_with_a_limit_or_dropout_are_refused():
     deepseek = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
     config = deepseek.DeepseekV4Config(hidden_size=32, intermediate_size=64, moe_intermediate_size=64)
     assert config.swiglu_limit == 10.0 and "does not compute" in recognised(deepseek.DeepseekV4MLP(config))
+
+
+def test_modules_that_are_made_alike_are_looked_at_once(monkeypatch):
+    looked, look = [], structure._gated
+    monkeypatch.setattr(structure, "_gated", lambda module: looked.append(module) or look(module))
+    hooked, gelu = MLP(), MLP(nn.GELU())
+    hooked.act_fn.register_forward_hook(lambda *_: None)
+    clamped = Clamped()
+    replaced = MLP()
+    replaced.act_fn.forward = torch.tanh
+    modules, known = [MLP(), MLP(), gelu, clamped, hooked, replaced, MLP(), MLP().eval()], {}
+    found = [recognised(module, known) for module in modules]
+    assert found == [recognised(module) for module in modules]
+    assert looked[: len(known)] == [modules[at] for at in (0, 2, 3, 4, 5, 7)]
 
 
 def test_random_numbers_and_the_children_of_a_model_stay():

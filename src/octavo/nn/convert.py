@@ -8,7 +8,7 @@ first swap, so a failed conversion leaves the model as it was.
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
@@ -154,7 +154,7 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
             raise ValueError(f"the plan converts {fqn!r}, which cannot be: {reason}. The model was left as it was")
         checked_weight(fqn, modules[fqn])
     storages = {}
-    known: dict[Any, Any] = {}
+    known: dict[Any, Storage | str] = {}
     for fqn in plan.storing:
         kind = plan[fqn].storage
         found = around(modules[fqn]) if kind == "mlp" else recognised(modules[fqn], known)

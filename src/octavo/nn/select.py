@@ -15,10 +15,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor, nn
 
-from octavo.nn.activations import Activation, Glu
+from octavo.nn.activations import Activation, Glu, Storage
 from octavo.nn.filters import Filter, Given, Layer, as_filter, layers_of, names_of
 from octavo.nn.linear import SUPPORTED_DTYPES
 from octavo.nn.structure import recognised
@@ -85,7 +86,7 @@ def default_plan(
     misfits = [told for rule in used for part in rule.parts() if (told := part.misfit(list(layers.values())))]
     decisions = {}
     matched: set[str] = set()
-    known: dict[Any, Any] = {}
+    known: dict[Any, Storage | str] = {}
     for fqn, module in model.named_modules():
         found = recognised(module, known) if activations == "fp8" and not is_linear(module) else None
         if found is None and not is_linear(module):
