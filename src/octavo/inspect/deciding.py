@@ -155,7 +155,7 @@ def decide_for(model: nn.Module, name: str, precision: Precision, filter: Filter
         calls[fqn] = (Linear(m=tokens, k=inner, n=outer, wgrad=trained),)
     assumed = Trace(calls=calls, attention=0, products=(), rest=(), regions=(), parameters=0, trained=0)
     cost = by_cost(with_measurements(gpu, None), assumed, list(calls), kept, asked.recipes, eager=True)
-    found = decided_plan(model, asked, rule, cost)
+    found = decided_plan(rule, cost)
     note = f"{tokens} tokens assumed on {gpu.name}"
     told = {
         fqn: replace(d, reason=f"{d.reason}; {note}") if d.gain is not None else d for fqn, d in found.decisions.items()

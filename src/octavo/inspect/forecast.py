@@ -12,7 +12,6 @@ is looked for, unless the device is that of this machine and `octavo calibrate` 
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,9 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from octavo.inspect.footprints import FEW, Followed, are_equal, followed, of_step, part_of, with_blocks
 from octavo.inspect.memory import GRANULES, follow, own_loss
 from octavo.nn import convert
-from octavo.nn.activations import Activation
 from octavo.nn.blocks import find_blocks
-from octavo.nn.filters import Given, both, of_precision, where
+from octavo.nn.filters import Given, both, of_precision
 from octavo.nn.report import is_converted
 from octavo.nn.select import HEAD_KEPT, default_plan, is_linear
 from octavo.nn.storage import call
@@ -123,7 +121,7 @@ def plan(
     found, size = _trace(model, shapes, batch)
     tokens = seq * batch if seq is not None else max((c.m for cs in found.calls.values() for c in cs), default=1)
     cost = by_cost(gpu, found, linears_of(model, rule), kept, asked.recipes, eager=setting.eager)
-    decided = decided_plan(model, asked, rule, cost)
+    decided = decided_plan(rule, cost)
     check_gathered(decided, parallel)
     offloaded = parallel is not None and parallel.cpu_offload
 
@@ -213,15 +211,9 @@ def linears_of(model: nn.Module, rule: Plan) -> list[str]:
     return [name for name in rule if is_linear(model.get_submodule(name))]
 
 
-def decided_plan(model: nn.Module, asked: Asked, rule: Plan, cost: Decided) -> Plan:
+def decided_plan(rule: Plan, cost: Decided) -> Plan:
     """The plan of linears decided by cost, with what stores activations beside them."""
     decisions = dict(rule.decisions)
-    if any(decision.storage == Activation.kind for decision in decisions.values()):
-        # Linears beside it that stay in bf16 keep their inputs in FP8.
-        chosen = where(lambda _, fqn: cost.decisions[fqn].recipe is not None)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # told by the first time
-            decisions = dict(_by_rule(model, asked, both(asked.filter, chosen)).decisions)
     for name, decision in cost.decisions.items():
         decisions[name] = replace(decision, storage=decisions[name].storage)
     return Plan(decisions, rule.activations)

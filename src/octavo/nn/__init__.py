@@ -2,8 +2,22 @@
 
 from octavo.nn.change import change_recipe
 from octavo.nn.convert import convert, revert
+from octavo.nn.known import Activation, Glu, Norm, register
 from octavo.nn.linear import Linear, linear
 from octavo.nn.report import Report, report
 from octavo.nn.switch import disabled
 
-__all__ = ["Linear", "Report", "change_recipe", "convert", "disabled", "linear", "report", "revert"]
+__all__ = [
+    "Activation",
+    "Glu",
+    "Linear",
+    "Norm",
+    "Report",
+    "change_recipe",
+    "convert",
+    "disabled",
+    "linear",
+    "register",
+    "report",
+    "revert",
+]

@@ -1,135 +1,144 @@
-"""Modules that store their activations in FP8: norms, gated MLPs, plain activations, and scopes of attention and of
-single linears.
+"""Modules that store their activations in FP8: norms, gated MLPs, activation functions, and scopes.
 
-    norm         keeps x in FP8 and rstd (and mean)     y is made again for who reads it
-    glu          keeps gate and up in FP8               h = act(gate)·up is made again for the down projection
-    activation   keeps x in FP8                         act(x) is made again for the next linear
-    scope        keeps q, k, v, out … in FP8            through saved-tensor hooks: `octavo.nn.saved`
+    norm         keeps x (or x - mean) in FP8, and rstd      y is recomputed for who reads it
+    glu          keeps gate and up in FP8                    h = act(gate)·up is recomputed for the down projection
+    activation   keeps x in FP8                              act(x) is recomputed for the next linear
+    scope        runs its own forward; what its operations save is kept in FP8 where that is safe
 
-Linears beside an activation that do not compute in FP8 have a scope each, of their input alone. A scope of the module
-around them would round whatever else that computes, a loss perhaps.
+No forward is changed, bit for bit. The first three have a backward of their own, so they are for modules whose code is
+known: `octavo.nn.known`. Weights, epsilon, children and flags are read in each call, and so is the code: where it has
+changed, where an activation has hooks, and for operands that the ops do not take, autograd's backward is left in place.
 
 A converted module is of a class made of one of those below and the original one, as `octavo.convert` never replaces
-module objects; what was found out about it (`octavo.nn.structure`) is in its attribute `octavo_storage`. Under
-torch.compile, inside `octavo.disabled()` and for operands that the ops do not take it runs its original forward, and
-keeps what that keeps.
+module objects; how it stores is in its attribute `octavo_storage`. Under torch.compile and inside `octavo.disabled()`
+every module runs its own forward, and keeps what that keeps.
 """
 
-import warnings
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from octavo.nn.saved import compressing
-from octavo.nn.storing import FLOATING, Norm, stored_activation, stored_glu, stored_joint_glu, stored_norm
-from octavo.nn.switch import stores
+from octavo.nn.known import GLU_ACTIVATIONS, ORIGINAL, Glu, Known, Norm, activation_of, known
+from octavo.nn.saved_tensors import compressed, recording
+from octavo.nn.storing import FLOATING, stored_activation, stored_glu, stored_joint_glu, stored_norm
 
 STORAGE_ATTRIBUTE = "octavo_storage"
-"""Where a converted module has its `Norm`, `Glu`, `Activation` or `Scope`."""
+"""Where a converted module has its `Norm`, `Glu`, `Activation` or `Scoped`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Glu:
-    """Which children of a gated MLP do what.
+class Scoped:
+    """A module that keeps its own forward, under saved-tensor hooks.
 
     Attributes:
-        gate: Name of the gate projection, or of the one that computes gate and up in one product.
-        up: Name of the up projection; None where gate computes both.
-        down: Name of the down projection.
-        activation: `"silu"`, `"gelu"` or `"gelu_tanh"`.
-        gate_first: Whether gate is the first half of a joint product.
+        exact: Names of its parts whose products keep their inputs as they are.
     """
 
-    kind = "glu"
-    gate: str
-    up: str | None
-    down: str
-    activation: str
-    gate_first: bool = True
+    kind = "scope"
+    exact: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Activation:
-    """Which function an activation module computes: `"silu"`, `"gelu"` or `"gelu_tanh"`."""
-
-    kind = "activation"
-    activation: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scope:
-    """What keeps in FP8 what its operations save: `"attention"`, or `"mlp"`, a linear beside an activation."""
-
-    kind: str
-
-
-Storage = Norm | Glu | Activation | Scope
+Storage = Known | Scoped
 
 
 class StoringNorm(nn.Module):
     """A norm over the last dimension that keeps its input in FP8."""
 
-    octavo_storage: Norm
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the original, in float32 with one rounding."""
-        x = _only(args, kwargs)
-        weight, bias, norm = self.weight, getattr(self, "bias", None), self.octavo_storage
-        assert isinstance(weight, Tensor)
-        dtype = None if x is None or not stores() else _norm_dtype(x, weight, bias, norm)
-        if x is None or dtype is None:
-            original: Tensor = super().forward(*args, **kwargs)
-            return original
-        return stored_norm(x.to(dtype), weight, bias, norm)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original."""
+        x, original = _only(args, kwargs), super().forward
+        norm = known(self) if recording() and _is_matrix(x) else None
+        if x is None or not isinstance(norm, Norm):
+            return original(*args, **kwargs)
+        weight, bias = _attribute(self, norm.weight), _attribute(self, norm.bias)
+        eps: Any = getattr(self, norm.eps, "") if isinstance(norm.eps, str) else norm.eps
+        parameters = [p for p in (weight, bias) if p is not None]
+        if not any(t.requires_grad for t in (x, *parameters)) or not (eps is None or isinstance(eps, float)):
+            return original(*args, **kwargs)
+        with torch.no_grad():
+            y = original(*args, **kwargs)
+        fit = all(_is_matrix(p) and p.shape == x.shape[-1:] and p.dtype == parameters[0].dtype for p in parameters)
+        fit &= y.dtype in FLOATING and y.shape == x.shape and _over_last_dimension(self, x)
+        if not fit or (parameters and parameters[0].dtype not in (y.dtype, torch.float32)):
+            return original(*args, **kwargs)
+        return stored_norm(x, y, weight, bias, eps, norm)
 
 
 class StoringGlu(nn.Module):
-    """A gated MLP that keeps gate and up in FP8 and makes their product again."""
-
-    octavo_storage: Glu
+    """A gated MLP that keeps gate and up in FP8 and recomputes their product."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """down(act(gate(x)) · up(x)), as the original."""
-        x, names = _only(args, kwargs), self.octavo_storage
-        if x is None or not stores():
-            return super().forward(*args, **kwargs)
-        with compressing(self):
-            gate = getattr(self, names.gate)(x)
-            if names.up is not None:
-                h = stored_glu(gate, getattr(self, names.up)(x), names.activation)
-            else:
-                h = stored_joint_glu(gate, names.activation, names.gate_first)
-            return getattr(self, names.down)(h)
+        x, glu = _only(args, kwargs), known(self) if recording() else None
+        function: Any = None
+        if isinstance(glu, Glu):
+            function = _FUNCTIONS[glu.function] if glu.function is not None else getattr(self, glu.activation or "")
+        act = None if function is None or _observed(function) else activation_of(function)
+        if x is None or not isinstance(glu, Glu) or act not in GLU_ACTIVATIONS:
+            return compressed(self, (), super().forward, *args, **kwargs)
+        return compressed(self, (), _gated, self, glu, function, act, x)
 
 
 class StoringActivation(nn.Module):
     """An activation that keeps its input in FP8."""
 
-    octavo_storage: Activation
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the original."""
-        x = _only(args, kwargs)
-        if x is None or not (stores() and x.dtype in FLOATING and x.ndim):
-            original: Tensor = super().forward(*args, **kwargs)
-            return original
-        return stored_activation(x, self.octavo_storage.activation)
+        x, original = _only(args, kwargs), super().forward
+        activation = activation_of(self) if recording() and _is_matrix(x) else None
+        if x is None or activation is None or not x.requires_grad:
+            return original(*args, **kwargs)
+        with torch.no_grad():
+            y = original(*args, **kwargs)
+        return stored_activation(x, y, activation)
 
 
 class StoringScope(nn.Module):
-    """Attention, or a linear, whose operations keep what they save in FP8."""
+    """A module whose operations keep what they save in FP8 where that is safe."""
 
-    octavo_storage: Scope
+    octavo_storage: Scoped
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The original, under hooks."""
-        with compressing(self):
-            return super().forward(*args, **kwargs)
+        return compressed(self, self.octavo_storage.exact, super().forward, *args, **kwargs)
+
+
+_FUNCTIONS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+
+def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> Any:
+    """A gated MLP, its children called in the order in which it calls them."""
+    down = getattr(module, glu.down)
+    if glu.up is None:
+        both = getattr(module, glu.gate)(x)
+        first, second = both.chunk(2, dim=-1)
+        gate, up = (second, first) if glu.up_first else (first, second)
+        if not (_is_matrix(both) and both.requires_grad):
+            return down(function(gate) * up)
+        with torch.no_grad():
+            h = function(gate) * up
+        return down(stored_joint_glu(both, h, act, not glu.up_first, _bias(module, glu, both)))
+    up = getattr(module, glu.up)(x) if glu.up_first else None
+    gate = getattr(module, glu.gate)(x)
+    up = getattr(module, glu.up)(x) if up is None else up
+    alike = gate.shape == up.shape and gate.dtype == up.dtype and _is_matrix(gate) and _is_matrix(up)
+    if not alike or not (gate.requires_grad or up.requires_grad):
+        return down(function(gate) * up)
+    with torch.no_grad():
+        h = function(gate) * up
+    return down(stored_glu(gate, up, h, act, _bias(module, glu, gate)))
+
+
+def _bias(module: nn.Module, glu: Glu, gate: Tensor) -> Tensor | None:
+    """The bias of the gate projection, if it has one that fits."""
+    bias = getattr(getattr(module, glu.gate), "bias", None)
+    return bias if isinstance(bias, Tensor) and bias.shape == gate.shape[-1:] else None
 
 
 _MIXINS: dict[str, Any] = {"norm": StoringNorm, "glu": StoringGlu, "activation": StoringActivation}
@@ -161,7 +170,7 @@ def _storing_class(*both: Any) -> Any:
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         return _blank, (mixin, original), self.__getstate__()
 
-    members = {"__reduce_ex__": reduce, "__module__": __name__, "__doc__": original.__doc__}
+    members = {ORIGINAL: original, "__reduce_ex__": reduce, "__module__": __name__, "__doc__": original.__doc__}
     return type(f"Storing{original.__name__}", (mixin, original), members)
 
 
@@ -177,40 +186,27 @@ def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     return given[0] if len(given) == 1 and isinstance(given[0], Tensor) else None
 
 
-def _norm_dtype(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> torch.dtype | None:
-    """The dtype in which a norm works and which it gives; None where that is better left to the original."""
-    dtype: torch.dtype | None = torch.promote_types(x.dtype, weight.dtype) if norm.promotes else x.dtype
-    if norm.native and _autocast(x):
-        dtype = _given_under_autocast(norm.center, x.device.type, x.dtype, weight.dtype, _autocast_dtype(x))
-    elif norm.native and x.dtype != weight.dtype:
-        return None
-    if dtype not in FLOATING or weight.dtype not in (dtype, torch.float32) or x.shape[-1:] != weight.shape:
-        return None
-    return dtype if bias is None or bias.dtype == weight.dtype else None
+def _is_matrix(x: Tensor | None) -> bool:
+    """Whether a tensor is one that our ops take: no DTensor, for one."""
+    return x is not None and x.dtype in FLOATING and x.ndim > 0 and not is_traceable_wrapper_subclass(x)
 
 
-def _autocast(x: Tensor) -> bool:
-    return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+def _attribute(module: nn.Module, name: str | None) -> Tensor | None:
+    value = None if name is None else getattr(module, name, None)
+    return value if isinstance(value, Tensor) else None
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype:
-    return torch.get_autocast_dtype(x.device.type)
-
-
-@cache
-def _given_under_autocast(
-    center: bool, device_type: str, dtype: torch.dtype, weight_dtype: torch.dtype, autocast_dtype: torch.dtype
-) -> torch.dtype | None:
-    """What PyTorch's own norm gives under autocast, which is float32 on some devices and the input's dtype on others:
-    found by calling it on two numbers. None where it cannot be called so, or gives anything else.
+def _observed(module: Any) -> bool:
+    """Whether somebody would notice that a module is not called: by its hooks, those of all modules, or a `forward` of
+    its own.
     """
-    autocast = torch.autocast(device_type, autocast_dtype)
-    with _disable_current_modes(), torch.no_grad(), warnings.catch_warnings(), autocast:
-        warnings.simplefilter("ignore")
-        try:
-            x = torch.zeros(1, 2, dtype=dtype, device=device_type)
-            weight = torch.zeros(2, dtype=weight_dtype, device=device_type)
-            y = F.layer_norm(x, (2,), weight) if center else F.rms_norm(x, (2,), weight)
-        except RuntimeError:  # dtypes that do not go together, or a device that is not there
-            return None
-    return y.dtype if y.dtype in (dtype, torch.float32) else None
+    if not isinstance(module, nn.Module):
+        return False
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own) or torch_module._has_any_global_hook() or "forward" in vars(module)
+
+
+def _over_last_dimension(module: nn.Module, x: Tensor) -> bool:
+    """Whether PyTorch's own norms are over the last dimension alone; others always are."""
+    shape = getattr(module, "normalized_shape", None)
+    return shape is None or tuple(shape) == tuple(x.shape[-1:])

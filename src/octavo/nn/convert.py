@@ -8,17 +8,17 @@ first swap, so a failed conversion leaves the model as it was.
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 
-from octavo.nn.activations import Storage, is_storing, make_plain, make_storing
+from octavo.nn.activations import Scoped, Storage, is_storing, make_plain, make_storing
 from octavo.nn.delayed import forget
 from octavo.nn.filters import Filter, Plain, both, of_precision
 from octavo.nn.linear import Linear
 from octavo.nn.report import PLAN_ATTRIBUTE, is_converted, report
-from octavo.nn.select import checked_weight, default_plan, is_conv1d, obstacle
-from octavo.nn.structure import around, recognised
+from octavo.nn.select import checked_weight, default_plan, exact_parts, is_conv1d, obstacle
+from octavo.nn.storable import storable
 from octavo.nn.weights import WEIGHTS
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
@@ -63,9 +63,9 @@ def convert(
         keep_weights: Keep the FP8 form of each weight until it changes, rather than quantize it in every forward and
             backward: for many small micro-batches per optimizer step, at 2 bytes per parameter on a GPU (1 on a CPU).
             Not under torch.compile. See `octavo.nn.weights` for what it saves.
-        activations: `"fp8"`: norms, gated MLPs, activations and attention, found by structure, store what backward
-            needs in FP8. Not under torch.compile. For this alone: `precision=Precision(matmul="bf16",
-            activations="fp8")`.
+        activations: `"fp8"`: norms, gated MLPs and activation functions that are known by their code store what
+            backward needs in FP8; what other modules save is stored in FP8 where that is safe (docs/memory.md). Not
+            under torch.compile. For this alone: `precision=Precision(matmul="bf16", activations="fp8")`.
         verbose: Print one line on stderr that says what was done.
 
     Returns:
@@ -153,17 +153,16 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
         if reason is not None:
             raise ValueError(f"the plan converts {fqn!r}, which cannot be: {reason}. The model was left as it was")
         checked_weight(fqn, modules[fqn])
-    storages = {}
-    known: dict[Any, Storage | str] = {}
+    storages: dict[str, Storage] = {}
+    candidates = storable(modules[""]) if plan.storing else {}
     for fqn in plan.storing:
-        kind = plan[fqn].storage
-        found = around(modules[fqn]) if kind == "mlp" else recognised(modules[fqn], known)
-        if found is None or isinstance(found, str) or found.kind != kind:
+        kind, storage = plan[fqn].storage, candidates.get(fqn)
+        if storage is None or isinstance(storage, str) or storage.kind != kind:
             raise ValueError(
                 f"the plan has {fqn!r} store its activations as {kind!r}, which does not fit: "
-                f"{found if isinstance(found, str) else type(modules[fqn]).__name__}. The model was left as it was"
+                f"{storage if isinstance(storage, str) else type(modules[fqn]).__name__}. The model was left as it was"
             )
-        storages[fqn] = found
+        storages[fqn] = Scoped(exact=exact_parts(fqn, plan, modules)) if isinstance(storage, Scoped) else storage
     return storages
 
 

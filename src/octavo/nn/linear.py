@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 from octavo.kernels import quantize, quantize_pair, scaled_mm, wants_copies
 from octavo.nn.delayed import Past, X, past_of
 from octavo.nn.gathered import GatheredWeight, for_dgrad, quantized_as
-from octavo.nn.saved import source_of, unhooked
+from octavo.nn.saved_tensors import source_of, unhooked
 from octavo.nn.sources import Source
 from octavo.nn.surroundings import surroundings
 from octavo.nn.switch import SWITCH
@@ -159,7 +159,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(w_kept if needs_dgrad else None, w_scale, *kept)
         ctx.recipe, ctx.keeps_weight, ctx.past = recipe, keeps_weight, past
         ctx.remake = None if source is None else source.remake
-        ctx.gathered = gathered is not None
+        ctx.gathered, ctx.columns = gathered is not None, x_MK.shape[1]
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype
         return y_MN
 
@@ -180,7 +180,7 @@ class _LinearFunction(torch.autograd.Function):
             if ctx.remake is None:
                 x = ScaledTensor(kept[0], kept[1], recipe.wgrad_x)
             else:
-                x = ctx.remake.quantized(kept, recipe.wgrad_x, order)
+                x = ctx.remake.quantized(kept, recipe.wgrad_x, order, ctx.columns)
         g_dgrad, g_wgrad = _quantized_gradient(g_MN, w, x, recipe, ctx.past)
         if w is not None and g_dgrad is not None:
             dx_MK = scaled_mm(g_dgrad, w.unscaled if recipe.folds_w else w, "nn", out_dtype=x_dtype)

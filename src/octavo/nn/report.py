@@ -12,6 +12,7 @@ from torch import nn
 
 from octavo.kernels.gemm import accelerated
 from octavo.nn.activations import STORAGE_ATTRIBUTE, is_storing
+from octavo.nn.known import original_class
 from octavo.nn.linear import Linear
 from octavo.nn.select import STORED_HOW, is_linear
 from octavo.nn.storage import kept_by_layer
@@ -55,7 +56,7 @@ class StorageRow:
 
     Attributes:
         name: Fully qualified name; empty for the model itself.
-        storage: `"norm"`, `"glu"`, `"activation"`, `"attention"` or `"mlp"`; None where it stays as it is.
+        storage: `"norm"`, `"glu"`, `"activation"` or `"scope"`; None where it stays as it is.
         reason: What it stores, or why it stays as it is.
     """
 
@@ -167,7 +168,7 @@ def report(model: nn.Module, batch: Any = None) -> Report:
         linear = is_linear(module) or converted
         if linear or (weights and not isinstance(module, nn.Embedding)):
             recipe = module.recipe.name if converted and isinstance(module.recipe, Recipe) else None
-            kind = type(module).__name__
+            kind = original_class(module).__name__
             reason = _reason(plan, fqn, converted) if linear else f"{kind} is not a linear layer: high precision"
             rows.append(
                 Row(name=fqn, linear=linear, weights=weights, converted=converted, recipe=recipe, reason=reason)

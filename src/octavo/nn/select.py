@@ -1,5 +1,5 @@
 """Which modules of a model can be converted, which of those are, and why: the default plan. Those that can store their
-activations in FP8 are found by `octavo.nn.structure`.
+activations in FP8 are found by `octavo.nn.storable`.
 
 By type, not by model: plain `nn.Linear` and Transformers' `Conv1D`. Everything else is left alone with its reason.
 That includes subclasses of `nn.Linear`, whose forward, or whose reader, may be anything (bitsandbytes' quantized
@@ -13,16 +13,13 @@ output embedding, or a name a head goes by together with an embedding's number o
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, nn
 
-from octavo.nn.activations import Activation, Glu, Storage
 from octavo.nn.filters import Filter, Given, Layer, as_filter, layers_of, names_of
 from octavo.nn.linear import SUPPORTED_DTYPES
-from octavo.nn.structure import recognised
+from octavo.nn.storable import storable
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe
@@ -31,11 +28,10 @@ HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "unembed", "unembedding"
 
 
 STORED_HOW = {
-    "norm": "norm: input stored in FP8, output made again",
-    "glu": "gated MLP: gate and up stored in FP8, their product made again",
-    "activation": "activation: input stored in FP8, output made again",
-    "attention": "attention: q, k, v and its output stored in FP8",
-    "mlp": "linear beside an activation: input made again, or stored in FP8",
+    "norm": "norm: input stored in FP8, output recomputed",
+    "glu": "gated MLP: gate and up stored in FP8, their product recomputed",
+    "activation": "activation: input stored in FP8, output recomputed",
+    "scope": "own forward: inputs of products, activations and gates stored in FP8, all else exactly",
 }
 """What `report` says of a module that stores its activations in FP8."""
 _SKIPPED = "skipped by pattern"
@@ -86,9 +82,9 @@ def default_plan(
     misfits = [told for rule in used for part in rule.parts() if (told := part.misfit(list(layers.values())))]
     decisions = {}
     matched: set[str] = set()
-    known: dict[Any, Storage | str] = {}
+    storages = storable(model) if activations == "fp8" else {}
     for fqn, module in model.named_modules():
-        found = recognised(module, known) if activations == "fp8" and not is_linear(module) else None
+        found = None if is_linear(module) else storages.get(fqn)
         if found is None and not is_linear(module):
             continue
         pattern = next((p for p in skip if any(fnmatchcase(name, p) for name in names[module])), None)
@@ -108,8 +104,6 @@ def default_plan(
     for pattern in (p for p in skip if p not in matched):
         hint = nearest(pattern.strip("*."), {part for fqn in decisions for part in fqn.split(".")})
         warnings.warn(f"skip pattern {pattern!r} matches no linear layer{hint}", UserWarning, stacklevel=_outside())
-    if activations == "fp8":
-        decisions = _around_activations(_without_parts(decisions), model, heads)
     return Plan(decisions, activations)
 
 
@@ -121,40 +115,17 @@ def _outside() -> int:
     return level
 
 
-def _without_parts(decisions: dict[str, Decision]) -> dict[str, Decision]:
-    """Decisions without activations that a gated MLP computes by itself."""
-    return {
-        fqn: decision
-        for fqn, decision in decisions.items()
-        if decision.storage != Activation.kind or _storage(decisions, _parent(fqn)) != Glu.kind
-    }
-
-
-def _around_activations(
-    decisions: dict[str, Decision], model: nn.Module, heads: dict[nn.Module, str]
-) -> dict[str, Decision]:
-    """Decisions with the linears beside an activation, which would keep their inputs in high precision, keeping them in
-    FP8. Not those that were skipped, heads, linears of a kind of their own, and those of an attention, which does so.
-    Nor the module around them, which may well compute a loss.
+def exact_parts(fqn: str, plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """Names, within a module, of linears whose inputs are to be kept as they are: those that were skipped, vocabulary
+    heads, and subclasses with behaviour of their own.
     """
-    beside = {_parent(fqn) for fqn, decision in decisions.items() if fqn and decision.storage == Activation.kind}
-    beside -= {fqn for fqn in beside if _storage(decisions, fqn) == "attention"}
-    found = {}
-    for fqn, decision in decisions.items():
-        module = model.get_submodule(fqn)
-        idle = is_linear(module) and decision.recipe is None and obstacle(module) is None and module not in heads
-        if fqn and idle and _parent(fqn) in beside and not decision.reason.startswith(_SKIPPED):
-            found[fqn] = replace(decision, storage="mlp")
-    return decisions | found
-
-
-def _parent(fqn: str) -> str:
-    return fqn.rpartition(".")[0]
-
-
-def _storage(decisions: dict[str, Decision], fqn: str) -> str | None:
-    decision = decisions.get(fqn)
-    return None if decision is None else decision.storage
+    start = f"{fqn}." if fqn else ""
+    return tuple(
+        name[len(start) :]
+        for name, decision in plan.decisions.items()
+        if name.startswith(start) and name != fqn and is_linear(modules[name]) and decision.recipe is None
+        and (decision.reason.startswith((_SKIPPED, HEAD_KEPT)) or obstacle(modules[name]) is not None)
+    )  # fmt: skip
 
 
 def obstacle(module: nn.Module) -> str | None:

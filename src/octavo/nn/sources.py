@@ -72,14 +72,15 @@ class Remake:
         found: Tensor = self._once("matrix", lambda: self._matrix(tensors))
         return found
 
-    def quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor:
-        """`quantize(y', spec, order=order)`."""
+    def quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int) -> ScaledTensor:
+        """`quantize(y', spec, order=order)`, of y' as a matrix of so many columns: a reader may see it reshaped."""
 
         def make() -> ScaledTensor:
-            fused = None if "matrix" in self._memo else self._quantized(tensors, spec, order)
-            return fused or quantize(self.matrix(tensors), spec, order=order)  # type: ignore[arg-type]
+            other = "matrix" in self._memo or tensors[0].shape[-1] != columns
+            fused = None if other else self._quantized(tensors, spec, order)
+            return fused or quantize(self.matrix(tensors).reshape(-1, columns), spec, order=order)  # type: ignore[arg-type]
 
-        found: ScaledTensor = self._once((spec, order), make)
+        found: ScaledTensor = self._once((spec, order, columns), make)
         return found
 
     def forget(self) -> None:
@@ -109,21 +110,17 @@ class Remake:
         return None
 
 
-class RestoredMatrix(Remake):
-    """A tensor that was stored itself, as a matrix of `shape`. Nobody would drop results, so none are held."""
-
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, int]) -> None:
-        super().__init__(dtype)
-        self.shape = shape
+class ExactMatrix(Remake):
+    """A tensor that is kept as it is. Results are not held, as nobody would drop them."""
 
     def matrix(self, tensors: Sequence[Any]) -> Tensor:
         """As `Remake.matrix`."""
-        data, scale = tensors
-        return restored(data, scale, self.dtype).reshape(self.shape)
+        x: Tensor = tensors[0]
+        return x
 
-    def quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor:
+    def quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int) -> ScaledTensor:
         """As `Remake.quantized`."""
-        return quantize(self.matrix(tensors), spec, order=order)  # type: ignore[arg-type]
+        return quantize(tensors[0].reshape(-1, columns), spec, order=order)  # type: ignore[arg-type]
 
 
 class Source(NamedTuple):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from octavo.nn.gathered import GatheredWeight
+from octavo.nn.saved_tensors import Saved
 from octavo.numerics.names import merged, pattern
 from octavo.tensor import plain
 
@@ -218,11 +219,10 @@ def _tensors(value: Any) -> list[Tensor]:
     """The tensors in nested containers; and those that our own saved-tensor hooks hold through a node."""
     found = []
     for leaf in tree_leaves(dict(value) if isinstance(value, Mapping) else value):
-        node = getattr(leaf, "node", None)
         if isinstance(leaf, Tensor):
             found.append(leaf)
-        elif node is not None and hasattr(node, "_raw_saved_tensors"):
-            found += _tensors(_held(node._raw_saved_tensors))
+        elif isinstance(leaf, Saved):
+            found += leaf.present
     return found
 
 

@@ -1,16 +1,19 @@
 """Functions of activations that store their input in FP8 for backward, and are the source of their output.
 
-Values in forward are exact: what is rounded to FP8 is only what backward computes from. The gradients of each are
-those of the function at the stored input. See `octavo.nn.sources` for the stored form, and for what it saves that
-outputs are made again.
+Values in forward are the model's own, bit for bit: each function is given what was computed. What is rounded to FP8 is
+only what backward computes from. Gradients are those of the function at the stored input, statistics of norms
+included, so that all that backward combines belongs together. See `octavo.nn.sources` for the stored form, and for what
+it saves that outputs are recomputed.
 
-Norms and gated activations are the ops `rms_norm`, `layer_norm` and `glu`: float32 inside, one rounding at the end,
-where many models round in between as well. Plain activations are PyTorch's own kernels.
+Backward uses the ops `rms_norm`, `layer_norm` and `glu`. A layer norm stores x - mean, as the mean may be many times
+what is left without it. A gate whose projection has a bias is stored without that bias, as silu(-8 ± 0.3) differs by a
+third. Parameters that are needed to recompute an output are copied in forward: when another layer asks for it in
+backward, FSDP may have freed the parameters of this one.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,34 +24,14 @@ from torch.autograd.function import once_differentiable
 from octavo.kernels import glu, layer_norm, rms_norm
 from octavo.kernels.fused import glu_backward, layer_norm_backward, rms_norm_backward
 from octavo.kernels.fused.forms import serves
-from octavo.nn.saved import recording, unhooked
+from octavo.nn.known import Norm
+from octavo.nn.saved_tensors import unhooked
 from octavo.nn.sources import SOURCES, Remake, Source, restored, stored
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.tensor import ScaledTensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 """What has an FP8 form."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Norm:
-    """What a norm computes.
-
-    Attributes:
-        eps: Added to the mean square or the variance; None is what PyTorch adds then, the smallest step at 1 of the
-            dtype that it computes in: float32 for bfloat16 and float16.
-        offset: Multiplies by 1 + weight.
-        center: Takes the mean away first (layer norm).
-        promotes: Gives the wider of the input's and the weight's dtype, rather than the input's.
-        native: PyTorch's own, whose dtypes autocast decides.
-    """
-
-    kind = "norm"
-    eps: float | None
-    offset: bool = False
-    center: bool = False
-    promotes: bool = False
-    native: bool = False
 
 
 class _RemadeNorm(Remake):
@@ -62,14 +45,25 @@ class _RemadeNorm(Remake):
         return [restored(tensors[0], tensors[1], self.dtype)]
 
     def _matrix(self, tensors: Sequence[Any]) -> Tensor:
-        y = self._normed(tensors, None, "rows").y
-        assert y is not None
+        y: Tensor = self.normed(tensors).y
         return y
 
     def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor | None:
         if spec.granularity == TENSOR or not serves(spec):
             return None
-        return self._normed(tensors, spec, order).quantized
+        return self.normed(tensors, spec, order).quantized
+
+    def statistics(self, tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+        """Rstd and mean of the stored input, as the last that computed them found them."""
+        normed = self._memo.get("normed") or self.normed(tensors)
+        return normed.rstd, normed.mean
+
+    def normed(self, tensors: Sequence[Any], spec: QuantSpec | None = None, order: str = "rows") -> Any:
+        """What the op returns for the stored input."""
+        normed = self._normed(tensors, spec, order)
+        if torch._C._current_graph_task_id() != -1:
+            self._memo["normed"] = replace(normed, y=None, quantized=None)
+        return normed
 
     def _normed(self, tensors: Sequence[Any], spec: QuantSpec | None, order: str) -> Any:
         x, weight, bias, keep = self.inputs(tensors)[0], tensors[2], tensors[3], spec is None
@@ -79,11 +73,16 @@ class _RemadeNorm(Remake):
 
 
 class _RemadeGlu(Remake):
-    """From data and scale of gate, then of up."""
+    """From data and scale of gate, without its bias, then of up; and that bias, or None."""
 
     def __init__(self, dtype: torch.dtype, activation: str) -> None:
         super().__init__(dtype)
         self.activation = activation
+
+    def _inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
+        *pairs, bias = tensors
+        gate, up = super()._inputs(pairs)
+        return [gate if bias is None else gate.add_(bias), up]
 
     def _matrix(self, tensors: Sequence[Any]) -> Tensor:
         gate, up = self.inputs(tensors)
@@ -110,42 +109,43 @@ class _RemadeActivation(Remake):
 
 
 class _NormFunction(torch.autograd.Function):
-    """y [M,K] of x [M,K], whose stored form arrives with it."""
+    """y [..., K] of x [..., K], which is given; and the stored form of x, or of x - mean if the mean is taken away."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_MK: Tensor, weight: Tensor, bias: Tensor | None, data: Tensor, scale: Tensor, remake: _RemadeNorm
-    ) -> Tensor:
-        found = _norm(x_MK, weight, bias, remake.norm, remake.eps)
-        ctx.save_for_backward(data, scale, weight, bias, found.rstd, found.mean)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, y: list[Tensor], remake: _RemadeNorm
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x_MK = centered = _matrix(x)
+        if remake.norm.center:
+            centered = (x_MK - x_MK.mean(-1, keepdim=True, dtype=torch.float32)).to(x_MK.dtype)
+        data, scale = stored(centered)
+        ctx.save_for_backward(data, scale, weight, bias)
+        ctx.mark_non_differentiable(data, scale)
         ctx.remake = remake
-        y: Tensor = found.y
-        return y
+        return y[0], data, scale
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        data, scale, weight, bias, rstd, mean = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        tensors = data, scale, weight, bias = ctx.saved_tensors
         remake: _RemadeNorm = ctx.remake
-        x_MK, dbias = remake.inputs((data, scale))[0], None
+        x_MK, (rstd, mean), dbias = remake.inputs((data, scale))[0], remake.statistics(tensors), None
         remake.forget()
-        if mean is None:
-            dx, dweight = rms_norm_backward(grad, x_MK, weight, rstd, offset=remake.norm.offset)
+        if mean is not None:
+            dx, dweight, dbias = layer_norm_backward(_matrix(grad), x_MK, weight, mean, rstd)
         else:
-            dx, dweight, dbias = layer_norm_backward(grad, x_MK, weight, mean, rstd)
-        return dx, dweight, None if bias is None else dbias, None, None, None
+            dx, dweight = rms_norm_backward(_matrix(grad), x_MK, weight, rstd, offset=remake.norm.offset)
+        return dx.view(grad.shape), dweight, None if bias is None else dbias, None, None
 
 
 class _GluFunction(torch.autograd.Function):
-    """h [M,N] of gate and up [M,N], whose stored forms arrive with them."""
+    """h [..., N] of gate and up, which is given, and whose stored forms arrive with them."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, remake: _RemadeGlu, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, h: list[Tensor], remake: _RemadeGlu, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.remake = remake
-        h = glu(gate, up, remake.activation).h
-        assert h is not None
-        return h
+        return h[0]
 
     @staticmethod
     @once_differentiable
@@ -153,20 +153,20 @@ class _GluFunction(torch.autograd.Function):
         remake: _RemadeGlu = ctx.remake
         gate, up = remake.inputs(ctx.saved_tensors)
         remake.forget()
-        return *glu_backward(grad, gate, up, remake.activation), *[None] * 5
+        dgate, dup = glu_backward(_matrix(grad), gate, up, remake.activation)
+        return dgate.view(grad.shape), dup.view(grad.shape), *[None] * 7
 
 
 class _JointGluFunction(torch.autograd.Function):
-    """The same of [gate, up] side by side, [M,2N]; its gradient is one tensor as well."""
+    """The same of [gate, up] side by side, [..., 2N]; its gradient is one tensor as well."""
 
     @staticmethod
-    def forward(ctx: Any, both: Tensor, gate_first: bool, remake: _RemadeGlu, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, both: Tensor, h: list[Tensor], gate_first: bool, remake: _RemadeGlu, *tensors: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.remake, ctx.gate_first = remake, gate_first
-        gate, up = _halves(both, gate_first)
-        h = glu(gate, up, remake.activation).h
-        assert h is not None
-        return h
+        return h[0]
 
     @staticmethod
     @once_differentiable
@@ -174,20 +174,22 @@ class _JointGluFunction(torch.autograd.Function):
         remake: _RemadeGlu = ctx.remake
         gate, up = remake.inputs(ctx.saved_tensors)
         remake.forget()
-        dgate, dup = glu_backward(grad, gate, up, remake.activation, joined=ctx.gate_first)
+        dgate, dup = glu_backward(_matrix(grad), gate, up, remake.activation, joined=ctx.gate_first)
         if ctx.gate_first and dgate._base is not None:
-            return dgate._base, *[None] * 6
-        return torch.cat((dgate, dup) if ctx.gate_first else (dup, dgate), 1), *[None] * 6
+            both = dgate._base
+        else:
+            both = torch.cat((dgate, dup) if ctx.gate_first else (dup, dgate), 1)
+        return both.view(*grad.shape[:-1], -1), *[None] * 8
 
 
 class _ActivationFunction(torch.autograd.Function):
-    """act(x) of x [M,N], whose stored form arrives with it."""
+    """act(x) of x [..., N], which is given, and whose stored form arrives with it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, remake: _RemadeActivation, data: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(data, scale)
+    def forward(ctx: Any, x: Tensor, y: list[Tensor], remake: _RemadeActivation, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
         ctx.remake = remake
-        return _activated(x, remake.activation)
+        return y[0]
 
     @staticmethod
     @once_differentiable
@@ -195,87 +197,99 @@ class _ActivationFunction(torch.autograd.Function):
         remake: _RemadeActivation = ctx.remake
         (x,) = remake.inputs(ctx.saved_tensors)
         remake.forget()
-        if remake.activation == "silu":
-            return torch.ops.aten.silu_backward(grad, x), None, None, None
-        approximate = "tanh" if remake.activation == "gelu_tanh" else "none"
-        return torch.ops.aten.gelu_backward(grad, x, approximate=approximate), None, None, None
+        return _activation_gradient(grad, x, remake.activation), *[None] * 4
 
 
-def stored_norm(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
-    """A norm over the last dimension of x [..., K] that keeps x in FP8 for backward."""
-    eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
-    x_MK = _matrix(x)
-    if not (recording() and (x.requires_grad or weight.requires_grad)):
-        y: Tensor = _norm(x_MK, weight, bias, norm, eps).y
-        return y.reshape(x.shape)
-    tensors, remake = stored(x_MK), _RemadeNorm(x.dtype, norm, eps)
-    y = unhooked(_NormFunction.apply, x_MK, weight, bias, *tensors, remake).reshape(x.shape)
-    SOURCES.add(y, Source((*tensors, weight.detach(), None if bias is None else bias.detach()), remake))
-    return y
+def stored_norm(
+    x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, norm: Norm
+) -> Tensor:
+    """A norm over the last dimension of x [..., K] that keeps x, or x - mean, in FP8 for backward.
 
-
-def stored_glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) · up, of [..., N] each, that keeps both in FP8 for backward; as PyTorch does where they are unlike each
-    other or of a dtype without FP8 form.
+    Args:
+        x: [..., K], float32, bfloat16 or float16.
+        y: Its result [..., K], without a gradient.
+        weight: [K], of y's dtype or float32; None for none.
+        bias: [K], of weight's dtype; None for none.
+        eps: Added to the mean square or variance; None is what PyTorch adds then, the smallest step at 1 of float32.
+        norm: Which norm it is.
     """
-    if gate.shape != up.shape or gate.dtype != up.dtype or gate.dtype not in FLOATING:
-        return _activated(gate, activation) * up
-    gate_MN, up_MN = _matrix(gate), _matrix(up)
-    if not (recording() and (gate.requires_grad or up.requires_grad)):
-        h = glu(gate_MN, up_MN, activation).h
-        assert h is not None
-        return h.reshape(gate.shape)
-    tensors, remake = (*stored(gate_MN), *stored(up_MN)), _RemadeGlu(gate.dtype, activation)
-    h = unhooked(_GluFunction.apply, gate_MN, up_MN, remake, *tensors).reshape(gate.shape)
-    SOURCES.add(h, Source(tensors, remake))
-    return h
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
+    scale, norm = (weight, norm) if weight is not None else (y.new_ones(y.shape[-1:]), replace(norm, offset=False))
+    remake = _RemadeNorm(y.dtype, norm, eps)
+    out, *tensors = unhooked(_NormFunction.apply, x.to(y.dtype), scale, bias, [y], remake)
+    copies = scale.detach().clone(), None if bias is None else bias.detach().clone()
+    if out.is_contiguous():
+        SOURCES.add(out, Source((*tensors, *copies), remake))
+    return out
 
 
-def stored_joint_glu(both: Tensor, activation: str, gate_first: bool) -> Tensor:
-    """`stored_glu` of the two halves of [..., 2N]."""
-    if both.dtype not in FLOATING or both.shape[-1] % 2:
-        first, second = both.chunk(2, dim=-1)
-        return stored_glu(first, second, activation) if gate_first else stored_glu(second, first, activation)
-    matrix = _matrix(both)
-    gate, up = _halves(matrix, gate_first)
-    shape = (*both.shape[:-1], gate.shape[1])
-    if not (recording() and both.requires_grad):
-        h = glu(gate, up, activation).h
-        assert h is not None
-        return h.reshape(shape)
-    tensors, remake = (*stored(gate), *stored(up)), _RemadeGlu(both.dtype, activation)
-    h = unhooked(_JointGluFunction.apply, matrix, gate_first, remake, *tensors).reshape(shape)
-    SOURCES.add(h, Source(tensors, remake))
-    return h
+def stored_glu(gate: Tensor, up: Tensor, h: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
+    """act(gate) · up, of [..., N] each, that keeps both in FP8 for backward.
+
+    Args:
+        gate: [..., N], float32, bfloat16 or float16.
+        up: [..., N], of gate's dtype.
+        h: Their product, without a gradient.
+        activation: `"silu"`, `"gelu"` or `"gelu_tanh"`.
+        bias: [N], of the projection that made gate, which is stored without it.
+    """
+    tensors, remake = _stored_gate(_matrix(gate), _matrix(up), bias), _RemadeGlu(gate.dtype, activation)
+    out: Tensor = unhooked(_GluFunction.apply, gate, up, [h], remake, *tensors)
+    if out.is_contiguous():
+        SOURCES.add(out, Source(tensors, remake))
+    return out
 
 
-def stored_activation(x: Tensor, activation: str) -> Tensor:
-    """act(x) of x [..., N] that keeps x in FP8 for backward."""
-    if not (recording() and x.requires_grad):
-        return _activated(x, activation)
-    matrix = _matrix(x)
-    tensors, remake = stored(matrix), _RemadeActivation(x.dtype, activation)
-    y: Tensor = unhooked(_ActivationFunction.apply, matrix, remake, *tensors).reshape(x.shape)
-    SOURCES.add(y, Source(tensors, remake))
-    return y
+def stored_joint_glu(both: Tensor, h: Tensor, activation: str, gate_first: bool, bias: Tensor | None = None) -> Tensor:
+    """`stored_glu` of the two halves of [..., 2N]; bias [2N]."""
+    halves = _matrix(both.detach()).chunk(2, dim=1)
+    gate, up = halves if gate_first else halves[::-1]
+    half = None if bias is None else bias.chunk(2)[0 if gate_first else 1]
+    tensors, remake = _stored_gate(gate, up, half), _RemadeGlu(both.dtype, activation)
+    out: Tensor = unhooked(_JointGluFunction.apply, both, [h], gate_first, remake, *tensors)
+    if out.is_contiguous():
+        SOURCES.add(out, Source(tensors, remake))
+    return out
+
+
+def stored_activation(x: Tensor, y: Tensor, activation: str) -> Tensor:
+    """act(x) of x [..., N] that keeps x in FP8 for backward.
+
+    Args:
+        x: [..., N].
+        y: Its result, without a gradient.
+        activation: A name in `octavo.nn.known.ACTIVATIONS`.
+    """
+    tensors, remake = stored(_matrix(x)), _RemadeActivation(x.dtype, activation)
+    out: Tensor = unhooked(_ActivationFunction.apply, x, [y], remake, *tensors)
+    if out.is_contiguous():
+        SOURCES.add(out, Source(tensors, remake))
+    return out
+
+
+def _stored_gate(gate_MN: Tensor, up_MN: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Stored forms of gate, without its bias, and up; and a copy of the bias."""
+    bias = None if bias is None else bias.detach().to(gate_MN.dtype, copy=True)
+    return (*stored(gate_MN if bias is None else gate_MN - bias), *stored(up_MN), bias)
 
 
 def _matrix(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _halves(both: Tensor, gate_first: bool) -> Sequence[Tensor]:
-    halves = both.detach().chunk(2, dim=1)
-    return halves if gate_first else halves[::-1]
-
-
-def _norm(x_MK: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, eps: float) -> Any:
-    if norm.center:
-        return layer_norm(x_MK, weight, bias, eps)
-    return rms_norm(x_MK, weight, eps, offset=norm.offset)
-
-
 def _activated(x: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         return F.silu(x)
+    if activation == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def _activation_gradient(grad: Tensor, x: Tensor, activation: str) -> Tensor:
+    """Gradient of the activation at x [M,N], of the shape of its output's gradient [..., N]."""
+    x = x.reshape(grad.shape)
+    if activation == "silu":
+        return torch.ops.aten.silu_backward(grad, x)
+    if activation == "quick_gelu":
+        return torch.ops.aten.silu_backward(grad, 1.702 * x)
+    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -19,8 +19,8 @@ class Decision:
     Attributes:
         recipe: The recipe its products run in, or None to leave them as they are.
         reason: Why, for a person to read.
-        storage: How the module stores its activations in FP8 (`"norm"`, `"glu"`, `"activation"`, `"attention"` or
-            `"mlp"`), or None to leave them as they are.
+        storage: How the module stores its activations in FP8 (`"norm"`, `"glu"`, `"activation"` or `"scope"`), or None
+            to leave them as they are.
         gain: Predicted speed-up of the module over bf16, forward and backward, quantizing included: 1 where it is left
             in bf16; None where nothing was predicted.
     """

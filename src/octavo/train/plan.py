@@ -182,7 +182,7 @@ def plan_step(config: TrainConfig, *, gpu: str, gpus: int = 1, calibration: str 
 
     trace = traced(model, forward, [shape], place)
     cost = by_cost(found, trace, linears_of(model, rule), kept, about.recipes, eager=setting.eager)
-    decided, plain = decided_plan(model, about, rule, cost), Plan({})
+    decided, plain = decided_plan(rule, cost), Plan({})
     check_gathered(decided, layout)
     blocks, equal = len(find_blocks(model)), {id(p): are_equal(model, p) for p in (decided, plain)}
 

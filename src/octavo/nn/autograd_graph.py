@@ -1,0 +1,111 @@
+"""What the autograd graph says of a tensor: the operations behind it, and whether it is a parameter or made of
+parameters alone.
+
+Only names and edges of nodes are read, never values: looking at values would stall a GPU.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+_STEPS = 16
+"""Nodes that are looked at behind a tensor."""
+SAME_VALUES = frozenset(
+    "Alias AsStrided Clone Expand Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T ToCopy Transpose "
+    "Unbind UnsafeView Unsqueeze View".split()
+)
+"""Operations that return elements of their input, or casts of them."""
+_OF_DATA = frozenset("Convolution Embedding EmbeddingBag Gather IndexSelect".split())
+"""Operations that make an activation of a parameter, with data that need no gradient."""
+_PRODUCTS = frozenset("Addmm Baddbmm Bmm Linear Mm".split())
+"""Operations that do so where one side needs no gradient."""
+
+
+def created_nodes(roots: Iterable[Any], first: int) -> Iterator[Any]:
+    """The nodes behind some nodes, themselves included, that this thread created from sequence number `first` on."""
+    waiting = [node for node in roots if node is not None]
+    visited = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if kind_of(node) == "AccumulateGrad" or node._sequence_nr() < first:
+            continue
+        yield node
+        for function, _ in node.next_functions:
+            if function is not None and function not in visited:
+                visited.add(function)
+                waiting.append(function)
+
+
+def kind_of(node: Any) -> str | None:
+    """`"Mul"` for a node called MulBackward0; None for a function that is written in Python."""
+    name = node.name().rpartition("::")[2]
+    if name in ("AccumulateGrad", "CopySlices"):
+        return str(name)
+    kind, backward, number = name.rpartition("Backward")
+    return str(kind) if backward and number.isdecimal() else None
+
+
+def producer(node: Any) -> Any:
+    """The operation whose elements a node passes on: the first behind it, itself included, that computes anything."""
+    for _ in range(_STEPS):
+        if node is None or kind_of(node) not in SAME_VALUES:
+            return node
+        node = node.next_functions[0][0]
+    return None
+
+
+def is_parameter(tensor: Tensor, own: Collection[int] = ()) -> bool:
+    """Whether a tensor is a parameter, a view or cast of one, or of the size of one and made of parameters alone, as
+    `weight * 2` is, or what a parametrization makes.
+
+    Args:
+        tensor: One that needs a gradient.
+        own: Identities of leaves that are parameters whatever their class.
+    """
+    if tensor.is_leaf:
+        return isinstance(tensor, nn.Parameter) or id(tensor) in own
+    leaves, same_values = _parameters_behind(tensor.grad_fn, own)
+    sizes = [leaf.numel() for leaf in leaves]
+    return bool(leaves) and (same_values or tensor.numel() in (*sizes, sum(sizes)))
+
+
+def parameters_of(node: Any, own: Collection[int] = ()) -> list[Tensor]:
+    """The parameters of which alone the output of a node is made; [] where there is anything else behind it."""
+    return [] if node is None else _parameters_behind(node, own)[0]
+
+
+def _parameters_behind(node: Any, own: Collection[int]) -> tuple[list[Tensor], bool]:
+    """Parameters behind a node, and whether its output has their values; none where there is anything else."""
+    leaves: list[Tensor] = []
+    same_values = True
+    for kind, other in _behind(node):
+        if kind == "AccumulateGrad":
+            leaf = other.variable
+            if not isinstance(leaf, nn.Parameter) and id(leaf) not in own:
+                return [], False
+            leaves.append(leaf)
+        elif kind is None or kind in _OF_DATA or (kind in _PRODUCTS and _has_constant(other)):
+            return [], False
+        else:
+            same_values &= kind in SAME_VALUES
+    return leaves, same_values
+
+
+def _has_constant(node: Any) -> bool:
+    return any(function is None for function, _ in node.next_functions)
+
+
+def _behind(node: Any) -> Iterator[tuple[str | None, Any]]:
+    """Kinds and nodes from a node on, nearest first; the kind is None for a function written in Python, and where there
+    are too many.
+    """
+    waiting = [node]
+    for _ in range(_STEPS):
+        if not waiting:
+            return
+        node = waiting.pop(0)
+        yield kind_of(node), node
+        waiting += [function for function, _ in node.next_functions if function is not None]
+    if waiting:
+        yield None, None

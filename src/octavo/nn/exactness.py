@@ -1,0 +1,69 @@
+"""Exactness: which saved tensors may be rounded to FP8, by the operation that saves them.
+
+A tensor is kept as it is unless its operation is listed here. The list has only operations whose gradients are
+well-conditioned in the tensor: a relative error of 2⁻⁴ of an element makes no more than that of what it contributes.
+
+    product with a parameter   Y = X Wᵀ       ∂W = Gᵀ X          X
+    convolution                               likewise           its input
+    gating                     y = act(a)·b   ∂act = g·b, ∂b = g·act(a)    both factors
+    silu, gelu                 y = f(x)       ∂x = g·f'(x)       x: f' is smooth, and f'(x) of the rounded x is
+                                                                 within 2⁻⁴·|x|·|f''| of it
+
+What is not in the list, and why rounding it was wrong where it was tried: q, k, v and the output of attention (the
+backward combines them with softmax statistics of the unrounded ones, so the error grows exponentially with the
+scores); results of sigmoid, tanh, exp, softmax, log_softmax and logsumexp (their derivatives are differences of
+nearly equal numbers); operands of products of two activations (a common offset of the keys cancels in the gradient, its
+rounding does not); inputs of sums of squares (variances as E[x²] - E[x]² cancel); arguments of sine and cosine.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from octavo.nn.autograd_graph import kind_of, parameters_of, producer
+
+_ACTIVATIONS = frozenset("Elu Gelu HardSigmoid Hardswish LeakyRelu Mish Relu Sigmoid Silu Softplus Tanh".split())
+"""Operations whose result is taken for the gate in a product of two activations."""
+_OWN_ACTIVATION = "_ActivationFunctionBackward"
+_PRODUCTS = {
+    "Addmm": {"mat1": 2, "mat2": 1},
+    "Baddbmm": {"batch1": 2, "batch2": 1},
+    "Bmm": {"self": 1, "mat2": 0},
+    "Convolution": {"input": 1},
+    "GroupedMm": {"self": 1},
+    "Linear": {"input": 1},
+    "MkldnnLinear": {"self": 1},
+    "Mm": {"self": 1, "mat2": 0},
+}
+"""For each operand of a product that is saved, which of the inputs that need gradients is the other one."""
+_INPUTS = {"Gelu": ("self",), "Silu": ("self",)}
+
+
+def may_be_rounded(
+    node: Any, own: Collection[int], exact: Collection[int], saved: Callable[[str], Tensor | None]
+) -> Iterator[str]:
+    """Names of the tensors saved by a node that may be rounded to FP8.
+
+    Args:
+        node: Of the autograd graph.
+        own: Identities of leaves that are parameters whatever their class.
+        exact: Identities of parameters whose products keep their inputs as they are.
+        saved: Returns the tensor that the node saved under a name, or None where it is not known.
+    """
+    kind = kind_of(node)
+    yield from _INPUTS.get(kind or "", ())
+    inputs = [function for function, _ in node.next_functions]
+    for name, index in _PRODUCTS.get(kind or "", {}).items():
+        parameters = parameters_of(inputs[index], own) if index < len(inputs) else []
+        if parameters and not any(id(parameter) in exact for parameter in parameters):
+            yield name
+    if kind == "Mul" and len(inputs) == 2 and any(map(_is_activation, inputs)):
+        one, other = saved("self"), saved("other")
+        if one is not None and other is not None and one is not other and one.shape == other.shape:
+            yield from ("self", "other")
+
+
+def _is_activation(function: Any) -> bool:
+    node = producer(function)
+    return node is not None and (kind_of(node) in _ACTIVATIONS or node.name() == _OWN_ACTIVATION)

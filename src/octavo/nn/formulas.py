@@ -1,0 +1,265 @@
+"""Formulas: what a `forward` computes, read from its code.
+
+    formula_of(LlamaMLP).expression    ("call", ("attr", "down_proj"), (("*", ("call", ("attr", "act_fn"), …), …),), ())
+
+A short forward is evaluated symbolically: its arguments and the attributes of `self` are symbols, assignments are
+followed, plain methods of the same class are inlined, and what remains is one expression of calls and operators. Two
+forwards with one expression compute the same thing, whatever their variables are called. Everything that could make a
+forward do more than its expression (loops, in-place operators, assignments to attributes, closures, decorators,
+`super()`) has no expression here, and so is unknown.
+
+The expression is read from the source of the code object that runs: the source is compiled again and compared, and
+`Formula.holds` checks on every use that no function has been replaced since. Nothing is ever run on numbers.
+"""
+
+import ast
+import inspect
+import linecache
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+Expression = Any
+"""Nested tuples, of an operator or kind first and its operands behind it."""
+
+_OPERATORS: dict[type, str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**", ast.USub: "neg", ast.In: "in",
+}  # fmt: skip
+_DEPTH = 3
+"""How far methods that call methods are followed."""
+
+
+class _Unknown(Exception):
+    """Code without an expression."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What a class computes in `forward`.
+
+    Attributes:
+        expression: Result in terms of `("argument", index)` and `("attr", name)`, attributes of the module.
+        functions: The functions that were read: name in the class, function, and its code.
+    """
+
+    expression: Expression
+    functions: tuple[tuple[str, Any, CodeType], ...]
+
+    def holds(self, owner: type, module: nn.Module) -> bool:
+        """Whether the class still has these functions, and the module has none of its own in their place, but for
+        `forward`: one that the module has of its own has called this one.
+        """
+        own = vars(module)
+        return all(
+            (name == "forward" or name not in own)
+            and (getattr(owner, name, None), getattr(function, "__code__", None)) == (function, code)
+            for name, function, code in self.functions
+        )
+
+
+def formula_of(owner: type) -> Formula | None:
+    """The formula of the `forward` of a module class, or None where it has none."""
+    reader = _Reader(owner)
+    try:
+        return Formula(reader.call("forward", None, _DEPTH), tuple(reader.functions))
+    except _Unknown:
+        return None
+
+
+def expression_of(owner: type, method: str) -> Expression | None:
+    """The expression of a method of a class, or None where it has none."""
+    try:
+        return _Reader(owner).call(method, None, _DEPTH)
+    except _Unknown:
+        return None
+
+
+def matches(pattern: Expression, expression: Expression, names: dict[str, str]) -> bool:
+    """Whether two expressions are equal but for the names of attributes; `names` receives pattern name → actual name,
+    each once.
+    """
+    if isinstance(pattern, tuple) and isinstance(expression, tuple):
+        if pattern[:1] == ("attr",) == expression[:1]:
+            if pattern[1] in names:
+                return bool(names[pattern[1]] == expression[1])
+            if expression[1] in names.values():
+                return False
+            names[pattern[1]] = expression[1]
+            return True
+        return len(pattern) == len(expression) and all(
+            matches(one, other, names) for one, other in zip(pattern, expression, strict=True)
+        )
+    return type(pattern) is type(expression) and bool(pattern == expression)
+
+
+class _Reader:
+    """Evaluates methods of one class."""
+
+    def __init__(self, owner: type) -> None:
+        self.owner = owner
+        self.functions: list[tuple[str, Any, CodeType]] = []
+
+    def call(self, name: str, arguments: list[Expression] | None, depth: int) -> Expression:
+        """The result of a method; of symbols where no arguments are given."""
+        function = inspect.getattr_static(self.owner, name, None)
+        if depth == 0 or not isinstance(function, FunctionType):
+            raise _Unknown
+        definition = _definition(function)
+        names = [argument.arg for argument in definition.args.args]
+        if arguments is None:
+            arguments = [("argument", index) for index in range(len(names) - 1)]
+        if not names or len(arguments) != len(names) - 1:
+            raise _Unknown
+        self.functions.append((name, function, function.__code__))
+        scope = dict(zip(names[1:], arguments, strict=True)) | {names[0]: ("self",)}
+        return _Body(self, function.__globals__, scope, depth).run(definition.body)
+
+
+class _Body:
+    """Evaluates the statements of one function."""
+
+    def __init__(self, reader: _Reader, outside: dict[str, Any], scope: dict[str, Expression], depth: int) -> None:
+        self.reader, self.outside, self.scope, self.depth = reader, outside, scope, depth
+
+    def run(self, body: list[ast.stmt]) -> Expression:
+        """What the statements return, which must be the last of them."""
+        if not body or not isinstance(body[-1], ast.Return) or body[-1].value is None:
+            raise _Unknown
+        self.assign(body[:-1])
+        return self.value(body[-1].value)
+
+    def assign(self, body: list[ast.stmt]) -> None:
+        """Follow assignments, and assignments under a condition without an else."""
+        for statement in body:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                continue  # a docstring
+            if isinstance(statement, ast.If) and not statement.orelse:
+                condition, before = self.value(statement.test), dict(self.scope)
+                self.assign(statement.body)
+                if self.scope.keys() != before.keys():
+                    raise _Unknown
+                for name, value in self.scope.items():
+                    if value != before[name]:
+                        self.scope[name] = ("if", condition, value, before[name])
+            elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+                self.bind(statement.targets[0], self.value(statement.value))
+            else:
+                raise _Unknown
+
+    def bind(self, target: ast.expr, value: Expression) -> None:
+        """Assign to a name, or the parts of a value to some."""
+        if isinstance(target, ast.Name):
+            self.scope[target.id] = value
+        elif isinstance(target, ast.Tuple):
+            for index, part in enumerate(target.elts):
+                self.bind(part, ("part", index, len(target.elts), value))
+        else:
+            raise _Unknown
+
+    def value(self, node: ast.expr) -> Expression:
+        """The expression of an expression."""
+        if isinstance(node, ast.Constant):
+            return ("constant", node.value)
+        if isinstance(node, ast.Name):
+            return self.scope[node.id] if node.id in self.scope else ("outside", self.named(node.id))
+        if isinstance(node, ast.Attribute):
+            return self.attribute(self.value(node.value), node.attr)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return (_OPERATORS[type(node.op)], self.value(node.left), self.value(node.right))
+        if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+            return (_OPERATORS[type(node.op)], self.value(node.operand))
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _OPERATORS:
+            return (_OPERATORS[type(node.ops[0])], self.value(node.left), self.value(node.comparators[0]))
+        if isinstance(node, ast.List):
+            return ("list", *(self.value(part) for part in node.elts))
+        if isinstance(node, ast.Call):
+            return self.called(node)
+        raise _Unknown
+
+    def named(self, name: str) -> Any:
+        """What a global name stands for."""
+        if name not in self.outside:
+            raise _Unknown
+        return self.outside[name]
+
+    def attribute(self, owner: Expression, name: str) -> Expression:
+        """An attribute of the module, of a value, or of something global."""
+        if owner == ("self",):
+            return ("attr", name)
+        if owner[0] == "outside":
+            if not isinstance(owner[1], ModuleType) or not hasattr(owner[1], name):
+                raise _Unknown
+            return ("outside", getattr(owner[1], name))
+        return ("get", name, owner)
+
+    def called(self, node: ast.Call) -> Expression:
+        """A call of a method of the module, of a value's method, or of something global or a child."""
+        if any(keyword.arg is None for keyword in node.keywords):
+            raise _Unknown
+        arguments = [self.value(argument) for argument in node.args]
+        keywords = tuple(sorted((str(k.arg), self.value(k.value)) for k in node.keywords))
+        if isinstance(node.func, ast.Attribute):
+            owner = self.value(node.func.value)
+            static = inspect.getattr_static(self.reader.owner, node.func.attr, None)
+            if owner == ("self",) and static is not None:
+                if keywords:
+                    raise _Unknown
+                return self.reader.call(node.func.attr, arguments, self.depth - 1)
+            if owner[0] not in ("self", "outside"):
+                return _method(node.func.attr, owner, arguments, keywords)
+        return ("call", self.value(node.func), tuple(arguments), keywords)
+
+
+def _method(name: str, owner: Expression, arguments: list[Expression], keywords: Any) -> Expression:
+    """A call of a tensor's method, in one of several ways to write it."""
+    if name == "float" and not arguments and not keywords:
+        name, arguments = "to", [("outside", torch.float32)]
+    elif name == "type_as" and len(arguments) == 1 and not keywords:
+        name, arguments = "to", [("get", "dtype", arguments[0])]
+    return ("method", name, owner, tuple(arguments), keywords)
+
+
+def _definition(function: FunctionType) -> ast.FunctionDef:
+    """The definition from which a function was made; raises where that cannot be shown."""
+    code = function.__code__
+    if function.__closure__ or function.__defaults__ or function.__kwdefaults__:
+        raise _Unknown
+    definition, compiled = _definitions("".join(linecache.getlines(code.co_filename))).get(
+        (code.co_firstlineno, code.co_name), (None, None)
+    )
+    if definition is None or compiled is None or _body(compiled) != _body(code) or definition.decorator_list:
+        raise _Unknown
+    arguments = definition.args
+    if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.posonlyargs:
+        raise _Unknown
+    return definition
+
+
+@lru_cache(maxsize=64)
+def _definitions(source: str) -> dict[tuple[int, str], tuple[ast.FunctionDef, CodeType]]:
+    """The functions of a file by first line and name, as text and as code. The file is compiled as a whole, because
+    what is imported in it changes how its functions are compiled.
+    """
+    try:
+        tree = ast.parse(source)
+        waiting = [compile(tree, "", "exec", dont_inherit=True)]
+    except (SyntaxError, ValueError):
+        return {}
+    texts = {(node.lineno, node.name): node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    found = {}
+    while waiting:
+        code = waiting.pop()
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        key = code.co_firstlineno, code.co_name
+        if key in texts:
+            found[key] = texts[key], code
+    return found
+
+
+def _body(code: CodeType) -> Any:
+    """What a code object does, without where it was written."""
+    return code.co_name, code.co_code, code.co_consts, code.co_names, code.co_varnames, code.co_freevars

@@ -1,0 +1,355 @@
+"""Known modules: norms, gated MLPs and activation functions, recognized by the code of their `forward`.
+
+    known(LlamaRMSNorm)    Norm(weight="weight", eps="variance_epsilon")
+    known(LlamaMLP)        Glu(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
+
+The formula of a class (`octavo.nn.formulas`) is compared with the formulas of the methods below, up to the names of
+attributes. No name of a class counts, and nothing is run: a module that computes one of these on some inputs only, or
+does anything besides, has another formula. What is known of a class is which attribute plays which role. The attributes
+themselves (weights, epsilon, children, flags) are read whenever the module is called.
+
+A class whose code is not known here can be registered, `octavo.nn.register(MyNorm, Norm(...))`: each of its modules is
+then compared with what it is said to compute, outputs and gradients, when a model is converted (`octavo.nn.verify`).
+"""
+
+import math
+import weakref
+from dataclasses import dataclass
+from functools import cache, partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from octavo.nn.formulas import Expression, Formula, expression_of, formula_of, matches
+
+GLU_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+"""Gates that have a kernel."""
+ACTIVATIONS = (*GLU_ACTIVATIONS, "quick_gelu")
+ORIGINAL = "octavo_original"
+"""Attribute of the class of a converted module: the class that it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """A norm over the last dimension. Names are those of attributes of the module.
+
+    Attributes:
+        weight: Name of the weight [K]; None where there is none.
+        bias: Name of the bias [K]; None where there is none.
+        eps: Name of what is added to the mean square or the variance, or the number itself.
+        offset: Multiplies by 1 + weight.
+        center: Takes the mean away first (layer norm).
+    """
+
+    kind = "norm"
+    weight: str | None = "weight"
+    bias: str | None = None
+    eps: str | float = "eps"
+    offset: bool = False
+    center: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glu:
+    """A gated MLP, down(act(gate(x)) · up(x)). Names are those of children of the module.
+
+    Attributes:
+        gate: The gate projection, or the one that computes gate and up in one product.
+        up: The up projection; None where `gate` computes both, [gate, up] side by side.
+        down: The down projection.
+        activation: The attribute that holds the activation function, a module or a function; None where none does.
+        function: Else the name of the function: `"silu"`, `"gelu"` or `"gelu_tanh"`.
+        up_first: Whether up is called before gate, or is the first half of a joint product.
+    """
+
+    kind = "glu"
+    gate: str
+    up: str | None
+    down: str
+    activation: str | None = None
+    function: str | None = None
+    up_first: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """An activation function of one tensor.
+
+    Attributes:
+        function: `"silu"`, `"gelu"`, `"gelu_tanh"` or `"quick_gelu"`; None where an attribute of the module says.
+        attribute: That attribute: a function, or PyTorch's name of an approximation.
+    """
+
+    kind = "activation"
+    function: str | None = None
+    attribute: str | None = None
+
+
+Known = Norm | Glu | Activation
+
+
+class _Norms:
+    """What known norms compute."""
+
+    weight: Any
+    bias: Any
+    eps: Any
+    normalized_shape: Any
+    with_scale: Any
+
+    def layer_norm(self, x):  # type: ignore[no-untyped-def]
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    def rms_norm(self, x):  # type: ignore[no-untyped-def]
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+    def normed(self, x):  # type: ignore[no-untyped-def]
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def llama(self, x):  # type: ignore[no-untyped-def]
+        return self.weight * self.normed(x.to(torch.float32)).to(x.dtype)
+
+    def olmo(self, x):  # type: ignore[no-untyped-def]
+        return (self.weight * self.normed(x.to(torch.float32))).to(x.dtype)
+
+    def helium(self, x):  # type: ignore[no-untyped-def]
+        return (self.weight.to(torch.float32) * self.normed(x.to(torch.float32))).to(x.dtype)
+
+    def moshi(self, x):  # type: ignore[no-untyped-def]
+        return (self.normed(x.float()) * self.weight.float()).to(x.dtype)
+
+    def gemma(self, x):  # type: ignore[no-untyped-def]
+        return (self.normed(x.float()) * (1.0 + self.weight.float())).to(x.dtype)
+
+    def llama4_l2(self, x):  # type: ignore[no-untyped-def]
+        return self.normed(x.float()).to(x.dtype)
+
+    def t5(self, x):  # type: ignore[no-untyped-def]
+        y = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.weight.dtype in [torch.float16, torch.bfloat16]:
+            y = y.to(self.weight.dtype)
+        return self.weight * y
+
+    def cohere(self, x):  # type: ignore[no-untyped-def]
+        values = x.to(torch.float32)
+        mean = values.mean(-1, keepdim=True)
+        variance = (values - mean).pow(2).mean(-1, keepdim=True)
+        return (self.weight.to(torch.float32) * ((values - mean) * torch.rsqrt(variance + self.eps))).to(x.dtype)
+
+
+_NORMS: dict[str, dict[str, Any]] = {
+    "layer_norm": {"bias": "bias", "center": True},
+    "rms_norm": {},
+    "llama": {},
+    "olmo": {},
+    "helium": {},
+    "moshi": {},
+    "gemma": {"offset": True},
+    "llama4_l2": {"weight": None},
+    "t5": {},
+    "cohere": {"center": True},
+}
+"""What each method of `_Norms` is, beyond the defaults of `Norm`."""
+
+
+class _Glus:
+    """What known gated MLPs compute."""
+
+    gate: Any
+    up: Any
+    down: Any
+    act: Any
+
+    def gate_times_up(self, x):  # type: ignore[no-untyped-def]
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+    def up_times_gate(self, x):  # type: ignore[no-untyped-def]
+        return self.down(self.up(x) * self.act(self.gate(x)))
+
+    def silu_times_up(self, x):  # type: ignore[no-untyped-def]
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    def up_times_joint_gate(self, x):  # type: ignore[no-untyped-def]
+        gate, up = self.gate(x).chunk(2, dim=-1)
+        return self.down(up * self.act(gate))
+
+    def joint_gate_times_up(self, x):  # type: ignore[no-untyped-def]
+        gate, up = self.gate(x).chunk(2, dim=-1)
+        return self.down(self.act(gate) * up)
+
+
+class _Activations:
+    """What known activation functions compute."""
+
+    act: Any
+    inplace: Any
+    approximate: Any
+
+    def silu(self, x):  # type: ignore[no-untyped-def]
+        return F.silu(x)
+
+    def silu_torch(self, x):  # type: ignore[no-untyped-def]
+        return F.silu(x, inplace=self.inplace)
+
+    def gelu_torch(self, x):  # type: ignore[no-untyped-def]
+        return F.gelu(x, approximate=self.approximate)
+
+    def held(self, x):  # type: ignore[no-untyped-def]
+        return self.act(x)
+
+    def gelu(self, x):  # type: ignore[no-untyped-def]
+        return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+    def gelu_tanh(self, x):  # type: ignore[no-untyped-def]
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+    def gelu_tanh_fast(self, x):  # type: ignore[no-untyped-def]
+        return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+    def quick_gelu(self, x):  # type: ignore[no-untyped-def]
+        return x * torch.sigmoid(1.702 * x)
+
+
+_HELD: dict[Any, str] = {F.silu: "silu", F.gelu: "gelu"}
+"""Functions that a module may hold as its activation."""
+_REGISTERED: "weakref.WeakKeyDictionary[type, tuple[Known, Formula]]" = weakref.WeakKeyDictionary()
+
+
+def register(owner: type[nn.Module], computes: Known) -> None:
+    """Say what the modules of a class compute, so that they can store their activations in FP8.
+
+    For classes whose code is not recognized. `octavo.convert` compares each module of the class with what it is said to
+    compute, outputs and every gradient, and raises ValueError where they differ. A module whose class has got another
+    `forward` since keeps to its own.
+
+    Args:
+        owner: A module class.
+        computes: A `Norm`, `Glu` or `Activation`, with the names of the attributes that play each role.
+
+    Raises:
+        TypeError: If `owner` is not a module class, or `computes` is none of the three.
+        ValueError: If `owner` has no `forward` of its own, or an activation has a name that is not known.
+
+    Example:
+        >>> import octavo, torch
+        >>> class MyNorm(torch.nn.Module):
+        ...     def __init__(self, width):
+        ...         super().__init__()
+        ...         self.gain, self.tiny = torch.nn.Parameter(torch.ones(width)), 1e-6
+        ...     def forward(self, x):
+        ...         return x / (x.square().mean(-1, keepdim=True) + self.tiny).sqrt() * self.gain
+        >>> octavo.nn.register(MyNorm, octavo.nn.Norm(weight="gain", eps="tiny"))
+    """
+    if not (isinstance(owner, type) and issubclass(owner, nn.Module)):
+        raise TypeError(f"register takes a class of modules; got {owner!r}")
+    if not isinstance(computes, Norm | Glu | Activation):
+        raise TypeError(f"register takes an octavo.nn.Norm, Glu or Activation; got {computes!r}")
+    function = getattr(computes, "function", None)
+    if function is not None and function not in ACTIVATIONS:
+        raise ValueError(f"register: {function!r} is no activation known here; those are {', '.join(ACTIVATIONS)}")
+    forward = owner.forward
+    if not isinstance(forward, FunctionType) or forward is nn.Module.__dict__.get("forward"):
+        raise ValueError(f"register: {owner.__name__} has no forward that is written in Python")
+    _REGISTERED[owner] = computes, Formula(None, (("forward", forward, forward.__code__),))
+
+
+def registered(owner: type) -> bool:
+    """Whether a class is known because it was registered."""
+    return owner in _REGISTERED
+
+
+def original_class(module: nn.Module) -> Any:
+    """The class of a module, or the one that it had before it was converted to store its activations."""
+    return getattr(type(module), ORIGINAL, type(module))
+
+
+def known(module: nn.Module) -> Known | None:
+    """What a module computes, by the code of its class as it is now; None where that is not known."""
+    owner = original_class(module)
+    spec, formula = _REGISTERED.get(owner) or _known(owner)
+    return spec if formula is not None and formula.holds(owner, module) else None
+
+
+def activation_of(module: Any) -> str | None:
+    """The name in `ACTIVATIONS` of a function, or of what a module computes when it is called; None for others."""
+    if not isinstance(module, nn.Module):
+        return _held(module)
+    spec = known(module)
+    if not isinstance(spec, Activation) or getattr(module, "inplace", False):
+        return None
+    if spec.attribute is None:
+        return spec.function
+    value = getattr(module, spec.attribute, None)
+    if isinstance(value, str):  # nn.GELU's approximate
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(value)
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return _by_formula(original_class(module), value.__func__.__name__)
+    return _held(value)
+
+
+def _held(function: Any) -> str | None:
+    """The name of a function that is used as it is."""
+    if isinstance(function, partial):
+        tanh = function.func is F.gelu and not function.args and function.keywords == {"approximate": "tanh"}
+        return "gelu_tanh" if tanh else None
+    return _HELD.get(function) if isinstance(function, FunctionType | BuiltinFunctionType) else None
+
+
+@cache
+def _known(owner: Any) -> tuple[Known | None, Formula | None]:
+    formula = formula_of(owner)
+    expression = None if formula is None else formula.expression
+    for spec, pattern in _patterns():
+        names: dict[str, str] = {}
+        if expression is not None and matches(pattern, expression, names):
+            return spec(names), formula
+    return None, None
+
+
+@cache
+def _by_formula(owner: Any, method: str) -> str | None:
+    """The name of the activation that a method of a class computes."""
+    expression = expression_of(owner, method)
+    return next((n for n in ("gelu", "gelu_tanh") if expression and expression == expression_of(_Activations, n)), None)
+
+
+@cache
+def _patterns() -> list[tuple[Any, Expression]]:
+    """Functions that make a spec of the names of attributes, and the expressions for which they do."""
+    norms = [(partial(_norm, fields), expression_of(_Norms, name)) for name, fields in _NORMS.items()]
+    glus = [
+        (partial(_glu, {}), "gate_times_up"),
+        (partial(_glu, {"up_first": True}), "up_times_gate"),
+        (partial(_glu, {"function": "silu"}), "silu_times_up"),
+        (partial(_glu, {"up": None}), "up_times_joint_gate"),
+        (partial(_glu, {"up": None}), "joint_gate_times_up"),
+    ]
+    activations = [
+        (partial(_activation, name), method)
+        for name, method in (
+            ("silu", "silu"), ("silu", "silu_torch"), ("approximate", "gelu_torch"), ("act", "held"), ("gelu", "gelu"),
+            ("gelu_tanh", "gelu_tanh"), ("gelu_tanh", "gelu_tanh_fast"), ("quick_gelu", "quick_gelu"),
+        )
+    ]  # fmt: skip
+    return [
+        *norms,
+        *((make, expression_of(_Glus, method)) for make, method in glus),
+        *((make, expression_of(_Activations, method)) for make, method in activations),
+    ]
+
+
+def _norm(fields: dict[str, Any], names: dict[str, str]) -> Norm:
+    actual: dict[str, Any] = {role: names[role] for role in ("weight", "bias", "eps") if role in names}
+    return Norm(**(fields | actual))
+
+
+def _glu(fields: dict[str, Any], names: dict[str, str]) -> Glu:
+    roles: dict[str, Any] = {"gate": names["gate"], "up": names.get("up"), "down": names["down"]}
+    return Glu(**(roles | {"activation": names.get("act")} | fields))
+
+
+def _activation(name: str, names: dict[str, str]) -> Activation:
+    return Activation(attribute=names[name]) if name in names else Activation(function=name)

@@ -1,0 +1,392 @@
+"""Saved-tensor compression: what a module's own operations save for backward is kept in FP8 where that is safe.
+
+While a module runs, a pair of saved-tensor hooks takes each tensor that an operation saves. When the module is done,
+the autograd graph says which operation saved which, and each tensor becomes
+
+    its source       where what made it stored enough to recompute it: `octavo.nn.sources`
+    its FP8 form     where the operation is one whose gradient stays accurate: `octavo.nn.exactness`
+    itself           otherwise: parameters and what is made of them alone, small tensors, what needs no gradient, all
+                     that attention saves, results of softmax and the like
+
+The forward is the module's own: hooks see what is saved, and change nothing that is computed. A tensor saved by several
+operations is stored once; it is recognised by its storage and version, in whatever shape it is seen. Where one of them
+needs it exactly, all of them have it exactly.
+
+PyTorch calls the innermost pair of hooks only. What these keep is therefore handed to the pair around them (activation
+checkpointing, offload, a counter of bytes) by name. A tensor that is kept as it is has its version checked in backward,
+as autograd does it.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from octavo.nn.autograd_graph import created_nodes, is_parameter, producer
+from octavo.nn.exactness import may_be_rounded
+from octavo.nn.sources import SOURCES, ExactMatrix, Remake, Source, Stored, restored, stored
+from octavo.nn.switch import stores
+
+T = TypeVar("T")
+
+FEWEST = 1024
+"""Elements below which a tensor is kept as it is: nothing to gain."""
+WIDTHS = (4096, 2048, 1024, 512, 256, 128, 64, 32)
+"""Columns of the matrix as which a dense tensor is quantized; any cut gives the same groups of 32."""
+_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class Held:
+    """Tensors kept for backward, through the hooks around our own where there are any.
+
+    Args:
+        tensors: What to keep; their gradients are not.
+        around: Those hooks.
+        version: At which a single tensor was saved; that of now by default.
+    """
+
+    __slots__ = ("_items", "_unpack")
+
+    def __init__(self, tensors: Sequence[Tensor | None], around: Hooks | None, version: int | None = None) -> None:
+        self._unpack = None if around is None else around[1]
+        if around is None:
+            self._items: list[Any] = [
+                None if t is None else (t.detach(), t._version if version is None else version) for t in tensors
+            ]
+        else:
+            with torch.no_grad():
+                self._items = [None if t is None else around[0](t.detach()) for t in tensors]
+
+    @property
+    def present(self) -> list[Tensor]:
+        """The tensors that are held, by us or as they are by the hooks around."""
+        items = self._items if self._unpack is not None else [None if item is None else item[0] for item in self._items]
+        return [item for item in items if isinstance(item, Tensor)]
+
+    def tensors(self) -> list[Tensor | None]:
+        """The tensors again. Raises RuntimeError for one that was written to since, as autograd does."""
+        if self._unpack is not None:
+            return [None if item is None else self._unpack(item) for item in self._items]
+        for item in self._items:
+            if item is not None and item[0]._version != item[1]:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a tensor {list(item[0].shape)} of {item[0].dtype} is at version {item[0]._version}; expected "
+                    f"version {item[1]} instead"
+                )
+        return [None if item is None else item[0] for item in self._items]
+
+
+class Saved:
+    """What autograd keeps in the place of a saved tensor. Until `decide` is called, the tensor itself."""
+
+    __slots__ = ("_held", "_restore", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = tensor._version
+        self._held: Held | None = None
+        self._restore: Callable[[list[Any]], Tensor] | None = None
+
+    def decide(self, held: Held, restore: Callable[[list[Any]], Tensor]) -> None:
+        """Keep these from now on; `restore` makes the tensor of them."""
+        self.tensor, self._held, self._restore = None, held, restore
+
+    def keep(self, around: Hooks | None) -> None:
+        """Keep the tensor as it is."""
+        assert self.tensor is not None
+        self._held, self.tensor = Held([self.tensor], around, self.version), None
+
+    @property
+    def present(self) -> list[Tensor]:
+        """The tensors that are kept."""
+        if self._held is not None:
+            return self._held.present
+        return [] if self.tensor is None else [self.tensor]
+
+    def unpack(self) -> Tensor:
+        """The tensor, or what is left of it. Raises RuntimeError where a second derivative is asked for."""
+        held = self._held
+        if held is None:  # backward inside of forward
+            held = Held([self.tensor], None, self.version)
+        if self._restore is None:
+            (tensor,) = held.tensors()
+            assert tensor is not None
+            return tensor
+        if torch.is_grad_enabled():  # backward with create_graph=True
+            raise RuntimeError(
+                "octavo: this tensor was stored in FP8, from which there is no second derivative: compute it inside "
+                "octavo.disabled(), or convert without activations='fp8'"
+            )
+        return self._restore(held.tensors())
+
+
+class Scope:
+    """The hooks of one call of a module.
+
+    Args:
+        module: Its parameters are never compressed, whatever their class.
+        exact: Names of its parts whose products keep their inputs as they are.
+    """
+
+    def __init__(self, module: nn.Module, exact: Sequence[str] = ()) -> None:
+        self._module, self._exact = module, exact
+        self._pending: list[Saved] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._enclosing: Scope | None = None
+        self._around: Hooks | None = None
+        self._first = 0
+
+    def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+        """Call a function under the hooks, and decide what becomes of what it saved."""
+        self._enclosing, self._around = _INNERMOST.scope, _hooks_around()
+        self._first = torch._C._autograd._get_sequence_nr()
+        try:
+            with self._hooks:
+                _INNERMOST.scope = self
+                try:
+                    outputs = function(*arguments, **keywords)
+                finally:
+                    _INNERMOST.scope = self._enclosing
+            self._decide(outputs)
+        except BaseException:
+            for saved in self._pending:
+                if saved.tensor is not None:
+                    saved.keep(None)
+            raise
+        finally:
+            self._pending.clear()
+        return outputs
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, the hooks around this scope, and those it is in, are in force. Only while its own are."""
+        self._hooks.__exit__()
+        enclosing = _INNERMOST.scope = self._enclosing
+        try:
+            if enclosing is not None and enclosing.in_force:
+                with enclosing.suspended():
+                    yield
+            else:
+                yield
+        finally:
+            _INNERMOST.scope = self
+            self._hooks.__enter__()
+
+    @property
+    def in_force(self) -> bool:
+        """Whether its hooks are the ones called: others may have been put on inside, by checkpointing for one."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return top is not None and top[0] == self._pack
+
+    def saved_output(self, x: Tensor) -> bool:
+        """Whether the operation in this scope that made a contiguous tensor saves it for itself, to the element."""
+        if not x.requires_grad or x.is_inference() or not x.is_contiguous() or not x.numel():
+            return False
+        node = producer(x.grad_fn)
+        outputs = [] if node is None else [_saved_by(node, name) for name in ("output", "out", "result")]
+        return any(output is not None and _key(output) == _key(x) for output in outputs)
+
+    def _pack(self, tensor: Tensor) -> Saved:
+        saved = Saved(tensor)
+        other = tensor.dtype not in _FLOATING or tensor.numel() < FEWEST or is_traceable_wrapper_subclass(tensor)
+        if other or not tensor.requires_grad or (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
+            saved.keep(self._around)
+        else:
+            self._pending.append(saved)
+        return saved
+
+    def _decide(self, outputs: Any) -> None:
+        """Say of each tensor that is pending what is kept of it."""
+        if not self._pending:
+            return
+        rounded = self._rounded(outputs)
+        keys = {id(saved): _key(saved.tensor) for saved in self._pending if saved.tensor is not None}
+        exact = {keys[id(saved)] for saved in self._pending if id(saved) not in rounded}
+        copies: dict[Any, Stored] = {}
+        for saved in self._pending:
+            tensor, key = saved.tensor, keys[id(saved)]
+            assert tensor is not None
+            source = None if key in exact else SOURCES.find(tensor)
+            if source is not None:
+                saved.decide(Held(source.tensors, self._around), _Recompute(source.remake, tensor.shape))
+            elif key in exact:
+                saved.keep(self._around)
+            else:
+                if key not in copies:
+                    copies[key] = stored(_as_matrix(tensor))
+                restore = _Decompress(tensor.dtype, tensor.shape, _dense_strides(tensor))
+                saved.decide(Held(copies[key], self._around), restore)
+
+    def _rounded(self, outputs: Any) -> set[int]:
+        """Identities of what is pending that may be rounded."""
+        own = {id(parameter) for parameter in self._module.parameters()}
+        exact = {id(p) for name in self._exact for p in self._module.get_submodule(name).parameters()}
+        ours = {id(saved): saved for saved in self._pending}
+        tensors = [*_tensors(outputs), *(saved.tensor for saved in self._pending if saved.tensor is not None)]
+        rounded: set[int] = set()
+        for node in created_nodes([tensor.grad_fn for tensor in tensors], self._first):
+            for name in may_be_rounded(node, own, exact, partial(_saved_by, node)):
+                rounded.add(id(_holder(node, name)))
+        return {key for key in rounded & ours.keys() if self._is_activation(ours[key], own)}
+
+    def _is_activation(self, saved: Saved, own: set[int]) -> bool:
+        """Whether what is saved is a dense tensor that is no parameter, and as it was when it was saved."""
+        tensor = saved.tensor
+        if tensor is None or tensor._version != saved.version or is_parameter(tensor, own):
+            return False
+        return all(stride > 0 or size == 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+class _Recompute:
+    """Restores a tensor from its source; it is still known by it, as checkpointing may repeat a part of forward."""
+
+    __slots__ = ("_remake", "_size")
+
+    def __init__(self, remake: Remake, size: torch.Size) -> None:
+        self._remake, self._size = remake, size
+
+    def __call__(self, tensors: list[Any]) -> Tensor:
+        matrix = self._remake.matrix(tensors)
+        SOURCES.add_remade(matrix, Source(tuple(tensors), self._remake))
+        return matrix.view(self._size)
+
+
+class _Decompress:
+    """Restores a tensor from its FP8 form, with the layout that it had; gaps of a view are not brought back."""
+
+    __slots__ = ("_dtype", "_size", "_stride")
+
+    def __init__(self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]) -> None:
+        self._dtype, self._size, self._stride = dtype, size, stride
+
+    def __call__(self, tensors: list[Any]) -> Tensor:
+        data, scale = tensors
+        return restored(data, scale, self._dtype).as_strided(self._size, self._stride, 0)
+
+
+def _unpack(saved: Saved) -> Tensor:
+    return saved.unpack()
+
+
+class _Innermost(threading.local):
+    """The scope whose hooks are called in this thread."""
+
+    scope: Scope | None = None
+
+
+_INNERMOST = _Innermost()
+
+
+def recording() -> bool:
+    """Whether modules that store FP8 do so now: they are switched on, autograd records, and nothing is compiled."""
+    return torch.is_grad_enabled() and stores()
+
+
+def compressed(module: nn.Module, exact: Sequence[str], function: Callable[..., T], *args: Any, **keywords: Any) -> T:
+    """Call a function; what its operations save for backward is kept in FP8 where that is safe, if anything is saved.
+
+    Args:
+        module: Whose parameters are used.
+        exact: Names of its parts whose products keep their inputs as they are.
+        function: What to call.
+        *args: Its arguments.
+        **keywords: Its keyword arguments.
+    """
+    return Scope(module, exact).run(function, *args, **keywords) if recording() else function(*args, **keywords)
+
+
+def unhooked(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function of ours, which saves what it should, without the hooks of the scope around it."""
+    scope = None if torch.compiler.is_compiling() else _INNERMOST.scope
+    if scope is None or not scope.in_force:
+        return function(*arguments)
+    with scope.suspended():
+        return function(*arguments)
+
+
+def source_of(x: Tensor) -> Source | None:
+    """What may be kept in the place of a tensor [..., K]: what makes it again, or itself where it is kept anyway."""
+    if torch.compiler.is_compiling():
+        return None
+    source, scope = SOURCES.find(x), _INNERMOST.scope
+    if source is None and scope is not None and scope.in_force and scope.saved_output(x):
+        return Source((x.detach(),), ExactMatrix(x.dtype))
+    return source
+
+
+def _hooks_around() -> Hooks | None:
+    """The hooks in force now, those of scopes aside."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    scope = None if top is None else getattr(top[0], "__self__", None)
+    return scope._around if isinstance(scope, Scope) else top
+
+
+def _holder(node: Any, name: str) -> Any:
+    """What autograd holds for a tensor that a node saved."""
+    return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
+
+
+def _saved_by(node: Any, name: str) -> Tensor | None:
+    """A tensor that a node saved, where it is one of ours and pending."""
+    saved = _holder(node, name)
+    return saved.tensor if isinstance(saved, Saved) else None
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """Tensors in what a module returns: nested containers, data classes and mappings."""
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__"):
+            yield from (value for value in vars(leaf).values() if isinstance(value, Tensor))
+
+
+def _dims(tensor: Tensor) -> list[tuple[int, int, int]]:
+    """Stride, size and index of the dimensions that say where elements are, outermost first."""
+    dims = [(tensor.stride(d), tensor.shape[d], d) for d in range(tensor.ndim)]
+    return sorted((dim for dim in dims if dim[0] > 0 and dim[1] > 1), key=lambda dim: (-dim[0], dim[2]))
+
+
+def _merged(tensor: Tensor) -> list[tuple[int, int]]:
+    """Size and stride of the elements in memory order, dimensions that follow one another taken as one."""
+    merged: list[tuple[int, int]] = []
+    for stride, size, _ in _dims(tensor):
+        if merged and merged[-1][1] == stride * size:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged
+
+
+def _key(tensor: Tensor) -> Any:
+    """Equal for tensors with the same elements in memory."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor._version, tensor.dtype, tensor.is_neg(), tensor.storage_offset(), tuple(_merged(tensor))
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    """The elements in memory order, each once, as a matrix: a view where they are dense or evenly spaced rows."""
+    merged = _merged(tensor)
+    flat = tensor.detach().as_strided([size for size, _ in merged], [stride for _, stride in merged]).resolve_neg()
+    if len(merged) > 1:
+        return flat.reshape(-1, merged[-1][0])
+    count = flat.numel()
+    return flat.reshape(-1, next((width for width in WIDTHS if count % width == 0), count))
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of the tensor once its elements are dense: the same order of dimensions, and repeated ones stay so."""
+    strides = [stride if size == 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    step = 1
+    for _, size, dim in reversed(_dims(tensor)):
+        strides[dim], step = step, step * size
+    return tuple(strides)

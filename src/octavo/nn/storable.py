@@ -1,0 +1,114 @@
+"""Which modules of a model can store their activations in FP8, and how.
+
+Norms, gated MLPs and activation functions are those whose code is known (`octavo.nn.known`). Of the others, a module
+that owns matrices (linears, convolutions, experts) gets a scope, under which it keeps its own forward
+(`octavo.nn.saved_tensors`): attention, MLPs of any other kind, mixers. Not one around a stack of blocks: a scope
+decides when its module is done, and would hold what a whole model saves until then.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from octavo.nn.activations import Scoped, Storage
+from octavo.nn.blocks import find_stacks
+from octavo.nn.known import Activation, Glu, Known, activation_of, known, original_class, registered
+from octavo.nn.verify import check_registered
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are not called."""
+_LEFT_ALONE = (nn.RNNBase, nn.Embedding, nn.EmbeddingBag, torch.jit.ScriptModule)
+"""Modules whose saved tensors are not looked at: recurrences, tables, and what is not written in Python."""
+_LIKE_NORMS = ("norm",)
+_LIKE_ACTIVATIONS = ("silu", "swish", "gelu", "activation")
+
+
+def storable(model: nn.Module) -> dict[str, Storage | str]:
+    """How modules of a model can store their activations, by fully qualified name, in model order.
+
+    For a module that looks as if it might, by its class's name, and cannot, the reason.
+
+    Raises:
+        ValueError: For a module whose class was registered as something that it does not compute.
+    """
+    modules = dict(model.named_modules())
+    owners = {id(owner) for owner in _owners_of_matrices(modules)}
+    found: dict[str, Storage | str] = {}
+    for fqn, module in modules.items():
+        storage = _storage(module, id(module) in owners)
+        if storage is not None:
+            found[fqn] = storage
+    glus = [fqn for fqn, storage in found.items() if isinstance(storage, Glu)]
+    parts = {f"{fqn}.{child}" for fqn in glus for child in (found[fqn].activation,)}  # type: ignore[union-attr]
+    return {fqn: storage for fqn, storage in found.items() if fqn not in parts}
+
+
+def _storage(module: nn.Module, owns_matrices: bool) -> Storage | str | None:
+    owner = original_class(module)
+    spec: Storage | None = _known(module)
+    if spec is None and owns_matrices:
+        spec = Scoped()
+    if spec is None:
+        if getattr(module, "inplace", False) and known(module) is not None:
+            return f"{owner.__name__} works in place: what it is given is gone"
+        return _why_unknown(module, owner)
+    if owner.__name__.startswith("FSDP"):
+        return f"{owner.__name__} is sharded by fully_shard already: convert before sharding"
+    if "forward" in vars(module):
+        return (
+            f"{owner.__name__} has a forward that was replaced on the instance (by a hook of accelerate, say), so it "
+            "would not be used"
+        )
+    return spec
+
+
+def _known(module: nn.Module) -> Known | None:
+    """What a module is known to compute; an activation function only where it is one that can be stored."""
+    spec = known(module)
+    if spec is None or (isinstance(spec, Activation) and activation_of(module) is None):
+        return None
+    if registered(original_class(module)):
+        check_registered(module, spec)
+    return spec
+
+
+def _why_unknown(module: nn.Module, owner: type) -> str | None:
+    """Why a module that is called like one that is known is not."""
+    name, simple = owner.__name__.lower(), next(module.children(), None) is None
+    own = next(module.parameters(recurse=False), None) is not None
+    is_norm = own and any(part in name for part in _LIKE_NORMS)
+    if not simple or not (is_norm or (not own and any(part in name for part in _LIKE_ACTIVATIONS))):
+        return None
+    if any(part in name for part in ("batchnorm", "groupnorm", "instancenorm")):
+        return None
+    return (
+        f"{owner.__name__} has a forward that is not known here, so it keeps its own; octavo.nn.register says what it "
+        "computes"
+    )
+
+
+def _owners_of_matrices(modules: dict[str, nn.Module]) -> Iterator[nn.Module]:
+    """Modules that are called and own matrices, directly or in containers, but for leaves that are one."""
+    for fqn, module in modules.items():
+        if not _has_matrices(module) or isinstance(module, _LEFT_ALONE):
+            continue
+        owner, name = module, fqn
+        if _is_leaf(module) or isinstance(module, _CONTAINERS):
+            while name and (owner is module or isinstance(owner, _CONTAINERS)):
+                name = name.rpartition(".")[0]
+                owner = modules[name]
+        if isinstance(owner, _CONTAINERS) or _is_leaf(owner) or find_stacks(owner):
+            continue
+        if _known(owner) is None and not isinstance(owner, _LEFT_ALONE):
+            yield owner
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    return any(parameter.ndim >= 2 for parameter in module.parameters(recurse=False))
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    """Whether a module is a linear or a convolution, which saves what one operation saves."""
+    kinds = (nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.Embedding)
+    return isinstance(module, kinds) or original_class(module).__name__ == "Conv1D"

@@ -1,0 +1,137 @@
+"""Verification of registered modules: what a module computes, compared with what it is said to compute.
+
+A copy of the module on the CPU, with random parameters, is run beside the known function, on matrices and on batches
+of sequences, short and long, in float32 and bfloat16; outputs and every gradient are compared.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from octavo.nn.known import Activation, Glu, Known, Norm, activation_of, original_class
+from octavo.numerics.error import sqnr
+
+_SHAPES = ((1,), (6,), (2, 3), (1, 40), (3, 2, 5))
+"""Leading dimensions of the inputs."""
+_LEAST_DB = {torch.float32: 80.0, torch.bfloat16: 30.0}
+"""Agreement that is asked for: operations in another order, each rounded once."""
+
+
+def check_registered(module: nn.Module, spec: Known) -> None:
+    """Compare a module with what its class was registered as.
+
+    Raises:
+        ValueError: Where they differ, or the module cannot be run.
+    """
+    name = original_class(module).__name__
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        for dtype, least in _LEAST_DB.items():
+            probe, reference = (_copy(module, dtype) for _ in range(2))
+            expected = _reference(reference, spec)
+            for leading in _SHAPES:
+                for scale in (1.0, 1e3):
+                    x = torch.randn(*leading, _width(probe, spec), dtype=dtype) * scale
+                    _compare(name, spec, probe, expected, reference, x, least)
+
+
+def _compare(
+    name: str, spec: Known, probe: nn.Module, expected: Callable[[Tensor], Tensor], reference: nn.Module, x: Tensor,
+    least: float,
+) -> None:  # fmt: skip
+    results = []
+    for function, owner in ((expected, reference), (probe, probe)):
+        given = x.clone().requires_grad_()
+        try:
+            y = function(given)
+            g = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y)
+            parameters = [p for p in owner.parameters() if p.requires_grad]
+            grads = torch.autograd.grad(y, [given, *parameters], g, allow_unused=True)
+        except Exception as error:
+            raise ValueError(
+                f"{name} was registered as {spec}, and raises {type(error).__name__} on an input {list(x.shape)} of "
+                f"{x.dtype}: {error}"
+            ) from error
+        results.append([y.detach(), *grads])
+    labels = ["the output", "the gradient of the input", *(f"the gradient of {n}" for n, _ in probe.named_parameters())]
+    for label, one, other in zip(labels, *results, strict=False):
+        if (one is None) != (other is None) or (one is not None and one.dtype != other.dtype):
+            raise ValueError(f"{name} was registered as {spec}; {label} is {_kind(other)}, and would be {_kind(one)}")
+        if one is not None and one.norm() > 0 and sqnr(one, other) < least:
+            raise ValueError(
+                f"{name} was registered as {spec}; {label} differs from that, on an input {list(x.shape)} of "
+                f"{x.dtype}: they agree to {sqnr(one, other):.0f} dB only, and {least:.0f} are asked for"
+            )
+
+
+def _kind(gradient: Tensor | None) -> str:
+    return "missing" if gradient is None else str(gradient.dtype)
+
+
+def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module on the CPU with random parameters, the same each time, of one dtype."""
+    made = copy.deepcopy(module).to_empty(device="cpu") if _on_meta(module) else copy.deepcopy(module).to("cpu")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            values = torch.randn(parameter.shape, generator=generator) * 0.2
+            parameter.data = (values + (1.0 if parameter.ndim == 1 else 0.0)).to(dtype)
+    return made.train(module.training)
+
+
+def _on_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _width(module: nn.Module, spec: Known) -> int:
+    if isinstance(spec, Norm):
+        return 48 if spec.weight is None else int(getattr(module, spec.weight).numel())
+    matrices = [p.shape[-1] for p in module.parameters() if p.ndim == 2]
+    return int(matrices[0]) if matrices and isinstance(spec, Glu) else 48
+
+
+def _reference(module: Any, spec: Known) -> Callable[[Tensor], Tensor]:
+    """What a spec says, in plain PyTorch."""
+    if isinstance(spec, Norm):
+        return lambda x: _normed(module, spec, x)
+    act = spec.function
+    if isinstance(spec, Activation):
+        act = activation_of(module) if act is None else act
+        return lambda x: _activated(x, act)
+    if spec.activation is not None:
+        act = activation_of(getattr(module, spec.activation))
+
+    def gated(x: Tensor) -> Tensor:
+        gate, up = getattr(module, spec.gate)(x), None if spec.up is None else getattr(module, spec.up)(x)
+        if up is None:
+            halves = gate.chunk(2, dim=-1)
+            gate, up = halves[::-1] if spec.up_first else halves
+        y: Tensor = getattr(module, spec.down)(_activated(gate, act) * up)
+        return y
+
+    return gated
+
+
+def _normed(module: Any, spec: Norm, x: Tensor) -> Tensor:
+    weight, bias = (None if name is None else getattr(module, name) for name in (spec.weight, spec.bias))
+    values = x.float()
+    values = values - values.mean(-1, keepdim=True) if spec.center else values
+    eps = getattr(module, spec.eps) if isinstance(spec.eps, str) else spec.eps
+    y = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * (weight.float() + (1.0 if spec.offset else 0.0))
+    y = y if bias is None else y + bias.float()
+    return y.to(x.dtype)
+
+
+def _activated(x: Tensor, activation: str | None) -> Tensor:
+    if activation == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    if activation == "silu":
+        return F.silu(x)
+    if activation not in ("gelu", "gelu_tanh"):
+        raise ValueError(f"there is no activation {activation!r}; known are 'silu', 'gelu', 'gelu_tanh', 'quick_gelu'")
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
