@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import octavo
 from octavo.nn.sources import SOURCES
+from octavo.nn.storable import storable
 from octavo.nn.storage import kept_for_backward
-from octavo.nn.structure import recognised
 from octavo.numerics import RECIPES, sqnr
 
 by_family = pytest.mark.parametrize("family", FAMILIES)
@@ -24,15 +24,15 @@ ONLY_ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
 BOTH = octavo.Precision.level("O1+act")
 by_matmul = pytest.mark.parametrize("precision", [ONLY_ACTIVATIONS, BOTH], ids=["bf16", "fp8"])
 KINDS = {
-    "gpt2": {"norm": 3, "attention": 1, "activation": 1, "mlp": 2},
-    "vit": {"norm": 3, "attention": 1, "activation": 1, "mlp": 2},
-    "siglip_vision_model": {"norm": 4, "attention": 1, "activation": 2, "mlp": 4, None: 2},
-    "qwen3": {"norm": 5, "attention": 1, "glu": 1},
-    "cohere": {"norm": 2, "attention": 1, "glu": 1},
-    "gemma2": {"norm": 5, "attention": 1, "glu": 1},
-    "gemma3_text": {"norm": 7, "attention": 1, "glu": 1},
+    "gpt2": {"norm": 3, "scope": 2, "activation": 1},
+    "vit": {"norm": 3, "scope": 5, "activation": 1},
+    "siglip_vision_model": {"norm": 4, "scope": 6, "activation": 2},
+    "qwen3": {"norm": 5, "scope": 1, "glu": 1},
+    "cohere": {"norm": 2, "scope": 1, "glu": 1},
+    "gemma2": {"norm": 5, "scope": 1, "glu": 1},
+    "gemma3_text": {"norm": 7, "scope": 1, "glu": 1},
 }
-LLAMA = {"norm": 3, "attention": 1, "glu": 1}
+LLAMA = {"norm": 3, "scope": 1, "glu": 1}
 
 
 def storing(model, precision=ONLY_ACTIVATIONS):
@@ -49,7 +49,7 @@ def flat(grads):
 
 
 @by_family
-def test_families_are_recognised_by_structure(family):
+def test_families_are_recognized_by_their_code(family):
     model = storing(model_of(family))
     found = [row.storage for row in octavo.report(model).activations]
     assert {kind: found.count(kind) for kind in found} == KINDS.get(family, LLAMA)
@@ -67,13 +67,13 @@ def test_gradients_of_a_layer_are_those_of_bf16_storage_within_24_db(family, att
     stored_y, actual = train_step(storing(model), batch)
     with kept_for_backward(model) as after:
         model(**batch)
-    assert sqnr(y, stored_y) > 100  # nothing is rounded in forward
+    assert torch.equal(y, stored_y)
     expected, actual = layer(expected), layer(actual)
     assert sqnr(flat(expected), flat(actual)) >= 24
     for name in expected:
         assert sqnr(expected[name], actual[name]) >= 21, name
-    # SigLIP's vision model ends in an nn.MultiheadAttention, which stays as it is.
-    assert after.bytes < (0.6 if family == "siglip_vision_model" else 0.35) * before.bytes
+    # In float32, in which attention keeps four bytes of each element of q, k, v and its output.
+    assert after.bytes < (0.55 if family in ("vit", "siglip_vision_model") else 0.35) * before.bytes
 
 
 @by_family
@@ -88,17 +88,17 @@ def test_with_fp8_products_gradients_stay_near_those_that_keep_fp8_inputs(family
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_llama_2_7b_keeps_at_most_60_kb_per_token_and_layer(recipe):
+def test_llama_2_7b_keeps_at_most_66_kb_per_token_and_layer(recipe):
     kept = _llama_2_7b(octavo.Precision.level("O1+act", recipe=recipe))
-    limit = 60_000 if recipe != "rowwise_hp_wgrad" else 100_000  # which keeps the inputs of linears exactly
+    limit = 66_000 if recipe != "rowwise_hp_wgrad" else 105_000  # which keeps the inputs of linears exactly
     assert kept <= limit
     if recipe == "rowwise":
-        # x and x2, q, k, v and out, gate and up: (2 + 4) · 4096 + 2 · 11008 bytes and one byte per 32 of them
-        assert kept == pytest.approx((6 * 4096 + 2 * 11008) * 33 / 32, rel=0.01)
+        # x and x2, gate and up: 2 · 4096 + 2 · 11008 bytes and one byte per 32 of them; q, k, v and out in bf16
+        assert kept == pytest.approx((2 * 4096 + 2 * 11008) * 33 / 32 + 4 * 4096 * 2, rel=0.01)
 
 
 def test_llama_2_7b_keeps_as_little_with_bf16_products():
-    assert _llama_2_7b(ONLY_ACTIVATIONS) <= 60_000
+    assert _llama_2_7b(ONLY_ACTIVATIONS) <= 66_000
     assert _llama_2_7b(octavo.Precision.level("bf16")) >= 180_000
 
 
@@ -161,7 +161,7 @@ def test_copies_and_pickles_still_store():
     file.seek(0)
     expected = train_step(model, batch_of("llama"))[1]
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert [row.storage for row in octavo.report(other).activations] == ["attention", "glu", *["norm"] * 3]
+        assert [row.storage for row in octavo.report(other).activations] == ["scope", "glu", *["norm"] * 3]
         assert_same(expected, train_step(other, batch_of("llama"))[1])
 
 
@@ -178,17 +178,18 @@ def test_disabled_and_no_grad_compute_the_models_own_values(family):
         assert torch.equal(model(**batch).last_hidden_state, recorded)
 
 
-class Half(nn.Module):
-    """Looks like a gated MLP and is none: half of up goes around the gate."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(8, 16), nn.Linear(8, 16)
-        self.down_proj, self.act_fn = nn.Linear(16, 8), nn.SiLU()
-
-    def forward(self, x):
-        up = self.up_proj(x)
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * up + 0.5 * up)
+def test_what_is_not_known_keeps_its_forward_and_is_reported():
+    model = nn.ModuleDict({"norm": OddRMSNorm(), "mha": nn.MultiheadAttention(8, 2), "gelu": nn.GELU()})
+    model["quick"], model["inplace"] = nn.GELU(), nn.SiLU(inplace=True)
+    model["quick"].forward = lambda x: x * torch.sigmoid(1.702 * x)
+    rows = {row.name: row for row in octavo.report(storing(model)).activations}
+    assert {name: row.storage for name, row in rows.items()} == {
+        "norm": None, "mha": "scope", "gelu": "activation", "quick": None, "inplace": None,
+    }  # fmt: skip
+    assert "forward that is not known here" in rows["norm"].reason and "octavo.nn.register" in rows["norm"].reason
+    assert "replaced on the instance" in rows["quick"].reason and "works in place" in rows["inplace"].reason
+    assert type(model["norm"]) is OddRMSNorm and type(model["quick"]) is nn.GELU
+    assert "activations in FP8 in 2 modules (scope 1, activation 1), not in 3 others" in octavo.report(model).summary
 
 
 class OddRMSNorm(nn.Module):
@@ -202,50 +203,16 @@ class OddRMSNorm(nn.Module):
         return 2 * self.weight * x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
 
-def test_what_is_not_known_stays_and_is_reported():
-    model = nn.ModuleDict({"norm": OddRMSNorm(), "mlp": Half(), "mha": nn.MultiheadAttention(8, 2), "gelu": nn.GELU()})
-    model["quick"] = nn.GELU()
-    model["quick"].forward = lambda x: x * torch.sigmoid(1.702 * x)
-    kinds = [type(m) for name, m in model.named_children() if name != "gelu"]
-    rows = {row.name: row for row in octavo.report(storing(model)).activations}
-    assert rows["gelu"].storage == "activation" and rows["mlp.act_fn"].storage == "activation"
-    assert "computes no norm known here" in rows["norm"].reason
-    assert "does not compute down(act(gate(x))·up(x))" in rows["mlp"].reason
-    assert "no projections to q, k and v" in rows["mha"].reason
-    assert "replaced on the instance" in rows["quick"].reason
-    assert kinds == [type(m) for name, m in model.named_children() if name != "gelu"]
-    assert "activations in FP8 in 5 modules (mlp 3, activation 2), not in 4 others" in octavo.report(model).summary
-    text = str(octavo.report(model))
-    assert "OddRMSNorm computes no norm known here: stays as it is" in text
-
-
-@pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python", "silu", "swish"])
-def test_activations_are_known_by_their_values(name):
-    from transformers.activations import ACT2FN
-
-    expected = "silu" if name in ("silu", "swish") else "gelu" if name in ("gelu", "gelu_python") else "gelu_tanh"
-    assert recognised(ACT2FN[name]).activation == expected
-
-
-@pytest.mark.parametrize("name", ["quick_gelu", "gelu_10", "relu2", "mish", "laplace"])
-def test_other_activations_are_not(name):
-    from transformers.activations import ACT2FN
-
-    assert not hasattr(recognised(ACT2FN[name]), "activation")
-
-
-def test_structure_is_read_without_touching_random_numbers_or_real_memory():
+def test_storage_is_found_without_touching_random_numbers_or_real_memory():
     torch.manual_seed(0)
     expected = torch.rand(1)
     model = model_of("llama")
     torch.manual_seed(0)
-    for module in model.modules():
-        recognised(module)
+    found = storable(model)
     assert torch.equal(torch.rand(1), expected)
-    kinds = [getattr(recognised(m), "kind", None) for m in model.modules()]
     model.to("meta")
     with FakeTensorMode(), torch.device("meta"):
-        assert [getattr(recognised(m), "kind", None) for m in model.modules()] == kinds
+        assert storable(model) == found
 
 
 def test_skip_leaves_activations_as_they_are():
@@ -253,7 +220,7 @@ def test_skip_leaves_activations_as_they_are():
     octavo.convert(model, activations="fp8", skip=["layers.0"], verbose=False)
     rows = octavo.report(model).activations
     assert {row.storage for row in rows if row.name.startswith("layers.0.")} == {None}
-    assert {row.storage for row in rows if row.name.startswith("layers.1.")} == {"norm", "glu", "attention"}
+    assert {row.storage for row in rows if row.name.startswith("layers.1.")} == {"norm", "glu", "scope"}
 
 
 def test_a_plan_carries_storage_through_json():
@@ -263,7 +230,7 @@ def test_a_plan_carries_storage_through_json():
     other = octavo.convert(model_of("vit"), plan=plan, verbose=False)
     assert octavo.report(other).activations == octavo.report(model).activations
     wrong = octavo.Plan({"layernorm": plan["layers.0.attention"]})
-    with pytest.raises(ValueError, match="'layernorm' store its activations as 'attention', which does not fit"):
+    with pytest.raises(ValueError, match="'layernorm' store its activations as 'scope', which does not fit"):
         octavo.convert(model_of("vit"), plan=wrong, verbose=False)
 
 
@@ -379,7 +346,7 @@ def test_masks_of_minus_infinity_leave_gradients_finite():
 
 @pytest.mark.parametrize("activations", ["fp8", "bf16"])
 def test_a_request_that_stores_nothing_is_said(activations):
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model = nn.Linear(64, 64)
     octavo.convert(model, activations=activations, verbose=False)
     said = "activations='fp8': no module stores them" in octavo.report(model).summary
     assert said == (activations == "fp8")

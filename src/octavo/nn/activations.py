@@ -196,14 +196,21 @@ def _attribute(module: nn.Module, name: str | None) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def observer(hook: Any) -> Any:
+    """Mark a hook that changes nothing, so that a module with it counts as one without hooks."""
+    hook.octavo_observer = True
+    return hook
+
+
 def _observed(module: Any) -> bool:
-    """Whether somebody would notice that a module is not called: by its hooks, those of all modules, or a `forward` of
-    its own.
+    """Whether a module's result may be another than its code says, or its gradient: by its hooks, those of all modules,
+    or a `forward` of its own.
     """
     if not isinstance(module, nn.Module):
         return False
-    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(own) or torch_module._has_any_global_hook() or "forward" in vars(module)
+    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    own = any(not hasattr(hook, "octavo_observer") for hooks in kinds for hook in hooks.values())
+    return own or torch_module._has_any_global_hook() or "forward" in vars(module)
 
 
 def _over_last_dimension(module: nn.Module, x: Tensor) -> bool:

@@ -1,16 +1,16 @@
-"""Sources: tensors that need not be kept, because what made them has stored what they can be made from again.
+"""Sources: tensors that need not be kept, because what made them has stored what they can be recomputed from.
 
-The input of q, k and v is the output of a norm, and the norm keeps its own input in FP8. So backward can make y
-again, y' = norm(x stored), instead of keeping y a second time. The same holds for h = silu(gate)·up, the input of a
-down projection, and for what follows a plain activation. A producer registers its output here; whoever would keep
-that output (a linear, or the saved-tensor hooks of `octavo.nn.saved`) keeps the producer's tensors instead, which are
-counted and held once, and makes y' in backward. Producer and readers share one `Remake`, so y' is made once for q, k
-and v.
+The input of q, k and v is the output of a norm, and the norm keeps its own input in FP8. So backward can recompute y,
+y' = norm(x stored), instead of keeping y a second time. The same holds for h = silu(gate)·up, the input of a down
+projection, and for what follows a plain activation. A producer registers its output here; whoever would keep that
+output (a linear, or the saved-tensor hooks of `octavo.nn.saved_tensors`) keeps the producer's tensors instead, which
+are counted and held once, and recomputes y' in backward. Producer and readers share one `Remake`, so y' is recomputed
+once for q, k and v.
 
 Stored form: e4m3 in groups of 32 along the last dimension with power-of-two scales of one byte, 1.03 bytes per element.
 
-A tensor is recognised by its storage, as long as one of its tensors lives, and by its version counter: views of it
-count, a write into it ends it. What is not seen is a write behind autograd's back, through `.data`. As for quantized
+A tensor is recognized by its storage, as long as that lives, and by its version counter: views of it count, a write
+into it ends it. What is not seen is a write behind autograd's back, through `.data`. As for quantized
 inputs (`octavo.nn.linear`) only tensors that autograd made are registered, and not those of another stream or CUDA
 graph capture. Other than there the dispatch mode does not matter: nothing is replayed, and checkpointing a region
 that begins between producer and reader must give the same gradients as not checkpointing.
@@ -131,7 +131,7 @@ class Source(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    owner: weakref.ref[Tensor]
+    owner: weakref.ref[Any]
     state: tuple[Any, ...]
     source: Source
 
@@ -149,20 +149,21 @@ class Sources:
 
     def add_remade(self, y: Tensor, source: Source) -> None:
         """Register a contiguous tensor that was made from this source."""
-        owner = y if y._base is None else y._base
         key = _storage(y)
 
-        def remove(dead: weakref.ref[Tensor]) -> None:
+        def remove(dead: weakref.ref[Any]) -> None:
             entry = self._entries.get(key)
             if entry is not None and entry.owner is dead:
                 del self._entries[key]
 
-        self._entries[key] = _Entry(weakref.ref(owner, remove), _state(y), source)
+        self._entries[key] = _Entry(weakref.ref(y.untyped_storage(), remove), _state(y), source)
 
     def find(self, x: Tensor) -> Source | None:
         """The source of a tensor with the elements of a registered one, in their order: itself, or a view of it."""
         entry = self._entries.get(_storage(x))
-        if entry is None or entry.owner() is None or entry.state != _state(x) or not x.is_contiguous():
+        if entry is None or entry.owner() is not x.untyped_storage():
+            return None
+        if entry.state != _state(x) or not x.is_contiguous():
             return None
         return entry.source
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from octavo.nn.activations import observer
 from octavo.nn.gathered import GatheredWeight
 from octavo.nn.saved_tensors import Saved
 from octavo.numerics.names import merged, pattern
@@ -187,8 +188,9 @@ def _followed(model: nn.Module, running: list[str]) -> Iterator[Any]:
     """Hooks that keep the name of the module that runs on top of `running`."""
 
     def entering(name: str) -> Callable[..., None]:
-        return lambda *_: running.append(name)
+        return observer(lambda *_: running.append(name))
 
+    @observer
     def leaving(*_: Any) -> None:
         running.pop()
 

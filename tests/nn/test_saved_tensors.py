@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import octavo
-from octavo.nn.saved import FEWEST, compressing
+from octavo.nn.saved_tensors import FEWEST, _as_matrix, _Decompress, _dense_strides, compressed
 from octavo.nn.sources import SOURCES, Remake, restored, stored
 from octavo.nn.storage import kept_for_backward
 from octavo.nn.storing import stored_activation
@@ -26,26 +26,15 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def unpacked(make):
-    """What operations that `make(x)` runs get back of what they saved, and what they saved."""
-    module, saved, returned = nn.Module(), [], []
+def scoped(function, *arguments, module=None):
+    """Under the hooks of a scope."""
+    return compressed(nn.Module() if module is None else module, (), function, *arguments)
 
-    class Saver(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            saved.append(x)
-            return x.sum()
 
-        @staticmethod
-        def backward(ctx, g):
-            returned.extend(ctx.saved_tensors)
-            return torch.zeros_like(saved[0])
-
-    with compressing(module):
-        out = Saver.apply(make())
-    out.backward()
-    return saved[0], returned[0]
+def activation(x, name="silu"):
+    with torch.no_grad():
+        y = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}[name](x)
+    return stored_activation(x, y, name)
 
 
 LAYOUTS = {
@@ -61,14 +50,16 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_saved_tensor_comes_back_in_its_layout(layout, dtype):
-    x = randn(4, 33, 6, 32).to(dtype).requires_grad_() * 1
-    was, is_ = unpacked(lambda: LAYOUTS[layout](x))
-    assert was is not is_ and (was.shape, was.dtype) == (is_.shape, is_.dtype)
-    assert sqnr(was, is_) >= E4M3.tolerance_db
+def test_a_stored_tensor_comes_back_in_its_layout(layout, dtype):
+    was = LAYOUTS[layout](randn(4, 33, 6, 32).to(dtype))
+    restore = _Decompress(was.dtype, was.shape, _dense_strides(was))
+    is_ = restore(stored(_as_matrix(was)))
+    assert (was.shape, was.dtype) == (is_.shape, is_.dtype) and sqnr(was, is_) >= E4M3.tolerance_db
     order = [d for d in range(was.ndim) if was.shape[d] > 1 and was.stride(d) > 0]
     assert sorted(order, key=was.stride) == sorted(order, key=is_.stride)
-    assert [s == 0 for s in was.stride()] == [s == 0 for s in is_.stride()]
+
+
+WEIGHT = nn.Parameter(randn(64, 64, seed=1))
 
 
 @pytest.mark.parametrize(
@@ -77,65 +68,137 @@ def test_a_saved_tensor_comes_back_in_its_layout(layout, dtype):
         lambda: randn(64, 64),  # a mask or a table: autograd did not make it
         lambda: randn(FEWEST // 64 - 1, 64).requires_grad_() * 1,
         lambda: randn(64, 64).double().requires_grad_() * 1,
+        lambda: (randn(1, 64).requires_grad_() * 1).expand(64, 64),
     ],
-    ids=["no gradient", "small", "float64"],
+    ids=["no gradient", "small", "float64", "repeated"],
 )
 def test_what_is_no_activation_comes_back_bit_for_bit(make):
-    x, other = make(), randn(64, 64).requires_grad_()
-    other = other[: x.shape[0]]
-    with compressing(nn.Module()):
-        y = x * other
-    assert torch.equal(torch.autograd.grad(y.sum(), other)[0], x.to(other.dtype))
+    x = make()
+    weight = nn.Parameter(WEIGHT.detach().to(x.dtype))
+    y = scoped(torch.mm, x, weight)
+    assert torch.equal(torch.autograd.grad(y.sum(), weight)[0], x.t() @ torch.ones_like(y))
+
+
+def test_only_the_listed_operations_round():
+    x, factor = randn(64, 64).requires_grad_() * 1, randn(64, 64).requires_grad_()
+    for operation in (torch.mul, torch.div, torch.bmm, torch.maximum, torch.atan2, torch.dist):
+        arguments = (x[None], factor[None]) if operation is torch.bmm else (x, factor)
+        expected = torch.autograd.grad(operation(*arguments).sum(), (x, factor))
+        actual = torch.autograd.grad(scoped(operation, *arguments).sum(), (x, factor))
+        assert all(map(torch.equal, expected, actual)), operation
+    rounded = torch.autograd.grad(scoped(torch.mm, x, WEIGHT).sum(), WEIGHT)[0]
+    exact = torch.autograd.grad(torch.mm(x, WEIGHT).sum(), WEIGHT)[0]
+    assert E4M3.tolerance_db <= sqnr(exact, rounded) < 60
 
 
 def test_parameters_and_casts_of_them_are_never_rounded():
     for autocast in (False, True):
         layer = nn.Linear(64, 64)
         x = randn(64, 64).requires_grad_()
-        with compressing(layer), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            y = layer(x * 1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = scoped(layer, x * 1, module=layer)
         y.sum().backward()
         expected = torch.ones(64, 64, dtype=y.dtype) @ layer.weight.to(y.dtype)
         assert torch.equal(x.grad, expected.float())
 
 
+OTHER, SMALL = nn.Parameter(randn(64, 64, seed=2)), nn.Parameter(randn(64, 4, seed=3))
+DERIVED = {
+    "scaled": lambda w: w * 2.0,
+    "normed": lambda w: w / w.norm(dim=1, keepdim=True),
+    "of another module": lambda w: OTHER,
+    "a cast": lambda w: w.double().float(),
+    "a sum": lambda w: w + OTHER,
+    "merged adapters": lambda w: w + 0.5 * SMALL @ SMALL.t(),
+    "masked": lambda w: w.masked_fill(torch.eye(64).bool(), 0.0),
+    "a part": lambda w: torch.cat([w, OTHER])[:64].t(),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_what_is_made_of_parameters_alone_is_never_rounded(name):
+    x = randn(64, 64).requires_grad_()
+    y = scoped(lambda h: h @ DERIVED[name](WEIGHT), x * 1)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(grad, torch.ones(64, 64) @ DERIVED[name](WEIGHT).t())
+
+
+def test_activations_behind_which_there_are_only_parameters_are_rounded():
+    """As in the first layer of a language model; with as many tokens as a weight has rows, too."""
+    embedding, first, second = nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+    with kept_for_backward(nn.ModuleList([embedding, first, second])) as kept:
+        scoped(lambda: second(first(embedding(torch.arange(64)))))
+    assert kept.by_dtype[torch.float8_e4m3fn] == 2 * 64 * 64
+
+
 def test_tensors_that_share_elements_are_stored_once():
     x = randn(2, 32, 4, 32).requires_grad_() * 1
-    module = nn.Module()
-    with kept_for_backward(module) as kept, compressing(module):
-        y = x.transpose(1, 2).pow(2).sum() + (x.flatten(2) * x.flatten(2)).sum() + x.exp().sum() * 0
-    exponential = 2
-    assert kept.bytes == x.numel() * 33 // 32 * exponential
-    assert y.grad_fn is not None
+    weights = [nn.Parameter(randn(128, 128, seed=seed)) for seed in (1, 2)]
+    module = nn.ParameterList(weights)
+    with kept_for_backward(module) as kept:
+        y = scoped(lambda: [x.flatten(2).flatten(0, 1) @ weights[0], x.view(-1, 128) @ weights[1]])
+    assert kept.bytes == x.numel() * 33 // 32 and y[0].grad_fn is not None
 
 
-def test_a_tensor_written_to_is_stored_again():
+def test_a_tensor_that_one_operation_needs_exactly_is_exact_for_all():
     x = randn(64, 64).requires_grad_() * 1
-    with compressing(nn.Module()):
-        y = x.pow(2).sum()
-        x.mul_(3)
-        z = x.pow(2)
-    assert sqnr(2 * x, torch.autograd.grad(z.sum(), x, retain_graph=True)[0]) >= E4M3.tolerance_db
-    assert y.requires_grad
+    with kept_for_backward(nn.ParameterList([WEIGHT])) as kept:
+        y = scoped(lambda: (x @ WEIGHT).sum() + x.exp().sum() + (x.exp() @ WEIGHT).sum() + x.pow(2).sum())
+    assert kept.by_dtype.keys() == {torch.float32}
+    assert torch.equal(torch.autograd.grad(y, WEIGHT, retain_graph=True)[0] * 0, torch.zeros(64, 64))
 
 
-def test_attention_and_its_output_projection_share_one_copy():
-    """SDPA saves q, k, v and out; the projection reads out. Four matrices in FP8, and the statistics."""
-    model = model_of("llama").layers[0].self_attn
-    storing(model, octavo.Precision(activations="fp8"))
-    h = randn(2, 64, 128).requires_grad_() * 1
-    tables = torch.ones(1, 64, 32), torch.zeros(1, 64, 32)
-    with kept_for_backward(model) as kept:
-        model(h, position_embeddings=tables, attention_mask=None)
-    tokens = 2 * 64
-    widths = 128 + 64 + 64 + 128  # q, k, v, out
-    assert kept.by_dtype[torch.float8_e8m0fnu] == tokens * widths // 32
-    assert kept.by_dtype[torch.float8_e4m3fn] == tokens * (widths + 128)  # and X of q, k and v, which no norm made
+def test_a_tensor_written_to_is_refused_as_autograd_does():
+    for operation in (lambda x: x @ WEIGHT, torch.sin):
+        for call in (scoped, lambda function: function()):
+            x = randn(64, 64).requires_grad_() * 1
+            y, _ = call(lambda x=x, operation=operation: (operation(x), x.mul_(3)))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+
+def test_backward_inside_of_forward():
+    x = randn(64, 64).requires_grad_() * 1
+
+    def penalty():
+        y = (x @ WEIGHT).square()
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y.sum() + grad.square().sum()
+
+    expected = torch.autograd.grad(penalty(), WEIGHT)[0]
+    assert sqnr(expected, torch.autograd.grad(scoped(penalty), WEIGHT)[0]) > 20
+
+
+def test_what_fails_in_forward_leaves_nothing_behind():
+    x = randn(64, 64).requires_grad_() * 1
+    with pytest.raises(ZeroDivisionError):
+        scoped(lambda: (x @ WEIGHT, 1 / 0))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    with kept_for_backward(nn.ParameterList([WEIGHT])) as kept:
+        x @ WEIGHT
+    assert kept.bytes == x.nbytes
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_keeps_what_it_combines_exactly_and_its_projection_shares_it(attention):
+    """SDPA saves q, k, v, its output and its statistics; the output projection reads that output, in FP8 too."""
+    for precision in (ONLY_ACTIVATIONS, BOTH):
+        model = model_of("llama", attention=attention).layers[0].self_attn
+        storing(model, precision)
+        h = randn(2, 64, 128).requires_grad_() * 1
+        tables = torch.ones(1, 64, 32), torch.zeros(1, 64, 32)
+        with kept_for_backward(model) as kept:
+            model(h, position_embeddings=tables, attention_mask=None)
+        tokens, widths = 2 * 64, 128 + 64 + 64 + 128  # q, k, v, out
+        if attention == "sdpa":
+            exact = tokens * (widths + 4) + 2 * tables[0].numel() + 4 * 128  # statistics, tables, scales of weights
+            assert kept.by_dtype[torch.float32] <= 4 * exact
+            assert kept.by_dtype[torch.float8_e4m3fn] == tokens * 128  # X of q, k and v, which no norm made
 
 
 def test_a_source_serves_views_and_no_other():
     x = randn(4, 16, 64).requires_grad_() * 1
-    y = stored_activation(x, "silu")
+    y = activation(x, "silu")
     assert SOURCES.find(y) is SOURCES.find(y.reshape(64, 64)) is SOURCES.find(y.detach()) is not None
     for other in (y[:2], y.transpose(0, 1), y.clone(), y + 0, x):
         assert SOURCES.find(other) is None
@@ -145,7 +208,7 @@ def test_a_source_serves_views_and_no_other():
 
 def test_a_source_dies_with_its_tensor():
     before = set(SOURCES._entries)
-    y = stored_activation(randn(16, 64).requires_grad_() * 1, "gelu")
+    y = activation(randn(16, 64).requires_grad_() * 1, "gelu")
     view = y.reshape(4, 4, 64)
     del y
     assert SOURCES.find(view) is not None
@@ -243,27 +306,26 @@ def test_hooks_around_see_what_is_kept_and_may_replace_it(precision):
         actual = train_step(model, batch)[1]
     assert_same(expected, actual)
     assert packed.count(torch.float8_e4m3fn) >= 6
-    assert packed.count(torch.float32) < len(packed) / 2
 
 
 def test_nested_scopes():
-    """An attention inside a scope of its own kind: both keep FP8, and gradients are those of either."""
-    inner = nn.Linear(64, 64, bias=False)
+    """A scope inside a scope: what is kept, and hooks around both, are as with one."""
+    inner, packed = nn.Linear(64, 64, bias=False), []
     x = randn(64, 64).requires_grad_() * 1
 
-    def gradient(*modules):
-        inner.zero_grad()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
-            if len(modules) == 2:
-                with compressing(modules[0]), compressing(modules[1]):
-                    y = inner(x)
-            else:
-                with compressing(modules[0]):
-                    y = inner(x)
-        y.sum().backward(retain_graph=True)
-        return inner.weight.grad.clone()
+    def pack(tensor):
+        packed.append((tensor.dtype, tensor.shape))
+        return tensor
 
-    assert torch.equal(gradient(inner), gradient(nn.ModuleList([inner]), inner))
+    def gradient(call):
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = call()
+        return torch.autograd.grad(y.sum(), inner.weight)[0], list(packed)
+
+    one = gradient(lambda: scoped(inner, x))
+    two = gradient(lambda: scoped(lambda: scoped(inner, x)))
+    assert torch.equal(one[0], two[0]) and one[1] == two[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -313,26 +375,29 @@ def test_dropout_and_masks_are_exact():
     assert sqnr(flat(expected), flat(actual)) > 24
 
 
-def test_plain_activations_are_pytorchs_own():
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "quick_gelu"])
+def test_gradients_of_activations_are_those_at_the_stored_input(name):
     x = randn(32, 64).requires_grad_()
-    for name, function in (("silu", F.silu), ("gelu", F.gelu), ("gelu_tanh", partial(F.gelu, approximate="tanh"))):
-        y = stored_activation(x, name)
-        assert torch.equal(y, function(x))
-        data, scale = stored(x)
-        at = restored(data, scale, torch.float32).requires_grad_()
-        function(at).sum().backward()
-        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], at.grad)
+    function = {"quick_gelu": lambda x: x * torch.sigmoid(1.702 * x), "silu": F.silu, "gelu": F.gelu}.get(
+        name, partial(F.gelu, approximate="tanh")
+    )
+    with torch.no_grad():
+        values = function(x)
+    y = stored_activation(x, values, name)
+    assert y.data_ptr() == values.data_ptr()
+    at = restored(*stored(x), torch.float32).requires_grad_()
+    function(at).sum().backward()
+    assert sqnr(at.grad, torch.autograd.grad(y.sum(), x)[0]) > 100
 
 
 def test_tensors_of_inference_mode_pass():
     layer = octavo.convert(nn.Linear(64, 64), verbose=False)
     with torch.inference_mode():
         x = randn(64, 64)
-    with compressing(layer):
-        y = layer(x)
-        z = randn(64, 64).requires_grad_() * 1
-        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
-            nn.functional.linear(x, z)
+    y = scoped(layer, x, module=layer)
+    z = randn(64, 64).requires_grad_() * 1
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        scoped(nn.functional.linear, x, z)
     assert y.requires_grad
 
 
@@ -340,10 +405,10 @@ def test_a_negated_view_is_another_tensor():
     z = torch.randn(64, 64, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).requires_grad_() * 1
     plus, minus = z.imag, z.conj().imag
     assert minus.is_neg() and plus.data_ptr() == minus.data_ptr()
-    with compressing(nn.Module()):
-        y = plus.pow(3).sum() + minus.pow(2).sum()
-    for x, grad in zip((3 * plus.pow(2), 2 * minus), torch.autograd.grad(y, [plus, minus]), strict=True):
-        assert sqnr(x, grad) > 20
+    y = scoped(lambda: (plus @ WEIGHT).sum() + (minus @ WEIGHT).sum() * 2 + plus.pow(3).sum() + minus.pow(2).sum())
+    ones = torch.ones(64, 64)
+    assert sqnr(plus.t() @ ones + 2 * minus.t() @ ones, torch.autograd.grad(y, WEIGHT, retain_graph=True)[0]) > 20
+    assert sqnr(3 * plus.pow(2) + ones @ WEIGHT.t(), torch.autograd.grad(y, plus)[0]) > 20
 
 
 @by_matmul
