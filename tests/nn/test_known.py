@@ -1,0 +1,245 @@
+"""Modules that are known by their code: which are, that they compute what they are taken for, and registered ones."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import FAMILIES, model_of
+from test_exactness import STORING, GatedMLP, compare, randn
+from torch import nn
+
+import octavo
+from octavo.nn import formulas
+from octavo.nn.known import Activation, Glu, Norm, activation_of, known
+from octavo.nn.verify import check_registered
+from octavo.numerics import sqnr
+
+OF_FAMILY = {
+    "gpt2": {"Norm", "Activation"},
+    "vit": {"Norm", "Activation"},
+    "siglip_vision_model": {"Norm", "Activation"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_known_modules_compute_what_they_are_taken_for(family):
+    """Outputs and every gradient, on matrices and sequences, in float32 and bfloat16."""
+    model, kinds = model_of(family), set()
+    for module in model.modules():
+        spec = known(module)
+        if spec is not None and (not isinstance(spec, Activation) or activation_of(module)):
+            check_registered(module, spec)
+            kinds.add(type(spec).__name__)
+    assert kinds >= OF_FAMILY.get(family, {"Norm", "Glu", "Activation"})
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python", "silu", "swish"])
+def test_activations_of_transformers_are_known(name):
+    from transformers.activations import ACT2FN
+
+    expected = "silu" if name in ("silu", "swish") else "gelu" if name in ("gelu", "gelu_python") else "gelu_tanh"
+    assert activation_of(ACT2FN[name]) == expected
+    check_registered(ACT2FN[name], known(ACT2FN[name]))
+
+
+@pytest.mark.parametrize("name", ["gelu_10", "relu2", "mish", "laplace", "relu", "tanh", "gelu_accurate"])
+def test_other_activations_are_not(name):
+    from transformers.activations import ACT2FN
+
+    assert name not in ACT2FN or activation_of(ACT2FN[name]) is None
+
+
+@pytest.mark.parametrize("module", [nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.LayerNorm(48), nn.RMSNorm(48, eps=1e-6)])
+def test_modules_of_torch_are_known(module):
+    check_registered(module, known(module))
+
+
+def test_a_flag_is_read_when_the_module_is_called():
+    module = nn.GELU()
+    assert activation_of(module) == "gelu"
+    module.approximate = "tanh"
+    assert activation_of(module) == "gelu_tanh"
+    module = nn.SiLU()
+    module.inplace = True
+    assert activation_of(module) is None
+
+
+class Wrapper(nn.Module):
+    """Calls what it holds, under a name that an activation goes by."""
+
+    def __init__(self, silu):
+        super().__init__()
+        self.silu = silu
+
+    def forward(self, x):
+        return self.silu(x)
+
+
+@pytest.mark.parametrize("held", [nn.Tanh(), nn.Linear(8, 8), torch.tanh, nn.Identity()], ids=str)
+def test_names_of_attributes_mean_nothing(held):
+    assert activation_of(Wrapper(held)) is None
+    assert activation_of(Wrapper(F.silu)) == "silu"
+
+
+UNREADABLE: dict = {"nn": nn, "F": F}
+exec("class Made(nn.Module):\n    def forward(self, x):\n        return F.silu(x)\n", UNREADABLE)
+
+
+def test_code_without_source_or_with_another_one_is_not_known(tmp_path, monkeypatch):
+    assert known(UNREADABLE["Made"]()) is None
+
+    class Other(nn.Module):
+        def forward(self, x):
+            return F.silu(x)
+
+    assert activation_of(Other()) == "silu"
+    monkeypatch.setattr(formulas.linecache, "getlines", lambda name: ["def forward(self, x):\n", "    return x\n"])
+
+    class Another(nn.Module):
+        def forward(self, x):
+            return F.silu(x)
+
+    assert known(Another()) is None
+
+
+def test_code_that_could_do_more_is_not_known():
+    class Decorated(nn.Module):
+        @torch.no_grad()
+        def forward(self, x):
+            return F.silu(x)
+
+    class Default(nn.Module):
+        def forward(self, x, scale=1.0):
+            return F.silu(x)
+
+    class Cell(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls = self.calls + 1
+            return F.silu(x)
+
+    class Looping(nn.Module):
+        def forward(self, x):
+            for _ in range(2):
+                x = F.silu(x)
+            return x
+
+    class Parent(nn.SiLU):
+        def forward(self, x):
+            return super().forward(x)
+
+    class Property(nn.Module):
+        @property
+        def act(self):
+            return torch.tanh
+
+        def forward(self, x):
+            return self.act(x)
+
+    function = F.silu
+    for kind in (Decorated, Default, Cell, Counting, Looping, Parent, Property):
+        assert activation_of(kind()) is None, kind
+
+
+# Registered classes
+
+
+class PowerNorm(nn.Module):
+    """An RMS norm written in another way."""
+
+    def __init__(self, width=48, eps=1e-6):
+        super().__init__()
+        self.gain, self.tiny = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x):
+        return x / (x.float().square().mean(-1, keepdim=True) + self.tiny).sqrt().to(x.dtype) * self.gain
+
+
+class Gated(nn.Module):
+    """A gated MLP written in another way."""
+
+    def __init__(self):
+        super().__init__()
+        self.wi, self.wo, self.act = nn.Linear(48, 192), nn.Linear(96, 48), nn.SiLU()
+
+    def forward(self, x):
+        both = self.wi(x)
+        return self.wo(torch.mul(self.act(both[..., :96]), both[..., 96:]))
+
+
+@pytest.fixture
+def registering():
+    from octavo.nn import known as module
+
+    before = dict(module._REGISTERED)
+    yield
+    module._REGISTERED.clear()
+    module._REGISTERED.update(before)
+
+
+def test_a_registered_class_stores(registering):
+    octavo.nn.register(PowerNorm, Norm(weight="gain", eps="tiny"))
+    octavo.nn.register(Gated, Glu(gate="wi", up=None, down="wo", activation="act"))
+    model = nn.Sequential(PowerNorm(), Gated(), nn.Linear(48, 48))
+    assert [r.storage for r in octavo.report(compare(model, randn(2, 64, 48))[1]).activations] == [
+        "scope", "norm", "glu",
+    ]  # fmt: skip
+
+
+def test_a_class_that_computes_something_else_is_refused(registering):
+    for spec, what in (
+        (Norm(weight="gain", eps="tiny", offset=True), "the output differs"),
+        (Norm(weight="gain", eps="tiny", center=True), "the output differs"),
+        (Norm(weight="gain", eps=1e-2), "differs"),
+        (Norm(weight="missing", eps="tiny"), "missing"),
+    ):
+        octavo.nn.register(PowerNorm, spec)
+        model = nn.Sequential(PowerNorm(), nn.Linear(48, 48))
+        with pytest.raises((ValueError, AttributeError), match=what):
+            octavo.convert(model, precision=STORING, verbose=False)
+        assert type(model[0]) is PowerNorm
+    octavo.nn.register(GatedMLP, Glu(gate="up_proj", up="gate_proj", down="down_proj", activation="act_fn"))
+    with pytest.raises(ValueError, match="GatedMLP was registered as Glu"):
+        octavo.convert(GatedMLP(), precision=STORING, verbose=False)
+
+
+def test_a_gradient_that_differs_is_refused(registering):
+    class Detached(PowerNorm):
+        def forward(self, x):
+            return x / (x.detach().float().square().mean(-1, keepdim=True) + self.tiny).sqrt() * self.gain
+
+    octavo.nn.register(Detached, Norm(weight="gain", eps="tiny"))
+    with pytest.raises(ValueError, match="the gradient of the input differs"):
+        octavo.convert(nn.Sequential(Detached(), nn.Linear(48, 48)), precision=STORING, verbose=False)
+
+
+def test_a_registered_forward_that_is_replaced_is_not_used(registering, monkeypatch):
+    octavo.nn.register(PowerNorm, Norm(weight="gain", eps="tiny"))
+    model = octavo.convert(nn.Sequential(PowerNorm(), nn.Linear(48, 48)), precision=STORING, verbose=False)
+    monkeypatch.setattr(PowerNorm, "forward", lambda self, x: x * self.gain)
+    x = randn(64, 48).requires_grad_()
+    y = model[0](x)
+    assert torch.equal(y, x) and sqnr(torch.ones_like(x), torch.autograd.grad(y.sum(), x)[0]) > 100
+
+
+def test_wrong_registrations_are_named():
+    with pytest.raises(TypeError, match="takes a class of modules; got 'norm'"):
+        octavo.nn.register("norm", Norm())
+    with pytest.raises(TypeError, match=r"an octavo\.nn\.Norm, Glu or Activation; got 'norm'"):
+        octavo.nn.register(PowerNorm, "norm")
+    with pytest.raises(ValueError, match="'swoosh' is no activation known here; those are silu"):
+        octavo.nn.register(PowerNorm, Activation(function="swoosh"))
+    with pytest.raises(ValueError, match="has no forward that is written in Python"):
+        octavo.nn.register(nn.ModuleList, Norm())
+
+
+def test_copies_of_a_model_are_known_as_it_is():
+    model = octavo.convert(nn.Sequential(nn.RMSNorm(64), GatedMLP()), precision=STORING, verbose=False)
+    for other in (model, copy.deepcopy(model)):
+        assert [known(m) for m in other] == [known(m) for m in nn.Sequential(nn.RMSNorm(64), GatedMLP())]
