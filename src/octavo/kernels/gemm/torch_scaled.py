@@ -11,11 +11,11 @@ the first product of a (kind, output dtype, with bias) on a device is tried on a
 refused altogether, unit scales with a float32 result that is scaled afterwards. A bias in the product's own epilogue
 has the output's dtype, which is what autocast makes of a float32 bias in any linear.
 
-Range: reference and Triton scale sums as `operands.scale_sums` does. CUTLASS (row scales) multiplies them by the scales of
-X, then by those of W, in float32: an x of 1e36 gives infinity even where x · w is within float32. How cuBLAS combines two
-scalars is not documented. Moving powers of two from one operand's scales to the other's before the call would help, but
-needs the maxima of both, which is several launches beside a product of tens of microseconds: not done. It matters for
-maxima above 1e30, and for scales whose product is below 2⁻¹²⁶; `SCALED_MM.force("triton")` computes such products.
+Range: reference and Triton scale sums as `operands.scale_sums` does. CUTLASS (row scales) multiplies them by the scales
+of X, then by those of W, in float32: an x of 1e36 gives infinity even where x · w is within float32. How cuBLAS combines
+two scalars is not documented. Moving powers of two from one operand's scales to the other's before the call would help,
+but needs the maxima of both, which is several launches beside a product of tens of microseconds: not done. It matters
+for maxima above 1e30, and for scales whose product is below 2⁻¹²⁶; `SCALED_MM.force("triton")` computes such products.
 
 Block scales want a memory order of their own, made here from scales that are 1/128 of the data: 1×128 scales outer
 dimension first in memory, 128×128 scales contraction first and padded to multiples of 4.
