@@ -12,7 +12,7 @@ refused altogether, unit scales with a float32 result that is scaled afterwards.
 has the output's dtype, which is what autocast makes of a float32 bias in any linear.
 
 Range: reference and Triton scale sums as `operands.scale_sums` does. CUTLASS (row scales) multiplies them by the scales
-of X, then by those of W, in float32: an x of 1e36 gives infinity even where x · w is within float32. How cuBLAS combines
+of X, then by those of W, in float32: an x of 1e36 gives infinity even where x · w is in range. How cuBLAS combines
 two scalars is not documented. Moving powers of two from one operand's scales to the other's before the call would help,
 but needs the maxima of both, which is several launches beside a product of tens of microseconds: not done. It matters
 for maxima above 1e30, and for scales whose product is below 2⁻¹²⁶; `SCALED_MM.force("triton")` computes such products.
