@@ -323,7 +323,8 @@ def _check_group(group: dict[str, Any]) -> None:
     for param in group["params"]:
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"octavo.AdamW takes float32, bfloat16 and float16 parameters; got {param.dtype}")
-        if any(size > 1 and stride == 0 for size, stride in zip(param.shape, plain(param).stride(), strict=True)):
+        rows = plain(param)
+        if any(size > 1 and stride == 0 for size, stride in zip(rows.shape, rows.stride(), strict=True)):
             raise ValueError(
                 f"elements of a parameter {list(param.shape)} share memory, as after `expand`, so they cannot be "
                 "stepped one by one; use its contiguous copy (`.contiguous()`), or the tensor it was expanded from"
