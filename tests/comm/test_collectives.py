@@ -114,6 +114,46 @@ def all_to_all_job():
                 assert same_bits(comm.all_to_all_single(all_[rank], spec=spec), result), what
 
 
+def all_to_all_vector_job():
+    """Vectors, as torch's takes them: any splits, each rank's part rounded as one row."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tables = {
+        "equal": [[130] * world] * world,
+        "uneven": [[(37 * a + 91 * b) % 300 for b in range(world)] for a in range(world)],
+        "single elements": [[(a + b) % 2 for b in range(world)] for a in range(world)],
+        "one to all": [[9 * (a == 0)] * world for a in range(world)],
+        "all to one": [[200 * (b == 1) for b in range(world)]] * world,
+        "nothing": [[0] * world] * world,
+    }
+    for name, table in tables.items():
+        sent, received = table[rank], [row[rank] for row in table]
+        for spec, dtype in [(s, d) for s in SPECS for d in DTYPES]:
+            what = f"all_to_all_single of vectors {name} {spec} {dtype}"
+            all_ = [values((sum(row),), r, dtype=dtype) for r, row in enumerate(table)]
+            x, parts = all_[rank], [a.split(t)[rank] for a, t in zip(all_, table, strict=True)]
+            result = comm.all_to_all_single(x, received, sent, spec=spec)
+            plain = torch.empty(sum(received), dtype=torch.float32)
+            dist.all_to_all_single(plain, x.float(), received, sent)
+            assert result.dtype == dtype and torch.equal(plain, torch.cat(parts).float())
+            assert_within(result, plain, torch.cat([bound(part, spec) for part in parts]), what)
+            strided = torch.stack([x, x], 1)[:, 0]
+            later = comm.all_to_all_single(strided, received, sent, spec=spec, async_op=True)
+            strided.zero_()
+            assert same_bits(later.wait(), result), what
+            if name in ("equal", "nothing"):
+                assert same_bits(comm.all_to_all_single(x, spec=spec), result), what
+                assert same_bits(comm.all_to_all_single(x, [], [], spec=spec), result), what
+            leaf = x.clone().requires_grad_()
+            y = comm.all_to_all_single(leaf, received, sent, spec=spec, backward_spec="e5m2/row")
+            weights = values(y.shape, seed=7, dtype=dtype)
+            (y * weights).sum().backward()
+            assert same_bits(y, result), what
+            assert same_bits(leaf.grad, comm.all_to_all_single(weights, sent, received, spec="e5m2/row")), what
+    with Wiretap() as tap:
+        comm.all_to_all_single(torch.ones(256 * world, dtype=torch.bfloat16))
+    assert len(tap.calls) == 1 and tap.bytes("alltoall_base_") == world * (256 + 2 * 4)
+
+
 def all_to_all_list_job():
     """Tensors of other shapes and dtypes for every pair, empty ones and numbers among them."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -207,7 +247,16 @@ def one_rank_job():
     assert_within(comm.all_reduce(x).view(-1), x.view(-1), 2.1 * bound(flat, comm.WIRE).view(-1)[: x.numel()], "alone")
 
 
-JOBS = (gather_job, reduce_scatter_job, all_reduce_job, all_to_all_job, all_to_all_list_job, strides_job, nonfinite_job)
+JOBS = (
+    gather_job,
+    reduce_scatter_job,
+    all_reduce_job,
+    all_to_all_job,
+    all_to_all_vector_job,
+    all_to_all_list_job,
+    strides_job,
+    nonfinite_job,
+)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -335,7 +384,9 @@ def error_job():
         (lambda: comm.reduce_scatter(torch.ones(())), "got shape []"),
         (lambda: comm.reduce_scatter(x, op="mean"), "op is 'sum' or 'avg'; got 'mean'"),
         (lambda: comm.all_reduce(x, op="sums"), "did you mean 'sum'"),
-        (lambda: comm.all_to_all_single(torch.ones(4)), "takes 2 dimensions or more; got shape [4]"),
+        (lambda: comm.all_to_all_single(torch.ones(())), "got a tensor without dimensions: use x.view(1)"),
+        (lambda: comm.all_to_all_single(torch.ones(3)), "3 rows are not 2 equal parts"),
+        (lambda: comm.all_to_all_single(torch.ones(4), [2, 2], [3, 2]), "that add up to 4; got [3, 2]"),
         (lambda: comm.all_to_all_single(x[1:]), "3 rows are not 2 equal parts"),
         (lambda: comm.all_to_all_single(x, input_split_sizes=[1, 3]), "give output_split_sizes with input_split_sizes"),
         (lambda: comm.all_to_all_single(x, [2, 2], [1, 2]), "2 numbers of rows that add up to 4; got [1, 2]"),

@@ -53,6 +53,59 @@ def test_bias_is_added_before_the_one_rounding(layout, dtype):
     assert sqnr(expected, y) > {torch.float32: 110, torch.float16: 75, torch.bfloat16: 60}[dtype]
 
 
+SCALES = [2.0**-126, 1.3e-37, 3e-20, 1.7e-3, 1.0, 5e4, 3e20, 1.1e35, 7.5e35]
+"""From the smallest that quantize gives to the largest, that of 3.4e38."""
+
+
+def wide(case, seed=0):
+    """Operands of a product 9 × 9 whose scales meet in all pairs, and values from the smallest to the largest."""
+    a, b, layout = operands(9, 9, 40, case, seed)
+
+    def scaled(operand):
+        if operand.scale is None or operand.scale.numel() == 1:
+            return operand
+        return replace(operand, scale=torch.tensor(SCALES).view(operand.scale.shape))
+
+    a, b = scaled(a), scaled(b)
+    a.data.view(torch.uint8)[:, ::3] &= 0x81  # subnormals
+    b.data.view(torch.uint8)[:] &= 0x83 if seed % 2 else 0xFF
+    return a, b, layout
+
+
+def assert_exact_in_range(y, a, b, layout, at_least=20):
+    """Equal to the float64 product where float32 has it as a normal number, else rounded to infinity or to zero."""
+    expected, y = exact(a, b, layout), y.double()
+    normal = (expected.abs() < 3.3e38) & (expected.abs() > 2.0**-126)
+    assert normal.sum() >= at_least and y[normal].isfinite().all()
+    magnitude = exact(replace(a, data=a.data.float().abs()), replace(b, data=b.data.float().abs()), layout)
+    assert ((y - expected).abs() <= magnitude * 1e-6 + 2.0**-149)[normal].all()
+    assert (y.abs() < 2.0**-125)[expected.abs() < 2.0**-126].all() and y[expected.abs() > 3.5e38].isinf().all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scales_of_any_size_meet_without_overflow_or_underflow(layout, seed):
+    texts = [("column" if layout[0] == "t" else "row"), ("column" if layout[1] == "n" else "row")]
+    a, b, _ = wide((f"e4m3/{texts[0]}", f"e4m3/{texts[1]}", layout), seed)
+    assert_exact_in_range(scaled_mm(a, b, layout, out_dtype=torch.float32), a, b, layout)
+
+
+@pytest.mark.parametrize("left", SCALES)
+@pytest.mark.parametrize("kinds", [("tensor", "tensor"), ("tensor", "row"), ("row", "tensor")])
+def test_a_scale_by_tensor_of_any_size_meets_the_others(kinds, left):
+    a, b, layout = operands(9, 9, 40, (f"e4m3/{kinds[0]}", f"e4m3/{kinds[1]}", "nt"))
+    for right in SCALES:
+        a = replace(a, scale=torch.full_like(a.scale, left))
+        b = replace(b, scale=torch.full_like(b.scale, right))
+        assert_exact_in_range(scaled_mm(a, b, layout, out_dtype=torch.float32), a, b, layout, 0)
+
+
+def test_ordinary_scales_give_the_bits_of_two_multiplications():
+    a, b, layout = operands(70, 90, 130, ("e4m3/row", "e4m3/row", "nt"))
+    sums = scaled_mm(a.unscaled, b.unscaled, layout, out_dtype=torch.float32)
+    assert torch.equal(scaled_mm(a, b, layout, out_dtype=torch.float32), sums * a.scale * b.scale.t())
+
+
 def test_nan_reaches_the_product():
     a, b, layout = operands(8, 8, 8, ("e4m3/row", "e4m3/row", "nt"))
     a.data.view(torch.uint8)[2, 3] = 0x7F

@@ -19,7 +19,7 @@ from octavo.tensor import ScaledTensor
 if not find_spec("triton"):
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from test_gemm import operands
+from test_gemm import SCALES, assert_exact_in_range, operands, wide
 
 from octavo.kernels.gemm import triton as kernels
 
@@ -89,6 +89,29 @@ def test_any_values_agree_up_to_the_order_of_float32_sums(case):
     a, b = moved(a), moved(b)
     assert sqnr(*product(a, b, layout, torch.float32)) > 120
     assert sqnr(*product(a, b, layout, torch.bfloat16)) > 60
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")  # NumPy's, under the interpreter
+@pytest.mark.parametrize("seed", range(2))
+def test_scales_of_any_size_meet_as_in_the_reference(seed):
+    a, b, layout = wide(("e4m3/row", "e4m3/row", "nt"), seed)
+    expected, actual = product(moved(a), moved(b), layout, torch.float32)
+    assert_exact_in_range(actual.cpu(), a, b, layout)
+    finite = expected.isfinite()
+    assert torch.equal(finite, actual.isfinite()) and sqnr(expected[finite], actual[finite]) > 120
+    for case in (
+        ("e4m3/row", "e4m3/row", "nt"),
+        ("e4m3/tensor", "e4m3/row", "nt"),
+        ("e4m3/tensor", "e4m3/tensor", "nt"),
+    ):
+        for left in SCALES:
+            a, b, layout = whole(9, 9, 40, case, seed)
+            a, b = (
+                ScaledTensor(t.data, t.scale * s, t.spec)
+                for t, s in ((a, left), (b, torch.tensor(SCALES, device=DEVICE).view(-1, 1)[: b.scale.shape[0]]))
+            )
+            expected, actual = product(a, b, layout, torch.float32)
+            assert torch.equal(expected, actual), (case, left)
 
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])

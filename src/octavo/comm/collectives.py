@@ -153,10 +153,10 @@ def all_to_all_single(
     """Send rows to every rank and receive rows from every rank.
 
     Args:
-        x: [R, ...] with two dimensions or more, float32, bfloat16 or float16: the rows for rank 0, then those for
-            rank 1, and so on.
-        output_split_sizes: Rows to come from each rank; equal parts where None.
-        input_split_sizes: Rows to go to each rank; equal parts where None.
+        x: [R, ...] with one dimension or more, float32, bfloat16 or float16: the rows for rank 0, then those for
+            rank 1, and so on. A vector's rows are its elements; what goes to one rank is quantized as one row.
+        output_split_sizes: Rows to come from each rank; equal parts where None or empty.
+        input_split_sizes: Rows to go to each rank; equal parts where None or empty.
         group: Process group; the default one where None.
         spec: FP8 form on the wire.
         backward_spec: The same for the gradient, which goes the same way back; `spec` where None.
@@ -170,12 +170,11 @@ def all_to_all_single(
     """
     form, back = _checked("all_to_all_single", x, spec, backward_spec, async_op)
     world = _world(group)
-    if x.ndim < 2:
-        raise ValueError(f"all_to_all_single sends rows, so it takes 2 dimensions or more; got shape {list(x.shape)}")
+    if x.ndim == 0:
+        raise ValueError("all_to_all_single sends parts of dimension 0; got a tensor without dimensions: use x.view(1)")
     sent = _splits("input_split_sizes", input_split_sizes, x.shape[0], world)
-    received = sent if output_split_sizes is None and input_split_sizes is None else None
-    if received is None:
-        received = _splits("output_split_sizes", output_split_sizes, None, world)
+    equal = not output_split_sizes and not input_split_sizes
+    received = sent if equal else _splits("output_split_sizes", output_split_sizes, None, world)
     if _records(x):
         return _AllToAll.apply(x, group, sent, received, form, back)
     return _started(_all_to_all(x, group, sent, received, form), async_op)
@@ -256,12 +255,32 @@ def _all_reduce(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> Pending[Ten
 def _all_to_all(
     x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int], spec: QuantSpec
 ) -> Pending[Tensor]:
+    if x.ndim == 1:
+        return _all_to_all_vector(x, group, sent, received, spec)
     rows = as_rows(x)
     message = pack(rows, spec)
     arriving = message.new_empty(sum(received), message.shape[1])
     work = dist.all_to_all_single(arriving, message, list(received), list(sent), group=group, async_op=True)
     shape = (sum(received), *x.shape[1:])
     return Pending(work, lambda: unpack(arriving, rows.shape[1], spec, x.dtype).view(shape))
+
+
+def _all_to_all_vector(
+    x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int], spec: QuantSpec
+) -> Pending[Tensor]:
+    """Each rank's elements as one row of a message."""
+    parts = [pack(part.view(1, -1), spec) for part in x.detach().contiguous().split(list(sent)) if part.numel()]
+    message = torch.cat(parts, dim=1).view(-1) if parts else x.new_empty(0, dtype=torch.uint8)
+    going, coming = ([width(size, spec) if size else 0 for size in sizes] for sizes in (sent, received))
+    arriving = message.new_empty(sum(coming))
+    work = dist.all_to_all_single(arriving, message, coming, going, group=group, async_op=True)
+
+    def finish() -> Tensor:
+        found = zip(arriving.split(coming), received, strict=True)
+        rows = [unpack(part.view(1, -1), size, spec, x.dtype).view(-1) for part, size in found if size]
+        return torch.cat(rows) if rows else x.new_empty(0)
+
+    return Pending(work, finish)
 
 
 class _AllGather(torch.autograd.Function):
@@ -353,7 +372,7 @@ def _check_op(op: str) -> None:
 
 
 def _splits(name: str, sizes: Sequence[int] | None, rows: int | None, world: int) -> list[int]:
-    if sizes is None:
+    if not sizes:
         if rows is None:
             raise ValueError("all_to_all_single: give output_split_sizes with input_split_sizes, the rows to come")
         if rows % world:
@@ -362,7 +381,7 @@ def _splits(name: str, sizes: Sequence[int] | None, rows: int | None, world: int
                 "output_split_sizes"
             )
         return [rows // world] * world
-    if len(sizes) != world or min(sizes, default=0) < 0 or (rows is not None and sum(sizes) != rows):
+    if len(sizes) != world or min(sizes) < 0 or (rows is not None and sum(sizes) != rows):
         wanted = f"{world} numbers of rows" + ("" if rows is None else f" that add up to {rows}")
         raise ValueError(f"all_to_all_single: {name} is {wanted}; got {list(sizes)}")
     return list(sizes)

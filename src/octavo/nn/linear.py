@@ -15,7 +15,8 @@ column-major in backward.
 Kept for backward: the form of X that wgrad reads, one byte per element, and W by reference with its scales. W is cast
 again in backward rather than kept (`octavo.nn.weights` keeps it, by choice): the parameter exists anyway, autograd's
 version counter refuses a W modified in between, and with its scales known a cast reads W once. A frozen W needs no
-wgrad, so X is not kept at all; a frozen X needs no dgrad.
+wgrad, so X is not kept at all; a frozen X needs no dgrad. A backward that asks for some gradients only, as zero-bubble
+pipelines do, computes no others (`octavo.nn.engine`).
 
 A weight that FSDP gathered in FP8 (`octavo.nn.gathered`) is used as it came, and saved as it came.
 
@@ -37,6 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.kernels import quantize, quantize_pair, scaled_mm, wants_copies
 from octavo.nn.delayed import Past, X, past_of
+from octavo.nn.engine import wanted_gradients
 from octavo.nn.gathered import GatheredWeight, for_dgrad, quantized_as
 from octavo.nn.saved_tensors import source_of, unhooked
 from octavo.nn.sources import Source
@@ -169,7 +171,7 @@ class _LinearFunction(torch.autograd.Function):
         recipe: Recipe = ctx.recipe
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         w_NK, w_scale, *kept = ctx.saved_tensors
-        needs_dgrad, needs_wgrad, needs_bias = ctx.needs_input_grad[:3]
+        needs_dgrad, needs_wgrad, needs_bias = wanted_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
         if needs_dgrad and ctx.gathered:
             w = for_dgrad(ScaledTensor(w_NK, w_scale, recipe.w))

@@ -15,20 +15,27 @@ the former are few, and sharded anywhere, the latter's scales would cost more th
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.adamw import GROUP, Hyper, Slot, groups, seed_after, split, step
-from octavo.numerics.formats import E4M3
 from octavo.numerics.names import nearest
-from octavo.optim.sharded import anywhere, first_row, is_sharded, like, rows_of, rows_only
+from octavo.optim.sharded import anywhere, first_row, like, rows_of, rows_only
+from octavo.optim.states import (
+    as_matrix,
+    check_state,
+    fitting_group,
+    fresh_state,
+    from_torch,
+    matrix_shape,
+    saved_parameters,
+)
 from octavo.tensor import plain
 
-SMALLEST_ROW = 64
-"""Columns from which on FP8 moments pay for their scales."""
 _APART = 0x632BE5AB
 """Between the seeds of one parameter and the next; seeds are 32 bits."""
 
@@ -138,7 +145,7 @@ class AdamW(torch.optim.Optimizer):
         for group, param in work:
             state = self.state[param]
             if not state:
-                state.update(_fresh_state(param, group))
+                state.update(fresh_state(param, group))
             state["step"] += 1
             count = int(state["step"].item())
             beta1, beta2 = group["betas"]
@@ -169,7 +176,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if not self.state[param]:
-                    self.state[param].update(_fresh_state(param, group))
+                    self.state[param].update(fresh_state(param, group))
 
     @torch.no_grad()
     def set_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
@@ -197,7 +204,7 @@ class AdamW(torch.optim.Optimizer):
         for param, value in masters.items():
             state = self.state[param]
             if not state:
-                state.update(_fresh_state(param, groups_of[param]))
+                state.update(fresh_state(param, groups_of[param]))
             rows = plain(param)
             value = rows_of(param, value).to(rows.device)
             if "master" in state:
@@ -209,35 +216,55 @@ class AdamW(torch.optim.Optimizer):
                 rows.copy_(upper)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, bit for bit.
+        """Take over what `state_dict` returned, bit for bit; or the state of `torch.optim.AdamW`, converted.
+
+        A state of `torch.optim.AdamW` brings `lr`, `betas`, `eps`, `weight_decay`, `maximize`, the step counts and
+        both moments. `states`, `master`, `stochastic_rounding` and `nonfinite` stay those of this optimizer. Moments
+        are exact with `states="fp32"` and rounded once with `"fp8"`. Masters begin at the present values of the
+        parameters, so load the model first.
+
+        The reverse is not checked by PyTorch: `torch.optim.AdamW.load_state_dict` takes FP8 codes for moments. Only
+        states made with `states="fp32"` are meaningful there; masters and remainders are ignored.
 
         Args:
             state_dict: States that are whole, of which a rank takes its rows, or sharded as the parameters are. To go
                 from one number of ranks to another, save and load with `torch.distributed.checkpoint`.
 
         Raises:
-            ValueError: For the state of other parameters, of other `states` or `master`, or of other shards; nothing
-                was changed.
+            ValueError: For the state of other parameters, of other `states` or `master`, of other shards or of another
+                optimizer (Adam, AdamW with amsgrad); nothing was changed.
         """
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        if len(saved) != len(params):
-            raise ValueError(
-                f"this optimizer state is for {len(saved)} parameters; this optimizer has {len(params)}: it is the "
-                "state of another model"
-            )
-        settings = [group for group in state_dict["param_groups"] for _ in group["params"]]
-        for i, param, group in zip(saved, params, settings, strict=True):
-            state = state_dict["state"].get(i)
-            if state is not None:
-                _check_state(i, param, state, {**self.defaults, **group})
-        super().load_state_dict(state_dict)
-        for i, param in zip(saved, params, strict=True):
-            for name, value in state_dict["state"].get(i, {}).items():
-                # The base class casts states to the parameter's dtype.
-                device = torch.device("cpu") if name == "step" else plain(param).device
-                rows = rows_of(param, value).to(device, copy=True)
-                self.state[param][name] = rows if name == "step" else like(param, rows)
+        groups, states = self._fitting(state_dict)
+        # The base class casts states to the parameter's dtype; these are put in their places afterwards.
+        exact = {}
+        for param, state in states:
+            device = plain(param).device
+            local = {name: rows_of(param, value) for name, value in state.items()}
+            exact[param] = {
+                name: rows.to("cpu", copy=True)
+                if name == "step"
+                else like(param, rows.to(device, copy=True, memory_format=torch.contiguous_format))
+                for name, rows in local.items()
+            }
+        super().load_state_dict({**state_dict, "param_groups": groups})
+        for param, state in exact.items():
+            self.state[param] = state
+
+    def _fitting(self, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], list[tuple[Tensor, dict[str, Any]]]]:
+        """Parameter groups and states of a state_dict, in our form; raises ValueError where they do not fit."""
+        saved = saved_parameters(state_dict, [len(group["params"]) for group in self.param_groups])
+        groups, states = [], []
+        for i, (group, own) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
+            settings, is_torch = fitting_group(i, group, own, tuple(self.defaults))
+            groups.append({**settings, "params": group["params"]})
+            _check_group({**settings, "params": own["params"]})
+            for index, param in zip(saved[i], own["params"], strict=True):
+                state = state_dict["state"].get(index)
+                if state:
+                    state = from_torch(index, param, state, settings) if is_torch else state
+                    check_state(index, param, state, settings)
+                    states.append((param, state))
+        return groups, states
 
     def _finite(self, work: list[tuple[dict[str, Any], Tensor]]) -> bool:
         """Whether all gradients that are to be looked at are finite; raises where that is asked for."""
@@ -278,11 +305,17 @@ def _check_group(group: dict[str, Any]) -> None:
         if group[name] not in known:
             hint = nearest(str(group[name]), [str(value) for value in known])
             raise ValueError(f"{name} is one of {', '.join(map(repr, known))}; got {group[name]!r}{hint}")
-    lr = group["lr"]
+    lr, betas = group["lr"], group["betas"]
+    numbers = (group["eps"], group["weight_decay"], *betas) if isinstance(betas, Sequence) else (betas,)
+    if len(numbers) != 4 or not all(isinstance(n, (Real, Tensor)) for n in (lr, *numbers)):
+        raise ValueError(
+            "lr, eps and weight_decay are numbers and betas two of them; got "
+            f"{[group[name] for name in ('lr', 'eps', 'weight_decay', 'betas')]}"
+        )
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr is a number or a tensor with one element; got shape {list(lr.shape)}")
     limits = {"lr": (float(lr), math.inf), "eps": (group["eps"], math.inf)}
-    limits |= {f"betas[{i}]": (beta, 1.0) for i, beta in enumerate(group["betas"])}
+    limits |= {f"betas[{i}]": (beta, 1.0) for i, beta in enumerate(betas)}
     limits |= {"weight_decay": (group["weight_decay"], math.inf)}
     for name, (value, end) in limits.items():
         if not 0.0 <= value < end:
@@ -290,6 +323,12 @@ def _check_group(group: dict[str, Any]) -> None:
     for param in group["params"]:
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"octavo.AdamW takes float32, bfloat16 and float16 parameters; got {param.dtype}")
+        rows = plain(param)
+        if any(size > 1 and stride == 0 for size, stride in zip(rows.shape, rows.stride(), strict=True)):
+            raise ValueError(
+                f"elements of a parameter {list(param.shape)} share memory, as after `expand`, so they cannot be "
+                "stepped one by one; use its contiguous copy (`.contiguous()`), or the tensor it was expanded from"
+            )
         if param.dtype == torch.float16 and group["master"] == "remainder":
             raise ValueError(
                 "master='remainder' extends bf16 to float32 by 16 bits, which float16 parameters do not allow; "
@@ -302,70 +341,6 @@ def _check_group(group: dict[str, Any]) -> None:
             )
 
 
-def _layout(param: Tensor, group: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each state of a parameter, or of rows of one."""
-    rows, columns = _as_matrix(param).shape
-    shape = tuple(param.shape)
-    layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"step": ((), torch.float32)}
-    if group["states"] == "fp8" and param.ndim > 1 and columns >= SMALLEST_ROW:
-        layout |= {"exp_avg": (shape, E4M3.dtype), "exp_avg_sq": (shape, torch.uint8)}
-        for name in ("exp_avg", "exp_avg_sq"):
-            scales = rows, groups(columns)
-            layout |= {f"{name}_hi": (scales, torch.float32), f"{name}_k": (scales, torch.uint8)}
-    else:
-        layout |= {name: (shape, torch.float32) for name in ("exp_avg", "exp_avg_sq")}
-    if param.dtype != torch.float32 and group["master"] is not None:
-        master = group["master"] == "fp32"
-        layout["master" if master else "remainder"] = shape, torch.float32 if master else torch.int16
-    return layout
-
-
-def _fresh_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    """State of a parameter before its first step."""
-    rows = plain(param)
-    state = {}
-    for name, (shape, dtype) in _layout(rows, group).items():
-        if name == "step":
-            state[name] = torch.zeros((), dtype=dtype)
-            continue
-        value = torch.full(shape, 16, dtype=dtype, device=rows.device) if name.endswith("_k") else None
-        if value is None:
-            master = name == "master"
-            value = rows.detach().float() if master else torch.zeros(shape, dtype=dtype, device=rows.device)
-        state[name] = like(param, value)
-    return state
-
-
-def _check_state(index: int, param: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    """Raise ValueError for a state that is not one of this parameter under these settings."""
-    wanted = _layout(param, group)
-    given = {name: (tuple(value.shape), value.dtype) for name, value in state.items()}
-    if wanted != given:
-        name = next(n for n in (*wanted, *given) if wanted.get(n) != given.get(n))
-        described = [
-            "none" if value is None else f"{value[1]} {list(value[0])}" for value in (wanted.get(name), given.get(name))
-        ]
-        raise ValueError(
-            f"the saved state of parameter {index} {list(param.shape)} does not fit: {name} is {described[0]} here and "
-            f"{described[1]} there. It is the state of another model, or of other settings of `states` or `master`"
-        )
-    here = _layout(plain(param), group)
-    for name, value in state.items():
-        if is_sharded(value) and tuple(plain(value).shape) != here[name][0]:
-            raise ValueError(
-                f"the saved state of parameter {index} {list(param.shape)} is sharded over other ranks: this rank has "
-                f"{list(plain(value).shape)} of {name}, and wants {list(here[name][0])}. Save and load with "
-                "torch.distributed.checkpoint, which reshards"
-            )
-
-
-def _as_matrix(tensor: Tensor) -> Tensor:
-    """View of a tensor as [first dimension, rest]; [1, n] for fewer than two dimensions."""
-    if tensor.ndim < 2:
-        return tensor.reshape(1, -1)
-    return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
-
-
 def _seed(param: Tensor, index: int, count: int) -> int:
     """Of a parameter's random bits, which depend on its place among the parameters, its step and the element alone.
 
@@ -373,7 +348,7 @@ def _seed(param: Tensor, index: int, count: int) -> int:
     """
     before = first_row(param)
     if param.ndim > 1:
-        before *= groups(_as_matrix(plain(param)).shape[1]) * GROUP
+        before *= groups(matrix_shape(plain(param).shape)[1]) * GROUP
     return seed_after(index * _APART + 2 * count, before)
 
 
@@ -384,12 +359,12 @@ def _slot(dense: Tensor, grad: Tensor, state: dict[str, Tensor], seed: int | Non
         (state["exp_avg_hi"], state["exp_avg_k"], state["exp_avg_sq_hi"], state["exp_avg_sq_k"]) if quantized else None
     )
     return Slot(
-        param=_as_matrix(dense),
-        grad=_as_matrix(grad.contiguous()),
-        exp_avg=_as_matrix(state["exp_avg"]),
-        exp_avg_sq=_as_matrix(state["exp_avg_sq"]),
+        param=as_matrix(dense),
+        grad=as_matrix(grad.contiguous()),
+        exp_avg=as_matrix(state["exp_avg"]),
+        exp_avg_sq=as_matrix(state["exp_avg_sq"]),
         scales=scales,
-        remainder=_as_matrix(state["remainder"]) if "remainder" in state else None,
-        master=_as_matrix(state["master"]) if "master" in state else None,
+        remainder=as_matrix(state["remainder"]) if "remainder" in state else None,
+        master=as_matrix(state["master"]) if "master" in state else None,
         seed=seed,
     )

@@ -11,9 +11,11 @@ ALIGNED: tensors begin at multiples of 16 bytes and rows are whole groups: eleme
 import triton
 import triton.language as tl
 
-from octavo.kernels.primitives import to_fp8
+from octavo.kernels.adamw.reference import NAN_BITS as _NAN_BITS
+from octavo.kernels.primitives import magnitude, to_fp8
 
 GROUP = tl.constexpr(128)
+NAN_BITS = tl.constexpr(_NAN_BITS)
 
 
 @triton.jit
@@ -42,15 +44,18 @@ def _exp2(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _expanded(size, hi, k, INTERPRETED: tl.constexpr):
-    """Hi · size^(16/k) for sizes from 0 to 1, k in sixteenths."""
+    """Hi · size^(16/k) for sizes from 0 to 1, k in sixteenths; NaN for a whole group whose hi is not finite."""
     half = _exp2(_log2(tl.where(size > 0, size, 1.0), INTERPRETED) * (8.0 / k)[:, None], INTERPRETED)
-    return tl.where(size > 0, half * hi[:, None] * half, 0.0)
+    return tl.where(size > 0, half * hi[:, None] * half, hi[:, None] * 0.0)
 
 
 @triton.jit
 def _compressed(size, TOP: tl.constexpr, REACH: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Top · (size/hi)^(k/16), hi and k of each row of groups."""
-    hi = tl.max(size, axis=1)
+    """Top · (size/hi)^(k/16), hi and k of each row of groups.
+
+    Bits of magnitudes are in the order of the numbers, NaN above all: so hi is NaN where some size is.
+    """
+    hi = tl.max(magnitude(size), axis=1).to(tl.float32, bitcast=True)
     lo = tl.min(tl.where(size > 0, size, float("inf")), axis=1)
     empty = hi == 0
     log_hi = _log2(tl.where(empty, 1.0, hi), INTERPRETED)
@@ -174,8 +179,8 @@ def adamw_kernel(
     )  # fmt: skip
     if MASTER == 1:
         bits = p.to(tl.int32, bitcast=True)
-        upper = (bits + 0x8000) >> 16
-        tl.store(rest + at, (bits - (upper << 16)).to(tl.int16), mask=inside)
+        upper = tl.where(p == p, (bits + 0x8000) >> 16, NAN_BITS)
+        tl.store(rest + at, tl.where(p == p, bits - (upper << 16), 0).to(tl.int16), mask=inside)
         tl.store(param + at, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
     else:
         if MASTER == 2:
@@ -183,7 +188,7 @@ def adamw_kernel(
         if PARAM == tl.bfloat16:
             bits = p.to(tl.int32, bitcast=True)
             random = (_random(index, seed + 1) & 0xFFFF) if (NOISE and MASTER == 0) else (0x7FFF + ((bits >> 16) & 1))
-            upper = ((bits + random) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-            tl.store(param + at, tl.where(p == p, upper, p.to(tl.bfloat16)), mask=inside)
+            upper = tl.where(p == p, (bits + random) >> 16, NAN_BITS)
+            tl.store(param + at, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
         else:
             tl.store(param + at, p.to(PARAM), mask=inside)

@@ -4,7 +4,8 @@
     p = p (1 − lr·λ) − lr/(1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + ε)        (Loshchilov and Hutter, arXiv 1711.05101)
 
 in float32, on the parameter's exact master. With `master="remainder"` that master is the bf16 parameter and 16 bits
-more: the parameter holds the upper half of float32's bits, rounded half up, the remainder (signed) what that left.
+more: the parameter holds the upper half of float32's bits, rounded half up, the remainder (signed) what that left. NaN
+becomes bf16's canonical NaN and remainder 0: its bits cannot be rounded, a carry would make them infinity or zero.
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from octavo.kernels.adamw.moments import compress, expand, random_bits
 
 PIECE = 1 << 18
 """Elements handled at a time."""
+NAN_BITS = 0x7FC0
+"""Upper half of a NaN, whatever its sign and payload."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +104,17 @@ def step(slot: Slot, hyper: Hyper) -> None:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Float32 values as bf16 (rounded half up in magnitude) and the int16 remainder of their bits."""
+    """Float32 values as bf16 (rounded half up in magnitude) and the int16 remainder of their bits; NaN stays NaN."""
     bits = master.contiguous().view(torch.int32)
-    upper = (bits + 0x8000).bitwise_right_shift_(16)
+    upper = _upper(bits + 0x8000, master)
     half = upper.to(torch.int16).view(torch.bfloat16)
-    return half, upper.bitwise_left_shift_(16).neg_().add_(bits).to(torch.int16)
+    remainder = upper.bitwise_left_shift_(16).neg_().add_(bits).masked_fill_(master.isnan(), 0)
+    return half, remainder.to(torch.int16)
+
+
+def _upper(rounded: Tensor, values: Tensor) -> Tensor:
+    """Upper halves of float32 bits to which a rounding was added, as int32; those of NaN where `values` are."""
+    return rounded.bitwise_right_shift_(16).masked_fill_(values.isnan(), NAN_BITS)
 
 
 def _step(slot: Slot, hyper: Hyper) -> None:
@@ -163,6 +172,6 @@ def _write(slot: Slot, p: Tensor) -> None:
         random = _noise(slot, 1)
         assert random is not None
         random = random.view(p.shape[0], -1)[:, : p.shape[1]] & 0xFFFF
-        slot.param.view(torch.int16).copy_((p.view(torch.int32) + random) >> 16)
+        slot.param.view(torch.int16).copy_(_upper(p.view(torch.int32) + random, p))
     elif p is not slot.param:
         slot.param.copy_(p)

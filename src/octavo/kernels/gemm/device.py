@@ -40,6 +40,45 @@ def _scales_at(
 
 
 @triton.jit
+def _halves(scale):
+    """A scale as m · p with p = 2^⌊exponent / 2⌋, exactly."""
+    half = (((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127) >> 1
+    inverse = ((127 - half) << 23).to(tl.float32, bitcast=True)
+    return scale * inverse, ((half + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _epilogue_scale(scale, index, extent, stride, BLOCK_ROWS: tl.constexpr):
+    """Scales of a tile's rows or columns, [TILE]; or one number."""
+    if BLOCK_ROWS == 0:
+        return tl.load(scale)
+    else:
+        return tl.load(scale + index * stride, mask=index < extent, other=0.0)
+
+
+@triton.jit
+def _scaled(
+    sums, a_scale, b_scale, row, column, m, n, a_stride_r, b_stride_r, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr
+):
+    """Sums times the scales of A and of B, as `operands.scale_sums`."""
+    if A_ROWS >= 0:
+        s = _epilogue_scale(a_scale, row, m, a_stride_r, A_ROWS)
+        s = s[:, None] if A_ROWS == 1 else s
+    if B_ROWS >= 0:
+        t = _epilogue_scale(b_scale, column, n, b_stride_r, B_ROWS)
+        t = t[None, :] if B_ROWS == 1 else t
+    if A_ROWS >= 0 and B_ROWS >= 0:
+        s, p = _halves(s)
+        t, q = _halves(t)
+        sums = sums * s * t * (p * q)
+    elif A_ROWS >= 0:
+        sums = sums * s
+    elif B_ROWS >= 0:
+        sums = sums * t
+    return sums
+
+
+@triton.jit
 def _stored(sums, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
     """Float32 rounded once to the output's dtype; Triton's interpreter cuts to bf16, so there it is rounded first."""
     if ROUND_FIRST:
@@ -87,14 +126,7 @@ def product_kernel(
         row = first_m + tl.arange(0, TILE_M)
         column = first_n + tl.arange(0, TILE_N)
         if not BLOCKED:
-            if A_ROWS == 0:
-                sums = sums * tl.load(a_scale)
-            elif A_ROWS == 1:
-                sums = sums * tl.load(a_scale + row * a_stride_r, mask=row < m, other=0.0)[:, None]
-            if B_ROWS == 0:
-                sums = sums * tl.load(b_scale)
-            elif B_ROWS == 1:
-                sums = sums * tl.load(b_scale + column * b_stride_r, mask=column < n, other=0.0)[None, :]
+            sums = _scaled(sums, a_scale, b_scale, row, column, m, n, a_stride_r, b_stride_r, A_ROWS, B_ROWS)
         if BIAS:
             sums = sums + tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
         inside = (row < m)[:, None] & (column < n)[None, :]

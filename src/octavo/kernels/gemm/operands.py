@@ -1,4 +1,4 @@
-"""What the GPU backends of scaled_mm need of an operand: where its scales lie, and bytes as the hardware reads them.
+"""What the backends of scaled_mm need of an operand: where its scales lie, and bytes as the hardware reads them.
 
 Both operands are looked at the same way round, as [outside, contraction]: A as [M,K], B as [N,K]. FP8 matrix units read
 both contiguous along the contraction, from addresses and with row strides in multiples of 16 bytes. Where an operand is
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.numerics.bands import bands
 from octavo.numerics.spec import FULL, Granularity, QuantSpec
 from octavo.tensor import ScaledTensor
 
@@ -76,6 +77,31 @@ def packed(data: Tensor, rows: int, columns: int) -> Tensor:
         return data.clone(memory_format=torch.contiguous_format)
     # One row may have any stride and be contiguous; what reads it looks at the stride all the same.
     return data if data.stride(0) == data.shape[1] else data.as_strided(data.shape, (data.shape[1], 1))
+
+
+def scale_sums(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    """Multiply float32 sums [M,N] by scales [M or 1, 1] and [1, N or 1] in place, safe over the range of float32.
+
+    Scales reach from 2⁻¹²⁶ to 2¹²⁰, so sums · left may overflow where sums · left · right does not, and left · right
+    may underflow. With each scale as m · p, p a power of two near its square root,
+
+        ((sums · m_left) · m_right) · (p_left · p_right)
+
+    has no intermediate outside the range between sums and the result; the powers of two are exact, so every result in
+    the normal range has the bits of (sums · left) · right.
+    """
+    m_left, p_left = _halves(left)
+    m_right, p_right = _halves(right)
+    for band in bands((sums.shape[0], sums.shape[1]), 1):
+        rows = band if left.shape[0] > 1 else slice(None)
+        sums[band].mul_(m_left[rows]).mul_(m_right).mul_(p_left[rows] * p_right)
+
+
+def _halves(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 scale as m · p with p = 2^⌊exponent / 2⌋, exactly."""
+    half = ((scale.view(torch.int32) >> 23) & 0xFF).sub_(127).bitwise_right_shift_(1)
+    inverse = ((127 - half) << 23).view(torch.float32)
+    return scale * inverse, ((half + 127) << 23).view(torch.float32)
 
 
 def nothing_to_multiply(left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:

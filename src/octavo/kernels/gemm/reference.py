@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from octavo.kernels.gemm.operands import scale_sums
 from octavo.numerics.formats import widen
 from octavo.numerics.spec import FULL
 from octavo.tensor import ScaledTensor
@@ -31,9 +32,11 @@ def scaled_mm(
     right_outside = right.scale is None or right.spec.granularity.rows == FULL
     if left_outside and right_outside:
         sums = _matmul(_exact(left.data), _exact(right.data), "bf16")
-        for operand in (left, right):
-            if operand.scale is not None:
-                sums *= operand.expanded_scale()
+        scales = [operand.expanded_scale() for operand in (left, right) if operand.scale is not None]
+        if len(scales) == 2:
+            scale_sums(sums, *scales)
+        elif scales:
+            sums *= scales[0]
     else:
         exact_in_bf16 = left.spec.scale_rule != "amax" and right.spec.scale_rule != "amax"
         sums = _matmul(left.dequantize(), right.dequantize(), "bf16" if exact_in_bf16 else "ieee")

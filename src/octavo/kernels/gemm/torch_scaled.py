@@ -11,6 +11,12 @@ the first product of a (kind, output dtype, with bias) on a device is tried on a
 refused altogether, unit scales with a float32 result that is scaled afterwards. A bias in the product's own epilogue
 has the output's dtype, which is what autocast makes of a float32 bias in any linear.
 
+Range: reference and Triton scale sums as `operands.scale_sums` does. CUTLASS (row scales) multiplies them by the scales
+of X, then by those of W, in float32: an x of 1e36 gives infinity even where x · w is in range. How cuBLAS combines
+two scalars is not documented. Moving powers of two from one operand's scales to the other's before the call would help,
+but needs the maxima of both, which is several launches beside a product of tens of microseconds: not done. It matters
+for maxima above 1e30, and for scales whose product is below 2⁻¹²⁶; `SCALED_MM.force("triton")` computes such products.
+
 Block scales want a memory order of their own, made here from scales that are 1/128 of the data: 1×128 scales outer
 dimension first in memory, 128×128 scales contraction first and padded to multiples of 4.
 """
@@ -21,7 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.gemm.operands import ALIGNMENT, Operand, blocks_of, nothing_to_multiply, oriented, packed
+from octavo.kernels.gemm.operands import (
+    ALIGNMENT,
+    Operand,
+    blocks_of,
+    nothing_to_multiply,
+    oriented,
+    packed,
+    scale_sums,
+)
 from octavo.kernels.registry import Case
 from octavo.numerics.error import sqnr
 from octavo.numerics.formats import E4M3, E5M2, E8M0
@@ -173,17 +187,17 @@ def _swizzled(scale: Tensor) -> Tensor:
 
 
 def _scaled_afterwards(left: Operand, right: Operand, fast_accum: bool) -> Tensor:
-    """The row-wise product where PyTorch has none: unit scales inside, the vectors applied to the float32 result."""
-    sums = _product("tensor", _inside(left), _inside(right), torch.float32, None, fast_accum)
-    if left.scale is not None and left.blocks.rows == 1:
+    """The row-wise product where PyTorch has none: unit scales inside, all scales applied to the float32 result."""
+    unit = Granularity(FULL, FULL)
+    a, b = left._replace(scale=None, blocks=unit), right._replace(scale=None, blocks=unit)
+    sums = _product("tensor", a, b, torch.float32, None, fast_accum)
+    if left.scale is not None and right.scale is not None:
+        scale_sums(sums, left.scale, right.scale.t())
+    elif left.scale is not None:
         sums *= left.scale
-    if right.scale is not None and right.blocks.rows == 1:
+    elif right.scale is not None:
         sums *= right.scale.t()
     return sums
-
-
-def _inside(operand: Operand) -> Operand:
-    return operand._replace(scale=None) if operand.blocks.rows == 1 else operand
 
 
 _VERDICTS: dict[tuple[Kind, torch.device, torch.dtype, bool], bool] = {}

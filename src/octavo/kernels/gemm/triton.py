@@ -8,7 +8,10 @@ multiprocessor (`per_sm`) hide the same by taking turns.
 
 Hopper's FP8 accumulator keeps about 14 bits. With `fast_accum` a whole dot product lives in it; else, and with block
 scales always, the partial sum of every 128 products is added to float32 registers, which takes twice the registers and
-smaller tiles. The epilogue multiplies by the scales of A, then of B, adds the bias, in the order of `reference`.
+smaller tiles. The epilogue multiplies by the scales of A and of B as `operands.scale_sums` does, without overflow or
+underflow where the result has none, and adds the bias. Block scales are multiplied with each other first: where their
+product is below 2⁻¹²⁶ (gradients of 1e-35 by weights of 1e-2, say) sums lose precision. One more multiplication per
+element and step would avoid that.
 
 Rejected: warp specialization (`tl.range(warp_specialize=True)`), which Triton 3.9 fails to compile for this kernel on
 sm_90; storing through TMA, which needs rows of the output in multiples of 16 bytes and is no smaller.

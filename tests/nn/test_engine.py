@@ -1,0 +1,214 @@
+"""A backward computes the products whose results it uses, and no others."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo.nn.delayed import history_of
+from octavo.nn.linear import Linear, linear
+from octavo.numerics import RECIPES
+
+EVERYTHING = ["x", "weight", "bias"]
+
+
+class Products(TorchDispatchMode):
+    """Counts FP8 products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.octavo.scaled_mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def products(call):
+    with Products() as counted:
+        result = call()
+    return counted.count, result
+
+
+def layer(recipe="rowwise", bias=True):
+    torch.manual_seed(0)
+    model = octavo.convert(nn.Sequential(nn.Linear(64, 48, bias=bias)), recipe, verbose=False)
+    return model[0]
+
+
+def leaf(seed=1):
+    return torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def all_gradients(made, x):
+    tensors = {"x": x, "weight": made.weight, "bias": made.bias}
+    gradients = torch.autograd.grad(made(x).square().sum(), list(tensors.values()))
+    return dict(zip(tensors, gradients, strict=True))
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "delayed"])
+@pytest.mark.parametrize(
+    "names", [[a] for a in EVERYTHING] + [["x", "bias"], ["weight", "x"], EVERYTHING], ids="-".join
+)
+@pytest.mark.parametrize("way", ["grad", "backward"])
+def test_some_gradients_cost_their_products_only(recipe, names, way):
+    made, x = layer(recipe), leaf()
+    expected = all_gradients(made, x)
+    tensors = {"x": x, "weight": made.weight, "bias": made.bias}
+    loss = made(x).square().sum()
+    for _ in range(2):  # a retained graph is asked again
+        asked = [tensors[name] for name in names]
+        if way == "grad":
+            count, gradients = products(lambda asked=asked: torch.autograd.grad(loss, asked, retain_graph=True))
+        else:
+            for tensor in tensors.values():
+                tensor.grad = None
+            count, _ = products(lambda asked=asked: loss.backward(inputs=asked, retain_graph=True))
+            gradients = [tensor.grad for tensor in asked]
+            assert all(tensor.grad is None for name, tensor in tensors.items() if name not in names)
+        wgrad = recipe != "rowwise_hp_wgrad"
+        assert count == ("x" in names) + ("weight" in names) * wgrad
+        for name, gradient in zip(names, gradients, strict=True):
+            assert torch.equal(gradient, expected[name]), name
+    count, _ = products(loss.backward)
+    assert count == 1 + wgrad
+    assert all(tensor.grad is not None for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("form", ["view", "transposed", "parametrized", "product"])
+def test_weights_that_are_no_leaves(form):
+    x = leaf()
+    parameter = nn.Parameter(torch.randn(48, 64))
+    if form == "parametrized":
+        made = layer(bias=False)
+
+        class Doubled(nn.Module):
+            def forward(self, weight):
+                return 2 * weight
+
+        parametrize.register_parametrization(made, "weight", Doubled())
+        parameter, y = made.parametrizations.weight.original, made(x)
+    else:
+        if form == "transposed":
+            parameter = nn.Parameter(torch.randn(64, 48))
+        weight = {
+            "view": parameter.view_as(parameter), "transposed": parameter.t(), "product": parameter * 2.0,
+        }.get(form)  # fmt: skip
+        y = linear(x, weight, None, RECIPES["rowwise"])
+    loss = y.square().sum()
+    both = torch.autograd.grad(loss, (x, parameter), retain_graph=True)
+    for i, tensor in enumerate((x, parameter)):
+        count, (gradient,) = products(lambda tensor=tensor: torch.autograd.grad(loss, tensor, retain_graph=True))
+        assert count == 1 and torch.equal(gradient, both[i])
+    assert products(loss.backward)[0] == 2 and parameter.grad is not None and x.grad is not None
+
+
+def test_what_lies_behind_an_input_is_reached():
+    """The gradient of the first of two weights takes dgrad of the second and wgrad of the first."""
+    first, second, x = layer(), Linear(48, 32), leaf()
+    hidden = first(x)
+    loss = second(hidden.relu()).square().sum()
+    everything = [x, first.weight, hidden, second.weight]
+    both = torch.autograd.grad(loss, everything, retain_graph=True)
+    for tensor, expected, at_least in zip(everything, both, (2, 2, 1, 1), strict=True):
+        count, (gradient,) = products(lambda tensor=tensor: torch.autograd.grad(loss, tensor, retain_graph=True))
+        assert count == at_least and torch.equal(gradient, expected)
+    count, _ = products(lambda: torch.autograd.grad(loss, [first.bias, second.bias], retain_graph=True))
+    assert count == 1
+    edge = torch.autograd.graph.get_gradient_edge(first.weight)
+    assert products(lambda: torch.autograd.grad(loss, [edge]))[0] == 2
+
+
+def test_hooks_and_shared_weights_get_their_gradients():
+    made, x = layer(), leaf()
+    seen = []
+    made.weight.register_hook(seen.append)
+    made.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
+    loss = made(x).square().sum() + made(x * 2).sum()
+    products(lambda: torch.autograd.grad(loss, x, retain_graph=True))
+    assert not seen
+    assert products(lambda: loss.backward(inputs=[made.weight], retain_graph=True))[0] == 2
+    assert len(seen) == 2
+    assert products(loss.backward)[0] == 4 and len(seen) == 4
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_has_all_gradients(use_reentrant):
+    made, x = layer(), leaf()
+    expected = all_gradients(made, x)
+    loss = checkpoint(made, x, use_reentrant=use_reentrant).square().sum()
+    if not use_reentrant:
+        count, (gradient,) = products(lambda: torch.autograd.grad(loss, x, retain_graph=True))
+        assert count <= 2 and torch.equal(gradient, expected["x"])  # recomputing may repeat the forward product
+    loss.backward()
+    for tensor, name in ((x, "x"), (made.weight, "weight"), (made.bias, "bias")):
+        assert torch.equal(tensor.grad, expected[name]), name
+
+
+@pytest.mark.parametrize("name", ["missing", "raising"])
+def test_without_the_engines_answer_everything_is_computed(monkeypatch, name):
+    def raising(node):
+        raise RuntimeError("not here")
+
+    if name == "missing":
+        monkeypatch.delattr(torch._C, "_will_engine_execute_node")
+    else:
+        monkeypatch.setattr(torch._C, "_will_engine_execute_node", raising)
+    made, x = layer(), leaf()
+    loss = made(x).square().sum()
+    assert products(lambda: torch.autograd.grad(loss, x, retain_graph=True))[0] == 2
+    assert products(loss.backward)[0] == 2 and made.weight.grad is not None
+
+
+def test_a_compiled_layer_traces_whole_and_has_all_gradients():
+    made, x = layer(), leaf()
+    expected = all_gradients(made, x)
+    loss = torch.compile(made, fullgraph=True, backend="aot_eager")(x).square().sum()
+    (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
+    torch.testing.assert_close(gradient, expected["x"])
+    loss.backward()
+    torch.testing.assert_close(made.weight.grad, expected["weight"])
+
+
+def test_a_pass_of_delayed_scaling_ends_with_whichever_gradient_is_asked():
+    """The maximum of G counts once and the pass ends, in one backward or in two, or with the bias alone."""
+    states = []
+    for asked in (["x", "weight", "bias"], ["x"], ["weight"], ["bias"], [["x"], ["weight", "bias"]]):
+        made = layer("delayed")
+        for step in range(3):
+            x = leaf(step)
+            tensors = {"x": x, "weight": made.weight, "bias": made.bias}
+            loss = made(x).square().sum()
+            for names in asked if isinstance(asked[0], list) else [asked]:
+                torch.autograd.grad(loss, [tensors[name] for name in names], retain_graph=True)
+        history = history_of(made, made.recipe)
+        assert history.closed
+        states.append(history.amaxes.clone())
+    assert all(torch.equal(state, states[0]) for state in states)
+    assert (states[0][:, :3] > 0).all()
+
+
+def test_zero_bubble_splits_three_products_per_layer():
+    """Input gradients first, weight gradients later: 3 products per layer and micro-batch, as in one backward."""
+    layers = [layer("rowwise", bias=False), Linear(48, 64, bias=False), Linear(64, 32, bias=False)]
+    stage, x = nn.Sequential(*layers), leaf()
+    whole, _ = products(lambda: stage(x).sum().backward())
+    expected = [x.grad, *(made.weight.grad for made in layers)]
+    stage.zero_grad()
+    x.grad = None
+
+    def split():
+        y = stage(x)
+        inputs, groups = stage_backward_input([y], [torch.ones_like(y)], [x], stage.parameters())
+        assert all(made.weight.grad is None for made in layers)
+        stage_backward_weight(stage.parameters(), groups)
+        return inputs[0]
+
+    count, dx = products(split)
+    assert count == whole == 9
+    for gradient, wanted in zip((dx, *(made.weight.grad for made in layers)), expected, strict=True):
+        assert torch.equal(gradient, wanted)

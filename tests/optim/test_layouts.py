@@ -1,0 +1,143 @@
+"""A parameter of any memory layout takes the steps of its contiguous copy, bit for bit."""
+
+import copy
+import io
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.kernels.adamw import ADAMW
+from octavo.optim import AdamW
+
+# NumPy, on which Triton's interpreter runs, warns of what the kernel computes for padding and throws away.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in:RuntimeWarning")
+BACKENDS = ["reference", *(["triton"] if find_spec("triton") else [])]
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sliced(values, *, step=2, offset=1):
+    """The same values with gaps in memory, not at the beginning of their storage."""
+    base = torch.full((*values.shape[:-1], values.shape[-1] * step + offset), 7.0, dtype=values.dtype)
+    view = base[..., offset::step][..., : values.shape[-1]]
+    view.copy_(values)
+    return view
+
+
+LAYOUTS = {
+    "transposed": lambda dtype: randn(66, 7).to(dtype).t(),
+    "permuted": lambda dtype: randn(5, 14, 4).to(dtype).permute(2, 0, 1),
+    "channels_last": lambda dtype: randn(4, 8, 3, 3).to(dtype).to(memory_format=torch.channels_last),
+    "channels_last_3d": lambda dtype: randn(3, 9, 2, 3, 4).to(dtype).to(memory_format=torch.channels_last_3d),
+    "columns sliced": lambda dtype: sliced(randn(3, 130).to(dtype)),
+    "rows sliced": lambda dtype: randn(6, 80).to(dtype)[1::2],
+    "vector sliced": lambda dtype: sliced(randn(100).to(dtype)),
+    "one row of a transposed": lambda dtype: randn(66, 8).to(dtype).t()[3:4],
+    "expanded, one taken": lambda dtype: randn(6, 1).to(dtype).expand(6, 9)[:, 2:3],
+    "one element": lambda dtype: randn(4, 4).to(dtype)[2:3, 1:2],
+    "0-d": lambda dtype: randn(4).to(dtype)[2],
+    "empty": lambda dtype: randn(4, 0, 70).to(dtype).permute(2, 0, 1),
+    "empty vector": lambda dtype: randn(4).to(dtype)[4:],
+}
+MODES = [
+    (dtype, states, master, stochastic)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for states in ("fp8", "fp32")
+    for master in ("remainder", "fp32", None)
+    for stochastic in (True, False)
+    if dtype == torch.bfloat16 or (dtype == torch.float16 and master == "fp32" and stochastic) or master is None
+]
+
+
+def train(optimizer, param, steps, start=0):
+    for step in range(start, start + steps):
+        # Gradients have strides of their own.
+        grad = randn(*param.shape, seed=100 + step).to(param.dtype)
+        param.grad = sliced(grad) if grad.ndim and step % 2 else grad
+        optimizer.step()
+
+
+def assert_same(param, optimizer, dense, other):
+    assert torch.equal(param, dense)
+    for name, value in optimizer.state[param].items():
+        assert torch.equal(value.float(), other.state[dense][name].float()), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_layout_steps_and_resumes_as_the_contiguous_copy(layout, backend):
+    for dtype, states, master, stochastic in MODES:
+        if backend == "triton" and not (stochastic and dtype == torch.bfloat16):
+            continue  # the interpreter is slow
+        settings = {"lr": 0.1, "states": states, "master": master, "stochastic_rounding": stochastic}
+        param = nn.Parameter(LAYOUTS[layout](dtype))
+        strides, start = param.stride(), param.detach().clone(memory_format=torch.contiguous_format)
+        dense = nn.Parameter(start.clone())
+        optimizer, other = AdamW([param], **settings), AdamW([dense], **settings)
+        with ADAMW.force(backend):
+            train(optimizer, param, 3)
+            train(other, dense, 3)
+            assert param.stride() == strides
+            assert_same(param, optimizer, dense, other)
+            assert not param.numel() or not torch.equal(param, start)
+            file = io.BytesIO()
+            torch.save(optimizer.state_dict(), file)
+            file.seek(0)
+            resumed = AdamW([param], **settings)
+            resumed.load_state_dict(torch.load(file, weights_only=True))
+            train(resumed, param, 2, start=3)
+            train(other, dense, 2, start=3)
+            assert_same(param, resumed, dense, other)
+
+
+def test_small_updates_arrive_in_the_master_of_a_channels_last_parameter():
+    param = nn.Parameter(torch.zeros(4, 3, 5, 5, dtype=torch.bfloat16).to(memory_format=torch.channels_last))
+    optimizer = AdamW([param], lr=1e-2, weight_decay=0.0, master="fp32")
+    for _ in range(200):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    torch.testing.assert_close(param.detach().float(), torch.full(param.shape, -2.0), rtol=1e-2, atol=0)
+
+
+def test_states_that_were_saved_with_other_strides_are_stepped():
+    """A state_dict may come from anywhere: its tensors need not be contiguous."""
+    dense, param = (nn.Parameter(randn(70, 96).bfloat16()) for _ in range(2))
+    other, first = AdamW([dense], master="fp32"), AdamW([param], master="fp32")
+    train(other, dense, 3)
+    train(first, param, 2)
+    saved = copy.deepcopy(first.state_dict())
+    saved["state"][0] = {
+        name: value.t().contiguous().t() if value.ndim == 2 else value for name, value in saved["state"][0].items()
+    }
+    resumed = AdamW([param], master="fp32")
+    resumed.load_state_dict(saved)
+    train(resumed, param, 1, start=2)
+    assert_same(param, resumed, dense, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_in_one_storage_do_not_touch_each_other(backend):
+    """Two that interlace, one between them that no optimizer has."""
+    base = randn(64, 3, 80).bfloat16()
+    before = base.clone()
+    params = [nn.Parameter(base[:, 0]), nn.Parameter(base[:, 2].t())]
+    twins = [nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format)) for p in params]
+    with ADAMW.force(backend):
+        for some in (params, twins):
+            optimizer = AdamW(some, lr=1e-2)
+            for step in range(2):
+                for i, param in enumerate(some):
+                    param.grad = randn(*param.shape, seed=10 * step + i).bfloat16()
+                optimizer.step()
+    for param, twin in zip(params, twins, strict=True):
+        assert torch.equal(param, twin)
+    assert torch.equal(base[:, 1], before[:, 1]) and not torch.equal(base[:, 0], before[:, 0])
+
+
+def test_elements_that_share_memory_are_refused():
+    with pytest.raises(ValueError, match=r"elements of a parameter \[4, 64\] share memory.*contiguous copy"):
+        AdamW([nn.Parameter(torch.zeros(4, 1).expand(4, 64))])

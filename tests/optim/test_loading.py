@@ -1,0 +1,225 @@
+"""States of `torch.optim.AdamW` are converted; every other state is refused, and then nothing has changed."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.kernels.adamw import expand
+from octavo.numerics import sqnr
+from octavo.optim import AdamW
+
+SHAPES = [(40, 200), (7, 128), (96,), (4, 3, 5, 30), (), (0, 64)]
+SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.2}
+
+
+def parameters(dtype=torch.float32):
+    return [nn.Parameter(values(shape, i).to(dtype)) for i, shape in enumerate(SHAPES)]
+
+
+def values(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def train(optimizer, params, steps, start=0):
+    for step in range(start, start + steps):
+        for i, param in enumerate(params):
+            param.grad = values(param.shape, 1000 * step + i).to(param.dtype)
+        optimizer.step()
+
+
+def torch_saved(params, steps=4, kind=torch.optim.AdamW, **settings):
+    optimizer = kind(params, **{**SETTINGS, **settings})
+    train(optimizer, params, steps)
+    return optimizer, optimizer.state_dict()
+
+
+def test_a_run_goes_on_from_torch_adamw():
+    """Float32 states: the same steps as torch's; FP8 states: the moments are those of torch, rounded once."""
+    params = parameters()
+    theirs, saved = torch_saved(params)
+    for states in ("fp32", "fp8"):
+        mine = [nn.Parameter(p.detach().clone()) for p in params]
+        ours = AdamW(mine, lr=5.0, states=states)
+        ours.load_state_dict(copy.deepcopy(saved))
+        group = ours.param_groups[0]
+        assert {name: group[name] for name in SETTINGS} == SETTINGS and group["states"] == states
+        assert not {"amsgrad", "foreach", "fused", "decoupled_weight_decay"} & set(group)
+        for i, param in enumerate(mine):
+            state = ours.state[param]
+            assert state["step"] == 4
+            if "exp_avg_hi" not in state:
+                assert torch.equal(state["exp_avg"], saved["state"][i]["exp_avg"])
+                assert torch.equal(state["exp_avg_sq"], saved["state"][i]["exp_avg_sq"])
+            elif param.numel():
+                for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+                    codes = state[name].view(param.shape[0], -1)
+                    moments = expand(codes, state[f"{name}_hi"], state[f"{name}_k"], signed)
+                    assert sqnr(saved["state"][i][name].view_as(moments), moments) > 25
+        train(ours, mine, 3, start=4)
+        if states == "fp32":
+            twins = [nn.Parameter(p.detach().clone()) for p in params]
+            other = torch.optim.AdamW(twins, **SETTINGS, foreach=False)
+            other.load_state_dict(copy.deepcopy(saved))
+            train(other, twins, 3, start=4)
+            for a, b in zip(mine, twins, strict=True):
+                torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+        resumed = AdamW(mine, states=states)
+        resumed.load_state_dict(ours.state_dict())
+    assert theirs.state_dict()["state"][0]["step"] == 4
+
+
+@pytest.mark.parametrize("master", ["remainder", "fp32", None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_begin_at_their_present_values(dtype, master):
+    if dtype == torch.float16 and master == "remainder":
+        return
+    params = parameters(dtype)
+    _, saved = torch_saved(params)
+    start = [p.detach().clone() for p in params]
+    ours = AdamW(params, master=master, states="fp32")
+    ours.load_state_dict(saved)
+    for param, before, i in zip(params, start, range(len(params)), strict=True):
+        state = ours.state[param]
+        assert state["exp_avg"].dtype == torch.float32 and torch.equal(param, before)
+        assert torch.equal(state["exp_avg"], saved["state"][i]["exp_avg"].float())
+        if master == "fp32":
+            assert torch.equal(state["master"], before.float())
+        elif master == "remainder":
+            assert not state["remainder"].any()
+    train(ours, params, 1, start=4)
+    assert not torch.equal(params[0], start[0])
+
+
+def test_step_counts_of_older_versions_groups_and_parameters_without_state():
+    params = parameters()
+    _, saved = torch_saved([{"params": params[:2], "initial_lr": 3e-3}, {"params": params[2:], "lr": 1e-3}], steps=0)
+    frozen = copy.deepcopy(saved)
+    theirs = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:], "lr": 1e-3}], **SETTINGS)
+    train(theirs, params[:3], 2)
+    saved = theirs.state_dict()
+    for state in saved["state"].values():
+        state["step"] = int(state["step"])
+    saved["param_groups"][0]["initial_lr"] = 3e-3
+    ours = AdamW([{"params": params[:2]}, {"params": params[2:], "states": "fp32"}])
+    ours.load_state_dict(saved)
+    assert [group["lr"] for group in ours.param_groups] == [1e-2, 1e-3] and ours.param_groups[0]["initial_lr"] == 3e-3
+    assert [group["states"] for group in ours.param_groups] == ["fp8", "fp32"]
+    assert ours.state[params[1]]["step"] == 2 and params[3] not in ours.state
+    train(ours, params, 1, start=2)
+    assert ours.state[params[3]]["step"] == 1
+    assert not frozen["state"]
+
+
+def torch_with(change):
+    """A change of a state_dict of `torch.optim.AdamW`."""
+
+    def make(params):
+        _, saved = torch_saved(params)
+        saved = copy.deepcopy(saved)
+        return change(saved) or saved
+
+    return make
+
+
+def ours_with(change):
+    def make(params):
+        optimizer = AdamW(params)
+        train(optimizer, params, 1)
+        saved = copy.deepcopy(optimizer.state_dict())
+        return change(saved) or saved
+
+    return make
+
+
+def of(kind, **settings):
+    return lambda params: torch_saved(params, kind=kind, **settings)[1]
+
+
+def sgd(params):
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    train(optimizer, params, 1)
+    return optimizer.state_dict()
+
+
+def state(index, **changes):
+    return lambda saved: saved["state"][index].update(changes)
+
+
+def group(**changes):
+    return lambda saved: saved["param_groups"][0].update(changes)
+
+
+def without(*path):
+    def change(saved):
+        for key in path[:-1]:
+            saved = saved[key]
+        del saved[path[-1]]
+
+    return change
+
+
+REFUSED = {
+    "amsgrad": (of(torch.optim.AdamW, amsgrad=True), "AdamW with amsgrad=True.*go on with the optimizer that saved it"),
+    "max_exp_avg_sq": (torch_with(state(0, max_exp_avg_sq=torch.zeros(40, 200))), "nothing else; got .*max_exp_avg_sq"),
+    "Adam": (of(torch.optim.Adam), r"Adam \(decoupled_weight_decay=False\)"),
+    "RAdam": (of(torch.optim.RAdam, decoupled_weight_decay=True), "neither octavo.AdamW nor .* has no amsgrad"),
+    "NAdam": (of(torch.optim.NAdam, decoupled_weight_decay=True), "neither octavo.AdamW nor .* has no amsgrad"),
+    "SGD": (sgd, "neither octavo.AdamW nor torch.optim.AdamW: it has no betas, eps"),
+    "old torch": (torch_with(without("param_groups", 0, "decoupled_weight_decay")), "add decoupled_weight_decay=True"),
+    "no exp_avg_sq": (torch_with(without("state", 0, "exp_avg_sq")), "nothing else; got step, exp_avg"),
+    "odd key": (torch_with(state(1, extra=1)), "nothing else; got step, exp_avg, exp_avg_sq, extra"),
+    "shape": (torch_with(state(0, exp_avg=torch.zeros(200, 40))), r"exp_avg is a float tensor of that shape; got"),
+    "integers": (torch_with(state(0, exp_avg=torch.zeros(40, 200, dtype=torch.int8))), "exp_avg is a float tensor"),
+    "no tensor": (torch_with(state(0, exp_avg=3.0)), "exp_avg is a float tensor of that shape; got a float"),
+    "step": (torch_with(state(2, step=torch.tensor(1.5))), "step is a whole number from 0 up"),
+    "step nan": (torch_with(state(2, step=math.nan)), "step is a whole number from 0 up"),
+    "step none": (torch_with(state(2, step=None)), "step is a whole number from 0 up"),
+    "negative": (torch_with(state(0, exp_avg_sq=-torch.ones(40, 200))), "exp_avg_sq is finite and not negative"),
+    "nan": (torch_with(state(1, exp_avg=torch.full((7, 128), torch.nan))), "exp_avg is finite"),
+    "lr": (torch_with(group(lr=-1.0)), "lr is at least 0"),
+    "lr text": (torch_with(group(lr="fast")), "lr, eps and weight_decay are numbers"),
+    "betas": (torch_with(group(betas=(0.9,))), "betas two of them"),
+    "more states": (torch_with(lambda saved: saved["state"].update({99: {}})), r"no parameter's .* \[99\]"),
+    "no dict": (torch_with(lambda saved: saved["state"].update({0: 5})), r"no parameter's state: \[0\]"),
+    "one key twice": (torch_with(group(params=[0, 1, 2, 3, 4, 4])), r"has groups \[\[0, 1, 2, 3, 4, 4\]\]"),
+    "no state": (torch_with(without("state")), "has `state`, by parameter, and `param_groups`"),
+    "no groups": (torch_with(without("param_groups")), "has `state`, by parameter, and `param_groups`"),
+    "no params": (torch_with(without("param_groups", 0, "params")), "has `state`, by parameter, and `param_groups`"),
+    "None": (lambda params: None, "has `state`, by parameter, and `param_groups`"),
+    "ours, a setting less": (ours_with(without("param_groups", 0, "maximize")), "it has no maximize"),
+    "ours, states": (ours_with(group(states="fp9")), "states is one of 'fp8', 'fp32'; got 'fp9'"),
+    "ours, a state less": (ours_with(without("state", 0, "exp_avg_k")), "exp_avg_k is .* here and none there"),
+    "ours, a state more": (ours_with(state(0, odd=torch.ones(()))), "odd is none here and torch.float32"),
+    "ours, no tensor": (ours_with(state(0, step=3)), r"step is torch.float32 \[\] here and a int there"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_states_are_refused_and_nothing_changes(case):
+    make, message = REFUSED[case]
+    saved = make(parameters())
+    params = parameters()
+    optimizer = AdamW(params, lr=3e-3)
+    train(optimizer, params, 2)
+    before, groups = copy.deepcopy(optimizer.state_dict()["state"]), copy.deepcopy(optimizer.param_groups)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    for ours, theirs in zip(optimizer.param_groups, groups, strict=True):
+        assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+    after = optimizer.state_dict()["state"]
+    assert after.keys() == before.keys()
+    for index, state_ in before.items():
+        for name, value in state_.items():
+            assert torch.equal(value.float(), after[index][name].float()), name
+    train(optimizer, params, 1, start=2)
+
+
+def test_groups_of_other_sizes_are_refused():
+    params = parameters()
+    _, saved = torch_saved(params)
+    optimizer = AdamW([{"params": params[:1]}, {"params": params[1:]}])
+    with pytest.raises(ValueError, match=r"has groups of \[1, 5\] parameters"):
+        optimizer.load_state_dict(saved)
