@@ -5,5 +5,6 @@ from octavo.nn.convert import convert, revert
 from octavo.nn.linear import Linear, linear
 from octavo.nn.report import Report, report
 from octavo.nn.switch import disabled
+from octavo.nn.weights import accumulating
 
-__all__ = ["Linear", "Report", "change_recipe", "convert", "disabled", "linear", "report", "revert"]
+__all__ = ["Linear", "Report", "accumulating", "change_recipe", "convert", "disabled", "linear", "report", "revert"]

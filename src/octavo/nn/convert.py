@@ -19,7 +19,6 @@ from octavo.nn.linear import Linear
 from octavo.nn.report import PLAN_ATTRIBUTE, is_converted, report
 from octavo.nn.select import checked_weight, default_plan, is_conv1d, obstacle
 from octavo.nn.structure import around, recognised
-from octavo.nn.weights import WEIGHTS
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
@@ -134,7 +133,6 @@ def revert(model: M) -> M:
         for name in ("recipe", "keeps_weight"):
             vars(module).pop(name, None)  # one that was made directly has the default, on the class
         forget(module)
-        WEIGHTS.forget(module.weight)
     for module in storing.values():
         make_plain(module)
     for module in model.modules():
