@@ -461,6 +461,38 @@ def test_copies_are_not_shared_with_inference_mode_or_a_dispatch_mode(context):
             assert casts_of(layer, backward=False) > 0
 
 
+@pytest.mark.parametrize("around", [(None, 7, False), (None, 0, True)], ids=["stream", "capture"])
+def test_copies_are_not_shared_with_another_stream_or_a_graph_capture(around, monkeypatch):
+    layer = layer_of()
+    monkeypatch.setattr("octavo.nn.weights.surroundings", lambda w: (None, 0, False))
+    with accumulating(layer):
+        assert casts_of(layer) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr("octavo.nn.weights.surroundings", lambda w: around)
+            assert casts_of(layer) == 1
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_saved_copies_go_through_offload_hooks(accumulate):
+    layer = layer_of()
+    plain = products(fresh(layer))
+    with accumulating(layer) if accumulate else nullcontext():
+        for _ in range(2):
+            with torch.autograd.graph.save_on_cpu():
+                assert_same(plain, products(layer))
+
+
+def test_a_second_backward_reads_the_same_copy():
+    found = []
+    for layer in (layer_of(), layer_of(keep=False)):
+        x = X.clone().requires_grad_()
+        y = layer(x).sum()
+        y.backward(retain_graph=True)
+        y.backward()
+        found.append(gradients(layer) | {"x": x.grad})
+    assert_same(*found)
+
+
 def test_evaluation_inside_and_outside_of_accumulating():
     layer = layer_of()
     plain = fresh(layer)

@@ -252,9 +252,13 @@ _Forms = tuple[ScaledTensor, ScaledTensor | None]
 
 @dataclass
 class _Read:
-    """The quantized forms of a tensor in this state. Does not refer to the tensor, whose end calls `forget`."""
+    """The quantized forms of a tensor in this state. Does not refer to the tensor, whose end calls `forget`.
+
+    `storage` is weak, and there so that no other storage gets the address that `state` holds.
+    """
 
     state: tuple[Any, ...]
+    storage: StorageWeakRef
     forms: dict[Any, _Forms] = field(default_factory=dict)
 
     def forget(self) -> None:
@@ -291,12 +295,12 @@ class _LastInput(threading.local):
         if torch.compiler.is_compiling() or owner.grad_fn is None or torch.is_inference_mode_enabled():
             return _quantized_input(x_MK, recipe, wants_kept, amax)
         state = (
-            owner._version, owner.grad_fn, StorageWeakRef(owner.untyped_storage()), owner.storage_offset(), owner.shape,
+            owner._version, owner.grad_fn, owner.untyped_storage()._cdata, owner.storage_offset(), owner.shape,
             owner.stride(), owner.dtype, *surroundings(owner),
         )  # fmt: skip
         entry = self._entry
         if entry is None or entry[0]() is not owner or entry[1].state != state:
-            read = _Read(state)
+            read = _Read(state, StorageWeakRef(owner.untyped_storage()))
             entry = self._entry = weakref.ref(owner, lambda _: read.forget()), read
         forms = entry[1].forms
         delay = None if past is None else (past.history.passes, past.history.margin)
