@@ -2,15 +2,12 @@ import copy
 import dataclasses
 import gc
 import math
-import sys
-import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
-import transformers.pytorch_utils
+from casts import counted, set_copies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MLP, llama
@@ -19,11 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo.kernels.gemm import SCALED_MM
-from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR
-from octavo.kernels.registry import Backend
+from octavo.kernels.quantize import QUANTIZE
 from octavo.nn.linear import _LAST_INPUT, linear
 from octavo.nn.storage import kept_for_backward
-from octavo.nn.weights import WEIGHTS
 from octavo.numerics import E4M3, RECIPES, QuantSpec, sqnr
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -170,18 +165,6 @@ def test_strides_of_operands_do_not_matter(name, strides):
         assert torch.equal(want, got)
 
 
-@contextmanager
-def counted(op):
-    """The arguments of every call of an op inside the block."""
-    calls = []
-    backend = op.backends["reference"]
-    op._forced.append(Backend(name="reference", run=lambda *a: calls.append(a) or backend.run(*a)))
-    try:
-        yield calls
-    finally:
-        op._forced.pop()
-
-
 def bytes_of_w_scales(layer):
     """What dgrad needs to cast W again: the scales of its forward copy, where the recipe uses that."""
     recipe, shape = layer.recipe, tuple(layer.weight.shape)
@@ -317,12 +300,6 @@ def test_q_k_and_v_of_a_llama_share_one_copy():
     assert kept.bytes == 8 * 64 + 8 * 4 + w_scales and len(outputs) == 3
 
 
-def set_copies(monkeypatch, wanted):
-    """Operands in both memory orders, as FP8 matrix units want them, or not."""
-    for module in ("octavo.nn.linear", "octavo.nn.weights"):
-        monkeypatch.setattr(sys.modules[module], "wants_copies", lambda device: wanted)
-
-
 @by_recipe
 @pytest.mark.parametrize("shape", [(48, 64, 32), (37, 19, 2), (0, 64, 32), (1, 7, 5)])
 def test_both_memory_orders_give_the_same_numbers(name, shape, monkeypatch):
@@ -358,84 +335,15 @@ def test_a_frozen_sibling_takes_the_copy_that_a_trained_one_made():
     assert sum(call[0].shape == (32, 64) for call in casts) == 1
 
 
-def weight_casts(layer, x, *, backward=True):
-    """How often one step quantizes the layer's weight."""
-    with counted(QUANTIZE) as casts, counted(QUANTIZE_PAIR) as pairs:
-        y = layer(x)
-        if backward:
-            y.sum().backward()
-    return sum(call[0].shape == layer.weight.shape for call in casts + pairs)
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-@by_recipe
-def test_kept_weights_are_quantized_once_per_optimizer_step(name, gpu, monkeypatch):
-    set_copies(monkeypatch, gpu)
-    x, recipe = randn(48, 64).requires_grad_(), RECIPES[name]
-    plain = octavo.convert(nn.Linear(64, 32), name, verbose=False)
-    layer = octavo.convert(octavo.revert(copy.deepcopy(plain)), name, keep_weights=True, verbose=False)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, layer)]
-    once = 1 if recipe.dgrad_w == recipe.w or gpu else 2
-    for _ in range(2):
-        assert [weight_casts(layer, x) for _ in range(3)] == [once, 0, 0]
-        assert [weight_casts(plain, x) for _ in range(3)] == [2, 2, 2]
-        for optimizer in optimizers:
-            optimizer.step()
-        assert torch.equal(plain.weight, layer.weight) and torch.equal(plain.bias, layer.bias)
-    assert weight_casts(layer, x, backward=False) == once and weight_casts(layer, x, backward=False) == 0
-
-
-def test_kept_weights_are_never_stale():
-    layer = octavo.convert(nn.Linear(64, 32, bias=False), keep_weights=True, verbose=False)
-    x = randn(16, 64)
-    first = layer(x)
-    changes = [
-        lambda: layer.weight.mul_(2),
-        lambda: layer.load_state_dict({"weight": 4 * layer.weight}),
-        lambda: setattr(layer.weight, "data", 2 * layer.weight.data),
-        lambda: setattr(layer, "weight", nn.Parameter(2 * layer.weight)),
-    ]
-    with torch.no_grad():
-        for change in changes:
-            before = layer(x)
-            change()
-            assert not torch.equal(layer(x), before)
-    fresh = octavo.convert(octavo.revert(layer), verbose=False)
-    assert torch.equal(fresh(x), layer(x)) and first.shape == (16, 32)
-
-
-def test_kept_weights_go_with_the_layer_and_its_conversion():
-    layer = octavo.convert(nn.Linear(64, 32), keep_weights=True, verbose=False)
-    layer(randn(16, 64))
-    assert layer.weight in WEIGHTS._entries
-    octavo.revert(layer)
-    assert layer.weight not in WEIGHTS._entries and "keeps_weight" not in vars(layer)
-    octavo.convert(layer, keep_weights=True, verbose=False)(randn(16, 64))
-    copies = weakref.ref(WEIGHTS._entries[layer.weight][1][0].data)
-    del layer
-    gc.collect()
-    assert copies() is None
-
-
-def test_a_kept_weight_of_gpt2_is_found_through_its_transposed_view():
-    conv = transformers.pytorch_utils.Conv1D(32, 64)
-    layer = octavo.convert(conv, keep_weights=True, verbose=False)
-    x = randn(16, 64).requires_grad_()
-    layer(x).sum().backward()
-    assert layer.weight in WEIGHTS._entries
-    with counted(QUANTIZE) as casts:
-        layer(x).sum().backward()
-    assert not any(call[0].shape == (32, 64) for call in casts)
-
-
 def test_shared_copy_dies_with_its_tensor():
     layer = octavo.convert(nn.Linear(32, 16), verbose=False)
     x = randn(8, 32).requires_grad_() * 1
     layer(x)
-    assert _LAST_INPUT._entry is not None
+    read = _LAST_INPUT._entry[1]
+    assert read.forms and read.state
     del x
     gc.collect()
-    assert _LAST_INPUT._entry is None
+    assert not read.forms and not read.state
 
 
 def test_weight_changed_between_forward_and_backward_is_refused():

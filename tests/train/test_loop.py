@@ -3,12 +3,14 @@ import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from tiny_runs import MakeConfig, Recorder, curve
 from torch import nn
 
+from octavo.nn import weights
 from octavo.train import NonFiniteError, RunResult, load_config, loss_scale, read_metrics, run
 from octavo.train.checkpoint import latest_checkpoint
 from octavo.train.config import ConfigError
@@ -104,6 +106,25 @@ def test_micro_batches_change_rounding_only(make_config: MakeConfig, tmp_path: P
             assert row.loss == pytest.approx(expected.loss, rel=1e-3)
             assert row.grad_norm == pytest.approx(expected.grad_norm, rel=2e-2)
             assert row.tokens == expected.tokens
+
+
+def test_kept_weights_are_quantized_once_per_step_and_change_no_loss(make_config: MakeConfig, tmp_path: Path) -> None:
+    casts = {}
+    for keep, steps in ((False, 4), (True, 4), (True, 3)):
+        config = make_config(
+            run={"steps": steps}, optim={"micro_batches": 4},
+            precision={"level": "O1", "recipe": "rowwise", "keep_weights": keep},
+        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            cast = Mock(wraps=weights._cast)
+            patch.setattr(weights, "_cast", cast)
+            run(config, out=tmp_path / f"{keep}{steps}")
+        casts[keep, steps] = cast.call_count
+    linears = 3 * 7
+    assert casts[False, 4] == 0
+    assert casts[True, 4] - casts[True, 3] == linears * 2  # once for a step's micro-batches, and once to check
+    without, kept = (read_metrics(tmp_path / f"{keep}4") for keep in (False, True))
+    assert [(row.loss, row.grad_norm) for row in kept] == [(row.loss, row.grad_norm) for row in without]
 
 
 def test_a_loss_scale_of_a_power_of_two_changes_nothing(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -64,9 +64,9 @@ def convert(
         skip: Name patterns of layers to leave alone, as in `fnmatch`, such as `["*.o_proj", "model.layers.0"]`.
         filter: A rule of `octavo.nn.filters`, as `filters.name("*.mlp.*") & ~filters.last(2)`, or any callable
             `filter(module, fqn) -> bool`, True to convert; asked of each layer that nothing else excludes.
-        keep_weights: Keep the FP8 form of each weight until it changes, rather than quantize it in every forward and
-            backward: for many small micro-batches per optimizer step, at 2 bytes per parameter on a GPU (1 on a CPU).
-            Not under torch.compile. See `octavo.nn.weights` for what it saves.
+        keep_weights: Quantize each weight once per forward and backward instead of twice (1 byte per parameter in
+            between), and once for all micro-batches inside `octavo.nn.accumulating(model)` (2 on a GPU). Same losses.
+            No effect on weights that FSDP shards, nor under torch.compile: see `octavo.nn.weights`.
         activations: `"fp8"`: norms, gated MLPs, activations and attention, found by structure, store what backward
             needs in FP8. Not under torch.compile. For this alone: `precision=Precision(matmul="bf16",
             activations="fp8")`.

@@ -6,6 +6,7 @@ from octavo.nn.known import Activation, Glu, Norm, register
 from octavo.nn.linear import Linear, linear
 from octavo.nn.report import Report, report
 from octavo.nn.switch import disabled
+from octavo.nn.weights import accumulating
 
 __all__ = [
     "Activation",
@@ -13,6 +14,7 @@ __all__ = [
     "Linear",
     "Norm",
     "Report",
+    "accumulating",
     "change_recipe",
     "convert",
     "disabled",

@@ -15,7 +15,6 @@ from octavo.nn.delayed import forget
 from octavo.nn.gathered import ShardedWeight
 from octavo.nn.report import PLAN_ATTRIBUTE, is_converted
 from octavo.nn.select import checked_weight, obstacle
-from octavo.nn.weights import WEIGHTS
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe, get_recipe
@@ -54,7 +53,6 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
         module.__class__ = type(module).__bases__[0]
         for name in ("recipe", "keeps_weight"):
             vars(module).pop(name, None)
-    WEIGHTS.forget(weight)
     forget(module)
     local = getattr(weight, "_local_tensor", None)
     if isinstance(local, ShardedWeight):

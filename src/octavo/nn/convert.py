@@ -19,7 +19,6 @@ from octavo.nn.linear import Linear
 from octavo.nn.report import PLAN_ATTRIBUTE, is_converted, report
 from octavo.nn.select import checked_weight, default_plan, exact_parts, is_conv1d, obstacle
 from octavo.nn.storable import storable
-from octavo.nn.weights import WEIGHTS
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
@@ -60,9 +59,9 @@ def convert(
         skip: Name patterns of layers to leave alone, as in `fnmatch`, such as `["*.o_proj", "model.layers.0"]`.
         filter: A rule of `octavo.nn.filters`, as `filters.name("*.mlp.*") & ~filters.last(2)`, or any callable
             `filter(module, fqn) -> bool`, True to convert; asked of each layer that nothing else excludes.
-        keep_weights: Keep the FP8 form of each weight until it changes, rather than quantize it in every forward and
-            backward: for many small micro-batches per optimizer step, at 2 bytes per parameter on a GPU (1 on a CPU).
-            Not under torch.compile. See `octavo.nn.weights` for what it saves.
+        keep_weights: Quantize each weight once per forward and backward instead of twice (1 byte per parameter in
+            between), and once for all micro-batches inside `octavo.nn.accumulating(model)` (2 on a GPU). Same losses.
+            No effect on weights that FSDP shards, nor under torch.compile: see `octavo.nn.weights`.
         activations: `"fp8"`: norms, gated MLPs and activation functions that are known by their code store what
             backward needs in FP8; what other modules save is stored in FP8 where that is safe (docs/memory.md). Not
             under torch.compile. For this alone: `precision=Precision(matmul="bf16", activations="fp8")`.
@@ -134,7 +133,6 @@ def revert(model: M) -> M:
         for name in ("recipe", "keeps_weight"):
             vars(module).pop(name, None)  # one that was made directly has the default, on the class
         forget(module)
-        WEIGHTS.forget(module.weight)
     for module in storing.values():
         make_plain(module)
     for module in model.modules():

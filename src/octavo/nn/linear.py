@@ -13,7 +13,7 @@ forward and column-major for wgrad, G row-major for dgrad and column-major for w
 column-major in backward.
 
 Kept for backward: the form of X that wgrad reads, one byte per element, and W by reference with its scales. W is cast
-again in backward rather than kept (`octavo.nn.weights` keeps it, by choice): the parameter exists anyway, autograd's
+again in backward rather than saved (`octavo.nn.weights` saves it, by choice): the parameter exists anyway, autograd's
 version counter refuses a W modified in between, and with its scales known a cast reads W once. A frozen W needs no
 wgrad, so X is not kept at all; a frozen X needs no dgrad. A backward that asks for some gradients only, as zero-bubble
 pipelines do, computes no others (`octavo.nn.engine`).
@@ -28,13 +28,16 @@ backward.
 """
 
 import math
+import threading
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.kernels import quantize, quantize_pair, scaled_mm, wants_copies
 from octavo.nn.delayed import Past, X, past_of
@@ -44,7 +47,7 @@ from octavo.nn.saved_tensors import source_of, unhooked
 from octavo.nn.sources import Source
 from octavo.nn.surroundings import surroundings
 from octavo.nn.switch import SWITCH
-from octavo.nn.weights import WEIGHTS
+from octavo.nn.weights import cast_weight, keeps_weight
 from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -65,7 +68,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
-        return linear(input, self.weight, self.bias, self.recipe, self.keeps_weight, past_of(self, self.recipe))
+        return linear(input, self.weight, self.bias, self.recipe, keeps_weight(self), past_of(self, self.recipe))
 
     def extra_repr(self) -> str:
         """As `nn.Linear`, with the recipe."""
@@ -83,7 +86,8 @@ def linear(
         weight: [N, K], of the input's dtype unless autocast is on. Any strides.
         bias: [N] or None; added in float32.
         recipe: Precision of the operands of the three products.
-        keeps_weight: Keep the FP8 form of the weight until it changes; see `octavo.nn.weights`.
+        keeps_weight: Save the FP8 copy of the weight for backward, and share it inside `octavo.nn.accumulating`; see
+            `octavo.nn.weights`.
         past: What the scales of X and G come from; None for their own maxima, whatever the recipe.
 
     Returns:
@@ -139,14 +143,16 @@ class _LinearFunction(torch.autograd.Function):
         kept_data: Tensor | None, kept_scale: Tensor | None, source: Source | None, recipe: Recipe,
         out_dtype: torch.dtype, keeps_weight: bool, past: Past | None,
     ) -> Tensor:  # fmt: skip
-        gathered = quantized_as(w_NK, recipe.w) if isinstance(w_NK, GatheredWeight) else None
-        if gathered is not None:
-            w = gathered
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        gathered, w_t = isinstance(w_NK, GatheredWeight), None
+        if isinstance(w_NK, GatheredWeight):
+            w = w_t = quantized_as(w_NK, recipe.w)
+        elif keeps_weight:
+            w, w_t = cast_weight(w_NK, recipe, needs_dgrad)
         else:
-            w = WEIGHTS.kept(w_NK, recipe)[0] if keeps_weight else quantize(w_NK, recipe.w)
+            w = quantize(w_NK, recipe.w)
         x = ScaledTensor(x_data, x_scale, recipe.x)
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
-        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         kept: tuple[Tensor | None, ...]
         if not needs_wgrad:
             kept, source = (None, None), None
@@ -156,12 +162,15 @@ class _LinearFunction(torch.autograd.Function):
             kept = x_MK.to(out_dtype), None
         else:
             kept = x_data if kept_data is None else kept_data, x_scale if kept_scale is None else kept_scale
-        w_scale = w.scale if needs_dgrad and recipe.dgrad_w == recipe.w else None
-        w_kept = w_NK if gathered is None else gathered.data
-        ctx.save_for_backward(w_kept if needs_dgrad else None, w_scale, *kept)
-        ctx.recipe, ctx.keeps_weight, ctx.past = recipe, keeps_weight, past
+        w_saved: tuple[Tensor | None, ...] = None, None, None
+        if needs_dgrad and w_t is not None:  # with W itself, unless it was gathered: autograd refuses one that changed
+            w_saved = None if gathered else w_NK, w_t.data if w_t.copy is None else w_t.copy, w_t.scale
+        elif needs_dgrad:
+            w_saved = w_NK, None, w.scale if recipe.dgrad_w == recipe.w else None
+        ctx.save_for_backward(*w_saved, *kept)
+        ctx.recipe, ctx.past, ctx.gathered = recipe, past, gathered
         ctx.remake = None if source is None else source.remake
-        ctx.gathered, ctx.columns = gathered is not None, x_MK.shape[1]
+        ctx.columns = x_MK.shape[1]
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype
         return y_MN
 
@@ -170,13 +179,14 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         recipe: Recipe = ctx.recipe
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
-        w_NK, w_scale, *kept = ctx.saved_tensors
+        w_NK, w_data, w_scale, *kept = ctx.saved_tensors
         needs_dgrad, needs_wgrad, needs_bias = wanted_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
-        if needs_dgrad and ctx.gathered:
-            w = for_dgrad(ScaledTensor(w_NK, w_scale, recipe.w))
+        if needs_dgrad and w_data is not None:
+            w = ScaledTensor(w_data, w_scale, recipe.dgrad_w)
+            w = for_dgrad(w) if ctx.gathered else w
         elif needs_dgrad:
-            w = WEIGHTS.kept(w_NK, recipe)[1] if ctx.keeps_weight else _cast_again(w_NK, w_scale, recipe.dgrad_w)
+            w = _cast_again(w_NK, w_scale, recipe.dgrad_w)
         if needs_wgrad and recipe.wgrad_x is not None:
             order = "columns" if wants_copies(g_MN.device) else "rows"
             if ctx.remake is None:
@@ -243,35 +253,59 @@ def _fold(operand: ScaledTensor) -> Tensor | None:
 _Forms = tuple[ScaledTensor, ScaledTensor | None]
 
 
-class _LastInput:
+@dataclass
+class _Read:
+    """The quantized forms of a tensor in this state. Does not refer to the tensor, whose end calls `forget`.
+
+    `storage` is weak, and there so that no other storage gets the address that `state` holds.
+    """
+
+    state: tuple[Any, ...]
+    storage: StorageWeakRef
+    forms: dict[Any, _Forms] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Free the forms, and the graph that `state` holds; called from any thread."""
+        self.state, self.forms = (), {}
+
+
+class _LastInput(threading.local):
     """The quantized forms of the tensor that a linear read last, so that its siblings need not quantize it again.
 
     q, k and v are called one after the other with the same tensor object; so are gate and up. The copy is found by
-    identity, which needs no knowledge of any model, and dropped when the tensor dies or another input comes. Layers
-    with a history have the copy that the first of them made: having read the same tensors, all have the same history.
+    identity, which needs no knowledge of any model, and dropped when the tensor dies or another input comes. Each
+    thread has its own. Layers with a history have the copy that the first of them made: having read the same tensors,
+    all have the same history.
 
     Only tensors that autograd made (those with a `grad_fn`) are remembered. Others may be buffers that somebody writes
-    into without autograd noticing (a receive buffer, a CUDA graph's input, an array shared with NumPy). A copy made on
-    another stream, inside another dispatch mode or CUDA graph capture is not used either: see `surroundings`. What is
-    not seen is a write into an activation behind autograd's back, through `.data`, between two layers that read it.
+    into without autograd noticing (a receive buffer, a CUDA graph's input, an array shared with NumPy). A copy is not
+    used once the tensor has another version, `grad_fn` or memory, nor on another stream, inside another dispatch mode
+    or CUDA graph capture: see `surroundings`.
+
+    The limit is that of autograd itself, which saves tensors by reference: a write into an activation that PyTorch does
+    not report (through `.data`, NumPy or a custom kernel), between two layers that read it, is not seen. PyTorch's own
+    gradients of the first layer are wrong then.
 
     Under torch.compile the graph of a training step merges equal `quantize` calls instead.
     """
 
     def __init__(self) -> None:
-        self._entry: tuple[weakref.ref[Tensor], tuple[Any, ...], dict[Any, _Forms]] | None = None
+        self._entry: tuple[weakref.ref[Tensor], _Read] | None = None
 
     def quantized(self, owner: Tensor, x_MK: Tensor, recipe: Recipe, wants_kept: bool, past: Past | None) -> "_Forms":
         """`_quantized_input(x_MK, …)`, where x_MK is the matrix view of `owner`."""
         amax = None if past is None else past.amax(X, x_MK)
         if torch.compiler.is_compiling() or owner.grad_fn is None or torch.is_inference_mode_enabled():
             return _quantized_input(x_MK, recipe, wants_kept, amax)
-        state = (owner._version, *surroundings(owner))
+        state = (
+            owner._version, owner.grad_fn, owner.untyped_storage()._cdata, owner.storage_offset(), owner.shape,
+            owner.stride(), owner.dtype, *surroundings(owner),
+        )  # fmt: skip
         entry = self._entry
-        if entry is None or entry[0]() is not owner or entry[1] != state:
-            entry = (weakref.ref(owner, self._forget), state, {})
-            self._entry = entry
-        forms = entry[2]
+        if entry is None or entry[0]() is not owner or entry[1].state != state:
+            read = _Read(state, StorageWeakRef(owner.untyped_storage()))
+            entry = self._entry = weakref.ref(owner, lambda _: read.forget()), read
+        forms = entry[1].forms
         delay = None if past is None else (past.history.passes, past.history.margin)
         both, only = (recipe.x, recipe.wgrad_x, delay), (recipe.x, None, delay)
         wanted = both if wants_kept else only if only in forms else both
@@ -279,10 +313,6 @@ class _LastInput:
             wanted = both if wants_kept else only
             forms[wanted] = _quantized_input(x_MK, recipe, wants_kept, amax)
         return forms[wanted]
-
-    def _forget(self, dead: weakref.ref[Tensor]) -> None:
-        if self._entry is not None and self._entry[0] is dead:
-            self._entry = None
 
 
 _LAST_INPUT = _LastInput()

@@ -38,8 +38,9 @@ class Precision:
         states: Moments of AdamW, `"fp32"` or `"fp8"`; and
         master: its fp32 masters of 16-bit parameters, `"fp32"` (a copy), `"remainder"` (of bf16 ones: the 16 bits they
             lack) or `"none"`. Read by the trainer; your own loop makes its optimizer itself, with `octavo.AdamW`.
-        keep_weights: Keep the FP8 form of each weight until it changes, for many small micro-batches per optimizer
-            step: 2 bytes per parameter on a GPU.
+        keep_weights: Quantize each weight once per forward and backward, and once for all micro-batches inside
+            `octavo.nn.accumulating`: for many small micro-batches per optimizer step, at 2 bytes per parameter on a
+            GPU.
 
     Raises:
         ValueError: For an unknown value, naming the nearest known one, or a number below 0.

@@ -168,7 +168,9 @@ class PrecisionConfig(Section):
     min_features: Annotated[int, Field(ge=0)] = 0
     """Smallest in_features and out_features of a linear layer to convert."""
     keep_weights: bool = False
-    """Keep FP8 forms of the weights from one micro-batch to the next (2 bytes per parameter): for small ones."""
+    """Quantize weights once for all micro-batches of a step (2 bytes per parameter on a GPU): for small ones.
+
+    No effect on weights that FSDP shards."""
     parameters: Literal["bf16", "fp32", "fp16"] = "bf16"
     """Type of the model's parameters. With fp32 the forward runs under bf16 autocast."""
     master: Literal["fp32", "remainder", "none"] | None = None

@@ -29,7 +29,7 @@ from octavo._version import __version__
 from octavo.inspect.autopilot import Autopilot, Move
 from octavo.inspect.deciding import convert as convert_by_cost
 from octavo.inspect.watch import Watch
-from octavo.nn import Report, convert, report
+from octavo.nn import Report, accumulating, convert, report
 from octavo.numerics.plan import Plan
 from octavo.parallel import parallelize
 from octavo.parallel.parallelize import make_mesh
@@ -244,12 +244,13 @@ class Trainer:
         _seed_step(self.config.run.seed, self.step, self.ranks.rank)
         total = torch.zeros((), device=self._device)
         parts = self.config.optim.micro_batches
-        for number, (part_inputs, part_targets) in enumerate(
-            zip(inputs.chunk(parts), targets.chunk(parts), strict=True), 1
-        ):
-            if isinstance(self._call, DistributedDataParallel):
-                self._call.require_backward_grad_sync = number == parts or not self.optimizer.in_place
-            total += self.accumulate(part_inputs, part_targets, targets=targets.numel())
+        with accumulating(self.model) if parts > 1 else nullcontext():
+            for number, (part_inputs, part_targets) in enumerate(
+                zip(inputs.chunk(parts), targets.chunk(parts), strict=True), 1
+            ):
+                if isinstance(self._call, DistributedDataParallel):
+                    self._call.require_backward_grad_sync = number == parts or not self.optimizer.in_place
+                total += self.accumulate(part_inputs, part_targets, targets=targets.numel())
         return total
 
     def accumulate(self, inputs: Tensor, part: Tensor, *, targets: int) -> Tensor:

@@ -1,0 +1,525 @@
+"""FP8 copies of weights that are used more than once are never stale: keep_weights and accumulating."""
+
+import copy
+import gc
+import weakref
+from contextlib import nullcontext
+from functools import cache, partial
+
+import pytest
+import torch
+import transformers.pytorch_utils
+from casts import set_copies, weight_casts
+from models import assert_same, gradients, llama
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import octavo
+from octavo.nn import accumulating
+from octavo.nn.storage import kept_for_backward
+from octavo.nn.weights import _SHARED
+from octavo.numerics import RECIPES
+
+by_recipe = pytest.mark.parametrize("name", RECIPES)
+X = torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
+
+
+def layer_of(name="rowwise", keep=True):
+    torch.manual_seed(0)
+    return octavo.convert(nn.Linear(64, 32), name, keep_weights=keep, verbose=False)
+
+
+def products(module, x=X):
+    """Y, ∂X and the gradients of the parameters."""
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    y = module(x)
+    y.square().sum().backward()
+    return {"y": y.detach(), "dx": x.grad} | gradients(module)
+
+
+def fresh(module):
+    """The same values in a model without copies."""
+    plain = copy.deepcopy(module)
+    for part in plain.modules():
+        vars(part).pop("keeps_weight", None)
+    return plain
+
+
+def casts_of(layer, *, backward=True):
+    x = X.clone().requires_grad_()
+    with weight_casts(layer.weight) as found:
+        y = layer(x)
+        if backward:
+            y.sum().backward()
+    return len(found)
+
+
+# --- how often weights are quantized ---
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@by_recipe
+def test_a_kept_weight_is_quantized_once_per_pass_and_once_in_all_while_accumulating(name, gpu, monkeypatch):
+    set_copies(monkeypatch, gpu)
+    layer, plain = layer_of(name), layer_of(name, keep=False)
+    once = 1 if RECIPES[name].dgrad_w == RECIPES[name].w or gpu else 2
+    assert [casts_of(plain) for _ in range(2)] == [2, 2]
+    assert [casts_of(layer) for _ in range(2)] == [once, once]
+    with accumulating(layer):
+        assert [casts_of(layer) for _ in range(3)] == [once, 0, 0]
+    assert casts_of(layer, backward=False) <= once
+    assert_same(products(plain), products(layer))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_one_byte_per_parameter_is_saved_for_backward(gpu, monkeypatch):
+    set_copies(monkeypatch, gpu)
+    saved = []
+    for keep in (False, True):
+        with kept_for_backward(layer := layer_of(keep=keep)) as kept:
+            y = layer(X.clone().requires_grad_())
+        assert y.requires_grad
+        saved.append(kept.by_dtype[torch.float8_e4m3fn])
+    assert saved[1] - saved[0] == layer.weight.numel()
+
+
+def test_a_frozen_input_keeps_no_weight():
+    layer = layer_of()
+    with kept_for_backward(layer) as kept:
+        layer(X)
+    assert kept.by_dtype[torch.float8_e4m3fn] == X.numel()
+
+
+def test_accumulating_leaves_nothing_behind():
+    layer = layer_of()
+    with accumulating(layer):
+        layer(X)
+        (shared,) = _SHARED.values()
+        copies = weakref.ref(next(iter(shared.casts.values()))[2][0].data)
+        del shared
+    gc.collect()
+    assert copies() is None and not _SHARED and not weakref.getweakrefs(layer.weight)
+    with pytest.raises(ZeroDivisionError), accumulating(layer):
+        layer(X)
+        _ = 1 / 0
+    assert not _SHARED
+
+
+def test_accumulating_nests():
+    layer = layer_of()
+    with accumulating(layer):
+        casts_of(layer)
+        with accumulating(nn.Sequential(layer)):
+            assert casts_of(layer) == 0
+        assert casts_of(layer) == 0
+    assert not _SHARED
+
+
+def test_a_weight_of_gpt2_is_shared_through_its_transposed_view():
+    layer = octavo.convert(transformers.pytorch_utils.Conv1D(32, 64), keep_weights=True, verbose=False)
+    with accumulating(layer), weight_casts(layer.weight.t()) as casts:
+        for _ in range(3):
+            found = products(layer)
+    assert len(casts) == 1
+    assert_same(products(fresh(layer)), found)
+
+
+def test_tied_weights_share_one_copy_per_recipe():
+    first, second, third = (layer_of(name) for name in ("rowwise", "rowwise", "tensorwise"))
+    third.weight = second.weight = first.weight
+    with accumulating(nn.ModuleList([first, second, third])):
+        assert [casts_of(layer) for layer in (first, second, third, first, third)] == [1, 0, 1, 0, 0]
+
+
+# --- equal losses ---
+
+
+def losses(
+    name, keep, micros=2, accumulate=False, checkpointing=None, optimizer=torch.optim.AdamW, steps=20, **options
+):
+    """Of a small model; with the parameters at the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    octavo.convert(model, name, keep_weights=keep, verbose=False)
+    stepper = optimizer(model.parameters(), **{"lr": 1e-2, **options})
+    generator, found = torch.Generator().manual_seed(3), []
+    for _ in range(steps):
+        with accumulating(model) if accumulate else nullcontext():
+            for _ in range(micros):
+                x = torch.randn(16, 64, generator=generator)
+                y = checkpointing(model, x.requires_grad_()) if checkpointing else model(x)
+                loss = (y - x.roll(1, 1)).square().mean() / micros
+                loss.backward()
+                found.append(loss.item())
+        stepper.step()
+        stepper.zero_grad()
+    return found, [p.detach().clone() for p in model.parameters()]
+
+
+def assert_equal_losses(one, other):
+    assert one[0] == other[0]
+    assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+
+
+without_copies = cache(partial(losses, keep=False))
+
+
+@pytest.mark.parametrize("name, gpu", [*((name, False) for name in RECIPES), ("rowwise", True), ("blockwise", True)])
+def test_losses_are_equal_with_and_without(name, gpu, monkeypatch):
+    without = without_copies(name)
+    set_copies(monkeypatch, gpu)
+    for accumulate in (False, True):
+        assert_equal_losses(without, losses(name, True, accumulate=accumulate))
+
+
+def selective(model, x):
+    policy = [torch.ops.octavo.quantize.default]
+    return checkpoint(
+        model, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+    )  # fmt: skip
+
+
+CHECKPOINTS = {
+    "reentrant": lambda model, x: checkpoint(model, x, use_reentrant=True),
+    "full": lambda model, x: checkpoint(model, x, use_reentrant=False),
+    "selective": selective,
+}
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("name", ["rowwise", "blockwise"])
+def test_losses_are_equal_under_activation_checkpointing(name, kind):
+    without = without_copies(name, steps=5)
+    for accumulate in (False, True):
+        assert_equal_losses(
+            without, losses(name, True, accumulate=accumulate, checkpointing=CHECKPOINTS[kind], steps=5)
+        )
+
+
+class DataSGD(torch.optim.Optimizer):
+    """Writes through `.data`, as optimizers did once: no version changes."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad.data, alpha=-group["lr"])
+
+
+OPTIMIZERS = {
+    "data": (DataSGD, {}), "foreach": (torch.optim.AdamW, {"foreach": True}),
+    "fused": (torch.optim.AdamW, {"fused": True}), "octavo": (octavo.AdamW, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_losses_are_equal_with_any_optimizer(kind):
+    optimizer, options = OPTIMIZERS[kind]
+    without = losses("rowwise", False, optimizer=optimizer, **options)
+    for accumulate in (False, True):
+        assert_equal_losses(without, losses("rowwise", True, accumulate=accumulate, optimizer=optimizer, **options))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_may_step_inside_accumulating(kind):
+    optimizer, options = OPTIMIZERS[kind]
+    found = []
+    for keep in (False, True):
+        layer = layer_of(keep=keep)
+        stepper = optimizer(layer.parameters(), lr=1e-2, **options)
+        with accumulating(layer):
+            for _ in range(4):
+                found.append(products(layer))
+                stepper.step()
+    for without, with_copies in zip(found[:4], found[4:], strict=True):
+        assert_same(without, with_copies)
+    assert not torch.equal(found[0]["y"], found[3]["y"])
+
+
+# --- writes that nothing reports ---
+
+
+def released(layer):
+    values = 3 * layer.weight.detach().clone()
+    storage = layer.weight.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(size)
+    layer.weight.data.copy_(values)
+
+
+def gathered(layer):
+    values = 3 * layer.weight.detach().clone()
+    layer.weight.data = torch.empty(0)
+    layer.weight.data = values
+
+
+def by_numpy(layer):
+    layer.weight.detach().numpy()[:] *= 3
+
+
+def preserved(layer):
+    """As FSDP2 refills a parameter."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(layer.weight):
+        layer.weight.mul_(3)
+
+
+def averaged(layer):
+    average = AveragedModel(layer, avg_fn=lambda a, b, n: 3 * b)
+    average.update_parameters(layer)
+    average.update_parameters(layer)
+    for p, q in zip(layer.parameters(), average.parameters(), strict=True):
+        p.data.copy_(q.data)
+
+
+UNREPORTED = {
+    "data": lambda layer: layer.weight.data.mul_(3), "numpy": by_numpy, "preserved": preserved,
+    "averaged": averaged,
+}  # fmt: skip
+
+
+def in_place(layer):
+    with torch.no_grad():
+        layer.weight.mul_(3)
+
+
+def swapped(layer):
+    torch.utils.swap_tensors(layer.weight, nn.Parameter(3 * layer.weight.detach()))
+
+
+def assigned(layer):
+    layer.load_state_dict({name: 3 * value for name, value in layer.state_dict().items()}, assign=True)
+
+
+def moved(layer):
+    layer.to(torch.bfloat16).to(torch.float32)
+
+
+REPORTED = {
+    "in place": in_place, "detached": lambda layer: layer.weight.detach().mul_(3), "gathered": gathered,
+    "load": lambda layer: layer.load_state_dict({name: 3 * value for name, value in layer.state_dict().items()}),
+    "assigned": assigned, "swapped": swapped, "moved": moved,
+    "set": lambda layer: setattr(layer, "weight", nn.Parameter(3 * layer.weight.detach())),
+}  # fmt: skip
+
+
+WRITES = UNREPORTED | REPORTED | {"released": released, "swapped": swapped}
+
+
+@by_recipe
+@pytest.mark.parametrize("kind", WRITES)
+def test_any_write_between_passes_is_seen(name, kind):
+    layer = layer_of(name)
+    before = products(layer)
+    for _ in range(3):
+        WRITES[kind](layer)
+        expected, after = products(fresh(layer)), products(layer)
+        assert_same(expected, after)
+        assert not torch.equal(after["y"], before["y"])
+
+
+@pytest.mark.parametrize("kind", REPORTED)
+def test_a_reported_write_is_seen_while_accumulating(kind):
+    layer = layer_of()
+    with accumulating(layer):
+        before = products(layer)
+        for _ in range(3):
+            REPORTED[kind](layer)
+            after = products(layer)
+            assert_same(products(fresh(layer)), after)
+            assert not torch.equal(after["y"], before["y"])
+
+
+@pytest.mark.parametrize("kind", UNREPORTED)
+@pytest.mark.parametrize("name", ["rowwise", "tensorwise", "blockwise"])
+def test_an_unreported_write_while_accumulating_raises(name, kind):
+    model = nn.Sequential(layer_of(name), nn.ReLU())
+    with pytest.raises(RuntimeError, match=r"1 weights changed inside octavo.nn.accumulating.*\(first: '0'\)"):
+        with accumulating(model):
+            model(X)
+            UNREPORTED[kind](model[0])
+            model(X)
+    assert not _SHARED
+    assert_same(products(fresh(model)), products(model))
+
+
+def test_memory_released_and_filled_again_while_accumulating_is_seen_or_raises():
+    """It is seen where the memory is elsewhere then."""
+    for _ in range(20):
+        layer, raised, after = layer_of(), False, None
+        try:
+            with accumulating(layer):
+                products(layer)
+                released(layer)
+                after = products(layer)
+        except RuntimeError:
+            raised = True
+        assert after is not None
+        assert raised or torch.equal(after["y"], products(fresh(layer))["y"])
+
+
+def test_an_unreported_write_before_a_step_raises():
+    layer = layer_of()
+    stepper = torch.optim.SGD(layer.parameters(), lr=1e-2)
+    with accumulating(layer):
+        products(layer)
+        layer.weight.data.mul_(2)
+        with pytest.raises(RuntimeError, match="PyTorch did not report it"):
+            stepper.step()
+        layer.weight.data.div_(2)
+
+
+def test_swapping_the_tensors_of_a_module_works_after_accumulating():
+    """`swap_tensors` refuses parameters with weak references."""
+    layer = layer_of()
+    with accumulating(layer):
+        products(layer)
+    swapped(layer)
+    assert_same(products(fresh(layer)), products(layer))
+
+
+def test_views_of_one_buffer_have_copies_of_their_own():
+    layers = nn.ModuleList(layer_of() for _ in range(3))
+    flat = torch.randn(3, 32, 64)
+    for layer, values in zip(layers, flat, strict=True):
+        layer.weight = nn.Parameter(values)
+    base = nn.Parameter(flat.clone())
+    with accumulating(layers):
+        for _ in range(2):
+            for layer in layers:
+                assert_same(products(fresh(layer)), products(layer))
+    views = [octavo.nn.linear(X, view, None, RECIPES["rowwise"], True) for view in base]
+    plain = [octavo.nn.linear(X, view, None, RECIPES["rowwise"]) for view in base]
+    assert all(torch.equal(a, b) for a, b in zip(views, plain, strict=True))
+
+
+def test_views_of_a_shared_parameter_have_copies_of_their_own():
+    """The owner of the memory is a converted layer's weight, and other layers read parts of it."""
+    owner = octavo.convert(nn.Linear(64, 64), keep_weights=True, verbose=False)
+    recipe = RECIPES["rowwise"]
+    with accumulating(owner):
+        owner(X)
+        for _ in range(2):
+            for rows in (slice(0, 32), slice(32, 64), slice(0, 64, 2)):
+                part = owner.weight[rows]
+                assert torch.equal(
+                    octavo.nn.linear(X, part, None, recipe, True), octavo.nn.linear(X, part.detach(), None, recipe)
+                )
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_functional_call_uses_the_tensors_that_it_is_given(accumulate):
+    layer = layer_of()
+    other = {name: 3 * p.detach() for name, p in layer.named_parameters()}
+    with accumulating(layer) if accumulate else nullcontext():
+        before = layer(X)
+        called = torch.func.functional_call(layer, other, (X,))
+        again = layer(X)
+    assert torch.equal(before, again) and not torch.equal(before, called)
+    layer.load_state_dict(other)
+    assert torch.equal(fresh(layer)(X), called)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@by_recipe
+def test_a_weight_changed_between_forward_and_backward_is_refused(name, accumulate):
+    layer = layer_of(name)
+    with accumulating(layer) if accumulate else nullcontext():
+        y = layer(X.clone().requires_grad_())
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_a_changed_recipe_is_used_at_once():
+    model = nn.Sequential(layer_of())
+    with accumulating(model):
+        products(model)
+        octavo.nn.change_recipe(model, "0", "tensorwise", reason="a test")
+        assert_same(products(fresh(model)), products(model))
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, Mode])
+def test_copies_are_not_shared_with_inference_mode_or_a_dispatch_mode(context):
+    layer = layer_of()
+    with accumulating(layer):
+        with context():
+            assert casts_of(layer, backward=False) > 0
+        assert casts_of(layer) == 1
+        with context():
+            assert casts_of(layer, backward=False) > 0
+
+
+@pytest.mark.parametrize("around", [(None, 7, False), (None, 0, True)], ids=["stream", "capture"])
+def test_copies_are_not_shared_with_another_stream_or_a_graph_capture(around, monkeypatch):
+    layer = layer_of()
+    monkeypatch.setattr("octavo.nn.weights.surroundings", lambda w: (None, 0, False))
+    with accumulating(layer):
+        assert casts_of(layer) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr("octavo.nn.weights.surroundings", lambda w: around)
+            assert casts_of(layer) == 1
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_saved_copies_go_through_offload_hooks(accumulate):
+    layer = layer_of()
+    plain = products(fresh(layer))
+    with accumulating(layer) if accumulate else nullcontext():
+        for _ in range(2):
+            with torch.autograd.graph.save_on_cpu():
+                assert_same(plain, products(layer))
+
+
+def test_a_second_backward_reads_the_same_copy():
+    found = []
+    for layer in (layer_of(), layer_of(keep=False)):
+        x = X.clone().requires_grad_()
+        y = layer(x).sum()
+        y.backward(retain_graph=True)
+        y.backward()
+        found.append(gradients(layer) | {"x": x.grad})
+    assert_same(*found)
+
+
+def test_evaluation_inside_and_outside_of_accumulating():
+    layer = layer_of()
+    plain = fresh(layer)
+    with torch.no_grad(), accumulating(layer):
+        assert torch.equal(layer(X), plain(X))
+    with accumulating(layer):
+        with torch.no_grad():
+            layer(X)
+        found = products(layer)
+    assert_same(products(plain), found)
+
+
+def test_a_compiled_model_quantizes_where_it_uses():
+    layer, plain = layer_of(), layer_of(keep=False)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with accumulating(layer):
+        for _ in range(2):
+            assert torch.equal(compiled(X), plain(X))
+
+
+def test_a_llama_accumulates():
+    found = []
+    for keep in (False, True):
+        model = octavo.convert(llama(), keep_weights=keep, activations="fp8", verbose=False)
+        tokens = torch.randint(128, (2, 16), generator=torch.Generator().manual_seed(0))
+        with accumulating(model):
+            for _ in range(2):
+                model(tokens, labels=tokens).loss.backward()
+        found.append(gradients(model))
+    assert_same(*found)
