@@ -4,10 +4,17 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PEERS  := torchao
 TRITON := 3.6
-PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# The oldest release of torch that pyproject.toml allows and the newest that is tested, with what each is tested with.
+TORCHES := 2.11.0 2.14.1
+WITH_2.11.0 := triton==3.6.0 'numpy<2.3'
+WITH_2.14.1 := triton==3.8.0
+# Tests of the library alone: they start no trainer.
+LIBRARY := runtime numerics kernels nn optim comm parallel inspect planner
+QUIET  := --quiet --disable-pip-version-check
+PIP    := $(BIN)/python -m pip $(QUIET)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint sass gpu bench clean
+.PHONY: help setup demo test test-slow test-versions lint sass gpu bench clean
 
 help:            ## List what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -33,6 +40,13 @@ $(VENV)/.triton-$(TRITON): $(VENV)/.developer
 	@$(PIP) install --no-deps --upgrade --target $(VENV)/triton-$(TRITON) triton==$(TRITON).0
 	@touch $@
 
+$(VENV)/torch-%/.ready: pyproject.toml
+	@echo "installing torch $* and what the tests need into $(@D) (gigabytes, once) ..."
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip $(QUIET) install --upgrade 'pip>=25.1'
+	@$(@D)/bin/python -m pip $(QUIET) install --no-compile torch==$* $(WITH_$*) --editable '.[train]' --group test
+	@touch $@
+
 setup: $(VENV)/.developer  ## Make .venv with everything a developer needs
 
 demo: $(VENV)/.user  ## Train a small Llama in BF16 and in FP8 and compare them (a few minutes on 2 cores)
@@ -48,6 +62,13 @@ test: lint  ## Lint, type-check, and run the tests
 
 test-slow: $(VENV)/.peers $(VENV)/.triton-$(TRITON) lint  ## All tests, with the slow ones, torchao and an older Triton
 	@$(BIN)/python -m pytest -n 2 -m 'not gpu'
+
+test-versions: $(TORCHES:%=$(VENV)/torch-%/.ready)  ## The library's tests on the oldest and the newest torch (downloads GBs)
+	@failed=; for torch in $(TORCHES); do \
+	  echo "torch $$torch:"; \
+	  $(VENV)/torch-$$torch/bin/python -m pytest -n 2 $(LIBRARY:%=tests/%) || failed="$$failed $$torch"; \
+	done; \
+	test -z "$$failed" || { echo "tests fail on torch$$failed"; exit 1; }
 
 sass: $(VENV)/.triton-$(TRITON)  ## What Triton's compilers make of each kernel, for four GPUs; needs none (minutes)
 	@$(BIN)/python -m benchmarks sass

@@ -13,6 +13,7 @@ import octavo
 SOURCE = Path(octavo.__file__).parent
 LEVELS = {
     "_version": 0,
+    "runtime": 0,
     "numerics": 0,
     "tensor": 1,
     "kernels": 2,

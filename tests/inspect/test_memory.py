@@ -34,7 +34,7 @@ def batch(rows=4, length=128):
 
 def allocated(step):
     """The largest sum of what PyTorch's CPU allocator hands out while a step runs."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = most = 0

@@ -1,10 +1,12 @@
 """What is kept for backward: counted once by storage, with its owner and the operation that saved it."""
 
+from functools import partial
+
 import pytest
 import torch
 from models import MLP, llama
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import octavo
 from octavo.nn.storage import audit, kept_by_layer, kept_for_backward
@@ -90,3 +92,12 @@ def test_printed_with_like_rows_in_one():
     assert "model.layers.{0-3}.mlp.act_fn" in text
     assert "Silu" in text
     assert text.splitlines()[-1].endswith("in all")
+
+
+def test_selective_checkpointing_does_not_take_the_count_for_hooks_of_the_user():
+    """torch 2.14 warns of those, as it is to pass what it holds through them."""
+    model = MLP()
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    with kept_for_backward(model) as kept:
+        checkpoint(model, torch.ones(3, 64, requires_grad=True) * 1, use_reentrant=False, context_fn=contexts)
+    assert kept.bytes == 3 * 64 * 4

@@ -28,6 +28,7 @@ from octavo.nn.gathered import GatheredWeight, ShardedWeight
 from octavo.nn.linear import SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import TENSOR, QuantSpec
+from octavo.runtime.torch_compat import in_backward
 from octavo.tensor import ScaledTensor
 
 Factors = list[Tensor | None]
@@ -84,7 +85,7 @@ class Sample:
     def _before(self, layer: Layer) -> Callable[..., None]:
         def count_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
             x = _input(args, kwargs)
-            again = torch._C._current_graph_task_id() != -1  # in backward: activation checkpointing
+            again = in_backward()  # in backward: activation checkpointing
             if x.dtype not in SUPPORTED_DTYPES or (again and layer.name in self._waiting):
                 return
             with torch.no_grad(), _disable_current_modes():

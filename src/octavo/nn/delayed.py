@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from octavo.kernels.quantize.reference import scale_of
 from octavo.nn.switch import SWITCH
 from octavo.numerics.recipe import Recipe
+from octavo.runtime.torch_compat import in_backward
 
 X, G = 0, 1
 """Operands that have a history."""
@@ -70,7 +71,7 @@ class History:
     @property
     def ended(self) -> bool:
         """Whether the next forward begins a new pass."""
-        return self.closed and torch._C._current_graph_task_id() == -1  # in a backward, it is one of the same
+        return self.closed and not in_backward()  # in a backward, it is one of the same
 
     def begin(self) -> None:
         """Let a pass that has ended be one of those before."""

@@ -50,6 +50,7 @@ from octavo.nn.switch import SWITCH
 from octavo.nn.weights import cast_weight, keeps_weight
 from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.numerics.spec import QuantSpec
+from octavo.runtime.torch_compat import autocast_dtype
 from octavo.tensor import ScaledTensor
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,15 +107,13 @@ def linear(
         raise ValueError(
             f"linear: the input's last dimension is in_features = {weight.shape[1]}; got shape {tuple(input.shape)}"
         )
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        out_dtype = torch.get_autocast_dtype(device_type)
-    elif input.dtype != weight.dtype:
+    autocast = autocast_dtype(device_type)
+    if autocast is None and input.dtype != weight.dtype:
         raise ValueError(
             f"linear: input is {input.dtype} but weight is {weight.dtype}; cast one of them, or run under "
             f"torch.autocast({device_type!r}, dtype=torch.bfloat16)"
         )
-    else:
-        out_dtype = input.dtype
+    out_dtype = input.dtype if autocast is None else autocast
     x_MK = input.reshape(math.prod(input.shape[:-1]), weight.shape[1])
     wants_kept = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
     source = source_of(input) if wants_kept else None

@@ -18,7 +18,6 @@ by the number of tokens beforehand, which a loss scale, known in backward only, 
 Where liger-kernel is installed and the tensors are on a GPU its fused kernel does the same work (`backend="auto"`).
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -28,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.numerics.names import nearest
+from octavo.runtime.torch_compat import autocast_dtype, without_autocast
 
 MOST_CHUNKS = 32
 """Largest number of chunks; more would make products too small, and round the gradient of a bf16 weight too often."""
@@ -109,7 +109,7 @@ class _Chunked(torch.autograd.Function):
         dh_TD = torch.empty_like(h_TD, dtype=dtype) if needs_h else None
         dw_VD = torch.zeros_like(w_VD, dtype=_sum_dtype(w_VD.dtype)) if needs_w else None
         db_V = torch.zeros_like(total).expand(w_VD.shape[0]).clone() if needs_b else None
-        with _without_autocast(h_TD.device.type):
+        with without_autocast(h_TD.device.type):
             w = w_VD.to(dtype)
             for start in range(0, h_TD.shape[0], rows):
                 h = h_TD[start : start + rows].to(dtype)
@@ -201,15 +201,11 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """On meta, for one, there is no autocast to switch off."""
-    return torch.autocast(device_type, enabled=False) if torch.amp.is_autocast_available(device_type) else nullcontext()
-
-
 def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     device_type = hidden.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
+    autocast = autocast_dtype(device_type)
+    if autocast is not None:
+        return autocast
     if hidden.dtype != weight.dtype:
         raise ValueError(
             f"linear_cross_entropy: hidden is {hidden.dtype} but weight is {weight.dtype}; cast one of them, or run "

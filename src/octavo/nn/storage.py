@@ -21,6 +21,7 @@ from octavo.nn.activations import observer
 from octavo.nn.gathered import GatheredWeight
 from octavo.nn.saved_tensors import Saved
 from octavo.numerics.names import merged, pattern
+from octavo.runtime.torch_compat import own_saved_tensors_hooks
 from octavo.tensor import plain
 
 
@@ -131,14 +132,14 @@ def kept_for_backward(model: nn.Module, *, owners: bool = False) -> Iterator[Kep
         key = _key(tensor)
         if sharded and key not in own and key not in kept.holdings:
             own.update(_own(model))  # FSDP has gathered parameters since
-        if key not in own and key not in kept.holdings:
-            size = tensor.untyped_storage().nbytes()
+        size = tensor.untyped_storage().nbytes()
+        if size and key not in own and key not in kept.holdings:
             kept.holdings[key] = Holding(bytes=size, dtype=tensor.dtype, shape=tuple(tensor.shape), owner=running[-1])
         return tensor
 
     handles = list(_followed(model, running)) if owners else []
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with own_saved_tensors_hooks(pack, lambda tensor: tensor):
             yield kept
     finally:
         for handle in handles:

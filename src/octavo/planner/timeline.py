@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from octavo.runtime.torch_compat import in_backward
+
 GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
 OF_BLOCKS = "gradients of blocks"
 """Gradients of what belongs to a block, where these are told from the rest's."""
@@ -166,7 +168,7 @@ class Timeline(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # it takes itself apart, and what it holds comes by here
-        backward = torch._C._current_graph_task_id() != -1
+        backward = in_backward()
         if backward and not self._in_backward:
             for number in self._alive:
                 self._kinds.setdefault(number, ACTIVATIONS)

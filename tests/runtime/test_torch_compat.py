@@ -1,0 +1,75 @@
+"""The shim around torch acts alike on every supported release."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from octavo.runtime.torch_compat import autocast_dtype, in_backward, own_saved_tensors_hooks, without_autocast
+from releases import requires_torch
+
+
+def test_autocast_is_off_on_or_not_there():
+    assert autocast_dtype("cpu") is None
+    assert autocast_dtype("meta") is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert autocast_dtype("cpu") == torch.bfloat16
+        with without_autocast("cpu"), without_autocast("meta"):
+            assert autocast_dtype("cpu") is None
+
+
+def test_a_compiled_graph_follows_autocast():
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def cast(x):
+        return x.to(autocast_dtype(x.device.type) or x.dtype)
+
+    x = torch.ones(2)
+    assert cast(x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cast(x).dtype == torch.bfloat16
+    assert cast(x).dtype == torch.float32
+
+
+def test_backward_is_known_from_inside():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(in_backward()))
+    x.sum().backward()
+    assert seen == [True] and not in_backward()
+
+
+def selective(x):
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    return checkpoint(lambda x: (x @ x).sin().sum(), x, use_reentrant=False, context_fn=contexts)
+
+
+def unchanged(x):
+    return x
+
+
+def test_selective_checkpointing_looks_past_own_hooks():
+    x = torch.randn(4, 4, requires_grad=True)
+    expected = torch.autograd.grad(selective(x), x)[0]
+    packed = []
+    outer = own_saved_tensors_hooks(unchanged, unchanged)
+    inner = own_saved_tensors_hooks(lambda t: packed.append(t) or t, unchanged)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with outer, inner:
+            assert inner.in_force and not outer.in_force
+            loss = selective(x)
+    assert packed, "plain saved tensors go through them"
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
+@requires_torch("2.14", "older releases do not tell selective checkpointing of hooks")
+def test_hooks_of_the_user_are_seen_through_own_ones():
+    x = torch.randn(4, 4, requires_grad=True)
+    own = own_saved_tensors_hooks(unchanged, unchanged)
+    with saved_tensors_hooks(unchanged, unchanged), own, pytest.warns(FutureWarning, match="saved_tensors_hooks"):
+        selective(x)
