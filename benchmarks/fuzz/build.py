@@ -25,19 +25,25 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Residual(nn.Module):
-    """x + f(x) in several ways; `drop` leaves f out at random, by torch.rand."""
+    """x + f(x) in several ways; `drop` leaves f out at random, by torch.rand. Keeps a loss where it `records`."""
+
+    aux: Tensor | None
 
     def __init__(self, width: int, part: Part) -> None:
         super().__init__()
         self.form, self.inner = part.get("form", "plain"), module(width, part["of"])
         start = {"rezero": 0.1, "scaled": 0.5, "sigmoid": 3.0}.get(self.form)
         self.scale = None if start is None else nn.Parameter(torch.full((1,), start))
+        self.records, self.calls, self.aux = part.get("records", False), 0, None
 
     def forward(self, x: Tensor) -> Tensor:
         """[B,T,W] to [B,T,W]."""
         if self.form == "drop" and self.training and torch.rand(()) < 0.4:
             return x
         y = self.inner(x)
+        if self.records:
+            self.calls += 1
+            self.aux = y.float().pow(2).sum()
         if self.form == "sigmoid":
             assert self.scale is not None
             return x + torch.sigmoid(self.scale) * y
@@ -240,9 +246,8 @@ def run(model: nn.Module, case: Case, x: Tensor, *, autocast: bool = False, call
     x = x.clone().requires_grad_(not case.get("input_frozen"))
     torch.manual_seed(case.get("seed", 0) + 2)
     model.zero_grad()
-    for m in model.modules():
-        if isinstance(m, modules.Gate):
-            m.collected.clear()
+    for m in _gates(model):
+        m.collected.clear()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), mutated(model, case):
         y = model(x) if call is None else call(model, x)
         random = torch.random.get_rng_state()
@@ -258,17 +263,21 @@ def run(model: nn.Module, case: Case, x: Tensor, *, autocast: bool = False, call
 
 
 def _auxiliary(model: nn.Module) -> list[Tensor]:
-    gates = [m for m in model.modules() if isinstance(m, modules.Gate)]
-    return [loss for m in gates for loss in (*([] if m.aux is None else [m.aux]), *m.collected)]
+    losses = [getattr(m, "aux", None) for m in model.modules()]
+    return [loss for loss in losses if loss is not None] + [t for m in _gates(model) for t in m.collected]
+
+
+def _gates(model: nn.Module) -> list[modules.Gate]:
+    return [m for m in model.modules() if isinstance(m, modules.Gate)]
 
 
 def _effects(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {f"buffer {name}": value.clone() for name, value in model.named_buffers()}
     for name, m in model.named_modules():
-        if isinstance(m, modules.Gate):
+        if hasattr(m, "calls"):
             found[f"calls of {name}"] = m.calls
-            found[f"losses of {name}"] = torch.stack([t.detach() for t in _auxiliary(m)] or [torch.zeros(())])
-    return found
+    losses = _auxiliary(model)
+    return found | {"losses": torch.stack([t.detach() for t in losses]) if losses else torch.zeros(0)}
 
 
 def reference(model: nn.Module, case: Case) -> nn.Module:

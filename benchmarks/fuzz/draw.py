@@ -61,7 +61,7 @@ def _model(dice: Dice, *, benign: bool = False) -> Case:
     return case | {
         **dice.maybe(0.15, scale=dice.of(1e-3, 30.0, 300.0, 1e-6)),
         **dice.maybe(0.1, outliers=True),
-        **dice.maybe(0.1, mean=dice.of(1.0, 30.0, 300.0)),
+        **dice.maybe(0.15, mean=dice.of(1.0, 30.0, 300.0)),
         **dice.maybe(0.1, weight_gain=dice.of(0.1, 3.0)),
         **dice.maybe(0.1, shared=True),
         **dice.maybe(0.1, train=False),
@@ -83,7 +83,8 @@ def _part(dice: Dice, depth: int, benign: bool) -> Part:
             "hooked": ("forward", "pre", "backward", "backward_pre"), "repeat": (None,),
         }  # fmt: skip
         form = dice.of(*forms[op])
-        more = dice.maybe(0.5, inside=True) if op == "hooked" else dice.maybe(0.5, times=3) if op == "repeat" else {}
+        options = {"hooked": {"inside": True}, "repeat": {"times": 3}, "residual": {"records": True}}[op]
+        more = dice.maybe(0.0 if benign else 0.4, **options)
         return {"op": op, **({"form": form} if form else {}), **more, "of": of}
     if op == "sequence":
         norm, reader = _leaf(dice, "norm", benign), _leaf(dice, dice.of("gate", "attention", "mlp", "linear"), benign)
@@ -95,7 +96,7 @@ def _part(dice: Dice, depth: int, benign: bool) -> Part:
 
 def _leaf(dice: Dice, op: str, benign: bool) -> Part:
     if op == "norm":
-        forms = (*modules.KNOWN_NORMS, *(modules.OWN_NORMS[:2] if benign else modules.OWN_NORMS))
+        forms = (*modules.KNOWN_NORMS * 2, *(modules.OWN_NORMS[:2] if benign else modules.OWN_NORMS))
         return {"op": op, "form": dice.of(*forms), **dice.maybe(0.1, eps=dice.of(1e-5, 1e-2))}
     if op == "gate":
         forms = (*modules.KNOWN_GATES, *(modules.OWN_GATES[:3] if benign else modules.OWN_GATES))

@@ -36,7 +36,7 @@ class Reversal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """x."""
+        """X."""
         return x.view_as(x)
 
     @staticmethod

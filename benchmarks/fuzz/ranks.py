@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +19,18 @@ from benchmarks.fuzz.outcome import Invalid, Outcome, fail, of_error
 
 WORLD = 2
 _SECONDS, _AFTER_THE_FIRST = 60.0, 3.0
+WRAPPERS = ("fully_shard", "parallelize")
+"""Those that run on ranks."""
 Job = Callable[[Case], Outcome]
 Defect = Callable[[], AbstractContextManager[Any]]
 
 DEFECTS: list[Defect] = []
 """Contexts that ranks enter around a job, functions of a module: for tests."""
+
+
+def needed(case: Case) -> bool:
+    """Whether a case runs on ranks."""
+    return case["kind"] == "comm" or case.get("wrapper") in WRAPPERS
 
 
 class Pool:
@@ -37,8 +43,7 @@ class Pool:
 
     def run(self, job: Job, case: Case) -> Outcome:
         """The worst of the outcomes of the ranks."""
-        if not self._workers:
-            self._start()
+        self.start()
         try:
             for _, connection in self._workers:
                 connection.send((job, case, list(DEFECTS)))
@@ -62,7 +67,10 @@ class Pool:
             connection.close()
         self._workers = []
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the processes, unless they are there, and wait until they are a group: before a case's time begins."""
+        if self._workers:
+            return
         context = multiprocessing.get_context("spawn")
         self._started += 1
         store = f"{self._folder.name}/store-{self._started}"
@@ -72,6 +80,8 @@ class Pool:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+        for _, connection in self._workers:
+            connection.recv()
 
     def _collect(self) -> list[Outcome]:
         left, end = {connection for _, connection in self._workers}, time.monotonic() + _SECONDS
@@ -95,8 +105,9 @@ atexit.register(POOL.kill)
 
 def _serve(connection: Connection, rank: int, store: str) -> None:
     torch.set_num_threads(1)
-    options = {"rank": rank, "world_size": WORLD, "timeout": timedelta(seconds=_SECONDS)}
-    dist.init_process_group("gloo", init_method=f"file://{Path(store)}", **options)
+    timeout = timedelta(seconds=_SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=timeout)
+    connection.send("ready")
     while True:
         try:
             job, case, defects = connection.recv()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.fuzz import ranks
 from benchmarks.fuzz.build import Case
 from benchmarks.fuzz.outcome import Invalid, Outcome, of_error
 from benchmarks.fuzz.shrink import shrink
@@ -29,10 +30,12 @@ def check(case: Case, seconds: float = SECONDS) -> Outcome:
     """Run a case of any kind."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums of more threads have another order
+    if ranks.needed(case):
+        ranks.POOL.start()
     try:
         with _limit(seconds), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return importlib.import_module(f"benchmarks.fuzz.{case['kind']}").check(case)  # type: ignore[no-any-return]
+            return importlib.import_module(f"benchmarks.fuzz.{case['kind']}").check(case)
     except Invalid as error:
         return Outcome("invalid", "", str(error))
     except _TimeLimit:

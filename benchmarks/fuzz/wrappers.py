@@ -23,7 +23,7 @@ from benchmarks.fuzz import outcome
 from benchmarks.fuzz.activations import convert, exact_run, plain_run
 from benchmarks.fuzz.build import Case, Run, build, inputs, reference, run
 from benchmarks.fuzz.outcome import PASS, WHOLE_DB, Invalid, Outcome, compare_gradients, fail, same
-from benchmarks.fuzz.ranks import POOL
+from benchmarks.fuzz.ranks import POOL, needed
 from octavo.numerics import sqnr
 
 ONE_PROCESS_DB, FP8_COMM_DB = 40.0, 25.0
@@ -35,7 +35,7 @@ def check(case: Case) -> Outcome:
     wrapper = case.get("wrapper", "checkpoint")
     if wrapper.startswith("checkpoint"):
         return _checkpoint(case)
-    if wrapper in ("fully_shard", "parallelize"):
+    if needed(case):
         return POOL.run(job, case)
     return _keep_weights(case) if wrapper == "keep_weights" else _compile(case)
 
