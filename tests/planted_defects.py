@@ -14,11 +14,11 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from benchmarks.fuzz import outcome
+from benchmarks.fuzz.modules import Gate
 from torch import nn
 
 import octavo
-from benchmarks.fuzz import outcome
-from benchmarks.fuzz.modules import Gate
 from octavo import comm
 from octavo.nn.weights import KeptWeights
 from octavo.parallel.fsdp import Fp8ReduceScatter
@@ -297,7 +297,9 @@ PLANTED = {
     "strides ignored by the optimizer": Plant("optimizer", lambda: optimizer_step(before=_memory_order), '"layout"'),
     "NaN made -0.0 by the remainder": Plant("optimizer", lambda: optimizer_step(after=_zero_for_nan), '"nan'),
     "the second moment decays as the first": Plant("optimizer", lambda: optimizer_step(before=_one_beta)),
-    "a collective that loses the last element": Plant("comm", last_element_lost, '"all_gather"', on_ranks=True, slow=True),
+    "a collective that loses the last element": Plant(
+        "comm", last_element_lost, '"all_gather"', on_ranks=True, slow=True
+    ),
     "gradients added up, not averaged": Plant(
         "wrappers", summed_not_averaged, '"fp8_comm": "on"', on_ranks=True, slow=True
     ),
