@@ -7,6 +7,8 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ def check(case: Case, seconds: float = SECONDS) -> Outcome:
     """Run a case of any kind."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums of more threads have another order
+    _import_all()
     if ranks.needed(case):
         ranks.POOL.start()
     try:
@@ -44,6 +47,15 @@ def check(case: Case, seconds: float = SECONDS) -> Outcome:
         return of_error(error)
     finally:
         torch.set_num_threads(threads)
+
+
+@cache
+def _import_all() -> None:
+    """Import what cases import, before the time of one begins: an import that is cut short may abort the process."""
+    importlib.import_module("torch._dynamo")
+    if find_spec("transformers") is not None:
+        for name in ("llama", "gemma", "t5", "phi3"):
+            importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
 def smallest(case: Case, label: str, seconds: float = 30.0) -> Case:
