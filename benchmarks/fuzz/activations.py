@@ -1,0 +1,106 @@
+"""Stored activations: `Precision(matmul="bf16", activations="fp8")` beside the plain model.
+
+The forward is bitwise the plain one's, with its side effects and random numbers. Only norms and gated MLPs known by
+their code may differ by one rounding; then outputs stay within the rounding error that the plain model has itself.
+Gradients reach `WHOLE_DB` and `EACH_DB`.
+"""
+
+import copy
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from benchmarks.fuzz import outcome
+from benchmarks.fuzz.build import Case, Run, build, inputs, knows, reference, run
+from benchmarks.fuzz.outcome import NOISE_DB, PASS, Exact, Invalid, Outcome, compare_gradients, fail, noise, same
+
+STORED = octavo.Precision(matmul="bf16", activations="fp8")
+_NOTHING = "no layer would be converted"
+_ROUNDINGS = 8.0
+"""Times the rounding error of the plain model by which a known module's rounding may move the output."""
+
+
+def check(case: Case) -> Outcome:
+    """Compare a converted model with the plain one."""
+    plain, x = build(case), inputs(case)
+    stored, exact_model = copy.deepcopy(plain), reference(copy.deepcopy(plain), case)
+    autocast = bool(case.get("autocast"))
+    expected = plain_run(plain, case, x, autocast=autocast)
+    exact, gradients = exact_run(exact_model, case, x)
+    if not convert(stored, STORED):
+        return PASS
+    with outcome.around_octavo(stored):
+        actual = run(stored, case, x, autocast=autocast)
+    found = compare_forward(case, exact, expected, actual)
+    if found.failed:
+        return found
+    noise_db = NOISE_DB[torch.bfloat16 if autocast else x.dtype]
+    return compare_gradients(gradients, expected.grads, actual.grads, noise_db)
+
+
+def exact_run(model: nn.Module, case: Case, x: Tensor) -> tuple[Run, Exact]:
+    """Run a model in float64, and once more with noise in its gradients."""
+    exact = plain_run(model, case, x.double())
+    with noise(model):
+        noised = plain_run(model, case, x.double())
+    return exact, Exact(exact.grads, noised.grads)
+
+
+def convert(model: nn.Module, precision: octavo.Precision) -> bool:
+    """`octavo.convert`; False where there is nothing to convert."""
+    try:
+        octavo.convert(model, precision=precision, verbose=False)
+    except ValueError as error:
+        if _NOTHING in str(error):
+            return False
+        raise
+    return True
+
+
+def plain_run(model: nn.Module, case: Case, x: Tensor, *, autocast: bool = False) -> Run:
+    """Run a model that is not Octavo's; raises Invalid where it cannot run, or gives what is not finite."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = run(model, case, x, autocast=autocast)
+    except (RuntimeError, ValueError, IndexError, ImportError, TypeError, AssertionError) as error:
+        raise Invalid(str(error)) from error
+    if not found.y.isfinite().all() or any(g is not None and not g.isfinite().all() for g in found.grads.values()):
+        raise Invalid("plain PyTorch gives what is not finite")
+    return found
+
+
+def compare_forward(case: Case, exact: Run, expected: Run, actual: Run) -> Outcome:
+    """Compare outputs, side effects and the state of the random generator."""
+    if not torch.equal(expected.random, actual.random):
+        return fail("random", "the random generator is in another state after the forward")
+    known = knows(case["parts"])
+    if known:
+        found = _within_rounding(exact.y, expected.y, actual.y)
+    else:
+        found = same("output", expected.y, actual.y)
+    if found is not None:
+        return fail("forward", found)
+    for name, value in expected.effects.items():
+        other = actual.effects.get(name)
+        if isinstance(value, Tensor) and isinstance(other, Tensor):
+            mismatch = _within_rounding(exact.effects[name], value, other) if known else same(name, value, other)
+        else:
+            mismatch = None if value == other else f"{name}: plain {value!r}, Octavo {other!r}"
+        if mismatch is not None:
+            return fail("side effect", f"{name}: {mismatch}")
+    return PASS
+
+
+def _within_rounding(exact: Tensor, expected: Tensor, actual: Tensor) -> str | None:
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        return f"plain {expected.dtype} {list(expected.shape)}, Octavo {actual.dtype} {list(actual.shape)}"
+    if not expected.is_floating_point():
+        return None if torch.equal(expected, actual) else "differs"
+    wide = expected.double()
+    eps = torch.finfo(expected.dtype).eps
+    allowed = _ROUNDINGS * (torch.linalg.vector_norm(wide - exact.double()) + eps * torch.linalg.vector_norm(wide))
+    off = torch.linalg.vector_norm(wide - actual.double())
+    return None if off <= allowed else f"off by {off:.3g} in norm, where rounding allows {allowed:.3g}"

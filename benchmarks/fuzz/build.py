@@ -1,0 +1,299 @@
+"""Models, inputs and runs from cases: the same case gives the same bits in every process.
+
+A case is plain data. `"parts"` are the modules of a model, one after the other, each a dictionary with an `"op"`; a
+part that holds another has it as `"of"`. Everything else has a default, the simplest value, so that a case can be
+shrunk by deleting keys.
+
+    {"kind": "activations", "seed": 3, "dtype": "bf16", "length": 17,
+     "parts": [{"op": "residual", "of": {"op": "gate", "form": "llama"}}]}
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.fuzz import attention, modules
+from benchmarks.fuzz.modules import Part
+
+Case = dict[str, Any]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Residual(nn.Module):
+    """x + f(x) in several ways; `drop` leaves f out at random, by torch.rand. Keeps a loss where it `records`."""
+
+    aux: Tensor | None
+
+    def __init__(self, width: int, part: Part) -> None:
+        super().__init__()
+        self.form, self.inner = part.get("form", "plain"), module(width, part["of"])
+        start = {"rezero": 0.1, "scaled": 0.5, "sigmoid": 3.0}.get(self.form)
+        self.scale = None if start is None else nn.Parameter(torch.full((1,), start))
+        self.records, self.calls, self.aux = part.get("records", False), 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B,T,W] to [B,T,W]."""
+        if self.form == "drop" and self.training and torch.rand(()) < 0.4:
+            return x
+        y = self.inner(x)
+        if self.records:
+            self.calls += 1
+            self.aux = y.float().pow(2).sum()
+        if self.form == "sigmoid":
+            assert self.scale is not None
+            return x + torch.sigmoid(self.scale) * y
+        if self.form == "detached":
+            return x.detach() + y
+        return x + y if self.scale is None else x + self.scale * y
+
+
+class Repeat(nn.Module):
+    """One module several times."""
+
+    def __init__(self, width: int, part: Part) -> None:
+        super().__init__()
+        self.inner, self.times = module(width, part["of"]), part.get("times", 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B,T,W] to [B,T,W]."""
+        for _ in range(self.times):
+            x = self.inner(x)
+        return x
+
+
+class View(nn.Module):
+    """A view between a producer, `of` or x itself, and a linear."""
+
+    def __init__(self, width: int, part: Part) -> None:
+        super().__init__()
+        self.form = part.get("form", "permute")
+        self.inner = module(width, part["of"]) if "of" in part else None
+        features = width // 2 if self.form == "reshape" else width
+        self.fc = nn.Linear(features, features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B,T,W] to [B,T,W]."""
+        x = x if self.inner is None else self.inner(x)
+        if self.form == "permute":
+            return self.fc(x.permute(1, 0, 2)).permute(1, 0, 2)
+        if self.form == "chunk":
+            return self.fc(torch.cat(x.chunk(2, -1)[::-1], -1))
+        if self.form == "reshape":
+            return self.fc(x.reshape(x.shape[0], -1, x.shape[2] // 2)).reshape(x.shape)
+        if self.form == "transposed_weight":
+            return x @ self.fc.weight
+        if self.form == "transposed":
+            return (self.fc.weight @ x.transpose(1, 2)).transpose(1, 2)
+        if self.form == "expand":
+            return self.fc(x[:, :1].expand(x.shape)) + x
+        if self.form == "flatten":
+            return self.fc(x.flatten(0, 1)).view(x.shape)
+        return self.fc(x[..., ::2].repeat_interleave(2, -1)[..., : x.shape[2]])
+
+
+VIEWS = ("permute", "chunk", "reshape", "transposed_weight", "transposed", "expand", "flatten", "strided")
+
+
+class Convolution(nn.Module):
+    """A short convolution over tokens, or a patch embedding of them as an image."""
+
+    def __init__(self, width: int, part: Part) -> None:
+        super().__init__()
+        self.form = part.get("form", "patch")
+        if self.form == "patch":
+            self.conv: nn.Module = nn.Conv2d(1, width, (1, width))
+        else:
+            self.conv = nn.Conv1d(width, width, 3, padding=1, groups=width if self.form == "depthwise" else 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B,T,W] to [B,T,W]."""
+        if not x.shape[1]:
+            return x
+        if self.form == "patch":
+            return self.conv(x[:, None]).squeeze(3).transpose(1, 2)
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+def _linear(width: int, part: Part) -> nn.Module:
+    fc = nn.Linear(width, width, bias=part.get("bias", True))
+    form = part.get("form")
+    if form == "weight_norm":
+        return nn.utils.parametrizations.weight_norm(fc)
+    if form == "spectral_norm":
+        return nn.utils.parametrizations.spectral_norm(fc)
+    if form == "frozen":
+        fc.requires_grad_(False)
+    if form == "transposed_weight":
+        fc.weight = nn.Parameter(fc.weight.detach().t().contiguous().t())
+    return fc
+
+
+def _hooked(width: int, part: Part) -> nn.Module:
+    inner, form = module(width, part["of"]), part.get("form", "forward")
+    target = next((m for m in inner.modules() if type(m) is nn.Linear), inner) if part.get("inside") else inner
+    if form == "forward":
+        target.register_forward_hook(lambda m, args, y: y * 0.5)
+    elif form == "pre":
+        target.register_forward_pre_hook(lambda m, args: (args[0] + 0.25,))
+    elif form == "backward":
+        target.register_full_backward_hook(lambda m, grads, _: tuple(g if g is None else g * 0.5 for g in grads))
+    else:
+        target.register_full_backward_pre_hook(lambda m, grads: tuple(g * 0.5 for g in grads))
+    return inner
+
+
+_BUILDERS: dict[str, Callable[[int, Part], nn.Module]] = {
+    "norm": modules.norm, "gate": modules.gate, "mlp": modules.mlp, "activation": lambda w, p: modules.Activation(p),
+    "module": lambda w, p: modules.ACTIVATIONS[p.get("form", "silu")](), "attention": attention.attention,
+    "residual": Residual, "repeat": Repeat, "view": View, "conv": Convolution, "linear": _linear, "hooked": _hooked,
+    "dropout": lambda w, p: nn.Dropout(p.get("p", 0.2)),
+    "sequence": lambda w, p: nn.Sequential(*(module(w, each) for each in p["parts"])),
+}  # fmt: skip
+
+
+def module(width: int, part: Part) -> nn.Module:
+    """Build one part."""
+    return _BUILDERS[part["op"]](width, part)
+
+
+def build(case: Case) -> nn.Module:
+    """Build the plain model of a case, in its dtype."""
+    torch.manual_seed(case.get("seed", 0))
+    width = case.get("width", 32)
+    model = nn.Sequential(*(module(width, part) for part in case["parts"]))
+    if case.get("shared") and len(model) > 1:  # the first module once more, at the end
+        model.append(model[0])
+    with torch.no_grad():
+        for m in model.modules():
+            if isinstance(m, nn.Linear) and case.get("weight_gain", 1.0) != 1.0:
+                m.weight.mul_(case["weight_gain"])
+    return model.to(DTYPES[case.get("dtype", "fp32")]).train(case.get("train", True))
+
+
+def inputs(case: Case) -> Tensor:
+    """The input [batch, length, width] of a case."""
+    generator = torch.Generator().manual_seed(case.get("seed", 0) + 1)
+    shape = case.get("batch", 2), case.get("length", 4), case.get("width", 32)
+    x = torch.randn(shape, generator=generator) * case.get("scale", 1.0)
+    if case.get("outliers") and x.shape[2] > 3:
+        x[..., 3] *= 100.0
+    if case.get("mean"):
+        x = x + case["mean"]
+    return x.to(DTYPES[case.get("dtype", "fp32")])
+
+
+def _modules_with_forward(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if not isinstance(m, nn.Sequential | nn.ModuleList)]
+
+
+def _plain_class(m: nn.Module) -> type:
+    return next(c for c in type(m).__mro__ if "forward" in vars(c) and not c.__module__.startswith("octavo"))
+
+
+@contextmanager
+def mutated(model: nn.Module, case: Case) -> Iterator[None]:
+    """Inside, the model is changed as a user might change it after `convert`: `"after"` of the case."""
+    with ExitStack() as stack:
+        for change in case.get("after", ()):
+            op, found = change["op"], _modules_with_forward(model)
+            m = found[change.get("index", 0) % len(found)]
+            if op == "act_fn":
+                for each in model.modules():
+                    if hasattr(each, "act_fn"):
+                        each.act_fn = nn.ReLU()
+            elif op == "dropout":
+                for each in model.modules():
+                    if isinstance(each, nn.Dropout):
+                        each.p = 0.6
+            elif op == "instance":
+                stack.enter_context(mock.patch.object(m, "forward", _halved(m.forward)))
+            elif op == "class":
+                owner = _plain_class(m)
+                stack.enter_context(mock.patch.object(owner, "forward", _halved(owner.forward)))
+            elif op == "freeze":
+                for parameter in m.parameters():
+                    parameter.requires_grad_(False)
+            elif op == "eval":
+                model.eval()
+        yield
+
+
+def _halved(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def halved(*args: Any, **kwargs: Any) -> Any:
+        y = forward(*args, **kwargs)
+        return y * 0.5 if isinstance(y, Tensor) else y
+
+    return halved
+
+
+@dataclass
+class Run:
+    """What one forward and backward gave."""
+
+    y: Tensor
+    grads: dict[str, Tensor | None]
+    random: Tensor
+    effects: dict[str, Any]
+
+
+def run(model: nn.Module, case: Case, x: Tensor, *, autocast: bool = False, call: Any = None) -> Run:
+    """One forward and backward: outputs, gradients of parameters and of x, random state, side effects."""
+    x = x.clone().requires_grad_(not case.get("input_frozen"))
+    torch.manual_seed(case.get("seed", 0) + 2)
+    model.zero_grad()
+    for m in _gates(model):
+        m.collected.clear()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), mutated(model, case):
+        y = model(x) if call is None else call(model, x)
+        random = torch.random.get_rng_state()
+        generator = torch.Generator().manual_seed(case.get("seed", 0) + 3)
+        wide = torch.promote_types(y.dtype, torch.float32)
+        loss = (y.to(wide) * torch.randn(y.shape, generator=generator)).sum() * case.get("loss_scale", 1.0)
+        for aux in _auxiliary(model):
+            loss = loss + aux.to(wide)
+        if loss.requires_grad:
+            loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()} | {"input": x.grad}
+    return Run(y.detach(), grads, random, _effects(model))
+
+
+def _auxiliary(model: nn.Module) -> list[Tensor]:
+    losses = [getattr(m, "aux", None) for m in model.modules()]
+    return [loss for loss in losses if loss is not None] + [t for m in _gates(model) for t in m.collected]
+
+
+def _gates(model: nn.Module) -> list[modules.Gate]:
+    return [m for m in model.modules() if isinstance(m, modules.Gate)]
+
+
+def _effects(model: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {f"buffer {name}": value.clone() for name, value in model.named_buffers()}
+    for name, m in model.named_modules():
+        if hasattr(m, "calls"):
+            found[f"calls of {name}"] = m.calls
+    losses = _auxiliary(model)
+    return found | {"losses": torch.stack([t.detach() for t in losses]) if losses else torch.zeros(0)}
+
+
+def reference(model: nn.Module, case: Case) -> nn.Module:
+    """Turn a copy of a plain model into float64, where what depends on the dtype does as before."""
+    for m in model.modules():
+        if hasattr(m, "as_dtype"):
+            m.as_dtype = DTYPES[case.get("dtype", "fp32")]  # type: ignore[assignment]
+    return model.double()
+
+
+def knows(case: Any) -> bool:
+    """Whether a case holds a module that Octavo knows by its code, whose forward may differ by one rounding."""
+    if isinstance(case, dict):
+        if case.get("op") == "norm" and case.get("form", "layer") in modules.KNOWN_NORMS:
+            return True
+        if case.get("op") == "gate" and case.get("form") in modules.KNOWN_GATES:
+            return True
+        return any(knows(value) for value in case.values())
+    return isinstance(case, list) and any(knows(value) for value in case)

@@ -1,0 +1,156 @@
+"""FP8 products: layers element by element beside their emulation, models beside the model of emulated layers.
+
+A layer's elements may differ from the emulation by the rounding of its dtype and of sums in float32. What is well
+scaled is compared with exact products too. In a model, roundings of single FP8 values differ and propagate; it is held
+to `WHOLE_DB` and `EACH_DB` where the emulation itself does not move as much when its input moves by a rounding.
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from benchmarks.fuzz import outcome
+from benchmarks.fuzz.activations import convert, plain_run
+from benchmarks.fuzz.build import DTYPES, Case, build, inputs, run
+from benchmarks.fuzz.emulation import emulate, gradients, quantized
+from benchmarks.fuzz.outcome import CANCELLED_DB, PASS, WHOLE_DB, Exact, Outcome, compare_gradients, fail, noise
+from octavo.numerics import RECIPES, sqnr
+
+_FEWEST = 256
+"""Elements from which on SQNR says something."""
+
+
+def check(case: Case) -> Outcome:
+    """Compare a layer, or a model."""
+    return _model(case) if case.get("form") == "model" else _layer(case)
+
+
+def _model(case: Case) -> Outcome:
+    model, x = build(case), inputs(case)
+    emulation, recipe = copy.deepcopy(model), RECIPES[case.get("recipe", "rowwise")]
+    if not convert(model, octavo.Precision(recipe=recipe.name)):
+        return PASS
+    emulate(emulation, {name for name, m in model.named_modules() if isinstance(m, octavo.nn.Linear)}, recipe)
+    expected = plain_run(emulation, case, x)
+    with noise(emulation):
+        moved = plain_run(emulation, case, (x * (1 + 2.0**-9 * torch.randn(x.shape))).to(x.dtype))
+    with outcome.around_octavo(model):
+        actual = run(model, case, x)
+    if actual.y.shape != expected.y.shape or actual.y.dtype != expected.y.dtype:
+        return fail("shape", f"output: plain {list(expected.y.shape)}, Octavo {list(actual.y.shape)}")
+    if sqnr(expected.y, moved.y) >= CANCELLED_DB and not (db := sqnr(expected.y, actual.y)) >= WHOLE_DB:
+        return fail("output", f"{db:.1f} dB beside the emulation, at least {WHOLE_DB:g} dB expected")
+    return compare_gradients(Exact(expected.grads, moved.grads), expected.grads, actual.grads, 0.0)
+
+
+def _layer(case: Case) -> Outcome:
+    recipe, dtype = RECIPES[case.get("recipe", "rowwise")], DTYPES[case.get("dtype", "fp32")]
+    torch.manual_seed(case.get("seed", 0))
+    rows, features, outputs = case.get("rows", 4), case.get("inputs", 16), case.get("outputs", 16)
+    x = _values(rows, features, case.get("x", "normal"), dtype)
+    if case.get("bad") and rows:
+        x[rows // 2, features // 2] = float(case["bad"])
+    if case.get("x_layout") == "transposed":
+        x = x.t().contiguous().t()
+    layers = [_made(case, features, outputs, dtype) for _ in range(case.get("siblings", 1))]
+    model = nn.ModuleList(layers)
+    octavo.convert(model, recipe.name, keep_weights=bool(case.get("keep_weights")), verbose=False)
+    leaf = x.clone(memory_format=torch.preserve_format).requires_grad_(case.get("frozen") != "input")
+    read = leaf * 1 if leaf.requires_grad else leaf
+    with outcome.around_octavo(model):
+        ys = [layer(read) for layer in model]
+        gs = [_values(rows, outputs, case.get("g", "normal"), dtype) for _ in ys]
+        if any(y.requires_grad for y in ys):
+            torch.autograd.backward([y for y in ys if y.requires_grad], gs)
+    dx_sum = torch.zeros(rows, features, dtype=torch.float64)
+    dx_limit = torch.zeros_like(dx_sum)
+    for layer, y, g in zip(layers, ys, gs, strict=True):
+        w, bias = layer.weight.detach(), layer.bias
+        a, b = quantized(x, recipe.x).value, quantized(w, recipe.w).value
+        exact = a @ b.t() + (0.0 if bias is None else bias.detach().double())
+        found = _over("output", exact, y, _allowed(a.abs() @ b.abs().t() + exact.abs(), features, y.dtype))
+        dx, dw = gradients(x, w, g, recipe)
+        if found is None and (normal := _far(case, x.double() @ w.double().t(), a @ b.t(), recipe.x.format.name)):
+            found = normal
+        if found is None and layer.weight.requires_grad:
+            assert layer.weight.grad is not None
+            limit = _allowed(g.double().abs().t() @ x.double().abs(), rows, dtype)
+            found = _over("weight gradient", dw, layer.weight.grad, limit)
+        if found is None and bias is not None:
+            sums = g.double().sum(0)
+            found = _over("bias gradient", sums, bias.grad, _allowed(g.double().abs().sum(0), rows, dtype))
+        if found is not None:
+            return fail(found.split(":")[0], found)
+        dx_sum += dx
+        dx_limit += _allowed(g.double().abs() @ w.double().abs(), outputs, dtype) + _roundings(dx, dtype)
+    if leaf.grad is not None and (found := _over("input gradient", dx_sum, leaf.grad, dx_limit)) is not None:
+        return fail("input gradient", found)
+    return PASS
+
+
+def _made(case: Case, features: int, outputs: int, dtype: torch.dtype) -> nn.Linear:
+    layer = nn.Linear(features, outputs, bias=case.get("bias", True)).to(dtype)
+    if case.get("layout") == "transposed":
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    if case.get("frozen") == "weight":
+        layer.weight.requires_grad_(False)
+    return layer
+
+
+def _values(rows: int, columns: int, form: str, dtype: torch.dtype) -> Tensor:
+    x = torch.randn(rows, columns)
+    half = dtype == torch.float16
+    if form == "tiny":
+        x *= 1e-3 if half else 1e-20
+    elif form == "large":
+        x *= 30.0 if half else 1e10
+    elif form == "outliers" and columns:
+        x[:, columns // 3] *= 100.0
+    elif form == "zero_rows":
+        x[::2] = 0.0
+    elif form == "spread":
+        x *= (
+            torch.logspace(-2, 1, max(rows, 1))[:rows, None]
+            if half
+            else torch.logspace(-8, 4, max(rows, 1))[:rows, None]
+        )
+    return x.to(dtype)
+
+
+def _allowed(magnitude: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
+    """Error of a sum in float32, and of its rounding: magnitude is the sum of magnitudes."""
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return magnitude * (terms + 8) * 2.0**-22 + smallest
+
+
+def _roundings(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.abs() * torch.finfo(dtype).eps
+
+
+def _over(name: str, exact: Tensor, actual: Tensor | None, limit: Tensor) -> str | None:
+    """Describe the element that is off by more than its limit and one rounding, if there is one."""
+    if actual is None or exact.shape != actual.shape:
+        return f"{name}: has shape {None if actual is None else list(actual.shape)}, expected {list(exact.shape)}"
+    if not exact.numel():
+        return None
+    largest = 0.98 * torch.finfo(actual.dtype).max
+    compared = exact.isfinite() & (exact.abs() < largest)
+    overflows = exact.isfinite() & (exact.abs() >= largest)
+    if not torch.equal(exact.isfinite(), actual.isfinite() | overflows):
+        return f"{name}: NaN or Inf is not where the emulation has it"
+    over = (actual.double() - exact).abs() - limit - _roundings(exact, actual.dtype)
+    over = torch.where(compared, over, -1.0)
+    if not over.isnan().any() and over.max() <= 0:
+        return None
+    index = tuple(int(i) for i in torch.unravel_index(over.nan_to_num(nan=torch.inf).argmax(), exact.shape))
+    return f"{name}: at {index} expected {exact[index].item():.6g}, got {actual[index].item():.6g}"
+
+
+def _far(case: Case, exact: Tensor, emulation: Tensor, name: str) -> str | None:
+    """Whether well-scaled operands are far from exact products, which would be a mistake of the definition."""
+    scaled = case.get("x", "normal") == "normal" and not case.get("bad") and exact.numel() >= _FEWEST
+    if scaled and (db := sqnr(exact, emulation)) < WHOLE_DB:
+        return f"exact product: {db:.1f} dB in {name}, at least {WHOLE_DB:g} dB expected"
+    return None

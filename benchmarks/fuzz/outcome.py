@@ -1,0 +1,156 @@
+"""What became of a case, and how results are compared.
+
+Gradients are compared by SQNR, 20·log10(‖plain‖ / ‖plain − Octavo's‖) in dB. Those that nobody can compute to FP8's
+accuracy are left out. Which they are is decided without Octavo, by the same model in float64:
+
+    rounding noise     plain PyTorch is below `NOISE_DB` of its dtype
+    cancellation       float64 with a relative error of `NOISE` in the gradient of each module's output is below
+                       `CANCELLED_DB`: the gradient of a key bias, say, which is a sum that should be zero
+"""
+
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.numerics import first_mismatch, sqnr
+
+WHOLE_DB, EACH_DB = 20.0, 15.0
+"""What gradients reach at least: all of a model together, and each."""
+NOISE_DB = {torch.float32: 60.0, torch.float16: 44.0, torch.bfloat16: 34.0}
+"""SQNR against float64 below which a gradient in plain PyTorch is rounding noise."""
+NOISE, CANCELLED_DB = 2.0**-6, 22.0
+"""Error put into gradients, 36 dB, where FP8's is 31; and what must be left of it for `EACH_DB` to be possible."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Gradients in float64, without and with `NOISE`."""
+
+    grads: Mapping[str, Tensor | None]
+    noised: Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`status`: `"pass"`; `"fail"`; `"invalid"`, where plain PyTorch cannot run the case; or `"cut"`, over time.
+
+    `label` is the kind of failure, which stays the same while a case is shrunk.
+    """
+
+    status: str
+    label: str = ""
+    message: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether Octavo broke a promise."""
+        return self.status == "fail"
+
+
+PASS = Outcome("pass")
+
+
+def fail(label: str, message: str) -> Outcome:
+    """Make a failure."""
+    return Outcome("fail", label, message)
+
+
+def of_error(error: BaseException) -> Outcome:
+    """Make a failure of what Octavo raised where plain PyTorch did not."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    at = f"{where.filename.rpartition('/')[2]}:{where.lineno}"
+    return fail(f"error {type(error).__name__} in {where.name}", f"{type(error).__name__}: {error} ({at})")
+
+
+class Invalid(Exception):
+    """Plain PyTorch cannot run the case, or gives what is not finite."""
+
+
+def around_octavo(model: nn.Module) -> AbstractContextManager[None]:
+    """Surround each run of a converted model; tests put defects in its place."""
+    return nullcontext()
+
+
+def same(name: str, expected: Tensor, actual: Tensor) -> str | None:
+    """Describe the first bit that differs, where NaN is equal to any NaN."""
+    if expected.shape == actual.shape and expected.dtype == actual.dtype and expected.is_floating_point():
+        both = expected.isnan() & actual.isnan()
+        expected, actual = expected.masked_fill(both, 0.0), actual.masked_fill(both, 0.0)
+    mismatch = first_mismatch(expected, actual)
+    return None if mismatch is None else f"{name}: {mismatch}"
+
+
+@contextmanager
+def noise(model: nn.Module) -> Iterator[None]:
+    """Inside, the gradient of each module's output gets a relative error."""
+    generator = torch.Generator().manual_seed(0)
+
+    def disturbed(grad: Tensor) -> Tensor:
+        return grad * (1 + NOISE * torch.randn(grad.shape, generator=generator)).to(grad.dtype)
+
+    def hook(module: nn.Module, args: Any, y: Any) -> None:
+        if isinstance(y, Tensor) and y.requires_grad:
+            y.register_hook(disturbed)
+
+    handles = [m.register_forward_hook(hook) for m in model.modules()]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def _measurable(exact: Exact, plain: Mapping[str, Tensor | None], names: list[str], noise_db: float) -> bool:
+    wanted, noised, found = (_flat(grads, names) for grads in (exact.grads, exact.noised, plain))
+    if not wanted.count_nonzero():
+        return False
+    return sqnr(wanted, found) >= noise_db and sqnr(wanted, noised) >= CANCELLED_DB
+
+
+def compare_gradients(
+    exact: Exact,
+    plain: Mapping[str, Tensor | None],
+    actual: Mapping[str, Tensor | None],
+    noise_db: float,
+) -> Outcome:
+    """Compare gradients with plain PyTorch's."""
+    for name, g in plain.items():
+        other = actual[name]
+        if (g is None) != (other is None):
+            return fail("missing gradient", f"{name}: plain {_said(g)}, Octavo {_said(other)}")
+        if g is not None and other is not None:
+            if g.shape != other.shape or g.dtype != other.dtype:
+                return fail(
+                    "shape", f"{name}: plain {g.dtype} {list(g.shape)}, Octavo {other.dtype} {list(other.shape)}"
+                )
+            if g.isfinite().all() and not other.isfinite().all():
+                return fail("not finite", f"{name}: plain is finite, Octavo is not")
+    there = [name for name, g in plain.items() if g is not None and exact.grads[name] is not None]
+    for name in there:
+        if not _measurable(exact, plain, [name], noise_db):
+            continue
+        db = sqnr(_of(plain, name), _of(actual, name))
+        if not db >= EACH_DB:
+            return fail("gradient", f"{name}: {db:.1f} dB, promised {EACH_DB:g} dB; norm {_of(plain, name).norm():.3g}")
+    if there and _measurable(exact, plain, there, noise_db):
+        db = sqnr(_flat(plain, there), _flat(actual, there))
+        if not db >= WHOLE_DB:
+            return fail("gradients", f"all gradients together: {db:.1f} dB, promised {WHOLE_DB:g} dB")
+    return PASS
+
+
+def _of(grads: Mapping[str, Tensor | None], name: str) -> Tensor:
+    grad = grads[name]
+    assert grad is not None
+    return grad
+
+
+def _flat(grads: Mapping[str, Tensor | None], names: list[str]) -> Tensor:
+    return torch.cat([_of(grads, name).double().flatten() for name in names])
+
+
+def _said(grad: Tensor | None) -> str:
+    return "has none" if grad is None else "has one"

@@ -1,0 +1,195 @@
+"""What goes around a converted model: checkpointing, kept weights, FSDP2, torch.compile.
+
+checkpoint        bitwise the model without, where plain PyTorch is
+keep_weights      bitwise the model that quantizes its weights each time, over optimizer steps
+fully_shard       by hand, on two ranks: one process, up to the order of sums
+parallelize       the same by octavo.parallelize; FP8 gathers change no bit, FP8 gradients up to their rounding
+compile           eager, up to FP8 roundings that fused arithmetic moves
+"""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from benchmarks.fuzz import outcome
+from benchmarks.fuzz.activations import convert, exact_run, plain_run
+from benchmarks.fuzz.build import Case, Run, build, inputs, reference, run
+from benchmarks.fuzz.outcome import PASS, WHOLE_DB, Invalid, Outcome, compare_gradients, fail, same
+from benchmarks.fuzz.ranks import POOL, needed
+from octavo.numerics import sqnr
+
+ONE_PROCESS_DB, FP8_COMM_DB = 40.0, 25.0
+"""Gradients on two ranks beside one process: bf16 sums in another order, and FP8 on the wire."""
+
+
+def check(case: Case) -> Outcome:
+    """Compare a converted model with and without what the case puts around it."""
+    wrapper = case.get("wrapper", "checkpoint")
+    if wrapper.startswith("checkpoint"):
+        return _checkpoint(case)
+    if needed(case):
+        return POOL.run(job, case)
+    return _keep_weights(case) if wrapper == "keep_weights" else _compile(case)
+
+
+def _precision(case: Case, **more: Any) -> octavo.Precision:
+    return octavo.Precision(**{"matmul": "bf16", **case.get("precision", {"matmul": "fp8"}), **more})
+
+
+def _checkpoint(case: Case) -> Outcome:
+    reentrant, autocast = case.get("wrapper") == "checkpoint_reentrant", bool(case.get("autocast"))
+
+    def call(model: nn.Module, x: Tensor) -> Tensor:
+        for part in model.children() if case.get("each") else [model]:
+            x = checkpoint(part, x, use_reentrant=reentrant)
+        return x
+
+    model, x = build(case), inputs(case)
+    expected = plain_run(model, case, x, autocast=autocast)
+    again = run(model, case, x, autocast=autocast, call=call)
+    if _different(expected, again) is not None:
+        raise Invalid("plain PyTorch with checkpointing differs from PyTorch without")
+    if not convert(model, _precision(case)):
+        return PASS
+    with outcome.around_octavo(model):
+        expected = run(model, case, x, autocast=autocast)
+        actual = run(model, case, x, autocast=autocast, call=call)
+    found = _different(expected, actual)
+    return PASS if found is None else fail("bits", found)
+
+
+def _different(expected: Run, actual: Run) -> str | None:
+    if (found := same("output", expected.y, actual.y)) is not None:
+        return found
+    for name, grad in expected.grads.items():
+        other = actual.grads[name]
+        if (grad is None) != (other is None):
+            return f"{name}: one of them has no gradient"
+        if grad is not None and other is not None and (found := same(name, grad, other)) is not None:
+            return found
+    return None
+
+
+def _keep_weights(case: Case) -> Outcome:
+    models = []
+    x = inputs(case)
+    plain_run(build(case), case, x)
+    for keep in (False, True):
+        model = build(case)
+        if not convert(model, _precision(case, keep_weights=keep)):
+            return PASS
+        with outcome.around_octavo(model):
+            _train(model, case, x)
+        models.append(model)
+    for (name, p), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        if (found := same(name, p.detach(), other.detach())) is not None:
+            return fail("bits", f"kept weights differ after {case.get('steps', 2)} steps: {found}")
+    return PASS
+
+
+def _train(model: nn.Module, case: Case, x: Tensor) -> None:
+    params = [p for p in model.parameters() if p.requires_grad]
+    if not params:
+        raise Invalid("there is nothing to train")
+    if case.get("optimizer") == "torch":
+        optimizer: Any = torch.optim.AdamW(params, lr=1e-2)
+    else:
+        optimizer = octavo.AdamW(params, lr=1e-2, master="fp32", nonfinite="ignore")
+    for step in range(case.get("steps", 2)):
+        for micro in range(2):
+            run(model, case | {"seed": case.get("seed", 0) + 10 * step + micro}, x)
+        optimizer.step()
+
+
+def _compile(case: Case) -> Outcome:
+    model, x = build(case), inputs(case)
+    plain = copy.deepcopy(model)
+    exact, gradients = exact_run(reference(copy.deepcopy(model), case), case, x)
+    try:
+        expected = _compiled(plain, case, x)
+    except Exception as error:
+        raise Invalid(f"torch.compile cannot compile the plain model: {error}") from error
+    if not convert(model, _precision(case)):
+        return PASS
+    with outcome.around_octavo(model):
+        expected = run(model, case, x)
+        actual = _compiled(model, case, x)
+    if sqnr(exact.y, expected.y) >= WHOLE_DB and not (db := sqnr(expected.y, actual.y)) >= WHOLE_DB:
+        return fail("output", f"compiled: {db:.1f} dB beside eager")
+    return compare_gradients(gradients, expected.grads, actual.grads, EXACT_ENOUGH_DB)
+
+
+EXACT_ENOUGH_DB = 20.0
+"""SQNR of FP8 gradients against float64 below which a compiled model is not compared with them."""
+
+
+def _compiled(model: nn.Module, case: Case, x: Tensor) -> Run:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(model, backend="aot_eager")
+        return run(model, case, x, call=lambda _, x: compiled(x))
+
+
+def job(case: Case) -> Outcome:
+    """On a rank: its half of the batch through a sharded model, beside one process that does both halves."""
+    rank, model, x = dist.get_rank(), build(case), inputs(case | {"batch": 2})
+    halves = x.chunk(2)
+    plain_run(_sharded(copy.deepcopy(model), plain=True), case, halves[rank])
+    wanted = _precision(case)
+    if not convert(model, wanted):
+        return PASS
+    alone = copy.deepcopy(model)
+    expected = []
+    for half in halves:
+        found = run(alone, case, half)
+        expected.append(Run(found.y, {n: None if g is None else g.clone() for n, g in found.grads.items()}, x, {}))
+    if case.get("wrapper") == "parallelize":
+        comm = case.get("fp8_comm", "off")
+        sharded: nn.Module = octavo.parallelize(model, fp8_comm=comm)
+    else:
+        comm, sharded = "off", _sharded(model)
+    with outcome.around_octavo(sharded):
+        actual = run(sharded, case, halves[rank])
+    if not (db := sqnr(expected[rank].y, actual.y)) >= ONE_PROCESS_DB and expected[rank].y.numel():
+        return fail("output", f"rank {rank}: {db:.1f} dB beside one process")
+    limit = FP8_COMM_DB if comm == "on" else ONE_PROCESS_DB
+    for name, grad in actual.grads.items():
+        if name == "input":
+            continue
+        whole = _whole(grad)
+        parts = [each.grads[name] for each in expected]
+        if (whole is None) != (parts[0] is None):
+            return fail("missing gradient", f"rank {rank}: {name}: one of them has none")
+        if whole is not None and parts[0] is not None and parts[1] is not None:
+            mean = (parts[0].double() + parts[1].double()) / 2
+            summands = max(p.double().norm() for p in parts)
+            # Where the halves cancel, what rounding leaves is beside the summands, not beside their mean.
+            if mean.norm() > summands / 8 and not (db := sqnr(mean, whole)) >= limit:
+                return fail("gradient", f"rank {rank}: {name}: {db:.1f} dB beside one process, at least {limit:g} dB")
+    return PASS
+
+
+def _whole(grad: Any) -> Tensor | None:
+    whole: Tensor | None = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return whole
+
+
+def _sharded(model: nn.Module, plain: bool = False) -> nn.Module:
+    shard: Callable[..., Any] = fully_shard
+    try:
+        for part in (*model.children(), model):
+            shard(part, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    except (ValueError, RuntimeError) as error:
+        if plain:
+            raise Invalid(f"fully_shard refuses the plain model: {error}") from error
+        raise
+    return model

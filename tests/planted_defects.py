@@ -1,0 +1,306 @@
+"""Defects that the fuzzer has to find, one at a time: mistakes that were made in this project or in others.
+
+`PLANTED` is the table: add a row with a context that puts the defect in place. Contexts avoid the internals of stored
+activations: they change torch functions, the forward of modules, or public ops, while a converted model runs.
+"""
+
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from benchmarks.fuzz import outcome
+from benchmarks.fuzz.modules import Gate
+from torch import nn
+
+import octavo
+from octavo import comm
+from octavo.nn.weights import KeptWeights
+from octavo.parallel.fsdp import Fp8ReduceScatter
+
+linear_module = importlib.import_module("octavo.nn.linear")  # whose name in octavo.nn is that of a function
+
+
+def rounded(x):
+    """x in e4m3 with one scale."""
+    if not x.numel():
+        return x
+    scale = x.abs().amax().clamp_min(1e-12) / 448
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+class FromRounded(torch.autograd.Function):
+    """A function of x whose backward sees x rounded."""
+
+    @staticmethod
+    def forward(ctx, function, x, *parameters):
+        ctx.function = function
+        ctx.save_for_backward(rounded(x), *parameters)
+        return function(x, *parameters)
+
+    @staticmethod
+    def backward(ctx, grad):
+        tensors = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            return None, *torch.autograd.grad(ctx.function(*tensors), tensors, grad)
+
+
+class RoundedSigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = torch.special.expit(x)
+        ctx.save_for_backward(rounded(y))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return grad * y * (1 - y)
+
+
+# --- around the run of a converted model ---
+
+
+def around(change: Callable[[nn.Module], AbstractContextManager]) -> AbstractContextManager:
+    return mock.patch.object(outcome, "around_octavo", change)
+
+
+def function(target, name, replacement) -> AbstractContextManager:
+    return around(lambda model: mock.patch.object(target, name, replacement))
+
+
+@contextmanager
+def _forwards(chosen, replacement, model) -> Iterator[None]:
+    for module in model.modules():
+        if chosen(module):
+            module.forward = partial(replacement, module, module.forward)
+    yield
+
+
+def forward(chosen, replacement) -> AbstractContextManager:
+    """Replaces the forward of the modules that are chosen by replacement(module, original, x)."""
+    return around(partial(_forwards, chosen, replacement))
+
+
+_SDPA = F.scaled_dot_product_attention
+_LINEAR = F.linear
+
+
+def _rounded_q(q, k, v, **options):
+    def pack(t):
+        return rounded(t) if t.data_ptr() == q.data_ptr() and t.shape == q.shape else t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        return _SDPA(q, k, v, **options)
+
+
+def _rounded_norm(module, original, x):
+    parameters = [p for p in (module.weight, module.bias) if p is not None]
+    return FromRounded.apply(
+        lambda x, w=None, b=None: F.layer_norm(x, module.normalized_shape, w, b, module.eps), x, *parameters
+    )
+
+
+def _as_gated_mlp(module, original, x):
+    return module.down_proj(module.act_fn(module.gate_proj(x)) * module.up_proj(x))
+
+
+def _without_effects(module, original, x):
+    y = original(x)
+    module.aux, module.calls = None, 0
+    if isinstance(module, Gate):
+        module.collected.clear()
+    return y
+
+
+def _one_more_number(module, original, x):
+    torch.rand(1)
+    return original(x)
+
+
+@contextmanager
+def _no_hooks(model):
+    for module in model.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+        module._backward_hooks.clear()
+    yield
+
+
+# --- in the library ---
+
+
+@contextmanager
+def stale_weights():
+    entries = {}
+    kept = KeptWeights.kept
+
+    def first(self, w_NK, recipe):
+        return entries.setdefault(id(w_NK if w_NK._base is None else w_NK._base), None) or entries.__setitem__(
+            id(w_NK), kept(self, w_NK, recipe)
+        ) or entries[id(w_NK)]  # fmt: skip
+
+    with mock.patch.object(KeptWeights, "kept", first):
+        yield
+
+
+def quantize_as(change):
+    original = linear_module.quantize
+
+    def quantize(x, spec, fold=None, **options):
+        return original(*change(x, spec, fold), **options)
+
+    return mock.patch.object(linear_module, "quantize", quantize)
+
+
+def wrong_fold():
+    return quantize_as(
+        lambda x, spec, fold: (x, spec, fold.flip(0) if fold is not None and fold.shape[0] > 1 else fold)
+    )
+
+
+def finite_input():
+    return quantize_as(lambda x, spec, fold: (x.nan_to_num(), spec, fold))
+
+
+def scale_that_drifts():
+    calls = []
+
+    def drifting(x, spec, fold):
+        calls.append(0)
+        return x * (1 + 2.0**-7 * len(calls)), spec, fold
+
+    return quantize_as(drifting)
+
+
+def optimizer_step(before=None, after=None):
+    original = octavo.AdamW.step
+
+    def step(self, closure=None):
+        params = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for group, p in params if before else ():
+            before(group, p)
+        original(self, closure)
+        for _, p in params if after else ():
+            after(self, p)
+
+    return mock.patch.object(octavo.AdamW, "step", step)
+
+
+def _memory_order(group, p):
+    if p.ndim == 2 and not p.is_contiguous():
+        p.grad = p.grad.t().reshape(p.shape)
+
+
+def _zero_for_nan(optimizer, p):
+    if "remainder" in optimizer.state[p]:
+        p.data[p.isnan()] = -0.0
+
+
+def _one_beta(group, p):
+    group["betas"] = group["betas"][0], group["betas"][0]
+
+
+@contextmanager
+def last_element_lost():
+    original = comm.all_gather
+
+    def all_gather(*args, **options):
+        y = original(*args, **options)
+        if isinstance(y, torch.Tensor) and y.numel():
+            y.view(-1)[-1] = 0
+        return y
+
+    with mock.patch.object(comm, "all_gather", all_gather):
+        yield
+
+
+@contextmanager
+def summed_not_averaged():
+    original = Fp8ReduceScatter.__call__
+
+    def call(self, output_tensor, *args, **options):
+        original(self, output_tensor, *args, **options)
+        output_tensor *= 2
+
+    with mock.patch.object(Fp8ReduceScatter, "__call__", call):
+        yield
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A defect: its kind of case, a pattern that cases need for it to matter, the label that its failure has, and how
+    many draws may pass it by.
+    """
+
+    kind: str
+    defect: Callable[[], AbstractContextManager]
+    pattern: str = ""
+    label: str = ""
+    draws: int = 400
+    on_ranks: bool = False
+    slow: bool = False
+
+    def concerns(self, text: str) -> bool:
+        return re.search(self.pattern, text) is not None
+
+
+LOOK_ALIKES = ("beta", "detached", "reversal", "straight_through", "clamp", "bypass", "gain")
+
+
+def _is_look_alike(module):
+    return isinstance(module, Gate) and module.form in LOOK_ALIKES
+
+
+PLANTED = {
+    "q saved in FP8 beside sdpa's statistics": Plant(
+        "activations", lambda: function(F, "scaled_dot_product_attention", _rounded_q), '"sdpa"', "gradient"
+    ),
+    "results of sigmoid saved in FP8": Plant(
+        "activations", lambda: function(torch, "sigmoid", RoundedSigmoid.apply),
+        '"sigmoid"|"beta"|sigmoid_product', "gradient", slow=True,
+    ),
+    "LayerNorm saves x, not x - mean": Plant(
+        "activations",
+        lambda: forward(lambda m: isinstance(m, nn.LayerNorm) and m.weight is not None, _rounded_norm),
+        '"mean".*"layer|"layer.*"mean"', "gradient", draws=6000, slow=True,
+    ),
+    "a look-alike taken for a gated MLP": Plant(
+        "activations", lambda: forward(_is_look_alike, _as_gated_mlp), "|".join(f'"{f}"' for f in LOOK_ALIKES)
+    ),
+    "side effects lost": Plant(
+        "activations",
+        lambda: forward(lambda m: hasattr(m, "calls"), _without_effects), '"records"|"aux',
+    ),
+    "a parameter without its gradient": Plant(
+        "activations",
+        lambda: function(F, "linear", lambda x, w, b=None: _LINEAR(x, w, None if b is None else b.detach())),
+    ),
+    "one random number more": Plant(
+        "activations", lambda: forward(lambda m: isinstance(m, nn.Linear), _one_more_number)
+    ),
+    "a mask forgotten": Plant(
+        "activations",
+        lambda: function(F, "scaled_dot_product_attention", lambda q, k, v, scale, **_: _SDPA(q, k, v, scale=scale)),
+        '"causal"|"padded"|"additive"',
+    ),
+    "hooks not called": Plant("activations", lambda: around(_no_hooks), '"hooked"'),
+    "a fold in the wrong order": Plant("linear", wrong_fold),
+    "NaN made finite": Plant("linear", finite_input, '"bad"'),
+    "weights kept too long": Plant("wrappers", stale_weights, '"keep_weights"'),
+    "a scale that depends on how often forward ran": Plant("wrappers", scale_that_drifts, '"checkpoint'),
+    "strides ignored by the optimizer": Plant("optimizer", lambda: optimizer_step(before=_memory_order), '"layout"'),
+    "NaN made -0.0 by the remainder": Plant("optimizer", lambda: optimizer_step(after=_zero_for_nan), '"nan'),
+    "the second moment decays as the first": Plant("optimizer", lambda: optimizer_step(before=_one_beta)),
+    "a collective that loses the last element": Plant(
+        "comm", last_element_lost, '"all_gather"', on_ranks=True, slow=True
+    ),
+    "gradients added up, not averaged": Plant(
+        "wrappers", summed_not_averaged, '"fp8_comm": "on"', on_ranks=True, slow=True
+    ),
+}  # fmt: skip
