@@ -32,6 +32,7 @@ from octavo.nn.autograd_graph import created_nodes, is_parameter, producer
 from octavo.nn.exactness import may_be_rounded
 from octavo.nn.sources import SOURCES, ExactMatrix, Remake, Source, Stored, restored, stored
 from octavo.nn.switch import stores
+from octavo.runtime.torch_compat import own_saved_tensors_hooks
 
 T = TypeVar("T")
 
@@ -140,7 +141,7 @@ class Scope:
     def __init__(self, module: nn.Module, exact: Sequence[str] = ()) -> None:
         self._module, self._exact = module, exact
         self._pending: list[Saved] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = own_saved_tensors_hooks(self._pack, _unpack)
         self._enclosing: Scope | None = None
         self._around: Hooks | None = None
         self._first = 0
@@ -184,8 +185,7 @@ class Scope:
     @property
     def in_force(self) -> bool:
         """Whether its hooks are the ones called: others may have been put on inside, by checkpointing for one."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return top is not None and top[0] == self._pack
+        return self._hooks.in_force
 
     def saved_output(self, x: Tensor) -> bool:
         """Whether the operation in this scope that made a contiguous tensor saves it for itself, to the element."""
@@ -325,9 +325,11 @@ def source_of(x: Tensor) -> Source | None:
 
 def _hooks_around() -> Hooks | None:
     """The hooks in force now, those of scopes aside."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    scope = None if top is None else getattr(top[0], "__self__", None)
-    return scope._around if isinstance(scope, Scope) else top
+    scope = _INNERMOST.scope
+    if scope is not None and scope.in_force:
+        return scope._around
+    top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top
 
 
 def _holder(node: Any, name: str) -> Any:

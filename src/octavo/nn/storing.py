@@ -28,6 +28,7 @@ from octavo.nn.known import Norm
 from octavo.nn.saved_tensors import unhooked
 from octavo.nn.sources import SOURCES, Remake, Source, restored, stored
 from octavo.numerics.spec import TENSOR, QuantSpec
+from octavo.runtime.torch_compat import in_backward
 from octavo.tensor import ScaledTensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +62,7 @@ class _RemadeNorm(Remake):
     def normed(self, tensors: Sequence[Any], spec: QuantSpec | None = None, order: str = "rows") -> Any:
         """What the op returns for the stored input."""
         normed = self._normed(tensors, spec, order)
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             self._memo["normed"] = replace(normed, y=None, quantized=None)
         return normed
 
