@@ -20,7 +20,6 @@ from torch import nn
 
 import octavo
 from octavo import comm
-from octavo.nn.weights import KeptWeights
 from octavo.parallel.fsdp import Fp8ReduceScatter
 
 linear_module = importlib.import_module("octavo.nn.linear")  # whose name in octavo.nn is that of a function
@@ -135,18 +134,15 @@ def _no_hooks(model):
 # --- in the library ---
 
 
-@contextmanager
 def stale_weights():
-    entries = {}
-    kept = KeptWeights.kept
+    """Casts of the first step, for ever."""
+    first, cast = {}, linear_module.cast_weight
 
-    def first(self, w_NK, recipe):
-        return entries.setdefault(id(w_NK if w_NK._base is None else w_NK._base), None) or entries.__setitem__(
-            id(w_NK), kept(self, w_NK, recipe)
-        ) or entries[id(w_NK)]  # fmt: skip
+    def stale(w_NK, recipe, needs_dgrad):
+        key = id(w_NK if w_NK._base is None else w_NK._base)
+        return first.setdefault(key, cast(w_NK, recipe, needs_dgrad))
 
-    with mock.patch.object(KeptWeights, "kept", first):
-        yield
+    return mock.patch.object(linear_module, "cast_weight", stale)
 
 
 def quantize_as(change):

@@ -69,7 +69,7 @@ def smallest(case: Case, label: str, seconds: float = 30.0) -> Case:
 
 
 def corpus(only: str | None = None) -> list[dict[str, Any]]:
-    """Cases once found: `{"note": what it shows, "case": …}`, with `"broken": true` where Octavo still fails."""
+    """Cases once found: `{"note": what it shows, "case": …}`."""
     entries: list[dict[str, Any]] = json.loads(CORPUS.read_text())
     return [entry for entry in entries if only in (None, entry["case"]["kind"])]
 

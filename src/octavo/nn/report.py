@@ -207,8 +207,8 @@ def _execution(model: nn.Module) -> str:
     """How the converted layers run on the devices they are on."""
     used: set[tuple[torch.device, Recipe]] = set()
     for module in model.modules():
-        if is_converted(module) and isinstance(module.recipe, Recipe) and isinstance(module.weight, torch.Tensor):
-            used.add((module.weight.device, module.recipe))
+        if is_converted(module) and isinstance(module.recipe, Recipe):
+            used.add((next(module.parameters()).device, module.recipe))
     emulated = {(device.type, recipe.name) for device, recipe in used if not accelerated(recipe, device)}
     return "; ".join(
         f"{recipe} is emulated exactly on {device}, without speed-up (see octavo doctor)"

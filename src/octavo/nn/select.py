@@ -49,6 +49,13 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
+def own_weight(module: nn.Module) -> nn.Parameter | None:
+    """The weight of a module, if it is a parameter of its own. One that is computed, by a parametrization, is not asked
+    for: spectral norm, for one, counts how often it is.
+    """
+    return module._parameters.get("weight")
+
+
 def default_plan(
     model: nn.Module,
     recipe: Recipe | None,
@@ -207,7 +214,7 @@ def _padding(weight: Tensor) -> str:
 def _vocabulary_heads(model: nn.Module) -> dict[nn.Module, str]:
     """Vocabulary heads and how each was recognised."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    tied = {id(m.weight) for m in embeddings}
+    tied = {id(weight) for m in embeddings if (weight := own_weight(m)) is not None}
     sizes = {m.num_embeddings for m in embeddings}
     declared = set(_declared_heads(model))
     heads = {}
@@ -215,7 +222,7 @@ def _vocabulary_heads(model: nn.Module) -> dict[nn.Module, str]:
         if not is_linear(module):
             continue
         name = fqn.rpartition(".")[2]
-        if id(module.weight) in tied:
+        if id(own_weight(module)) in tied:
             heads[module] = "tied to an embedding"
         elif module in declared or name == "lm_head":
             heads[module] = "the model's output embedding"

@@ -94,10 +94,9 @@ def _owners_of_matrices(modules: dict[str, nn.Module]) -> Iterator[nn.Module]:
         if not _has_matrices(module) or isinstance(module, _LEFT_ALONE):
             continue
         owner, name = module, fqn
-        if _is_leaf(module) or isinstance(module, _CONTAINERS):
-            while name and (owner is module or isinstance(owner, _CONTAINERS)):
-                name = name.rpartition(".")[0]
-                owner = modules[name]
+        while name and (_is_leaf(owner) or isinstance(owner, _CONTAINERS)):
+            name = name.rpartition(".")[0]
+            owner = modules[name]
         if isinstance(owner, _CONTAINERS) or _is_leaf(owner) or find_stacks(owner):
             continue
         if _known(owner) is None and not isinstance(owner, _LEFT_ALONE):

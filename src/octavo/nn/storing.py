@@ -180,7 +180,7 @@ class _JointGluFunction(torch.autograd.Function):
             both = dgate._base
         else:
             both = torch.cat((dgate, dup) if ctx.gate_first else (dup, dgate), 1)
-        return both.view(*grad.shape[:-1], -1), *[None] * 8
+        return both.view(*grad.shape[:-1], 2 * grad.shape[-1]), *[None] * 8
 
 
 class _ActivationFunction(torch.autograd.Function):

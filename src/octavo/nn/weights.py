@@ -86,7 +86,7 @@ def keeps_weight(module: nn.Module) -> bool:
     """Whether a layer that was converted with `keep_weights=True` may use a copy of its weight more than once now."""
     if not module.keeps_weight or torch.compiler.is_compiling():
         return False
-    return isinstance(module.weight, nn.Parameter) and not _is_sharded(module)
+    return module._parameters.get("weight") is not None and not _is_sharded(module)
 
 
 def cast_weight(w_NK: Tensor, recipe: Recipe, needs_dgrad: bool) -> tuple[ScaledTensor, ScaledTensor | None]:
@@ -131,7 +131,7 @@ def accumulating(model: nn.Module) -> Iterator[None]:
     """
     opened = {}
     for fqn, module in model.named_modules():
-        weight = module.weight if getattr(module, "keeps_weight", False) else None
+        weight = module._parameters.get("weight") if getattr(module, "keeps_weight", False) else None
         if type(weight) is nn.Parameter and id(weight) not in _SHARED and not _is_sharded(module):
             opened[id(weight)] = _SharedCasts(fqn, weight)
     _SHARED.update(opened)
