@@ -196,10 +196,8 @@ def _attribute(module: nn.Module, name: str | None) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def observer(hook: Any) -> Any:
-    """Mark a hook that changes nothing, so that a module with it counts as one without hooks."""
-    hook.octavo_observer = True
-    return hook
+_OBSERVERS = ("octavo.", "torch.utils.module_tracker", "torch.distributed._tools", "torch.profiler")
+"""Modules whose hooks only look on."""
 
 
 def _observed(module: Any) -> bool:
@@ -208,9 +206,20 @@ def _observed(module: Any) -> bool:
     """
     if not isinstance(module, nn.Module):
         return False
-    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    own = any(not hasattr(hook, "octavo_observer") for hooks in kinds for hook in hooks.values())
-    return own or torch_module._has_any_global_hook() or "forward" in vars(module)
+    hooks = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
+    if torch_module._has_any_global_hook():
+        hooks += [getattr(torch_module, name) for name in _GLOBAL_HOOKS]
+    return "forward" in vars(module) or any(_alters(hook) for kind in hooks for hook in kind.values())
+
+
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
+)  # fmt: skip
+
+
+def _alters(hook: Any) -> bool:
+    name = getattr(hook, "__module__", None) or getattr(getattr(hook, "func", None), "__module__", None)
+    return not str(name).startswith(_OBSERVERS)
 
 
 def _over_last_dimension(module: nn.Module, x: Tensor) -> bool:

@@ -17,7 +17,7 @@ from octavo.nn.delayed import forget
 from octavo.nn.filters import Filter, Plain, both, of_precision
 from octavo.nn.linear import Linear
 from octavo.nn.report import PLAN_ATTRIBUTE, is_converted, report
-from octavo.nn.select import checked_weight, default_plan, exact_parts, is_conv1d, obstacle
+from octavo.nn.select import checked_weight, default_plan, exact_linears, is_conv1d, obstacle
 from octavo.nn.storable import storable
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
@@ -153,6 +153,7 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
         checked_weight(fqn, modules[fqn])
     storages: dict[str, Storage] = {}
     candidates = storable(modules[""]) if plan.storing else {}
+    exact = exact_linears(modules[""], plan) if plan.storing else []
     for fqn in plan.storing:
         kind, storage = plan[fqn].storage, candidates.get(fqn)
         if storage is None or isinstance(storage, str) or storage.kind != kind:
@@ -160,7 +161,10 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
                 f"the plan has {fqn!r} store its activations as {kind!r}, which does not fit: "
                 f"{storage if isinstance(storage, str) else type(modules[fqn]).__name__}. The model was left as it was"
             )
-        storages[fqn] = Scoped(exact=exact_parts(fqn, plan, modules)) if isinstance(storage, Scoped) else storage
+        if isinstance(storage, Scoped):
+            start = f"{fqn}." if fqn else ""
+            storage = Scoped(exact=tuple(n[len(start) :] for n in exact if n.startswith(start) and n != fqn))
+        storages[fqn] = storage
     return storages
 
 

@@ -165,6 +165,8 @@ class Scope:
             raise
         finally:
             self._pending.clear()
+            self._around = self._enclosing = None
+            del self._hooks  # which have this scope: no cycle is left for the garbage collector
         return outputs
 
     @contextmanager

@@ -122,17 +122,17 @@ def _outside() -> int:
     return level
 
 
-def exact_parts(fqn: str, plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """Names, within a module, of linears whose inputs are to be kept as they are: those that were skipped, vocabulary
-    heads, and subclasses with behaviour of their own.
+def exact_linears(model: nn.Module, plan: Plan) -> list[str]:
+    """Names of linears whose inputs are to be kept as they are: those that were skipped, vocabulary heads, and
+    subclasses with behaviour of their own.
     """
-    start = f"{fqn}." if fqn else ""
-    return tuple(
-        name[len(start) :]
+    heads, modules = _vocabulary_heads(model), dict(model.named_modules())
+    return [
+        name
         for name, decision in plan.decisions.items()
-        if name.startswith(start) and name != fqn and is_linear(modules[name]) and decision.recipe is None
-        and (decision.reason.startswith((_SKIPPED, HEAD_KEPT)) or obstacle(modules[name]) is not None)
-    )  # fmt: skip
+        if is_linear(modules[name]) and decision.recipe is None
+        and (decision.reason.startswith(_SKIPPED) or modules[name] in heads or obstacle(modules[name]) is not None)
+    ]  # fmt: skip
 
 
 def obstacle(module: nn.Module) -> str | None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from octavo.nn.activations import observer
 from octavo.nn.gathered import GatheredWeight
 from octavo.nn.saved_tensors import Saved
 from octavo.numerics.names import merged, pattern
@@ -189,9 +188,8 @@ def _followed(model: nn.Module, running: list[str]) -> Iterator[Any]:
     """Hooks that keep the name of the module that runs on top of `running`."""
 
     def entering(name: str) -> Callable[..., None]:
-        return observer(lambda *_: running.append(name))
+        return lambda *_: running.append(name)
 
-    @observer
     def leaving(*_: Any) -> None:
         running.pop()
 
