@@ -136,9 +136,11 @@ def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> A
 
 
 def _bias(module: nn.Module, glu: Glu, gate: Tensor) -> Tensor | None:
-    """The bias of the gate projection, if it has one that fits."""
+    """The bias of the gate projection, if it has one that fits; none that FSDP has sharded or freed again by now."""
     bias = getattr(getattr(module, glu.gate), "bias", None)
-    return bias if isinstance(bias, Tensor) and bias.shape == gate.shape[-1:] else None
+    if not isinstance(bias, Tensor) or bias.shape != gate.shape[-1:] or not _is_matrix(bias):
+        return None
+    return bias if bias.untyped_storage().nbytes() >= bias.nbytes else None
 
 
 _MIXINS: dict[str, Any] = {"norm": StoringNorm, "glu": StoringGlu, "activation": StoringActivation}
