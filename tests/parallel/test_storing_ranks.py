@@ -42,7 +42,8 @@ class MLP(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN)
+        self.gate_proj = nn.Linear(WIDTH, HIDDEN, bias=False)  # a bias is stored apart, but where FSDP has freed it
+        self.up_proj = nn.Linear(WIDTH, HIDDEN)
         self.down_proj, self.act_fn = nn.Linear(HIDDEN, WIDTH), nn.SiLU()
 
     def forward(self, x):
