@@ -8,6 +8,7 @@
   train        tokens/s of training
   convergence  the loss with each FP8 switch beside bf16's, on several seeds; docs/convergence.md
   adversarial  models known to break FP8, in every recipe and under the autopilot; docs/adversarial.md
+  families     what each family of models keeps for backward with FP8 activations; docs/memory.md
   fuzz         random models, optimizers and collectives beside plain PyTorch; what fails, shrunk to a few lines
   probe        which backends run here, and whether their bytes are the reference's
   gpu          all of these, each in a process of its own with a limit, and what became of the targets
@@ -29,8 +30,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 NAMES = (
-    "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "fuzz", "probe",
-    "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "performance",
+    "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "families", "fuzz",
+    "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "performance",
 )  # fmt: skip
 COMPILES_ONLY = ("sass",)
 

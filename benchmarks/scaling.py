@@ -7,6 +7,7 @@ can be set; with `--document` only they are changed, and the document is written
   python -m benchmarks scaling
   python -m benchmarks scaling --document --between 400 50 --fp8 900
   python -m benchmarks scaling --models Llama-3-8B --worlds 8 --out /tmp/short
+  python -m benchmarks scaling --arms "O1+act+opt, all FP8"
 """
 
 import argparse
@@ -62,9 +63,9 @@ def wanted(worlds: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
             yield world, world // MACHINE, True
 
 
-def traced(name: str, worlds: Sequence[int]) -> Iterator[Row]:
+def traced(name: str, worlds: Sequence[int], arms: Sequence[str]) -> Iterator[Row]:
     """Rows of the result file for a model, one after the other."""
-    for arm in ARMS.values():
+    for arm in (arm for arm in ARMS.values() if arm.name in arms):
         model = build(MODELS[name]["kind"], MODELS[name]["config"], arm)
         for world, replicas, recompute in wanted(worlds):
             with fake_world(world):
@@ -93,11 +94,13 @@ def main(arguments: list[str]) -> None:
     else:
         found = environment(torch.device("cpu"))
         about = {name: found[name] for name in ("octavo", "torch", "transformers", "python", "date")}
-        content = {"environment": about, "rates": asdict(rates), "models": {}, "rows": []}
+        rows = [] if set(options.arms) == set(ARMS) else json.loads(path.read_text())["rows"]
+        rows = [row for row in rows if row["arm"] not in options.arms]
+        content = {"environment": about, "rates": asdict(rates), "models": {}, "rows": rows}
         for name in options.models:
             sizes = facts(build(MODELS[name]["kind"], MODELS[name]["config"], ARMS["O1"]), TOKENS)
             content["models"][name] = MODELS[name] | {"facts": sizes}
-            for row in traced(name, options.worlds):
+            for row in traced(name, options.worlds, options.arms):
                 content["rows"].append(row)
                 ranks = f"{row['world']} ranks, {row['replicas']} copies{', recomputed' if row['recompute'] else ''}"
                 print(f"{name:<15} {row['arm']:<20} {ranks:<35} {row['peak'] / 2**30:8.1f} GiB", flush=True)
@@ -128,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks scaling", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="all by default")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="others stay as they were traced")
     parser.add_argument("--worlds", nargs="+", type=int, default=list(WORLDS), help="ranks, multiples of 8 (8 64 512)")
     parser.add_argument("--out", type=Path, help="folder of the results, other than benchmarks/results/simulated")
     parser.add_argument("--document", action="store_true", help="trace nothing: the document, from the result file")
