@@ -458,3 +458,202 @@ def test_random_numbers_of_python_stay():
     random.seed(0)
     octavo.convert(nn.Sequential(GatedMLP(), OldNorm(NORMS["groups"])), precision=STORING, verbose=False)
     assert random.random() == expected
+
+
+class Twice(GatedMLP):
+    """Dropout in both projections, up called first; or something called for nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, 96)) for _ in range(2))
+        self.side = nn.Linear(WIDTH, 1)
+        self.losses = []
+        self.side.register_forward_hook(lambda m, a, y: self.losses.append(y.mean()))
+
+
+class UpFirst(Twice):
+    def forward(self, x):
+        up = self.up_proj(x)
+        gate = self.gate_proj(x)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class OnTheSide(Twice):
+    def forward(self, x):
+        _ = self.side(x)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class NormOnTheSide(nn.LayerNorm):
+    def __init__(self):
+        super().__init__(WIDTH)
+        self.side = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        _ = self.side(x)
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class FloatGain(nn.Module):
+    weight, eps = 3.0, 1e-6
+
+    def forward(self, x):
+        return self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class OtherShape(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shape, self.weight, self.bias, self.eps = (32, WIDTH), None, None, 1e-5
+
+    def forward(self, x):
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+
+class OtherFlag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.in_place = True
+
+    def forward(self, x):
+        return F.silu(x, inplace=self.in_place)
+
+
+class Doubled(nn.SiLU):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class RandomWeight(nn.Module):
+    def forward(self, weight):
+        return F.dropout(weight, 0.3)
+
+
+class LearnedQueries(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(randn(8, WIDTH))
+        self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.k.bias.data.uniform_(-100, 100)
+
+    def forward(self, x):
+        return self.o((self.queries @ self.k(x).transpose(-1, -2) / 8).softmax(-1) @ self.v(x))
+
+
+def _random_norm():
+    norm = nn.LayerNorm(WIDTH)
+    torch.nn.utils.parametrize.register_parametrization(norm, "weight", RandomWeight())
+    return norm
+
+
+FOUND = {
+    "calls in another order": UpFirst,
+    "a call for nothing": OnTheSide,
+    "a call for nothing in a norm": NormOnTheSide,
+    "a gain that is a number": FloatGain,
+    "a norm over two dimensions": OtherShape,
+    "in place by another name": OtherFlag,
+    "in place by another name in a gated MLP": lambda: GatedMLP(OtherFlag()),
+    "a call that does more": lambda: GatedMLP(Doubled()),
+    "a weight that is drawn": lambda: nn.Sequential(_random_norm(), nn.Dropout(0.5)),
+    "learned queries": LearnedQueries,
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found(name):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), FOUND[name](), nn.Linear(WIDTH, WIDTH))
+    plain, storing = (m[1] for m in compare(model, randn(2, 32, WIDTH), ignore=("1.k.bias",)))
+    assert len(getattr(plain, "losses", ())) == len(getattr(storing, "losses", ()))
+
+
+FUNCTION = F.silu
+
+
+class Global(nn.Module):
+    def forward(self, x):
+        return FUNCTION(x)
+
+
+@pytest.mark.parametrize("where", ["global", "torch"])
+def test_functions_that_are_replaced_after_conversion_count(where, monkeypatch):
+    import sys
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Global() if where == "global" else nn.SiLU(), GatedMLP())
+    storing = octavo.convert(copy.deepcopy(model), precision=STORING, verbose=False)
+    if where == "global":
+        monkeypatch.setattr(sys.modules[__name__], "FUNCTION", torch.tanh)
+    else:
+        silu = F.silu
+        monkeypatch.setattr(F, "silu", lambda x, inplace=False: 3 * silu(x))
+    x = randn(2, TOKENS, WIDTH)
+    (y, expected, _), (stored_y, actual, _) = step(model, x), step(storing, x)
+    assert torch.equal(y, stored_y) and sqnr(flat(expected), flat(actual)) > 21
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_largest_values_stay_finite(dtype):
+    class Filled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.act, self.b = nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.b(self.act(self.a(x).masked_fill(HIDDEN, torch.finfo(x.dtype).min)))
+
+    x = randn(2, TOKENS, WIDTH).to(dtype)
+    for model in (Filled(), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))):
+        if isinstance(model, nn.Sequential) and dtype == torch.float16:
+            x[0, 0], x[0, 0, 0] = -60000, 60000
+        _, grads, _ = step(octavo.convert(model.to(dtype), precision=STORING, verbose=False), x)
+        assert all(g.isfinite().all() for g in grads.values())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_region_of_the_reader_alone_under_hooks_that_copy(reentrant):
+    """As offload does: what comes back in backward is another tensor."""
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), GatedMLP()))
+    octavo.convert(model, precision=STORING, verbose=False)
+    x = randn(2, TOKENS, WIDTH).requires_grad_()
+    grads = []
+    for recomputed in (False, True):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            h = model[0](x)
+            y = torch.utils.checkpoint.checkpoint(model[1], h, use_reentrant=reentrant) if recomputed else model[1](h)
+            grads.append(torch.autograd.grad(y.square().sum(), x)[0] if not reentrant else None)
+            if reentrant:
+                x.grad = None
+                y.square().sum().backward()
+                grads[-1] = x.grad
+    assert sqnr(*grads) > 24
+
+
+def test_conversion_is_atomic_where_a_class_cannot_be_extended():
+    class Tagged(nn.LayerNorm):
+        def __init_subclass__(cls, *, tag, **keywords):
+            super().__init_subclass__(**keywords)
+
+    model = nn.Sequential(nn.LayerNorm(WIDTH), Tagged(WIDTH), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(ValueError, match="'1' cannot store its activations in FP8: making a subclass of Tagged raises"):
+        octavo.convert(model, precision=STORING, verbose=False)
+    assert [type(m) for m in model] == [nn.LayerNorm, Tagged, nn.Linear] and not hasattr(model[1], "octavo_storage")
+
+
+def test_hooks_that_are_forbidden_leave_modules_as_they_are():
+    model, x = octavo.convert(nn.Sequential(GatedMLP()), precision=STORING, verbose=False), randn(4, WIDTH)
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+        model(x).sum().backward()
+
+
+def test_gate_and_up_of_a_joint_product_that_are_not_alike():
+    class Joint(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both, self.down, self.act = nn.Linear(WIDTH, 3), nn.Linear(2, WIDTH), nn.SiLU()
+
+        def forward(self, x):
+            gate, up = self.both(x).chunk(2, dim=-1)
+            return self.down(self.act(gate) * up)
+
+    compare(Joint(), randn(2, TOKENS, WIDTH))

@@ -26,9 +26,24 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+WEIGHT, OTHER = (nn.Parameter(randn(64, 64, seed=seed)) for seed in (1, 2))
+SMALL = nn.Parameter(randn(64, 4, seed=3))
+
+
 def scoped(function, *arguments, module=None):
     """Under the hooks of a scope."""
-    return compressed(nn.Module() if module is None else module, (), function, *arguments)
+    return compressed(Owner() if module is None else module, (), function, *arguments)
+
+
+class Owner(nn.Module):
+    """A module whose linear has the weight that these tests multiply by."""
+
+    def __init__(self, *weights):
+        super().__init__()
+        self.linears = nn.ModuleList()
+        for weight in weights or (WEIGHT, OTHER, SMALL):
+            self.linears.append(nn.Linear(1, 1, bias=False))
+            self.linears[-1].weight = weight
 
 
 def activation(x, name="silu"):
@@ -59,9 +74,6 @@ def test_a_stored_tensor_comes_back_in_its_layout(layout, dtype):
     assert sorted(order, key=was.stride) == sorted(order, key=is_.stride)
 
 
-WEIGHT = nn.Parameter(randn(64, 64, seed=1))
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -75,7 +87,7 @@ WEIGHT = nn.Parameter(randn(64, 64, seed=1))
 def test_what_is_no_activation_comes_back_bit_for_bit(make):
     x = make()
     weight = nn.Parameter(WEIGHT.detach().to(x.dtype))
-    y = scoped(torch.mm, x, weight)
+    y = scoped(torch.mm, x, weight, module=Owner(weight))
     assert torch.equal(torch.autograd.grad(y.sum(), weight)[0], x.t() @ torch.ones_like(y))
 
 
@@ -102,7 +114,6 @@ def test_parameters_and_casts_of_them_are_never_rounded():
         assert torch.equal(x.grad, expected.float())
 
 
-OTHER, SMALL = nn.Parameter(randn(64, 64, seed=2)), nn.Parameter(randn(64, 4, seed=3))
 DERIVED = {
     "scaled": lambda w: w * 2.0,
     "normed": lambda w: w / w.norm(dim=1, keepdim=True),
@@ -126,17 +137,18 @@ def test_what_is_made_of_parameters_alone_is_never_rounded(name):
 def test_activations_behind_which_there_are_only_parameters_are_rounded():
     """As in the first layer of a language model; with as many tokens as a weight has rows, too."""
     embedding, first, second = nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
-    with kept_for_backward(nn.ModuleList([embedding, first, second])) as kept:
-        scoped(lambda: second(first(embedding(torch.arange(64)))))
+    module = nn.ModuleList([embedding, first, second])
+    with kept_for_backward(module) as kept:
+        scoped(lambda: second(first(embedding(torch.arange(64)))), module=module)
     assert kept.by_dtype[torch.float8_e4m3fn] == 2 * 64 * 64
 
 
 def test_tensors_that_share_elements_are_stored_once():
     x = randn(2, 32, 4, 32).requires_grad_() * 1
     weights = [nn.Parameter(randn(128, 128, seed=seed)) for seed in (1, 2)]
-    module = nn.ParameterList(weights)
+    module = Owner(*weights)
     with kept_for_backward(module) as kept:
-        y = scoped(lambda: [x.flatten(2).flatten(0, 1) @ weights[0], x.view(-1, 128) @ weights[1]])
+        y = scoped(lambda: [x.flatten(2).flatten(0, 1) @ weights[0], x.view(-1, 128) @ weights[1]], module=module)
     assert kept.bytes == x.numel() * 33 // 32 and y[0].grad_fn is not None
 
 
@@ -199,11 +211,11 @@ def test_attention_keeps_what_it_combines_exactly_and_its_projection_shares_it(a
 def test_a_source_serves_views_and_no_other():
     x = randn(4, 16, 64).requires_grad_() * 1
     y = activation(x, "silu")
-    assert SOURCES.find(y) is SOURCES.find(y.reshape(64, 64)) is SOURCES.find(y.detach()) is not None
+    assert SOURCES.find(y, None) is SOURCES.find(y.reshape(64, 64), None) is SOURCES.find(y.detach(), None) is not None
     for other in (y[:2], y.transpose(0, 1), y.clone(), y + 0, x):
-        assert SOURCES.find(other) is None
+        assert SOURCES.find(other, None) is None
     y.mul_(2)
-    assert SOURCES.find(y) is None
+    assert SOURCES.find(y, None) is None
 
 
 def test_a_source_dies_with_its_tensor():
@@ -211,7 +223,7 @@ def test_a_source_dies_with_its_tensor():
     y = activation(randn(16, 64).requires_grad_() * 1, "gelu")
     view = y.reshape(4, 4, 64)
     del y
-    assert SOURCES.find(view) is not None
+    assert SOURCES.find(view, None) is not None
     del view
     assert SOURCES._entries.keys() == before
 
@@ -323,8 +335,8 @@ def test_nested_scopes():
             y = call()
         return torch.autograd.grad(y.sum(), inner.weight)[0], list(packed)
 
-    one = gradient(lambda: scoped(inner, x))
-    two = gradient(lambda: scoped(lambda: scoped(inner, x)))
+    one = gradient(lambda: scoped(inner, x, module=inner))
+    two = gradient(lambda: scoped(lambda: scoped(inner, x, module=inner), module=inner))
     assert torch.equal(one[0], two[0]) and one[1] == two[1]
 
 

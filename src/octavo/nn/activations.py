@@ -56,15 +56,19 @@ class StoringNorm(nn.Module):
         norm = known(self) if recording() and _is_matrix(x) else None
         if x is None or not isinstance(norm, Norm):
             return original(*args, **kwargs)
-        weight, bias = _attribute(self, norm.weight), _attribute(self, norm.bias)
-        eps: Any = getattr(self, norm.eps, "") if isinstance(norm.eps, str) else norm.eps
+        names = [name for name in (norm.weight, norm.bias) if name is not None]
+        if not all(name in self._parameters for name in names):  # made by a parametrization, or no tensor at all
+            return original(*args, **kwargs)
+        weight, bias = (None if name is None else self._parameters[name] for name in (norm.weight, norm.bias))
         parameters = [p for p in (weight, bias) if p is not None]
-        if not any(t.requires_grad for t in (x, *parameters)) or not (eps is None or isinstance(eps, float)):
+        eps: Any = _plain_attribute(self, norm.eps) if isinstance(norm.eps, str) else norm.eps
+        fit = all(_is_matrix(p) and p.shape == x.shape[-1:] and p.dtype == parameters[0].dtype for p in parameters)
+        fit &= (eps is None or isinstance(eps, float)) and _over_last_dimension(self, x)
+        if not fit or not any(t.requires_grad for t in (x, *parameters)):
             return original(*args, **kwargs)
         with torch.no_grad():
             y = original(*args, **kwargs)
-        fit = all(_is_matrix(p) and p.shape == x.shape[-1:] and p.dtype == parameters[0].dtype for p in parameters)
-        fit &= y.dtype in FLOATING and y.shape == x.shape and _over_last_dimension(self, x)
+        fit = y.dtype in FLOATING and y.shape == x.shape and (x.dtype == y.dtype or y.dtype != torch.float16)
         if not fit or (parameters and parameters[0].dtype not in (y.dtype, torch.float32)):
             return original(*args, **kwargs)
         return stored_norm(x, y, weight, bias, eps, norm)
@@ -78,7 +82,10 @@ class StoringGlu(nn.Module):
         x, glu = _only(args, kwargs), known(self) if recording() else None
         function: Any = None
         if isinstance(glu, Glu):
-            function = _FUNCTIONS[glu.function] if glu.function is not None else getattr(self, glu.activation or "")
+            own = vars(self) | self._modules
+            function = _FUNCTIONS[glu.function] if glu.function is not None else own.get(glu.activation or "")
+            if not all(name in self._modules for name in (glu.gate, glu.up or glu.gate, glu.down)):
+                function = None  # computed where they are read
         act = None if function is None or _observed(function) else activation_of(function)
         if x is None or not isinstance(glu, Glu) or act not in GLU_ACTIVATIONS:
             return compressed(self, (), super().forward, *args, **kwargs)
@@ -119,7 +126,7 @@ def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> A
         both = getattr(module, glu.gate)(x)
         first, second = both.chunk(2, dim=-1)
         gate, up = (second, first) if glu.up_first else (first, second)
-        if not (_is_matrix(both) and both.requires_grad):
+        if not (_is_matrix(both) and both.requires_grad and gate.shape == up.shape):
             return down(function(gate) * up)
         with torch.no_grad():
             h = function(gate) * up
@@ -137,7 +144,7 @@ def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> A
 
 def _bias(module: nn.Module, glu: Glu, gate: Tensor) -> Tensor | None:
     """The bias of the gate projection, if it has one that fits; none that FSDP has sharded or freed again by now."""
-    bias = getattr(getattr(module, glu.gate), "bias", None)
+    bias = getattr(module, glu.gate)._parameters.get("bias")
     if not isinstance(bias, Tensor) or bias.shape != gate.shape[-1:] or not _is_matrix(bias):
         return None
     return bias if bias.untyped_storage().nbytes() >= bias.nbytes else None
@@ -151,11 +158,17 @@ def is_storing(module: nn.Module) -> bool:
     return isinstance(module, StoringNorm | StoringGlu | StoringActivation | StoringScope)
 
 
+def storing_class(module: nn.Module, storage: Storage) -> type[nn.Module]:
+    """What a module becomes that stores its activations. Raises whatever making a subclass of its class raises."""
+    original: Any = type(module)
+    made: type[nn.Module] = _storing_class(_MIXINS.get(storage.kind, StoringScope), original)
+    return made
+
+
 def make_storing(module: nn.Module, storage: Storage) -> None:
     """Make a module store its activations, in place."""
+    module.__class__ = storing_class(module, storage)
     setattr(module, STORAGE_ATTRIBUTE, storage)
-    original: Any = type(module)
-    module.__class__ = _storing_class(_MIXINS.get(storage.kind, StoringScope), original)
 
 
 def make_plain(module: nn.Module) -> None:
@@ -193,9 +206,9 @@ def _is_matrix(x: Tensor | None) -> bool:
     return x is not None and x.dtype in FLOATING and x.ndim > 0 and not is_traceable_wrapper_subclass(x)
 
 
-def _attribute(module: nn.Module, name: str | None) -> Tensor | None:
-    value = None if name is None else getattr(module, name, None)
-    return value if isinstance(value, Tensor) else None
+def _plain_attribute(module: nn.Module, name: str) -> Any:
+    """An attribute that is the same whenever it is read: no property."""
+    return vars(module)[name] if name in vars(module) else getattr(type(module), name, "")
 
 
 _OBSERVERS = ("octavo.", "torch.utils.module_tracker", "torch.distributed._tools", "torch.profiler")

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
-from octavo.nn.activations import Scoped, Storage, is_storing, make_plain, make_storing
+from octavo.nn.activations import Scoped, Storage, is_storing, make_plain, make_storing, storing_class
 from octavo.nn.delayed import forget
 from octavo.nn.filters import Filter, Plain, both, of_precision
 from octavo.nn.linear import Linear
@@ -164,6 +164,14 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
         if isinstance(storage, Scoped):
             start = f"{fqn}." if fqn else ""
             storage = Scoped(exact=tuple(n[len(start) :] for n in exact if n.startswith(start) and n != fqn))
+        try:
+            storing_class(modules[fqn], storage)
+        except Exception as error:
+            raise ValueError(
+                f"{fqn or 'the model'!r} cannot store its activations in FP8: making a subclass of "
+                f"{type(modules[fqn]).__name__} raises {type(error).__name__}: {error}. Leave it out with "
+                f"skip=[{fqn!r}]. The model was left as it was"
+            ) from error
         storages[fqn] = storage
     return storages
 

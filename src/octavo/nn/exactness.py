@@ -3,7 +3,8 @@
 A tensor is kept as it is unless its operation is listed here. The list has only operations whose gradients are
 well-conditioned in the tensor: a relative error of 2⁻⁴ of an element makes no more than that of what it contributes.
 
-    product with a parameter   Y = X Wᵀ       ∂W = Gᵀ X          X
+    product with a weight      Y = X Wᵀ       ∂W = Gᵀ X          X; of a linear, a convolution or experts, not of
+                                                                 queries that are learned, whose scores a softmax takes
     convolution                               likewise           its input
     gating                     y = act(a)·b   ∂act = g·b, ∂b = g·act(a)    both factors
     silu, gelu                 y = f(x)       ∂x = g·f'(x)       x: f' is smooth, and f'(x) of the rounded x is
@@ -41,14 +42,14 @@ _INPUTS = {"Gelu": ("self",), "Silu": ("self",)}
 
 
 def may_be_rounded(
-    node: Any, own: Collection[int], exact: Collection[int], saved: Callable[[str], Tensor | None]
+    node: Any, own: Collection[int], weights: Collection[int], saved: Callable[[str], Tensor | None]
 ) -> Iterator[str]:
     """Names of the tensors saved by a node that may be rounded to FP8.
 
     Args:
         node: Of the autograd graph.
         own: Identities of leaves that are parameters whatever their class.
-        exact: Identities of parameters whose products keep their inputs as they are.
+        weights: Identities of parameters whose products may round their inputs.
         saved: Returns the tensor that the node saved under a name, or None where it is not known.
     """
     kind = kind_of(node)
@@ -56,7 +57,7 @@ def may_be_rounded(
     inputs = [function for function, _ in node.next_functions]
     for name, index in _PRODUCTS.get(kind or "", {}).items():
         parameters = parameters_of(inputs[index], own) if index < len(inputs) else []
-        if parameters and not any(id(parameter) in exact for parameter in parameters):
+        if parameters and all(id(parameter) in weights for parameter in parameters):
             yield name
     if kind == "Mul" and len(inputs) == 2 and any(map(_is_activation, inputs)):
         one, other = saved("self"), saved("other")

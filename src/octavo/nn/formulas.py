@@ -6,10 +6,12 @@ A short forward is evaluated symbolically: its arguments and the attributes of `
 followed, plain methods of the same class are inlined, and what remains is one expression of calls and operators. Two
 forwards with one expression compute the same thing, whatever their variables are called. Everything that could make a
 forward do more than its expression (loops, in-place operators, assignments to attributes, closures, decorators,
-`super()`) has no expression here, and so is unknown.
+`super()`) has no expression here, and so is unknown. An expression does not say in which order things are called, nor
+what is called for nothing: the list of all calls does, and it is compared as well.
 
-The expression is read from the source of the code object that runs: the source is compiled again and compared, and
-`Formula.holds` checks on every use that no function has been replaced since. Nothing is ever run on numbers.
+The expression is read from the source of the code object that runs: the source is compiled again and compared.
+`Formula.holds` checks on every use that no function, and nothing that they name, has been replaced since. Nothing is
+ever run on numbers.
 """
 
 import ast
@@ -42,12 +44,15 @@ class Formula:
     """What a class computes in `forward`.
 
     Attributes:
-        expression: Result in terms of `("argument", index)` and `("attr", name)`, attributes of the module.
+        expression: Result in terms of `("argument", index)` and `("attr", name)`, attributes of the module; and
+            all calls, in order.
         functions: The functions that were read: name in the class, function, and its code.
+        outside: What they name: a namespace, a name in it, and its value.
     """
 
     expression: Expression
     functions: tuple[tuple[str, Any, CodeType], ...]
+    outside: tuple[tuple[dict[str, Any], str, Any], ...] = ()
 
     def holds(self, owner: type, module: nn.Module) -> bool:
         """Whether the class still has these functions, and the module has none of its own in their place, but for
@@ -58,24 +63,22 @@ class Formula:
             (name == "forward" or name not in own)
             and (getattr(owner, name, None), getattr(function, "__code__", None)) == (function, code)
             for name, function, code in self.functions
-        )
+        ) and all(space.get(name) is value for space, name, value in self.outside)
 
 
 def formula_of(owner: type) -> Formula | None:
     """The formula of the `forward` of a module class, or None where it has none."""
+    return formula_of_method(owner, "forward")
+
+
+def formula_of_method(owner: type, method: str) -> Formula | None:
+    """The formula of a method of a class, or None where it has none."""
     reader = _Reader(owner)
     try:
-        return Formula(reader.call("forward", None, _DEPTH), tuple(reader.functions))
+        result = reader.call(method, None, _DEPTH)
     except _Unknown:
         return None
-
-
-def expression_of(owner: type, method: str) -> Expression | None:
-    """The expression of a method of a class, or None where it has none."""
-    try:
-        return _Reader(owner).call(method, None, _DEPTH)
-    except _Unknown:
-        return None
+    return Formula((result, tuple(reader.calls)), tuple(reader.functions), tuple(reader.outside))
 
 
 def matches(pattern: Expression, expression: Expression, names: dict[str, str]) -> bool:
@@ -102,6 +105,8 @@ class _Reader:
     def __init__(self, owner: type) -> None:
         self.owner = owner
         self.functions: list[tuple[str, Any, CodeType]] = []
+        self.outside: list[tuple[dict[str, Any], str, Any]] = []
+        self.calls: list[Expression] = []
 
     def call(self, name: str, arguments: list[Expression] | None, depth: int) -> Expression:
         """The result of a method; of symbols where no arguments are given."""
@@ -182,18 +187,23 @@ class _Body:
 
     def named(self, name: str) -> Any:
         """What a global name stands for."""
-        if name not in self.outside:
+        return self.read(self.outside, name)
+
+    def read(self, space: dict[str, Any], name: str) -> Any:
+        """A value of a namespace, which `Formula.holds` looks at again."""
+        if name not in space:
             raise _Unknown
-        return self.outside[name]
+        self.reader.outside.append((space, name, space[name]))
+        return space[name]
 
     def attribute(self, owner: Expression, name: str) -> Expression:
         """An attribute of the module, of a value, or of something global."""
         if owner == ("self",):
             return ("attr", name)
         if owner[0] == "outside":
-            if not isinstance(owner[1], ModuleType) or not hasattr(owner[1], name):
+            if not isinstance(owner[1], ModuleType):
                 raise _Unknown
-            return ("outside", getattr(owner[1], name))
+            return ("outside", self.read(vars(owner[1]), name))
         return ("get", name, owner)
 
     def called(self, node: ast.Call) -> Expression:
@@ -210,8 +220,13 @@ class _Body:
                     raise _Unknown
                 return self.reader.call(node.func.attr, arguments, self.depth - 1)
             if owner[0] not in ("self", "outside"):
-                return _method(node.func.attr, owner, arguments, keywords)
-        return ("call", self.value(node.func), tuple(arguments), keywords)
+                return self.recorded(_method(node.func.attr, owner, arguments, keywords))
+        return self.recorded(("call", self.value(node.func), tuple(arguments), keywords))
+
+    def recorded(self, call: Expression) -> Expression:
+        """A call, written down in its order."""
+        self.reader.calls.append(call)
+        return call
 
 
 def _method(name: str, owner: Expression, arguments: list[Expression], keywords: Any) -> Expression:

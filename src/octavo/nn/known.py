@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from octavo.nn.formulas import Expression, Formula, expression_of, formula_of, matches
+from octavo.nn.formulas import Expression, Formula, formula_of, formula_of_method, matches
 
 GLU_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """Gates that have a kernel."""
@@ -116,7 +116,8 @@ class _Norms:
         return (self.weight * self.normed(x.to(torch.float32))).to(x.dtype)
 
     def helium(self, x):  # type: ignore[no-untyped-def]
-        return (self.weight.to(torch.float32) * self.normed(x.to(torch.float32))).to(x.dtype)
+        y = self.normed(x.to(torch.float32))
+        return (self.weight.to(torch.float32) * y).to(x.dtype)
 
     def moshi(self, x):  # type: ignore[no-untyped-def]
         return (self.normed(x.float()) * self.weight.float()).to(x.dtype)
@@ -137,7 +138,8 @@ class _Norms:
         values = x.to(torch.float32)
         mean = values.mean(-1, keepdim=True)
         variance = (values - mean).pow(2).mean(-1, keepdim=True)
-        return (self.weight.to(torch.float32) * ((values - mean) * torch.rsqrt(variance + self.eps))).to(x.dtype)
+        y = (values - mean) * torch.rsqrt(variance + self.eps)
+        return (self.weight.to(torch.float32) * y).to(x.dtype)
 
 
 _NORMS: dict[str, dict[str, Any]] = {
@@ -270,7 +272,18 @@ def known(module: nn.Module) -> Known | None:
     """What a module computes, by the code of its class as it is now; None where that is not known."""
     owner = original_class(module)
     spec, formula = _REGISTERED.get(owner) or _known(owner)
-    return spec if formula is not None and formula.holds(owner, module) else None
+    return spec if formula is not None and formula.holds(owner, module) and _is_called_plainly(owner) else None
+
+
+def _is_called_plainly(owner: Any) -> bool:
+    """Whether calling a module of a class calls its `forward`, and its attributes are what they seem."""
+    plain = nn.Module
+    return (
+        owner.__call__ is plain.__call__
+        and owner._call_impl is plain._call_impl
+        and owner.__getattr__ is plain.__getattr__
+        and owner.__getattribute__ is plain.__getattribute__
+    )
 
 
 def activation_of(module: Any) -> str | None:
@@ -282,11 +295,14 @@ def activation_of(module: Any) -> str | None:
         return None
     if spec.attribute is None:
         return spec.function
-    value = getattr(module, spec.attribute, None)
+    value = vars(module).get(spec.attribute)
     if isinstance(value, str):  # nn.GELU's approximate
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(value)
     if isinstance(value, MethodType) and value.__self__ is module:
-        return _by_formula(original_class(module), value.__func__.__name__)
+        owner = original_class(module)
+        name, formula = _method(owner, value.__func__.__name__)
+        fresh = formula is not None and formula.functions[0][1] is value.__func__ and formula.holds(owner, module)
+        return name if fresh else None
     return _held(value)
 
 
@@ -305,21 +321,30 @@ def _known(owner: Any) -> tuple[Known | None, Formula | None]:
     for spec, pattern in _patterns():
         names: dict[str, str] = {}
         if expression is not None and matches(pattern, expression, names):
-            return spec(names), formula
+            if all(names.get(role, role) == role for role in ("normalized_shape", "inplace", "approximate")):
+                return spec(names), formula
     return None, None
 
 
 @cache
-def _by_formula(owner: Any, method: str) -> str | None:
-    """The name of the activation that a method of a class computes."""
-    expression = expression_of(owner, method)
-    return next((n for n in ("gelu", "gelu_tanh") if expression and expression == expression_of(_Activations, n)), None)
+def _method(owner: Any, method: str) -> tuple[str | None, Formula | None]:
+    """The name of the activation that a method of a class computes, and its formula."""
+    formula = formula_of_method(owner, method)
+    expression = None if formula is None else formula.expression
+    return next(
+        (n for n in ("gelu", "gelu_tanh") if expression and expression == _pattern(_Activations, n)), None
+    ), formula
+
+
+def _pattern(owner: type, method: str) -> Expression:
+    formula = formula_of_method(owner, method)
+    return None if formula is None else formula.expression
 
 
 @cache
 def _patterns() -> list[tuple[Any, Expression]]:
     """Functions that make a spec of the names of attributes, and the expressions for which they do."""
-    norms = [(partial(_norm, fields), expression_of(_Norms, name)) for name, fields in _NORMS.items()]
+    norms = [(partial(_norm, fields), _pattern(_Norms, name)) for name, fields in _NORMS.items()]
     glus = [
         (partial(_glu, {}), "gate_times_up"),
         (partial(_glu, {"up_first": True}), "up_times_gate"),
@@ -336,8 +361,8 @@ def _patterns() -> list[tuple[Any, Expression]]:
     ]  # fmt: skip
     return [
         *norms,
-        *((make, expression_of(_Glus, method)) for make, method in glus),
-        *((make, expression_of(_Activations, method)) for make, method in activations),
+        *((make, _pattern(_Glus, method)) for make, method in glus),
+        *((make, _pattern(_Activations, method)) for make, method in activations),
     ]
 
 

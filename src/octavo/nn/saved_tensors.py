@@ -217,7 +217,7 @@ class Scope:
         for saved in self._pending:
             tensor, key = saved.tensor, keys[id(saved)]
             assert tensor is not None
-            source = None if key in exact else SOURCES.find(tensor)
+            source = None if key in exact else SOURCES.find(tensor, _pack_of(self._around))
             if source is not None:
                 saved.decide(Held(source.tensors, self._around), _Recompute(source.remake, tensor.shape))
             elif key in exact:
@@ -232,11 +232,12 @@ class Scope:
         """Identities of what is pending that may be rounded."""
         own = {id(parameter) for parameter in self._module.parameters()}
         exact = {id(p) for name in self._exact for p in self._module.get_submodule(name).parameters()}
+        weights = _weights_of_linears(self._module) - exact
         ours = {id(saved): saved for saved in self._pending}
         tensors = [*_tensors(outputs), *(saved.tensor for saved in self._pending if saved.tensor is not None)]
         rounded: set[int] = set()
         for node in created_nodes([tensor.grad_fn for tensor in tensors], self._first):
-            for name in may_be_rounded(node, own, exact, partial(_saved_by, node)):
+            for name in may_be_rounded(node, own, weights, partial(_saved_by, node)):
                 rounded.add(id(_holder(node, name)))
         return {key for key in rounded & ours.keys() if self._is_activation(ours[key], own)}
 
@@ -289,8 +290,13 @@ _INNERMOST = _Innermost()
 
 
 def recording() -> bool:
-    """Whether modules that store FP8 do so now: they are switched on, autograd records, and nothing is compiled."""
-    return torch.is_grad_enabled() and stores()
+    """Whether modules that store FP8 do so now: they are switched on, autograd records, nothing is compiled or traced,
+    and nobody has forbidden saved-tensor hooks.
+    """
+    if not (torch.is_grad_enabled() and stores()):
+        return False
+    forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    return forbidden is None and torch._C._get_tracing_state() is None
 
 
 def compressed(module: nn.Module, exact: Sequence[str], function: Callable[..., T], *args: Any, **keywords: Any) -> T:
@@ -319,10 +325,19 @@ def source_of(x: Tensor) -> Source | None:
     """What may be kept in the place of a tensor [..., K]: what makes it again, or itself where it is kept anyway."""
     if torch.compiler.is_compiling():
         return None
-    source, scope = SOURCES.find(x), _INNERMOST.scope
+    source, scope = SOURCES.find(x, hooks_around()), _INNERMOST.scope
     if source is None and scope is not None and scope.in_force and scope.saved_output(x):
         return Source((x.detach(),), ExactMatrix(x.dtype))
     return source
+
+
+def hooks_around() -> Any:
+    """What tells the hooks in force now from others, those of scopes aside; None where there are none."""
+    return _pack_of(_hooks_around())
+
+
+def _pack_of(hooks: Hooks | None) -> Any:
+    return None if hooks is None else hooks[0]
 
 
 def _hooks_around() -> Hooks | None:
@@ -332,6 +347,19 @@ def _hooks_around() -> Hooks | None:
         return scope._around
     top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top
+
+
+def _weights_of_linears(module: nn.Module) -> set[int]:
+    """Identities of parameters that inputs are multiplied by: of linears and convolutions, what their weights are made
+    of included, and of experts.
+    """
+    weights = {id(p) for p in module.parameters() if p.ndim > 2}
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.modules.conv._ConvNd) or "Conv1D" in type(part).__name__:
+            weights.update(map(id, part.parameters()))
+        elif isinstance(part, nn.MultiheadAttention):
+            weights.update(id(p) for p in part.parameters(recurse=False))
+    return weights
 
 
 def _holder(node: Any, name: str) -> Any:

@@ -44,8 +44,9 @@ def stored(x_MK: Tensor) -> Stored:
 
 
 def restored(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matrix from its stored form."""
-    return dequantize(ScaledTensor(data, scale, STORED), dtype)
+    """A matrix from its stored form. The largest values of a dtype round up to more than it holds: they stay finite."""
+    largest = torch.finfo(dtype).max
+    return dequantize(ScaledTensor(data, scale, STORED), dtype).clamp_(-largest, largest)
 
 
 class Remake:
@@ -132,6 +133,7 @@ class Source(NamedTuple):
 
 class _Entry(NamedTuple):
     owner: weakref.ref[Any]
+    around: Any
     state: tuple[Any, ...]
     source: Source
 
@@ -142,12 +144,12 @@ class Sources:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
-    def add(self, y: Tensor, source: Source) -> None:
-        """Register a contiguous tensor that autograd made, if it did."""
+    def add(self, y: Tensor, source: Source, around: Any) -> None:
+        """Register a contiguous tensor that autograd made, if it did, under the saved-tensor hooks `around`."""
         if y.grad_fn is not None and not torch.is_inference_mode_enabled():
-            self.add_remade(y, source)
+            self.add_remade(y, source, around)
 
-    def add_remade(self, y: Tensor, source: Source) -> None:
+    def add_remade(self, y: Tensor, source: Source, around: Any = None) -> None:
         """Register a contiguous tensor that was made from this source."""
         key = _storage(y)
 
@@ -156,12 +158,18 @@ class Sources:
             if entry is not None and entry.owner is dead:
                 del self._entries[key]
 
-        self._entries[key] = _Entry(weakref.ref(y.untyped_storage(), remove), _state(y), source)
+        self._entries[key] = _Entry(weakref.ref(y.untyped_storage(), remove), around, _state(y), source)
 
-    def find(self, x: Tensor) -> Source | None:
-        """The source of a tensor with the elements of a registered one, in their order: itself, or a view of it."""
+    def find(self, x: Tensor, around: Any) -> Source | None:
+        """The source of a tensor with the elements of a registered one, in their order: itself, or a view of it.
+
+        Not of one that was registered under hooks other than those `around` now. Such hooks may hand out copies, by
+        which checkpointing of the reader alone would not find in backward what it found in forward.
+        """
         entry = self._entries.get(_storage(x))
         if entry is None or entry.owner() is not x.untyped_storage():
+            return None
+        if entry.around is not None and entry.around != around:
             return None
         if entry.state != _state(x) or not x.is_contiguous():
             return None

@@ -25,7 +25,7 @@ from octavo.kernels import glu, layer_norm, rms_norm
 from octavo.kernels.fused import glu_backward, layer_norm_backward, rms_norm_backward
 from octavo.kernels.fused.forms import serves
 from octavo.nn.known import Norm
-from octavo.nn.saved_tensors import unhooked
+from octavo.nn.saved_tensors import hooks_around, unhooked
 from octavo.nn.sources import SOURCES, Remake, Source, restored, stored
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.torch_compat import in_backward
@@ -118,7 +118,7 @@ class _NormFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         x_MK = centered = _matrix(x)
         if remake.norm.center:
-            centered = (x_MK - x_MK.mean(-1, keepdim=True, dtype=torch.float32)).to(x_MK.dtype)
+            centered = x_MK - x_MK.mean(-1, keepdim=True, dtype=torch.float32)
         data, scale = stored(centered)
         ctx.save_for_backward(data, scale, weight, bias)
         ctx.mark_non_differentiable(data, scale)
@@ -220,7 +220,7 @@ def stored_norm(
     out, *tensors = unhooked(_NormFunction.apply, x.to(y.dtype), scale, bias, [y], remake)
     copies = scale.detach().clone(), None if bias is None else bias.detach().clone()
     if out.is_contiguous():
-        SOURCES.add(out, Source((*tensors, *copies), remake))
+        SOURCES.add(out, Source((*tensors, *copies), remake), hooks_around())
     return out
 
 
@@ -237,7 +237,7 @@ def stored_glu(gate: Tensor, up: Tensor, h: Tensor, activation: str, bias: Tenso
     tensors, remake = _stored_gate(_matrix(gate), _matrix(up), bias), _RemadeGlu(gate.dtype, activation)
     out: Tensor = unhooked(_GluFunction.apply, gate, up, [h], remake, *tensors)
     if out.is_contiguous():
-        SOURCES.add(out, Source(tensors, remake))
+        SOURCES.add(out, Source(tensors, remake), hooks_around())
     return out
 
 
@@ -249,7 +249,7 @@ def stored_joint_glu(both: Tensor, h: Tensor, activation: str, gate_first: bool,
     tensors, remake = _stored_gate(gate, up, half), _RemadeGlu(both.dtype, activation)
     out: Tensor = unhooked(_JointGluFunction.apply, both, [h], gate_first, remake, *tensors)
     if out.is_contiguous():
-        SOURCES.add(out, Source(tensors, remake))
+        SOURCES.add(out, Source(tensors, remake), hooks_around())
     return out
 
 
@@ -264,7 +264,7 @@ def stored_activation(x: Tensor, y: Tensor, activation: str) -> Tensor:
     tensors, remake = stored(_matrix(x)), _RemadeActivation(x.dtype, activation)
     out: Tensor = unhooked(_ActivationFunction.apply, x, [y], remake, *tensors)
     if out.is_contiguous():
-        SOURCES.add(out, Source(tensors, remake))
+        SOURCES.add(out, Source(tensors, remake), hooks_around())
     return out
 
 
