@@ -6,7 +6,7 @@ accuracy are left out. Which they are is decided without Octavo, by the same mod
     rounding noise     plain PyTorch is below `NOISE_DB` of its dtype
     cancellation       float64 with a relative error of `NOISE` in the gradient of each module's output is below
                        `CANCELLED_DB`: the gradient of a key bias, say, which is a sum that should be zero; of a
-                       single number below `CANCELLED_ONE_DB`, as one error may be three times the typical one
+                       few numbers below `CANCELLED_FEW_DB`, as one error may be three times the typical one
 """
 
 import traceback
@@ -26,8 +26,8 @@ NOISE_DB = {torch.float32: 60.0, torch.float16: 44.0, torch.bfloat16: 34.0}
 """SQNR against float64 below which a gradient in plain PyTorch is rounding noise."""
 NOISE, CANCELLED_DB = 2.0**-6, 22.0
 """Error put into gradients, 36 dB, where FP8's is 31; and what must be left of it for `EACH_DB` to be possible."""
-CANCELLED_ONE_DB = CANCELLED_DB + 10.0
-"""The same for a gradient of one number: 10 dB are a factor of three."""
+FEW, CANCELLED_FEW_DB = 32, CANCELLED_DB + 10.0
+"""The same for a gradient of a few numbers: 10 dB are a factor of three."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _measurable(exact: Exact, plain: Mapping[str, Tensor | None], names: list[st
     wanted, noised, found = (_flat(grads, names) for grads in (exact.grads, exact.noised, plain))
     if not wanted.count_nonzero():
         return False
-    least = CANCELLED_ONE_DB if wanted.numel() == 1 else CANCELLED_DB
+    least = CANCELLED_FEW_DB if wanted.numel() <= FEW else CANCELLED_DB
     return sqnr(wanted, found) >= noise_db and sqnr(wanted, noised) >= least
 
 
