@@ -4,7 +4,8 @@ Gradients are compared by SQNR, 20·log10(‖plain‖ / ‖plain − Octavo's‖
 accuracy are left out. Which they are is decided without Octavo, by the same model in float64:
 
     rounding noise     plain PyTorch is below `NOISE_DB` of its dtype
-    cancellation       float64 with a relative error of `NOISE` in the gradient of each module's output is below
+    cancellation       float64 with a relative error of `NOISE` in the gradient of each module's output, and in the
+                       input of each silu and gelu (gates far below zero: docs/memory.md), is below
                        `CANCELLED_DB`: the gradient of a key bias, say, which is a sum that should be zero; of a
                        few numbers below `CANCELLED_FEW_DB`, as one error may be three times the typical one
 """
@@ -90,7 +91,7 @@ def same(name: str, expected: Tensor, actual: Tensor) -> str | None:
 
 @contextmanager
 def noise(model: nn.Module) -> Iterator[None]:
-    """Inside, the gradient of each module's output gets a relative error."""
+    """Inside, the gradient of each module's output gets a relative error, as does the input of each silu and gelu."""
     generator = torch.Generator().manual_seed(0)
 
     def disturbed(grad: Tensor) -> Tensor:
@@ -100,7 +101,11 @@ def noise(model: nn.Module) -> Iterator[None]:
         if isinstance(y, Tensor) and y.requires_grad:
             y.register_hook(disturbed)
 
+    def before(module: nn.Module, args: Any) -> Any:
+        return disturbed(args[0]), *args[1:]
+
     handles = [m.register_forward_hook(hook) for m in model.modules()]
+    handles += [m.register_forward_pre_hook(before) for m in model.modules() if isinstance(m, nn.SiLU | nn.GELU)]
     yield
     for handle in handles:
         handle.remove()
