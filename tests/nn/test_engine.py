@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from releases import requires_torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn.utils import parametrize
@@ -192,6 +193,7 @@ def test_a_pass_of_delayed_scaling_ends_with_whichever_gradient_is_asked():
     assert (states[0][:, :3] > 0).all()
 
 
+@requires_torch("2.13", "in 2.11 autograd functions written in Python do not outlive their outputs")
 def test_zero_bubble_splits_three_products_per_layer():
     """Input gradients first, weight gradients later: 3 products per layer and micro-batch, as in one backward."""
     layers = [layer("rowwise", bias=False), Linear(48, 64, bias=False), Linear(64, 32, bias=False)]
