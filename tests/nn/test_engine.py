@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn.utils import parametrize
@@ -12,6 +13,7 @@ import octavo
 from octavo.nn.delayed import history_of
 from octavo.nn.linear import Linear, linear
 from octavo.numerics import RECIPES
+from releases import requires_torch
 
 EVERYTHING = ["x", "weight", "bias"]
 
@@ -192,6 +194,7 @@ def test_a_pass_of_delayed_scaling_ends_with_whichever_gradient_is_asked():
     assert (states[0][:, :3] > 0).all()
 
 
+@requires_torch("2.13", "in 2.11 autograd functions written in Python do not outlive their outputs")
 def test_zero_bubble_splits_three_products_per_layer():
     """Input gradients first, weight gradients later: 3 products per layer and micro-batch, as in one backward."""
     layers = [layer("rowwise", bias=False), Linear(48, 64, bias=False), Linear(64, 32, bias=False)]
@@ -212,3 +215,16 @@ def test_zero_bubble_splits_three_products_per_layer():
     assert count == whole == 9
     for gradient, wanted in zip((dx, *(made.weight.grad for made in layers)), expected, strict=True):
         assert torch.equal(gradient, wanted)
+
+
+@pytest.mark.skipif(Version(torch.__version__) >= Version("2.13"), reason="torch 2.13 keeps the node")
+@pytest.mark.parametrize("kind", ["linear", "norm"])
+def test_zero_bubble_of_an_older_torch_is_refused_by_name(kind):
+    stage, x = layer(bias=False), leaf()
+    if kind == "norm":
+        precision = octavo.Precision(matmul="bf16", activations="fp8")
+        stage = octavo.convert(nn.Sequential(nn.LayerNorm(64)), precision=precision, verbose=False)
+    y = stage(x)
+    _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], stage.parameters())
+    with pytest.raises(RuntimeError, match="before torch 2.13 zero-bubble schedules cannot"):
+        stage_backward_weight(stage.parameters(), groups)

@@ -210,7 +210,9 @@ def test_recomputation_reads_what_there_is(reentrant):
     assert all(torch.equal(a, b) for a, b in zip(gradients(False), gradients(True), strict=True))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at the import of its rules for jvp
+# torch's own, at the import of its rules for jvp; a FutureWarning since torch 2.14
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
 @pytest.mark.parametrize("kind", ["grad", "vmap", "jvp"])
 def test_function_transforms_raise_and_leave_nothing(kind):
     """Our autograd function has no rules for them."""

@@ -28,7 +28,7 @@ from octavo.nn.known import Norm
 from octavo.nn.saved_tensors import hooks_around, unhooked
 from octavo.nn.sources import SOURCES, Remake, Source, restored, stored
 from octavo.numerics.spec import TENSOR, QuantSpec
-from octavo.runtime.torch_compat import in_backward
+from octavo.runtime.torch_compat import in_backward, names_lost_nodes
 from octavo.tensor import ScaledTensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
@@ -109,6 +109,7 @@ class _RemadeActivation(Remake):
         return _activated(self.inputs(tensors)[0], self.activation)
 
 
+@names_lost_nodes
 class _NormFunction(torch.autograd.Function):
     """y [..., K] of x [..., K], which is given; and the stored form of x, or of x - mean if the mean is taken away."""
 

@@ -86,7 +86,7 @@ def keeps_weight(module: nn.Module) -> bool:
     """Whether a layer that was converted with `keep_weights=True` may use a copy of its weight more than once now."""
     if not module.keeps_weight or torch.compiler.is_compiling():
         return False
-    return module._parameters.get("weight") is not None and not _is_sharded(module)
+    return isinstance(module._parameters.get("weight"), nn.Parameter) and not _is_sharded(module)
 
 
 def cast_weight(w_NK: Tensor, recipe: Recipe, needs_dgrad: bool) -> tuple[ScaledTensor, ScaledTensor | None]:

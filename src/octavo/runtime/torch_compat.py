@@ -41,6 +41,29 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def names_lost_nodes(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Class decorator: `torch.autograd.grad` from a node of the function that is gone raises an error that says why.
+
+    torch 2.11: a node of an autograd function written in Python goes with its output. Zero-bubble schedules of
+    `torch.distributed.pipelining` detach outputs before they compute the gradients of weights from such nodes, and
+    torch's error speaks of legacy functions. torch 2.13 keeps the node.
+    """
+    node: Any = function._backward_cls
+
+    def input_metadata(self: Any) -> Any:
+        try:
+            return super(node, self)._input_metadata
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"octavo: {node.__name__} is gone with its output, so it gives no gradients: before torch 2.13 "
+                "zero-bubble schedules cannot compute gradients of weights behind autograd functions. Use another "
+                "schedule, such as Schedule1F1B, or a newer torch"
+            ) from error
+
+    node._input_metadata = property(input_metadata)
+    return function
+
+
 class own_saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
     """`saved_tensors_hooks` for the library's own hooks, which selective checkpointing looks past.
 
