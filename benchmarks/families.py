@@ -1,7 +1,8 @@
 """What each family of models keeps for backward with FP8 activations, and how good its gradients are; docs/memory.md.
 
 Small models of Transformers, made from their configurations (nothing is downloaded), in bf16 and without dropout: one
-training step as it is and one with `Precision(matmul="bf16", activations="fp8")`. The forward must be the same, bit for bit.
+training step as it is and one with `Precision(matmul="bf16", activations="fp8")`. The forward must be the same, bit for
+bit.
 
   python -m benchmarks families
   python -m benchmarks families --only Llama Mamba

@@ -83,8 +83,12 @@ def kept(operation, shape, dtype, autocast=False):
             return operation(x, y, z, weight)
 
     run()  # makes the weights
-    with kept_for_backward(weights) as saved:
-        result = compressed(weights, (), run)
+    owner = nn.ModuleList([weights])
+    for matrix in (p for p in weights.values() if p.ndim == 2):
+        owner.append(nn.Linear(1, 1, bias=False))
+        owner[-1].weight = matrix
+    with kept_for_backward(owner) as saved:
+        result = compressed(owner, (), run)
     assert result.requires_grad
     rows = [(row.dtype, math.prod(row.shape)) for row in saved.holdings.values()]
     rounded = sum(count for dtype, count in rows if dtype == torch.float8_e4m3fn)

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import octavo
-from octavo.nn.saved_tensors import FEWEST, _as_matrix, _Decompress, _dense_strides, compressed
+from octavo.nn.layouts import as_matrix, dense_strides
+from octavo.nn.saved_tensors import FEWEST, _Decompress, compressed
 from octavo.nn.sources import SOURCES, Remake, restored, stored
 from octavo.nn.storage import kept_for_backward
 from octavo.nn.storing import stored_activation
@@ -67,8 +68,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_stored_tensor_comes_back_in_its_layout(layout, dtype):
     was = LAYOUTS[layout](randn(4, 33, 6, 32).to(dtype))
-    restore = _Decompress(was.dtype, was.shape, _dense_strides(was))
-    is_ = restore(stored(_as_matrix(was)))
+    restore = _Decompress(was.dtype, was.shape, dense_strides(was))
+    is_ = restore(stored(as_matrix(was)))
     assert (was.shape, was.dtype) == (is_.shape, is_.dtype) and sqnr(was, is_) >= E4M3.tolerance_db
     order = [d for d in range(was.ndim) if was.shape[d] > 1 and was.stride(d) > 0]
     assert sorted(order, key=was.stride) == sorted(order, key=is_.stride)

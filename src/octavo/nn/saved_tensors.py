@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from octavo.nn.autograd_graph import created_nodes, is_parameter, producer
 from octavo.nn.exactness import may_be_rounded
+from octavo.nn.layouts import as_matrix, dense_strides, element_key
 from octavo.nn.sources import SOURCES, ExactMatrix, Remake, Source, Stored, restored, stored
 from octavo.nn.switch import stores
 from octavo.runtime.torch_compat import own_saved_tensors_hooks
@@ -38,8 +39,6 @@ T = TypeVar("T")
 
 FEWEST = 1024
 """Elements below which a tensor is kept as it is: nothing to gain."""
-WIDTHS = (4096, 2048, 1024, 512, 256, 128, 64, 32)
-"""Columns of the matrix as which a dense tensor is quantized; any cut gives the same groups of 32."""
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -195,7 +194,7 @@ class Scope:
             return False
         node = producer(x.grad_fn)
         outputs = [] if node is None else [_saved_by(node, name) for name in ("output", "out", "result")]
-        return any(output is not None and _key(output) == _key(x) for output in outputs)
+        return any(output is not None and element_key(output) == element_key(x) for output in outputs)
 
     def _pack(self, tensor: Tensor) -> Saved:
         saved = Saved(tensor)
@@ -211,7 +210,7 @@ class Scope:
         if not self._pending:
             return
         rounded = self._rounded(outputs)
-        keys = {id(saved): _key(saved.tensor) for saved in self._pending if saved.tensor is not None}
+        keys = {id(saved): element_key(saved.tensor) for saved in self._pending if saved.tensor is not None}
         exact = {keys[id(saved)] for saved in self._pending if id(saved) not in rounded}
         copies: dict[Any, Stored] = {}
         for saved in self._pending:
@@ -224,8 +223,8 @@ class Scope:
                 saved.keep(self._around)
             else:
                 if key not in copies:
-                    copies[key] = stored(_as_matrix(tensor))
-                restore = _Decompress(tensor.dtype, tensor.shape, _dense_strides(tensor))
+                    copies[key] = stored(as_matrix(tensor))
+                restore = _Decompress(tensor.dtype, tensor.shape, dense_strides(tensor))
                 saved.decide(Held(copies[key], self._around), restore)
 
     def _rounded(self, outputs: Any) -> set[int]:
@@ -380,45 +379,3 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
             yield leaf
         elif hasattr(leaf, "__dict__"):
             yield from (value for value in vars(leaf).values() if isinstance(value, Tensor))
-
-
-def _dims(tensor: Tensor) -> list[tuple[int, int, int]]:
-    """Stride, size and index of the dimensions that say where elements are, outermost first."""
-    dims = [(tensor.stride(d), tensor.shape[d], d) for d in range(tensor.ndim)]
-    return sorted((dim for dim in dims if dim[0] > 0 and dim[1] > 1), key=lambda dim: (-dim[0], dim[2]))
-
-
-def _merged(tensor: Tensor) -> list[tuple[int, int]]:
-    """Size and stride of the elements in memory order, dimensions that follow one another taken as one."""
-    merged: list[tuple[int, int]] = []
-    for stride, size, _ in _dims(tensor):
-        if merged and merged[-1][1] == stride * size:
-            merged[-1] = (merged[-1][0] * size, stride)
-        else:
-            merged.append((size, stride))
-    return merged
-
-
-def _key(tensor: Tensor) -> Any:
-    """Equal for tensors with the same elements in memory."""
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor._version, tensor.dtype, tensor.is_neg(), tensor.storage_offset(), tuple(_merged(tensor))
-
-
-def _as_matrix(tensor: Tensor) -> Tensor:
-    """The elements in memory order, each once, as a matrix: a view where they are dense or evenly spaced rows."""
-    merged = _merged(tensor)
-    flat = tensor.detach().as_strided([size for size, _ in merged], [stride for _, stride in merged]).resolve_neg()
-    if len(merged) > 1:
-        return flat.reshape(-1, merged[-1][0])
-    count = flat.numel()
-    return flat.reshape(-1, next((width for width in WIDTHS if count % width == 0), count))
-
-
-def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of the tensor once its elements are dense: the same order of dimensions, and repeated ones stay so."""
-    strides = [stride if size == 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    step = 1
-    for _, size, dim in reversed(_dims(tensor)):
-        strides[dim], step = step, step * size
-    return tuple(strides)
