@@ -77,6 +77,8 @@ def _part(dice: Dice, depth: int, benign: bool) -> Part:
     op = dice.of(*ops, *(wraps * 2 if depth else ()))
     if op in ("residual", "repeat", "hooked"):
         of = _part(dice, depth - 1, benign)
+        while op == "repeat" and of["op"] in ("norm", "repeat"):  # a norm of its own output has no gradient to speak of
+            of = _part(dice, depth - 1, benign)
         forms = {
             "residual": ("plain", "plain", "scaled") if benign else
             ("plain", "plain", "scaled", "rezero", "sigmoid", "detached", "drop"),
