@@ -657,3 +657,29 @@ def test_gate_and_up_of_a_joint_product_that_are_not_alike():
             return self.down(self.act(gate) * up)
 
     compare(Joint(), randn(2, TOKENS, WIDTH))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_llama_with_large_scores_trains(seed):
+    """Queries and keys of standard deviation 4: NaN with q and k in FP8."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    plain = LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+    )
+    with torch.no_grad():
+        for name, weight in plain.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                weight.normal_(std=4 * WIDTH**-0.5)
+    ids = torch.randint(0, 64, (8, 4, 65), generator=torch.Generator().manual_seed(seed))
+    losses = []
+    for model in (plain, octavo.convert(copy.deepcopy(plain), precision=STORING, verbose=False)):
+        stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in (*ids, *ids):
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+            stepper.step()
+            stepper.zero_grad()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
