@@ -113,6 +113,11 @@ ranks, at the FLOP per token of sequences of {tokens}:
 """
 
 
+def _note(content: Mapping[str, Any]) -> list[str]:
+    """What a reader should know of the rows; `note` in a result file."""
+    return ["\n" + content["note"] + "\n"] if "note" in content else []
+
+
 def document(content: Mapping[str, Any]) -> str:
     """docs/scaling.md of a result file."""
     rates = Rates(**{**content["rates"], "between": tuple(content["rates"]["between"])})
@@ -132,7 +137,8 @@ def document(content: Mapping[str, Any]) -> str:
         bf16=rates.bf16 / 1e12, fp8=rates.fp8 / 1e12, ring=_leaving(rows, last),
     )  # fmt: skip
     parts = [
-        head, *_memory(rows, models), CATEGORIES.format(model=SHOWN, world=middle), *_categories(rows, middle),
+        head, *_memory(rows, models), *_note(content), CATEGORIES.format(model=SHOWN, world=middle),
+        *_categories(rows, middle),
         CATEGORIES_NOTE, WIRE, *_wire(rows, models), WIRE_NOTE.format(share=", ".join(shares)), time,
         *_links(rows, models, rates), STEPS.format(world=last), *_steps(rows, models, rates, last),
         STEPS_NOTE.format(world=last, tokens=tokens), *_tokens(rows, models, rates, last),

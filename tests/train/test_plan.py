@@ -73,7 +73,7 @@ def test_llama_2_7b_fits_80_gb():
     assert plan.largest["parameters"] == pytest.approx(2 * 6.738e9, rel=1e-3)
     assert plan.largest["optimizer states"] == pytest.approx(4.08 * 6.738e9, rel=1e-2)
     assert plan.peak < 72 * 2**30
-    assert plan.kept / plan.tokens / 32 < 60_000
+    assert plan.kept / plan.tokens / 32 < 66_000
     forecast = plan_step(load_config(SEVEN_B), gpu="h100")
     assert forecast.memory.peak == pytest.approx(plan.peak, rel=0.01)
     assert forecast.fits and forecast.bf16_memory.peak > forecast.gpu.usable and forecast.largest_batch == 4

@@ -57,9 +57,9 @@ class StoringNorm(nn.Module):
         if x is None or not isinstance(norm, Norm):
             return original(*args, **kwargs)
         names = [name for name in (norm.weight, norm.bias) if name is not None]
-        if not all(name in self._parameters for name in names):  # made by a parametrization, or no tensor at all
+        if not all(_has_parameter(self, name) for name in names):  # made by a parametrization, or no tensor at all
             return original(*args, **kwargs)
-        weight, bias = (None if name is None else self._parameters[name] for name in (norm.weight, norm.bias))
+        weight, bias = (None if name is None else own_parameter(self, name) for name in (norm.weight, norm.bias))
         parameters = [p for p in (weight, bias) if p is not None]
         eps: Any = _plain_attribute(self, norm.eps) if isinstance(norm.eps, str) else norm.eps
         fit = all(_is_matrix(p) and p.shape == x.shape[-1:] and p.dtype == parameters[0].dtype for p in parameters)
@@ -144,7 +144,7 @@ def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> A
 
 def _bias(module: nn.Module, glu: Glu, gate: Tensor) -> Tensor | None:
     """The bias of the gate projection, if it has one that fits; none that FSDP has sharded or freed again by now."""
-    bias = getattr(module, glu.gate)._parameters.get("bias")
+    bias = own_parameter(getattr(module, glu.gate), "bias")
     if not isinstance(bias, Tensor) or bias.shape != gate.shape[-1:] or not _is_matrix(bias):
         return None
     return bias if bias.untyped_storage().nbytes() >= bias.nbytes else None
@@ -204,6 +204,16 @@ def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 def _is_matrix(x: Tensor | None) -> bool:
     """Whether a tensor is one that our ops take: no DTensor, for one."""
     return x is not None and x.dtype in FLOATING and x.ndim > 0 and not is_traceable_wrapper_subclass(x)
+
+
+def own_parameter(module: nn.Module, name: str) -> Tensor | None:
+    """A parameter of a module, or the plain tensor that FSDP1 puts in its place; none that is computed when read."""
+    value = module._parameters.get(name, vars(module).get(name))
+    return value if isinstance(value, Tensor) else None
+
+
+def _has_parameter(module: nn.Module, name: str) -> bool:
+    return module._parameters.get(name, "") is None or own_parameter(module, name) is not None
 
 
 def _plain_attribute(module: nn.Module, name: str) -> Any:

@@ -42,14 +42,14 @@ _INPUTS = {"Gelu": ("self",), "Silu": ("self",)}
 
 
 def may_be_rounded(
-    node: Any, own: Collection[int], weights: Collection[int], saved: Callable[[str], Tensor | None]
+    node: Any, own: Collection[int], is_weight: Callable[[Tensor], bool], saved: Callable[[str], Tensor | None]
 ) -> Iterator[str]:
     """Names of the tensors saved by a node that may be rounded to FP8.
 
     Args:
         node: Of the autograd graph.
         own: Identities of leaves that are parameters whatever their class.
-        weights: Identities of parameters whose products may round their inputs.
+        is_weight: Whether a parameter is one whose products may round their inputs.
         saved: Returns the tensor that the node saved under a name, or None where it is not known.
     """
     kind = kind_of(node)
@@ -57,7 +57,7 @@ def may_be_rounded(
     inputs = [function for function, _ in node.next_functions]
     for name, index in _PRODUCTS.get(kind or "", {}).items():
         parameters = parameters_of(inputs[index], own) if index < len(inputs) else []
-        if parameters and all(id(parameter) in weights for parameter in parameters):
+        if parameters and all(map(is_weight, parameters)):
             yield name
     if kind == "Mul" and len(inputs) == 2 and any(map(_is_activation, inputs)):
         one, other = saved("self"), saved("other")

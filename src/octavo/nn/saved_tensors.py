@@ -18,7 +18,7 @@ as autograd does it.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -231,12 +231,12 @@ class Scope:
         """Identities of what is pending that may be rounded."""
         own = {id(parameter) for parameter in self._module.parameters()}
         exact = {id(p) for name in self._exact for p in self._module.get_submodule(name).parameters()}
-        weights = _weights_of_linears(self._module) - exact
+        weights = _weights_of_linears(self._module, exact)
         ours = {id(saved): saved for saved in self._pending}
         tensors = [*_tensors(outputs), *(saved.tensor for saved in self._pending if saved.tensor is not None)]
         rounded: set[int] = set()
         for node in created_nodes([tensor.grad_fn for tensor in tensors], self._first):
-            for name in may_be_rounded(node, own, weights, partial(_saved_by, node)):
+            for name in may_be_rounded(node, own, weights.covers, partial(_saved_by, node)):
                 rounded.add(id(_holder(node, name)))
         return {key for key in rounded & ours.keys() if self._is_activation(ours[key], own)}
 
@@ -348,17 +348,30 @@ def _hooks_around() -> Hooks | None:
     return top
 
 
-def _weights_of_linears(module: nn.Module) -> set[int]:
-    """Identities of parameters that inputs are multiplied by: of linears and convolutions, what their weights are made
-    of included, and of experts.
+class _Weights(set[int]):
+    """Identities of weights; and shapes of those that FSDP has sharded again by now."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        parameters = list(parameters)
+        super().__init__(map(id, parameters))
+        self.shapes = {p.shape for p in parameters if is_traceable_wrapper_subclass(p)}
+
+    def covers(self, parameter: Tensor) -> bool:
+        """Whether a leaf of the graph is one of them."""
+        return id(parameter) in self or parameter.shape in self.shapes
+
+
+def _weights_of_linears(module: nn.Module, exact: set[int]) -> _Weights:
+    """Parameters that inputs are multiplied by: of linears and convolutions, what their weights are made of included,
+    and of experts; without those whose products are to be exact.
     """
-    weights = {id(p) for p in module.parameters() if p.ndim > 2}
+    weights = [p for p in module.parameters() if p.ndim > 2]
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.modules.conv._ConvNd) or "Conv1D" in type(part).__name__:
-            weights.update(map(id, part.parameters()))
+            weights += part.parameters()
         elif isinstance(part, nn.MultiheadAttention):
-            weights.update(id(p) for p in part.parameters(recurse=False))
-    return weights
+            weights += part.parameters(recurse=False)
+    return _Weights(p for p in weights if id(p) not in exact)
 
 
 def _holder(node: Any, name: str) -> Any:
