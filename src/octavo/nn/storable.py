@@ -14,7 +14,6 @@ from torch import nn
 from octavo.nn.activations import Scoped, Storage
 from octavo.nn.blocks import find_stacks
 from octavo.nn.known import Activation, Glu, Known, activation_of, known, original_class, registered
-from octavo.nn.verify import check_registered
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are not called."""
@@ -69,6 +68,8 @@ def _known(module: nn.Module) -> Known | None:
     if spec is None or (isinstance(spec, Activation) and activation_of(module) is None):
         return None
     if registered(original_class(module)):
+        from octavo.nn.verify import check_registered  # which few need
+
         check_registered(module, spec)
     return spec
 
