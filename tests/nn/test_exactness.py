@@ -642,8 +642,11 @@ def test_conversion_is_atomic_where_a_class_cannot_be_extended():
 
 def test_hooks_that_are_forbidden_leave_modules_as_they_are():
     model, x = octavo.convert(nn.Sequential(GatedMLP()), precision=STORING, verbose=False), randn(4, WIDTH)
+    plain = octavo.revert(copy.deepcopy(model))
+    plain(x).sum().backward()
     with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
         model(x).sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
 
 
 def test_gate_and_up_of_a_joint_product_that_are_not_alike():
