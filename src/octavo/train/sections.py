@@ -56,7 +56,7 @@ class Model(Section):
     """`[model]`: a causal language model of `transformers`: from a local folder, or by type and config."""
 
     path: str | None = None
-    """Folder of a local checkpoint (`save_pretrained`). Its tokenizer is used where it has one."""
+    """Folder of a local checkpoint (`save_pretrained`), with its tokenizer unless `data.tokenizer` names another."""
     type: str | None = None
     """`model_type` of `transformers`, as "llama"."""
     config: dict[str, Any] = {}
