@@ -205,7 +205,7 @@ def check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None
     given = config.model.path is not None
     if rows < tokenizer.size:
         remedy = (
-            "lower data.vocab_size, or give the model's tokenizer (data.tokenizer)"
+            "give the folder of the model's own tokenizer as data.tokenizer"
             if given
             else f"set model.config.vocab_size = {tokenizer.size}, or leave it out"
         )

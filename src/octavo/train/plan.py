@@ -279,8 +279,14 @@ def _followed(
 
 
 def _vocabulary(config: TrainConfig) -> TextTokenizer | _Vocabulary:
-    folder = config.data.tokenizer or config.model.path
-    return _Vocabulary(config.data.vocab_size) if folder is None else load_tokenizer(Path(folder).expanduser())
+    if config.data.tokenizer is not None:
+        return load_tokenizer(Path(config.data.tokenizer).expanduser())
+    if config.model.path is not None:
+        try:
+            return load_tokenizer(Path(config.model.path).expanduser())
+        except ConfigError:  # a run needs it, but a plan of a config.json alone does not
+            pass
+    return _Vocabulary(config.data.vocab_size)
 
 
 def _build(config: TrainConfig, tokenizer: TextTokenizer) -> torch.nn.Module:
