@@ -33,7 +33,7 @@ from octavo.train.disk import sync
 from octavo.train.metrics import Progress
 from octavo.train.sections import Data
 from octavo.train.source import Source, open_source
-from octavo.train.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer, train_tokenizer
+from octavo.train.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
 LAYOUT = "1"
 """Part of every cache key; changes with the format of an entry or the way text is cut."""
@@ -117,12 +117,8 @@ def load_corpus(config: TrainConfig, progress: Progress) -> Corpus:
 
 
 def _given_tokenizer(config: TrainConfig) -> TextTokenizer | None:
-    if config.data.tokenizer is not None:
-        return load_tokenizer(Path(config.data.tokenizer).expanduser())
-    if config.model.path is not None:
-        folder = Path(config.model.path).expanduser()
-        return load_tokenizer(folder) if has_tokenizer(folder) else None
-    return None
+    folder = config.data.tokenizer or config.model.path
+    return None if folder is None else load_tokenizer(Path(folder).expanduser())
 
 
 def _build(folder: Path, source: Source, given: TextTokenizer | None, config: Data, progress: Progress) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from octavo.nn.causal import chunked_loss
+from octavo.nn.causal import check_next_token_loss, chunked_loss
 from octavo.numerics.names import nearest
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.diagnose import non_finite_parameter
@@ -97,13 +97,26 @@ def _write(built: Built, file: Path) -> None:
         ) from None
 
 
-def take_loss_in_chunks(model: nn.Module) -> str | None:
-    """Makes the model compute its loss without whole logits. Returns why it cannot; the model is then as before."""
+def prepare_loss(model: nn.Module, loss: str) -> str:
+    """Make a model compute its own loss "chunked" or from "whole" logits; returns a note where it cannot be chunked.
+
+    Raises ConfigError for a model whose own loss does not predict the next token.
+    """
+    note = ""
+    if loss == "chunked":
+        try:
+            chunked_loss(model)
+            return note
+        except (ValueError, RuntimeError, IndexError) as error:  # of a model that does not run at all, others say more
+            reason = " ".join(str(error).split())
+            note = f"the loss is the model's own, with every term of it, computed from whole logits: {reason}"
     try:
-        chunked_loss(model)
-    except (ValueError, RuntimeError, IndexError) as error:  # of a model that does not run at all, others say more
-        return " ".join(str(error).split())
-    return None
+        check_next_token_loss(model)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    except (RuntimeError, IndexError):  # likewise
+        pass
+    return note
 
 
 def exact_masters(config: TrainConfig) -> dict[str, torch.Tensor]:
@@ -192,7 +205,7 @@ def check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None
     given = config.model.path is not None
     if rows < tokenizer.size:
         remedy = (
-            "lower data.vocab_size, or give the model's tokenizer (data.tokenizer)"
+            "give the folder of the model's own tokenizer as data.tokenizer"
             if given
             else f"set model.config.vocab_size = {tokenizer.size}, or leave it out"
         )

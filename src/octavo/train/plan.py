@@ -49,7 +49,7 @@ from octavo.planner.timeline import Timeline
 from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
 from octavo.train.data import Corpus
 from octavo.train.model import DTYPES, build_model, check_fit, check_model
-from octavo.train.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
+from octavo.train.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.trainer import Trainer
 
 LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("states",)}
@@ -279,11 +279,14 @@ def _followed(
 
 
 def _vocabulary(config: TrainConfig) -> TextTokenizer | _Vocabulary:
-    given = config.data.tokenizer or config.model.path
-    folder = Path(given).expanduser() if given is not None else None
-    return load_tokenizer(folder) if folder is not None and has_tokenizer(folder) else _Vocabulary(
-        config.data.vocab_size
-    )  # fmt: skip
+    if config.data.tokenizer is not None:
+        return load_tokenizer(Path(config.data.tokenizer).expanduser())
+    if config.model.path is not None:
+        try:
+            return load_tokenizer(Path(config.model.path).expanduser())
+        except ConfigError:  # a run needs it, but a plan of a config.json alone does not
+            pass
+    return _Vocabulary(config.data.vocab_size)
 
 
 def _build(config: TrainConfig, tokenizer: TextTokenizer) -> torch.nn.Module:

@@ -56,7 +56,7 @@ class Model(Section):
     """`[model]`: a causal language model of `transformers`: from a local folder, or by type and config."""
 
     path: str | None = None
-    """Folder of a local checkpoint (`save_pretrained`). Its tokenizer is used where it has one."""
+    """Folder of a local checkpoint (`save_pretrained`), with its tokenizer unless `data.tokenizer` names another."""
     type: str | None = None
     """`model_type` of `transformers`, as "llama"."""
     config: dict[str, Any] = {}
@@ -105,7 +105,7 @@ class Optim(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled decay; not applied to parameters of fewer than two dimensions (norms, biases)."""
+    """Decoupled decay of weights of products and embeddings; not of norms, biases, vectors and Mamba's `A_log`."""
     states: Literal["fp32", "fp8"] | None = None
     """Moments of AdamW: 8 bytes per parameter, or about 2.1 in FP8 with dynamic range expansion (`octavo.AdamW`). Where
     not given, those of `precision.level`."""
