@@ -9,7 +9,7 @@ The batch of a step is a pure function of (seed, step): sample k of the run is w
 the order of an epoch is a permutation drawn from a counter-based generator keyed on (seed, epoch). So nothing about
 the loader is saved, and a resumed run reads exactly what the uninterrupted one would have.
 
-Documents are streamed: at most `TEXT_AT_ONCE` bytes of text are encoded at a time, which takes the tokenizer some
+Documents are streamed: about `TEXT_AT_ONCE` bytes of text are encoded at a time, because a tokenizer takes one to two
 hundred bytes of memory per byte, and the sample that a BPE is trained on is taken in two passes over the data.
 
 The cache folder holds one directory per (content, vocabulary or tokenizer), made under a temporary name and renamed
@@ -44,8 +44,10 @@ from octavo.train.tokenizer import SAMPLE_CHARACTERS, TextTokenizer, has_tokeniz
 
 LAYOUT = "1"
 """Part of every cache key; changes with the format of an entry or the way text is cut."""
-TEXT_AT_ONCE = 3 << 20
-"""UTF-8 bytes that are encoded at once; the tokenizer holds about 100 to 130 bytes for each."""
+TEXT_AT_ONCE = 1 << 20
+"""UTF-8 bytes that are encoded at once; the tokenizer takes 100 to 200 bytes of memory for each."""
+PIECE_BYTES = 2 << 20
+"""Longest piece in UTF-8 bytes; only text of more than two bytes a character is cut below `PIECE` for it."""
 PIECES_AT_ONCE = 4096
 PIECE = 1 << 20
 """Longer documents are encoded in pieces of at most this many characters, cut after a line break where there is one."""
@@ -376,8 +378,8 @@ def _pieces(stream: Stream) -> Iterator[str | None]:
 
 
 def _halves(piece: str) -> Iterator[str]:
-    """The piece, cut where it has more than `TEXT_AT_ONCE` bytes, which only text of four bytes a character has."""
-    if len(piece.encode()) <= TEXT_AT_ONCE:
+    """The piece, cut where it has more than `PIECE_BYTES`."""
+    if len(piece.encode()) <= PIECE_BYTES:
         yield piece
         return
     cut = piece.rfind("\n", 0, len(piece) // 2) + 1 or len(piece) // 2

@@ -15,7 +15,7 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -249,7 +249,10 @@ def _files_of_split(config: Data, folder: Path, files: list[str]) -> list[str]:
         except EmptyDatasetError:
             patterns = {}
         for split, names in patterns.items():
-            paths = {os.path.realpath(path) for name in names for path in resolve_pattern(name, base)}
+            paths = set()
+            for name in names:
+                with suppress(FileNotFoundError):  # one pattern of several
+                    paths |= {os.path.realpath(path) for path in resolve_pattern(name, base)}
             if names != ["**"] and (members := paths.intersection(real)):
                 splits[str(split)] = {real[path] for path in members}
     splits = splits or {"train": set(files)}
