@@ -75,9 +75,10 @@ class Data(Section):
     """`[data]`: text in, windows of tokens out."""
 
     source: Annotated[str, Field(min_length=1)]
-    """"python-stdlib"; a glob of .txt, .jsonl or .parquet files; or a dataset: a name, "name:subset", or a folder."""
+    """"python-stdlib"; a glob of .txt (each file a document), .jsonl or .parquet files (each row one); a folder, with
+    files of one kind below it or written by `save_to_disk`; or a dataset of the Hub, as "name" or "name:subset"."""
     split: str = "train"
-    """Split of a dataset; files are all one split."""
+    """Split of a dataset, or of a folder whose file names say one, as "test.jsonl"; other sources have no splits."""
     text_field: str = "text"
     """Column that holds the text, in .jsonl, .parquet and datasets."""
     sequence_length: Count
