@@ -6,6 +6,7 @@ Nothing in such a folder is run: code that comes with a model is refused, and we
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ def load_pretrained(folder: Path, dtype: torch.dtype) -> Any:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
+    except UnpicklingError:
+        raise ConfigError("its weights are a pickle that names more than tensors, which is not read") from None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"the model cannot be loaded: {error}") from None
     model, info = loaded

@@ -58,7 +58,10 @@ def _write(value: Any, file: Path) -> bytes:
 def _mapped(file: Path) -> dict[str, Tensor]:
     if os.name == "posix" and (file.stat().st_uid, file.parent.stat().st_mode & 0o077) != (os.getuid(), 0):
         raise ConfigError(f"{file} is not this user's alone: set TMPDIR to a folder of your own")
-    tensors: dict[str, Tensor] = torch.load(file, mmap=True, weights_only=True)
+    try:
+        tensors: dict[str, Tensor] = torch.load(file, mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise ConfigError(f"{file} does not hold the tensors that were written to it: {error}") from None
     return tensors
 
 
