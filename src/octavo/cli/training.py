@@ -36,7 +36,7 @@ def train(
         from octavo.train.report import write_report
 
         settings = load_config(config, overrides or [])
-        folder = out or Path(settings.run.out or Path("runs") / settings.run.name)
+        folder = (out or Path(settings.run.out or Path("runs") / settings.run.name)).expanduser()
         failure = None
         with Bars(Console(stderr=True)) if is_first_rank() else nullcontext() as bars:
             try:

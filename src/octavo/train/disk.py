@@ -7,6 +7,7 @@ that ends, so no lock is ever stale.
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,16 @@ def sync_entry(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def same_mode(folder: Path) -> None:
+    """Gives the files of `folder` the mode that the umask asks for: some libraries write with a mode of their own."""
+    made = folder / ".mode"
+    made.touch()
+    for path in folder.iterdir():
+        if path.is_file():
+            shutil.copymode(made, path)
+    made.unlink()
 
 
 @contextmanager
