@@ -9,6 +9,7 @@ from rich.console import Console
 
 from octavo.cli.app import Overrides, app, is_first_rank, say, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
+from octavo.runtime.terminal import stdout
 
 if TYPE_CHECKING:
     from octavo.train.report import ReportFiles
@@ -50,7 +51,7 @@ def train(
             raise typer.Exit(0 if failure is None else 1)
         if failure is not None:
             result = RunResult.read(folder)
-        console = Console()
+        console = stdout()
         console.print(summary_table([result]))
         _show_files(console, folder, write_report([folder], folder))
         if result.stopped == "sigterm":
@@ -73,7 +74,7 @@ def export(
     with user_errors(context):
         from octavo.train.export import export as write
 
-        say(Console(), f"written: {write(checkpoint, out)}")
+        say(stdout(), f"written: {write(checkpoint, out)}")
 
 
 @app.command(epilog=EXAMPLES["demo"])
@@ -106,7 +107,7 @@ def demo(
         folder = out or free_folder(Path("runs/demo"))
         with Bars(Console(stderr=True)) as bars:
             result = run_demo(configs, folder, bars)
-        console = Console()
+        console = stdout()
         console.print(summary_table(result.arms))
         if result.files is None:
             say(console, "Stopped before both arms were trained: there is no verdict.")
