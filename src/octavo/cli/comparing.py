@@ -61,10 +61,15 @@ def compare(
 
         arms = make_arms(config, overrides or [], arm or [], seeds)
         check_limits(margin, confidence / 100)
-        folder = out or Path("runs") / f"compare-{load_config(config, overrides or []).run.name}"
+        notes: list[str] = []
+        name = load_config(config, overrides or [], notes.append).run.name
+        folder = out or Path("runs") / f"compare-{name}"
         bars = Bars(Console(stderr=True), _numbered(arms)) if is_first_rank() else nullcontext()
         problem, found = "", None
         with bars as progress:
+            if progress is not None:
+                for note in notes:
+                    progress.note(note)
             try:
                 found = run(arms, folder, margin=margin, confidence=confidence / 100, progress=progress)
             except LostRankError as error:

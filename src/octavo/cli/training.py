@@ -36,10 +36,14 @@ def train(
         from octavo.train.console import Bars, summary_table
         from octavo.train.report import write_report
 
-        settings = load_config(config, overrides or [])
+        notes: list[str] = []
+        settings = load_config(config, overrides or [], notes.append)
         folder = out or Path(settings.run.out or Path("runs") / settings.run.name)
         failure = None
         with Bars(Console(stderr=True)) if is_first_rank() else nullcontext() as bars:
+            if bars is not None:
+                for note in notes:
+                    bars.note(note)
             try:
                 result = run(settings, out=folder, resume=resume, progress=bars)
             except NonFiniteError as error:

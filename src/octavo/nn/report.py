@@ -145,11 +145,11 @@ class Report:
         return [f"{'bytes kept':>{width}}  by", *(f"{size:>{width},}  {name}" for size, name in cells), ""]
 
 
-def check_module(function: str, model: object) -> None:
+def check_module(function: str, model: object, hint: str = "") -> None:
     """Raise TypeError for what is no module."""
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise TypeError(f"{function} takes a torch.nn.Module, the model itself; got {what}")
+        raise TypeError(f"{function} takes a torch.nn.Module, the model itself; got {what}{hint}")
 
 
 def report(model: nn.Module, batch: Any = None) -> Report:
