@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import write_text
 from octavo.planner.decide import break_even, candidates
 from octavo.planner.devices import DEVICES, Gpu
 from octavo.planner.roofline import Cost, Linear, Passes, bf16_linear, cost, moving
@@ -349,6 +350,6 @@ def main(arguments: list[str]) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(arguments)
-    DOCUMENT.write_text(document(), encoding="utf-8")
+    write_text(DOCUMENT, document())
     print(f"written: {DOCUMENT.name}; {sum(row.is_close for row in ROWS if not row.fitted)} of "
           f"{sum(not row.fitted for row in ROWS)} published figures predicted closely")  # fmt: skip
