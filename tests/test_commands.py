@@ -30,7 +30,7 @@ PLACES = {"CONFIG": "configs/demo.toml", "CONFIG.toml": "configs/demo.toml", "RU
 MADE = ("runs/", "data/", "corpus/", "notes/", "my-gpu.toml", "h100.json", "exported")
 """Beginnings of names of files that a reader has or makes."""
 SUBCOMMANDS = ("train", "export", "demo", "compare", "inspect", "doctor", "plan", "calibrate")
-QUICK = ("octavo --help", "python -m benchmarks --help", "octavo plan configs/demo.toml --gpu h100")
+QUICK = ("octavo --help", "python -m benchmarks --help", "octavo doctor")
 
 
 def commands_in(text: str) -> list[str]:

@@ -4,6 +4,7 @@ A pipe or a file is read by `grep` and scripts, which need each row on one line,
 terminal, names that do not fit lose their middle, never an end: `model.layers.{0-31}.self…q_proj`.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,11 @@ def stdout() -> "Console":
     """A console that prints to stdout."""
     from rich.console import Console
 
-    console = Console()
-    return console if console.is_terminal else Console(width=UNLIMITED)
+    return Console() if _is_terminal() else Console(width=UNLIMITED)
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 def show(*parts: "Table | str") -> None:

@@ -171,7 +171,7 @@ def _apply(tables: dict[str, Any], override: str) -> tuple[str, ...]:
     for parent in key[:-1]:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
-            raise ConfigError(f'override "{override}": {parent} is a value, not a table')
+            raise ConfigError(f"override {_toml(override)}: {parent} is a value, not a table")
     table[key[-1]] = value
     return key
 
@@ -183,12 +183,12 @@ def _parted(override: str) -> tuple[tuple[str, ...], str]:
         if table is None or override.lstrip().startswith("[") or len(override[:end].splitlines()) != 1:
             continue
         key = []
-        while isinstance(table, dict):
+        while isinstance(table, dict) and table:
             ((name, table),) = table.items()
             key.append(name)
         if len(key) > 1:
             return tuple(key), override[end + 1 :]
-    raise ConfigError(f'override "{override}": write section.key=value, as optim.lr=3e-4')
+    raise ConfigError(f"override {_toml(override)}: write section.key=value, as optim.lr=3e-4")
 
 
 def _value(override: str, text: str) -> Any:
@@ -199,11 +199,13 @@ def _value(override: str, text: str) -> Any:
         return text.strip() if isinstance(value, datetime.date | datetime.time) else value  # no setting is a date
     if alone is not None or len(text.splitlines()) > 1:
         raise ConfigError(
-            f"override {override!r}: one value is wanted, and something follows it: give each setting an argument of "
-            "its own, and quote a string that holds a line break or a #"
+            f"override {_toml(override)}: one value is wanted, and something follows it: give each setting an "
+            "argument of its own, and quote a string that holds a line break or a #"
         )
     if text.lstrip()[:1] in ('"', "'"):
-        raise ConfigError(f"override {override!r}: the string does not end where the value does: look at its quotes")
+        raise ConfigError(
+            f"override {_toml(override)}: the string does not end where the value does: look at its quotes"
+        )
     return text
 
 
