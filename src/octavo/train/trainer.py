@@ -30,6 +30,7 @@ from octavo.inspect.autopilot import Autopilot, Move
 from octavo.inspect.deciding import convert as convert_by_cost
 from octavo.inspect.watch import Watch
 from octavo.nn import Report, accumulating, convert, report
+from octavo.nn.report import is_converted
 from octavo.numerics.plan import Plan
 from octavo.parallel import parallelize
 from octavo.parallel.parallelize import make_mesh
@@ -92,7 +93,6 @@ class Trainer:
             self.model: Any = model if spread else model.to(device)
         else:
             self.model, spread, known = model, False, {}
-        asked = config.asked
         self.layers = self.ranks.agreed(lambda: _convert(self.model, config, device, self.ranks.world, plan))
         self.loss_note = self.ranks.agreed(lambda: prepare_loss(self.model, precision.loss))
         self._checkpointing = Checkpointing(self.model, precision.checkpointing)
@@ -108,7 +108,7 @@ class Trainer:
         every = config.inspect.every or (PILOT_EVERY if precision.autopilot else 0)
         self.watch = Watch(self.model, every=every, what_if=config.inspect.what_if, high_precision=self.layers is None)
         limits = config.inspect.thresholds
-        piloted = asked.matmul == "fp8"
+        piloted = any(is_converted(module) for module in self.model.modules())  # none may gain from FP8
         self.pilot = Autopilot(self.model, watch=self.watch, thresholds=limits) if piloted else None
         self.moved: list[Move] = []
         self.skipped_batches = 0
