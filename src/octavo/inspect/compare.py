@@ -40,8 +40,9 @@ BLOW_UP = 2.0
 BEYOND_SPREAD = 5.0
 """And is worse on sight where that is so many times the distance of two seeds of the baseline, in logarithms."""
 FAILURE_LEVEL = 0.005
-FAILURE_LEVELS = {3: 1 / 20, 4: 1 / 70}
-"""Levels of Fisher's test; of three and four seeds, all runs of the arm against none of the baseline."""
+"""Level of Fisher's test, at 95 % and for one arm."""
+ALL_FAILED = 4.0**-3
+"""And of all n runs of the arm against none of the baseline, which alike arms do at most 4⁻ⁿ of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +190,7 @@ def compare_losses(
                 "order, and nan for a run that diverged"
             )
         pairs = _Pairs(baseline=baseline_name, arm=name, seeds=names, base=base, losses=losses)
-        judged.append(_judge(pairs, _Rule(margin=margin, confidence=confidence, arms=len(arms), planned=max_seeds)))
+        judged.append(_judge(pairs, Rule(margin=margin, confidence=confidence, arms=len(arms), planned=max_seeds)))
     return LossComparison(arms=tuple(judged), planned=max_seeds, extended=len(base) > max_seeds)
 
 
@@ -222,7 +223,7 @@ def _finite_or_nan(whose: str, values: Sequence[float]) -> list[float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rule:
+class Rule:
     """What a comparison was asked for."""
 
     margin: float | None
@@ -235,9 +236,11 @@ class _Rule:
         """The arm passes that is shown to be no worse, in percent."""
         return LIMIT if self.margin is None else self.margin
 
-    def failure_level(self, seeds: int) -> float:
-        """Of Fisher's test of so many seeds."""
-        return FAILURE_LEVELS.get(seeds, FAILURE_LEVEL) * scale_of(self.confidence) / self.arms * (1 + 1e-9)
+    def fails_more(self, failed: int, base_failed: int, seeds: int) -> bool:
+        """Whether so many failed runs of the arm are too many beside the baseline's."""
+        share = scale_of(self.confidence) / self.arms * (1 + 1e-9)
+        all_failed = failed == seeds and not base_failed and 4.0**-seeds <= ALL_FAILED * share
+        return all_failed or fisher(failed, base_failed, seeds) <= FAILURE_LEVEL * share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +282,7 @@ class _Pairs:
         return f"seed{'s' if len(indices) > 1 else ''} {', '.join(str(self.seeds[k]) for k in indices)}"
 
 
-def _judge(pairs: _Pairs, rule: _Rule) -> ArmLosses:
+def _judge(pairs: _Pairs, rule: Rule) -> ArmLosses:
     failed, base_failed = pairs.failed(pairs.losses), pairs.failed(pairs.base)
     ended = [k for k in range(len(pairs.seeds)) if k not in {*failed, *base_failed}]
     test = None
@@ -318,26 +321,24 @@ def _judge(pairs: _Pairs, rule: _Rule) -> ArmLosses:
     )
 
 
-def _damage(pairs: _Pairs, rule: _Rule, failed: int, base_failed: int) -> str:
+def _damage(pairs: _Pairs, rule: Rule, failed: int, base_failed: int) -> str:
     """What makes the arm worse whatever its gaps, in words; empty where nothing does."""
     arm, base, seeds = pairs.arm, pairs.baseline, len(pairs.seeds)
     if (highest := pairs.blow_up()) is not None:
         where, multiple = highest
         loss = f"ended at {pairs.losses[where]:.4g}, {multiple:.3g} times the loss of {base}"
         return f"{arm} is worse than {base}: {pairs.names([where])} {loss}."
-    if fisher(failed, base_failed, seeds) <= rule.failure_level(seeds):
+    if rule.fails_more(failed, base_failed, seeds):
         return f"{arm} is worse than {base}: it failed on {failed} of {seeds} seeds, {base} on {base_failed}."
     return ""
 
 
-def _seeds_needed(pairs: _Pairs, rule: _Rule, test: PairedTest | None, failed: int, base_failed: int) -> int | None:
+def _seeds_needed(pairs: _Pairs, rule: Rule, test: PairedTest | None, failed: int, base_failed: int) -> int | None:
     """Seeds that decide if the rates of failures, the mean and the deviation of the gaps stay; None for over 40."""
     seeds = len(pairs.seeds)
     if failed > base_failed:
         for more in range(seeds + 1, MOST_SEEDS + 1):
-            if fisher(round(failed * more / seeds), round(base_failed * more / seeds), more) <= rule.failure_level(
-                more
-            ):
+            if rule.fails_more(round(failed * more / seeds), round(base_failed * more / seeds), more):
                 return more
         return None
     if test is None or (ended := test.pairs_to_decide(rule.margin or 0, rule.limit)) is None:
@@ -363,7 +364,7 @@ def _sentence(pairs: _Pairs, verdict: Verdict, test: PairedTest | None) -> str:
     return f"{arm} is indistinguishable from {base}: {gap}. {found}"
 
 
-def _notes(rule: _Rule, outcome: Outcome, test: PairedTest | None, needed: int | None) -> list[str]:
+def _notes(rule: Rule, outcome: Outcome, test: PairedTest | None, needed: int | None) -> list[str]:
     notes = []
     if test is not None and any(test.gaps):
         notes.append(

@@ -23,7 +23,7 @@ CONFIDENCE = 0.95
 """Of all verdicts together."""
 MOST_SEEDS = 40
 """The largest planned maximum: the levels below are for looks at 2 to so many seeds."""
-LEVELS = (0.001, 0.006, 0.003, 0.0015)
+LEVELS = (0.001, 0.008, 0.005, 0.0015)
 """One-sided levels α of 2, 3, 4, and 5 pairs or more, at 95 % and for one arm."""
 SPENT = 0.025
 """What the levels may add up to: a smaller planned maximum scales them up to it."""
