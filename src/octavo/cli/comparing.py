@@ -91,7 +91,12 @@ def _judge_file(path: Path, margin: float | None, confidence: float, max_seeds: 
     for number, table in enumerate(tables := read_losses(path)):
         try:
             found.append(
-                compare_losses(**table, margin=margin, confidence=confidence, max_seeds=max_seeds or MOST_SEEDS)
+                compare_losses(
+                    **table,
+                    margin=margin,
+                    confidence=confidence,
+                    max_seeds=MOST_SEEDS if max_seeds is None else max_seeds,
+                )
             )
         except ValueError as error:
             where = f"object {number + 1} of {len(tables)}: " if len(tables) > 1 else ""

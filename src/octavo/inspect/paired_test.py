@@ -26,7 +26,7 @@ MOST_SEEDS = 40
 LEVELS = (0.001, 0.008, 0.005, 0.0015)
 """One-sided levels α of 2, 3, 4, and 5 pairs or more, at 95 % and for one arm."""
 SPENT = 0.025
-"""What the levels may add up to: a smaller planned maximum scales them up to it."""
+"""What a plan of few seeds leaves of this is added to the level of its last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +90,9 @@ class PairedTest:
 def level_of(pairs: int, planned: int) -> float:
     """One-sided level of so many pairs, at 95 % and for one arm."""
     level = LEVELS[min(pairs, 5) - 2]
-    if pairs > planned:
+    if pairs != planned:
         return level
-    return level * max(1.0, SPENT / sum(LEVELS[min(k, 5) - 2] for k in range(2, planned + 1)))
+    return level + max(0.0, SPENT - sum(LEVELS[min(k, 5) - 2] for k in range(2, planned + 1)))
 
 
 def scale_of(confidence: float) -> float:

@@ -170,7 +170,7 @@ def compare(
         ConfigError: A run's folder holds something else, or a run cannot begin. Nothing is overwritten.
         ValueError: A margin, a confidence or a planned maximum is out of range.
     """
-    check_limits(margin, confidence, max_seeds or MOST_SEEDS)
+    check_limits(margin, confidence, MOST_SEEDS if max_seeds is None else max_seeds)
     configs = {arm.folder(seed): arm.configs[seed] for seed in arms[0].configs for arm in arms}
     with joined(arms[0].configs[min(arms[0].configs)]) as ranks:
         ranks.shared(lambda: check_folders(out, configs))
