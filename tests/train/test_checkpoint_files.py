@@ -156,7 +156,7 @@ def damage(folder, kind):
         return "tokenizer.json is missing"
     elif kind == "added":
         (folder / "adapter_config.json").write_text("{}")
-        return "adapter_config.json, which was not written with it"
+        return "adapter_config.json is not part of it"
     elif kind == "no digests":
         (folder / "digests.json").unlink()
         return "digests.json is missing"

@@ -139,7 +139,7 @@ def test_a_comparison_from_the_command_line(config, tmp_path):
         words += ["--arm", arm]
     first = octavo(*words)
     read = json.loads((out / "compare.json").read_text())
-    assert first.exit_code == read["exit_code"] == (1 if read["arms"][1]["status"] == "worse" else 0)
+    assert first.exit_code == read["exit_code"] == {"worse": 1, "inconclusive": 3}.get(read["arms"][1]["verdict"], 0)
     assert "rowwise-seed4 (4/4)  step 4/4" in first.stderr
     shown = " ".join(first.stdout.split())
     assert read["arms"][1]["sentence"] in shown and "report.html" in shown and "detectable" in shown
@@ -161,8 +161,8 @@ def test_a_comparison_from_the_command_line(config, tmp_path):
 
 def test_the_same_arm_twice_is_equal_to_the_last_digit(config, tmp_path):
     found = compare(make_arms(config, [], ["a", "b"], "2"), tmp_path / "out")
-    assert found.arms[0].test.gaps == (0.0, 0.0) and found.exit_code == 0
-    assert "not a digit of the losses differs" in found.arms[0].sentence
+    assert found.arms[0].losses.test.gaps == (0.0, 0.0) and found.exit_code == 0
+    assert "not a digit of the losses differs" in found.arms[0].losses.sentence
 
 
 def test_an_interrupted_comparison_goes_on(config, tmp_path):
@@ -189,7 +189,7 @@ def test_an_interrupted_comparison_goes_on(config, tmp_path):
     found = compare(arms, out, progress=progress)
     assert [row.step for row in progress.rows] == [3, 4, 1, 2, 3, 4]
     assert ended == written(out / "bf16-seed3") | written(out / "rowwise-seed3")
-    assert found.arms[0].test == whole.arms[0].test
+    assert found.arms[0].losses.test == whole.arms[0].losses.test
 
 
 def test_sigterm_saves_and_says_how_to_go_on(config, tmp_path, monkeypatch):
@@ -210,7 +210,7 @@ def test_sigterm_saves_and_says_how_to_go_on(config, tmp_path, monkeypatch):
     assert "octavo compare" in found.stdout
     assert not (tmp_path / "my out/compare.json").exists()
     assert RunResult.read(tmp_path / "my out/rowwise-seed3").stopped == "sigterm"
-    assert octavo(*words).exit_code in (0, 1)
+    assert octavo(*words).exit_code in (0, 1, 3)
     assert RunResult.read(tmp_path / "my out/rowwise-seed3").steps == STEPS
 
 
@@ -218,18 +218,99 @@ def test_a_run_that_diverges_is_a_result(config, tmp_path):
     words = ["compare", config, "--seeds", "2", "--out", tmp_path / "out", "--arm", "a", "--arm",
              "b:optim.lr=1e38 optim.clip=0"]  # fmt: skip
     found = octavo(*words)
-    assert found.exit_code == 1, found.output
-    assert "b diverged on seeds 3, 4 of 2 in all, where a did not." in " ".join(found.stdout.split())
+    assert found.exit_code == 3, found.output
+    assert "b failed (diverged, or ended above twice the baseline's loss) on seeds 3, 4." in " ".join(
+        found.stdout.split()
+    )
     assert "not finite" in found.stderr
     before = written(tmp_path / "out/b-seed3")
+    words[3] = "3"
     assert octavo(*words).exit_code == 1
     assert written(tmp_path / "out/b-seed3") == before  # it has ended
+
+
+def test_the_plan_stays_what_it_was(config, tmp_path):
+    """It is that of the first report; another raises an error, and more seeds are marked."""
+    words = ["compare", config, "--out", tmp_path / "out", "--arm", "a", "--arm", "b", "--json"]
+    found = octavo(*words, "--seeds", "2", "--max-seeds", "2")
+    assert found.exit_code == 0 and json.loads(found.stdout)["planned_seeds"] == 2
+    refused(
+        octavo(*words, "--seeds", "3", "--max-seeds", "3"), "was planned for at most 2 seeds", "Leave out --max-seeds 3"
+    )
+    assert not (tmp_path / "out/a-seed5").exists()
+    read = json.loads(octavo(*words, "--seeds", "3").stdout)
+    assert (read["planned_seeds"], read["extended"]) == (2, True)
+    assert read == json.loads((tmp_path / "out/compare.json").read_text())
+
+
+# --- losses of any trainer ---
+
+GOOD = {"baseline": [3.0, 3.02, 2.98], "arms": {"fp8": [3.001, 3.0195, 2.9812]}}
+
+
+def test_losses_of_a_file_are_judged(tmp_path):
+    """A list of results, also of one object; NaN, null and "nan" have diverged; the worst exit code."""
+    path = tmp_path / "losses.json"
+    path.write_text(json.dumps(GOOD))
+    found = octavo("compare", "--losses", path, "--json")
+    (one,) = json.loads(found.stdout)
+    assert found.exit_code == one["exit_code"] == 0 and one["arms"]["fp8"]["verdict"] == "indistinguishable"
+    few = '{"baseline": [3.0, 3.02, 2.98], "arms": {"x": [3.0, NaN, 2.98], "y": [null, "nan", "NaN"], "z": [6, 9, 30]}}'
+    path.write_text(f"[{json.dumps(GOOD)}, {few}]")
+    found = octavo("compare", "--losses", path, "--json")
+    _, many = json.loads(found.stdout)
+    assert found.exit_code == many["exit_code"] == 1
+    assert [arm["verdict"] for arm in many["arms"].values()] == ["inconclusive", "inconclusive", "worse"]
+    assert many["arms"]["y"]["failed_seeds"] == [1, 2, 3]
+    shown = octavo("compare", "--losses", path).stdout
+    assert "z is worse than the baseline" in shown and "2 of 2" in shown
+    path.write_text(json.dumps([GOOD, GOOD | {"arms": {"x": [3.0, None, 2.98]}}]))
+    assert octavo("compare", "--losses", path).exit_code == 3
+    path.write_text(json.dumps(GOOD))
+    assert octavo("compare", "--losses", path, "--margin", "0.1").exit_code == 3
+    read = json.loads(octavo("compare", "--losses", path, "--max-seeds", "2", "--json").stdout)
+    assert read[0]["extended"] and read[0]["notes"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ("[]", "is an empty list"),
+        ("[1]", "not of the shape"),
+        ('{"arms": {"a": [3, 3]}}', "has the keys 'arms': write"),
+        ('{"baseline": [3, 3], "arm": {"a": [3, 3]}}', "has the keys 'baseline', 'arm'"),
+        ('{"baseline": [3, 3], "arms": [3, 3]}', "not of the shape"),
+        ('{"baseline": [3, 3], "arms": {}}', "there is none"),
+        ('{"baseline": null, "arms": {"a": [3]}}', "the baseline is a list"),
+        ('{"baseline": [3, 3], "arms": {"a": [3, 3], "a": [3, 3]}}', "the key 'a' is given twice"),
+        ('{"baseline": [3, 3], "arms": {"a": [3, "three"]}}', "arm 'a' holds 'three'"),
+        ('{"baseline": [3, 3], "arms": {"a": [3, 3, 3]}}', "arm 'a' has 3 losses and the baseline 2"),
+        (
+            '[{"baseline": [3, 3], "arms": {"a": [3, 3]}}, {"baseline": [3], "arms": {"a": [3]}}]',
+            "object 2 of 2: a comp",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_judged_is_refused(tmp_path, text, message):
+    (tmp_path / "losses.json").write_text(text)
+    refused(octavo("compare", "--losses", tmp_path / "losses.json", "--json"), message, "losses.json")
+
+
+def test_losses_and_runs_do_not_mix(config, tmp_path):
+    (tmp_path / "losses.json").write_text(json.dumps(GOOD))
+    refused(octavo("compare", config, "--losses", tmp_path / "losses.json"), "leave out CONFIG")
+    refused(octavo("compare", "--losses", tmp_path / "losses.json", "--seeds", "3"), "leave out CONFIG")
+    refused(octavo("compare", "--losses", tmp_path / "none.json"), "none.json")
+    refused(octavo("compare"), "give CONFIG and two --arm, or --losses FILE")
+    refused(octavo("compare", "--losses", tmp_path / "losses.json", "--max-seeds", "0"), "2 to 40 seeds; got 0")
 
 
 def test_a_folder_of_something_else_is_left_as_it_is(config, tmp_path):
     out = tmp_path / "out"
     words = ["compare", config, "--seeds", "2", "--out", out, "--arm", "a", "--arm", "b:precision.level=O1"]
-    assert octavo(*words).exit_code in (0, 1)
+    assert octavo(*words).exit_code in (0, 1, 3)
     before = written(out)
     refused(
         octavo(*words, "optim.lr=0.5"), "a-seed3 holds a run of another configuration", "optim.lr is 0.01 there, 0.5"
@@ -285,6 +366,7 @@ def test_a_run_whose_steps_are_gone_is_named(config, tmp_path):
         (["--arm", "a", "--arm", "b", "--margin", "0"], "above 0 and below 100; got 0"),
         (["--arm", "a", "--arm", "b", "--confidence", "100"], "50 % or more and below 100 %; got 100 %"),
         (["--arm", "a", "--arm", "b", "--confidence", "0.95"], "got 0.95 %"),
+        (["--arm", "a", "--arm", "b", "--max-seeds", "1"], "2 to 40 seeds; got 1"),
         (["--arm", "a", "--arm", "b", "optim.warmpu=1"], "'warmup'"),
     ],
 )
@@ -296,13 +378,13 @@ def test_mistakes_are_told_before_anything_is_trained(config, tmp_path, monkeypa
 
 def test_help_has_examples_and_exit_codes():
     shown = re.sub(r"\s+", " ", octavo("compare", "--help").stdout)
-    assert shown.count("octavo compare") >= 4 and "undecided" in shown
+    assert shown.count("octavo compare") >= 4 and "inconclusive" in shown
 
 
 def job(path, out):
     """One rank of a comparison: its exit code, the verdict, and the process groups that are left."""
     found = compare(make_arms(path, [], ARMS, "2"), Path(out))
-    return found.exit_code, found.arms[0].test.gaps
+    return found.exit_code, found.arms[0].losses.test.gaps
 
 
 @pytest.mark.dist
@@ -312,7 +394,7 @@ def test_two_processes_compare_as_one(gloo, config, tmp_path):  # noqa: F811
     assert other == (code, gaps)
     assert {path.name for path in (tmp_path / "two").iterdir() if path.is_file()} == set(FILES)
     alone = compare(make_arms(config, [], ARMS, "2"), tmp_path / "one")
-    assert gaps == pytest.approx(alone.arms[0].test.gaps, abs=0.5)
+    assert gaps == pytest.approx(alone.arms[0].losses.test.gaps, abs=0.5)
     results = [RunResult.read(tmp_path / f"{world}/rowwise-seed4") for world in ("one", "two")]
     assert [result.device for result in results] == ["cpu", "2 × cpu"]
 

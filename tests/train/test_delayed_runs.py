@@ -9,6 +9,7 @@ from tiny_runs import At, MakeConfig, assert_same, terminate
 
 from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train.checkpoint import latest_checkpoint
+from octavo.train.digests import write_digests
 from processes import gloo  # noqa: F401  a fixture
 
 PRECISION = {"level": "O1", "recipe": "delayed"}
@@ -41,14 +42,20 @@ def test_without_its_histories_a_run_is_another(make_config: MakeConfig, tmp_pat
     file, state = trainer_state(tmp_path / "cut")
     layer = "model.layers.0.mlp.up_proj"
     state["delayed"][layer] = [[1.0], [1.0]]
-    file.write_text(json.dumps(state))
+    rewrite(file, state)
     with pytest.raises(ConfigError, match=f"damaged .maxima of {layer} are two lists of 17"):
         run(config, out=tmp_path / "cut", resume=True)
     del state["delayed"]
-    file.write_text(json.dumps(state))
+    rewrite(file, state)
     assert run(config, out=tmp_path / "cut", resume=True).stopped == "done"
     with pytest.raises(AssertionError):
         assert_same(tmp_path / "whole", tmp_path / "cut")
+
+
+def rewrite(file: Path, state: dict[str, Any]) -> None:
+    """Put another state into a checkpoint, with its digest."""
+    file.write_text(json.dumps(state))
+    write_digests(file.parent, {})
 
 
 def job(tables: dict[str, Any], out: str, steps: int, resume: bool = False) -> Any:

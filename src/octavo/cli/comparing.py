@@ -1,11 +1,13 @@
 """`octavo compare`: arms against a baseline, on several seeds."""
 
+import json
+import math
 import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +17,7 @@ from octavo.cli.examples import EXAMPLES
 from octavo.runtime.terminal import stdout
 
 if TYPE_CHECKING:
+    from octavo.inspect.compare import ArmLosses
     from octavo.train import TrainConfig
     from octavo.train.compare import Arm
     from octavo.train.compare_verdict import Comparison
@@ -23,69 +26,193 @@ if TYPE_CHECKING:
 @app.command(epilog=EXAMPLES["compare"])
 def compare(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration of all runs.", show_default=False)],
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="Configuration of all runs.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
     arm: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME:SETTINGS", help="An arm, as rowwise:precision.level=O1. The first is the baseline."),
     ] = None,
     seeds: Annotated[
-        str, typer.Option(metavar="N|LIST", help="How many, from run.seed on, or which: 1,2,5. Two or more.")
-    ] = "3",
+        str | None,
+        typer.Option(
+            metavar="N|LIST",
+            help="How many, from run.seed on, or which: 1,2,5. Two or more; default: 3.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of all runs; default: runs/compare-<run.name>.", show_default=False)
+    ] = None,
+    losses: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Judge the losses in a JSON file, and train nothing.", show_default=False),
     ] = None,
     margin: Annotated[
         float | None,
         typer.Option(metavar="PERCENT", help="Loss gap that passes; an arm must be shown to stay within it."),
     ] = None,
-    confidence: Annotated[float, typer.Option(metavar="PERCENT", help="Of the intervals of all arms together.")] = 95.0,
+    confidence: Annotated[float, typer.Option(metavar="PERCENT", help="Of all verdicts together.")] = 95.0,
+    max_seeds: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Planned maximum of seeds, up to 40; default: 40.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The verdicts as JSON.")] = False,
 ) -> None:
     """Train arms on several seeds, and say whether the losses differ.
 
     Runs of one seed share initial weights, data and order; SETTINGS are what an
     arm adds to CONFIG and the settings after it. Verdicts are from the gaps
     within seeds, with what gap would have been found. Runs that are there
-    already are not repeated; stopped, the same command goes on.
+    already are not repeated; stopped, the same command goes on, and more seeds
+    may be added until it decides.
 
-    Exit code: 0 no arm is worse; 1 one is, or diverged; 2 a mistake; 3
-    undecided, too few seeds for the margin; 4 stopped before the end.
-    """
+    Exit code: 0 no arm is worse; 1 one is; 2 a mistake; 3 inconclusive, too few
+    seeds; 4 stopped before the end.
+    """  # fmt: skip
     with user_errors(context):
-        from octavo.train import LostRankError, load_config
-        from octavo.train.compare import check_limits, make_arms
-        from octavo.train.compare import compare as run
-        from octavo.train.compare_verdict import STOPPED
-        from octavo.train.console import Bars
-        from octavo.train.ranks import launched
+        if losses is not None:
+            if config is not None or arm or seeds is not None or out is not None:
+                raise ValueError("--losses judges runs that are made: leave out CONFIG, --arm, --seeds and --out")
+            raise typer.Exit(_judge_file(losses, margin, confidence / 100, max_seeds, as_json))
+        if config is None:
+            raise ValueError("there is nothing to compare: give CONFIG and two --arm, or --losses FILE")
+        found = _train(config, overrides or [], arm or [], seeds or "3", out, margin, confidence, max_seeds, as_json)
+        raise typer.Exit(found)
 
-        arms = make_arms(config, overrides or [], arm or [], seeds)
-        check_limits(margin, confidence / 100)
-        notes: list[str] = []
-        name = load_config(config, overrides or [], notes.append).run.name
-        folder = out or Path("runs") / f"compare-{name}"
-        bars = Bars(Console(stderr=True), _numbered(arms)) if is_first_rank() else nullcontext()
-        problem, found = "", None
-        with bars as progress:
-            if progress is not None:
-                for note in notes:
-                    progress.note(note)
-            try:
-                found = run(arms, folder, margin=margin, confidence=confidence / 100, progress=progress)
-            except LostRankError as error:
-                problem = str(error).partition(". ")[0] + "."
-            except KeyboardInterrupt:
-                problem = "Interrupted before the run could save."
-        if is_first_rank() and found is not None:
+
+def _judge_file(path: Path, margin: float | None, confidence: float, max_seeds: int | None, as_json: bool) -> int:
+    """Print a verdict for each object of a file of losses; return the worst exit code."""
+    from octavo.inspect import compare_losses
+    from octavo.inspect.compare import LossComparison
+    from octavo.inspect.paired_test import MOST_SEEDS
+
+    found: list[LossComparison] = []
+    for number, table in enumerate(tables := read_losses(path)):
+        try:
+            found.append(
+                compare_losses(
+                    **table,
+                    margin=margin,
+                    confidence=confidence,
+                    max_seeds=MOST_SEEDS if max_seeds is None else max_seeds,
+                )
+            )
+        except ValueError as error:
+            where = f"object {number + 1} of {len(tables)}: " if len(tables) > 1 else ""
+            raise ValueError(f"{path}: {where}{error}") from None
+    if as_json and is_first_rank():
+        print(json.dumps([comparison.to_json() for comparison in found], indent=1, allow_nan=False))
+    elif is_first_rank():
+        for number, comparison in enumerate(found, 1):
+            if len(found) > 1:
+                say(stdout(), f"{number} of {len(found)}")
+            for arm in comparison.arms:
+                _say_verdict(arm, arm.notes)
+            if comparison.extended:
+                say(stdout(), comparison.extension)
+    return max((comparison.exit_code for comparison in found), key=(0, 3, 1).index)
+
+
+def read_losses(path: Path) -> list[dict[str, Any]]:
+    """Read `{"baseline": [...], "arms": {"name": [...]}}`, or a list of such objects, from a JSON file.
+
+    A loss is a number; NaN, Infinity, null and "nan" are a run that diverged.
+
+    Raises:
+        ValueError: The file is not JSON, a key is missing, unknown or given twice, or a value is none of these.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    tables = content if isinstance(content, list) else [content]
+    if not tables:
+        raise ValueError(f"{path} is an empty list: {SHAPE}")
+    for number, table in enumerate(tables, 1):
+        where = f"{path}: object {number} of {len(tables)}" if len(tables) > 1 else f"{path}"
+        if not isinstance(table, dict) or not isinstance(table.get("arms", {}), dict):
+            raise ValueError(f"{where} is not of the shape that is read: {SHAPE}")
+        if set(table) != {"baseline", "arms"}:
+            raise ValueError(f"{where} has the keys {', '.join(map(repr, table)) or 'none'}: {SHAPE}")
+        table["baseline"] = _numbers(table["baseline"])
+        table["arms"] = {name: _numbers(values) for name, values in table["arms"].items()}
+    return tables
+
+
+SHAPE = 'write {"baseline": [a loss per seed], "arms": {"name": [a loss per seed]}}, or a list of such objects'
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object without a key twice."""
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"the key {twice[0]!r} is given twice in one object")
+    return dict(pairs)
+
+
+def _numbers(values: Any) -> Any:
+    """Losses with NaN for null and "nan"; what else there is `compare_losses` judges."""
+    if not isinstance(values, list):
+        return values
+    return [math.nan if v is None or (isinstance(v, str) and v.lower() == "nan") else v for v in values]
+
+
+def _train(
+    config: Path,
+    overrides: list[str],
+    arm: list[str],
+    seeds: str,
+    out: Path | None,
+    margin: float | None,
+    confidence: float,
+    max_seeds: int | None,
+    as_json: bool,
+) -> int:
+    """Train and judge; return the exit code."""
+    from octavo.inspect.compare import check_limits
+    from octavo.inspect.paired_test import MOST_SEEDS
+    from octavo.train import LostRankError, load_config
+    from octavo.train.compare import compare as run
+    from octavo.train.compare import make_arms
+    from octavo.train.compare_report import to_json
+    from octavo.train.compare_verdict import STOPPED
+    from octavo.train.console import Bars
+    from octavo.train.ranks import launched
+
+    arms = make_arms(config, overrides, arm, seeds)
+    check_limits(margin, confidence / 100, MOST_SEEDS if max_seeds is None else max_seeds)
+    notes: list[str] = []
+    folder = out or Path("runs") / f"compare-{load_config(config, overrides, notes.append).run.name}"
+    bars = Bars(Console(stderr=True), _numbered(arms)) if is_first_rank() else nullcontext()
+    problem, found = "", None
+    with bars as progress:
+        if progress is not None:
+            for note in notes:
+                progress.note(note)
+        try:
+            found = run(
+                arms, folder, margin=margin, confidence=confidence / 100, max_seeds=max_seeds, progress=progress
+            )
+        except LostRankError as error:
+            problem = str(error).partition(". ")[0] + "."
+        except KeyboardInterrupt:
+            problem = "Interrupted before the run could save."
+    if is_first_rank() and found is not None:
+        if as_json:
+            print(json.dumps(to_json(found), indent=1, allow_nan=False))
+        else:
             _show(found, folder)
-        elif is_first_rank():
-            if problem:
-                show_error(problem)
-            else:
-                say(stdout(), "Stopped and saved: there is no verdict yet.")
-            again = "under torchrun as before" if launched() else shlex.join(["octavo", *sys.argv[1:]])
-            say(stdout(), f"To go on, the same command:\n  {again}")
-        raise typer.Exit(STOPPED if found is None else found.exit_code)
+    elif is_first_rank():
+        console = Console(stderr=True) if as_json else stdout()
+        if problem:
+            show_error(problem)
+        else:
+            say(console, "Stopped and saved: there is no verdict yet.")
+        again = "under torchrun as before" if launched() else shlex.join(["octavo", *sys.argv[1:]])
+        say(console, f"To go on, the same command:\n  {again}")
+    return STOPPED if found is None else found.exit_code
 
 
 def _numbered(arms: "list[Arm]") -> "Callable[[TrainConfig], str]":
@@ -98,16 +225,24 @@ STYLES = {
     "indistinguishable": "bold green",
     "better": "bold green",
     "worse": "bold red",
-    "diverged": "bold red",
-    "none": "bold yellow",
+    "inconclusive": "bold yellow",
 }
+
+
+def _say_verdict(arm: "ArmLosses", notes: tuple[str, ...]) -> None:
+    """The sentence in the colour of its verdict, and notes below."""
+    from rich.text import Text
+
+    text = Text(arm.sentence, style=STYLES[arm.verdict])
+    for note in notes:
+        text.append(f"\n  {note}", style="not bold default")
+    stdout().print(text)
 
 
 def _show(comparison: "Comparison", folder: Path) -> None:
     """Table, verdicts and files."""
     from rich.box import ROUNDED
     from rich.table import Table
-    from rich.text import Text
 
     from octavo.train.compare_report import comparison_rows
 
@@ -120,10 +255,7 @@ def _show(comparison: "Comparison", folder: Path) -> None:
         table.add_row(row.label, *row.values)
     console.print(table)
     for arm in comparison.arms:
-        text = Text(arm.sentence, style=STYLES[arm.status])
-        for note in arm.notes:
-            text.append(f"\n  {note}", style="not bold default")
-        console.print(text)
+        _say_verdict(arm.losses, arm.notes)
     for note in comparison.notes:
         say(console, note)
     say(console, f"\nreport   {folder / 'report.html'}\nresult   {folder / 'compare.json'}\nruns     {folder}")

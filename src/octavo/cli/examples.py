@@ -52,6 +52,8 @@ EXAMPLES = {
   octavo compare configs/demo.toml --seeds 5 --margin 0.5 --arm bf16 --arm everything:precision.level=O1+act+opt
   [dim]# what rounding alone does: the same in two micro-batches[/dim]
   octavo compare configs/demo.toml --arm bf16 --arm again:optim.micro_batches=2
+  [dim]# losses of any trainer: {"baseline": \\[3.00, 3.02], "arms": {"fp8": \\[3.01, 3.02]}}[/dim]
+  octavo compare --losses losses.json --margin 1 --json
 """,
     "inspect": """
 [bold]Examples[/bold]

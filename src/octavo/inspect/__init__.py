@@ -9,6 +9,7 @@ from octavo.inspect.memory import memory
 
 if TYPE_CHECKING:
     from octavo.inspect.autopilot import Autopilot, Move
+    from octavo.inspect.compare import compare_losses
     from octavo.inspect.findings import Finding, History, Thresholds
     from octavo.inspect.forecast import plan
     from octavo.inspect.stats import OperandStats
@@ -22,6 +23,7 @@ __all__ = [
     "OperandStats",
     "Thresholds",
     "Watch",
+    "compare_losses",
     "memory",
     "plan",
 ]
@@ -34,6 +36,7 @@ _ON_FIRST_USE = {
     "OperandStats": "stats",
     "Thresholds": "findings",
     "Watch": "watch",
+    "compare_losses": "compare",
     "plan": "forecast",
 }
 

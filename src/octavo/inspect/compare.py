@@ -1,220 +1,398 @@
-"""Paired comparison of training runs: how far apart two arms end, and whether so many seeds can tell.
+"""Verdicts on the losses of paired runs: is an arm worse than the baseline, and could so few seeds have shown it?
+
+    found = compare_losses([3.00, 3.02, 2.98, 3.01], {"fp8": [3.001, 3.019, 2.982, 3.009]})
+    found.arms[0].verdict, found.exit_code
 
 Runs of one seed share initial weights, data and order, so what is compared is the gap within a seed; how far seeds lie
-apart, usually ten times as much, drops out. What is left in a gap beside the effect of the arm is chaos: training
-amplifies any difference in rounding, also between two ways to add up the same gradient. Nobody knows its size before
-the runs, so it is estimated from the gaps themselves, which is Student's problem:
+apart, usually ten times as much, drops out. What is left beside the effect of the arm is chaos: training amplifies any
+difference in rounding. Three rules, each for what the others cannot see; `docs/compare.md` derives them and has the
+error rates that were measured:
 
-    gap of seed k    g_k = 100 (L_k − B_k) / B̄                 L, B: losses of arm and baseline; B̄ = Σ B_k / n
-    mean, deviation  ḡ = Σ g_k / n,   s² = Σ (g_k − ḡ)² / (n − 1)
-    interval         ḡ ± c s/√n,      c = t(1 − α/2; n − 1),  α = (1 − confidence) / arms      (Bonferroni)
-    verdict          worse: the interval lies above 0; better: below; else indistinguishable
-    power            P(T' > c),  T' noncentral t with n − 1 degrees of freedom and noncentrality Δ√n/s
-    detectable       the Δ whose power is 80 % or 90 %
+    gaps       within seeds, by a t-test at levels for a look after every seed (`paired_test.py`)
+    blow-up    a run above twice its baseline's loss, where no run of the baseline failed, is worse on sight
+    failures   runs that diverged, or ended above twice the baseline's median: counts, by Fisher's exact test
 
-"Indistinguishable" is worth what was detectable, so that is always said beside it. Assumed: gaps of different seeds are
-independent and roughly normal; `docs/compare.md` has the rates that were measured. Rejected: percent of each seed's own
-loss, which brings the spread of the seeds back in; sign-flip permutations, which cannot fall below p = 2^(1 − n); and a
-variance pooled over arms, which is theirs only if all are equally noisy.
-
-All tails are exact: Student's is a finite sum for whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 4), the
-noncentral one an integral over the normal numerator, taken numerically to 1e-10.
+A comparison may be extended until it decides, up to 40 seeds. An arm that is neither worse nor passes is inconclusive.
+Rejected: percent of each seed's own loss, which brings the spread of the seeds back in; sign and permutation tests,
+which cannot reach the levels with fewer than nine seeds; a variance pooled over arms, which is theirs only if all are
+equally noisy; leaving exploded runs in the gaps, where the larger the damage, the larger the deviation.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
+from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, PairedTest, paired_test, scale_of
+from octavo.inspect.tails import fisher
 
-Status = Literal["indistinguishable", "worse", "better"]
+Verdict = Literal["worse", "better", "indistinguishable", "inconclusive"]
+Outcome = Literal["pass", "fail", "inconclusive"]
 
-CONFIDENCE = 0.95
-"""Of the intervals of all arms together."""
-MOST_SEEDS = 100
-"""Where `seeds_for` stops looking."""
-_REACH = 9.0
-"""Beyond so many standard deviations a normal variable has less than 1e-18."""
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(16)
+EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
+"""Of `octavo compare`; 2 is a mistake of the user."""
+LIMIT = 2.0
+"""Without a margin: an arm passes that is shown to be no more than so many percent worse."""
+BLOW_UP = 2.0
+"""A run has blown up above so many times the baseline's loss."""
+BEYOND_SPREAD = 5.0
+"""And is worse on sight where that is so many times the distance of two seeds of the baseline, in logarithms."""
+FAILURE_LEVEL = 0.005
+"""Level of Fisher's test, at 95 % and for one arm."""
+ALL_FAILED = 4.0**-3
+"""And of all n runs of the arm against none of the baseline, which alike arms do at most 4⁻ⁿ of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairedTest:
-    """What n seeds say of one arm.
+class ArmLosses:
+    """The verdict on the losses of one arm.
 
     Attributes:
-        gaps: Loss of the arm above the baseline's, one per seed, in percent of the baseline's mean loss.
-        mean: Their mean.
-        deviation: Their standard deviation, of n − 1 degrees of freedom.
-        half_width: The interval is mean ± this.
-        p: Probability of a mean so far from zero, on either side, where there is no effect; not corrected for `arms`.
-        confidence: That the intervals of all arms cover, together.
-        arms: How many arms are compared with the baseline.
+        name: Of the arm.
+        verdict: "inconclusive" where it is not shown to be worse and does not pass.
+        outcome: What CI makes of it: with a margin an arm passes that is worse, but shown to be within the margin.
+        test: The numbers of the pairs of which neither run failed; None for fewer than two.
+        seeds: Of these pairs.
+        failed: Seeds on which the arm diverged or ended above twice the baseline's median loss.
+        baseline_failed: Seeds on which the baseline did.
+        seeds_needed: Seeds that decide if what was seen stays as it is; None where it is decided or more than 40.
+        sentence: The verdict in words.
+        notes: What else must be known to read it.
     """
 
-    gaps: tuple[float, ...]
-    mean: float
-    deviation: float
-    half_width: float
-    p: float
-    confidence: float
-    arms: int
+    name: str
+    verdict: Verdict
+    outcome: Outcome
+    test: PairedTest | None
+    seeds: tuple[int, ...]
+    failed: tuple[int, ...]
+    baseline_failed: tuple[int, ...]
+    seeds_needed: int | None
+    sentence: str
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the name; numbers of the test only where there is one. `docs/compare.md` explains the keys."""
+        numbers: dict[str, Any] = {}
+        if (test := self.test) is not None:
+            numbers = {
+                "gap_percent": test.mean,
+                "low_percent": test.low,
+                "high_percent": test.high,
+                "deviation_percent": test.deviation,
+                "gaps_percent": dict(zip(map(str, self.seeds), test.gaps, strict=True)),
+                "detectable_percent": {f"{power:g}": test.detectable(power) for power in (0.8, 0.9)},
+            }
+        return {
+            "verdict": self.verdict,
+            "outcome": self.outcome,
+            **numbers,
+            "failed_seeds": list(self.failed),
+            "baseline_failed_seeds": list(self.baseline_failed),
+            "seeds_needed": self.seeds_needed,
+            "sentence": self.sentence,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossComparison:
+    """The verdicts on all arms.
+
+    Attributes:
+        arms: In the order in which they were given.
+        planned: Planned maximum of seeds.
+        extended: There are more seeds than planned.
+    """
+
+    arms: tuple[ArmLosses, ...]
+    planned: int
+    extended: bool
 
     @property
-    def low(self) -> float:
-        """Lower end of the interval."""
-        return self.mean - self.half_width
+    def extension(self) -> str:
+        """What the extension means."""
+        return (
+            f"Extended beyond its planned maximum of {self.planned} seeds: judged at the levels of a plan of "
+            f"{MOST_SEEDS}, so an arm that is no worse is called worse up to twice as often."
+        )
 
     @property
-    def high(self) -> float:
-        """Upper end of the interval."""
-        return self.mean + self.half_width
+    def outcome(self) -> Outcome:
+        """Fail where an arm fails, else inconclusive where one is, else pass."""
+        outcomes = {arm.outcome for arm in self.arms}
+        return "fail" if "fail" in outcomes else "inconclusive" if "inconclusive" in outcomes else "pass"
 
     @property
-    def status(self) -> Status:
-        """On which side of zero the interval lies, if on one."""
-        if self.low > 0:
-            return "worse"
-        return "better" if self.high < 0 else "indistinguishable"
+    def exit_code(self) -> int:
+        """Of `octavo compare`: 0 all pass, 1 one fails, 3 inconclusive."""
+        return EXIT_CODES[self.outcome]
 
-    def detectable(self, power: float) -> float:
-        """Smallest true gap, in percent, that is called worse with this probability, if the noise is as it was here."""
-        return _noncentrality(len(self.gaps) - 1, self._level, power) * self.deviation / math.sqrt(len(self.gaps))
-
-    def seeds_for(self, gap: float, power: float) -> int | None:
-        """Seeds that call a true gap of so many percent worse with this probability; None where `MOST_SEEDS` do not."""
-        if gap <= 0:
-            raise ValueError(f"the gap to be found is above zero; got {gap:g}")
-
-        def enough(seeds: int) -> bool:
-            return _noncentrality(seeds - 1, self._level, power) * self.deviation <= gap * math.sqrt(seeds)
-
-        if not enough(MOST_SEEDS):
-            return None
-        low, high = 1, MOST_SEEDS  # what is detectable falls with every seed
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if enough(middle) else (middle, high)
-        return high
-
-    @property
-    def _level(self) -> float:
-        return _level(self.confidence, self.arms)
+    def to_json(self) -> dict[str, Any]:
+        """What `octavo compare --losses FILE --json` prints of one object."""
+        return {
+            "exit_code": self.exit_code,
+            "planned_seeds": self.planned,
+            "extended": self.extended,
+            "arms": {arm.name: arm.to_json() for arm in self.arms},
+            "notes": [self.extension] if self.extended else [],
+        }
 
 
-def paired_test(
-    baseline: Sequence[float], candidate: Sequence[float], *, confidence: float = CONFIDENCE, arms: int = 1
-) -> PairedTest:
-    """Compare the losses of an arm with the baseline's of the same seeds.
+def compare_losses(
+    baseline: Sequence[float],
+    arms: Mapping[str, Sequence[float]],
+    *,
+    margin: float | None = None,
+    confidence: float = CONFIDENCE,
+    max_seeds: int = MOST_SEEDS,
+    seeds: Sequence[int] | None = None,
+    baseline_name: str = "the baseline",
+) -> LossComparison:
+    """Compare the losses of arms with a baseline's of the same seeds, of any trainer.
 
     Args:
-        baseline: Losses of the baseline, one per seed, finite and above zero.
-        candidate: Losses of the arm, in the same order of seeds.
-        confidence: Of the intervals of all arms together, between 0 and 1.
-        arms: How many arms are compared with this baseline.
+        baseline: A loss per seed, above zero; one that is not finite means that the run diverged.
+        arms: Name → losses on the same seeds, in the same order.
+        margin: The largest gap that passes, in percent; None for `LIMIT`, and then any arm shown to be worse fails.
+        confidence: Of all verdicts together, from 0.5 to below 1.
+        max_seeds: Planned maximum, 2 to 40: a comparison may be looked at after every seed up to it.
+        seeds: Their names in messages; default 1, 2, ….
+        baseline_name: Its name in messages.
 
     Raises:
-        ValueError: Fewer than two seeds, unequal numbers, a loss that is not positive and finite, or a confidence
-            outside (0, 1).
+        ValueError: Fewer than two seeds, no arm, unequal numbers, a value that is no loss, or a limit out of range.
+
+    Example:
+        >>> from octavo.inspect import compare_losses
+        >>> found = compare_losses([3.00, 3.02, 2.98], {"damaged": [3.01, 3.03, 9.0]})
+        >>> found.exit_code, found.arms[0].verdict
+        (1, 'worse')
     """
-    if len(baseline) != len(candidate) or len(baseline) < 2:
+    check_limits(margin, confidence, max_seeds)
+    base = _finite_or_nan("the baseline", baseline)
+    if len(base) < 2:
         raise ValueError(
-            f"a paired test takes two seeds or more, the same for both arms; got {len(baseline)} and {len(candidate)}: "
-            "one seed says nothing of the noise"
+            f"a comparison takes two seeds or more; the baseline has {len(base)}. One seed cannot tell an effect from "
+            "the noise of training: give the losses of more seeds"
         )
-    if not all(math.isfinite(loss) and loss > 0 for loss in (*baseline, *candidate)):
-        raise ValueError(f"losses are positive and finite; got {list(baseline)} and {list(candidate)}")
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence lies between 0 and 1, as {CONFIDENCE}; got {confidence:g}")
-    whole = statistics.fmean(baseline)
-    gaps = tuple(100 * (loss - base) / whole for base, loss in zip(baseline, candidate, strict=True))
-    seeds, mean, deviation = len(gaps), statistics.fmean(gaps), statistics.stdev(gaps)
-    error = deviation / math.sqrt(seeds)
-    if error > 0:
-        p = 1 - student_inside(abs(mean) / error, seeds - 1)
-    else:
-        p = 1.0 if mean == 0 else 0.0
-    return PairedTest(
-        gaps=gaps,
-        mean=mean,
-        deviation=deviation,
-        half_width=student_quantile(seeds - 1, _level(confidence, arms)) * error,
-        p=p,
-        confidence=confidence,
-        arms=arms,
+    if not arms:
+        raise ValueError("a comparison takes an arm or more beside the baseline, and there is none: add one to arms")
+    names = tuple(seeds) if seeds is not None else tuple(range(1, len(base) + 1))
+    judged = []
+    for name, given in arms.items():
+        losses = _finite_or_nan(f"arm {name!r}", given)
+        if len(losses) != len(base):
+            raise ValueError(
+                f"arm {name!r} has {len(losses)} losses and the baseline {len(base)}: give one per seed, in the same "
+                "order, and nan for a run that diverged"
+            )
+        pairs = _Pairs(baseline=baseline_name, arm=name, seeds=names, base=base, losses=losses)
+        judged.append(_judge(pairs, Rule(margin=margin, confidence=confidence, arms=len(arms), planned=max_seeds)))
+    return LossComparison(arms=tuple(judged), planned=max_seeds, extended=len(base) > max_seeds)
+
+
+def check_limits(margin: float | None, confidence: float, max_seeds: int) -> None:
+    """Raise ValueError for a margin, a confidence or a planned maximum out of range."""
+    if margin is not None and not 0 < margin < 100:
+        raise ValueError(f"the margin is a loss gap in percent, above 0 and below 100; got {margin:g}")
+    if not 0.5 <= confidence < 1:
+        raise ValueError(f"the confidence is 50 % or more and below 100 %; got {100 * confidence:g} %")
+    if not 2 <= max_seeds <= MOST_SEEDS:
+        raise ValueError(f"the planned maximum is 2 to {MOST_SEEDS} seeds; got {max_seeds}")
+
+
+def _finite_or_nan(whose: str, values: Sequence[float]) -> list[float]:
+    """The values, with NaN for each that is not finite. Raises ValueError."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"{whose} is a list of losses, one per seed; got {values!r}")
+    losses: list[float] = []
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise ValueError(f"{whose} holds {value!r}: a loss is a number, or nan for a run that diverged")
+        if value <= 0:
+            raise ValueError(f"{whose} holds {value}: a loss is above zero, as gaps are in percent of the baseline's")
+        try:
+            loss = float(value)
+        except OverflowError:
+            raise ValueError(f"{whose} holds a number beyond the range of floats: a loss is finite, or nan") from None
+        losses.append(loss if math.isfinite(loss) else math.nan)
+    return losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What a comparison was asked for."""
+
+    margin: float | None
+    confidence: float
+    arms: int
+    planned: int
+
+    @property
+    def limit(self) -> float:
+        """The arm passes that is shown to be no worse, in percent."""
+        return LIMIT if self.margin is None else self.margin
+
+    def fails_more(self, failed: int, base_failed: int, seeds: int) -> bool:
+        """Whether so many failed runs of the arm are too many beside the baseline's."""
+        share = scale_of(self.confidence) / self.arms * (1 + 1e-9)
+        all_failed = failed == seeds and not base_failed and 4.0**-seeds <= ALL_FAILED * share
+        return all_failed or fisher(failed, base_failed, seeds) <= FAILURE_LEVEL * share
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pairs:
+    """The losses of an arm and of the baseline, NaN where a run diverged."""
+
+    baseline: str
+    arm: str
+    seeds: tuple[int, ...]
+    base: list[float]
+    losses: list[float]
+
+    @property
+    def median(self) -> float:
+        """Of the baseline's finite losses, the lower of two; infinite where there is none."""
+        finite = [loss for loss in self.base if loss == loss]
+        return statistics.median_low(finite) if finite else math.inf
+
+    def failed(self, losses: list[float]) -> tuple[int, ...]:
+        """Indices of the runs that diverged, or ended above twice the baseline's median."""
+        return tuple(k for k, loss in enumerate(losses) if not loss <= BLOW_UP * self.median)
+
+    def blow_up(self) -> tuple[int, float] | None:
+        """The run of the arm that ended highest, and its multiple of the baseline, if it is worse on sight."""
+        if self.failed(self.base):
+            return None
+        multiples = [
+            loss / min(base, self.median) if loss == loss else 0.0
+            for base, loss in zip(self.base, self.losses, strict=True)
+        ]
+        highest = max(range(len(multiples)), key=multiples.__getitem__)
+        distance = math.sqrt(2) * statistics.stdev(math.log(loss) for loss in self.base)
+        if multiples[highest] <= BLOW_UP or math.log(multiples[highest]) <= BEYOND_SPREAD * distance:
+            return None
+        return highest, multiples[highest]
+
+    def names(self, indices: Sequence[int]) -> str:
+        """As "seeds 1, 3"."""
+        return f"seed{'s' if len(indices) > 1 else ''} {', '.join(str(self.seeds[k]) for k in indices)}"
+
+
+def _judge(pairs: _Pairs, rule: Rule) -> ArmLosses:
+    failed, base_failed = pairs.failed(pairs.losses), pairs.failed(pairs.base)
+    ended = [k for k in range(len(pairs.seeds)) if k not in {*failed, *base_failed}]
+    test = None
+    if len(ended) > 1:
+        base, losses = ([values[k] for k in ended] for values in (pairs.base, pairs.losses))
+        test = paired_test(base, losses, confidence=rule.confidence, arms=rule.arms, planned=rule.planned)
+    damage = _damage(pairs, rule, len(failed), len(base_failed))
+    outcome: Outcome = "inconclusive"
+    verdict: Verdict = "worse" if damage or (test is not None and test.low > 0) else "inconclusive"
+    if damage or (test is not None and test.low > (rule.margin or 0)):
+        outcome = "fail"
+    elif test is not None and test.high <= rule.limit and len(failed) <= len(base_failed):
+        outcome = "pass"
+        if verdict != "worse":
+            verdict = "better" if test.high < 0 else "indistinguishable"
+    needed = _seeds_needed(pairs, rule, test, len(failed), len(base_failed)) if outcome == "inconclusive" else None
+    notes = [
+        f"{name} failed (diverged, or ended above twice the baseline's loss) on {pairs.names(runs)}."
+        for name, runs in ((pairs.arm, failed), (pairs.baseline, base_failed))
+        if runs
+    ]
+    if not damage and len(failed) > len(base_failed):
+        p = fisher(len(failed), len(base_failed), len(pairs.seeds))
+        notes.append(f"Two arms that fail equally often differ so much, in this direction, with probability {p:.2g}.")
+    return ArmLosses(
+        name=pairs.arm,
+        verdict=verdict,
+        outcome=outcome,
+        test=test,
+        seeds=tuple(pairs.seeds[k] for k in ended) if test else (),
+        failed=tuple(pairs.seeds[k] for k in failed),
+        baseline_failed=tuple(pairs.seeds[k] for k in base_failed),
+        seeds_needed=needed,
+        sentence=damage or _sentence(pairs, verdict, test),
+        notes=(*notes, *_notes(rule, outcome, test, needed)),
     )
 
 
-def student_inside(t: float, freedom: int) -> float:
-    """P(|T| ≤ t) of Student's t, t ≥ 0, with whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 4)."""
-    angle = math.atan(t / math.sqrt(freedom))
-    cosine, sine = math.cos(angle), math.sin(angle)
-    odd = freedom % 2
-    term = cosine if odd else 1.0
-    total = 0.0
-    for k in range(1 + odd, freedom, 2):
-        total += term
-        term *= cosine**2 * k / (k + 1)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+def _damage(pairs: _Pairs, rule: Rule, failed: int, base_failed: int) -> str:
+    """What makes the arm worse whatever its gaps, in words; empty where nothing does."""
+    arm, base, seeds = pairs.arm, pairs.baseline, len(pairs.seeds)
+    if (highest := pairs.blow_up()) is not None:
+        where, multiple = highest
+        loss = f"ended at {pairs.losses[where]:.4g}, {multiple:.3g} times the loss of {base}"
+        return f"{arm} is worse than {base}: {pairs.names([where])} {loss}."
+    if rule.fails_more(failed, base_failed, seeds):
+        return f"{arm} is worse than {base}: it failed on {failed} of {seeds} seeds, {base} on {base_failed}."
+    return ""
 
 
-@cache
-def student_quantile(freedom: int, level: float) -> float:
-    """The c with P(|T| > c) = level, of Student's t with whole degrees of freedom."""
-    return _solve(lambda t: student_inside(t, freedom), 1 - level)
+def _seeds_needed(pairs: _Pairs, rule: Rule, test: PairedTest | None, failed: int, base_failed: int) -> int | None:
+    """Seeds that decide if the rates of failures, the mean and the deviation of the gaps stay; None for over 40."""
+    seeds = len(pairs.seeds)
+    if failed > base_failed:
+        for more in range(seeds + 1, MOST_SEEDS + 1):
+            if rule.fails_more(round(failed * more / seeds), round(base_failed * more / seeds), more):
+                return more
+        return None
+    if test is None or (ended := test.pairs_to_decide(rule.margin or 0, rule.limit)) is None:
+        return None
+    needed = math.ceil(ended * seeds / len(test.gaps))
+    return needed if needed <= MOST_SEEDS else None
 
 
-def student_power(freedom: int, critical: float, noncentrality: float) -> float:
-    """P(T' > c) of the noncentral t with whole degrees of freedom, c > 0.
-
-        T' = (Z + δ) / √(V/ν):   P(T' > c) = ∫ φ(z) P(V < ν ((z + δ)/c)²) dz   over z > −δ
-
-    Integrated by Gauss's rule on pieces short enough for some hundred degrees of freedom.
-    """
-    low = max(-noncentrality, -_REACH)
-    if low >= _REACH:
-        return 0.0
-    edges = np.linspace(low, _REACH, 65)
-    halves = np.diff(edges)[:, None] / 2
-    z = edges[:-1, None] + halves * (1 + _NODES)
-    bound = torch.from_numpy(freedom / 2 * ((z + noncentrality) / critical) ** 2)
-    below = torch.special.gammainc(torch.full_like(bound, freedom / 2), bound).numpy()
-    return float((np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi) * below * halves * _WEIGHTS).sum())
-
-
-def _level(confidence: float, arms: int) -> float:
-    return (1 - confidence) / arms
+def _sentence(pairs: _Pairs, verdict: Verdict, test: PairedTest | None) -> str:
+    arm, base = pairs.arm, pairs.baseline
+    if test is None:
+        return f"Inconclusive: fewer than two pairs of runs of {arm} and {base} ended."
+    interval = f"({signed(test.low)} to {signed(test.high)} %)"
+    if verdict in ("worse", "better"):
+        return f"{arm} is {verdict} than {base} by {percent(abs(test.mean))} % of the loss {interval}."
+    if not any(test.gaps):
+        same = f"not a digit of the losses differs{' where both ended' if verdict == 'inconclusive' else ''}"
+        return f"{'Inconclusive' if verdict == 'inconclusive' else f'{arm} is indistinguishable from {base}'}: {same}."
+    gap = f"{signed(test.mean)} % of the loss {interval}"
+    found = f"To be {percent(test.detectable(0.9))} % worse would have been found with about 90 % probability."
+    if verdict == "inconclusive":
+        return f"Inconclusive: {arm} is at {gap} beside {base}. {found}"
+    return f"{arm} is indistinguishable from {base}: {gap}. {found}"
 
 
-@cache
-def _noncentrality(freedom: int, level: float, power: float) -> float:
-    """The noncentrality with which an effect is found with this probability."""
-    critical = student_quantile(freedom, level)
-    return _solve(lambda delta: student_power(freedom, critical, delta), power)
+def _notes(rule: Rule, outcome: Outcome, test: PairedTest | None, needed: int | None) -> list[str]:
+    notes = []
+    if test is not None and any(test.gaps):
+        notes.append(
+            f"Between seeds the gap varies by {percent(test.deviation)} % (standard deviation). To be "
+            f"{percent(test.detectable(0.8))} % worse would have been found with about 80 % probability."
+        )
+    margin = "what passes without a margin" if rule.margin is None else "the margin"
+    if outcome == "pass":
+        notes.append(f"It is shown to be no more than {rule.limit:g} % worse ({margin}).")
+    elif outcome == "fail" and rule.margin is not None and test is not None and test.low > rule.margin:
+        notes.append(f"That is more than {rule.margin:g} % ({margin}).")
+    elif outcome == "inconclusive":
+        worse = "worse" if rule.margin is None else "more"
+        stay = "If gaps and failures stay as they are"
+        decide = f"about {needed} seeds decide" if needed else f"no number of seeds up to {MOST_SEEDS} decides"
+        notes.append(
+            f"It is shown neither to be {worse}, nor to be at most {rule.limit:g} % worse ({margin}). {stay}, {decide}."
+        )
+    return notes
 
 
-def _solve(rising: Callable[[float], float], value: float) -> float:
-    """The x ≥ 0 where a rising function takes a value: doubling, then halving down to 1e-13 of it."""
-    low, high = 0.0, 1.0
-    while rising(high) < value:
-        low, high = high, 2 * high
-    while high - low > 1e-13 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if rising(middle) < value else (low, middle)
-    return high
+def percent(value: float) -> str:
+    """Two decimals, or two digits of what is smaller, or three of what is large."""
+    if abs(value) >= 1000:
+        return f"{value:.3g}"
+    return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
 
 
-def common_target(curves: Iterable[NDArray[np.float64]]) -> float:
-    """The lowest loss that all curves reach; each holds a finite value."""
-    return max(float(np.nanmin(curve)) for curve in curves)
-
-
-def steps_to(curve: NDArray[np.float64], target: float) -> int | None:
-    """Steps, 1, 2, …, until a curve [steps] is first at or below a loss; None where it never is."""
-    reached = np.flatnonzero(curve <= target)
-    return int(reached[0]) + 1 if len(reached) else None
+def signed(value: float) -> str:
+    """`percent` with a sign."""
+    return f"{'-' if value < 0 else '+'}{percent(abs(value))}"

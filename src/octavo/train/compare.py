@@ -13,12 +13,15 @@ train` does. One that has ended is not repeated; one that stopped on a value tha
 result. Under torchrun all runs share one process group.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.inspect.compare import check_limits
+from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS
 from octavo.train.checkpoint import FREE, latest_checkpoint, read_trainer_state
 from octavo.train.compare_report import FILES, write_comparison
 from octavo.train.compare_verdict import ArmRuns, Comparison, judge
@@ -143,7 +146,8 @@ def compare(
     out: Path,
     *,
     margin: float | None = None,
-    confidence: float = 0.95,
+    confidence: float = CONFIDENCE,
+    max_seeds: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison | None:
     """Train every arm on every seed into `out/<arm>-seed<k>`, or find that it is there, and compare.
@@ -154,8 +158,9 @@ def compare(
     Args:
         arms: Of `make_arms`.
         out: The folder of all runs.
-        margin: The largest gap in loss that passes, in percent; None for none that can be shown.
-        confidence: Of the intervals of all arms together.
+        margin: The largest gap in loss that passes, in percent; None for 2, and then an arm shown to be worse fails.
+        confidence: Of all verdicts together.
+        max_seeds: Planned maximum of seeds, 2 to 40; None for that of the comparison that is there, else 40.
         progress: Told of each run.
 
     Returns:
@@ -163,26 +168,33 @@ def compare(
 
     Raises:
         ConfigError: A run's folder holds something else, or a run cannot begin. Nothing is overwritten.
+        ValueError: A margin, a confidence or a planned maximum is out of range.
     """
-    check_limits(margin, confidence)
+    check_limits(margin, confidence, MOST_SEEDS if max_seeds is None else max_seeds)
     configs = {arm.folder(seed): arm.configs[seed] for seed in arms[0].configs for arm in arms}
     with joined(arms[0].configs[min(arms[0].configs)]) as ranks:
         ranks.shared(lambda: check_folders(out, configs))
+        planned = ranks.shared(lambda: planned_seeds(out, max_seeds))
         results: dict[str, RunResult] = {}
         for folder, config in configs.items():
             result = _trained(out / folder, config, ranks, progress)
             if result.stopped == "sigterm":
                 return None
             results[folder] = result
-        return ranks.shared(lambda: _judged(arms, out, results, margin, confidence))
+        return ranks.shared(lambda: _judged(arms, out, results, margin, confidence, planned))
 
 
-def check_limits(margin: float | None, confidence: float) -> None:
-    """Raise ConfigError for a margin or a confidence that is none."""
-    if margin is not None and not 0 < margin < 100:
-        raise ConfigError(f"the margin is a loss gap in percent, above 0 and below 100; got {margin:g}")
-    if not 0.5 <= confidence < 1:
-        raise ConfigError(f"the confidence is 50 % or more and below 100 %; got {100 * confidence:g} %")
+def planned_seeds(out: Path, wanted: int | None) -> int:
+    """The planned maximum of seeds: that of the comparison in `out`, where there is one. Raises ConfigError."""
+    path = out / FILES[0]
+    planned = json.loads(path.read_text()).get("planned_seeds") if path.exists() else None
+    if planned is not None and wanted not in (None, planned):
+        raise ConfigError(
+            f"{path} was planned for at most {planned} seeds, and its results are known: a plan that changes with them "
+            f"does not hold its error rates. Leave out --max-seeds {wanted} (more seeds than planned are marked), or "
+            "compare into another folder (--out)"
+        )
+    return planned or wanted or MOST_SEEDS
 
 
 def check_folders(out: Path, configs: Mapping[str, TrainConfig]) -> None:
@@ -234,7 +246,12 @@ def finished(folder: Path, config: TrainConfig) -> RunResult | None:
 
 
 def _judged(
-    arms: Sequence[Arm], out: Path, results: Mapping[str, RunResult], margin: float | None, confidence: float
+    arms: Sequence[Arm],
+    out: Path,
+    results: Mapping[str, RunResult],
+    margin: float | None,
+    confidence: float,
+    planned: int,
 ) -> Comparison:
     _check_data([out / folder for folder in results])
     runs = [
@@ -247,7 +264,7 @@ def _judged(
         )
         for arm in arms
     ]
-    comparison = judge(runs, margin=margin, confidence=confidence)
+    comparison = judge(runs, margin=margin, confidence=confidence, max_seeds=planned)
     write_comparison(comparison, [next(iter(arm.configs.values())) for arm in arms], out)
     return comparison
 

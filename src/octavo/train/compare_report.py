@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from octavo._version import __version__
+from octavo.inspect.compare import Verdict, percent, signed
 from octavo.train.charts import FLAT, Chart, Line, draw
-from octavo.train.compare_verdict import POWERS, ArmRuns, ArmVerdict, Comparison, Status, TimeToLoss, percent
+from octavo.train.compare_verdict import ArmRuns, ArmVerdict, Comparison, TimeToLoss
 from octavo.train.config import TrainConfig
 from octavo.train.curves import Curves, Floats, gap_percent, smooth
 from octavo.train.plots import write_loss_png
@@ -20,9 +21,12 @@ from octavo.train.report import Row, config_differences
 
 FILES = ("compare.json", "report.html", "loss.png")
 """What is written into the folder of a comparison, beside its runs."""
-CARDS: dict[Status, str] = {
-    "indistinguishable": "within", "better": "within", "worse": "above", "diverged": "above", "none": "none",
-}  # fmt: skip
+CARDS: dict[Verdict, str] = {
+    "indistinguishable": "within",
+    "better": "within",
+    "worse": "above",
+    "inconclusive": "none",
+}
 """How a verdict looks on the page."""
 COLOURS = 6
 
@@ -64,16 +68,17 @@ def comparison_rows(comparison: Comparison) -> list[Row]:
         "seconds to it": [f"{time.seconds:,.1f}" if time else "–" for time in times],
         "speed at equal loss": [f"{time.speed:.2f} ×" if time else "–" for time in times],
     }
-    failed = [f"{len(run.diverged)} of {len(run.seeds)}" if run.diverged else "–" for run in runs]
+    failures = [arms[0].losses.baseline_failed, *(arm.losses.failed for arm in arms)]
+    failed = [f"{len(seeds)} of {len(comparison.seeds)}" if seeds else "–" for seeds in failures]
     return [
         row("mean loss, last 10 % of steps", _loss(runs[0]), [_loss(run) for run in runs[1:]]),
         row(f"above {comparison.baseline}", "", [_interval(arm) for arm in arms]),
-        row("detectable, 90 % power", "", [_detectable(arm) for arm in arms]),
-        *([row("diverged", failed[0], failed[1:])] if any(run.diverged for run in runs) else []),
+        row("detectable, about 90 % power", "", [_detectable(arm) for arm in arms]),
+        *([row("failed", failed[0], failed[1:])] if any(failures) else []),
         row("tokens/s", "1.00 ×", ratios("speed")),
         row("kept for backward, bytes/token", "1.00 ×", ratios("memory")),
         *(row(label, values[0], values[1:]) for label, values in taken.items()),
-        row("verdict", "", [arm.status if arm.status != "none" else "no verdict" for arm in arms]),
+        row("verdict", "", [arm.losses.verdict for arm in arms]),
     ]
 
 
@@ -83,25 +88,25 @@ def _loss(run: ArmRuns) -> str:
 
 
 def _interval(arm: ArmVerdict) -> str:
-    if arm.test is None:
+    if (test := arm.losses.test) is None:
         return "–"
-    sign = "-" if arm.test.mean < 0 else "+"
-    return f"{sign}{percent(abs(arm.test.mean))} ± {percent(arm.test.half_width)} %"
+    return f"{signed(test.mean)} % ({signed(test.low)} to {signed(test.high)})"
 
 
 def _detectable(arm: ArmVerdict) -> str:
-    return "–" if arm.test is None else f"{percent(arm.test.detectable(0.9))} %"
+    return "–" if arm.losses.test is None else f"{percent(arm.losses.test.detectable(0.9))} %"
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
     """Everything, with the losses of all runs; `docs/compare.md` explains the keys."""
     return {
         "octavo": __version__,
-        "outcome": comparison.outcome,
         "exit_code": comparison.exit_code,
-        "test": "paired Student t on gaps within seeds, two-sided, Bonferroni over arms",
+        "outcome": comparison.judged.outcome,
         "confidence": comparison.confidence,
         "margin_percent": comparison.margin,
+        "planned_seeds": comparison.judged.planned,
+        "extended": comparison.judged.extended,
         "seeds": list(comparison.seeds),
         "baseline": comparison.baseline,
         "baseline_loss": comparison.loss,
@@ -125,25 +130,11 @@ def _run_json(run: ArmRuns) -> dict[str, Any]:
 
 
 def _arm_json(arm: ArmVerdict) -> dict[str, Any]:
-    numbers: dict[str, Any] = {}
-    if (test := arm.test) is not None:
-        numbers = {
-            "gap_percent": test.mean,
-            "half_width_percent": test.half_width,
-            "deviation_percent": test.deviation,
-            "gaps_percent": dict(zip(map(str, arm.seeds), test.gaps, strict=True)),
-            "p": test.p,
-            "detectable_percent": {f"{power:g}": test.detectable(power) for power in POWERS},
-        }
     return {
-        "status": arm.status,
-        "outcome": arm.outcome,
-        **numbers,
-        "diverged_seeds": list(arm.diverged),
+        **arm.losses.to_json(),
         "speed_ratio": arm.speed,
         "memory_ratio": arm.memory,
         "time_to_loss": _time_json(arm.time_to_loss),
-        "sentence": arm.sentence,
         "notes": list(arm.notes),
     }
 

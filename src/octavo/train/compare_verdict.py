@@ -1,35 +1,28 @@
 """What a comparison found: a verdict per arm, and what CI makes of it.
 
-The loss of a run is its mean over the last 10 % of the steps. The verdict is `octavo.inspect.compare.paired_test`'s; an
-arm that stops on a value that is not finite, on a seed where the baseline does not, is "diverged", whatever its other
-seeds say. Seeds on which the baseline itself diverged are left out, and said.
-
-Without a margin, an arm fails that is shown to be worse. With one, an arm passes that is shown to be no more than the
-margin worse, fails that is shown to be more, and is undecided where the interval holds the margin: more seeds decide.
+The loss of a run is its mean over the last 10 % of the steps; a run that stops on a value that is not finite has
+diverged. The verdict is `octavo.inspect.compare_losses`'s, which judges losses of any trainer; here it is joined with
+speed and memory.
 
 Time to loss: the lowest smoothed loss that all arms reach on a seed, and the steps, tokens and seconds each takes to
 get there; seconds at the run's median speed, so that a pause of the machine does not count. Their ratio is the speed at
 equal capability: an arm that computes a step in half the time but takes twice the steps gains nothing.
 """
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from octavo.inspect.compare import PairedTest, common_target, paired_test, steps_to
-from octavo.train.curves import Curves, smooth
+import numpy as np
+
+from octavo.inspect.compare import ArmLosses, LossComparison, compare_losses
+from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS
+from octavo.train.curves import Curves, Floats, smooth
 from octavo.train.metrics import RunResult
 
-Status = Literal["indistinguishable", "worse", "better", "diverged", "none"]
-Outcome = Literal["pass", "fail", "undecided"]
-
-EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 1, "undecided": 3}
-"""Of `octavo compare`; 2 is a mistake of the user."""
 STOPPED = 4
 """Exit code of a comparison that was stopped before its last run: the same command goes on."""
-POWERS = (0.8, 0.9)
-"""Of the gaps that are said to be detectable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +42,9 @@ class ArmRuns:
         return tuple(seed for seed, result in pairs if result.stopped == "non-finite" or result.losses is None)
 
     def loss(self, seed: int) -> float:
-        """Mean loss over the last 10 % of the steps, of a seed that did not diverge."""
+        """Mean loss over the last 10 % of the steps; NaN of a run that diverged."""
         losses = self.results[self.seeds.index(seed)].losses
-        assert losses is not None
-        return losses.tail_mean
+        return math.nan if seed in self.diverged or losses is None else losses.tail_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,30 +71,23 @@ class ArmVerdict:
     """One arm beside the baseline.
 
     Attributes:
-        name: Of the arm.
-        status: Of the loss; "none" where fewer than two pairs of runs ended.
-        outcome: What CI makes of it.
-        test: The numbers; None where fewer than two pairs of runs ended.
-        seeds: Of the pairs in `test`.
-        diverged: Seeds on which the arm stopped on a value that is not finite, and the baseline did not.
+        losses: The verdict on the loss.
         speed: Tokens/s over the baseline's, median runs.
         memory: Bytes kept for backward per token over the baseline's.
         time_to_loss: None where an arm diverged on every seed, or reached nothing in common.
-        sentence: The verdict on the loss.
         notes: What else must be known to read it.
     """
 
-    name: str
-    status: Status
-    outcome: Outcome
-    test: PairedTest | None
-    seeds: tuple[int, ...]
-    diverged: tuple[int, ...]
+    losses: ArmLosses
     speed: float | None
     memory: float | None
     time_to_loss: TimeToLoss | None
-    sentence: str
     notes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the arm."""
+        return self.losses.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +95,9 @@ class Comparison:
     """All arms beside the first.
 
     Attributes:
-        margin: The largest gap in loss that passes, in percent; None for none that can be shown.
-        confidence: Of the intervals of all arms together.
+        judged: The verdicts on the losses.
+        margin: The largest gap in loss that passes, in percent; None for none that was given.
+        confidence: Of all verdicts together.
         loss: The baseline's loss, mean over the seeds on which it ended; None where it ended on none.
         spread: Standard deviation of the baseline's loss over seeds, in percent; None for fewer than two.
         time_to_loss: Of the baseline.
@@ -120,6 +106,7 @@ class Comparison:
         runs: What was compared, the baseline first.
     """
 
+    judged: LossComparison
     margin: float | None
     confidence: float
     loss: float | None
@@ -140,143 +127,64 @@ class Comparison:
         return self.runs[0].seeds
 
     @property
-    def outcome(self) -> Outcome:
-        """Fail where an arm fails, else undecided where one is, else pass."""
-        outcomes = {arm.outcome for arm in self.arms}
-        return "fail" if "fail" in outcomes else "undecided" if "undecided" in outcomes else "pass"
-
-    @property
     def exit_code(self) -> int:
         """Of the command."""
-        return EXIT_CODES[self.outcome]
+        return self.judged.exit_code
 
 
-def judge(runs: Sequence[ArmRuns], *, margin: float | None = None, confidence: float = 0.95) -> Comparison:
+def judge(
+    runs: Sequence[ArmRuns],
+    *,
+    margin: float | None = None,
+    confidence: float = CONFIDENCE,
+    max_seeds: int = MOST_SEEDS,
+) -> Comparison:
     """Compare the arms `runs[1:]` with `runs[0]`, all of the same seeds and steps."""
     baseline, *others = runs
+    judged = compare_losses(
+        [baseline.loss(seed) for seed in baseline.seeds],
+        {run.name: [run.loss(seed) for seed in run.seeds] for run in others},
+        margin=margin,
+        confidence=confidence,
+        max_seeds=max_seeds,
+        seeds=baseline.seeds,
+        baseline_name=baseline.name,
+    )
     times = times_to_loss(runs)
     arms = tuple(
-        _verdict(baseline, arm, time, len(others), margin, confidence)
-        for arm, time in zip(others, times[1:], strict=True)
+        ArmVerdict(
+            losses=losses,
+            speed=_ratio(baseline, run, lambda result: result.tokens_per_s),
+            memory=_ratio(baseline, run, lambda result: result.kept_bytes_per_token),
+            time_to_loss=time,
+            notes=(*losses.notes, *_arm_notes(run, losses)),
+        )
+        for run, losses, time in zip(others, judged.arms, times[1:], strict=True)
     )
     losses = [baseline.loss(seed) for seed in baseline.seeds if seed not in baseline.diverged]
     return Comparison(
+        judged=judged,
         margin=margin,
         confidence=confidence,
         loss=statistics.fmean(losses) if losses else None,
         spread=100 * statistics.stdev(losses) / statistics.fmean(losses) if len(losses) > 1 else None,
         time_to_loss=times[0],
         arms=arms,
-        notes=tuple(_notes(runs)),
+        notes=tuple(_notes(runs, judged)),
         runs=tuple(runs),
     )
 
 
-def _verdict(
-    baseline: ArmRuns, arm: ArmRuns, time: TimeToLoss | None, arms: int, margin: float | None, confidence: float
-) -> ArmVerdict:
-    diverged = tuple(seed for seed in arm.diverged if seed not in baseline.diverged)
-    seeds = tuple(seed for seed in arm.seeds if seed not in {*arm.diverged, *baseline.diverged})
-    test = None
-    if len(seeds) > 1:
-        before, after = ([run.loss(seed) for seed in seeds] for run in (baseline, arm))
-        test = paired_test(before, after, confidence=confidence, arms=arms)
-    status: Status = "diverged" if diverged else test.status if test else "none"
-    return ArmVerdict(
-        name=arm.name,
-        status=status,
-        outcome=_outcome(status, test, margin),
-        test=test,
-        seeds=seeds if test else (),
-        diverged=diverged,
-        speed=_ratio(baseline, arm, lambda result: result.tokens_per_s),
-        memory=_ratio(baseline, arm, lambda result: result.kept_bytes_per_token),
-        time_to_loss=time,
-        sentence=_sentence(baseline, arm, status, test, diverged),
-        notes=tuple(_arm_notes(baseline, arm, status, test, margin)),
-    )
-
-
-def _outcome(status: Status, test: PairedTest | None, margin: float | None) -> Outcome:
-    if status == "diverged":
-        return "fail"
-    if test is None:
-        return "undecided"
-    if margin is None:
-        return "fail" if status == "worse" else "pass"
-    if test.low > margin:
-        return "fail"
-    return "pass" if test.high <= margin else "undecided"
-
-
-def _sentence(
-    baseline: ArmRuns, arm: ArmRuns, status: Status, test: PairedTest | None, diverged: tuple[int, ...]
-) -> str:
-    if status == "diverged":
-        where = _seeds(diverged)
-        return f"{arm.name} diverged on {where} of {len(arm.seeds)} in all, where {baseline.name} did not."
-    if test is None:
-        return f"No verdict on {arm.name}: fewer than two pairs of runs ended, for {baseline.name} diverged as well."
-    gap = f"{percent(abs(test.mean))} ± {percent(test.half_width)} %"
-    if status != "indistinguishable":
-        return f"{arm.name} is {status} than {baseline.name} by {gap} of the loss."
-    if not any(test.gaps):
-        return f"{arm.name} is indistinguishable from {baseline.name}: not a digit of the losses differs."
-    return (
-        f"{arm.name} is indistinguishable from {baseline.name}: {'-' if test.mean < 0 else '+'}"
-        f"{percent(abs(test.mean))} ± {percent(test.half_width)} % of the loss. "
-        f"To be {percent(test.detectable(0.9))} % worse would have been found with 90 % probability."
-    )
-
-
-def _arm_notes(
-    baseline: ArmRuns, arm: ArmRuns, status: Status, test: PairedTest | None, margin: float | None
-) -> list[str]:
+def _arm_notes(run: ArmRuns, losses: ArmLosses) -> list[str]:
     notes = []
-    if both := set(arm.diverged) & set(baseline.diverged):
-        notes.append(f"{arm.name} and {baseline.name} both diverged on {_seeds(sorted(both))}.")
-    alone = tuple(seed for seed in baseline.diverged if seed not in arm.diverged)
-    if alone:
-        notes.append(f"{baseline.name} diverged on {_seeds(alone)}, where {arm.name} did not.")
-    if test is not None and not any(test.gaps):
+    if losses.test is not None and not any(losses.test.gaps):
         notes.append(
-            f"The losses of {arm.name} are those of {baseline.name}: do its settings change anything? "
+            f"The losses of {run.name} are the baseline's: do its settings change anything? "
             "precision.recipe, for one, takes precision.level=O1."
         )
-    elif test is not None:
-        notes.append(
-            f"Between seeds the gap varies by {percent(test.deviation)} % (standard deviation), p = {test.p:.2g}. A "
-            f"gap of {percent(test.detectable(0.8))} % would have been found with 80 % probability, "
-            f"{percent(test.detectable(0.9))} % with 90 %."
-        )
-    if margin is not None and test is not None and status != "diverged":
-        notes.append(_against_margin(test, margin))
-    skipped = sum(result.skipped_steps for result in arm.results)
-    if skipped:
-        notes.append(f"{arm.name} skipped {skipped:,} steps on overflow.")
+    if skipped := sum(result.skipped_steps for result in run.results):
+        notes.append(f"{run.name} skipped {skipped:,} steps on overflow.")
     return notes
-
-
-def _against_margin(test: PairedTest, margin: float) -> str:
-    if test.low > margin:
-        return f"That is more than the margin of {margin:g} %."
-    if test.high <= margin:
-        return f"It is no more than the margin of {margin:g} % worse."
-    text = f"Whether it is more than the margin of {margin:g} % worse is undecided"
-    room = margin - test.mean
-    seeds = test.seeds_for(room, 0.8) if room > 0 else None
-    if seeds is None or seeds <= len(test.gaps):
-        return f"{text}: take more seeds."
-    return f"{text}: if the gap is what it seems, {seeds} seeds would show with 80 % probability that it is not."
-
-
-def percent(value: float) -> str:
-    """Two decimals, or two digits of what is smaller."""
-    return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
-
-
-def _seeds(seeds: Sequence[int]) -> str:
-    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
 def _ratio(baseline: ArmRuns, arm: ArmRuns, value: Callable[[RunResult], float | None]) -> float | None:
@@ -311,8 +219,21 @@ def times_to_loss(runs: Sequence[ArmRuns]) -> list[TimeToLoss | None]:
     ]
 
 
-def _notes(runs: Sequence[ArmRuns]) -> list[str]:
+def common_target(curves: Iterable[Floats]) -> float:
+    """The lowest loss that all curves reach; each holds a finite value."""
+    return max(float(np.nanmin(curve)) for curve in curves)
+
+
+def steps_to(curve: Floats, target: float) -> int | None:
+    """Steps, 1, 2, …, until a curve [steps] is first at or below a loss; None where it never is."""
+    reached = np.flatnonzero(curve <= target)
+    return int(reached[0]) + 1 if len(reached) else None
+
+
+def _notes(runs: Sequence[ArmRuns], judged: LossComparison) -> list[str]:
     notes = []
+    if judged.extended:
+        notes.append(judged.extension)
     results = [result for run in runs for result in run.results]
     devices = sorted({result.device for result in results})
     if len(devices) > 1:
@@ -324,5 +245,5 @@ def _notes(runs: Sequence[ArmRuns]) -> list[str]:
         if len(versions) > 1:
             notes.append(f"The runs are of different versions of {package}: {', '.join(versions)}.")
     if len(runs[0].seeds) == 2:
-        notes.append("Two seeds find only large gaps: with a third, gaps a quarter as large.")
+        notes.append("Two seeds find only large gaps: with a third, gaps a hundredth as large.")
     return notes

@@ -54,10 +54,10 @@ def check_digests(folder: Path, names: Iterable[str] | None = None, *, part: int
     if names is None:
         present = files_of(folder)
         if lacking := sorted(expected.keys() - present):
-            raise ConfigError(f"{folder} is damaged: {lacking[0]} is missing ({len(lacking)} files in all)")
+            raise ConfigError(f"{folder} is damaged: {_named(lacking)} missing")
         if added := sorted(present - expected.keys()):
             raise ConfigError(
-                f"{folder} holds {added[0]}, which was not written with it ({len(added)} files in all): move it away"
+                f"{folder} is damaged: {_named(added)} not part of it: move what is yours to another folder"
             )
     for name in sorted(expected if names is None else names)[part::parts]:
         try:
@@ -82,6 +82,12 @@ def files_of(folder: Path) -> set[str]:
         for path in found
         if path.name == ".metadata" or not (path.suffix == ".md" or path.name == DIGESTS or _hidden(path))
     }
+
+
+def _named(names: list[str]) -> str:
+    """["a", "b", "c"] → "a and 2 more files are"."""
+    more = len(names) - 1
+    return names[0] + (f" and {more} more file{'s' if more > 1 else ''} are" if more else " is")
 
 
 def _hidden(path: Path) -> bool:

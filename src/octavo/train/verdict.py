@@ -3,7 +3,8 @@
 Everything said is computed from the two `RunResult`s. The loss compared is the mean over the last 10 % of the steps:
 the loss of a single step depends on that step's batch. The band is ±1 % of the baseline, both ways, because a loss that
 is lower by chance is as little evidence as one that is higher. One pair of runs is one seed: how far two BF16 runs
-with different seeds lie apart is not known from it, so the verdict does not claim that a gap is noise or is not.
+with different seeds lie apart is not known from it, so the verdict does not claim that a gap is noise or is not;
+`octavo compare` does, from several seeds.
 """
 
 import re

@@ -1,0 +1,128 @@
+"""The gaps of pairs of runs: the interval of their mean, at levels that allow a look after every seed.
+
+    gaps        g_k = 100 (L_k − B_k) / B̄ percent     L, B: losses of arm and baseline; B̄ the baseline's mean
+    deviation   s² = Σ (g_k − ḡ)² / (n − 1) + r²/6     r: the last digit of the losses as they are given, in percent
+    low         ḡ − t(1 − α_n; n − 1) s/√n             the arm is worse where this is above 0
+    high        ḡ + (t(1 − α_n/3; n − 1)/√n + 1 + 10/(n + 1)) s     it passes where this is below the margin
+
+The two ends are not alike. Gaps of an equal arm are symmetric about zero, as either run of a pair might have been the
+arm's, so Student's t holds for `low`, and is conservative where tails are heavy. An arm that is worse may be so on few
+seeds: `high` allows for an instability that n seeds are likely not to show. `docs/compare.md` has both derivations, and
+the rates measured.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+
+from octavo.inspect.tails import average_noncentrality, student_quantile
+
+CONFIDENCE = 0.95
+"""Of all verdicts together."""
+MOST_SEEDS = 40
+"""The largest planned maximum: the levels below are for looks at 2 to so many seeds."""
+LEVELS = (0.001, 0.008, 0.005, 0.0015)
+"""One-sided levels α of 2, 3, 4, and 5 pairs or more, at 95 % and for one arm."""
+SPENT = 0.025
+"""What a plan of few seeds leaves of this is added to the level of its last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedTest:
+    """What n pairs of runs, none of which failed, say of one arm.
+
+    Attributes:
+        gaps: Loss of the arm above the baseline's, one per pair, in percent of the baseline's mean loss.
+        mean: Their mean.
+        deviation: Their standard deviation, of n − 1 degrees of freedom, with the rounding of the losses.
+        confidence: Of the verdicts on all arms together.
+        arms: How many arms are compared with the baseline.
+        planned: Planned maximum of seeds.
+    """
+
+    gaps: tuple[float, ...]
+    mean: float
+    deviation: float
+    confidence: float
+    arms: int
+    planned: int
+
+    @property
+    def low(self) -> float:
+        """The arm is at least so much worse, in percent."""
+        return self.mean - self._low_width(len(self.gaps)) * self.deviation
+
+    @property
+    def high(self) -> float:
+        """The arm is at most so much worse, in percent."""
+        return self.mean + self._high_width(len(self.gaps)) * self.deviation
+
+    def detectable(self, power: float) -> float:
+        """The true gap, in percent, that so many pairs call worse with about this probability.
+
+        The probability is the average over what such pairs measure as deviation.
+        """
+        pairs = len(self.gaps)
+        return average_noncentrality(pairs - 1, self._low_level(pairs), power) * self.deviation / math.sqrt(pairs)
+
+    def pairs_to_decide(self, above: float, limit: float) -> int | None:
+        """Pairs for `low` > above or `high` ≤ limit if mean and deviation stay; None where `MOST_SEEDS` do not do."""
+        for pairs in range(len(self.gaps) + 1, MOST_SEEDS + 1):
+            low = self.mean - self._low_width(pairs) * self.deviation
+            if low > above or self.mean + self._high_width(pairs) * self.deviation <= limit:
+                return pairs
+        return None
+
+    def _low_level(self, pairs: int) -> float:
+        return level_of(pairs, self.planned) * scale_of(self.confidence) / self.arms
+
+    def _low_width(self, pairs: int) -> float:
+        return student_quantile(pairs - 1, self._low_level(pairs)) / math.sqrt(pairs)
+
+    def _high_width(self, pairs: int) -> float:
+        """Not corrected for arms: a comparison passes where all arms do."""
+        level = LEVELS[min(pairs, 5) - 2] * scale_of(self.confidence) / 3
+        return student_quantile(pairs - 1, level) / math.sqrt(pairs) + 1 + 10 / (pairs + 1)
+
+
+def level_of(pairs: int, planned: int) -> float:
+    """One-sided level of so many pairs, at 95 % and for one arm."""
+    level = LEVELS[min(pairs, 5) - 2]
+    if pairs != planned:
+        return level
+    return level + max(0.0, SPENT - sum(LEVELS[min(k, 5) - 2] for k in range(2, planned + 1)))
+
+
+def scale_of(confidence: float) -> float:
+    """What a confidence other than 95 % makes of the levels."""
+    return (1 - confidence) / (1 - CONFIDENCE)
+
+
+def paired_test(
+    baseline: Sequence[float],
+    losses: Sequence[float],
+    *,
+    confidence: float = CONFIDENCE,
+    arms: int = 1,
+    planned: int = MOST_SEEDS,
+) -> PairedTest:
+    """Test two pairs or more; losses are finite and above zero."""
+    unit = statistics.median_low(baseline)  # sums of ratios do not overflow
+    whole = statistics.fmean(loss / unit for loss in baseline)
+    gaps = tuple(100 * (loss / unit - base / unit) / whole for base, loss in zip(baseline, losses, strict=True))
+    rounding = 100 * _last_digit([*baseline, *losses]) / unit / whole if any(gaps) else 0.0
+    return PairedTest(
+        gaps=gaps,
+        mean=statistics.fmean(gaps),
+        deviation=math.hypot(statistics.stdev(gaps), rounding / math.sqrt(6)),
+        confidence=confidence,
+        arms=arms,
+        planned=planned,
+    )
+
+
+def _last_digit(losses: Sequence[float]) -> float:
+    """The unit of the last decimal place that any of the losses has: 0.01 of 3.0 and 3.02."""
+    return 10.0 ** min(int(Decimal(repr(loss)).as_tuple().exponent) for loss in losses)

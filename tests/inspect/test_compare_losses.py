@@ -1,0 +1,162 @@
+"""Verdicts on losses of any trainer: what blew up, what is worse, what passes, and what is neither."""
+
+import doctest
+import math
+import re
+
+import pytest
+
+from octavo.inspect import compare, compare_losses
+
+BASE = [3.0, 3.02, 2.98, 3.01, 2.99]
+NAN = math.nan
+
+
+def judged(losses, base=BASE, **options):
+    """The verdict on one arm."""
+    found = compare_losses(base[: len(losses)], {"arm": losses}, **options)
+    assert found.exit_code == {"pass": 0, "fail": 1, "inconclusive": 3}[found.arms[0].outcome]
+    return found.arms[0]
+
+
+def shifted(*percent, base=BASE):
+    return [loss * (1 + value / 100) for loss, value in zip(base, percent, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([6, 9, 30], "seed 3 ended at 30, 10.1 times the loss"),
+        ([3.0, 3.02, 2.98, 3.01, 9.0], "seed 5 ended at 9, 3.01 times"),
+        ([3.03, 3.05, 3.01, 3.04, 8], "seed 5 ended at 8"),
+        ([3.001, 6.05], "seed 2 ended at 6.05, 2.02 times"),
+        ([NAN, 6.05, 3.0], "seed 2 ended at 6.05"),
+        ([NAN, NAN, NAN], "it failed on 3 of 3 seeds, the baseline on 0"),
+        (shifted(1.1, 0.9, 1.0), r"worse than the baseline by 1.00 % of the loss \(\+"),
+    ],
+)
+def test_damage_is_worse(losses, words):
+    found = judged(losses)
+    assert (found.verdict, found.outcome) == ("worse", "fail")
+    assert re.search(words, found.sentence)
+
+
+@pytest.mark.parametrize(
+    ("losses", "seeds_needed"),
+    [
+        (shifted(0.5, -0.7, 0.3), True),  # noise as large as the limit
+        ([3.0, 3.02, 5.5], True),  # below twice the loss, and far too far to pass
+        ([NAN, 3.02, 2.98], True),  # one divergence is no evidence, and no reason to pass
+        ([NAN, NAN], True),
+        (shifted(1.0, 1.01), True),  # two seeds
+        (shifted(*[3, -3] * 2), False),
+    ],
+)
+def test_what_cannot_be_told_is_inconclusive(losses, seeds_needed):
+    found = judged(losses)
+    assert (found.verdict, found.outcome) == ("inconclusive", "inconclusive")
+    assert bool(found.seeds_needed) == seeds_needed
+    words = rf"about {found.seeds_needed} seeds decide" if seeds_needed else "no number of seeds up to 40 decides"
+    assert words in found.notes[-1] and found.sentence.startswith("Inconclusive")
+
+
+def test_seeds_needed_decide():
+    """If the gaps go on as they are."""
+    gaps = [0.31, -0.22, 0.12, -0.11, 0.05]
+    needed = judged(shifted(*gaps), margin=0.5).seeds_needed
+    base = BASE * 8
+    assert judged(shifted(*(gaps * 8)[:needed], base=base), base, margin=0.5).outcome == "pass"
+    assert judged(shifted(*(gaps * 8)[: (needed + 5) // 2], base=base), base, margin=0.5).outcome == "inconclusive"
+    needed = judged([NAN, 3.02, 2.98]).seeds_needed
+    assert judged([NAN, 3.02, 2.98] * (needed // 3 + 1), BASE[:3] * 14).verdict == "worse"
+
+
+@pytest.mark.parametrize(
+    ("percent", "margin", "verdict", "outcome"),
+    [
+        ((0.02, -0.03, 0.01), None, "indistinguishable", "pass"),
+        ((0.02, -0.03, 0.01), 0.5, "indistinguishable", "pass"),
+        ((0.02, -0.03, 0.01), 0.1, "inconclusive", "inconclusive"),
+        ((1.02, 0.98, 1.0), 2.0, "worse", "pass"),
+        ((1.02, 0.98, 1.0), 0.5, "worse", "fail"),
+        ((1.02, 0.98, 1.0), 1.0, "worse", "inconclusive"),
+        ((-3.02, -2.98, -3.0), None, "better", "pass"),
+        ((0.0, 0.0, 0.0), 0.01, "indistinguishable", "pass"),
+    ],
+)
+def test_the_margin(percent, margin, verdict, outcome):
+    found = judged(shifted(*percent), margin=margin)
+    assert (found.verdict, found.outcome) == (verdict, outcome)
+    if margin is not None and outcome != "inconclusive":
+        assert f"{margin:g} %" in found.notes[-1]
+
+
+def test_failures_of_the_baseline_count_too():
+    """What fails in both arms alike is left out of the gaps, and no evidence."""
+    found = judged([3.001, 3.0195, 2.9805, 9.4], [3, 3.02, 2.98, 9])
+    assert found.verdict == "indistinguishable" and found.seeds == (1, 2, 3)
+    assert found.failed == found.baseline_failed == (4,)
+    assert judged([3.001, 9.4, 2.9805, 3.011], [9, 3.02, 2.98, 3.01]).outcome != "fail"
+    assert judged([NAN, 3.0195, 2.9805, 3.011], [3.0, 3.02, NAN, 3.01]).outcome != "fail"
+    assert judged(BASE, [NAN] * 5).sentence.startswith("Inconclusive: fewer than two pairs")
+    many = [NAN] * 7 + BASE[:3]
+    assert judged(many, BASE * 2).verdict == "worse"
+    assert judged(many, [NAN] * 2 + BASE[:3] + BASE).verdict == "inconclusive"
+
+
+def test_a_baseline_that_varies_by_half_is_no_measure_of_a_blow_up():
+    assert judged([0.2, 0.45, 0.21], [0.2, 0.2, 0.2]).verdict == "worse"
+    assert judged([0.2, 0.45, 0.21], [0.2, 0.21, 0.35]).verdict == "inconclusive"
+
+
+def test_arms_share_the_confidence_and_the_worst_counts():
+    bad, good = shifted(0.9, 1.1, 1.0), shifted(0.02, -0.03, 0.01)
+    alone = compare_losses(BASE[:3], {"bad": bad})
+    together = compare_losses(BASE[:3], {"good": good, "bad": bad} | {f"{k}": good for k in range(6)})
+    assert (alone.exit_code, together.exit_code) == (1, 3)
+    assert together.arms[1].verdict == "inconclusive" and together.arms[0].outcome == "pass"
+    assert compare_losses(BASE[:3], {"good": good, "blown": [9, 9, 9]}).exit_code == 1
+
+
+def test_a_comparison_beyond_its_plan_is_marked():
+    losses = shifted(0.02, -0.03, 0.01, 0.0, 0.02)
+    assert not compare_losses(BASE, {"arm": losses}, max_seeds=5).extended
+    found = compare_losses(BASE, {"arm": losses}, max_seeds=4)
+    assert found.extended and found.to_json()["extended"] and "planned maximum of 4" in found.to_json()["notes"][0]
+    assert found.to_json()["planned_seeds"] == 4
+
+
+@pytest.mark.parametrize(
+    ("baseline", "arms", "options", "words"),
+    [
+        ([3.0], {"a": [3.0]}, {}, "two seeds or more; the baseline has 1"),
+        ([], {"a": []}, {}, "the baseline has 0"),
+        ([3.0, 3.0], {}, {}, "there is none"),
+        ([3.0, 3.0], {"a": [3.0]}, {}, "arm 'a' has 1 losses and the baseline 2"),
+        ([3.0, 3.0], {"a": [3.0] * 3}, {}, "arm 'a' has 3 losses"),
+        ([3.0, 3.0], {"a": ["3", 3.0]}, {}, "arm 'a' holds '3': a loss is a number"),
+        ([3.0, True], {"a": [3.0, 3.0]}, {}, "the baseline holds True"),
+        ([3.0, 0.0], {"a": [3.0, 3.0]}, {}, "above zero"),
+        ([3.0, 3.0], {"a": [3.0, -math.inf]}, {}, "above zero"),
+        ([3.0, 10**400], {"a": [3.0, 3.0]}, {}, "beyond the range"),
+        ("33", {"a": [3.0, 3.0]}, {}, "the baseline is a list"),
+        ([3.0, 3.0], {"a": None}, {}, "arm 'a' is a list"),
+        (BASE, {"a": BASE}, {"margin": 0}, "above 0 and below 100"),
+        (BASE, {"a": BASE}, {"margin": NAN}, "above 0 and below 100"),
+        (BASE, {"a": BASE}, {"confidence": 1.0}, "below 100 %"),
+        (BASE, {"a": BASE}, {"max_seeds": 41}, "2 to 40 seeds; got 41"),
+        (BASE, {"a": BASE}, {"max_seeds": 0}, "2 to 40 seeds; got 0"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(baseline, arms, options, words):
+    with pytest.raises(ValueError, match=words):
+        compare_losses(baseline, arms, **options)
+
+
+def test_an_infinite_loss_has_diverged():
+    assert judged([math.inf, 3.02, 2.98]).failed == (1,)
+
+
+def test_the_example_runs():
+    assert doctest.testmod(compare).attempted == 3
+    assert doctest.testmod(compare).failed == 0

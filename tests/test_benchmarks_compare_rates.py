@@ -1,0 +1,88 @@
+"""Error rates of verdicts: the simulation judges as `compare_losses` does, and its results hold the promises."""
+
+import json
+
+import numpy as np
+import pytest
+from benchmarks import compare_rates
+from benchmarks.compare_rates import DOCUMENT, GAPS, RESULTS, decide, detection_rates, power_rates, rate
+
+from octavo.inspect import compare_losses
+
+KEPT = json.loads((RESULTS / "simulated" / "compare_rates.json").read_text())
+MOST = 0.05
+PASSES_BEYOND, ALARMS_BEYOND = "gamma, shape 1/2", "exponential, of the baseline alone"
+"""Documented as not held."""
+
+
+def test_the_simulation_judges_as_the_library():
+    """Losses of all sorts: quiet, noisy, exploded, diverged, a baseline that varies; every look."""
+    rng = np.random.default_rng(0)
+    count, arms, seeds = 60, 2, 7
+    base = 3 * (1 + rng.choice([0.007, 0.3], (count, 1)) * rng.uniform(-1, 1, (count, seeds)))
+    gaps = rng.choice([0, 1, -3], (count, arms, 1)) + rng.choice([0.05, 0.5, 5], (count, arms, 1)) * rng.normal(
+        size=(count, arms, seeds)
+    )
+    losses = base[:, None] * (1 + gaps / 100)
+    for runs in (base, losses):
+        runs[rng.random(runs.shape) < 0.1] *= 4
+        runs[rng.random(runs.shape) < rng.choice([0, 0.5], (count,) + (1,) * (runs.ndim - 1))] = np.nan
+    outcomes = set()
+    for margin, planned in ((None, 40), (1.0, 5)):
+        found = decide(base, losses, margin=margin, planned=planned)
+        for which in range(count):
+            for look in range(2, seeds + 1):
+                own = {f"{arm}": losses[which, arm, :look].tolist() for arm in range(arms)}
+                judged = compare_losses(base[which, :look].tolist(), own, margin=margin, max_seeds=planned)
+                for arm, verdict in enumerate(judged.arms):
+                    at = which, arm, look - 2
+                    outcome = "fail" if found.above[at] else "pass" if found.passes[at] else "inconclusive"
+                    assert (verdict.outcome, verdict.verdict == "worse") == (outcome, found.worse[at]), at
+                    outcomes.add((outcome, verdict.verdict))
+    assert len(outcomes) >= 5
+
+
+def test_false_alarms_and_wrong_passes_are_five_percent_at_most():
+    for row in KEPT["gaps"]:
+        if row["gaps"] != ALARMS_BEYOND:
+            assert max(row["worse"].values()) <= MOST, row
+        if row["gaps"] != PASSES_BEYOND:
+            assert max(row["passes"], row["better"]) <= MOST, row
+    for row in KEPT["failures"]:
+        assert max(row["worse"].values()) <= MOST, row
+    assert {row["gaps"] for row in KEPT["gaps"]} == set(GAPS) and KEPT["drawn"] >= 10_000
+
+
+def test_damage_is_found_and_the_power_is_as_printed():
+    found = {row["damage"]: row["worse"] for row in KEPT["detection"]}
+    assert min(found["one seed above twice the baseline's loss"].values()) >= 0.95
+    worse = found["all seeds 1 % worse, gaps vary by 0.1 %"]
+    assert min(share for case, share in worse.items() if case in ("1,3", "1,4", "1,5", "8,4", "8,5")) >= 0.95
+    for row in KEPT["power"]:
+        assert abs(row["0.8"] - 0.8) <= 0.1 and abs(row["0.9"] - 0.9) <= 0.1, row
+
+
+@pytest.mark.parametrize("kind", ["normal", "Student's t, 2 degrees", "log-normal, σ = 1"])
+def test_a_few_comparisons_simulated_anew(kind):
+    """Extended until they decide; 2,000 of 5 %: within three standard deviations."""
+    rng = np.random.default_rng(7)
+    gaps = 0.1 * GAPS[kind](rng, (2000, 1, 16))
+    base = 3 * (1 + 0.007 * rng.normal(size=(2000, 16)))
+    assert rate(decide(base, base[:, None] + 0.03 * gaps).worse) <= 0.035
+    assert rate(decide(base, base[:, None] + 0.03 * (gaps + 1), margin=1.0).passes) <= 0.065
+    base[rng.random(base.shape) < 0.2] = np.nan
+    arm = base[:, None].copy()
+    arm = np.where(rng.random(arm.shape) < 0.2, np.nan, 3 + 0.003 * rng.normal(size=arm.shape))
+    assert rate(decide(base, arm).worse) <= 0.05
+
+
+def test_detection_and_power_simulated_anew():
+    found = {row["damage"]: row["worse"]["1,3"] for row in detection_rates(2000)}
+    assert found["one seed above twice the baseline's loss"] > 0.95
+    assert found["all seeds 1 % worse, gaps vary by 0.1 %"] > 0.94
+    assert all(abs(row["0.9"] - 0.9) < 0.11 for row in power_rates(2000))
+
+
+def test_the_tables_are_those_of_the_results():
+    again = "run `python -m benchmarks compare_rates --document`"
+    assert DOCUMENT.read_text() == compare_rates.document(KEPT, DOCUMENT.read_text()), again
