@@ -17,6 +17,8 @@
   scaling      memory, bytes on the wire and modelled time on 8 to 512 ranks; docs/scaling.md; needs no GPU
   predictions  docs/planner.md: what the planner says of what others published; needs no GPU
   compare_power  how often `octavo compare` sees what is not there, and misses what is; docs/compare.md; needs no GPU
+  guard_alarms  false alarms and detections of the spike guard in simulated losses; docs/autopilot.md; needs no GPU
+  healthy_runs  odd but healthy runs, in which the inspector finds nothing; docs/autopilot.md; needs no GPU
   performance  docs/performance.md from all result files
 
 Results are JSON under benchmarks/results/<device>/. Where a benchmark needs a GPU and there is none, it runs tiny
@@ -31,7 +33,8 @@ from pathlib import Path
 
 NAMES = (
     "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "families", "fuzz",
-    "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "performance",
+    "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "guard_alarms", "healthy_runs",
+    "performance",
 )  # fmt: skip
 COMPILES_ONLY = ("sass",)
 
