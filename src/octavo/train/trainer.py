@@ -123,8 +123,7 @@ class Trainer:
     def train_step(self) -> StepMetrics:
         """Takes the next step.
 
-        Raises NonFiniteError, with the state before it left as it was, but for the loss scale: that is then the one from
-        before the steps that were skipped last.
+        Raises NonFiniteError, with the state before it left as it was, and the loss scale as before skipped steps.
         """
         start = time.perf_counter()
         config = self.config
