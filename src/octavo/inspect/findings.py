@@ -44,7 +44,7 @@ class Thresholds:
     """Most elements that may be NaN or infinite."""
     product_error: float = 0.25
     """Largest error of the products of a layer, 0 to 1; beyond it the autopilot moves the layer. Healthy ones have 0.03
-    to 0.09 (`octavo.inspect.product_error`)."""
+    to 0.10 (`octavo.inspect.product_error`)."""
 
     def __post_init__(self) -> None:
         for name, good, wanted in (
