@@ -39,7 +39,7 @@ from benchmarks.adversarial_document import (
     gaps,
 )
 from benchmarks.adversarial_task import BYTES, TOKENS, Case, Stepper, Unwatched, losses
-from benchmarks.environment import RESULTS, device_name, environment, write_json
+from benchmarks.environment import RESULTS, device_name, environment, write_json, write_text
 from octavo.inspect import Autopilot, OperandStats, Watch
 
 Row = dict[str, Any]
@@ -178,7 +178,7 @@ def main(arguments: list[str]) -> None:
             write_json(path, _content(rows, strengths))
     if options.document or options.out is None:
         content = json.loads(path.read_text())
-        DOCUMENT.write_text(document(content))
+        write_text(DOCUMENT, document(content))
         draw(content, DOCUMENT.parent)
         print(f"written: {DOCUMENT.relative_to(ROOT)}")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.adversarial_cases import CASES
+from benchmarks.environment import save_figure
 
 Row = dict[str, Any]
 IMAGE = "images/adversarial.svg"
@@ -209,5 +210,4 @@ def draw(content: Mapping[str, Any], folder: Path) -> None:
         *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False
     )
     path = folder / IMAGE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
+    save_figure(figure, path)

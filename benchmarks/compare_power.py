@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.environment import RESULTS, environment, write_json
+from benchmarks.environment import RESULTS, environment, unfinished, write_json, write_text
 from octavo.inspect.compare import paired_test
 from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, reference
 from octavo.kernels.registry import Backend
@@ -221,7 +221,8 @@ def main(arguments: list[str]) -> None:
     if not options.document:
         torch.set_num_threads(1)  # a second thread would only wait
         text = page(options.runs / "page.txt")
-        losses: dict[str, dict[str, float]] = json.loads(path.read_text())["losses"] if path.exists() else {}
+        before = next((each for each in (unfinished(path), path) if each.exists()), None)
+        losses: dict[str, dict[str, float]] = json.loads(before.read_text())["losses"] if before else {}
         wanted = [
             (arm, seed)
             for arm in ARMS
@@ -232,12 +233,13 @@ def main(arguments: list[str]) -> None:
             if str(seed) not in losses.setdefault(arm, {}):
                 losses[arm][str(seed)] = loss_of(arm, seed, text)
                 print(f"{number:3}/{len(wanted)}  {arm:<8} seed {seed:3}  {losses[arm][str(seed)]:.4f}", flush=True)
-                write_json(path, {"environment": facts, "steps": STEPS, "losses": losses, "summary": []})
+                write_json(unfinished(path), {"losses": losses})
         write_json(
             path, {"environment": facts, "steps": STEPS, "losses": losses, "summary": summary(losses, options.drawn)}
         )
+        unfinished(path).unlink(missing_ok=True)
     content = json.loads(path.read_text())
     print(table(content))
     if options.out == RESULTS / "cpu":
-        DOCUMENT.write_text(document(content, DOCUMENT.read_text()))
+        write_text(DOCUMENT, document(content, DOCUMENT.read_text()))
         print(f"written: {DOCUMENT.relative_to(ROOT)}")

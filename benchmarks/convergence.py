@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import RESULTS, device_name, environment, write_json
+from benchmarks.environment import RESULTS, device_name, environment, save_figure, write_json, write_text
 from octavo.train import RunResult, TrainConfig, load_config, run
 from octavo.train.curves import Curves, smooth
 from octavo.train.data import load_corpus
@@ -232,8 +232,7 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("loss above BF16 [%]", fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
+    save_figure(figure, path)
 
 
 def main(arguments: list[str]) -> None:
@@ -278,7 +277,7 @@ def main(arguments: list[str]) -> None:
         seeds = {row["seed"] for row in content["rows"]}
         if len(seeds) < FEWEST_SEEDS:
             parser.error(f"{path} is of {len(seeds)} seed: the document needs {FEWEST_SEEDS} or more to compare")
-        DOCUMENT.write_text(document(content))
+        write_text(DOCUMENT, document(content))
         draw(content, DOCUMENT.parent / IMAGE)
         print(f"written: {DOCUMENT.relative_to(ROOT)}")
 

@@ -1,11 +1,16 @@
-"""What a result file says about the machine it was measured on, and how it is kept: complete after every row."""
+"""What a result file says about the machine it was measured on, and how it is kept: never half of one in the place of a
+whole one.
+"""
 
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +46,40 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace a result file in one step: a reader, or a kill, meets the old one or the new one."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to, which takes its place once it is whole: a reader, an interrupt or a kill meets
+    the old one or the new one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(content, indent=1) + "\n")
-    scratch.replace(path)
+    scratch = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+    try:
+        yield scratch
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def unfinished(path: Path) -> Path:
+    """Where the rows of a result file are while it is being measured anew: the old one stays until all are there."""
+    return path.with_name(f"{path.name}.running")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a document in one step."""
+    with replacing(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a result file in one step."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Replace an image in one step, without what would differ from day to day."""
+    with replacing(path) as scratch:
+        figure.savefig(scratch, metadata={"Date": None, "Creator": None})
 
 
 def _version(package: str) -> str | None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
+from benchmarks.environment import write_text
 from octavo.nn.storage import kept_for_backward
 from octavo.numerics import sqnr
 
@@ -255,7 +256,6 @@ def main(arguments: list[str]) -> None:
     if options.only is None:
         text = DOCUMENT.read_text()
         begin, end = "<!-- families -->\n", "<!-- end of families -->"
-        DOCUMENT.write_text(
-            re.sub(f"{begin}.*?{end}", lambda _: begin + "\n".join(rows) + "\n" + end, text, flags=re.S)
-        )
+        new = re.sub(f"{begin}.*?{end}", lambda _: begin + "\n".join(rows) + "\n" + end, text, flags=re.S)
+        write_text(DOCUMENT, new)
         print(f"written: {DOCUMENT.name}")

@@ -23,6 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import unfinished
+
 ROOT = Path(__file__).parent.parent
 WEIGHTS = {
     "probe": 2.0, "tests": 2.0, "kernels": 3.0, "calibrate": 2.0, "linear": 3.0, "layer": 3.0, "train": 1.5,
@@ -102,19 +104,26 @@ class Runner:
         result, before = self.out / f"{stage}.json", log.parent / "before.json"
         if result.exists():  # of an earlier run: not this one's result, and worth keeping if this one has none
             shutil.move(result, before)
-        while True:
-            left = seconds - (time.monotonic() - start)
-            outcome.ended = self._once(stage, left, log, resume=outcome.restarts > 0)
-            worth_it = outcome.ended in ("crashed", "hung") and stage != "tests"
-            still = seconds - (time.monotonic() - start)
-            if (
-                not worth_it
-                or outcome.restarts == self.most_restarts
-                or still < GRACE_S
-                or not self._got_anywhere(stage)
-            ):
-                break
-            outcome.restarts += 1
+        try:
+            while True:
+                left = seconds - (time.monotonic() - start)
+                outcome.ended = self._once(stage, left, log, resume=outcome.restarts > 0)
+                worth_it = outcome.ended in ("crashed", "hung") and stage != "tests"
+                still = seconds - (time.monotonic() - start)
+                if (
+                    not worth_it
+                    or outcome.restarts == self.most_restarts
+                    or still < GRACE_S
+                    or not self._got_anywhere(stage)
+                ):
+                    break
+                outcome.restarts += 1
+        except BaseException:  # interrupted: what was there before comes back
+            if before.exists():
+                if result.exists():
+                    result.replace(unfinished(result))
+                shutil.move(before, result)
+            raise
         outcome.seconds = round(time.monotonic() - start, 1)
         text = log.read_text(errors="replace").splitlines()
         if stage == "tests":

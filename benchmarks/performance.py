@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import plots, roofline, shapes, targets
-from benchmarks.environment import RESULTS
+from benchmarks.environment import RESULTS, write_text
 
 Row = dict[str, Any]
 Files = Mapping[str, Mapping[str, Any]]
@@ -334,6 +334,6 @@ def main(arguments: list[str]) -> None:
     )  # fmt: skip
     options.add_argument("--out", type=Path, default=DOCUMENT, help="the document; plots go to images/ beside it")
     out = options.parse_args(arguments).out
-    out.write_text(document(RESULTS))
+    write_text(out, document(RESULTS))
     draw(RESULTS, out.parent / IMAGES)
     print(f"written to {out}")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import roofline
+from benchmarks.environment import save_figure
 
 Row = dict[str, Any]
 COLOURS = {
@@ -29,8 +30,7 @@ def _figure(width: float = 7.2, height: float = 3.6) -> tuple[Any, Any]:
 def _save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
+    save_figure(figure, path)
     pyplot.close(figure)
 
 

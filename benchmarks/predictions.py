@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import write_text
 from octavo.planner.decide import break_even, candidates
 from octavo.planner.devices import DEVICES, Gpu
 from octavo.planner.roofline import Cost, Linear, Passes, bf16_linear, cost, moving
@@ -216,7 +217,7 @@ prediction**; no GPU was used. What a step's memory goes to, layer by layer, has
 [memory.md](memory.md).
 
 ```
-octavo plan configs/llama3-70b-64gpu.toml --gpu h100 --gpus 64    # linears; time and memory of a step, beside bf16
+octavo plan configs/llama3-70b-64gpu.toml --gpu h100 --gpus 64    # linears; a step as configured, in bf16, at its best
 octavo plan configs/demo.toml --gpu my-gpu.toml --json            # another GPU, described in TOML
 octavo plan configs/demo.toml --gpu h100 --calibration h100.json  # with what octavo calibrate measured on such a GPU
 ```
@@ -231,6 +232,12 @@ octavo.convert(model, plan=plan)                                    # leaves in 
 What `octavo.plan` returns is a `Plan`: `.rows` with `.name`, `.converted`, `.recipe`, `.reason` and `.gain` of each
 linear, and with the predictions beside them. Its JSON is read back by `octavo.Plan.from_json`.
 
+`octavo plan CONFIG --gpu h100` shows three steps: in bf16, as the configuration has it, which converts exactly what
+`octavo train` converts on that GPU, and the best plan, each linear in the recipe that gains most or in bf16. A recipe
+that is named in the configuration converts layers that lose, too: the columns show what that costs. Products that
+PyTorch does not have on a GPU (scales by block on Blackwell and Ada) are those of Octavo's Triton kernel, at an
+assumed rate. In a pipe no line is folded.
+
 Each linear is decided by its predicted cost, forward and backward, quantizing included, against bf16: narrow layers,
 few tokens and LoRA ranks stay in bf16 where they would lose, and the reason says by how much. Vocabulary heads stay in
 bf16 for the sake of the loss, as in `octavo.convert`, and the reason says what they would gain (`heads=True` takes
@@ -242,7 +249,10 @@ settings included, two and three of them are run and the rest is worked out; whe
 **Where a GPU is present `octavo.convert(model)` decides so by itself**, for 8192 tokens (`tokens=`), with what `octavo
 calibrate` measured there before anything predicted. A recipe that is named is taken everywhere, whatever it gains:
 `octavo.convert(model, "rowwise")`. On a GPU that the table below does not have, every linear is converted, and the
-report says that no cost was known. A run does the same with `precision.recipe = "auto"`, for its own batch.
+report says that no cost was known. LoRA adapters of rank 64 and less, and linears with at most 64 features on one
+side and eight times as many on the other (routers, small classifiers), stay as they are on every machine, with or
+without a GPU, and whatever recipe is named; `octavo.convert(model.score, "rowwise")` converts one all the same. A run
+does the same with `precision.recipe = "auto"`, for its own batch.
 
 ## Memory
 
@@ -349,6 +359,6 @@ def main(arguments: list[str]) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(arguments)
-    DOCUMENT.write_text(document(), encoding="utf-8")
+    write_text(DOCUMENT, document())
     print(f"written: {DOCUMENT.name}; {sum(row.is_close for row in ROWS if not row.fitted)} of "
           f"{sum(not row.fitted for row in ROWS)} published figures predicted closely")  # fmt: skip

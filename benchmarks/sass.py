@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import shapes
-from benchmarks.environment import RESULTS
+from benchmarks.environment import RESULTS, write_text
 from benchmarks.roofline import Device
 from benchmarks.sass_bound import ARCHITECTURES, DEVICES, Cost, cost_of, product_seconds, seconds_per_element
 from benchmarks.sass_code import Code
@@ -226,7 +226,7 @@ def keep(found: list[dict[str, Any]], version: str) -> None:
     known = {_key(row): row for row in (*tables.get(version, ()), *found)}
     tables[version] = [known[key] for variant in variants(90) if (key := _key(_named(variant))) in known]
     texts = [f'"{v}": [\n' + ",\n".join(map(json.dumps, its_rows)) + "\n]" for v, its_rows in sorted(tables.items())]
-    GOLDEN.write_text("{" + ",\n".join(texts) + "}\n")
+    write_text(GOLDEN, "{" + ",\n".join(texts) + "}\n")
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import RESULTS, environment, write_json
+from benchmarks.environment import RESULTS, environment, unfinished, write_json, write_text
 from benchmarks.scaling_document import document, draw
 from benchmarks.scaling_time import Rates
 from benchmarks.scaling_trace import ARMS, build, facts, fake_world, sharded, trace
@@ -104,7 +104,9 @@ def main(arguments: list[str]) -> None:
                 content["rows"].append(row)
                 ranks = f"{row['world']} ranks, {row['replicas']} copies{', recomputed' if row['recompute'] else ''}"
                 print(f"{name:<15} {row['arm']:<20} {ranks:<35} {row['peak'] / 2**30:8.1f} GiB", flush=True)
-                write_json(path, content)
+                write_json(unfinished(path), content)
+        write_json(path, content)
+        unfinished(path).unlink()
     if options.out is None:
         publish(path)
         print(f"written: {DOCUMENT.relative_to(ROOT)}")
@@ -113,7 +115,7 @@ def main(arguments: list[str]) -> None:
 def publish(path: Path) -> None:
     """Write the document and its figure from a result file."""
     content = json.loads(path.read_text())
-    DOCUMENT.write_text(document(content))
+    write_text(DOCUMENT, document(content))
     draw(content, DOCUMENT.parent)
 
 

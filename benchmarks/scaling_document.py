@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import save_figure
 from benchmarks.scaling_time import BASELINE, FLAT, STAGED, Rates, sent, step
 from benchmarks.scaling_trace import ARMS, KINDS
 
@@ -175,8 +176,7 @@ def draw(content: Mapping[str, Any], folder: Path) -> None:
     panels[0].set_ylabel("seconds of a step (modelled)", fontsize=8)
     panels[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     path = folder / IMAGE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
+    save_figure(figure, path)
 
 
 def _filled(text: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import RESULTS, device_name, environment, write_json
+from benchmarks.environment import RESULTS, device_name, environment, unfinished, write_json
 from benchmarks.timing import Clock, CpuClock, GpuClock, Rehearsal
 from octavo.kernels import calibration
 
@@ -59,7 +59,8 @@ class Session:
         options: The command line.
         rows: Results so far.
         facts: What goes into the result file beside rows and environment, such as the device's ceilings.
-        paths: Result files. A rehearsal keeps none but the one asked for.
+        paths: Result files that were asked for, complete after every row.
+        kept: The result file under benchmarks/results; None for a rehearsal. What is there stays until the end.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Session:
     rows: list[Row] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     paths: list[Path] = field(default_factory=list)
+    kept: Path | None = None
     _end: float = field(default=float("inf"))
     _began: Row | None = None
     _environment: dict[str, Any] = field(default_factory=dict)
@@ -127,8 +129,8 @@ class Session:
         if self.gpu:
             torch.cuda.empty_cache()
 
-    def save(self) -> None:
-        """Write the result files."""
+    def save(self, *, finished: bool = False) -> None:
+        """Write the result files; the one that the repository keeps once all of it is measured."""
         content = {
             "benchmark": self.name,
             "command": f"python -m benchmarks {self.name}",
@@ -143,14 +145,18 @@ class Session:
         }
         for path in self.paths:
             write_json(path, content)
+        if self.kept is not None:
+            write_json(self.kept if finished else unfinished(self.kept), content)
+            if finished:
+                unfinished(self.kept).unlink(missing_ok=True)
 
     def finish(self) -> None:
         """Say where the results are."""
         self.facts.setdefault("stopped", "done")
-        self.save()
+        self.save(finished=True)
         if self.tiny:
             print(NOTHING_TIMED)
-        for path in self.paths:
+        for path in (*self.paths, *([self.kept] if self.kept is not None else [])):
             print(f"written to {path}")
 
     def take_up(self, content: Row) -> None:
@@ -178,15 +184,18 @@ def begin(name: str, options: argparse.Namespace, given: list[str], *, times_cpu
     options.given = given
     session = Session(name, device, clock, options, _environment=environment(device))
     if clock.timed:
-        session.paths.append(RESULTS / device_name(device) / f"{name}.json")
+        session.kept = RESULTS / device_name(device) / f"{name}.json"
     if options.out is not None:
-        session.paths.insert(0, options.out / f"{name}.json")
+        session.paths.append(options.out / f"{name}.json")
+        if session.kept is not None and session.kept.resolve() == session.paths[0].resolve():
+            session.kept = None
     if options.minutes is not None:
         session._end = time.monotonic() + 60 * options.minutes
-    if options.resume and session.paths and session.paths[0].exists():
+    before = session.paths[:1] or ([] if session.kept is None else [unfinished(session.kept), session.kept])
+    if options.resume and (found := next((path for path in before if path.exists()), None)) is not None:
         import json
 
-        session.take_up(json.loads(session.paths[0].read_text()))
+        session.take_up(json.loads(found.read_text()))
     return session
 
 

@@ -6,10 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from octavo.cli import app
 from octavo.inspect import OperandStats
+from octavo.runtime import terminal
+from octavo.runtime.terminal import shortened
 from octavo.train.statistics import StatisticsWriter
 
 ROW = OperandStats(
@@ -87,3 +91,30 @@ def test_a_run_that_did_not_look(tmp_path: Path) -> None:
     result = inspect(tmp_path)
     assert result.exit_code == 2
     assert "train with inspect.every=50" in " ".join(result.stderr.split())
+
+
+LONG = "model.language_model.layers.17.self_attn.some_long_projection_name"
+
+
+def test_names_are_whole_in_a_pipe_and_keep_both_ends_in_a_terminal(
+    looked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = StatisticsWriter(looked, after_step=100, board=Board())
+    others = {name: 20.0 for name in ("mxfp8", "tensorwise", "rowwise_hp_wgrad", "blockwise")}
+    writer.write([replace(ROW, step=150, layer=LONG, what_if=others, saturation=0.5)])
+    piped = CliRunner().invoke(app, ["inspect", str(looked)], env={"COLUMNS": "40"})
+    (line,) = [line for line in piped.stdout.splitlines() if LONG in line and "31.5" in line]
+    assert "50.000%" in line and "2^3" in line
+    monkeypatch.setattr(terminal, "_is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, ["inspect", str(looked)]).stdout
+    (line,) = [line for line in shown.splitlines() if "31.5" in line]
+    assert line.lstrip().startswith("model.l…ion_name") and "50.000%" in line and "2^3" in line
+    assert all(f"{name}?" in shown for name in others)
+
+
+@given(name=st.text(min_size=1, max_size=90), width=st.integers(3, 90))
+def test_a_shortened_name_fits_and_keeps_its_ends(name: str, width: int) -> None:
+    short = shortened(name, width)
+    assert len(short) <= width and short[0] == name[0] and short[-1] == name[-1]
+    assert (short == name) == (len(name) <= width) or "…" in name

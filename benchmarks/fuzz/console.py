@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.environment import write_json
 from benchmarks.fuzz.build import Case, build
 from benchmarks.fuzz.draw import KINDS, draw
 from benchmarks.fuzz.outcome import Outcome
@@ -82,7 +83,7 @@ def _fuzz(options: argparse.Namespace) -> int:
         print(f"failed: {kind}: {label}: {count} cases, {min(count, _SHRUNK)} of them shrunk")
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"seed": options.seed, "failures": failures}, indent=1) + "\n")
+        write_json(options.out, {"seed": options.seed, "failures": failures})
     return int(bool(failures))
 
 

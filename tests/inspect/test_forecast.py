@@ -150,7 +150,9 @@ def test_mistakes(arguments, error, message):
 
 
 def test_models_that_cannot_be_planned():
-    with pytest.raises(TypeError, match=r"plan takes a torch.nn.Module; got str. For a file: octavo plan CONFIG"):
+    with pytest.raises(
+        TypeError, match=r"plan takes a torch.nn.Module, the model itself; got a str. For a file: octavo plan CONFIG"
+    ):
         plan("gpt2", 2, 16)
     with pytest.raises(ValueError, match="no parameter of this model requires a gradient"):
         plan(llama().requires_grad_(False), 2, 16)

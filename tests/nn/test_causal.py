@@ -305,6 +305,24 @@ OTHER_LOSSES = {
 }  # fmt: skip
 
 
+def test_a_term_too_small_for_its_value_to_show_is_found():
+    """1e-9 of a z-loss, or of a loss beside the logits; and under FakeTensorMode, which has no values."""
+    small = {
+        "z": lambda logits: logits.float().logsumexp(-1).square().mean(),
+        "beside": lambda logits: model.model.embed_tokens.weight.square().sum(),
+    }
+    for term in small.values():
+        model = make("llama")
+        model.loss_function = lambda logits, term=term, **k: ForCausalLMLoss(logits, **k) + 1e-9 * term(logits)
+        with pytest.raises(ValueError, match="adds a term to the cross-entropy"):
+            chunked_loss(model)
+    with FakeTensorMode():
+        model = make("llama")
+        model.loss_function = OTHER_LOSSES["z-loss"]
+        with pytest.raises(ValueError, match="adds a term to the cross-entropy"):
+            chunked_loss(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("other", OTHER_LOSSES)
 def test_a_model_with_another_loss_is_refused(other, dtype):
@@ -329,7 +347,7 @@ def test_bart_whose_labels_are_not_shifted_is_refused():
     ("spoil", "message"),
     [
         (lambda m: convert(m.lm_head, verbose=False), "output embedding of type Linear: the chunked loss multiplies"),
-        (lambda m: setattr(m.config, "output_router_logits", True), "router"),
+        (lambda m: setattr(m.config, "output_router_logits", True), "adds its router's loss to the cross-entropy"),
         (lambda m: setattr(m, "lm_head", None), "no output embedding"),
         (lambda m: setattr(m.config, "is_encoder_decoder", True), "decoder's inputs from the labels"),
     ],

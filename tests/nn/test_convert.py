@@ -1,14 +1,18 @@
 import copy
+import functools
 import io
 import re
 import time
+import warnings
 
 import pytest
 import torch
 from models import MLP, assert_same, llama
 from torch import nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 
 import octavo
+from octavo.nn.change import change_recipe
 from octavo.nn.linear import Linear
 
 
@@ -165,11 +169,142 @@ def test_a_vocabulary_head_is_recognised_by_structure_and_convertible_on_purpose
     assert all(row.converted for row in octavo.report(model).rows)
 
 
-def test_a_small_classifier_head_works():
-    model = octavo.convert(nn.Sequential(nn.Linear(768, 2)), verbose=False)
+def test_a_small_classifier_head_works_when_it_is_asked_for_itself():
+    model = octavo.convert(nn.Linear(768, 2), verbose=False)
     model(torch.randn(3, 768)).sum().backward()
-    assert model[0].weight.grad.shape == (2, 768)
+    assert model.weight.grad.shape == (2, 768)
     assert "padded inside from 2×768 to 16×768 (+700% arithmetic)" in octavo.report(model).rows[0].reason
+
+
+class Adapted(nn.Module):
+    """A linear as PEFT adapts it, a router and a classifier."""
+
+    def __init__(self, width: int = 1024, rank: int = 64):
+        super().__init__()
+        self.base_layer = nn.Linear(width, width, bias=False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(width, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, width, bias=False)})
+        self.router, self.score = nn.Linear(width, 8), nn.Linear(width, 2)
+
+
+@pytest.mark.parametrize("gpu", [None, "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Unknown GPU"])
+@pytest.mark.parametrize("recipe", [None, "rowwise"])
+def test_narrow_layers_stay_as_they_are_on_every_machine(gpu, recipe, monkeypatch):
+    monkeypatch.setattr("octavo.inspect.deciding.present_gpu", lambda: gpu)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*predicted to gain")
+        rows = {row.name: row for row in octavo.report(octavo.convert(Adapted(), recipe, verbose=False))}
+    for name in ("lora_A.default", "lora_B.default", "router", "score"):
+        assert not rows[name].converted and "do not gain from FP8 by themselves" in rows[name].reason, name
+    assert rows["lora_A.default"].reason.startswith("adapter of low rank: 1024 → 64 features")
+    assert rows["router"].reason.startswith("narrow: 1024 → 8 features")
+    assert rows["base_layer"].converted or recipe is None
+
+
+def test_a_narrow_model_and_a_wide_adapter_are_converted():
+    small = octavo.convert(nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 16)), verbose=False)
+    assert [row.converted for row in octavo.report(small)] == [True, True]
+    wide = octavo.convert(Adapted(256, rank=128), verbose=False)
+    assert {row.name for row in octavo.report(wide) if row.converted} == {
+        "base_layer", "lora_A.default", "lora_B.default",
+    }  # fmt: skip
+
+
+class Inherited(nn.Linear):
+    """Adds to nn.Linear, and computes the same."""
+
+    note = "mine"
+
+
+class Written(nn.Linear):
+    def forward(self, hidden):
+        out = hidden @ self.weight.T
+        if self.bias is not None:
+            out = out + self.bias
+        return out
+
+
+class Scaled(nn.Linear):
+    def forward(self, hidden):
+        out = hidden @ self.weight.T
+        if self.bias is None:
+            return out * 2
+        return out + self.bias
+
+
+class Called(nn.Linear):
+    def __call__(self, hidden):
+        return super().__call__(hidden) + 1
+
+
+@pytest.mark.parametrize("owner", [Inherited, Written, FalconLinear])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_subclass_that_computes_the_same_is_converted_and_keeps_its_class(owner, bias):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(owner(64, 32, bias=bias)), torch.randn(5, 64)
+    plain = nn.Sequential(nn.Linear(64, 32, bias=bias))
+    plain.load_state_dict(model.state_dict())
+    before = model(x)
+    octavo.convert(model, verbose=False)
+    octavo.convert(plain, verbose=False)
+    assert isinstance(model[0], owner) and torch.equal(model(x), plain(x)) and not torch.equal(model(x), before)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    change_recipe(model, "0", None, reason="test")
+    assert type(model[0]) is owner
+    change_recipe(model, "0", "rowwise", reason="test")
+    octavo.revert(model)
+    assert type(model[0]) is owner and torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("owner", [Scaled, Called, type(nn.MultiheadAttention(8, 2).out_proj)])
+def test_a_subclass_that_computes_or_is_read_otherwise_is_left_alone(owner):
+    model = nn.Sequential(owner(64, 64), nn.Linear(64, 64))
+    assert [row.converted for row in octavo.report(octavo.convert(model, verbose=False))] == [False, True]
+
+
+def test_a_replaced_forward_is_seen_after_a_first_look(monkeypatch):
+    octavo.revert(octavo.convert(nn.Sequential(Inherited(64, 64)), verbose=False))
+    monkeypatch.setattr(Inherited, "forward", lambda self, x: x, raising=False)
+    with pytest.raises(ValueError, match="behaviour of its own"):
+        octavo.convert(nn.Sequential(Inherited(64, 64)), verbose=False)
+
+
+def dispatched(model: nn.Module) -> nn.Module:
+    """What accelerate's add_hook_to_module does to each linear."""
+
+    class Hook:
+        def pre_forward(self, module, *args):
+            module.seen = True
+            return args
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module._old_forward, module._hf_hook = module.forward, Hook()
+
+            def forward(*args, module=module):
+                return module._old_forward(*module._hf_hook.pre_forward(module, *args))
+
+            module.forward = functools.update_wrapper(forward, module._old_forward)
+    return model
+
+
+def test_a_dispatched_model_says_how_and_one_dispatched_later_computes_in_fp8():
+    with pytest.raises(ValueError, match="remove_hook_from_submodules.*octavo.convert.*dispatch_model"):
+        octavo.convert(dispatched(nn.Sequential(nn.Linear(64, 64))), verbose=False)
+    model, x = octavo.convert(nn.Sequential(nn.Linear(64, 64)), verbose=False), torch.randn(4, 64)
+    before = model(x)
+    assert torch.equal(dispatched(model)(x), before) and model[0].seen
+
+
+@pytest.mark.parametrize(
+    "call",
+    [octavo.convert, octavo.revert, octavo.report, octavo.parallelize, lambda m: octavo.plan(m, 1, 8)],
+    ids=["convert", "revert", "report", "parallelize", "plan"],
+)
+@pytest.mark.parametrize("model", [None, [nn.Linear(2, 2)], "model", nn.Linear], ids=["None", "list", "str", "class"])
+def test_what_is_no_model_is_one_clear_error(call, model):
+    with pytest.raises(TypeError, match=r"takes a torch.nn.Module.*got (a NoneType|a list|a str|the class Linear)"):
+        call(model)
 
 
 def test_conversion_of_a_32_layer_llama_on_meta_takes_under_a_second():
@@ -345,5 +480,5 @@ def test_a_plan_of_another_model_is_refused():
     plan = octavo.convert(MLP(), verbose=False).octavo_plan
     with pytest.raises(ValueError, match="the plan is for another model: it names 'gate_proj'"):
         octavo.convert(llama(), plan=plan)
-    with pytest.raises(TypeError, match=r"takes a torch.nn.Module; got list"):
+    with pytest.raises(TypeError, match=r"takes a torch.nn.Module, the model itself; got a list"):
         octavo.convert([llama()])

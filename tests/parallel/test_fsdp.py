@@ -1,5 +1,6 @@
 """Models that are awkward to cut into pieces, their state, and what else is done to a model that is sharded."""
 
+import gc
 import io
 import warnings
 
@@ -7,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from training import loss_of, make, one_process, run, share, train, whole
 
 import octavo
@@ -201,18 +204,42 @@ def test_misuse_of_a_gathered_model(gloo):
 
 
 def divide_job():
-    model = parallelize(make(), Parallel(fp8_comm="on"))
-    model.set_gradient_divide_factor(3.0)
-    try:
+    """Gradients of one backward, averaged by FSDP's own factor and divided by others."""
+    found = {}
+    for factor in (None, 1.0, 2.0, 4.0, 3.0):
+        model = parallelize(make(), Parallel(fp8_comm="on"))
+        for module in model.modules():
+            if factor is not None and isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(factor)
         loss_of(model, share(0, 0, 0)).backward()
-    except ValueError as error:
-        assert "scale the loss instead, or use fp8_comm='gather'" in str(error)
-    else:
-        raise AssertionError("went through")
+        found[factor] = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    for factor in (1.0, 2.0, 4.0):
+        for name, average in found[None].items():
+            assert torch.equal(found[factor][name], average * 2 / factor), (factor, name)
+    for name, average in found[None].items():
+        torch.testing.assert_close(found[3.0][name], average * 2 / 3, rtol=2**-22, atol=0)
 
 
-def test_a_gradient_divide_factor_is_refused(gloo):
+def test_any_gradient_divide_factor(gloo):
+    """As torchtitan's 1.0. The sum is the same, whatever it is divided by."""
     gloo.run(divide_job, 2)
+
+
+def hooks_job():
+    """Hooks that a process has for all its optimizers, after each of some models."""
+    counts = []
+    for _ in range(3):
+        model = parallelize(make("tensorwise"), Parallel(fp8_comm="gather"))
+        train(model, 1)
+        counts.append(len(_global_optimizer_post_hooks))
+        del model
+        gc.collect()
+    return counts
+
+
+def test_models_leave_no_hooks(gloo):
+    for counts in gloo.run(hooks_job, 2):
+        assert len(set(counts)) == 1
 
 
 def recipes_job():

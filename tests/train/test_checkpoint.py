@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import LLAMA, MakeConfig
+from tiny_runs import LLAMA, MakeConfig, without_digests
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.train import checkpoint
@@ -151,19 +151,29 @@ def test_damaged_checkpoints_are_named(make_config: MakeConfig, tmp_path: Path) 
     trainer.save(tmp_path)
     folder = latest_checkpoint(tmp_path)
     assert folder is not None
-    assert set(read_trainer_state(folder)) == {"step", "loss_scale", "data", "config", "ranks", "skipped_batches"}
+    assert set(read_trainer_state(folder)) == {
+        "step",
+        "loss_scale",
+        "data",
+        "config",
+        "ranks",
+        "digests",
+        "skipped_batches",
+    }
     wider = make_trainer(make_config, model={"type": "llama", "config": LLAMA | {"intermediate_size": 96}})
-    with pytest.raises(ConfigError, match="does not fit this model, or is damaged"):
+    with pytest.raises(ConfigError, match="there intermediate_size = 64, here 96"):
         load_checkpoint(folder, wider.model, wider.optimizer, wider.loss_scale, wider.ranks)
+    without_digests(folder)
     for name in ("optimizer.pt", "model.safetensors"):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[:-50])
-        with pytest.raises(ConfigError, match="is damaged"):
+        with pytest.raises(ConfigError, match="is damaged"), pytest.warns(RuntimeWarning, match="without digests"):
             load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
         (folder / name).write_bytes(content)
     for content in (b"", b"nonsense", pickled({}), pickled({"adamw": 3, "masters": {}}), pickled([1])):
         (folder / "optimizer.pt").write_bytes(content)
-        with pytest.raises(ConfigError, match=r"is damaged \(.*\): remove .*step-000000 to resume from the one before"):
+        message = r"is damaged \(.*\): remove .*step-000000 to resume from the one before"
+        with pytest.raises(ConfigError, match=message), pytest.warns(RuntimeWarning, match="without digests"):
             load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
     for text in ("{}", "null", '{"step": 1}'):
         (folder / "trainer.json").write_text(text)

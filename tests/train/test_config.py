@@ -1,3 +1,4 @@
+import re
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from tiny_runs import MakeConfig
 from octavo.numerics import Precision
 from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 TEXT = """
 [run]
 steps = 10
@@ -110,6 +112,87 @@ def test_each_mistake_is_one_clear_line(toml: Path, override: str, message: str)
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(toml, [override, "precision.parameters=fp16"] if "master" in override else [override])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lr=3e-4\n[run]\nsteps = 7", "something follows it"),
+        ("optim.lr=3e-4\nwarmup = 1", "something follows it"),
+        ("optim.lr=3e-4 # the usual", "something follows it"),
+        ("optim.lr=3e-4\r\n", None),
+        ("run.name=a\nb", "something follows it"),
+        ("run.name='a", "look at its quotes"),
+        ("optim.lr\n[run]\nsteps=7", "write section.key=value"),
+        ("[run]\nsteps=7", "write section.key=value"),
+        ("[run.x]=7", "write section.key=value"),
+        ("# run.steps=7", "write section.key=value"),
+        ("run..steps=7", "write section.key=value"),
+        ("optim.lr=nan", "optim.lr: should be a finite number, got nan"),
+        ("optim.lr=inf", "optim.lr: should be a finite number, got inf"),
+        ("optim.lr=[1e-3]", "optim.lr: should be a valid number"),
+        ("optim.lr=1e-3]\nx = [1", "something follows it"),
+        ("optim.lr=", "optim.lr: should be a valid number, got ''"),
+        ("model.config.rope_theta=nan", "model.config.rope_theta: a number, a string"),
+        ("model.config.x={a = [nan]}", "model.config.x.a: a number, a string"),
+        ("run.steps=" + "[" * 3000, "run.steps: should be a valid integer"),
+    ],
+)
+def test_an_override_is_one_value(toml: Path, override: str, message: str | None) -> None:
+    if message is None:
+        assert load_config(toml, [override]).optim.lr == 3e-4
+        return
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+        load_config(toml, [override])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "value"),
+    [
+        ('model.config."a.b"=1', lambda c: c.model.config["a.b"], 1),
+        ('model.config."a=b"=2', lambda c: c.model.config["a=b"], 2),
+        ("model.config.'ü 🐙'=3", lambda c: c.model.config["ü 🐙"], 3),
+        ("model.config.limit=[0.0, inf]", lambda c: c.model.config["limit"], [0.0, float("inf")]),
+        ("run.name=2026-01-02", lambda c: c.run.name, "2026-01-02"),
+        ("run.name = 12:30:00", lambda c: c.run.name, "12:30:00"),
+        ("run.name='a # b'", lambda c: c.run.name, "a # b"),
+        ("data.source=[ab]*.txt", lambda c: c.data.source, "[ab]*.txt"),
+        ("data.source=x=y.txt", lambda c: c.data.source, "x=y.txt"),
+        ("optim.betas=[\n0.9,\n0.99]", lambda c: c.optim.betas, (0.9, 0.99)),
+        ('data.source="""a\nb"""', lambda c: c.data.source, "a\nb"),
+    ],
+)
+def test_what_an_override_may_be(toml: Path, tmp_path: Path, override: str, read, value) -> None:
+    config = load_config(toml, [override])
+    assert read(config) == value
+    (tmp_path / "again.toml").write_text(config.to_toml(), encoding="utf-8")
+    assert load_config(tmp_path / "again.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "warmup"),
+    [
+        ("demo", ["run.steps=3"], 1),
+        ("demo", ["run.steps=1"], 0),
+        ("demo", ["run.steps=11"], 10),
+        ("own-data", ["run.steps=60"], 30),
+        ("own-data", ["run.steps=3"], 1),
+        ("own-data", ["run.steps=4", "optim.decay=1.0"], 0),
+        ("demo", ["run.steps=3", "optim.warmup=2"], 2),
+    ],
+)
+def test_a_short_run_of_a_shipped_configuration_just_works(path: str, overrides: list[str], warmup: int) -> None:
+    notes: list[str] = []
+    config = load_config(CONFIGS / f"{path}.toml", overrides, notes.append)
+    assert config.optim.warmup == warmup
+    changed = warmup not in (10, 50, 2)
+    assert len(notes) == changed and all(f"warms up over {warmup} of the" in note for note in notes)
+
+
+def test_a_warmup_that_is_given_too_long_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"optim.warmup = 9 leaves nothing of run.steps = 3"):
+        load_config(CONFIGS / "demo.toml", ["run.steps=3", "optim.warmup=9"])
 
 
 def test_missing_keys_and_sections() -> None:

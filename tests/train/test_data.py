@@ -17,6 +17,8 @@ from octavo.train.data import Corpus, load_corpus
 from octavo.train.metrics import Silent
 from octavo.train.tokenizer import END
 
+ENTRY = {"digests.json", "facts.json", "ids.bin", "tokenizer.json"}
+
 
 def corpus(config: TrainConfig) -> Corpus:
     return load_corpus(config, Silent())
@@ -81,15 +83,15 @@ def test_standard_library_skips_what_is_not_utf8(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"# {name}")
     (tmp_path / "latin.py").write_bytes(b"# caf\xe9")
     found = source._standard_library(tmp_path)
-    assert found.load(tmp_path) == ["# a.py", "# b.py", "# pkg/c.py"]
+    assert list(found.read(tmp_path)) == ["# a.py", None, "# b.py", None, "# pkg/c.py", None]
     assert found.skipped == 1
     (tmp_path / "a.py").write_text("# other")
     assert source._standard_library(tmp_path).fingerprint != found.fingerprint
 
 
 def test_the_real_standard_library_is_found(make_config: MakeConfig) -> None:
-    found = source.open_source(make_config(data={"source": "python-stdlib"}).data)
-    texts = found.load(Path())
+    found = source.open_source(make_config(data={"source": "python-stdlib"}).data, lambda _: None)
+    texts = [text for text in found.read(Path()) if text]
     assert sum(map(len, texts)) > 5_000_000
     assert any("class OrderedDict" in text for text in texts)
 
@@ -149,18 +151,20 @@ def test_the_cache_is_used_and_keyed_on_content(make_config: MakeConfig, tmp_pat
     assert changed.fingerprint != first.fingerprint
     entries = list((tmp_path / "cache").iterdir())
     assert len(entries) == 3
-    assert {path.name for path in entries[0].iterdir()} == {"facts.json", "ids.bin", "tokenizer.json"}
+    assert {path.name for path in entries[0].iterdir()} == ENTRY
 
 
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("ids.bin", b"\0\0", "ids.bin has 2 bytes"),
-        ("ids.bin", None, "ids.bin is missing"),
-        ("facts.json", b"{", "facts.json cannot be read"),
-        ("facts.json", b"[]", "facts.json cannot be read"),
-        ("tokenizer.json", b"", "tokenizer.json cannot be read"),
-        ("tokenizer.json", None, "tokenizer.json is missing"),
+        ("ids.bin", b"\0\0", "ids.bin is not what was written"),
+        ("ids.bin", None, "ids.bin cannot be read: No such file"),
+        ("facts.json", b"{}", "facts.json is not what was written"),
+        ("tokenizer.json", b"", "tokenizer.json is not what was written"),
+        ("tokenizer.json", None, "tokenizer.json cannot be read: No such file"),
+        ("digests.json", None, "digests.json cannot be read"),
+        ("digests.json", b"[]", "digests.json cannot be read"),
+        ("digests.json", b'{"entry": "another"}', "digests.json is of another entry"),
     ],
 )
 def test_a_damaged_entry_is_built_anew(
@@ -198,7 +202,7 @@ def test_an_entry_is_on_disk_before_it_is_published(
     synced: list[set[str]] = []
     monkeypatch.setattr(data, "sync", lambda folder: synced.append({path.name for path in folder.iterdir()}))
     corpus(make_config(data={"cache": str(tmp_path)}))
-    assert synced == [{"facts.json", "ids.bin", "tokenizer.json"}]
+    assert synced == [ENTRY]
 
 
 def test_jsonl_rows_may_differ_in_all_but_the_text(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -236,7 +240,7 @@ def test_a_build_that_dies_leaves_no_entry(
 ) -> None:
     config = make_config(data={"cache": str(tmp_path / "cache")})
     with monkeypatch.context() as patch:
-        patch.setattr(data, "_encode", lambda *_: 1 / 0)
+        patch.setattr(data, "_tokenize", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             corpus(config)
     assert list((tmp_path / "cache").iterdir()) == []
@@ -245,6 +249,7 @@ def test_a_build_that_dies_leaves_no_entry(
 
 def test_two_builders_of_one_entry(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(data={"cache": str(tmp_path)})
+    monkeypatch.setattr(data, "lock", lambda _: os.open(os.devnull, os.O_RDONLY))  # a file system without locks
     publish = data._publish
 
     def overtaken(scratch: Path, folder: Path) -> None:
@@ -269,7 +274,7 @@ def test_text_that_spells_a_special_token_stays_text(make_config: MakeConfig, tm
 @pytest.mark.parametrize("text", ["line one\n" * 40, "x" * 400])
 def test_long_documents_are_cut_without_loss(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "PIECE", 100)
-    pieces = data._pieces(text)
+    pieces = [piece for piece in data._pieces(iter([text[:70], text[70:], None])) if piece]
     assert "".join(pieces) == text
     assert 4 <= len(pieces) <= 5
     assert all(len(piece) <= 100 for piece in pieces)
@@ -302,12 +307,17 @@ def bad_source(folder: Path, name: str, content: bytes) -> str:
         ("a.txt", b"", {}, "is empty"),
         ("a.jsonl", b'{"text": null}\n{"text": ""}\n', {}, "is empty|not text"),
         ("a.txt", b"text\0more", {}, "is not text: byte 4 is NUL"),
-        ("a.txt", b"\x89PNG\r\n", {}, "is not UTF-8 text"),
-        ("a.txt", b"good" * 300_000 + b"\xe2\x82", {}, "is not UTF-8 text"),
+        ("a.txt", b"\x89PNG\r\n", {}, r"a\.txt is not UTF-8 text: byte 0 "),
+        ("a.txt", b"good" * 300_000 + b"\xe2\x82", {}, r"is not UTF-8 text: byte 1200000 "),
+        ("a.txt", b"x" * ((1 << 20) - 1) + b"\xe2\x82x", {}, r"is not UTF-8 text: byte 1048575 "),
         ("a.parquet", b"not parquet at all", {}, "cannot be read: .*[Pp]arquet"),
         ("a.jsonl", b'{"text": "a"}\nnonsense{\n', {}, "cannot be read: .*JSON"),
         ("a.jsonl", b'{"txt": "a"}\n', {}, r"no field \"text\".*did you mean 'txt'.*set data\.text_field"),
-        ("a.jsonl", b'{"text": 3}\n', {}, 'field "text" .* is not text but int'),
+        ("a.jsonl", b'{"text": "a"}\n\n{"text": 3}\n', {}, 'a.jsonl, line 3: field "text" is not text but int'),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', {}, "a.jsonl, line 1: the text is not valid Unicode"),
+        ("a.jsonl", b"[" * 100_000, {}, "a.jsonl, line 1 is not JSON"),
+        ("a.txt.gz", b"x", {}, "compressed files are not read"),
+        ("a.txt", b"x" * 90, {"split": "test"}, r'data\.split = "test": files have no splits'),
         ("a.jsonl", b"", {}, "is empty"),
         ("a.jsonl", b"\n\n", {}, "is empty"),
         ("a.jsonl", b'{"text": "a"}\n[1]\n', {}, "a.jsonl, line 2 is no JSON object but list"),

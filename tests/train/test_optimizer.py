@@ -3,8 +3,9 @@ import io
 import pytest
 import torch
 from torch import nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
-from octavo.train.optimizer import MasterAdamW
+from octavo.train.optimizer import CompactAdamW, MasterAdamW, decayed_parameters
 from octavo.train.sections import Optim
 
 OPTIM = Optim(lr=1e-3, weight_decay=0.1, clip=0.0)
@@ -75,6 +76,39 @@ def test_norms_and_biases_do_not_decay() -> None:
     for name, param in model.named_parameters():
         expected = before[name] * (1 - 0.1 * 0.5) if param.dim() >= 2 else before[name]
         torch.testing.assert_close(param.detach(), expected)
+
+
+class Odd(nn.Module):
+    """Parameters whose number of dimensions does not tell what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.ones(4, 2))
+        self.gate_up_proj = nn.Parameter(torch.ones(2, 4, 4))
+        self.gate_up_proj_bias = nn.Parameter(torch.ones(2, 4))
+        self.time_mix = nn.Parameter(torch.ones(1, 1, 4))
+        self.marked = nn.Parameter(torch.ones(4, 4))
+        self.marked._no_weight_decay = True  # type: ignore[attr-defined]
+        self.norm = CohereLayerNorm((2, 4), bias=True)
+        self.embedding = nn.Embedding(4, 4)
+        self.out = nn.Linear(4, 1)
+
+
+@pytest.mark.parametrize("states", ["fp32", "fp8"])
+def test_weight_decay_goes_by_what_a_parameter_is(states: str) -> None:
+    model = Odd()
+    assert decayed_parameters(model) == {"gate_up_proj", "embedding.weight", "out.weight"}
+    optim = Optim(lr=0.1, weight_decay=0.5, clip=0.0)
+    optimizer = (
+        MasterAdamW(model, optim, master=True) if states == "fp32"
+        else CompactAdamW(model, optim, states="fp8", master=None)
+    )  # fmt: skip
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step(0.1, optimizer.gradient_norm(1.0))
+    moved = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
+    assert moved == decayed_parameters(model)
 
 
 def test_gradients_of_micro_batches_are_added_in_fp32() -> None:

@@ -1,6 +1,7 @@
 """octavo plan: what is planned from a configuration is what its trainer allocates, and converts."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import octavo
+from octavo import train as train_package
 from octavo.cli import app
 from octavo.inspect import deciding
 from octavo.inspect.memory import make_gradients, make_states
 from octavo.nn.storage import kept_for_backward
 from octavo.numerics import LEVELS
+from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
-from octavo.train.config import ConfigError, load_config
+from octavo.train.config import ConfigError, TrainConfig, load_config
 from octavo.train.data import load_corpus
 from octavo.train.metrics import Silent
 from octavo.train.plan import _build, _NoData, _vocabulary, plan_arms, plan_memory, plan_step
@@ -80,6 +83,9 @@ def test_llama_2_7b_fits_80_gb():
 
 
 LLAMA_3_8B = ("hidden_size=4096", "intermediate_size=14336", "num_hidden_layers=32", "num_attention_heads=32")
+LARGER = ["optim.batch=16", "data.sequence_length=512", "model.config.max_position_embeddings=512",
+          "model.config.hidden_size=4096", "model.config.intermediate_size=14336", "model.config.num_hidden_layers=2",
+          "model.config.num_attention_heads=32", "model.config.num_key_value_heads=8"]  # fmt: skip
 AS_8B = ["optim.batch=1", *(f"model.config.{size}" for size in LLAMA_3_8B)]
 
 
@@ -206,14 +212,79 @@ def test_the_speed_of_a_run_is_that_of_its_configuration():
     assert two.bf16.flops == pytest.approx(speed.bf16.flops)
 
 
-def test_the_recipe_is_the_runs_and_in_bf16_the_fastest():
-    tensorwise = plan_step(
-        load_config(SEVEN_B, ["precision.recipe=tensorwise", "precision.skip=['*.o_proj']"]), gpu="h200"
+SHIPPED = [*sorted(SEVEN_B.parent.glob("*.toml")), Path(train_package.__file__).with_name("demo.toml")]
+SMALL = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=2", "vocab_size=320")
+SMALLER = [*(f"model.config.{size}" for size in SMALL), "model.config.num_key_value_heads=2", "data.vocab_size=320",
+           "data.sequence_length=32", "model.config.max_position_embeddings=32"]  # fmt: skip
+DRIVER = {"h100": "NVIDIA H100 80GB HBM3", "b200": "NVIDIA B200", "a100": "NVIDIA A100-SXM4-80GB", "l4": "NVIDIA L4"}
+
+
+def converted_by_train(config: TrainConfig, gpu: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the trainer converts on a GPU, in which recipe."""
+    monkeypatch.setattr(deciding, "present_gpu", lambda: DRIVER.get(gpu, gpu))
+    with torch.device("meta"):
+        model = _build(config, _vocabulary(config))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*no layer of this model is predicted to gain")
+        rows = _convert(model, config, torch.device("cuda"), 1, None) or ()
+    return {row.name: row.recipe for row in rows if row.converted}
+
+
+@pytest.mark.parametrize("gpu", ["h100", "b200", "a100"])
+@pytest.mark.parametrize(
+    "precision",
+    ["level=O1", "level=bf16", "recipe=auto", "recipe=blockwise", "skip_last=1"],
+)
+def test_this_configuration_is_what_train_converts(gpu: str, precision: str, monkeypatch: pytest.MonkeyPatch):
+    config = load_config(SHIPPED[-2], [*SMALLER, f"precision.{precision}"])
+    plan = plan_step(config, gpu=gpu).configured
+    assert plan is not None
+    assert {row.name: row.recipe for row in plan.plan.rows if row.converted} == converted_by_train(
+        config, gpu, monkeypatch
     )
-    assert {row.recipe for row in tensorwise.rows if row.converted} == {"tensorwise"}
-    assert not any(row.converted for row in tensorwise.rows if row.name.endswith("o_proj"))
-    bf16 = plan_step(load_config(SEVEN_B, ["precision.level=bf16"]), gpu="h200")
-    assert {row.recipe for row in bf16.rows if row.converted} == {"rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("path", "overrides", "gpu"),
+    [(path, SMALLER, "a100") for path in SHIPPED]
+    + [(SHIPPED[0], [*SMALLER, "precision.level=O1", "precision.autopilot=true"], "b200")]
+    + [pytest.param(path, [], gpu, marks=pytest.mark.slow) for path in SHIPPED for gpu in DEVICES],
+    ids=lambda value: value.name if isinstance(value, Path) else None if isinstance(value, list) else value,
+)
+def test_every_shipped_configuration_is_planned_on_every_gpu(
+    path: Path, overrides: list[str], gpu: str, monkeypatch: pytest.MonkeyPatch
+):
+    result = CliRunner().invoke(app, ["plan", str(path), *overrides, "--gpu", gpu, "--json"])
+    assert result.exit_code == 0, result.output
+    found = {row["name"]: row["recipe"]["name"] for row in json.loads(result.stdout)["configured"]["modules"]
+             if row["recipe"]}  # fmt: skip
+    if gpu in DRIVER:
+        assert found == converted_by_train(load_config(path, overrides), gpu, monkeypatch)
+
+
+def test_the_run_stands_beside_bf16_and_the_best_plan():
+    overrides = [*LARGER, "precision.level=O1", "precision.recipe=tensorwise", "precision.skip=['*.o_proj']"]
+    found = plan_step(load_config(SHIPPED[0], overrides), gpu="h200")
+    own = found.configured
+    assert {row.recipe for row in own.plan.rows if row.converted} == {"tensorwise"}
+    assert {row.recipe for row in found.rows if row.converted} == {"rowwise"}
+    assert not any(row.converted for p in (own.plan, found) for row in p.rows if row.name.endswith("o_proj"))
+    assert found.planned.seconds < own.time.seconds < found.bf16.seconds
+    tables = "\n".join(map(str, (found, found.summary)))
+    for text in ("this", "configuration", "best", "this configuration: 12 of 15 linear layers in tensorwise"):
+        assert text in tables
+
+
+def test_a_run_in_bf16_is_shown_in_bf16():
+    found = plan_step(load_config(SHIPPED[0], LARGER), gpu="h200")
+    assert found.converted and not found.configured.plan.converted
+    assert found.configured.time.seconds == pytest.approx(found.bf16.seconds)
+    assert found.configured.memory.peak == found.bf16_memory.peak
+
+
+def test_what_the_run_refuses_the_plan_refuses():
+    with pytest.raises(ValueError, match="no layer would be converted"):
+        plan_step(load_config(SHIPPED[0], [*SMALLER, "precision.level=O1", "precision.min_features=9999"]), gpu="h100")
 
 
 def test_settings_of_the_run_reach_the_step(make_config: MakeConfig):
@@ -233,7 +304,7 @@ def test_the_command_shows_the_speed(config_file: Path, tmp_path: Path):
     result = CliRunner().invoke(app, ["plan", str(config_file), "--gpu", str(gpu)], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     for text in ("Half an H100", "self_attn.q_proj", "tokens/s", "narrow (32)", "FP8 pays", "Rates: given",
-                 "optimizer states", "activations", "largest that fits", "It fits"):  # fmt: skip
+                 "optimizer states", "activations", "largest that fits", "best plan: fits"):  # fmt: skip
         assert text in result.stdout
     result = CliRunner().invoke(app, ["plan", str(config_file), "--gpu", "b200", "--json"])
     content = json.loads(result.stdout)

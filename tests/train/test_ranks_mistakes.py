@@ -6,7 +6,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from unittest import mock
@@ -14,16 +14,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from test_ranks import job, losses, same, state, tables  # noqa: F401  a fixture
 from tiny_runs import Recorder
 
 from octavo.train import ConfigError, NonFiniteError, RunResult, parse_config, run
-from octavo.train import checkpoint as checkpoint_module
 from octavo.train import loop as loop_module
 from octavo.train import shards as shards_module
+from octavo.train import share as share_module
 from octavo.train.checkpoint import checkpoints, load_checkpoint
 from octavo.train.data import load_corpus
+from octavo.train.digests import write_digests
 from octavo.train.export import export
 from octavo.train.metrics import MetricsWriter, Silent
 from octavo.train.ranks import BEGUN, Ranks, _attempt, joined
@@ -217,13 +217,10 @@ def test_one_rank_with_its_states_in_host_memory(gloo, tables, tmp_path, paralle
 def damaged_job(wanted, folder):
     """A checkpoint that one rank cannot read."""
     config = parse_config(wanted)
-    read = checkpoint_module.safetensors.torch.load_file
-    broken = mock.patch.object(
-        checkpoint_module.safetensors.torch, "load_file", side_effect=SafetensorError("invalid header")
-    )
+    broken = mock.patch.object(share_module, "_mapped", side_effect=ConfigError("invalid header"))
     with joined(config) as ranks:
         trainer = Trainer(config, load_corpus(config, Silent()), ranks.device, ranks=ranks)
-        with broken if ranks.rank == 1 else mock.patch.object(checkpoint_module.safetensors.torch, "load_file", read):
+        with broken if ranks.rank == 1 else nullcontext():
             return told(load_checkpoint, Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
 
 
@@ -264,6 +261,10 @@ def test_a_damaged_checkpoint_is_not_exported(gloo, tables, tmp_path):  # noqa: 
     other = checkpoints(tmp_path / "two")[-1]
     config = (other / "config.json").read_text()
     (other / "config.json").write_text(config.replace('"intermediate_size": 64', '"intermediate_size": 96'))
+    with pytest.raises(ConfigError, match=r"step-000003 is damaged: config\.json is not what was written"):
+        export(other, tmp_path / "nothing")
+    (other / "digests.json").unlink()
+    write_digests(other, {})
     with pytest.raises(ConfigError, match="step-000003 is damaged: rank 0: .*96"):
         export(other, tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()

@@ -23,10 +23,12 @@ BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num
 
 @pytest.fixture
 def checkpoint(make_config: MakeConfig, tmp_path: Path) -> Path:
-    """A local fp32 checkpoint without a tokenizer."""
+    """A local fp32 checkpoint with its tokenizer."""
     config = make_config(precision={"parameters": "fp32"})
-    model: Any = build_model(config, load_corpus(config, Silent()).tokenizer)
+    tokenizer = load_corpus(config, Silent()).tokenizer
+    model: Any = build_model(config, tokenizer)
     model.save_pretrained(tmp_path / "model")
+    tokenizer.save(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -159,13 +161,17 @@ def test_masters_take_all_bits_of_a_checkpoint(parameters: str, make_config: Mak
 @pytest.mark.parametrize(
     ("data", "advice"),
     [
-        ({"vocab_size": 320}, r"vocabulary of 300 .*: lower data\.vocab_size, or give the model's .*data\.tokenizer"),
+        ({"tokenizer": "larger"}, r"vocabulary of 300 .* tokenizer's 315: give the folder of .* own .*data\.tokenizer"),
         ({"sequence_length": 65}, r"context of 64: shorten data\.sequence_length$"),
     ],
 )
 def test_advice_for_a_checkpoint_can_be_followed(
     data: dict[str, Any], advice: str, make_config: MakeConfig, checkpoint: Path
 ) -> None:
+    if "tokenizer" in data:
+        data = {"tokenizer": str(checkpoint.parent / "larger")}
+        Path(data["tokenizer"]).mkdir()
+        load_corpus(make_config(data={"vocab_size": 320}), Silent()).tokenizer.save(Path(data["tokenizer"]))
     config = make_config(model={"path": str(checkpoint)}, data=data)
     with pytest.raises(ConfigError, match=advice):
         build_model(config, load_corpus(config, Silent()).tokenizer)

@@ -51,6 +51,15 @@ def test_the_sentence_says_what_the_numbers_say(tail: float, status: str, words:
     assert ("is within" in found.sentence) == (status == "within")
 
 
+def test_few_steps_are_no_claim() -> None:
+    found = verdict(result(tail=3.0, steps=12), result(FP8, tail=3.001, steps=12))
+    assert found.status == "none" and found.tail_gap == pytest.approx(0.001)
+    assert (
+        found.sentence.startswith("No verdict: 12 steps are too few, 100 are wanted.") and "+0.03 %" in found.sentence
+    )
+    assert "within" not in found.sentence
+
+
 def test_a_cpu_is_no_speed_claim_and_a_gpu_is_named() -> None:
     on_cpu = verdict(result(), result(FP8)).notes[0]
     assert "0.40 ×" in on_cpu and "emulated" in on_cpu and "nothing about the speed on a GPU" in on_cpu

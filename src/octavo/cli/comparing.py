@@ -12,6 +12,7 @@ from rich.console import Console
 
 from octavo.cli.app import Overrides, app, is_first_rank, say, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
+from octavo.runtime.terminal import stdout
 
 if TYPE_CHECKING:
     from octavo.train import TrainConfig
@@ -60,10 +61,15 @@ def compare(
 
         arms = make_arms(config, overrides or [], arm or [], seeds)
         check_limits(margin, confidence / 100)
-        folder = out or Path("runs") / f"compare-{load_config(config, overrides or []).run.name}"
+        notes: list[str] = []
+        name = load_config(config, overrides or [], notes.append).run.name
+        folder = out or Path("runs") / f"compare-{name}"
         bars = Bars(Console(stderr=True), _numbered(arms)) if is_first_rank() else nullcontext()
         problem, found = "", None
         with bars as progress:
+            if progress is not None:
+                for note in notes:
+                    progress.note(note)
             try:
                 found = run(arms, folder, margin=margin, confidence=confidence / 100, progress=progress)
             except LostRankError as error:
@@ -76,9 +82,9 @@ def compare(
             if problem:
                 show_error(problem)
             else:
-                say(Console(), "Stopped and saved: there is no verdict yet.")
+                say(stdout(), "Stopped and saved: there is no verdict yet.")
             again = "under torchrun as before" if launched() else shlex.join(["octavo", *sys.argv[1:]])
-            say(Console(), f"To go on, the same command:\n  {again}")
+            say(stdout(), f"To go on, the same command:\n  {again}")
         raise typer.Exit(STOPPED if found is None else found.exit_code)
 
 
@@ -105,7 +111,7 @@ def _show(comparison: "Comparison", folder: Path) -> None:
 
     from octavo.train.compare_report import comparison_rows
 
-    console = Console()
+    console = stdout()
     table = Table(box=ROUNDED, border_style="dim", header_style="bold")
     table.add_column("")
     for name in (comparison.baseline, *(arm.name for arm in comparison.arms)):

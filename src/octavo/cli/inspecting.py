@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from octavo.cli.app import app, say, user_errors
 from octavo.cli.examples import EXAMPLES
+from octavo.runtime.terminal import Name, show, stdout
 
 if TYPE_CHECKING:
     from octavo.inspect import OperandStats
@@ -61,14 +61,14 @@ def inspect_run(
         if as_json:
             print(json.dumps([row.to_json() for row in shown], indent=1))
             return
-        console = Console()
+        console = stdout()
         found = all_findings(rows, limits_of(run_of(run)))
         say(console, f"{_counted(len(found), 'figure')} crossed a limit in {_counted(len(sampled), 'sampled step')}.")
         for finding in found[:SHOWN]:
             say(console, f"  {finding}")
         if len(found) > SHOWN:
             say(console, f"  … and {len(found) - SHOWN} more: report.html has a table and heat maps")
-        console.print(_table(shown[:top], f"step {wanted:,}: {min(top, len(shown))} of {len(shown)}, worst {by} first"))
+        show(_table(shown[:top], f"step {wanted:,}: {min(top, len(shown))} of {len(shown)}, worst {by} first"))
 
 
 def _counted(number: int, what: str) -> str:
@@ -94,9 +94,9 @@ def _table(rows: "list[OperandStats]", title: str) -> Table:
     }
     of_all = f" ({recipes.pop()})" if len(recipes) == 1 else ""
     table = Table(title=title + of_all, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("layer", overflow="fold", min_width=16)
+    table.add_column("layer")
     for name in columns:
         table.add_column(name, justify="left" if name in ("operand", "recipe") else "right", no_wrap=True)
     for row in rows:
-        table.add_row(row.layer, *(text(row) for text in columns.values()))
+        table.add_row(Name(row.layer), *(text(row) for text in columns.values()))
     return table

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from octavo.cli.app import Overrides, app, is_first_rank, say, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
+from octavo.runtime.terminal import stdout
 
 if TYPE_CHECKING:
     from octavo.train.report import ReportFiles
@@ -35,10 +36,14 @@ def train(
         from octavo.train.console import Bars, summary_table
         from octavo.train.report import write_report
 
-        settings = load_config(config, overrides or [])
-        folder = out or Path(settings.run.out or Path("runs") / settings.run.name)
+        notes: list[str] = []
+        settings = load_config(config, overrides or [], notes.append)
+        folder = (out or Path(settings.run.out or Path("runs") / settings.run.name)).expanduser()
         failure = None
         with Bars(Console(stderr=True)) if is_first_rank() else nullcontext() as bars:
+            if bars is not None:
+                for note in notes:
+                    bars.note(note)
             try:
                 result = run(settings, out=folder, resume=resume, progress=bars)
             except NonFiniteError as error:
@@ -50,7 +55,7 @@ def train(
             raise typer.Exit(0 if failure is None else 1)
         if failure is not None:
             result = RunResult.read(folder)
-        console = Console()
+        console = stdout()
         console.print(summary_table([result]))
         _show_files(console, folder, write_report([folder], folder))
         if result.stopped == "sigterm":
@@ -73,7 +78,7 @@ def export(
     with user_errors(context):
         from octavo.train.export import export as write
 
-        say(Console(), f"written: {write(checkpoint, out)}")
+        say(stdout(), f"written: {write(checkpoint, out)}")
 
 
 @app.command(epilog=EXAMPLES["demo"])
@@ -106,7 +111,7 @@ def demo(
         folder = out or free_folder(Path("runs/demo"))
         with Bars(Console(stderr=True)) as bars:
             result = run_demo(configs, folder, bars)
-        console = Console()
+        console = stdout()
         console.print(summary_table(result.arms))
         if result.files is None:
             say(console, "Stopped before both arms were trained: there is no verdict.")

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from octavo.nn.report import PLAN_ATTRIBUTE, is_converted, report
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision
 from octavo.numerics.recipe import Recipe
+
+if TYPE_CHECKING:
+    from octavo.planner.devices import Gpu
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -129,24 +132,34 @@ def decide_for(model: nn.Module, name: str, precision: Precision, filter: Filter
         filter: Which linears it is about.
         tokens: That linears will be called with.
     """
-    from octavo.inspect.forecast import asked_of, decided_plan, linears_of, undecided, with_measurements
-    from octavo.nn.filters import sizes
+    from octavo.inspect.forecast import asked_of, undecided, with_measurements
     from octavo.planner.devices import by_driver
-    from octavo.planner.forecast import by_cost
-    from octavo.planner.roofline import Linear
-    from octavo.planner.trace import Trace
 
     if any(is_converted(module) for module in model.modules()):
         convert_as_told(model)  # says so
-    asked = asked_of(precision, filter)
-    rule, kept = undecided(model, asked)
     gpu = by_driver(name)
     if gpu is None:
+        rule, _ = undecided(model, asked_of(precision, filter))
         note = f"by rule: {name} is not in the table of GPUs, so no cost is known"
         return Plan(
             {fqn: replace(d, reason=f"{d.reason}; {note}") if d.recipe else d for fqn, d in rule.decisions.items()},
             rule.activations,
         )
+    return decide_on(model, with_measurements(gpu, None), precision, filter, tokens)
+
+
+def decide_on(
+    model: nn.Module, gpu: "Gpu", precision: Precision, filter: Filter | Plain | None, tokens: int
+) -> Plan:  # fmt: skip
+    """The plan of a model by cost on a GPU, which need not be here; else as `decide_for`."""
+    from octavo.inspect.forecast import asked_of, decided_plan, linears_of, undecided
+    from octavo.nn.filters import sizes
+    from octavo.planner.forecast import by_cost
+    from octavo.planner.roofline import Linear
+    from octavo.planner.trace import Trace
+
+    asked = asked_of(precision, filter)
+    rule, kept = undecided(model, asked)
     calls = {}
     for fqn in linears_of(model, rule):
         module = model.get_submodule(fqn)
@@ -154,7 +167,7 @@ def decide_for(model: nn.Module, name: str, precision: Precision, filter: Filter
         trained = all(p.requires_grad for p in module.parameters(recurse=False) if p.ndim == 2)
         calls[fqn] = (Linear(m=tokens, k=inner, n=outer, wgrad=trained),)
     assumed = Trace(calls=calls, attention=0, products=(), rest=(), regions=(), parameters=0, trained=0)
-    cost = by_cost(with_measurements(gpu, None), assumed, list(calls), kept, asked.recipes, eager=True)
+    cost = by_cost(gpu, assumed, list(calls), kept, asked.recipes, eager=True)
     found = decided_plan(rule, cost)
     note = f"{tokens} tokens assumed on {gpu.name}"
     told = {

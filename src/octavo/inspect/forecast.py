@@ -28,7 +28,7 @@ from octavo.inspect.memory import GRANULES, follow, own_loss
 from octavo.nn import convert
 from octavo.nn.blocks import find_blocks
 from octavo.nn.filters import Given, both, of_precision
-from octavo.nn.report import is_converted
+from octavo.nn.report import check_module, is_converted
 from octavo.nn.select import HEAD_KEPT, default_plan, is_linear
 from octavo.nn.storage import call
 from octavo.numerics.names import nearest
@@ -158,8 +158,7 @@ def _check(model: nn.Module, checkpointing: str) -> None:
     """Raises for what is no model, one that nothing trains, one of which this process has a part; and for a name."""
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"plan takes a torch.nn.Module; got {type(model).__name__}. For a file: octavo plan CONFIG")
+    check_module("plan", model, ". For a file: octavo plan CONFIG")
     if checkpointing not in CHECKPOINTING:
         known = " or ".join(map(repr, CHECKPOINTING))
         raise ValueError(f"checkpointing is {known}; got {checkpointing!r}{nearest(checkpointing, CHECKPOINTING)}")

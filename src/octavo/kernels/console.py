@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from rich.box import ROUNDED
-from rich.console import Console
 from rich.table import Table
 
 from octavo._version import __version__
@@ -17,6 +16,7 @@ from octavo.kernels import calibration
 from octavo.kernels.gemm import accelerated
 from octavo.kernels.registry import status
 from octavo.numerics.recipe import RECIPES
+from octavo.runtime.terminal import stdout
 
 
 def doctor(device: torch.device, *, as_json: bool) -> None:
@@ -25,7 +25,7 @@ def doctor(device: torch.device, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    console = Console()
+    console = stdout()
     facts = Table.grid(padding=(0, 2))
     for name, value in {"device": found["device"], **found["gpu"], **found["versions"]}.items():
         facts.add_row(f"[bold]{name}[/bold]", str(value))

@@ -161,7 +161,7 @@ def is_storing(module: nn.Module) -> bool:
 def storing_class(module: nn.Module, storage: Storage) -> type[nn.Module]:
     """What a module becomes that stores its activations. Raises whatever making a subclass of its class raises."""
     original: Any = type(module)
-    made: type[nn.Module] = _storing_class(_MIXINS.get(storage.kind, StoringScope), original)
+    made: type[nn.Module] = mixed_class(_MIXINS.get(storage.kind, StoringScope), original)
     return made
 
 
@@ -178,19 +178,20 @@ def make_plain(module: nn.Module) -> None:
 
 
 @cache
-def _storing_class(*both: Any) -> Any:
-    """The class of a converted module. Copies and pickles name the two it is made of."""
+def mixed_class(*both: Any) -> Any:
+    """The class of a converted module, of what it does now and its class before. Copies and pickles name the two."""
     mixin, original = both
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         return _blank, (mixin, original), self.__getstate__()
 
     members = {ORIGINAL: original, "__reduce_ex__": reduce, "__module__": __name__, "__doc__": original.__doc__}
-    return type(f"Storing{original.__name__}", (mixin, original), members)
+    prefix = "Storing" if mixin.__module__ == __name__ else "FP8"
+    return type(f"{prefix}{original.__name__}", (mixin, original), members)
 
 
 def _blank(mixin: Any, original: Any) -> nn.Module:
-    cls = _storing_class(mixin, original)
+    cls = mixed_class(mixin, original)
     module: nn.Module = cls.__new__(cls)
     return module
 

@@ -10,8 +10,9 @@ factor (Cohere, Granite) or a soft cap (Gemma), and what loss it takes of them i
 is found by trying: the model is run on a few tokens, with chosen numbers in place of what its head returns. They spread
 so far that a soft cap shows which the small logits of a new model would never meet, and no weight matters, so it is
 the same on meta, where only the numbers put in are real. Candidates come from the numbers in the config, and one is
-taken only if it explains the logits; the loss must be the shifted cross-entropy of them and nothing more. A model that
-is not explained is refused, with the reason, and left as it was.
+taken only if it explains the logits; the loss must be the shifted cross-entropy of them and nothing more, by its value
+and by its autograd graph: a term beside the cross-entropy (a router's loss, a z-loss) is a second branch of it, however
+small its coefficient. A model that is not explained is refused, with the reason, and left as it was.
 """
 
 import inspect
@@ -80,25 +81,48 @@ def find_head(model: Any) -> Head:
     if base is model:
         raise ValueError(f"{kind} has no base model beside its head")
     if _adds_router_loss(model, {}):
-        raise ValueError(f"{kind} adds a loss of its router to that of its logits (config.output_router_logits)")
+        raise ValueError(f"{kind} adds its router's loss to the cross-entropy (config.output_router_logits)")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{kind} makes its decoder's inputs from the labels")
     if not any(p.name == "labels" or p.kind is p.VAR_KEYWORD for p in _parameters(model.forward)):
         raise ValueError(f"{kind}.forward takes no labels")
     candidates = _candidates(model.config.get_text_config())
     heads = [Head(base=base, linear=linear, scale=scale, softcap=softcap) for scale, softcap in candidates]
-    if isinstance(linear.weight, FakeTensor):
-        return heads[-1]
     try:
-        with torch.no_grad(), _evaluating(model):
-            found = _explained(model, heads)
-            _check_loss(model, found)
+        with _evaluating(model):
+            head = heads[-1] if isinstance(linear.weight, FakeTensor) else _explained(model, heads)
+            _check_loss(model, head)
     except RuntimeError as error:
         if not linear.weight.is_meta:
             raise
         reason = " ".join(str(error).split())
         raise ValueError(f"{kind} cannot be tried on meta, give it its weights first: {reason}") from error
-    return found
+    return head
+
+
+def check_next_token_loss(model: Any) -> None:
+    """Check that `model(input_ids=x, labels=y, shift_labels=y).loss`, its own loss, predicts y[:, t] from x[:, t].
+
+    It does where a model shifts labels but accepts `shift_labels` instead, and where a model takes labels that are
+    shifted already (Bart). The check reads the gradient at the last token, for which a model that always shifts has no
+    label. On meta and under FakeTensorMode it checks the arguments only.
+
+    Raises:
+        ValueError: Where it returns no loss, or predicts other tokens.
+    """
+    kind, weight = type(model).__name__, model.get_input_embeddings().weight
+    if not any(p.name == "labels" for p in _parameters(model.forward)):
+        raise ValueError(f"{kind} has no loss of its own to train on: its forward takes no labels")
+    if weight.is_meta or isinstance(weight, FakeTensor):
+        return
+    ids = _ids(weight)
+    with torch.enable_grad(), _evaluating(model):
+        outputs = model(input_ids=ids, labels=ids.roll(-1, 1), shift_labels=ids.roll(-1, 1))
+    if outputs.loss is None:
+        raise ValueError(f"{kind} has no loss of its own to train on: it returns none for labels")
+    (gradient,) = torch.autograd.grad(outputs.loss, [outputs.logits], allow_unused=True)
+    if gradient is not None and not (gradient[:, -1].gather(-1, ids[:, :1]) < 0).all():
+        raise ValueError(f"{kind} has a loss that does not predict the token of shift_labels from each token")
 
 
 def chunked_loss(model: M) -> M:
@@ -239,6 +263,7 @@ def _candidates(config: Any) -> list[tuple[float, float | None]]:
     return [(scale, cap) for cap in (None, *caps) for scale in scales]
 
 
+@torch.no_grad()
 def _explained(model: Any, heads: list[Head]) -> Head:
     """The first of some heads that makes the logits of its model, in all decades and of both signs."""
     kind, base, linear = type(model).__name__, heads[0].base, heads[0].linear
@@ -253,7 +278,7 @@ def _explained(model: Any, heads: list[Head]) -> Head:
     finally:
         handle.remove()
     if not linear.weight.is_meta:
-        hidden = [base(input_ids=_ids(linear))[0]]
+        hidden = [base(input_ids=_ids(linear.weight))[0]]
     if not hidden or not head_inputs or not _same(hidden[-1], head_inputs[-1]):
         hint = "; if not, give it its weights first: on meta only a storage tells" if linear.weight.is_meta else ""
         raise ValueError(f"{kind} changes its hidden states between its base model and its head{hint}")
@@ -269,7 +294,8 @@ def _check_loss(model: Any, head: Head) -> None:
     """Refuses a model whose loss is not the mean cross-entropy of its logits with the labels of the next tokens.
 
     The first sequence gets the most likely labels and the second the least likely, and more of the second count: a
-    loss that shifts, weights or smooths in another way is far off. What it adds shows to a hundred thousandth.
+    loss that shifts, weights or smooths in another way is far off. What it adds is another branch of its graph, or
+    shows in its value to a hundred thousandth. Under FakeTensorMode only the graph is checked.
     """
     kind, linear = type(model).__name__, head.linear
     shape = *PROBE_SHAPE, linear.weight.shape[0]
@@ -277,16 +303,31 @@ def _check_loss(model: Any, head: Head) -> None:
     finished = head.finish(z)
     labels = torch.stack([finished[0].argmax(-1), finished[1].argmin(-1)]).roll(1, -1)
     labels[0, :4] = labels[1, 5] = IGNORE
-    outputs, _ = _tried(model, linear, z, labels=labels)
+    with torch.enable_grad():
+        outputs, _ = _tried(model, linear, z.requires_grad_(), labels=labels)
     if outputs.loss is None or outputs.logits is None:
         raise ValueError(f"{kind} returns no loss for labels, or no logits beside it")
-    logits, targets = outputs.logits.float().flatten(0, -2), _shifted(labels, IGNORE).flatten()
-    expected = F.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORE)
-    if not torch.allclose(outputs.loss.float(), expected, rtol=TOLERANCE[outputs.loss.dtype], atol=0.0):
-        raise ValueError(
-            f"{kind} has a loss of its own: {outputs.loss:.5g} for logits and labels whose cross-entropy, each token "
-            f"with the label of the next, is {expected:.5g}"
-        )
+    if not isinstance(z, FakeTensor):
+        logits, targets = outputs.logits.float().flatten(0, -2), _shifted(labels, IGNORE).flatten()
+        expected = F.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORE)
+        if not torch.allclose(outputs.loss.float(), expected, rtol=TOLERANCE[outputs.loss.dtype], atol=0.0):
+            raise ValueError(
+                f"{kind} has a loss of its own: {outputs.loss:.5g} for logits and labels whose cross-entropy, each "
+                f"token with the label of the next, is {expected:.5g}"
+            )
+    if not _is_chain(outputs.loss):
+        raise ValueError(f"{kind} has a loss of its own: it adds a term to the cross-entropy")
+
+
+def _is_chain(loss: Tensor) -> bool:
+    """Whether the autograd graph of a loss has a single branch."""
+    node = loss.grad_fn
+    while node is not None:
+        inputs = [function for function, _ in node.next_functions if function is not None]
+        if len(inputs) > 1:
+            return False
+        node = inputs[0] if inputs else None
+    return True
 
 
 def _tried(model: Any, linear: nn.Linear, z: Tensor, **labels: Tensor) -> tuple[Any, list[Tensor]]:
@@ -301,14 +342,14 @@ def _tried(model: Any, linear: nn.Linear, z: Tensor, **labels: Tensor) -> tuple[
     cached = linear.weight.is_meta and any(p.name == "use_cache" for p in _parameters(model.forward))
     handle = linear.register_forward_hook(replace)
     try:
-        return model(input_ids=_ids(linear), **labels, **({"use_cache": True} if cached else {})), head_inputs
+        return model(input_ids=_ids(linear.weight), **labels, **({"use_cache": True} if cached else {})), head_inputs
     finally:
         handle.remove()
 
 
-def _ids(linear: nn.Linear) -> Tensor:
+def _ids(weight: Tensor) -> Tensor:
     rows, length = PROBE_SHAPE
-    ids = torch.arange(rows * length, device=linear.weight.device).remainder(linear.weight.shape[0])
+    ids = torch.arange(rows * length, device=weight.device).remainder(weight.shape[0])
     return ids.view(rows, length)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from octavo.nn.convert import fp8_class
+from octavo.nn.convert import fp8_class, plain_class
 from octavo.nn.delayed import forget
 from octavo.nn.gathered import ShardedWeight
 from octavo.nn.report import PLAN_ATTRIBUTE, is_converted
@@ -50,7 +50,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
         if not is_converted(module):
             module.__class__ = fp8_class(module)
     elif is_converted(module):
-        module.__class__ = type(module).__bases__[0]
+        module.__class__ = plain_class(module)
         for name in ("recipe", "keeps_weight"):
             vars(module).pop(name, None)
     forget(module)

@@ -8,15 +8,16 @@ first swap, so a failed conversion leaves the model as it was.
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from octavo.nn.activations import Scoped, Storage, is_storing, make_plain, make_storing, storing_class
+from octavo.nn.activations import Scoped, Storage, is_storing, make_plain, make_storing, mixed_class, storing_class
 from octavo.nn.delayed import forget
 from octavo.nn.filters import Filter, Plain, both, of_precision
+from octavo.nn.known import ORIGINAL
 from octavo.nn.linear import Linear
-from octavo.nn.report import PLAN_ATTRIBUTE, is_converted, report
+from octavo.nn.report import PLAN_ATTRIBUTE, check_module, is_converted, report
 from octavo.nn.select import checked_weight, default_plan, exact_linears, is_conv1d, obstacle
 from octavo.nn.storable import storable
 from octavo.numerics.plan import Plan
@@ -46,8 +47,9 @@ def convert(
     """Make the linear layers of a model compute in FP8, in place.
 
     By default every `nn.Linear` and Transformers `Conv1D` is converted to the `rowwise` recipe, except vocabulary
-    heads (call `octavo.convert(model.lm_head)` afterwards to convert one all the same). `octavo.report(model)` lists
-    each layer with its recipe and reason.
+    heads, and what is so narrow that it cannot gain (LoRA adapters, routers, classifiers): call
+    `octavo.convert(model.lm_head)` afterwards to convert one all the same. `octavo.report(model)` lists each layer with
+    its recipe and reason.
 
     Args:
         model: Any module, on any device including meta; a linear itself is fine.
@@ -77,8 +79,7 @@ def convert(
 
     In every case of an error the model is left as it was.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"convert takes a torch.nn.Module; got {type(model).__name__}")
+    check_module("convert", model)
     already = [fqn for fqn, module in model.named_modules() if is_converted(module) or is_storing(module)]
     if already:
         raise ValueError(
@@ -116,8 +117,10 @@ def revert(model: M) -> M:
     """Undo `convert`, in place: the same modules compute in the dtype of their weights again.
 
     Raises:
+        TypeError: If `model` is not a module.
         ValueError: If the model holds no converted layer.
     """
+    check_module("revert", model)
     converted = {fqn: module for fqn, module in model.named_modules() if is_converted(module)}
     storing = {fqn: module for fqn, module in model.named_modules() if is_storing(module)}
     if not converted and not storing and not hasattr(model, PLAN_ATTRIBUTE):
@@ -129,7 +132,7 @@ def revert(model: M) -> M:
                 "parametrization, or fully_shard): undo that first. The model was left as it was"
             )
     for module in converted.values():
-        module.__class__ = type(module).__bases__[0]
+        module.__class__ = plain_class(module)
         for name in ("recipe", "keeps_weight"):
             vars(module).pop(name, None)  # one that was made directly has the default, on the class
         forget(module)
@@ -212,4 +215,11 @@ def fp8_class(module: nn.Module) -> type[nn.Module]:
         from octavo.nn.conv1d import Conv1D
 
         return Conv1D
-    return Linear
+    original: Any = type(module)
+    made: type[nn.Module] = Linear if original is nn.Linear else mixed_class(Linear, original)
+    return made
+
+
+def plain_class(module: nn.Module) -> Any:
+    """What a converted linear was."""
+    return getattr(type(module), ORIGINAL, type(module).__bases__[0])

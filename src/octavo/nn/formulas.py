@@ -30,6 +30,7 @@ Expression = Any
 
 _OPERATORS: dict[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**", ast.USub: "neg", ast.In: "in",
+    ast.MatMult: "@", ast.Is: "is", ast.IsNot: "is not",
 }  # fmt: skip
 _DEPTH = 3
 """How far methods that call methods are followed."""
@@ -131,11 +132,17 @@ class _Body:
         self.reader, self.outside, self.scope, self.depth = reader, outside, scope, depth
 
     def run(self, body: list[ast.stmt]) -> Expression:
-        """What the statements return, which must be the last of them."""
-        if not body or not isinstance(body[-1], ast.Return) or body[-1].value is None:
-            raise _Unknown
-        self.assign(body[:-1])
-        return self.value(body[-1].value)
+        """What the statements return: the last of them, and conditions that do nothing but return."""
+        for index, statement in enumerate(body):
+            if isinstance(statement, ast.Return) and statement.value is not None and index == len(body) - 1:
+                return self.value(statement.value)
+            if isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[-1], ast.Return):
+                condition, before = self.value(statement.test), dict(self.scope)
+                early = self.run(statement.body)
+                self.scope = before
+                return ("if", condition, early, self.run(body[index + 1 :]))
+            self.assign([statement])
+        raise _Unknown
 
     def assign(self, body: list[ast.stmt]) -> None:
         """Follow assignments, and assignments under a condition without an else."""

@@ -272,10 +272,10 @@ def known(module: nn.Module) -> Known | None:
     """What a module computes, by the code of its class as it is now; None where that is not known."""
     owner = original_class(module)
     spec, formula = _REGISTERED.get(owner) or _known(owner)
-    return spec if formula is not None and formula.holds(owner, module) and _is_called_plainly(owner) else None
+    return spec if formula is not None and formula.holds(owner, module) and is_called_plainly(owner) else None
 
 
-def _is_called_plainly(owner: Any) -> bool:
+def is_called_plainly(owner: Any) -> bool:
     """Whether calling a module of a class calls its `forward`, and its attributes are what they seem."""
     plain = nn.Module
     return (

@@ -113,9 +113,7 @@ class _Chunked(torch.autograd.Function):
             w = w_VD.to(dtype)
             for start in range(0, h_TD.shape[0], rows):
                 h = h_TD[start : start + rows].to(dtype)
-                z = h @ w.t()
-                if bias is not None:
-                    z += bias
+                z = h @ w.t() if bias is None else torch.addmm(bias.to(dtype), h, w.t())
                 loss, g = _loss_and_gradient(
                     z, t_T[start : start + rows], ignore_index, scale, softcap, needs_h or needs_w or needs_b
                 )

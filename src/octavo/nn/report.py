@@ -145,6 +145,13 @@ class Report:
         return [f"{'bytes kept':>{width}}  by", *(f"{size:>{width},}  {name}" for size, name in cells), ""]
 
 
+def check_module(function: str, model: object, hint: str = "") -> None:
+    """Raise TypeError for what is no module."""
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise TypeError(f"{function} takes a torch.nn.Module, the model itself; got {what}{hint}")
+
+
 def report(model: nn.Module, batch: Any = None) -> Report:
     """List every linear layer of a model, and what else holds matrix weights, with what it computes in and why; and,
     once activations are to be stored in FP8, every module that was looked at for that.
@@ -159,7 +166,11 @@ def report(model: nn.Module, batch: Any = None) -> Report:
     Returns:
         A `Report`: a sequence of rows with `.name`, `.converted`, `.recipe` and `.reason`; `.summary`; a table when
         printed.
+
+    Raises:
+        TypeError: If `model` is not a module.
     """
+    check_module("report", model)
     plan: Plan | None = getattr(model, PLAN_ATTRIBUTE, None)
     rows = []
     for fqn, module in model.named_modules():

@@ -1,13 +1,17 @@
 """Which modules of a model can be converted, which of those are, and why: the default plan. Those that can store their
 activations in FP8 are found by `octavo.nn.storable`.
 
-By type, not by model: plain `nn.Linear` and Transformers' `Conv1D`. Everything else is left alone with its reason.
-That includes subclasses of `nn.Linear`, whose forward, or whose reader, may be anything (bitsandbytes' quantized
-layers; the output projection of `nn.MultiheadAttention`, whose weight torch reads without calling the module).
+By type, not by model: `nn.Linear`, subclasses whose code computes the same (`octavo.nn.linears`), and Transformers'
+`Conv1D`. Everything else is left alone with its reason: other subclasses, as bitsandbytes' quantized layers, and the
+output projection of `nn.MultiheadAttention`, whose weight torch reads without calling the module.
 
 A vocabulary head stays in high precision by default: its output feeds the softmax directly, and each of its weight's
 rows is hit by one token in thousands. It is recognised by structure: tied to an embedding, or the model's declared
 output embedding, or a name a head goes by together with an embedding's number of rows.
+
+So do narrow linears, as adapters of low rank, routers and small classifiers: reading and quantizing the wide side
+takes longer than FP8 saves in so small a product. The rule looks at names and sizes alone: it is the same on every
+machine.
 """
 
 import inspect
@@ -16,14 +20,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from octavo.nn.filters import Filter, Given, Layer, as_filter, layers_of, names_of
+from octavo.nn.filters import Filter, Given, Layer, as_filter, layers_of, names_of, sizes
 from octavo.nn.linear import SUPPORTED_DTYPES
+from octavo.nn.linears import computes_linear
 from octavo.nn.storable import storable
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe
 
+NARROW = 64
+"""in_features or out_features up to which a linear is narrow, """
+LOPSIDED = 8
+"""if the other is so many times as large, or the linear belongs to a LoRA adapter."""
 HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "unembed", "unembedding")
 
 
@@ -144,11 +154,29 @@ def obstacle(module: nn.Module) -> str | None:
         return "not initialized: its shape is known after its first forward; convert then"
     if type(module).__name__.startswith("FSDP"):
         return "sharded by fully_shard already: convert before sharding"
-    if type(module) is not nn.Linear and not is_conv1d(module):
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return "nn.MultiheadAttention reads its weight without calling it, so its forward would not be used"
+    if type(module) is not nn.Linear and not is_conv1d(module) and not computes_linear(module):
         return f"{kind} is a subclass of nn.Linear with behaviour of its own"
+    if "forward" in vars(module) and "_hf_hook" in vars(module):
+        return (
+            "accelerate's hook calls the forward that it had when the model was dispatched (device_map): call "
+            "accelerate.hooks.remove_hook_from_submodules(model), then octavo.convert, then accelerate.dispatch_model"
+        )
     if "forward" in vars(module):
-        return "its forward was replaced on the instance (by a hook of accelerate, say), so it would not be used"
+        return "its forward was replaced on the instance, so it would not be used: convert before that is done"
     return None
+
+
+def _narrow(fqn: str, module: nn.Module) -> str | None:
+    """Why a linear is too narrow to gain from FP8, or None; a linear that is the whole model never is."""
+    inside, outside = sizes(module)
+    least, most = min(inside, outside), max(inside, outside)
+    adapter = any(part.lower().startswith("lora_") for part in fqn.split("."))
+    if not fqn or least > NARROW or not (adapter or most >= LOPSIDED * least):
+        return None
+    what = "adapter of low rank" if adapter else "narrow"
+    return f"{what}: {inside} → {outside} features do not gain from FP8 by themselves; kept in high precision"
 
 
 def checked_weight(fqn: str, module: nn.Module) -> Tensor:
@@ -181,6 +209,8 @@ def _decide(
         return Decision(recipe=None, reason=reason)
     if head is not None:
         return Decision(recipe=None, reason=f"{HEAD_KEPT} ({head}) kept in high precision")
+    if (narrow := _narrow(fqn, module)) is not None:
+        return Decision(recipe=None, reason=narrow)
     reason = "linear"
     if chosen is not None:
         assert layer is not None

@@ -14,7 +14,7 @@ another exchange, and by tensor, with one of the largest magnitudes of all weigh
 
 import weakref
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,9 @@ from octavo.nn.gathered import Form, GlobalScales, ShardedWeight, sharded_weight
 from octavo.nn.linear import Linear
 from octavo.numerics.spec import TENSOR
 from octavo.tensor import plain
+
+_SCALES: "weakref.WeakSet[GlobalScales]" = weakref.WeakSet()
+"""Of the sharded models there are."""
 
 
 class Fp8ReduceScatter:
@@ -51,16 +54,18 @@ class Fp8ReduceScatter:
     ) -> None:
         """Reduce [W·n] to this rank's [n].
 
+        `set_gradient_divide_factor(f)` makes FSDP ask for a sum of what is multiplied by 1/f. The sum is multiplied
+        here, in float32: the factor adds no error but its own rounding, and none where it is a power of two.
+
         Raises:
-            ValueError: For a sum that is divided by something else than the number of ranks.
+            ValueError: For an operation that is no sum.
         """
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError(
-                f"gradients in FP8 are added up or averaged; FSDP asks for {op}, as set_gradient_divide_factor makes "
-                "it: scale the loss instead, or use fp8_comm='gather'"
-            )
+        if not any(op == known for known in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)):
+            raise ValueError(f"gradients in FP8 are added up or averaged; FSDP asks for {op}: use fp8_comm='gather'")
         with torch.no_grad():
             result = reduce_scatter(input_tensor, group, op="avg" if op == dist.ReduceOp.AVG else "sum", spec=self.spec)
+            if op == dist.ReduceOp.PREMUL_SUM:
+                result = result.float() * op.__getstate__()[1]
             output_tensor.copy_(result)
 
 
@@ -179,15 +184,24 @@ def _keep_up(model: nn.Module, scales: GlobalScales) -> None:
         form = parameter._local_tensor.form  # type: ignore[attr-defined]
         if form.scales is not None:
             scales.add(parameter, form)
-    known = weakref.ref(scales)
+    _follow_optimizers()
+    _SCALES.add(scales)
+    model.register_load_state_dict_post_hook(lambda *_: setattr(scales, "stale", True))
+    model.register_forward_pre_hook(lambda *_: scales.refresh(), prepend=True)
+
+
+@cache
+def _follow_optimizers() -> None:
+    """Make scales by tensor stale when an optimizer has stepped, with one hook for all models of the process.
+
+    Which optimizer steps which model is not known when the model is sharded.
+    """
 
     def changed(*_: Any) -> None:
-        if (alive := known()) is not None:
-            alive.stale = True
+        for scales in _SCALES:
+            scales.stale = True
 
     register_optimizer_step_post_hook(changed)
-    model.register_load_state_dict_post_hook(changed)
-    model.register_forward_pre_hook(lambda *_: scales.refresh(), prepend=True)
 
 
 def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from octavo.comm import WIRE
 from octavo.nn.convert import convert
 from octavo.nn.linear import Linear
-from octavo.nn.report import is_converted
+from octavo.nn.report import check_module, is_converted
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
 from octavo.parallel.ddp import replicate
@@ -111,6 +111,7 @@ def parallelize(
             things; on every rank.
         TypeError: As `octavo.convert`.
     """
+    check_module("parallelize", model)
     if not dist.is_initialized():
         raise ValueError(
             "parallelize needs a process group: start with torchrun --nproc-per-node N, and call "

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.box import ROUNDED
-from rich.console import Group
 from rich.table import Table
 
 from octavo.numerics.names import merged, pattern
@@ -12,6 +11,10 @@ from octavo.numerics.plan import PlanRow
 from octavo.planner.footprint import CATEGORIES, Footprint
 from octavo.planner.memory import KINDS, MemoryPlan, gib
 from octavo.planner.step import PARTS, StepTime
+from octavo.runtime.terminal import Name
+
+CONFIGURED, BEST = "this configuration", "best plan"
+"""Headings of a run as its configuration has it, and as it would gain most."""
 
 
 def side_by_side(plans: Sequence[MemoryPlan], *, baseline: str, fitting: Sequence[int], limit_bytes: int) -> Table:
@@ -43,48 +46,78 @@ def side_by_side(plans: Sequence[MemoryPlan], *, baseline: str, fitting: Sequenc
     return table
 
 
-def with_notes(table: Table, plans: Sequence[MemoryPlan]) -> Group:
-    """The table, and under it what a reader should know about each plan, once."""
+def notes_of(plans: Sequence[MemoryPlan]) -> list[str]:
+    """What a reader should know about each plan, once."""
     notes = dict.fromkeys(f"{plan.label}: {note}" for plan in plans for note in plan.notes)
     outside = "Not counted: the CUDA context, workspaces inside kernels, and what the allocator cannot use."
-    return Group(table, *notes, outside)
+    return [*notes, outside]
 
 
-def forecast_tables(plan: Any) -> list[object]:
-    """Of a `Forecast`: linears, like ones in one row; time and memory of the step, bf16 beside them; what to know."""
-    gpu, setting = plan.gpu, plan.setting
-    how = "eager" if setting.eager else "compiled"
+WIDE = 140
+"""Columns from which on there is room for reasons inside of the table."""
+
+
+def forecast_tables(plan: Any, width: int = WIDE) -> list[Table | str]:
+    """Of a `Forecast`: linears, like ones in one row; time and memory of the step, bf16 beside them; what to know.
+
+    Args:
+        plan: The forecast.
+        width: Columns to print in.
+    """
+    gpu, own = plan.gpu, plan.configured
+    how = "eager" if plan.setting.eager else "compiled"
     known = "predicted; times marked measured are of this GPU" if gpu.measured else "predicted, not measured"
     layers = Table(box=ROUNDED, title=f"{known}: {gpu.name}, {plan.tokens:,} tokens a GPU, {how}")
-    for heading in ("linear", "recipe", "gain"):
-        layers.add_column(heading, overflow="fold", justify="right" if heading == "gain" else "left")
-    layers.add_column("why: tokens × in × out, forward and backward")
-    for name, row in _grouped([row for row in plan.rows if row.name in plan.times]):
-        layers.add_row(name, row.recipe or "bf16", f"{row.gain or 1.0:.2f}", row.reason)
+    layers.add_column("linear")
+    for heading in [CONFIGURED, BEST] if own is not None else ["recipe"]:
+        layers.add_column(heading.replace(" ", "\n"), no_wrap=True)
+    layers.add_column("gain", justify="right", no_wrap=True)
+    why = "why: tokens × in × out, forward and backward"
+    if width >= WIDE:
+        layers.add_column(why)
+    reasons = []
+    for name, row, given in _grouped(plan):
+        cells = [*([given] if own is not None else []), row.recipe or "bf16", f"{row.gain or 1.0:.2f}"]
+        layers.add_row(Name(name), *cells, *([row.reason] if width >= WIDE else []))
+        reasons.append(f"  {name}: {row.reason}")
     begins = "at no size up to 16384" if plan.break_even is None else f"from K = N = {plan.break_even} on"
+    arms = _arms(plan)[1:]
+    summaries = [f"{plan.summary}."]
+    if own is not None:
+        texts = (plan.summary_of(own.plan, own.time), plan.summary)
+        summaries = [f"{name}: {text}." for name, text in zip((CONFIGURED, BEST), texts, strict=True)]
     notes = [
-        f"{plan.summary}.",
+        *summaries,
         f"With {plan.tokens:,} tokens FP8 pays {begins}.",
-        _room(plan),
-        *([plan.memory.note] if plan.memory.note else []),
+        *(_room(plan, memory, f"{name}: " if own is not None else "") for name, _, memory in arms),
+        *dict.fromkeys(memory.note for _, _, memory in arms if memory.note),
         f"Rates: {gpu.rates_from}. Efficiencies: {gpu.efficiency_from}.",
     ]
     if gpu.measured:
         notes.append(f"Measured: {len(gpu.measured)} times of octavo calibrate on {gpu.measured.device}.")
-    return [layers, _step(plan), *notes]
+    return [layers, *([] if width >= WIDE else [why, *reasons]), _step(plan), *notes]
+
+
+def _arms(plan: Any) -> list[tuple[str, StepTime, Footprint]]:
+    """Columns of a forecast: bf16, the configuration where there is one, and what was decided by cost."""
+    arms = [("bf16", plan.bf16, plan.bf16_memory)]
+    if plan.configured is not None:
+        arms.append((CONFIGURED, plan.configured.time, plan.configured.memory))
+    return [*arms, ("planned" if plan.configured is None else BEST, plan.planned, plan.memory)]
 
 
 def _step(plan: Any) -> Table:
-    """Milliseconds and GiB, bf16 and as planned."""
-    table = Table(box=ROUNDED)
-    for heading in (f"a step of {plan.setting.gpus} × {plan.gpu.name}", "bf16", "planned"):
-        table.add_column(heading, justify="left" if heading.startswith("a step") else "right")
+    """Milliseconds and GiB of each column."""
+    table, arms = Table(box=ROUNDED), _arms(plan)
+    table.add_column(f"a step of {plan.setting.gpus} × {plan.gpu.name}", no_wrap=True)
+    for name, _, _ in arms:
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
 
     def of_time(name: str, form: Callable[[StepTime], str]) -> None:
-        table.add_row(name, form(plan.bf16), form(plan.planned))
+        table.add_row(name, *(form(time) for _, time, _ in arms))
 
     def of_memory(name: str, form: Callable[[Footprint], str]) -> None:
-        table.add_row(name, form(plan.bf16_memory), form(plan.memory))
+        table.add_row(name, *(form(memory) for _, _, memory in arms))
 
     for part in PARTS:
         of_time(f"{part}, ms", lambda time, part=part: f"{1e3 * getattr(time, part):,.2f}")  # type: ignore[misc]
@@ -96,7 +129,7 @@ def _step(plan: Any) -> Table:
     table.add_section()
     of_each = " of each GPU" if plan.setting.gpus > 1 else ""
     for kind in CATEGORIES:
-        if kind in CATEGORIES[:5] or plan.memory.at_peak[kind] or plan.bf16_memory.at_peak[kind]:
+        if kind in CATEGORIES[:5] or any(memory.at_peak[kind] for _, _, memory in arms):
             of_memory(kind, lambda memory, kind=kind: gib(memory.at_peak[kind]))  # type: ignore[misc]
     table.add_section()
     of_memory(f"memory{of_each}", lambda memory: gib(memory.peak))
@@ -109,28 +142,31 @@ def _step(plan: Any) -> Table:
     return table
 
 
-def _room(plan: Any) -> str:
-    """Whether the step fits, and what to do where it does not."""
-    memory, usable = plan.memory, plan.gpu.usable
+def _room(plan: Any, memory: Footprint, name: str) -> str:
+    """Whether a step fits, and what to do where it does not."""
+    usable = plan.gpu.usable
     followed, blocks = memory.followed
     how = f", from {followed} and {followed + 1} of {blocks} equal blocks" if followed < blocks else ""
-    if plan.fits:
-        return f"It fits: {gib(memory.peak)} of {gib(usable)}{how}."
-    most = plan.largest_batch
+    if memory.peak <= usable:
+        return f"{name or 'It '}fits: {gib(memory.peak)} of {gib(usable)}{how}."
+    most = memory.largest_batch(usable)
     remedy = (
         f"the largest forward that fits has {most} sequences on each GPU"
         if most
         else "not even one sequence does: take more GPUs, a higher level of precision, or activation checkpointing"
     )
     return (
-        f"It does not fit: {gib(memory.peak)} of {gib(usable)} with {memory.batch} sequences a forward on each GPU"
-        f"{how}; {remedy}."
+        f"{name or 'It '}does not fit: {gib(memory.peak)} of {gib(usable)} with {memory.batch} sequences a forward on "
+        f"each GPU{how}; {remedy}."
     )
 
 
-def _grouped(rows: Sequence[PlanRow]) -> list[tuple[str, PlanRow]]:
-    """Rows that differ only by numbers in their names, merged."""
-    groups: dict[tuple[str, str | None, str], list[PlanRow]] = {}
-    for row in rows:
-        groups.setdefault((pattern(row.name), row.recipe, row.reason), []).append(row)
-    return [(merged([row.name for row in group]) or "(the model)", group[0]) for group in groups.values()]
+def _grouped(plan: Any) -> list[tuple[str, PlanRow, str]]:
+    """Rows of linears that differ only by numbers in their names, merged; and what the configuration has there."""
+    own = {} if plan.configured is None else {row.name: row.recipe for row in plan.configured.plan.rows}
+    groups: dict[tuple[str, str | None, str, str], list[PlanRow]] = {}
+    for row in plan.rows:
+        if row.name in plan.times:
+            given = own.get(row.name) or "bf16"
+            groups.setdefault((pattern(row.name), row.recipe, row.reason, given), []).append(row)
+    return [(merged([row.name for row in rows]) or "(the model)", rows[0], key[3]) for key, rows in groups.items()]

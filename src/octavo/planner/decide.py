@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from octavo.numerics.plan import Decision
 from octavo.numerics.recipe import RECIPES, Recipe, get_recipe
 from octavo.planner.devices import Gpu
-from octavo.planner.roofline import Cost, Linear, bf16_linear, fp8_linear, fp8_rate, quantizing
+from octavo.planner.roofline import Cost, Linear, bf16_linear, fp8_linear, fp8_rate, quantizing, triton_alone
 
 WORTH = 1.02
 """Least predicted speed-up of a layer for which it is converted."""
@@ -75,6 +75,8 @@ def decide(gpu: Gpu, calls: Sequence[Linear], recipes: Sequence[Recipe], *, eage
     )
     if times[recipe.name] > chosen.total:
         numbers += "; the host's launches take that long"
+    if triton_alone(gpu, recipe) is not None:
+        numbers += "; PyTorch has no such products there: Triton's, at an assumed rate"
     if gain >= WORTH:
         return Verdict(
             decision=Decision(recipe=recipe, reason=f"{gain:.2f}×: {numbers}", gain=gain),

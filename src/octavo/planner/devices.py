@@ -43,9 +43,13 @@ class Gpu:
         network_gbs: To other machines, GB/s in each direction: what machines with it usually have.
         multiprocessors: Their number: output tiles that are computed at a time.
         blocks_of_32: Whether its matrix units apply MX scales themselves.
+        capability: Compute capability times ten, as 90 for sm_90: which products PyTorch has there. 0 for no GPU of
+            NVIDIA's; it is then taken to have all of them.
         bf16_efficiency: Share of the peak that large bf16 products reach.
         fp8_efficiency: Share of the peak that large FP8 products reach, scales by tensor or by row.
         block_efficiency: The same with scales by block along the contraction.
+        triton_efficiency: Most of the peak that FP8 products reach which PyTorch does not have on this GPU, so that
+            Octavo's Triton product computes them.
         attention_efficiency: Share of the bf16 peak that fused attention reaches.
         memory_efficiency: Share of the bandwidth that large copies reach.
         link_efficiency: Share of a link's rate that collectives reach.
@@ -65,9 +69,11 @@ class Gpu:
     multiprocessors: int
     network_gbs: float = 50.0
     blocks_of_32: bool = False
+    capability: int = 0
     bf16_efficiency: float = 0.80
     fp8_efficiency: float = 0.70
     block_efficiency: float = 0.62
+    triton_efficiency: float = 0.50
     attention_efficiency: float = 0.40
     memory_efficiency: float = 0.90
     link_efficiency: float = 0.80
@@ -89,8 +95,9 @@ class Gpu:
             if not least < value < math.inf:
                 wanted = "0 or more" if key in _MAY_BE_ZERO else f"above {least}"
                 raise ValueError(f"{self.name}: {key} is a finite number, {wanted}; got {value!r}")
-        if self.multiprocessors != int(self.multiprocessors):
-            raise ValueError(f"{self.name}: multiprocessors is a whole number; got {self.multiprocessors!r}")
+        for key in ("multiprocessors", "capability"):
+            if getattr(self, key) != int(getattr(self, key)):
+                raise ValueError(f"{self.name}: {key} is a whole number; got {getattr(self, key)!r}")
 
     def to_json(self) -> dict[str, Any]:
         """Plain dictionary of all but what was measured; as TOML, it describes this GPU."""
@@ -107,7 +114,7 @@ class Gpu:
         return self.memory_tbs * 1e12 * self.memory_efficiency
 
 
-_MAY_BE_ZERO = ("fp8_tflops", "launch_us", "host_us")
+_MAY_BE_ZERO = ("fp8_tflops", "launch_us", "host_us", "capability")
 
 _MEASURED = (
     "bf16 0.80 and memory 0.90: measured on an H200 (788 TFLOP/s at 8192³, 4.3 TB/s); FP8 0.70: fitted to torchao's "
@@ -115,7 +122,7 @@ _MEASURED = (
 )
 _H100 = Gpu(
     name="H100 SXM", bf16_tflops=989, fp8_tflops=1979, memory_tbs=3.35, memory_gb=80, link_gbs=450,
-    multiprocessors=132, rates_from="NVIDIA H100 data sheet, 2023", efficiency_from=_MEASURED,
+    capability=90, multiprocessors=132, rates_from="NVIDIA H100 data sheet, 2023", efficiency_from=_MEASURED,
 )  # fmt: skip
 _ADA = "NVIDIA Ada GPU architecture white paper, 2023"
 
@@ -123,7 +130,8 @@ DEVICES: dict[str, Gpu] = {
     "h100": _H100,
     "h100-pcie": Gpu(
         name="H100 PCIe", bf16_tflops=756, fp8_tflops=1513, memory_tbs=2.0, memory_gb=80, link_gbs=64,
-        multiprocessors=114, rates_from="NVIDIA H100 data sheet, 2023; link: PCIe 5.0, without NVLink bridges",
+        capability=90, multiprocessors=114,
+        rates_from="NVIDIA H100 data sheet, 2023; link: PCIe 5.0, without NVLink bridges",
     ),
     "h200": replace(
         _H100, name="H200 SXM", memory_tbs=4.8, memory_gb=140, rates_from="NVIDIA H200 data sheet, 2024 (141 GB there)",
@@ -134,28 +142,31 @@ DEVICES: dict[str, Gpu] = {
     ),
     "a100": Gpu(
         name="A100 SXM 80 GB", bf16_tflops=312, fp8_tflops=0, memory_tbs=2.039, memory_gb=80, link_gbs=300,
-        multiprocessors=108, rates_from="NVIDIA A100 data sheet, 2021",
+        capability=80, multiprocessors=108, rates_from="NVIDIA A100 data sheet, 2021",
     ),
     "l4": Gpu(
-        name="L4", bf16_tflops=121, fp8_tflops=242, memory_tbs=0.3, memory_gb=22.5, link_gbs=32, multiprocessors=58,
+        name="L4", bf16_tflops=121, fp8_tflops=242, memory_tbs=0.3, memory_gb=22.5, link_gbs=32,
+        capability=89, multiprocessors=58,
         rates_from="NVIDIA L4 data sheet, 2023; of 24 GB, ECC takes 1.5; link: PCIe 4.0",
     ),
     "l40s": Gpu(
         name="L40S", bf16_tflops=362, fp8_tflops=733, memory_tbs=0.864, memory_gb=45, link_gbs=32,
-        multiprocessors=142, rates_from="NVIDIA L40S data sheet, 2023; of 48 GB, ECC takes 3; link: PCIe 4.0",
+        capability=89, multiprocessors=142,
+        rates_from="NVIDIA L40S data sheet, 2023; of 48 GB, ECC takes 3; link: PCIe 4.0",
     ),
     "rtx4090": Gpu(
         name="RTX 4090", bf16_tflops=165.2, fp8_tflops=330.3, memory_tbs=1.008, memory_gb=24, link_gbs=32,
-        multiprocessors=128, rates_from=f"{_ADA} (float32 accumulation); link: PCIe 4.0",
+        capability=89, multiprocessors=128, rates_from=f"{_ADA} (float32 accumulation); link: PCIe 4.0",
     ),
     "rtx5090": Gpu(
         name="RTX 5090", bf16_tflops=209.5, fp8_tflops=419, memory_tbs=1.792, memory_gb=32, link_gbs=64,
-        multiprocessors=170, blocks_of_32=True,
+        capability=120, multiprocessors=170, blocks_of_32=True,
         rates_from="NVIDIA RTX Blackwell architecture white paper, 2025 (float32 accumulation); link: PCIe 5.0",
     ),
     "b200": Gpu(
         name="B200", bf16_tflops=2250, fp8_tflops=4500, memory_tbs=8.0, memory_gb=180, link_gbs=900,
-        multiprocessors=148, blocks_of_32=True, block_efficiency=0.70, rates_from="NVIDIA HGX B200 data sheet, 2024",
+        capability=100, multiprocessors=148, blocks_of_32=True, block_efficiency=0.70,
+        rates_from="NVIDIA HGX B200 data sheet, 2024",
     ),
     "mi300x": Gpu(
         name="MI300X", bf16_tflops=1307, fp8_tflops=2615, memory_tbs=5.3, memory_gb=192, link_gbs=448,

@@ -34,6 +34,15 @@ class Seconds(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Configured:
+    """What a run's own configuration comes to: the plan that its trainer carries out, and time and memory of a step."""
+
+    plan: Plan
+    time: StepTime
+    memory: Footprint
+
+
+@dataclass(frozen=True, kw_only=True)
 class Forecast(Plan):
     """A plan with its predictions. Printed, it is three tables.
 
@@ -50,6 +59,7 @@ class Forecast(Plan):
         memory: Of one GPU, as decided.
         bf16_memory: The same at level bf16.
         break_even: Smallest K = N from which on FP8 pays at these tokens; None if it does not up to 16384.
+        configured: The run as its configuration has it; None where it is no configuration that was planned.
     """
 
     gpu: Gpu
@@ -62,6 +72,7 @@ class Forecast(Plan):
     memory: Footprint
     bf16_memory: Footprint
     break_even: int | None
+    configured: Configured | None = None
 
     @property
     def gain(self) -> float:
@@ -81,12 +92,16 @@ class Forecast(Plan):
     @property
     def summary(self) -> str:
         """One line: what is converted, and what it gains."""
-        done = [self.decisions[name] for name in self.converted]
+        return self.summary_of(self, self.planned)
+
+    def summary_of(self, plan: Plan, time: StepTime) -> str:
+        """The same of another plan for this model, whose step takes this time."""
+        done = [plan[name] for name in plan.converted]
         recipes = ", ".join(sorted({decision.recipe.name for decision in done if decision.recipe}))
         text = f"{len(done)} of {len(self.times)} linear layers" + (f" in {recipes}" if done else "")
         return (
-            f"{text}; predicted on {self.setting.gpus} × {self.gpu.name}: {1e3 * self.planned.seconds:,.4g} ms a step, "
-            f"{self.gain:.2f}× bf16"
+            f"{text}; predicted on {self.setting.gpus} × {self.gpu.name}: {1e3 * time.seconds:,.4g} ms a step, "
+            f"{self.bf16.seconds / time.seconds:.2f}× bf16"
         )
 
     def to_json(self) -> str:
@@ -107,6 +122,9 @@ class Forecast(Plan):
             "bf16": self.bf16.to_json() | {"memory": self.bf16_memory.to_json(self.gpu.usable)},
             "rows": rows,
         }
+        if (own := self.configured) is not None:
+            content["configured"] = json.loads(own.plan.to_json()) | own.time.to_json()
+            content["configured"] |= {"memory": own.memory.to_json(self.gpu.usable)}
         return json.dumps(content, indent=1)
 
     def __str__(self) -> str:
@@ -161,7 +179,7 @@ def by_cost(
 
 def forecast(
     plan: Plan, times: Mapping[str, Seconds], gpu: Gpu, trace: Trace, recipes: Sequence[Recipe], setting: Setting,
-    tokens: int, *, memory: Footprint, bf16_memory: Footprint,
+    tokens: int, *, memory: Footprint, bf16_memory: Footprint, configured: tuple[Plan, Footprint] | None = None,
 ) -> Forecast:  # fmt: skip
     """Predict the step of a plan.
 
@@ -175,12 +193,16 @@ def forecast(
         tokens: Of one micro-batch of one GPU.
         memory: Of the step as decided.
         bf16_memory: Of the same at level bf16.
+        configured: The plan that the run's configuration asks for, and its memory.
     """
-    chosen = {name: plan[name].recipe for name in times}
-    planned, bf16 = (
-        step_time(gpu, trace, linear_costs(gpu, trace, arm), how, tokens, saved_by_gathering(trace.calls, arm))
-        for arm, how in ((chosen, setting), (NONE, setting.plain))
-    )
+
+    def timed(recipes: Mapping[str, Recipe | None], how: Setting) -> StepTime:
+        costs = linear_costs(gpu, trace, recipes)
+        return step_time(gpu, trace, costs, how, tokens, saved_by_gathering(trace.calls, recipes))
+
+    def of(wanted: Plan) -> dict[str, Recipe | None]:
+        return {name: wanted[name].recipe for name in times if name in wanted.decisions}
+
     return Forecast(
         plan.decisions,
         plan.activations,
@@ -189,9 +211,12 @@ def forecast(
         tokens=tokens,
         parameters=trace.parameters,
         times=times,
-        planned=planned,
-        bf16=bf16,
+        planned=timed(of(plan), setting),
+        bf16=timed(NONE, setting.plain),
         memory=memory,
         bf16_memory=bf16_memory,
         break_even=break_even(gpu, tokens, recipes, eager=setting.eager),
-    )
+        configured=None if configured is None else Configured(
+            plan=configured[0], time=timed(of(configured[0]), setting), memory=configured[1]
+        ),
+    )  # fmt: skip

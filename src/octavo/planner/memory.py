@@ -58,7 +58,7 @@ class MemoryPlan:
     kept_by_layer: Mapping[str, int]
     notes: tuple[str, ...] = ()
     again: Callable[[int], "MemoryPlan"] | None = field(default=None, repr=False, compare=False)
-    """Plans the same step for another number of sequences."""
+    """Plans the same step for another number of sequences: its peak, without what is kept."""
 
     @property
     def kept(self) -> int:

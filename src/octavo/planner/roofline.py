@@ -25,6 +25,9 @@ wgrad, so X needs no second memory order; an input without gradient has no dgrad
 Where products and passes were measured on the GPU (`Gpu.measured`), these times take the place of the formulas, and a
 cost says how much of it was measured.
 
+Products that PyTorch does not have on a GPU, by what its backend says of the compute capability (scales by block on
+Blackwell and Ada), are those of Octavo's Triton kernel, at `triton_efficiency`: assumed, and not measured there.
+
 MX scales on a GPU whose matrix units do not know them are emulated: the products then run in bf16 at best. Nothing
 here looks at a device or a tensor.
 """
@@ -34,6 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.kernels.gemm import cases_of, plain
+from octavo.kernels.gemm.torch_scaled import lacks
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import FULL, QuantSpec
 from octavo.planner.devices import Gpu
@@ -139,7 +143,20 @@ def fp8_rate(gpu: Gpu, recipe: Recipe) -> float | None:
     if not gpu.fp8_tflops or (recipe.x.scale_rule == "e8m0" and not gpu.blocks_of_32):
         return None
     inside = recipe.x.granularity.columns != FULL
-    return gpu.fp8_tflops * 1e12 * (gpu.block_efficiency if inside else gpu.fp8_efficiency)
+    share = gpu.block_efficiency if inside else gpu.fp8_efficiency
+    if triton_alone(gpu, recipe) is not None:
+        share = min(share, gpu.triton_efficiency)
+    return gpu.fp8_tflops * 1e12 * share
+
+
+def triton_alone(gpu: Gpu, recipe: Recipe) -> str | None:
+    """Why products of a recipe are Triton's on this GPU, as the backend of PyTorch's own puts it; None where they are
+    PyTorch's.
+    """
+    capability = divmod(gpu.capability, 10)
+    return next(
+        (why for case in cases_of(recipe).values() if gpu.capability and (why := lacks(capability, case))), None
+    )
 
 
 def bf16_linear(gpu: Gpu, linear: Linear) -> Cost:

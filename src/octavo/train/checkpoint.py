@@ -1,18 +1,21 @@
 """Checkpoints: everything a run is, in one folder that exists whole or not at all.
 
     checkpoints/step-000123/
-        model.safetensors, config.json, tokenizer.json …    a `transformers` checkpoint; tied weights stored once
+        model.safetensors, config.json, tokenizer.json …    what `save_pretrained` of model and tokenizer writes
         optimizer.pt                                        moments and masters, for torch.load(weights_only=True)
         shards/                                             of several ranks, instead of both: `octavo.train.shards`
         trainer.json                                        step, loss scale, the configuration, the data's fingerprint;
                                                             with recipe "delayed", its histories of maxima
+        digests.json                                        of every other file: `octavo.train.digests`
 
 Written under a temporary name, synced to disk and renamed, so a killed process leaves the previous checkpoint as
-the newest. Either kind is read by one process and by many. What is not here needs no saving: the learning rate, the
-batch and the randomness of a step are functions of (seed, step).
+the newest; one that is removed is renamed first as well. Either kind is read by one process and by many, and runs
+nothing that is in it. What is not here needs no saving: the learning rate, the batch and the randomness of a step are
+functions of (seed, step).
 
 A run resumes only as itself: model, data, seed, batch and precision must be as they were, and the first difference is
-named. The learning rate and its schedule, clipping and a few more may change, to save a run that went wrong; each such
+named. So must the model's own config be; the weights at `model.path` may change, as the checkpoint's replace them.
+The learning rate and its schedule, clipping and a few more may change, to save a run that went wrong; each such
 change is reported.
 """
 
@@ -20,25 +23,29 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
 
 from octavo.nn import delayed
 from octavo.optim.sharded import rows_of
 from octavo.tensor import plain
 from octavo.train import shards
 from octavo.train.config import ConfigError, TrainConfig, flat
-from octavo.train.disk import sync, sync_entry
+from octavo.train.digests import DIGESTS, check_digests, has_digests, write_digests
+from octavo.train.disk import same_mode, sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import CompactAdamW, MasterAdamW
+from octavo.train.pretrained import load_weights, save_pretrained, save_settings
 from octavo.train.ranks import Ranks, SharedError
 from octavo.train.sections import SELECTION, Limits
 from octavo.train.shards import SHARDS
@@ -64,8 +71,10 @@ TUNABLE = {
     *(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "reshard_after_forward", "cpu_offload", "fp8_comm")),
 }
 """What may differ on resume, and is reported: the run goes on, but is no longer the uninterrupted one."""
-WRITING = ".writing-"
-"""Prefix of a checkpoint that is not complete."""
+WRITING, REMOVING = ".writing-", ".removing-"
+"""Prefixes of a checkpoint that is not complete yet, and of one that is not any more."""
+DESCRIPTIVE = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+"""What a model's config says beside what the model computes; the dtype is compared as `precision.parameters`."""
 UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError, ValueError, TypeError, AttributeError)
 """What loading a damaged state raises, one kind or another."""
 
@@ -116,21 +125,23 @@ class Saver:
             "data": data_fingerprint,
             "config": config.model_dump(mode="json", exclude_none=True),
             "ranks": self._ranks.world,
+            "digests": True,
             **more,
         }
         if maxima := delayed.state_dict(model):
             facts["delayed"] = delayed.merged(self._ranks.gathered(maxima)) if self._ranks.world > 1 else maxima
         with self._writing(made):
-            self._ranks.shared(lambda: made.begin(facts, model.config, tokenizer))
+            self._ranks.shared(lambda: made.begin(facts, model, tokenizer))
+            digests: dict[str, str] = {}
             if self._ranks.world == 1 and not shards.has_shards(model):
                 _save_whole(made.scratch, model, optimizer)
             elif self._group is None:
-                shards.write(made.scratch / SHARDS, shards.state_of(model, optimizer))
+                digests = shards.write(made.scratch / SHARDS, shards.state_of(model, optimizer))
             else:
                 state = shards.state_of(model, optimizer)
                 self._pending = shards.write_behind(made.scratch / SHARDS, state, self._group), made
                 return made.target
-            self._ranks.shared(made.publish)
+            self._publish(made, digests)
         return made.target
 
     def finish(self) -> None:
@@ -139,8 +150,12 @@ class Saver:
             return
         (future, made), self._pending = self._pending, None
         with self._writing(made):
-            shards.wait_for(future, made.scratch / SHARDS)
-            self._ranks.shared(made.publish)
+            self._publish(made, shards.wait_for(future, made.scratch / SHARDS))
+
+    def _publish(self, made: "_Checkpoint", digests: dict[str, str]) -> None:
+        """Publish a checkpoint; `digests` are those that this rank has computed."""
+        by_rank = self._ranks.gathered(digests) if self._ranks.world > 1 else [digests]
+        self._ranks.shared(lambda: made.publish({name: digest for each in by_rank for name, digest in each.items()}))
 
     @contextmanager
     def _writing(self, made: "_Checkpoint") -> Iterator[None]:
@@ -169,26 +184,41 @@ class _Checkpoint:
     def scratch(self) -> Path:
         return self.out / FOLDER / f"{WRITING}step-{self.step:06d}"
 
-    def begin(self, facts: dict[str, Any], config: Any, tokenizer: TextTokenizer) -> None:
+    def begin(self, facts: dict[str, Any], model: Any, tokenizer: TextTokenizer) -> None:
         """Write what is small, after what an earlier process has left unfinished is gone."""
-        for left in (self.out / FOLDER).glob(f"{WRITING}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        for prefix in (WRITING, REMOVING):
+            for left in (self.out / FOLDER).glob(f"{prefix}*"):
+                shutil.rmtree(left, ignore_errors=True)
         self.scratch.mkdir(parents=True)
-        config.save_pretrained(self.scratch)
+        save_settings(model, self.scratch)
         tokenizer.save(self.scratch)
         (self.scratch / "trainer.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
-    def publish(self) -> None:
-        """Give it its name, and remove the oldest."""
-        if (self.scratch / SHARDS).exists() and (reason := shards.damage(self.scratch / SHARDS)):
-            raise OSError(f"{reason}, of what was just written: give --out a folder that all machines share")
+    def publish(self, digests: Mapping[str, str]) -> None:
+        """Give it its name, with the digests of its files, of which some are known; and remove the oldest."""
+        if (self.scratch / SHARDS).exists():
+            try:
+                shards.check(self.scratch / SHARDS)
+            except ConfigError as error:
+                raise OSError(
+                    f"{error}, of what was just written: give --out a folder that all machines share"
+                ) from None
+        write_digests(self.scratch, digests)
         for folder in (self.scratch / SHARDS, self.scratch):
             if folder.exists():
                 sync(folder)
         self.scratch.rename(self.target)
         sync_entry(self.target.parent)
         for old in checkpoints(self.out)[: -self.keep] if self.keep else []:
-            shutil.rmtree(old)
+            _remove(old)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, or warn. Renamed first, so that one that is removed in part is never taken for whole."""
+    try:
+        shutil.rmtree(checkpoint.rename(checkpoint.with_name(f"{REMOVING}{checkpoint.name}")))
+    except OSError as error:
+        warnings.warn(f"the old checkpoint {checkpoint} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
 
 
 def latest_checkpoint(out: Path) -> Path | None:
@@ -198,8 +228,13 @@ def latest_checkpoint(out: Path) -> Path | None:
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """What `trainer.json` of a checkpoint says: step, loss_scale, data, config."""
+    """What `trainer.json` of a checkpoint says: step, loss_scale, data, config.
+
+    Raises ConfigError where it cannot be read, or is not what was written.
+    """
     path = folder / "trainer.json"
+    if has_digests(folder):
+        _with_remedy(folder, lambda: check_digests(folder, [path.name]))
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         complete = isinstance(state, dict) and state.keys() >= {"step", "loss_scale", "data", "config"}
@@ -207,6 +242,8 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({error}): {_remedy(folder)}") from None
     if not complete:
         raise ConfigError(f"{path} is not the state of a trainer: {_remedy(folder)}")
+    if state.get("digests") and not has_digests(folder):
+        raise ConfigError(f"{folder} is damaged: {DIGESTS} is missing: {_remedy(folder)}")
     return state
 
 
@@ -232,17 +269,52 @@ def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -
     return tuned
 
 
+def check_files(folder: Path, ranks: Ranks) -> None:
+    """Raise ConfigError on all ranks where a file of a checkpoint is not what was written; each reads its share.
+
+    A checkpoint of Octavo 0.2 or older has no digests: of its files only the kind and the size can be checked.
+    """
+    if ranks.shared(lambda: has_digests(folder)):
+        check = partial(check_digests, folder, part=ranks.rank, parts=ranks.world)
+        ranks.agreed(lambda: _with_remedy(folder, check))
+    elif ranks.first:
+        warnings.warn(
+            f"{folder} was written without digests: damage to its files may go unnoticed", RuntimeWarning, stacklevel=2
+        )
+
+
+def check_same_model(folder: Path, config: Any) -> None:
+    """Raise ConfigError where the model's config is not that of a checkpoint; it names the first difference."""
+    from transformers import AutoConfig
+
+    try:
+        saved = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False).to_dict()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / 'config.json'} cannot be read ({error}): {_remedy(folder)}") from None
+    now = config.to_dict()
+    for key in [*now, *(key for key in saved if key not in now)]:
+        there, here = (json.dumps(each.get(key), default=str) for each in (saved, now))
+        if there != here and key not in DESCRIPTIVE:
+            raise ConfigError(
+                f"{folder} holds another model: there {key} = {there}, here {here}. Set it back in model.path or "
+                "[model.config] to resume it, or choose another output folder"
+            )
+
+
 def load_checkpoint(
     folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW, loss_scale: LossScale, ranks: Ranks
 ) -> None:
     """Puts weights, optimizer state and loss scale in place. Raises ConfigError where they do not fit."""
     state = ranks.shared(lambda: read_trainer_state(folder))
+    check_files(folder, ranks)
+    ranks.shared(lambda: check_same_model(folder, model.config))
     try:
         if ranks.shared((folder / SHARDS).exists):
             ranks.shared(lambda: shards.check(folder / SHARDS))
             shards.read(folder / SHARDS, model, optimizer)
         else:
-            ranks.agreed(lambda: _load_whole(folder, model, optimizer))
+            weights = load_weights(folder, next(model.parameters()).dtype, ranks)
+            ranks.agreed(lambda: _load_whole(folder, weights, model, optimizer))
         loss_scale.load_state_dict(state["loss_scale"])
         delayed.load_state_dict(model, state.get("delayed", {}))
     except (ConfigError, KeyError, TypeError, ValueError) as error:
@@ -251,29 +323,30 @@ def load_checkpoint(
 
 def _save_whole(folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW) -> None:
     try:
-        safetensors.torch.save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        save_pretrained(model, folder)
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     except (RuntimeError, SafetensorError) as error:  # what a full disk is to these two
         raise OSError(f"{' '.join(str(error).split())}{shards.space(folder)}") from None
+    same_mode(folder)
 
 
-def _load_whole(folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW) -> None:
+def _load_whole(
+    folder: Path, weights: dict[str, Tensor], model: nn.Module, optimizer: MasterAdamW | CompactAdamW
+) -> None:
     """Put in place what one process has saved: all of it here, or this rank's rows of it."""
     try:
         if shards.has_shards(model):
-            # Mapped: what is read of it are the rows that are taken.
-            weights = safetensors.torch.load_file(folder / "model.safetensors")
             state = model.state_dict()
-            for name, value in weights.items():
-                plain(state[name]).copy_(rows_of(state[name], value))
+            for name, value in state.items():
+                plain(value).copy_(rows_of(value, weights[name]))
             model.load_state_dict(state)  # in place already; this tells the model that its weights have changed
             device = "cpu"
         else:
             device = str(next(model.parameters()).device)
-            safetensors.torch.load_model(model, folder / "model.safetensors", device=device)
+            model.load_state_dict(weights)
         states = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True, mmap=True)
         optimizer.load_state_dict(states)
-    except (*UNREADABLE, SafetensorError) as error:
+    except UNREADABLE as error:
         raise ConfigError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
@@ -291,6 +364,13 @@ def _settings(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _shown(value: Any) -> str:
     return value if value == "unset" else json.dumps(value)
+
+
+def _with_remedy(folder: Path, check: Callable[[], None]) -> None:
+    try:
+        check()
+    except ConfigError as error:
+        raise ConfigError(f"{error}: {_remedy(folder)}") from None
 
 
 def _remedy(folder: Path) -> str:

@@ -6,9 +6,10 @@ not 12. What takes the real model or data to know (an unknown model type, a cont
 where these are made, with the same error.
 """
 
+import datetime
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -115,11 +116,17 @@ def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
+) -> TrainConfig:  # fmt: skip
     """Reads a TOML file and applies overrides of the form `section.key=value`.
 
     A value is parsed as TOML (`optim.lr=3e-4`, `run.name="a b"`); one that is not TOML is taken as a string, so that
-    `precision.recipe=rowwise` needs no quotes. Raises ConfigError for every mistake.
+    `precision.recipe=rowwise` needs no quotes. Where `run.steps` is overridden and `optim.warmup` is not, a warmup that
+    does not fit into so few steps is shortened, to half of them at most, and `note` gets a sentence about it.
+
+    Raises:
+        ConfigError: For every mistake.
     """
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
@@ -129,9 +136,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ConfigError(f"{path} cannot be read as a TOML file: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    for override in overrides:
-        _apply(tables, override)
+    keys = {_apply(tables, override) for override in overrides}
+    if ("run", "steps") in keys and ("optim", "warmup") not in keys:
+        _fit_warmup(tables, note)
     return parse_config(tables)
+
+
+def _fit_warmup(tables: dict[str, Any], note: Callable[[str], None]) -> None:
+    """Shorten a warmup that does not fit; what is wrong otherwise is left for the check of the whole."""
+    try:
+        steps, optim = Run.model_validate(tables["run"]).steps, Optim.model_validate(tables["optim"])
+    except (ValidationError, KeyError):
+        return
+    decay = decay_steps(optim, steps) if optim.schedule == "wsd" else 0
+    if optim.warmup >= steps or optim.warmup + decay > steps:
+        shorter = min(steps // 2, max(0, steps - decay))
+        tables["optim"]["warmup"] = shorter
+        note(f"the learning rate warms up over {shorter} of the {steps} steps, as the file's {optim.warmup} do not fit")
 
 
 def parse_config(tables: Mapping[str, Any]) -> TrainConfig:
@@ -142,21 +163,57 @@ def parse_config(tables: Mapping[str, Any]) -> TrainConfig:
         raise ConfigError(_explain(error, tables)) from None
 
 
-def _apply(tables: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    *parents, last = key.strip().split(".")
-    if not (separator and parents and last and all(parents)):
-        raise ConfigError(f'override "{override}": write section.key=value, as optim.lr=3e-4')
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
+def _apply(tables: dict[str, Any], override: str) -> tuple[str, ...]:
+    """Set what an override says, and return its key."""
+    key, text = _parted(override)
+    value = _value(override, text)
     table = tables
-    for parent in parents:
+    for parent in key[:-1]:
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
-            raise ConfigError(f'override "{override}": {parent} is a value, not a table')
-    table[last] = value
+            raise ConfigError(f"override {_toml(override)}: {parent} is a value, not a table")
+    table[key[-1]] = value
+    return key
+
+
+def _parted(override: str) -> tuple[tuple[str, ...], str]:
+    """Key and value of an override. A part of the key may be quoted, and then hold anything."""
+    for end in (index for index, sign in enumerate(override) if sign == "="):
+        table = _toml_of(f"{override[:end]} = 0")
+        if table is None or override.lstrip().startswith("[") or len(override[:end].splitlines()) != 1:
+            continue
+        key = []
+        while isinstance(table, dict) and table:
+            ((name, table),) = table.items()
+            key.append(name)
+        if len(key) > 1:
+            return tuple(key), override[end + 1 :]
+    raise ConfigError(f"override {_toml(override)}: write section.key=value, as optim.lr=3e-4")
+
+
+def _value(override: str, text: str) -> Any:
+    """A value as TOML, or the text itself. Raises ConfigError for a value that something else follows."""
+    alone, listed = _toml_of(f"value = {text}"), _toml_of(f"value = [{text}]")
+    if alone is not None and alone.keys() == {"value"} and listed is not None and len(listed["value"]) == 1:
+        value = alone["value"]
+        return text.strip() if isinstance(value, datetime.date | datetime.time) else value  # no setting is a date
+    if alone is not None or len(text.splitlines()) > 1:
+        raise ConfigError(
+            f"override {_toml(override)}: one value is wanted, and something follows it: give each setting an "
+            "argument of its own, and quote a string that holds a line break or a #"
+        )
+    if text.lstrip()[:1] in ('"', "'"):
+        raise ConfigError(
+            f"override {_toml(override)}: the string does not end where the value does: look at its quotes"
+        )
+    return text
+
+
+def _toml_of(text: str) -> dict[str, Any] | None:
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return None
 
 
 def _explain(error: ValidationError, tables: Mapping[str, Any]) -> str:
@@ -209,5 +266,5 @@ def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     return repr(value)

@@ -9,41 +9,58 @@ The batch of a step is a pure function of (seed, step): sample k of the run is w
 the order of an epoch is a permutation drawn from a counter-based generator keyed on (seed, epoch). So nothing about
 the loader is saved, and a resumed run reads exactly what the uninterrupted one would have.
 
+Documents are streamed: about `TEXT_AT_ONCE` bytes of text are encoded at a time, because a tokenizer takes one to two
+hundred bytes of memory per byte, and the sample that a BPE is trained on is taken in two passes over the data.
+
 The cache folder holds one directory per (content, vocabulary or tokenizer), made under a temporary name and renamed
-when complete and on disk: a killed process leaves nothing that looks finished, and two processes may build the same
-entry at once. An entry that was damaged since is built anew.
+when complete and on disk: a killed process leaves nothing that looks finished. It holds digests of its files, which are
+checked each time it is opened. An entry that was damaged is built anew; a lock keeps two processes from building the
+same entry at once, or removing what the other has just built.
 """
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
 import torch
 
 from octavo.train.config import ConfigError, TrainConfig
-from octavo.train.disk import sync
+from octavo.train.disk import lock, sync
+from octavo.train.documents import Stream, Tick
 from octavo.train.metrics import Progress
 from octavo.train.sections import Data
 from octavo.train.source import Source, open_source
-from octavo.train.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer, train_tokenizer
+from octavo.train.tokenizer import SAMPLE_CHARACTERS, TextTokenizer, load_tokenizer, train_tokenizer
 
 LAYOUT = "1"
 """Part of every cache key; changes with the format of an entry or the way text is cut."""
-DOCUMENTS_AT_ONCE = 256
+TEXT_AT_ONCE = 1 << 20
+"""UTF-8 bytes that are encoded at once; the tokenizer takes 100 to 200 bytes of memory for each."""
+PIECE_BYTES = 2 << 20
+"""Longest piece in UTF-8 bytes; only text of more than two bytes a character is cut below `PIECE` for it."""
+PIECES_AT_ONCE = 4096
+PIECE = 1 << 20
+"""Longer documents are encoded in pieces of at most this many characters, cut after a line break where there is one."""
+CANDIDATES = 1 << 23
+"""Documents that the sample for the BPE is drawn from; of more, only each second, fourth, … is considered."""
 BUILDING = ".building-"
 """Prefix of an entry that is not complete."""
 ABANDONED = 24 * 3600.0
 """Seconds after which an entry that nobody writes to is taken for a killed builder's."""
-PIECE = 1 << 20
-"""Longer documents are encoded in pieces of at most this many characters, cut after a line break where there is one."""
+ENTRY = ("facts.json", "ids.bin", "tokenizer.json")
+DIGESTS = "digests.json"
+REPORT_EVERY = 10.0
+"""Seconds between two reports of how much was read."""
 
 
 class Corpus:
@@ -60,6 +77,7 @@ class Corpus:
         self.tokenizer = tokenizer
         self.fingerprint = fingerprint
         self.skipped: int = facts["skipped"]
+        self._documents = (facts["without_text"], facts["documents"] + facts["without_text"])
         self._config = config
         size = facts["tokens"]
         self.windows = (size - 1) // config.sequence_length
@@ -82,77 +100,166 @@ class Corpus:
         ids = torch.from_numpy(np.stack(rows))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
+    def without_text(self, what: str) -> str:
+        """A sentence on the documents without text; empty where there are none."""
+        empty, all_documents = self._documents
+        return f"{empty} of {all_documents} {what} and are left out" if empty else ""
+
     def _permutation(self, seed: int, epoch: int) -> np.ndarray:
         if not self._config.shuffle:
             return np.arange(self.windows)
         return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(self.windows)
 
 
+class Meter:
+    """Says every few seconds how many bytes a stage has read. A `Tick`."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def stage(self, text: str) -> None:
+        """Begin a stage."""
+        self._text, self._bytes, self._next = text, 0, time.monotonic() + REPORT_EVERY
+        self._progress.stage(text)
+
+    def __call__(self, size: int) -> None:
+        """Count `size` bytes."""
+        self._bytes += size
+        if time.monotonic() > self._next:
+            self._next = time.monotonic() + REPORT_EVERY
+            self._progress.stage(f"{self._text}: {self._bytes / 1e9:.2f} GB")
+
+
 def load_corpus(config: TrainConfig, progress: Progress) -> Corpus:
     """Tokenizes the data of a run, or finds it in the cache. Raises ConfigError for data that cannot serve."""
-    progress.stage("reading the data")
-    source = open_source(config.data)
+    meter = Meter(progress)
+    meter.stage("reading the data")
+    source = open_source(config.data, meter)
     given = _given_tokenizer(config)
     vocabulary = given.fingerprint if given else f"bpe {config.data.vocab_size}"
     fingerprint = hashlib.sha256("\0".join((LAYOUT, source.fingerprint, vocabulary)).encode()).hexdigest()
     cache = Path(config.data.cache).expanduser()
     folder = cache / fingerprint[:24]
-    _clear_abandoned(cache)
-    if folder.exists() and (damage := _damage(folder)):
-        progress.note(f"{folder} is damaged ({damage}): built anew")
-        shutil.rmtree(folder)
-    if not folder.exists():
+    if _damage(folder, fingerprint, meter):
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            scratch = Path(tempfile.mkdtemp(prefix=BUILDING, dir=cache))
+            with _alone(folder, progress):
+                _make(folder, fingerprint, source, given, config.data, meter, progress)
         except OSError as error:
-            raise ConfigError(f"data.cache = {config.data.cache} cannot be written: {error.strerror}") from None
+            raise ConfigError(
+                f"data.cache = {config.data.cache} cannot be written: {error.strerror or error}"
+            ) from None
+    corpus = Corpus(folder, given or _stored_tokenizer(folder), config.data, fingerprint)
+    for note in (source.left_out, source.without_text and corpus.without_text(source.without_text)):
+        if note:
+            progress.note(note)
+    return corpus
+
+
+def _make(
+    folder: Path,
+    fingerprint: str,
+    source: Source,
+    given: TextTokenizer | None,
+    config: Data,
+    meter: Meter,
+    progress: Progress,
+) -> None:
+    """Builds the entry, unless another process has done so meanwhile. Call with the entry locked."""
+    damage = _damage(folder, fingerprint, meter)
+    if not damage:
+        return
+    _clear_abandoned(folder.parent)
+    scratch = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
+    try:
+        if folder.exists():
+            progress.note(f"{folder} is damaged ({damage}): built anew")
+            folder.rename(scratch / "damaged")
+        (scratch / "entry").mkdir()
+        _build(scratch, source, given, config, meter)
+        _seal(scratch / "entry", fingerprint)
+        _publish(scratch / "entry", folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _alone(folder: Path, progress: Progress) -> Iterator[None]:
+    """Waits until no other process builds the entry, and keeps others waiting."""
+    path = folder.with_name(f"{folder.name}.lock")
+    waited = False
+    while True:
         try:
-            _build(scratch, source, given, config.data, progress)
-            _publish(scratch, folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    tokenizer = given or _stored_tokenizer(folder)
-    return Corpus(folder, tokenizer, config.data, fingerprint)
+            descriptor = lock(path)
+            break
+        except BlockingIOError:
+            if not waited:
+                progress.stage("waiting for another process that prepares the same data")
+            waited = True
+            time.sleep(0.1)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def _given_tokenizer(config: TrainConfig) -> TextTokenizer | None:
-    if config.data.tokenizer is not None:
-        return load_tokenizer(Path(config.data.tokenizer).expanduser())
-    if config.model.path is not None:
-        folder = Path(config.model.path).expanduser()
-        return load_tokenizer(folder) if has_tokenizer(folder) else None
-    return None
+    folder = config.data.tokenizer or config.model.path
+    return None if folder is None else load_tokenizer(Path(folder).expanduser())
 
 
-def _build(folder: Path, source: Source, given: TextTokenizer | None, config: Data, progress: Progress) -> None:
-    documents = source.load(folder / "arrow")
-    if not any(_texts(documents)):
-        raise ConfigError(f'data.source = "{config.source}" is empty: {len(documents)} documents, none with text')
+def _build(scratch: Path, source: Source, given: TextTokenizer | None, config: Data, meter: Meter) -> None:
+    folder = scratch / "entry"
     tokenizer = given
     if tokenizer is None:
-        progress.stage("training the tokenizer")
-        tokenizer = train_tokenizer(_spread(documents), config.vocab_size)
-    progress.stage("tokenizing")
-    dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
-    tokens = count = 0
-    with (folder / "ids.bin").open("wb") as file:
-        for texts in _batches(documents):
-            for ids in _encode(tokenizer, texts):
-                file.write(np.asarray(ids, dtype=dtype).tobytes())
-                tokens += len(ids)
-            count += len(texts)
-    del documents
-    shutil.rmtree(folder / "arrow", ignore_errors=True)
+        meter.stage("training the tokenizer")
+        tokenizer = train_tokenizer(_sample(lambda: source.read(scratch)), config.vocab_size)
+    meter.stage("tokenizing")
+    facts = _tokenize(folder / "ids.bin", source.read(scratch), tokenizer)
+    if not facts["documents"]:
+        raise ConfigError(
+            f'data.source = "{config.source}" is empty: {facts["without_text"]} documents, none with text'
+        )
     tokenizer.backend.save(str(folder / "tokenizer.json"))
-    facts = {
-        "tokens": tokens,
-        "documents": count,
-        "skipped": source.skipped,
-        "dtype": dtype.name,
-        "end": tokenizer.end,
-    }
+    facts |= {"skipped": source.skipped, "end": tokenizer.end}
     (folder / "facts.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _tokenize(path: Path, stream: Stream, tokenizer: TextTokenizer) -> dict[str, int | str]:
+    """Writes the ids of all documents, the end-of-document token after each; returns counts and the type of the ids."""
+    dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
+    end = np.array(tokenizer.end_id, dtype=dtype).tobytes()
+    tokens = documents = without_text = 0
+    with path.open("wb") as file:
+        for batch in _batches(_pieces(stream)):
+            encoded = iter(tokenizer.encode([piece for piece in batch if piece]))
+            for piece in batch:
+                if piece is None:
+                    file.write(end)
+                    tokens, documents = tokens + 1, documents + 1
+                elif piece:
+                    ids = next(encoded)
+                    file.write(np.asarray(ids, dtype=dtype).tobytes())
+                    tokens += len(ids)
+                else:
+                    without_text += 1
+    return {"tokens": tokens, "documents": documents, "without_text": without_text, "dtype": dtype.name}
+
+
+def _seal(folder: Path, fingerprint: str) -> None:
+    """Writes the digests of an entry's files, and which entry it is."""
+    digests = {"entry": fingerprint} | {name: _digest(folder / name) for name in ENTRY}
+    (folder / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
+
+
+def _digest(path: Path, tick: Tick = lambda _: None) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+            tick(len(piece))
+    return digest.hexdigest()
 
 
 def _publish(scratch: Path, folder: Path) -> None:
@@ -164,24 +271,25 @@ def _publish(scratch: Path, folder: Path) -> None:
             raise
 
 
-def _damage(folder: Path) -> str:
+def _damage(folder: Path, fingerprint: str, meter: Meter) -> str:
     """What is wrong with an entry of the cache; empty where nothing is."""
+    if not folder.exists():
+        return "missing"
+    meter.stage("checking the tokenized data")
     try:
-        facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-        expected = facts["tokens"] * np.dtype(facts["dtype"]).itemsize
-        if not facts.keys() >= {"documents", "skipped", "end"}:
-            return "facts.json is incomplete"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return "facts.json cannot be read"
-    try:
-        size = (folder / "ids.bin").stat().st_size
-        if size != expected:
-            return f"ids.bin has {size} bytes, not {expected}"
-        _stored_tokenizer(folder)
-    except OSError as error:
-        return f"{Path(error.filename).name} is missing"
-    except Exception:  # of no other type: whatever `tokenizers` finds wrong with its file
-        return "tokenizer.json cannot be read"
+        digests = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+        if not isinstance(digests, dict):
+            raise ValueError
+    except (OSError, ValueError):
+        return f"{DIGESTS} cannot be read"
+    if digests.get("entry") != fingerprint:
+        return f"{DIGESTS} is of another entry"
+    for name in ENTRY:
+        try:
+            if _digest(folder / name, meter) != digests.get(name):
+                return f"{name} is not what was written"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
     return ""
 
 
@@ -202,42 +310,88 @@ def _clear_abandoned(cache: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _batches(documents: Any) -> Iterator[list[str]]:
-    """The documents with text, some hundred at a time."""
-    for start in range(0, len(documents), DOCUMENTS_AT_ONCE):
-        texts = [text for text in documents[start : start + DOCUMENTS_AT_ONCE] if text]
-        if texts:
-            yield texts
+def _sample(read: Callable[[], Stream]) -> list[str]:
+    """Documents with text in a fixed random order, as many as `train_tokenizer` looks at: a fair sample of all.
+
+    Two passes: lengths of all documents, from which those of the sample follow, then their text.
+    """
+    lengths = array("I")
+    step, length = 1, 0
+    number = 0
+    for text in read():
+        if text is not None:
+            length = min(length + len(text), SAMPLE_CHARACTERS)
+            continue
+        if number % step == 0:
+            lengths.append(length)
+            if len(lengths) == CANDIDATES:
+                lengths, step = lengths[::2], 2 * step
+        number, length = number + 1, 0
+    order = np.random.Generator(np.random.Philox(key=0)).permutation(len(lengths))
+    sizes = np.frombuffer(lengths, dtype=np.uint32)[order] if lengths else np.empty(0, np.uint32)
+    order = order[: np.searchsorted(np.cumsum(sizes, dtype=np.int64), SAMPLE_CHARACTERS) + 1]
+    order = order[sizes[: len(order)] > 0]
+    return _documents(read(), order * step)
 
 
-def _texts(documents: Any) -> Iterator[str]:
-    for texts in _batches(documents):
-        yield from texts
+def _documents(stream: Stream, numbers: np.ndarray) -> list[str]:
+    """The beginnings of the documents with these numbers, in this order."""
+    places = np.argsort(numbers)
+    texts = [""] * len(numbers)
+    number = found = 0
+    parts: list[str] = []
+    left = SAMPLE_CHARACTERS
+    while found < len(places):
+        text = next(stream)
+        if number != numbers[places[found]]:
+            number += text is None
+        elif text is None:
+            texts[places[found]] = "".join(parts)
+            number, found = number + 1, found + 1
+            parts, left = [], SAMPLE_CHARACTERS
+        elif left:
+            parts.append(text[:left])
+            left -= len(parts[-1])
+    return texts
 
 
-def _spread(documents: Any) -> Iterator[str]:
-    """The documents with text in a fixed random order, so that the first few are a fair sample of all."""
-    for index in np.random.Generator(np.random.Philox(key=0)).permutation(len(documents)):
-        if text := documents[int(index)]:
-            yield text
+def _pieces(stream: Stream) -> Iterator[str | None]:
+    """Text of at most `PIECE` characters, None after each document, and "" instead for one without text."""
+    rest, some = "", False
+    for text in stream:
+        if text is None:
+            yield from _halves(rest) if rest else ()
+            yield None if some else ""
+            rest, some = "", False
+            continue
+        rest, some = rest + text, True
+        start = 0
+        while len(rest) - start > PIECE:
+            cut = rest.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+            yield from _halves(rest[start:cut])
+            start = cut
+        rest = rest[start:]
 
 
-def _encode(tokenizer: TextTokenizer, texts: list[str]) -> Iterator[list[int]]:
-    """Ids of each text, the end-of-document token last."""
-    pieces = [_pieces(text) for text in texts]
-    encoded = iter(tokenizer.encode([piece for parts in pieces for piece in parts]))
-    for parts in pieces:
-        ids: list[int] = []
-        for _ in parts:
-            ids += next(encoded)
-        yield [*ids, tokenizer.end_id]
+def _halves(piece: str) -> Iterator[str]:
+    """The piece, cut where it has more than `PIECE_BYTES`."""
+    if len(piece.encode()) <= PIECE_BYTES:
+        yield piece
+        return
+    cut = piece.rfind("\n", 0, len(piece) // 2) + 1 or len(piece) // 2
+    yield from _halves(piece[:cut])
+    yield from _halves(piece[cut:])
 
 
-def _pieces(text: str) -> list[str]:
-    parts = []
-    start = 0
-    while len(text) - start > PIECE:
-        cut = text.rfind("\n", start, start + PIECE) + 1 or start + PIECE
-        parts.append(text[start:cut])
-        start = cut
-    return [*parts, text[start:]]
+def _batches(pieces: Iterator[str | None]) -> Iterator[list[str | None]]:
+    """Pieces in groups that can be encoded at once."""
+    batch: list[str | None] = []
+    size = 0
+    for piece in pieces:
+        added = len(piece.encode()) if piece else 0
+        if size + added > TEXT_AT_ONCE or len(batch) >= PIECES_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += added
+    yield batch

@@ -5,7 +5,6 @@ configuration is `demo.toml` beside this file, so that it is there after `pip in
 copy.
 """
 
-import re
 import shlex
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +21,6 @@ from octavo.train.outputs import CONFIG_FILE
 from octavo.train.report import ReportFiles, write_report
 
 BASELINE, CANDIDATE = "bf16", "O1"
-STEPS = re.compile(r"\s*run\.steps\s*=")
 SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out")
 
 
@@ -53,7 +51,6 @@ def demo_configs(overrides: Sequence[str] = (), candidate: str = CANDIDATE) -> t
             )
     if candidate == BASELINE:
         raise ConfigError(f"the demo compares {BASELINE} with another level: give one with --level, as {CANDIDATE}")
-    overrides = [*_fitting_warmup(overrides), *overrides]
     with _packaged() as path:
         first, second = (
             load_config(path, [*overrides, f'precision.level="{level}"']) for level in (BASELINE, candidate)
@@ -63,14 +60,6 @@ def demo_configs(overrides: Sequence[str] = (), candidate: str = CANDIDATE) -> t
 
 def _packaged() -> AbstractContextManager[Path]:
     return resources.as_file(resources.files("octavo.train") / "demo.toml")
-
-
-def _fitting_warmup(overrides: Sequence[str]) -> list[str]:
-    """A warmup of half the steps, for a run of no more steps than the demo's own warmup takes."""
-    asked = [override.partition("=")[2].strip() for override in overrides if STEPS.match(override)]
-    if not asked or not asked[-1].isdecimal() or int(asked[-1]) > _own_warmup():
-        return []
-    return [f"optim.warmup={int(asked[-1]) // 2}"]
 
 
 def _own_warmup() -> int:

@@ -7,6 +7,7 @@ that ends, so no lock is ever stale.
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,16 @@ def sync_entry(path: Path) -> None:
         os.close(descriptor)
 
 
+def same_mode(folder: Path) -> None:
+    """Gives the files of `folder` the mode that the umask asks for: some libraries write with a mode of their own."""
+    made = folder / ".mode"
+    made.touch()
+    for path in folder.iterdir():
+        if path.is_file():
+            shutil.copymode(made, path)
+    made.unlink()
+
+
 @contextmanager
 def output_folder(out: Path) -> Iterator[None]:
     """Makes the folder `out` and locks it. One that was made here and is left without a file is removed again.
@@ -47,7 +58,7 @@ def output_folder(out: Path) -> Iterator[None]:
     made = [path for path in (out, *out.parents) if not path.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        descriptor = _lock(out)
+        descriptor = lock(out / LOCK)
     except BlockingIOError:
         raise ConfigError(
             f"another process is training into {out}: wait for it, or choose another folder (--out)"
@@ -64,14 +75,17 @@ def output_folder(out: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def _lock(out: Path) -> int:
-    """A descriptor that holds the lock of `out`. Raises BlockingIOError where another process does."""
+def lock(path: Path) -> int:
+    """A descriptor that holds a lock file, made where it is missing; remove the file before closing the descriptor.
+
+    Raises BlockingIOError where another process holds it.
+    """
     while True:
-        descriptor = os.open(out / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if fcntl is None or _is(out / LOCK, descriptor):
+            if fcntl is None or _is(path, descriptor):
                 return descriptor
         except OSError as error:
             if error.errno in WITHOUT_LOCKS:

@@ -4,20 +4,27 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
 from octavo.train import shards
-from octavo.train.checkpoint import read_trainer_state
+from octavo.train.checkpoint import check_files, read_trainer_state
 from octavo.train.config import ConfigError
-from octavo.train.disk import output_folder
+from octavo.train.digests import DIGESTS, write_digests
+from octavo.train.disk import output_folder, same_mode
 from octavo.train.model import DTYPES
+from octavo.train.pretrained import load_pretrained, save_pretrained
+from octavo.train.ranks import Ranks
 from octavo.train.shards import SHARDS
+
+OWN = {"trainer.json", "optimizer.pt", DIGESTS}
+"""Files of a checkpoint that `save_pretrained` does not write."""
 
 
 def export(checkpoint: Path, out: Path) -> Path:
     """Write the weights of a checkpoint, of one process or of many, as `save_pretrained` does, with the tokenizer.
+
+    `digests.json` is written beside them, so that damage is found where the folder is a run's `model.path`.
 
     Args:
         checkpoint: A folder step-NNNNNN.
@@ -31,31 +38,32 @@ def export(checkpoint: Path, out: Path) -> Path:
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty: choose another folder")
     state = read_trainer_state(checkpoint)
+    check_files(checkpoint, Ranks(torch.device("cpu")))
     with output_folder(out):
-        model = _model(checkpoint, DTYPES[state["config"]["precision"]["parameters"]])
         try:
-            _read(checkpoint, model)
-        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+            model = _read(checkpoint, DTYPES[state["config"]["precision"]["parameters"]])
+            save_pretrained(model, out)
+            for path in checkpoint.iterdir():  # the tokenizer's, whatever they are
+                if path.is_file() and not path.is_symlink() and path.name not in OWN and not (out / path.name).exists():
+                    shutil.copy(path, out)
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ConfigError(f"{checkpoint} is damaged: {' '.join(str(error).split())}") from None
-        model.save_pretrained(out)
-        for path in checkpoint.glob("tokenizer*"):
-            shutil.copy(path, out)
+        same_mode(out)
+        write_digests(out, {})
     return out
 
 
-def _read(checkpoint: Path, model: Any) -> None:
-    """Put the weights of a checkpoint of either kind into a model."""
-    if (checkpoint / SHARDS).exists():
-        shards.check(checkpoint / SHARDS)
-        shards.read_weights(checkpoint / SHARDS, model)
-    else:
-        safetensors.torch.load_model(model, checkpoint / "model.safetensors")
+def _read(checkpoint: Path, dtype: torch.dtype) -> Any:
+    """The model of a checkpoint of either kind."""
+    if not (checkpoint / SHARDS).exists():
+        return load_pretrained(checkpoint, dtype)
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-
-def _model(checkpoint: Path, dtype: torch.dtype) -> Any:
-    """The model without its weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = AutoConfig.from_pretrained(str(checkpoint), local_files_only=True)
+    shards.check(checkpoint / SHARDS)
+    settings = AutoConfig.from_pretrained(str(checkpoint), local_files_only=True, trust_remote_code=False)
     with torch.random.fork_rng(devices=[]):
-        return AutoModelForCausalLM.from_config(settings, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
+    if (checkpoint / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(str(checkpoint), local_files_only=True)
+    shards.read_weights(checkpoint / SHARDS, model)
+    return model

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from octavo.train.checkpoint import checkpoints, load_checkpoint, read_trainer_s
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.data import Corpus, load_corpus
 from octavo.train.diagnose import NonFiniteError
+from octavo.train.digests import check_digests, has_digests
 from octavo.train.disk import output_folder
 from octavo.train.events import FINDING, MOVE, ROLLBACK, add_event, drop_later_events, last_rollback
 from octavo.train.guard import SpikeError
@@ -44,6 +46,8 @@ from octavo.train.trainer import Trainer
 
 FINDINGS = 4
 """Statistics that crossed a limit, as many as are shown of one step."""
+PACKAGES = ("safetensors", "tokenizers", "transformers", "tensorboard", "jinja2", "matplotlib")
+"""What every run needs; the last three not before it ends, or writes its first row."""
 PREPARATION = timedelta(days=7)
 """How long ranks wait for the one that makes the data ready; of one that dies they hear at once."""
 
@@ -66,14 +70,17 @@ def run(
         ConfigError: For a mistake in configuration, data, model or output folder; nothing is overwritten.
         NonFiniteError: For a loss or gradient that is NaN or infinite; names the layer.
     """
-    out = out or Path(config.run.out or Path("runs") / config.run.name)
+    out = (out or Path(config.run.out or Path("runs") / config.run.name)).expanduser()
     stop = threading.Event()
     # A signal to a launcher and its processes reaches these twice; those who lose patience have SIGKILL.
     with stop_on(stop, signal.SIGTERM, patient=launched()), joined(config) as ranks, ExitStack() as stack:
         shown = progress if progress is not None and ranks.first else Silent()
+        ranks.agreed(lambda: _check_installed(config, ranks))
         resume = resume or ranks.restarted
         claim = ranks.shared(lambda: _claim(stack, out, config, resume, ranks))
         ranks.agreed(lambda: check_model(config.model))
+        if config.model.path is not None and claim.checkpoint is None:
+            _check_start(Path(config.model.path).expanduser(), ranks)
         corpus = _corpus(config, ranks, shown)
         shown.stage("building the model")
         trainer = Trainer(config, corpus, ranks.device, ranks=ranks)
@@ -84,6 +91,22 @@ def run(
         _begin(trainer, out, claim, corpus, shown)
         with stop_on(stop, signal.SIGINT, patient=launched()):
             return _train(trainer, summary, out, shown, stop)
+
+
+def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
+    """Raise ConfigError for what would fail later only: a package that reports need, `async_save` without shards."""
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise ConfigError(f"{missing[0]} is not installed: pip install 'octavo[train]'")
+    if config.parallel.async_save and ranks.world == 1:
+        raise ConfigError(
+            "parallel.async_save is for several processes, which write shards, and this is one: leave it out"
+        )
+
+
+def _check_start(folder: Path, ranks: Ranks) -> None:
+    """Raise ConfigError for a damaged checkpoint or export of Octavo's to start from; others have no digests."""
+    if ranks.shared(lambda: has_digests(folder)):
+        ranks.agreed(partial(check_digests, folder, part=ranks.rank, parts=ranks.world))
 
 
 def _claim(stack: ExitStack, out: Path, config: TrainConfig, resume: bool, ranks: Ranks) -> Claim:

@@ -6,22 +6,21 @@ weights on any device.
 """
 
 import inspect
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from octavo.nn.causal import chunked_loss
+from octavo.nn.causal import check_next_token_loss, chunked_loss
 from octavo.numerics.names import nearest
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.diagnose import non_finite_parameter
+from octavo.train.pretrained import load_pretrained
+from octavo.train.ranks import Ranks
 from octavo.train.sections import Model
+from octavo.train.share import share_on_machine
 from octavo.train.tokenizer import TextTokenizer
-
-if TYPE_CHECKING:
-    from octavo.train.ranks import Ranks
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
@@ -66,44 +65,31 @@ Built = tuple[Any, dict[str, torch.Tensor]]
 """A model, and fp32 values of its parameters where they are known; see `exact_masters`."""
 
 
-def build_on_ranks(config: TrainConfig, tokenizer: TextTokenizer, ranks: "Ranks") -> Built:
-    """`build_model` and `exact_masters` on every rank, with one copy of both in the memory of each machine.
+def build_on_ranks(config: TrainConfig, tokenizer: TextTokenizer, ranks: Ranks) -> Built:
+    """`build_model` and `exact_masters` on every rank, with one copy of both in the memory of each machine."""
+    return share_on_machine(lambda: (build_model(config, tokenizer), exact_masters(config)), ranks)
 
-    One process of each machine makes them and writes them to a temporary file; all of them map that, and what a rank
-    reads of the map are the rows it keeps. The file has no name any more when training begins.
+
+def prepare_loss(model: nn.Module, loss: str) -> str:
+    """Make a model compute its own loss "chunked" or from "whole" logits; returns a note where it cannot be chunked.
+
+    Raises ConfigError for a model whose own loss does not predict the next token.
     """
-
-    def make() -> Built:
-        return build_model(config, tokenizer), exact_masters(config)
-
-    if ranks.world == 1:
-        return make()
-    with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
-        mine = Path(folder) / "model.pt"
-        ranks.agreed(lambda: _write(make(), mine) if ranks.local == 0 else None)
-        file = ranks.gathered(str(mine))[ranks.rank - ranks.local]
-        # The run's own file, of a moment ago.
-        mapped: Built = ranks.agreed(lambda: torch.load(file, mmap=True, weights_only=False))
-    return mapped
-
-
-def _write(built: Built, file: Path) -> None:
+    note = ""
+    if loss == "chunked":
+        try:
+            chunked_loss(model)
+            return note
+        except (ValueError, RuntimeError, IndexError) as error:  # of a model that does not run at all, others say more
+            reason = " ".join(str(error).split())
+            note = f"the loss is the model's own, with every term of it, computed from whole logits: {reason}"
     try:
-        torch.save(built, file)
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"the model cannot be written to {file} for the processes of this machine to share ({error}): set TMPDIR "
-            "to a folder with room for it"
-        ) from None
-
-
-def take_loss_in_chunks(model: nn.Module) -> str | None:
-    """Makes the model compute its loss without whole logits. Returns why it cannot; the model is then as before."""
-    try:
-        chunked_loss(model)
-    except (ValueError, RuntimeError, IndexError) as error:  # of a model that does not run at all, others say more
-        return " ".join(str(error).split())
-    return None
+        check_next_token_loss(model)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    except (RuntimeError, IndexError):  # likewise
+        pass
+    return note
 
 
 def exact_masters(config: TrainConfig) -> dict[str, torch.Tensor]:
@@ -119,19 +105,10 @@ def exact_masters(config: TrainConfig) -> dict[str, torch.Tensor]:
 
 
 def _from_folder(folder: Path, dtype: torch.dtype) -> Any:
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, local_files_only=True, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"model.path = {folder}: the model cannot be loaded: {error}") from None
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):  # transformers would go on with random weights there
-        raise ConfigError(f"model.path = {folder}: the checkpoint lacks {missing[0]} ({len(missing)} weights in all)")
-    return model
+        return load_pretrained(folder, dtype)
+    except ConfigError as error:
+        raise ConfigError(f"model.path = {folder}: {error}") from None
 
 
 def _from_type(config: TrainConfig, tokenizer: TextTokenizer, dtype: torch.dtype) -> Any:
@@ -192,7 +169,7 @@ def check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None
     given = config.model.path is not None
     if rows < tokenizer.size:
         remedy = (
-            "lower data.vocab_size, or give the model's tokenizer (data.tokenizer)"
+            "give the folder of the model's own tokenizer as data.tokenizer"
             if given
             else f"set model.config.vocab_size = {tokenizer.size}, or leave it out"
         )

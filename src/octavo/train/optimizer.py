@@ -9,10 +9,10 @@ With FP8 moments, or masters as 16-bit remainders, `octavo.AdamW` takes the step
 added up over the micro-batches in the parameters' own dtype, because an fp32 copy of them would cost more than the
 moments save.
 
-Decoupled weight decay goes to parameters of two or more dimensions; norms and biases get none.
+Decoupled weight decay goes to weights of products and to embeddings: see `decayed_parameters`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -24,27 +24,58 @@ from octavo.tensor import plain
 from octavo.train.config import TrainConfig
 from octavo.train.sections import Optim
 
+STATE_SPACE = ("A_log",)
+"""Logarithms of a state space model's decay rates (Mamba), which their authors exclude from weight decay."""
+
+
+def decayed_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay applies to: weights of products and embeddings, of any shape.
+
+    Not decayed are, whatever their number of dimensions: parameters of norms (a module whose class is named so), biases
+    (a name that ends in "bias"), `STATE_SPACE`, parameters marked `_no_weight_decay`, and vectors, also of shape
+    [1, …, 1, N]. Read it before FSDP makes other parameters of these, without the marks.
+    """
+    names: set[str] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        norm = "norm" in type(module).__name__.lower()
+        for leaf, param in module.named_parameters(prefix=path, recurse=False):
+            name = leaf.rpartition(".")[2]
+            vector = param.dim() < 2 or (param.dim() > 2 and max(param.shape[:-1]) == 1)
+            excluded = norm or vector or name.endswith("bias") or name in STATE_SPACE
+            if not excluded and not getattr(param, "_no_weight_decay", False):
+                names.add(leaf)
+    return names
+
 
 def make_optimizer(
-    model: nn.Module, config: TrainConfig, exact: Mapping[str, torch.Tensor]
+    model: nn.Module, config: TrainConfig, exact: Mapping[str, torch.Tensor], decayed: Set[str]
 ) -> "MasterAdamW | CompactAdamW":
-    """The optimizer that a configuration asks for; `exact` holds fp32 values of parameters where more is known."""
+    """The optimizer that a configuration asks for.
+
+    Args:
+        model: Its trainable parameters are optimized.
+        config: The run.
+        exact: fp32 values of parameters where more is known, by name.
+        decayed: Names of the parameters that weight decay applies to.
+    """
     states, master = config.asked.states, config.asked.master
     if states == "fp8" or (master == "remainder" and config.precision.parameters == "bf16"):
         kept = None if master == "none" else master
-        return CompactAdamW(model, config.optim, states=states, master=kept, exact=exact)
-    return MasterAdamW(model, config.optim, master=master != "none", exact=exact)
+        return CompactAdamW(model, config.optim, states=states, master=kept, exact=exact, decayed=decayed)
+    return MasterAdamW(model, config.optim, master=master != "none", exact=exact, decayed=decayed)
 
 
 class MasterAdamW:
     """`torch.optim.AdamW` over the trainable parameters of a model, or over fp32 masters of the 16-bit ones.
 
-    `exact`: fp32 values for masters, by name, where more is known than the parameters hold.
+    `exact`: fp32 values for masters, by name, where more is known than the parameters hold. `decayed`: names of the
+    parameters that weight decay applies to, those of `decayed_parameters` where None.
     """
 
     def __init__(
-        self, model: nn.Module, optim: Optim, *, master: bool, exact: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
+        self, model: nn.Module, optim: Optim, *, master: bool, exact: Mapping[str, torch.Tensor] | None = None,
+        decayed: Set[str] | None = None,
+    ) -> None:  # fmt: skip
         self._names, self._params, self._masters = [], [], []
         for name, param in model.named_parameters():
             if param.requires_grad:
@@ -54,8 +85,9 @@ class MasterAdamW:
                 self._masters.append(param if own else _master(param, (exact or {}).get(name)))
         self._clip = optim.clip
         self._adamw = torch.optim.AdamW(
-            _groups(self._masters, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True
-        )
+            _groups(model, self._names, self._masters, optim, decayed), lr=optim.lr, betas=optim.betas, eps=optim.eps,
+            fused=True,
+        )  # fmt: skip
 
     @property
     def adamw(self) -> torch.optim.Optimizer:
@@ -137,11 +169,10 @@ class MasterAdamW:
 
     def _load_rows(self, saved: dict[str, Any]) -> None:
         self.tensors()  # makes them
-        masters = [master for group in self._adamw.param_groups for master in group["params"]]
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        for number, master in zip(numbers, masters, strict=True):
-            for key, value in saved["state"].get(number, {}).items():
-                plain(self._adamw.state[master][key]).copy_(rows_of(master, value))
+        for group, old in zip(self._adamw.param_groups, saved["param_groups"], strict=True):
+            for number, master in zip(old["params"], group["params"], strict=True):
+                for key, value in saved["state"].get(number, {}).items():
+                    plain(self._adamw.state[master][key]).copy_(rows_of(master, value))
 
 
 class CompactAdamW:
@@ -155,14 +186,15 @@ class CompactAdamW:
         states: Literal["fp32", "fp8"],
         master: Literal["remainder", "fp32"] | None,
         exact: Mapping[str, torch.Tensor] | None = None,
+        decayed: Set[str] | None = None,
     ) -> None:
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self._names, self._params = list(named), list(named.values())
         self._clip = optim.clip
         # The loop has looked at the gradients' norm before it takes a step.
         self._adamw = AdamW(
-            _groups(self._params, optim), lr=optim.lr, betas=optim.betas, eps=optim.eps, states=states,
-            master=master, nonfinite="ignore",
+            _groups(model, self._names, self._params, optim, decayed), lr=optim.lr, betas=optim.betas, eps=optim.eps,
+            states=states, master=master, nonfinite="ignore",
         )  # fmt: skip
         known = {named[name]: value for name, value in (exact or {}).items() if name in named}
         self._adamw.set_masters({param: value for param, value in known.items() if param.dtype != torch.float32})
@@ -224,11 +256,18 @@ def _master(param: torch.Tensor, exact: torch.Tensor | None) -> nn.Parameter:
     return nn.Parameter(like(param, rows.to(plain(param).device, torch.float32, copy=True)))
 
 
-def _groups(params: Sequence[torch.Tensor], optim: Optim) -> list[dict[str, Any]]:
+def _groups(
+    model: nn.Module, names: Sequence[str], params: Sequence[torch.Tensor], optim: Optim, decayed: Set[str] | None
+) -> list[dict[str, Any]]:
     """Parameter groups with and without weight decay; none is empty."""
-    decayed = [param for param in params if param.dim() >= 2]
-    plain = [param for param in params if param.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    decayed = decayed_parameters(model) if decayed is None else decayed
+    groups = [
+        {
+            "params": [param for name, param in zip(names, params, strict=True) if (name in decayed) == decays],
+            "weight_decay": optim.weight_decay if decays else 0.0,
+        }
+        for decays in (True, False)
+    ]
     return [group for group in groups if group["params"]]
 
 

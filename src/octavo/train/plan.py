@@ -10,7 +10,9 @@ one forward of the same model, its memory from steps of the same trainer on two 
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from octavo.inspect.deciding import decide_on
 from octavo.inspect.footprints import Followed, are_equal, followed, of_step, part_of, with_blocks
 from octavo.inspect.forecast import (
     asked_of,
@@ -32,25 +35,31 @@ from octavo.inspect.forecast import (
     with_measurements,
 )
 from octavo.inspect.memory import GRANULES, make_gradients, make_states
+from octavo.nn import convert
 from octavo.nn.blocks import find_blocks
-from octavo.nn.storage import audit, dtype_name
+from octavo.nn.report import PLAN_ATTRIBUTE
+from octavo.nn.storage import Audit, audit, dtype_name
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, LEVELS
 from octavo.optim import AdamW
-from octavo.planner.console import forecast_tables, side_by_side, with_notes
-from octavo.planner.devices import find_gpu
+from octavo.planner.console import forecast_tables, notes_of, side_by_side
+from octavo.planner.devices import Gpu, find_gpu
 from octavo.planner.fake import fake_tensors, stand_in
 from octavo.planner.footprint import Footprint
 from octavo.planner.forecast import Forecast, by_cost, forecast
 from octavo.planner.memory import BATCH, BUFFERS, PARAMETERS, STATES, MemoryPlan, summarize
 from octavo.planner.step import CHECKPOINTING, Setting, spread
 from octavo.planner.timeline import Timeline
+from octavo.runtime.terminal import show, stdout
 from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
 from octavo.train.data import Corpus
 from octavo.train.model import DTYPES, build_model, check_fit, check_model
-from octavo.train.tokenizer import TextTokenizer, has_tokenizer, load_tokenizer
+from octavo.train.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.trainer import Trainer
+
+Progress = Callable[[str], None]
+"""Gets what is being planned, as it begins."""
 
 LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("states",)}
 """Settings that change a part of the level."""
@@ -67,6 +76,10 @@ class _Vocabulary:
 @dataclass(frozen=True)
 class _NoData:
     tokenizer: Any
+
+
+def _silent(what: str) -> None:
+    """No progress."""
 
 
 def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None = None) -> MemoryPlan:
@@ -90,7 +103,7 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
     check_model(config.model)
     place = stand_in(torch.device(device))
 
-    def plan(size: int) -> MemoryPlan:
+    def plan(size: int, *, first: bool = False) -> MemoryPlan:
         with fake_tensors():
             tokenizer = cast(TextTokenizer, _vocabulary(config))
             with place:
@@ -98,7 +111,8 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
             trainer = Trainer(config, cast(Corpus, _NoData(tokenizer)), place, model)
             shape = size, config.data.sequence_length
             batch = tuple(torch.zeros(shape, dtype=torch.int64, device=place) for _ in range(2))
-            kept = _run(lambda: audit(trainer.model, batch, loss=lambda _, its: trainer.loss(*its)), size)
+            of_loss = partial(audit, trainer.model, batch, loss=lambda _, its: trainer.loss(*its))
+            kept = _run(of_loss, size) if first else Audit(rows=())  # other sizes are planned for their peaks
             timeline = _followed(trainer, batch, GRANULES[device])
             return summarize(
                 timeline,
@@ -112,16 +126,18 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
                 again=plan,
             )
 
-    return plan(config.optim.batch // config.optim.micro_batches)
+    return plan(config.optim.batch // config.optim.micro_batches, first=True)
 
 
-def plan_arms(config: TrainConfig, *, device: str = "cuda") -> list[MemoryPlan]:
+def plan_arms(config: TrainConfig, *, device: str = "cuda", progress: Progress = _silent) -> list[MemoryPlan]:
     """Plans of the configuration, and of it at each level of precision with bf16 parameters, in this order.
 
     At level "bf16" the loss is computed from whole logits, as plain training does; at others as the configuration says.
     """
+    progress("a step of this config")
     plans = [plan_memory(config, device=device, label="this config")]
     for level in LEVELS:
+        progress(f"a step at level {level}")
         changes = {} if config.precision.parameters == "bf16" else {"parameters": "bf16", "loss_scale": "none"}
         if level == "bf16":
             changes["loss"] = "whole"
@@ -134,14 +150,17 @@ def at_level(config: TrainConfig, level: str, changes: Mapping[str, Any]) -> Tra
     tables = config.model_dump(exclude_none=True)
     for section, parts in LEVEL_PARTS.items():
         tables[section] = {key: value for key, value in tables[section].items() if key not in parts}
-    tables["precision"] |= {"level": level, **changes}
+    tables["precision"] |= {"level": level, "autopilot": False, **changes}
     return parse_config(tables)
 
 
-def plan_step(config: TrainConfig, *, gpu: str, gpus: int = 1, calibration: str | Path | None = None) -> Forecast:
-    """Predict the time and memory of a training step of a run, and which of its linears gain from FP8.
+def plan_step(
+    config: TrainConfig, *, gpu: str, gpus: int = 1, calibration: str | Path | None = None, progress: Progress = _silent
+) -> Forecast:  # fmt: skip
+    """Predict the time and memory of a training step of a run, as it is configured and at its best.
 
-    Where the configuration computes in FP8, its recipe is taken wherever it pays; in bf16, the fastest one is.
+    `.configured` is the run: it converts what `octavo train` converts on such a GPU. The plan itself is the best: each
+    linear in the recipe that is fastest, or in bf16 where none gains, with all else as configured.
 
     Args:
         config: The run. Its batch is that of all GPUs, as torchrun shares it, and they share the model as `[parallel]`
@@ -149,6 +168,7 @@ def plan_step(config: TrainConfig, *, gpu: str, gpus: int = 1, calibration: str 
         gpu: Name of a GPU, or the path of a TOML file that describes one (`octavo.planner.devices`).
         gpus: GPUs in all.
         calibration: A table of `octavo calibrate` of such a GPU, whose times go before predicted ones.
+        progress: Told what is being planned.
 
     Raises:
         ConfigError: As a run would, for a mistake in the configuration or model.
@@ -168,12 +188,17 @@ def plan_step(config: TrainConfig, *, gpu: str, gpus: int = 1, calibration: str 
             f"evenly: set optim.batch to a multiple of {parts * gpus}"
         )
     check_model(config.model)
-    about = asked_of(asked if asked.matmul == "fp8" else replace(asked, matmul="fp8", recipe=AUTO))
+    about = asked_of(replace(asked, matmul="fp8", recipe=AUTO))
+    if layout.fp8_comm in ("on", "gather"):
+        about = replace(about, recipes=tuple(recipe for recipe in about.recipes if recipe.gathers_w))
     place = stand_in(torch.device("cuda"))
     shape = config.optim.batch // (parts * gpus), config.data.sequence_length
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = _build(config, cast(TextTokenizer, _vocabulary(config)))
+    progress(f"the linear layers on {found.name}")
     rule, kept = undecided(model, about)
+    own = _configured(model, config, found, shape[0] * shape[1])
+    check_gathered(own, layout)
 
     def forward(copy: torch.nn.Module) -> Any:
         ids = torch.zeros(shape, dtype=torch.int64, device=place)
@@ -182,18 +207,39 @@ def plan_step(config: TrainConfig, *, gpu: str, gpus: int = 1, calibration: str 
 
     trace = traced(model, forward, [shape], place)
     cost = by_cost(found, trace, linears_of(model, rule), kept, about.recipes, eager=setting.eager)
-    decided, plain = decided_plan(rule, cost), Plan({})
-    check_gathered(decided, layout)
-    blocks, equal = len(find_blocks(model)), {id(p): are_equal(model, p) for p in (decided, plain)}
+    best = decided_plan(rule, cost)
+    blocks = len(find_blocks(model))
 
-    def memory(run: TrainConfig, plan: Plan, how: Setting) -> Footprint:
+    def memory(what: str, run: TrainConfig, plan: Plan, how: Setting) -> Footprint:
+        progress(f"the memory of {what}")
         steps = partial(_step_on_blocks, run, model, plan, how)
-        return of_step(steps, blocks, how, shape[0], equal=equal[id(plan)], offloaded=layout.cpu_offload)
+        equal = are_equal(model, plan)
+        return of_step(steps, blocks, how, shape[0], equal=equal, offloaded=layout.cpu_offload)
 
+    of_own = memory("this configuration", config, own, setting)
     return forecast(
-        decided, cost.times, found, trace, about.recipes, setting, shape[0] * shape[1],
-        memory=memory(config, decided, setting), bf16_memory=memory(at_level(config, "bf16", {}), plain, setting.plain),
+        best, cost.times, found, trace, about.recipes, setting, shape[0] * shape[1],
+        memory=of_own if _same(own, best) else memory("the best plan", config, best, setting),
+        bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), setting.plain), configured=(own, of_own),
     )  # fmt: skip
+
+
+def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu, tokens: int) -> Plan:
+    """What the trainer converts on a GPU: as it does it, on a copy. Raises ValueError as it does."""
+    asked = config.asked
+    if "fp8" not in (asked.matmul, asked.activations):
+        return Plan({})
+    if asked.recipe == AUTO and asked.matmul == "fp8":
+        return decide_on(model, gpu, asked, None, tokens)
+    done: Plan = getattr(convert(deepcopy(model), precision=asked, verbose=False), PLAN_ATTRIBUTE)
+    return done
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    """Whether two plans of a model do the same, for whatever reasons."""
+    return {(n, d.recipe, d.storage) for n, d in one.decisions.items() if d.recipe or d.storage} == {
+        (n, d.recipe, d.storage) for n, d in other.decisions.items() if d.recipe or d.storage
+    }
 
 
 def _step_on_blocks(
@@ -223,13 +269,13 @@ def console(
     if memory and gpu is not None and as_json:
         raise ValueError("--json is for one of them at a time: --memory, or --gpu")
     if gpu is not None:
-        with Console(stderr=True).status("planning"):
-            step = plan_step(load_config(path, overrides), gpu=gpu, gpus=gpus, calibration=calibration)
-            shown = [step.to_json()] if as_json else forecast_tables(step)
+        with _progress() as progress:
+            config = load_config(path, overrides)
+            step = plan_step(config, gpu=gpu, gpus=gpus, calibration=calibration, progress=progress)
         if as_json:
-            print(*shown)
+            print(step.to_json())
         else:
-            Console().print(*shown, sep="\n", highlight=False)
+            show(*forecast_tables(step, stdout().width))
     if memory:
         _show_memory(path, overrides, device=device, limit=limit, layers=layers, as_json=as_json)
 
@@ -241,17 +287,30 @@ def _show_memory(
         raise ValueError(f"device is {' or '.join(GRANULES)}; got {device!r}{nearest(device, GRANULES)}")
     if not limit > 0:
         raise ValueError(f"--limit is the memory of the device in GiB, above 0; got {limit:g}")
-    with Console(stderr=True).status("planning"):
-        plans = plan_arms(load_config(path, overrides), device=device)
-        limit_bytes = int(limit * 2**30)
-        fitting = [] if as_json else [plan.largest_batch(limit_bytes) for plan in plans]
+    limit_bytes, fitting = int(limit * 2**30), []
+    with _progress() as progress:
+        plans = plan_arms(load_config(path, overrides), device=device, progress=progress)
+        for plan in () if as_json else plans:
+            progress(f"the largest batch of {plan.label}")
+            fitting.append(plan.largest_batch(limit_bytes))
     if as_json:
         print(json.dumps([json.loads(plan.to_json()) for plan in plans], indent=1))
         return
     if layers:
         print(plans[0])
     table = side_by_side(plans, baseline="bf16", fitting=fitting, limit_bytes=limit_bytes)
-    Console().print(with_notes(table, plans), highlight=False)
+    show(table, *notes_of(plans))
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Says on stderr what is being planned: a line that changes in a terminal, elsewhere one line after the other."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda what: console.print(f"planning {what} …", markup=False, highlight=False, soft_wrap=True)
+        return
+    with console.status("planning") as status:
+        yield lambda what: status.update(f"planning {what}")
 
 
 def _followed(
@@ -279,11 +338,14 @@ def _followed(
 
 
 def _vocabulary(config: TrainConfig) -> TextTokenizer | _Vocabulary:
-    given = config.data.tokenizer or config.model.path
-    folder = Path(given).expanduser() if given is not None else None
-    return load_tokenizer(folder) if folder is not None and has_tokenizer(folder) else _Vocabulary(
-        config.data.vocab_size
-    )  # fmt: skip
+    if config.data.tokenizer is not None:
+        return load_tokenizer(Path(config.data.tokenizer).expanduser())
+    if config.model.path is not None:
+        try:
+            return load_tokenizer(Path(config.model.path).expanduser())
+        except ConfigError:  # a run needs it, but a plan of a config.json alone does not
+            pass
+    return _Vocabulary(config.data.vocab_size)
 
 
 def _build(config: TrainConfig, tokenizer: TextTokenizer) -> torch.nn.Module:

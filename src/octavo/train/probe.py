@@ -15,7 +15,7 @@ from octavo.nn import disabled
 from octavo.nn.storage import kept_for_backward
 from octavo.train.checkpointing import Checkpointing
 from octavo.train.config import ConfigError
-from octavo.train.ranks import is_loss
+from octavo.train.heartbeat import from_collective
 
 LIFT = 1024.0
 """Keeps the gradient of the causality check out of fp16's underflow."""
@@ -29,7 +29,7 @@ def _running(inputs: Tensor) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
-        if is_loss(error):
+        if from_collective(error):
             raise
         reason = " ".join(str(error).split())
         raise ConfigError(f"the model cannot run a batch of {list(inputs.shape)}: {reason}") from None

@@ -23,16 +23,16 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from octavo.train.config import ConfigError, TrainConfig, flat
 from octavo.train.device import choose_device
 from octavo.train.diagnose import NonFiniteError
+from octavo.train.heartbeat import Heartbeat, from_collective
 
 T = TypeVar("T")
 
-BROKEN = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout", "socket", "gloo", "nccl")
-"""What a collective says whose other end is gone, one way or another."""
 PLACES = {"run.out", "data.source", "data.cache"}
 """Settings that name a place on a machine, and may differ between ranks; the data is compared by its fingerprint."""
 BEGUN = "octavo/begun"
@@ -165,12 +165,6 @@ class Ranks:
         return found
 
 
-def is_loss(error: BaseException) -> bool:
-    """Whether an error is what a collective raises where another rank is gone, and nothing of this one's."""
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    return several and isinstance(error, RuntimeError) and any(word in str(error).lower() for word in BROKEN)
-
-
 def launched() -> bool:
     """Whether torchrun, or whatever sets its variables, has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -188,7 +182,7 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
     environment = os.environ
     if dist.is_initialized():
         local = dist.get_node_local_rank(0)
-        with _watched(dist.get_rank()):
+        with _watched(dist.get_rank(), dist.get_world_size()):
             yield _alike(config, Ranks(_device(config, local), dist.get_rank(), dist.get_world_size(), local))
         return
     if not launched():
@@ -200,7 +194,7 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
     device = _device(config, local)
     store = _connect(device, rank, config.parallel.timeout)
     try:
-        with _watched(rank):
+        with _watched(rank, world):
             yield _alike(config, Ranks(device, rank, world, local, store))
     except (ConfigError, NonFiniteError):
         dist.destroy_process_group()
@@ -235,18 +229,29 @@ def _device(config: TrainConfig, local: int) -> torch.device:
 
 
 @contextmanager
-def _watched(rank: int) -> Iterator[None]:
-    """What a collective says when another rank is gone, as a LostRankError."""
+def _watched(rank: int, world: int) -> Iterator[None]:
+    """What a collective raises when another rank is gone, as a LostRankError."""
+    if world == 1:
+        yield
+        return
+    names = [uuid4().hex]
+    dist.broadcast_object_list(names, 0)
+    heartbeat = Heartbeat(_get_default_store(), names[0], rank, world)
     try:
         yield
     except RuntimeError as error:
-        if not is_loss(error):
+        if not from_collective(error):
+            raise
+        if not heartbeat.gone():
+            error.add_note(f"rank {rank}: a collective failed, and every other rank is alive")
             raise
         reason = " ".join(str(error).split())
         raise LostRankError(
             f"rank {rank}: another rank has ended or does not answer ({reason[:200]}). Nothing that was saved is lost: "
             "the same command with --resume goes on from the newest checkpoint, as torchrun --max-restarts does"
         ) from error
+    finally:
+        heartbeat.close()
 
 
 def _connect(device: torch.device, rank: int, timeout: float) -> dist.Store:  # type: ignore[name-defined]

@@ -56,7 +56,7 @@ class Model(Section):
     """`[model]`: a causal language model of `transformers`: from a local folder, or by type and config."""
 
     path: str | None = None
-    """Folder of a local checkpoint (`save_pretrained`). Its tokenizer is used where it has one."""
+    """Folder of a local checkpoint (`save_pretrained`), with its tokenizer unless `data.tokenizer` names another."""
     type: str | None = None
     """`model_type` of `transformers`, as "llama"."""
     config: dict[str, Any] = {}
@@ -68,16 +68,30 @@ class Model(Section):
             raise ValueError('give either model.path (a local checkpoint) or model.type, as "llama"')
         if self.path is not None and self.config:
             raise ValueError("model.config is for model.type; the checkpoint at model.path has its own config")
+        _check_plain("model.config", self.config)
         return self
+
+
+def _check_plain(name: str, value: Any) -> None:
+    """Raise ValueError for what no field of a model's config is: NaN, which equals nothing, and dates."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_plain(f"{name}.{key}", item)
+    elif isinstance(value, list):
+        for item in value:
+            _check_plain(name, item)
+    elif value != value or not isinstance(value, str | int | float | None):
+        raise ValueError(f"{name}: a number, a string, true, false, a list or a table is wanted; got {value}")
 
 
 class Data(Section):
     """`[data]`: text in, windows of tokens out."""
 
     source: Annotated[str, Field(min_length=1)]
-    """"python-stdlib"; a glob of .txt, .jsonl or .parquet files; or a dataset: a name, "name:subset", or a folder."""
+    """"python-stdlib"; a glob of .txt (each file a document), .jsonl or .parquet files (each row one); a folder, with
+    files of one kind below it or written by `save_to_disk`; or a dataset of the Hub, as "name" or "name:subset"."""
     split: str = "train"
-    """Split of a dataset; files are all one split."""
+    """Split of a dataset, or of a folder whose file names say one, as "test.jsonl"; other sources have no splits."""
     text_field: str = "text"
     """Column that holds the text, in .jsonl, .parquet and datasets."""
     sequence_length: Count
@@ -105,7 +119,7 @@ class Optim(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled decay; not applied to parameters of fewer than two dimensions (norms, biases)."""
+    """Decoupled decay of weights of products and embeddings; not of norms, biases, vectors and Mamba's `A_log`."""
     states: Literal["fp32", "fp8"] | None = None
     """Moments of AdamW: 8 bytes per parameter, or about 2.1 in FP8 with dynamic range expansion (`octavo.AdamW`). Where
     not given, those of `precision.level`."""

@@ -2,7 +2,7 @@
 
     checkpoints/step-000123/shards/
         __0_0.distcp  __1_0.distcp …    each rank's rows of parameters ("model.…") and states ("optimizer.…")
-        .metadata                       which rows are where; written last
+        .metadata                       which rows are where; written last, and read by `octavo.train.shard_index`
 
 Parameters, moments, their scales and remainders are sharded by rows (`octavo.optim.sharded`), so a rank reads those it
 has, whoever wrote them: four ranks, two, or one process.
@@ -14,6 +14,7 @@ checkpoint is published, and older ones removed, when the next one is due or the
 import shutil
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.train.config import ConfigError
+from octavo.train.digests import digests_of
 from octavo.train.optimizer import CompactAdamW, MasterAdamW
+from octavo.train.shard_index import ShardReader, read_index
 
 SHARDS = "shards"
 
@@ -45,23 +48,36 @@ def has_shards(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def write(folder: Path, state: dict[str, Tensor]) -> None:
-    """Write this rank's part of a state into `folder`, and wait for the others. Raises OSError where one cannot."""
+def write(folder: Path, state: dict[str, Tensor]) -> dict[str, str]:
+    """Write this rank's part of a state into `folder`, and wait for the others. Raises OSError where one cannot.
+
+    Returns the digests of the files that this rank wrote, by their place in the checkpoint.
+    """
     with _dcp_errors(folder), _quiet():
         save(state, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=not dist.is_initialized())
+    return _own_digests(folder)
 
 
-def write_behind(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup) -> Any:
-    """Copy a state to host memory and write it in the background. Returns a future; `wait_for` it."""
+def write_behind(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup) -> Future[dict[str, str]]:
+    """Copy a state to host memory and write it in the background; `wait_for` the digests that `write` returns."""
     with _dcp_errors(folder), _quiet():
         writer = FileSystemWriter(folder, sync_files=True)
-        return async_save(state, storage_writer=writer, process_group=group)
+        written: Any = async_save(state, storage_writer=writer, process_group=group)
+    background = ThreadPoolExecutor(1)
+    digests = background.submit(lambda: (written.result(), _own_digests(folder))[1])
+    background.shutdown(wait=False)
+    return digests
 
 
-def wait_for(future: Any, folder: Path) -> None:
+def wait_for(future: Future[dict[str, str]], folder: Path) -> dict[str, str]:
     """Until what `write_behind` began is written. Raises OSError where a rank could not."""
     with _dcp_errors(folder), _quiet():
-        future.result()
+        return future.result()
+
+
+def _own_digests(folder: Path) -> dict[str, str]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return digests_of(folder.parent, [f"{SHARDS}/{path.name}" for path in folder.glob(f"__{rank}_*")])
 
 
 def read(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
@@ -78,33 +94,24 @@ def read_weights(folder: Path, model: nn.Module) -> None:
 
 
 def check(folder: Path) -> None:
-    """Raise ConfigError, naming them, where files of a state are missing or too short."""
-    if reason := damage(folder):
-        raise ConfigError(reason)
-
-
-def damage(folder: Path) -> str:
-    """Which files of a state are missing or too short; empty where none is."""
-    try:
-        metadata = FileSystemReader(folder).read_metadata()
-    except Exception as error:  # of no other type: whatever unpickling finds wrong
-        return f".metadata cannot be read ({type(error).__name__})"
+    """Raise ConfigError, naming them, where files of a state are missing or too short, or its index is refused."""
     needed: dict[str, int] = {}
-    for stored in (metadata.storage_data or {}).values():
+    for stored in read_index(folder).storage_data.values():
         needed[stored.relative_path] = max(needed.get(stored.relative_path, 0), stored.offset + stored.length)
     found = {name: (folder / name).stat().st_size if (folder / name).exists() else -1 for name in needed}
     missing = sorted(name for name, size in found.items() if size < 0)
     short = sorted(name for name, size in found.items() if 0 <= size < needed[name])
     if missing:
-        return f"{len(missing)} of {len(needed)} shards are missing ({', '.join(missing[:4])})"
-    return f"shards are cut off ({', '.join(short[:4])})" if short else ""
+        raise ConfigError(f"{len(missing)} of {len(needed)} shards are missing ({', '.join(missing[:4])})")
+    if short:
+        raise ConfigError(f"shards are cut off ({', '.join(short[:4])})")
 
 
 def _load(folder: Path, state: dict[str, Tensor], *, alone: bool) -> None:
     """Fill a state in place. What a lost rank makes of it is no CheckpointException, and goes on as it is."""
     try:
         with _quiet():
-            load(state, storage_reader=FileSystemReader(folder), no_dist=alone)
+            load(state, storage_reader=ShardReader(folder), no_dist=alone)
     except CheckpointException as error:
         raise ConfigError(_reason(error)) from None
 

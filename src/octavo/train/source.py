@@ -1,238 +1,379 @@
-"""Where text comes from: the standard library's own source, files, or a dataset; always as numbered documents.
+"""Where text comes from: the standard library's own source, files, a folder or a dataset; always a stream of documents.
 
 The standard library is the default because every Python installation carries it: no download, and the same on every
-machine with the same Python. Files and datasets go through `datasets`, whose Arrow tables are memory-mapped, so
-that a corpus larger than memory is read a piece at a time.
+machine with the same Python. `datasets` loads datasets from the Hub and local folders in formats that are not read
+here; what it prepares is read like a data set that `save_to_disk` wrote. It executes no code of a data folder.
 
-A source knows a fingerprint of its content before any of it is parsed: `data.py` keys its cache on it.
+A source knows a fingerprint of its content before it is tokenized: `data.py` keys its cache on it. Content alone
+counts, never a modification time. Every later reading is hashed too, and one that differs raises an error.
 """
 
-import codecs
 import glob
 import hashlib
-import itertools
 import json
+import os
 import sysconfig
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from octavo.numerics.names import nearest
+from octavo.train import documents
 from octavo.train.config import ConfigError
+from octavo.train.documents import Stream, Tick
 from octavo.train.sections import Data
 
 STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-ROWS_FOR_FIELDS = 100
-"""Rows of a .jsonl that are asked for the names of their fields."""
+KINDS = {*SUFFIXES, ".csv", ".tsv", ".json", ".ndjson", ".arrow"}
+"""What is read in a folder; what is not in `SUFFIXES` through `datasets`."""
+METADATA = {"config.json", "dataset_info.json", "dataset_infos.json"}
+"""Names of .json files that are no data."""
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz")
 NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__"}
 """Folders of the standard library left out: what is installed beside it, and tests (two thirds of the text)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """Documents of text."""
 
     fingerprint: str
     """Hash of the content."""
-    skipped: int
+    read: Callable[[Path], Stream]
+    """Given a folder for intermediate files, reads the documents; may be called again with the same folder."""
+    skipped: int = 0
     """Files left out because they are not UTF-8 (standard library only; elsewhere that is an error)."""
-    load: Callable[[Path], Any]
-    """Given a folder for intermediate files, returns a sized sequence of str or None that takes slices."""
+    left_out: str = ""
+    """What the folder holds besides; empty where there is nothing."""
+    without_text: str = ""
+    """What to print of documents without text, after their number; empty where they are usual."""
 
 
-class Column:
-    """One column of a dataset as a sequence that reads what it is asked for, no more."""
+def open_source(config: Data, tick: Tick) -> Source:
+    """Find the data and fingerprint it. `tick` is called with the number of bytes just read.
 
-    def __init__(self, dataset: Any, name: str) -> None:
-        self._dataset = dataset.select_columns([name])
-        self._name = name
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, rows: int | slice) -> Any:
-        return self._dataset[rows][self._name]
-
-
-def open_source(config: Data) -> Source:
-    """Finds the data and fingerprints it. Raises ConfigError where there is none or it is not text."""
-    if config.source == STDLIB:
-        return _standard_library(Path(sysconfig.get_paths()["stdlib"]))
-    suffix = Path(config.source).suffix
+    Raises ConfigError where there is no data, it is not text, or it has no split `data.split`.
+    """
     path = Path(config.source).expanduser()
-    if suffix in SUFFIXES and not path.is_dir():
-        return _files(config, str(path), suffix)
+    if config.source == STDLIB:
+        _no_splits(config, "the standard library has")
+        return _standard_library(Path(sysconfig.get_paths()["stdlib"]))
+    if path.is_dir():
+        return _folder(config, path, tick)
+    suffix = path.suffix
+    if suffix in SUFFIXES:
+        _no_splits(config, "files have")
+        return _files(config, _matches(config, str(path)), suffix, tick)
+    if suffix in COMPRESSED:
+        raise ConfigError(f'data.source = "{config.source}": compressed files are not read: decompress them first')
     if path.is_file() or glob.has_magic(config.source):
         raise ConfigError(f'data.source = "{config.source}": files must end in {", ".join(SUFFIXES)}')
-    return _dataset(config)
+    folder = Path(config.source.partition(":")[0]).expanduser()
+    if folder.is_dir():  # "folder:subset"
+        return _prepared(config, folder, tick)
+    if path.is_absolute() or config.source.startswith("."):
+        raise ConfigError(f'data.source = "{config.source}" cannot be read: there is no such file or folder')
+    return _hub(config, tick)
+
+
+def _no_splits(config: Data, what: str) -> None:
+    if config.split != "train":
+        raise ConfigError(
+            f'data.split = "{config.split}": {what} no splits: leave data.split out, and name the text in data.source'
+        )
 
 
 def _standard_library(root: Path) -> Source:
     found = (path.relative_to(root) for path in root.rglob("*.py"))
     names = sorted(name.as_posix() for name in found if not NOT_SOURCE.intersection(name.parts))
+    skipped = 0
+
+    def texts(digest: "hashlib._Hash") -> Stream:
+        nonlocal skipped
+        skipped = 0
+        for name in names:
+            with documents.reading(str(root / name)):
+                content = (root / name).read_bytes()
+            try:
+                text = content.decode("utf-8")
+            except UnicodeDecodeError:
+                skipped += 1
+                continue
+            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+            yield from documents.rows_as_documents([text])
+
     digest = hashlib.sha256()
-    texts, skipped = [], 0
-    for name in names:
-        content = (root / name).read_bytes()
-        try:
-            texts.append(content.decode("utf-8"))
-        except UnicodeDecodeError:
-            skipped += 1
-            continue
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return Source(digest.hexdigest(), skipped, lambda _: texts)
-
-
-def _files(config: Data, pattern: str, suffix: str) -> Source:
-    literal = Path(pattern).is_file()  # a name with [ ] in it may be just that
-    paths = (
-        [pattern] if literal else sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    for _ in texts(digest):
+        pass
+    fingerprint = digest.hexdigest()
+    return Source(
+        fingerprint=fingerprint,
+        skipped=skipped,
+        read=lambda _: _unchanged(STDLIB, fingerprint, hashlib.sha256(), texts),
     )
-    if not paths:
+
+
+def _unchanged(
+    source: str, fingerprint: str, digest: "hashlib._Hash", stream: Callable[["hashlib._Hash"], Stream]
+) -> Stream:
+    """The documents of `stream`, which adds to `digest` what it reads. Raises ConfigError where that has changed."""
+    yield from stream(digest)
+    if digest.hexdigest() != fingerprint:
+        raise ConfigError(f'data.source = "{source}" changed while it was read: start again once nothing writes to it')
+
+
+def _matches(config: Data, pattern: str) -> list[str]:
+    """The files of a glob, sorted. A file that several paths through linked folders lead to is one."""
+    paths = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))  # [ ] may be literal
+    real = lru_cache(maxsize=None)(os.path.realpath)
+    files: dict[tuple[str, str], str] = {}
+    for path in paths:
+        _check_link(path)
+        if os.path.isfile(path):
+            files.setdefault((real(os.path.dirname(path)), os.path.basename(path)), path)
+    if not files:
         raise ConfigError(f'data.source = "{config.source}" matches no file (seen from {Path.cwd()})')
+    return list(files.values())
+
+
+def _check_link(path: str) -> None:
+    if not os.path.exists(path) and os.path.islink(path):
+        raise ConfigError(f"{path} cannot be read: it is a link to {os.readlink(path)}, which does not exist")
+
+
+def _files(config: Data, paths: list[str], suffix: str, tick: Tick, left_out: str = "") -> Source:
     column = "" if suffix == ".txt" else f"\0{config.text_field}"
-    digest = hashlib.sha256(f"{suffix}{column}".encode())
+    seed = f"{suffix}{column}".encode()
+    digest = hashlib.sha256(seed)
     for path in paths:
-        _hash_file(path, digest, text=suffix != ".parquet")
+        documents.hash_file(path, digest, tick, kind=suffix)
+    fingerprint = digest.hexdigest()
 
-    def load(scratch: Path) -> Any:
-        # `datasets` reads the names as patterns again, so what is special in them has to be escaped.
-        options: dict[str, Any] = {"data_files": [glob.escape(path) for path in paths], "cache_dir": str(scratch)}
-        if suffix == ".txt":
-            return Column(_load_dataset(config, "text", sample_by="document", split="train", **options), "text")
+    def texts(digest: "hashlib._Hash") -> Stream:
         if suffix == ".jsonl":
-            return _json_lines(config, paths, scratch)
-        return _column(config, _load_dataset(config, "parquet", split="train", **options))
+            yield from documents.json_lines(paths, config.text_field, config.source, digest, tick)
+            return
+        for path in paths:
+            if suffix == ".txt":
+                yield from documents.text_file(path, digest, tick)
+                continue
+            for group in documents.parquet_rows(path, config.text_field, config.source):
+                yield from documents.rows_as_documents(group)
+            documents.hash_file(path, digest, tick, kind=suffix)
 
-    return Source(digest.hexdigest(), 0, load)
-
-
-def _json_lines(config: Data, paths: list[str], scratch: Path) -> Column:
-    """The text of each line. Only that column is read: the rest of a row may differ from the next."""
-    from datasets import Dataset, Features, Value
-    from datasets.exceptions import DatasetsError
-
-    field = config.text_field
-    fields: dict[str, None] = {}
-    for row in itertools.islice(_json_rows(config, paths), ROWS_FOR_FIELDS):
-        fields |= dict.fromkeys(row)
-    if not fields:
-        raise ConfigError(f'data.source = "{config.source}" is empty: no rows')
-    _check_field(config, fields)
-
-    def texts() -> Iterator[dict[str, str | None]]:
-        for row in _json_rows(config, paths):
-            text = row.get(field)
-            if not isinstance(text, str | None):
-                raise ConfigError(f'field "{field}" of "{config.source}" is not text but {type(text).__name__}')
-            yield {field: text}
-
-    features = Features({field: Value("large_string")})
-    try:
-        with _no_progress_bars():
-            dataset = Dataset.from_generator(texts, features=features, cache_dir=str(scratch))
-    except DatasetsError as error:
-        raise ConfigError(str(error.__cause__ or error)) from None
-    return Column(dataset, field)
+    without_text = "files are empty" if suffix == ".txt" else _rows_without_text(config)
+    return Source(
+        fingerprint=fingerprint,
+        read=lambda _: _unchanged(config.source, fingerprint, hashlib.sha256(seed), texts),
+        left_out=left_out,
+        without_text=without_text,
+    )
 
 
-def _json_rows(config: Data, paths: list[str]) -> Iterator[dict[str, Any]]:
-    for path in paths:
-        with open(path, encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    row, reason = None, f"is not JSON ({error.msg})"
-                else:
-                    reason = f"is no JSON object but {type(row).__name__}"
-                if not isinstance(row, dict):
-                    raise ConfigError(f'data.source = "{config.source}" cannot be read: {path}, line {number} {reason}')
-                yield row
+def _rows_without_text(config: Data) -> str:
+    return f'rows have no text in field "{config.text_field}" (missing, null or empty)'
 
 
-def _hash_file(path: str, digest: "hashlib._Hash", *, text: bool) -> None:
-    """Adds a file's content to `digest`; where it should be text, checks on the way that it is UTF-8 without NULs."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        size = Path(path).stat().st_size
-        digest.update(f"{size}\0".encode())
-        with open(path, "rb") as file:
-            for start in itertools.count(0, 1 << 20):
-                piece = file.read(1 << 20)
-                digest.update(piece)
-                if text and b"\0" in piece:
-                    raise ConfigError(f"{path} is not text: byte {start + piece.index(0)} is NUL")
-                if text:
-                    decoder.decode(piece, final=not piece)
-                if not piece:
-                    return
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text ({error.reason}): convert it, or leave it out") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _dataset(config: Data) -> Source:
-    path = Path(config.source).expanduser()
-    if (path / "state.json").exists():
-        from datasets import load_from_disk
-
-        dataset = load_from_disk(str(path))
-        if isinstance(dataset, dict):
-            dataset = _split(config, dataset)
-    else:
-        name, _, subset = config.source.partition(":")
-        name = str(path) if path.exists() else name
-        dataset = _split(config, _load_dataset(config, name, subset or None))
-    column = _column(config, dataset)
-    digest = hashlib.sha256(f"{dataset._fingerprint}\0{config.text_field}".encode())
-    return Source(digest.hexdigest(), 0, lambda _: column)
-
-
-def _split(config: Data, splits: Any) -> Any:
-    if config.split not in splits:
+def _folder(config: Data, path: Path, tick: Tick) -> Source:
+    """A folder: what `save_to_disk` wrote; else the files below it, which must be of one kind."""
+    if (path / "dataset_dict.json").is_file():
+        splits = _manifest(path / "dataset_dict.json")["splits"]
+        if config.split not in splits:
+            raise _no_split(config, splits)
+        return _saved(config, path / config.split, tick)
+    if (path / "state.json").is_file():
+        if config.split not in ("train", _manifest(path / "state.json").get("_split")):
+            _no_splits(config, "a saved data set that is not a DatasetDict has")
+        return _saved(config, path, tick)
+    files = _below(path)
+    usable = sorted({Path(file).suffix for file in files if os.path.basename(file) not in METADATA}.intersection(KINDS))
+    if _has_configs(path / "README.md") or (len(usable) == 1 and usable[0] not in SUFFIXES):
+        return _prepared(config, path, tick)
+    if len(usable) != 1:
+        kind = next((kind for kind in usable if kind in SUFFIXES), SUFFIXES[0])
         raise ConfigError(
-            f'"{config.source}" has no split "{config.split}"; it has {", ".join(splits)}: set data.split'
+            f'data.source = "{config.source}" {"is a folder of several kinds" if usable else "holds nothing to read"}: '
+            f'{_contents(files)}; give files of one kind with a pattern, as "{path}/**/*{kind}", or a folder that '
+            "save_to_disk wrote; compressed files have to be decompressed"
         )
-    return splits[config.split]
+    chosen = _files_of_split(config, path, [file for file in files if Path(file).suffix == usable[0]])
+    rest = sorted(set(files) - set(chosen))
+    left_out = f'{len(rest)} of {len(files)} files in "{config.source}" are left out: {_contents(rest)}'
+    return _files(config, chosen, usable[0], tick, left_out if rest else "")
 
 
-def _load_dataset(config: Data, name: str, *arguments: Any, **options: Any) -> Any:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
+def _contents(files: list[str]) -> str:
+    """Counts by suffix, as "3 .csv, 1 .md"."""
+    counts = Counter(Path(file).suffix or "without a suffix" for file in files)
+    return ", ".join(f"{count} {kind}" for kind, count in counts.most_common(20)) or "no files"
+
+
+def _below(folder: Path) -> list[str]:
+    """The files below a folder, sorted; hidden ones are left out, and a folder that links lead to is read once."""
+
+    def unreadable(error: OSError) -> None:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+    paths: list[str] = []
+    visited = set()
+    for root, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
+        if (real := os.path.realpath(root)) in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+        paths += [os.path.join(root, name) for name in names if not name.startswith(".")]
+    for path in paths:
+        _check_link(path)
+    return sorted(path for path in paths if os.path.isfile(path))
+
+
+def _files_of_split(config: Data, folder: Path, files: list[str]) -> list[str]:
+    """Those of `files` whose names say that they belong to `data.split`; where no name says a split, all are "train".
+
+    The names are those `datasets` goes by, as "train-00000-of-00002.parquet", "test.jsonl", "validation/a.txt".
+    """
+    from datasets.data_files import EmptyDatasetError, get_data_patterns, resolve_pattern
+
+    base = glob.escape(str(folder.resolve()))
+    real = {os.path.realpath(file): file for file in files}
+    splits: dict[str, set[str]] = {}
+    with _no_progress_bars():
+        try:
+            patterns = get_data_patterns(base)
+        except EmptyDatasetError:
+            patterns = {}
+        for split, names in patterns.items():
+            paths = set()
+            for name in names:
+                with suppress(FileNotFoundError):  # one pattern of several
+                    paths |= {os.path.realpath(path) for path in resolve_pattern(name, base)}
+            if names != ["**"] and (members := paths.intersection(real)):
+                splits[str(split)] = {real[path] for path in members}
+    splits = splits or {"train": set(files)}
+    if config.split not in splits:
+        raise _no_split(config, splits)
+    return [path for path in files if path in splits[config.split]]
+
+
+def _no_split(config: Data, splits: Any) -> ConfigError:
+    return ConfigError(
+        f'"{config.source}" has no split "{config.split}"; it has {", ".join(map(str, splits))}: set data.split'
+    )
+
+
+def _has_configs(readme: Path) -> bool:
+    """True where the card of a data set folder says which files are which subset or split."""
+    if not readme.is_file():
+        return False
+    with documents.reading(str(readme)):
+        lines = readme.read_text(encoding="utf-8").splitlines()
+    head = lines[1 : lines.index("---", 1)] if lines[:1] == ["---"] and "---" in lines[1:] else []
+    return any(line.startswith("configs:") for line in head)
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or not content.keys() & {"splits", "_data_files"}:
+            raise ValueError("not a manifest of save_to_disk")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    return content
+
+
+def _saved(config: Data, folder: Path, tick: Tick) -> Source:
+    """What `Dataset.save_to_disk` wrote."""
+    entries = _manifest(folder / "state.json")["_data_files"]
+    paths = [str(folder / os.path.basename(entry["filename"])) for entry in entries]
+    return _arrow(config, lambda _: paths, tick)
+
+
+def _arrow(config: Data, prepare: Callable[[Path], list[str]], tick: Tick, fingerprint: str = "") -> Source:
+    """Files of Arrow streams, hashed by their rows unless a fingerprint is given."""
+
+    def texts(lengths: "hashlib._Hash", scratch: Path) -> Stream:
+        content = hashlib.sha256()
+        for path in prepare(scratch):
+            groups = documents.arrow_rows(path, config.text_field, config.source, tick)
+            yield from documents.hashed_rows(groups, lengths, content)
+        lengths.update(content.digest())
+
+    def again(scratch: Path) -> Stream:
+        return _unchanged(config.source, fingerprint, hashlib.sha256(), lambda digest: texts(digest, scratch))
+
+    without_text = _rows_without_text(config)
+    if fingerprint:
+        return Source(
+            fingerprint=fingerprint,
+            read=lambda scratch: texts(hashlib.sha256(), scratch),
+            without_text=without_text,
+        )
+    digest = hashlib.sha256()
+    for _ in texts(digest, Path()):
+        pass
+    fingerprint = digest.hexdigest()
+    return Source(fingerprint=fingerprint, read=again, without_text=without_text)
+
+
+def _prepared(config: Data, folder: Path, tick: Tick) -> Source:
+    """A local folder that `datasets` reads, prepared in the scratch folder: its own cache looks at times alone."""
+
+    def fingerprint() -> str:
+        subset = config.source.partition(":")[2] if not Path(config.source).expanduser().is_dir() else ""
+        digest = hashlib.sha256(f"folder\0{subset}\0{config.split}\0{config.text_field}".encode())
+        for path in _below(folder):
+            if Path(path).suffix in COMPRESSED:
+                raise ConfigError(f"{path} is compressed, and compressed files are not read: decompress it first")
+            digest.update(f"{os.path.relpath(path, folder)}\0".encode())
+            documents.hash_file(path, digest, tick, kind="")
+        return digest.hexdigest()
+
+    before = fingerprint()
+
+    def prepare(scratch: Path) -> list[str]:
+        paths = _load(config, str(folder), cache_dir=str(scratch / "arrow"))
+        if fingerprint() != before:
+            raise ConfigError(f'data.source = "{config.source}" changed while it was read: start again')
+        return paths
+
+    return _arrow(config, prepare, tick, before)
+
+
+def _hub(config: Data, tick: Tick) -> Source:
+    paths = _load(config, config.source.partition(":")[0])
+    return _arrow(config, lambda _: paths, tick)
+
+
+def _load(config: Data, name: str, **options: Any) -> list[str]:
+    """The Arrow files of a data set that `datasets` loads, without running code that comes with it."""
+    import datasets
     from pyarrow import ArrowException
 
+    if int(datasets.__version__.partition(".")[0]) < 4:  # later ones have no scripts
+        options["trust_remote_code"] = False
+    local = Path(config.source).expanduser().is_dir()
+    subset = None if local else config.source.partition(":")[2] or None
     try:
         with _no_progress_bars():
-            return load_dataset(name, *arguments, **options)
-    except (DatasetsError, ArrowException, OSError, ValueError) as error:
+            splits = datasets.load_dataset(name, subset, **options)
+    except (datasets.exceptions.DatasetsError, ArrowException, OSError, ValueError, RuntimeError) as error:
         cause = error.__cause__ or error
         guess = nearest(config.source, [STDLIB])
         raise ConfigError(f'data.source = "{config.source}" cannot be read: {cause}{guess}') from None
-
-
-def _column(config: Data, dataset: Any) -> Column:
-    fields = dataset.features
-    _check_field(config, fields)
-    kind = getattr(fields[config.text_field], "dtype", "")
-    if kind not in ("string", "large_string"):
-        raise ConfigError(f'field "{config.text_field}" of "{config.source}" is not text but {kind or "nested"}')
-    return Column(dataset, config.text_field)
-
-
-def _check_field(config: Data, fields: Collection[str]) -> None:
-    if config.text_field not in fields:
-        known = ", ".join(fields) or "none"
+    if config.split not in splits:
+        raise _no_split(config, splits)
+    if splits[config.split].info.builder_name == "text" and "cache_dir" in options:
         raise ConfigError(
-            f'"{config.source}" has no field "{config.text_field}"{nearest(config.text_field, fields)} '
-            f"(fields: {known}): set data.text_field"
+            f'data.source = "{config.source}": the folder\'s card names .txt files, which `datasets` cuts into lines; '
+            'give them with a pattern, as "folder/**/*.txt": then each file is a document'
         )
+    return [entry["filename"] for entry in splits[config.split].cache_files]
 
 
 @contextmanager

@@ -1,17 +1,24 @@
 """The tokenizer: a byte-level BPE trained on the data itself, or the one that comes with a model.
 
 Byte-level, so that any text can be encoded and none is lost; trained on a sample, because the merges of a small
-vocabulary settle within a few megabytes. Either way it is a `tokenizers.Tokenizer` and the id that ends a document.
+vocabulary settle within a few megabytes. One that comes with a model is what `AutoTokenizer` loads from its folder, in
+any layout, and is saved whole: special tokens, chat template, maximal length. Code in such a folder never runs.
+
+Text is encoded without special tokens, and the end-of-document token follows each document; there is no BOS token.
 """
 
 import hashlib
+import json
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
@@ -27,8 +34,11 @@ class TextTokenizer:
     """A tokenizer and its end-of-document token."""
 
     backend: tokenizers.Tokenizer
+    """What encodes; of a `pretrained` one that is written in Python, its vocabulary alone."""
     end: str
     """The token that ends a document."""
+    pretrained: Any = None
+    """The tokenizer of Transformers that comes with a model; None for one trained here."""
 
     @property
     def end_id(self) -> int:
@@ -43,18 +53,34 @@ class TextTokenizer:
     @property
     def fingerprint(self) -> str:
         """Hash of everything that decides how text is encoded."""
-        return hashlib.sha256((self.backend.to_str() + self.end).encode()).hexdigest()
+        digest = hashlib.sha256((self.backend.to_str() + self.end).encode())
+        if self._in_python:
+            with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
+                for path in sorted(map(Path, self.pretrained.save_pretrained(folder))):
+                    digest.update(path.read_bytes() if path.is_file() else b"")
+        return digest.hexdigest()
+
+    @property
+    def _in_python(self) -> bool:
+        return self.pretrained is not None and not self.pretrained.is_fast
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, without special tokens: text that spells one, as "<|endoftext|>", is encoded as text."""
+        if self._in_python:
+            options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+            encoded: list[list[int]] = self.pretrained(texts, **options).input_ids
+            return encoded
         self.backend.encode_special_tokens = True
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def save(self, folder: Path) -> None:
-        """Writes the files `AutoTokenizer.from_pretrained(folder)` reads."""
+        """Writes the files `AutoTokenizer.from_pretrained(folder)` reads; of a pretrained one, all that it has."""
         from transformers import PreTrainedTokenizerFast
 
-        PreTrainedTokenizerFast(tokenizer_object=self.backend, eos_token=self.end).save_pretrained(str(folder))
+        tokenizer = self.pretrained
+        if tokenizer is None:
+            tokenizer = PreTrainedTokenizerFast(tokenizer_object=self.backend, eos_token=self.end)
+        tokenizer.save_pretrained(str(folder))
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
@@ -73,26 +99,72 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 
 def load_tokenizer(folder: Path) -> TextTokenizer:
-    """Loads the tokenizer of a `transformers` checkpoint folder. Raises ConfigError where it cannot serve."""
+    """Loads the tokenizer of a folder as `AutoTokenizer` does, in any layout, without running code of the folder.
+
+    Documents end with its `eos_token`, or its `sep_token` where it has none (BERT).
+
+    Raises ConfigError where there is no tokenizer, or it needs a missing package or its own code, or has no end token.
+    """
     from transformers import AutoTokenizer  # two seconds to import, and not every caller loads one
 
+    remedy = "save one there (AutoTokenizer's save_pretrained), or give the folder of one as data.tokenizer"
+    if not folder.is_dir():
+        raise ConfigError(f"no tokenizer could be loaded from {folder}: it is no folder")
+    custom = _custom_classes(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"no tokenizer could be loaded from {folder}: {error}") from None
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ConfigError(f"the tokenizer in {folder} has no fast form (tokenizer.json)")
-    if tokenizer.eos_token is None:
-        raise ConfigError(f"the tokenizer in {folder} has no eos_token, which is needed to end documents")
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of no common type: each class and format fails in its own way
+        reason = _missing_package(folder) or " ".join(str(error).split()) or type(error).__name__
+        if reason.startswith("Couldn't instantiate"):
+            reason = "it holds no vocabulary (as tokenizer.json, tokenizer.model, vocab.txt) that its class reads"
+        if custom:
+            reason = f"it wants to run its own code ({', '.join(custom)}), which Octavo never does"
+        raise ConfigError(f"no tokenizer could be loaded from {folder}: {reason}; {remedy}") from None
+    name = type(tokenizer).__name__
+    if custom and name.removesuffix("Fast") not in {other.removesuffix("Fast") for other in custom}:
+        raise ConfigError(
+            f"the tokenizer in {folder} wants to run its own code ({', '.join(custom)}), which Octavo never does, and "
+            f"{name} of Transformers may encode differently: convert it to tokenizer.json and remove auto_map from "
+            "tokenizer_config.json"
+        )
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):  # a class made without any of its files
+        files = ", ".join(dict.fromkeys((*type(tokenizer).vocab_files_names.values(), "tokenizer.json")))
+        raise ConfigError(f"{folder} holds no tokenizer: none of the files of {name} ({files}); {remedy}")
+    end = tokenizer.eos_token or tokenizer.sep_token
+    if end not in tokenizer.get_vocab():
+        raise ConfigError(
+            f"the tokenizer in {folder} has no eos_token in its vocabulary, which is needed to end documents: set it "
+            "in tokenizer_config.json"
+        )
+    tokenizer.init_kwargs["local_files_only"] = False  # save_pretrained writes how it was loaded: here the default
+    if not tokenizer.is_fast:
+        return TextTokenizer(tokenizers.Tokenizer(WordLevel(tokenizer.get_vocab(), unk_token=end)), end, tokenizer)
+    backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.no_truncation()
     backend.no_padding()
-    return TextTokenizer(backend, tokenizer.eos_token)
+    return TextTokenizer(backend, end, tokenizer)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """True where a checkpoint folder holds a tokenizer."""
-    return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+def _custom_classes(folder: Path) -> list[str]:
+    """Classes of the folder's own code that its tokenizer asks for."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        asked = settings.get("auto_map", {})
+        asked = asked.get("AutoTokenizer") if isinstance(asked, dict) else asked
+    except (OSError, ValueError, AttributeError):  # none, or one that AutoTokenizer refuses
+        return []
+    return [str(name).rpartition(".")[2] for name in (asked if isinstance(asked, list) else [asked]) if name]
+
+
+def _missing_package(folder: Path) -> str:
+    """What has to be installed to read the folder's vocabulary; empty where nothing is known to be missing."""
+    for path in sorted((*folder.glob("*.model"), *folder.glob("*.tiktoken"))):
+        with path.open("rb") as file:
+            is_text = file.readline(1000).rstrip().rpartition(b" ")[2].isdigit()  # tiktoken: base64, a space, the id
+        package = "tiktoken" if is_text or path.suffix == ".tiktoken" else "sentencepiece"
+        if find_spec(package) is None:
+            return f"{path.name} needs a package that is not installed: pip install {package} protobuf"
+    return ""
 
 
 def _sample(texts: Iterable[str]) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """A model in training: what a step needs and changes, on one process or on its share of many.
 
-The loss of a micro-batch is its summed cross-entropy over the tokens of the whole step, so cutting a batch differently,
-over micro-batches or over ranks, changes rounding and nothing else. Everything a step uses (batch, learning rate,
-randomness of dropout) is a function of (seed, step).
+The loss is the model's own: what `model(input_ids=inputs, labels=targets, shift_labels=targets)` returns, router losses
+and z-losses of its configuration included. That of a step is the mean over its micro-batches and ranks, which hold
+equal numbers of targets: of a plain cross-entropy it is the mean over all tokens, however the batch is cut. Everything
+a step uses (batch, learning rate, randomness of dropout) is a function of (seed, step).
 
 A loss or gradient that is not finite never reaches the optimizer: under loss scaling the step is skipped and counted;
 otherwise the run stops, with the layer named. A gradient that is exactly zero everywhere stops the run as well. Loss
@@ -23,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo._version import __version__
@@ -31,6 +31,7 @@ from octavo.inspect.autopilot import Autopilot, Move
 from octavo.inspect.deciding import convert as convert_by_cost
 from octavo.inspect.watch import Watch
 from octavo.nn import Report, accumulating, convert, report
+from octavo.nn.report import is_converted
 from octavo.numerics.plan import Plan
 from octavo.parallel import parallelize
 from octavo.parallel.parallelize import make_mesh
@@ -43,8 +44,8 @@ from octavo.train.diagnose import NonFiniteError, ZeroGradientError, find_origin
 from octavo.train.guard import SpikeGuard
 from octavo.train.loss_scale import LossScale
 from octavo.train.metrics import RunResult, StepMetrics, finite
-from octavo.train.model import build_on_ranks, take_loss_in_chunks
-from octavo.train.optimizer import make_optimizer
+from octavo.train.model import build_on_ranks, prepare_loss
+from octavo.train.optimizer import decayed_parameters, make_optimizer
 from octavo.train.probe import check_causal, kept_bytes_per_token
 from octavo.train.ranks import Ranks
 from octavo.train.schedule import learning_rate
@@ -74,7 +75,7 @@ class Trainer:
         moved: What it moved in the step just taken.
         guard: Recognizes spikes of the loss.
         skipped_batches: Batches that the run went past without training on them, after spikes of the loss.
-        loss_note: Why the loss is not computed in chunks although that was asked for; else empty.
+        loss_note: Why the loss takes whole logits although chunks were asked for; else empty.
     """
 
     def __init__(
@@ -95,25 +96,23 @@ class Trainer:
             self.model: Any = model if spread else model.to(device)
         else:
             self.model, spread, known = model, False, {}
-        asked = config.asked
         self.layers = self.ranks.agreed(lambda: _convert(self.model, config, device, self.ranks.world, plan))
-        refusal = take_loss_in_chunks(self.model) if precision.loss == "chunked" else None
-        self._chunked = precision.loss == "chunked" and refusal is None
-        self.loss_note = f"the loss is computed from whole logits: {refusal}" if refusal else ""
+        self.loss_note = self.ranks.agreed(lambda: prepare_loss(self.model, precision.loss))
         self._checkpointing = Checkpointing(self.model, precision.checkpointing)
         takes_cache = "use_cache" in inspect.signature(self.model.forward).parameters
         self._options = {"use_cache": False} if takes_cache else {}
         self._copies = 1
         self._call: Callable[..., Any] = self.model
+        decayed = decayed_parameters(self.model)
         if spread:
             self._copies, self._call = _spread(self.model, config, device)
-        self.optimizer = make_optimizer(self.model, config, known)
+        self.optimizer = make_optimizer(self.model, config, known, decayed)
         self.loss_scale = LossScale(precision.loss_scale)
         every = config.inspect.every or (PILOT_EVERY if precision.autopilot else 0)
         self.watch = Watch(self.model, every=every, what_if=config.inspect.what_if, high_precision=self.layers is None)
         limits, back = config.inspect.thresholds, config.inspect.restore_after
         self.pilot = None
-        if asked.matmul == "fp8":
+        if any(is_converted(module) for module in self.model.modules()):  # none may gain from FP8
             self.pilot = Autopilot(self.model, watch=self.watch, thresholds=limits, restore_after=back)
         self.moved: list[Move] = []
         self.guard = SpikeGuard(config.guard)
@@ -256,7 +255,7 @@ class Trainer:
 
     def accumulate(self, inputs: Tensor, part: Tensor, *, targets: int) -> Tensor:
         """Adds the gradients of a micro-batch of a step with so many targets. Returns its share of the mean loss."""
-        loss = self.loss(inputs, part) / targets
+        loss = self.loss(inputs, part) * (part.numel() / targets)
         (loss * self.loss_scale.value).backward()
         self.optimizer.accumulate()
         return loss.detach()
@@ -290,15 +289,10 @@ class Trainer:
         return total / self.ranks.world, (squares / self._copies).sqrt().float()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Summed cross-entropy in fp32."""
-        if self._chunked:
-            with self._autocast():
-                summed: Tensor = self._call(
-                    input_ids=inputs, shift_labels=targets, num_items_in_batch=1, **self._options
-                ).loss
-            return summed
-        logits = self._logits(inputs)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+        """The model's own loss of a micro-batch, a mean over its targets."""
+        with self._autocast():
+            loss: Tensor = self._call(input_ids=inputs, labels=targets, shift_labels=targets, **self._options).loss
+        return loss
 
     def _logits(self, inputs: Tensor) -> Tensor:
         with self._autocast():

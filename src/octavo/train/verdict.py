@@ -10,9 +10,11 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from octavo.train.metrics import Losses, RunResult
+from octavo.train.metrics import RunResult
 
 BAND_PERCENT = 1.0
+FEWEST_STEPS = 100
+"""Steps below which a loss says nothing about where training ends."""
 ONE_SEED = (
     "One seed is one seed: how far apart two seeds of the same arm would lie was not measured, "
     "so the gap is not compared with seed noise."
@@ -25,7 +27,8 @@ class Verdict:
 
     Attributes:
         baseline, candidate: Labels of the arms, as people read them.
-        status: `"within"` the band, `"above"` or `"below"` it; `"none"` where the runs cannot be compared.
+        status: `"within"` the band, `"above"` or `"below"` it; `"none"` where the runs cannot be compared, or are of
+            fewer than `FEWEST_STEPS` steps.
         final_gap, tail_gap: Gap of the last loss, and of the mean over the last 10 % of steps, in nats per token.
         final_gap_percent, tail_gap_percent: The same, in percent of the baseline.
         speed_ratio: Candidate's tokens/s over the baseline's.
@@ -65,9 +68,11 @@ def verdict(a: RunResult, b: RunResult) -> Verdict:
         return Verdict(baseline=baseline, candidate=candidate, status="none", sentence=f"No verdict: {obstacle}.")
     gap, percent = _gap(a.losses.tail_mean, b.losses.tail_mean)
     final_gap, final_percent = _gap(a.losses.final, b.losses.final)
-    status: Literal["within", "above", "below"] = (
+    status: Literal["within", "above", "below", "none"] = (
         "within" if abs(percent) <= BAND_PERCENT else "above" if percent > 0 else "below"
     )
+    if a.steps < FEWEST_STEPS:
+        status = "none"
     return Verdict(
         baseline=baseline,
         candidate=candidate,
@@ -78,7 +83,7 @@ def verdict(a: RunResult, b: RunResult) -> Verdict:
         tail_gap_percent=percent,
         speed_ratio=_ratio(a.tokens_per_s, b.tokens_per_s),
         memory_ratio=_ratio(a.kept_bytes_per_token, b.kept_bytes_per_token),
-        sentence=_sentence(baseline, candidate, status, percent, a.losses, b.losses),
+        sentence=_sentence(baseline, candidate, status, percent, a, b),
         notes=tuple(_notes(a, b)),
     )
 
@@ -108,9 +113,15 @@ def _ratio(baseline: float | None, candidate: float | None) -> float | None:
     return candidate / baseline if baseline and candidate is not None else None
 
 
-def _sentence(baseline: str, candidate: str, status: str, percent: float, a: Losses, b: Losses) -> str:
-    numbers = f"{b.tail_mean:.4f} against {a.tail_mean:.4f} nats per token, {percent:+.2f} %"
+def _sentence(baseline: str, candidate: str, status: str, percent: float, a: RunResult, b: RunResult) -> str:
+    assert a.losses is not None and b.losses is not None
+    numbers = f"{b.losses.tail_mean:.4f} against {a.losses.tail_mean:.4f} nats per token, {percent:+.2f} %"
     where = "over the last 10 % of the steps"
+    if status == "none":
+        return (
+            f"No verdict: {a.steps:,} steps are too few, {FEWEST_STEPS} are wanted. "
+            f"{candidate} against {baseline} so far: {numbers}."
+        )
     if status == "within":
         return f"{candidate}'s loss is within {BAND_PERCENT:g} % of {baseline}'s {where}: {numbers}."
     if status == "above":

@@ -13,6 +13,7 @@ from rich.table import Table
 from octavo.kernels.deep.cases import checks, unavailable
 from octavo.kernels.deep.compare import Outcome, compare
 from octavo.kernels.deep.draw import GPU, INTERPRETER
+from octavo.runtime.terminal import stdout
 
 
 def doctor(device: torch.device, *, as_json: bool, seconds: float, seed: int, only: str) -> bool:
@@ -41,7 +42,7 @@ def doctor(device: torch.device, *, as_json: bool, seconds: float, seed: int, on
     if as_json:
         print(json.dumps({"device": str(device), "seed": seed, "outcomes": [asdict(o) for o in outcomes]}, indent=2))
     else:
-        _show(Console(), device, seed, outcomes)
+        _show(stdout(), device, seed, outcomes)
     return not any(outcome.mismatches for outcome in outcomes)
 
 

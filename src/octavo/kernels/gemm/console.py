@@ -13,6 +13,7 @@ from octavo.kernels.gemm import plain
 from octavo.kernels.gemm.measure import SHAPES, Task, measure, tasks
 from octavo.kernels.timing import Measured, Result, time_on_gpu
 from octavo.numerics.recipe import RECIPES, get_recipe
+from octavo.runtime.terminal import stdout
 
 
 def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
@@ -53,7 +54,7 @@ def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
                 results.append(measure(what, device, time_on_gpu))
             elif isinstance(what, quantizers.Quantization):
                 results.append(quantizers.measure(what, device, time_on_gpu))
-    console = Console()
+    console = stdout()
     console.print(table(results))
     entries = [result.entry for result in results if result.entry is not None]
     if not entries:

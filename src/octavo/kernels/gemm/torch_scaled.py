@@ -54,21 +54,28 @@ def refuses(device: torch.device, case: Case) -> str | None:
         return "on a CPU torch._scaled_mm is a slow loop; reference is exact and faster"
     if device.type != "cuda":
         return f"torch._scaled_mm has no FP8 kernel for device type {device.type!r}"
+    if (reason := lacks(torch.cuda.get_device_capability(device), case)) is not None:
+        return reason
+    kind = _kind(*blocks_of(case))
+    if kind in ("block", "mx") and not hasattr(F, "scaled_mm"):
+        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
+    if kind == "block" and _cuda_version() < (12, 9):
+        return f"cuBLAS multiplies 128-wide blocks since CUDA 12.9; this torch was built with {torch.version.cuda}"
+    return None
+
+
+def lacks(capability: tuple[int, int], case: Case) -> str | None:
+    """Why no GPU of a compute capability has this product in PyTorch, or None where it has. Looks at no device."""
     kind = _kind(*blocks_of(case))
     if kind is None:
         return f"PyTorch has no product for scales of {case[0]} by {case[1]}, layout {case[2]}"
     if all(text.startswith(E5M2.name) for text in case[:2]):
         return "FP8 matrix units multiply E5M2 by E4M3, not by E5M2"
-    capability = torch.cuda.get_device_capability(device)
     here = "this device is sm_{}{}".format(*capability)
     if capability < (8, 9):
         return f"FP8 matrix units come with sm_89; {here}"
-    if kind in ("block", "mx") and not hasattr(F, "scaled_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
     if kind == "block" and capability[0] != 9:
         return f"cuBLAS multiplies 128-wide blocks on Hopper (sm_90) only; {here}"
-    if kind == "block" and _cuda_version() < (12, 9):
-        return f"cuBLAS multiplies 128-wide blocks since CUDA 12.9; this torch was built with {torch.version.cuda}"
     if kind == "mx" and capability[0] < 10:
         return f"products with 1x32 scales come with Blackwell's matrix units (sm_100); {here}"
     return None

@@ -1,0 +1,154 @@
+"""The index of a sharded state (`shards/.metadata`), read so that it can run nothing.
+
+torch writes it as a pickle and reads it with `pickle.load`, which calls whatever the file names. Here the file is read
+once; the names in it become inert records, of a short list; and what torch gets is made of these, each value checked:
+
+    tensors    dtype, sizes and pieces of each; an entry of bytes is a pickle as well, and is refused
+    files      a name in the folder of the index, no way out of it; no transformations of their content
+"""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from octavo.train.config import ConfigError
+
+INDEX = ".metadata"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_NAMES = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata")),
+    *((_METADATA, name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+}
+"""What an index of tensors names, besides `torch.Size` and dtypes."""
+
+
+class ShardReader(FileSystemReader):
+    """What torch reads shards with: it gets the checked index, and no file but those beside it.
+
+    Raises:
+        ConfigError: For an index that cannot be read, names anything else, or points out of the folder.
+    """
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """The index, checked."""
+        return read_index(Path(self.path))
+
+
+def read_index(folder: Path) -> Metadata:
+    """The index of the shards in `folder`. Raises ConfigError as `ShardReader`."""
+    try:
+        index = _metadata(_Unpickler(io.BytesIO((folder / INDEX).read_bytes())).load())
+    except ConfigError as error:
+        raise ConfigError(f"{folder / INDEX} is refused: {error}") from None
+    except Exception as error:  # of no other type: whatever unpickling finds wrong
+        raise ConfigError(f"{INDEX} cannot be read ({type(error).__name__})") from None
+    for info in index.storage_data.values():
+        place = folder / info.relative_path
+        if place.exists() and place.resolve().parent != folder.resolve():
+            raise ConfigError(f"{place} is refused: it is a link out of its folder")
+    return index
+
+
+class _Sealed(type):
+    """A class whose attributes a pickle cannot set."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise pickle.UnpicklingError(f"a pickle may not set {name} of a class")
+
+
+class _Record(metaclass=_Sealed):
+    """A call and the state that followed it, as a pickle has them. Nothing is called."""
+
+    def __new__(cls, *args: Any) -> "_Record":
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+_RECORDS: dict[tuple[str, str], Any] = {(module, name): _Sealed(name, (_Record,), {}) for module, name in _NAMES}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if kind := _RECORDS.get((module, name)):
+            return kind
+        value = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(value, torch.dtype) or value is torch.Size:
+            return value
+        raise ConfigError(
+            f"it names {module}.{name}, which no index of tensors needs, and which reading it as torch does would "
+            "call. Use checkpoints that you trust"
+        )
+
+
+def _metadata(stored: Any) -> Metadata:
+    state = _state(stored, "Metadata")
+    return Metadata(
+        {_is(name, str): _tensor(name, entry) for name, entry in _is(state["state_dict_metadata"], dict).items()},
+        planner_data={_is(k, str): _path(v) for k, v in _is(state.get("planner_data") or {}, dict).items()},
+        storage_data=dict(_stored(key, value) for key, value in _is(state["storage_data"], dict).items()),
+        storage_meta=StorageMeta(),
+        version=_is(state.get("version"), str | None),
+    )
+
+
+def _tensor(name: str, stored: Any) -> TensorStorageMetadata:
+    if not isinstance(stored, _Record) or type(stored).__name__ != "TensorStorageMetadata":
+        raise ConfigError(f"{name} is no tensor, and whatever else it is would be unpickled")
+    state = _state(stored, "TensorStorageMetadata")
+    dtype, *_ = _state(state["properties"], "TensorProperties", tuple)
+    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in _is(state["chunks"], list)]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=_is(dtype, torch.dtype)),
+        _is(state["size"], torch.Size),
+        [ChunkStorageMetadata(_is(c["offsets"], torch.Size), _is(c["sizes"], torch.Size)) for c in chunks],
+    )
+
+
+def _stored(key: Any, value: Any) -> tuple[MetadataIndex, _StorageInfo]:
+    place, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
+    file = _is(info["relative_path"], str)
+    if Path(file).name != file or "\\" in file or file.startswith("."):
+        raise ConfigError(f"it points to {file!r}, which is no file beside it")
+    if info.get("transform_descriptors"):
+        raise ConfigError(f"the content of {file} is transformed, which Octavo's is not")
+    offset, length = (_is(info[name], int) for name in ("offset", "length"))
+    if offset < 0 or length < 0:
+        raise ConfigError(f"it points to {offset}, {length} in {file}")
+    start, hint = _is(place.get("offset"), torch.Size | None), _is(place.get("index"), int | None)
+    return MetadataIndex(_is(place["fqn"], str), start, hint), _StorageInfo(file, offset, length)
+
+
+def _path(value: Any) -> tuple[str | int, ...]:
+    return tuple(_is(part, str | int) for part in _is(value, tuple))
+
+
+def _state(stored: Any, name: str, kind: Any = dict) -> Any:
+    if not isinstance(stored, _Record) or type(stored).__name__ != name:
+        raise TypeError(f"{name} expected")
+    return _is(stored.state, kind)
+
+
+def _is(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{kind} expected, {type(value)} found")
+    return value

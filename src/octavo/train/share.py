@@ -1,0 +1,98 @@
+"""One copy of a model in the memory of each machine, for all of its ranks.
+
+One process of each machine makes it and writes its tensors to a file in a folder that only its user may enter; all of
+them map that file, and what a rank reads of the map are the rows that it keeps. The file has no name any more when
+training begins. What is no tensor (the modules themselves) travels over the process group: a file holds tensors alone,
+and is read as such (`weights_only`), so that nobody can plant one that runs code.
+"""
+
+import io
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from octavo.train.config import ConfigError
+from octavo.train.ranks import Ranks
+
+T = TypeVar("T")
+
+
+def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
+    """What `make` returns, on every rank; called by one of each machine.
+
+    Raises ConfigError on all ranks where `make` raises it, or TMPDIR has no room for the tensors.
+    """
+    if ranks.world == 1:
+        return make()
+    with tempfile.TemporaryDirectory(prefix="octavo-") as folder:  # of mode 0700
+        file = Path(folder) / "tensors.pt"
+        skeleton = ranks.agreed(lambda: _write(make(), file) if ranks.local == 0 else b"")
+        owner = ranks.rank - ranks.local
+        pickled, path = ranks.gathered((skeleton, str(file)))[owner]
+        made: T = ranks.agreed(lambda: _Joined(pickled, _mapped(Path(path))).load())
+        ranks.wait()  # until all have mapped it
+    return made
+
+
+def _write(value: Any, file: Path) -> bytes:
+    """Write the tensors of a value. Returns the rest, pickled."""
+    buffer = io.BytesIO()
+    apart = _Apart(buffer)
+    apart.dump(value)
+    try:
+        torch.save(apart.tensors, file)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"the model cannot be written to {file} for the processes of this machine to share ({error}): set TMPDIR "
+            "to a folder with room for it"
+        ) from None
+    return buffer.getvalue()
+
+
+def _mapped(file: Path) -> dict[str, Tensor]:
+    if os.name == "posix" and (file.stat().st_uid, file.parent.stat().st_mode & 0o077) != (os.getuid(), 0):
+        raise ConfigError(f"{file} is not this user's alone: set TMPDIR to a folder of your own")
+    try:
+        tensors: dict[str, Tensor] = torch.load(file, mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError) as error:
+        raise ConfigError(f"{file} does not hold the tensors that were written to it: {error}") from None
+    return tensors
+
+
+class _Apart(pickle.Pickler):
+    """Pickles everything but tensors, which it collects."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+
+    def persistent_id(self, value: Any) -> tuple[str, bool, bool] | None:
+        if not isinstance(value, Tensor):
+            return None
+        name = self._names.setdefault(id(value), str(len(self._names)))
+        self.tensors[name] = value.detach()
+        return name, isinstance(value, nn.Parameter), value.requires_grad
+
+
+class _Joined(pickle.Unpickler):
+    """Reads what `_Apart` wrote, with the tensors in their places."""
+
+    def __init__(self, pickled: bytes, tensors: dict[str, Tensor]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._tensors = tensors
+        self._made: dict[str, Tensor] = {}
+
+    def persistent_load(self, key: tuple[str, bool, bool]) -> Tensor:
+        name, is_parameter, requires_grad = key
+        if name not in self._made:
+            tensor = self._tensors[name]
+            made = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+            self._made[name] = made
+        return self._made[name]

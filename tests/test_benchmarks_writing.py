@@ -1,0 +1,104 @@
+"""An interrupted benchmark leaves the result files, documents and images that were there."""
+
+import argparse
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from benchmarks import environment, gpu, scaling, session
+from benchmarks.timing import CpuClock
+
+BENCHMARKS = Path(environment.__file__).parent
+
+
+def test_what_is_interrupted_leaves_the_old_file(tmp_path: Path):
+    path = tmp_path / "planner.md"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), environment.replacing(path) as scratch:
+        scratch.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    environment.write_text(path, "new × ü")
+    assert path.read_text(encoding="utf-8") == "new × ü" and list(tmp_path.iterdir()) == [path]
+
+
+def test_an_image_is_replaced_whole(tmp_path: Path):
+    path = tmp_path / "loss.svg"
+    path.write_text("old")
+
+    class Torn:
+        def savefig(self, where, metadata):
+            Path(where).write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        environment.save_figure(Torn(), path)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def options(**given: object) -> argparse.Namespace:
+    return argparse.Namespace(peers=Path("none"), rehearse=False, minutes=None, resume=False, out=None, **given)
+
+
+def test_a_session_replaces_the_kept_result_at_its_end_and_resumes_what_it_left(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(session, "RESULTS", tmp_path)
+    monkeypatch.setattr(session, "CpuClock", CpuClock)
+    path = tmp_path / "cpu" / "linear.json"
+    environment.write_json(path, {"rows": ["old"]})
+    run = session.begin("linear", options(), [], times_cpus=True)
+    run.attempt({"n": 1}, lambda: {"ms": 1.0})
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.attempt({"n": 2}, interrupted)
+    assert json.loads(path.read_text()) == {"rows": ["old"]}
+    resuming = options()
+    resuming.resume = True
+    again = session.begin("linear", resuming, [], times_cpus=True)
+    assert [row["n"] for row in again.rows] == [1, 2]
+    again.finish()
+    assert [row["n"] for row in json.loads(path.read_text())["rows"]] == [1, 2]
+    assert [each.name for each in path.parent.iterdir()] == ["linear.json"]
+
+
+def test_an_interrupted_stage_of_the_runner_gives_the_result_back(tmp_path: Path, monkeypatch):
+    result = tmp_path / "linear.json"
+    result.write_text("old")
+    runner = gpu.Runner(tmp_path, argparse.Namespace(), {})
+
+    def once(*_: object, **__: object) -> str:
+        result.write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_once", once)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run("linear", 100.0)
+    assert result.read_text() == "old" and environment.unfinished(result).read_text() == "half"
+
+
+def test_an_interrupted_trace_leaves_the_results(tmp_path: Path, monkeypatch):
+    path = tmp_path / scaling.FILE
+    path.write_text("old")
+
+    def traced(*_: object):
+        yield {"arm": "bf16", "world": 8, "replicas": 1, "recompute": False, "peak": 1}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scaling, "traced", traced)
+    monkeypatch.setattr(scaling, "build", lambda *_: None)
+    monkeypatch.setattr(scaling, "facts", lambda *_: {})
+    with pytest.raises(KeyboardInterrupt):
+        scaling.main(["--models", next(iter(scaling.MODELS)), "--out", str(tmp_path)])
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.rglob("*.py")), ids=lambda path: path.name)
+def test_nothing_else_writes_in_place(path: Path):
+    """Results, documents and images are written by benchmarks.environment; other files are a benchmark's own."""
+    own = {"environment.py": 2, "compare_power.py": 1}  # its corpus
+    calls = [n.func.attr for n in ast.walk(ast.parse(path.read_text()))
+             if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]  # fmt: skip
+    assert sum(name in ("write_text", "write_bytes", "savefig") for name in calls) == own.get(path.name, 0)

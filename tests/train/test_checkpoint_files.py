@@ -1,0 +1,342 @@
+"""The files of a checkpoint: what `save_pretrained` writes, and no damage to any of them that goes unnoticed."""
+
+import json
+import os
+import random
+import shutil
+import stat
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import LLAMA, without_digests
+from transformers import AutoModelForCausalLM
+
+from octavo.train import ConfigError, run
+from octavo.train.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
+from octavo.train.data import load_corpus
+from octavo.train.digests import check_digests
+from octavo.train.export import export
+from octavo.train.metrics import Silent
+from octavo.train.trainer import Trainer
+from processes import gloo  # noqa: F401  a fixture
+
+SMALL = LLAMA | {"num_hidden_layers": 1}
+MODELS = {
+    "tied": {"type": "llama", "config": SMALL | {"tie_word_embeddings": True}},
+    "mixtral": {"type": "mixtral", "config": SMALL | {"num_local_experts": 4}},
+    "gpt2": {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}},
+}
+OWN = {"trainer.json", "optimizer.pt", "digests.json"}
+
+
+def make_trainer(config):
+    return Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+
+
+def load(trainer, folder):
+    load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
+
+
+@pytest.fixture
+def trained(make_config, tmp_path):
+    """A trainer after a step, and its checkpoint."""
+    trainer = make_trainer(make_config(model={"type": "llama", "config": SMALL}))
+    trainer.train_step()
+    trainer.save(tmp_path / "run")
+    return trainer, latest_checkpoint(tmp_path / "run")
+
+
+def content(folder, ignored=()):
+    """What each file says: JSON parsed, weights by key."""
+    found = {}
+    for path in folder.iterdir():
+        if path.name in ignored:
+            continue
+        if path.suffix == ".safetensors":
+            found[path.name] = {name: (v.dtype, v.tolist()) for name, v in load_file(path).items()}
+        else:
+            found[path.name] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("level", ["bf16", "O1"])
+def test_checkpoints_and_exports_are_what_save_pretrained_writes(make_config, tmp_path, name, level):
+    trainer = make_trainer(make_config(model=MODELS[name], precision={"level": level}))
+    trainer.model.generation_config.update(do_sample=True, temperature=0.7, eos_token_id=[1, 2])
+    trainer.train_step()
+    trainer.save(tmp_path / "run")
+    folder = latest_checkpoint(tmp_path / "run")
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
+    plain = AutoModelForCausalLM.from_config(trainer.model.config, dtype=torch.bfloat16)
+    plain.load_state_dict(trainer.model.state_dict())
+    plain.generation_config = trainer.model.generation_config
+    plain.save_pretrained(tmp_path / "expected")
+    trainer._corpus.tokenizer.save(tmp_path / "expected")
+    expected = content(tmp_path / "expected")
+    assert content(folder, OWN) == expected
+    assert content(export(folder, tmp_path / "exported"), {"digests.json"}) == expected
+    other = make_trainer(make_config(model=MODELS[name], precision={"level": level}, run={"seed": 9}))
+    load(other, folder)
+    state = other.model.state_dict()
+    assert all(torch.equal(value, state[key]) for key, value in trainer.model.state_dict().items())
+
+
+def sharded_job(tables, out):
+    from octavo.train import parse_config
+
+    run(parse_config(tables), out=Path(out))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["tied", "mixtral"])
+def test_an_export_of_shards_is_what_save_pretrained_writes(gloo, make_config, tmp_path, name):  # noqa: F811
+    tables = make_config(model=MODELS[name], run={"steps": 1}, optim={"warmup": 0}).model_dump(exclude_none=True)
+    gloo.run(sharded_job, 2, tables | {"parallel": {"fp8_comm": "off"}}, str(tmp_path / "run"))
+    folder = checkpoints(tmp_path / "run")[-1]
+    assert {"shards", "config.json", "generation_config.json"} <= {path.name for path in folder.iterdir()}
+    exported = export(folder, tmp_path / "exported")
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    model.save_pretrained(tmp_path / "expected")
+    for path in folder.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "expected")
+    assert content(exported, {"digests.json"}) == content(tmp_path / "expected")
+
+
+def test_all_files_honour_the_umask(make_config, tmp_path):
+    before = os.umask(0o027)
+    try:
+        trainer = make_trainer(make_config())
+        trainer.save(tmp_path)
+        folder = latest_checkpoint(tmp_path)
+        exported = export(folder, tmp_path / "exported")
+    finally:
+        os.umask(before)
+    for path in (*folder.iterdir(), *exported.iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640, path
+
+
+# --- damage ---
+
+
+def flip(path, bit):
+    """Turn one bit of a file round."""
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def test_no_flipped_bit_is_loaded(trained):
+    """200 of them, in each file of a checkpoint alike."""
+    trainer, folder = trained
+    choice = random.Random(0)
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    assert len(files) >= 8
+    for number in range(200):
+        path = files[number % len(files)]
+        bit = choice.randrange(path.stat().st_size * 8)
+        flip(path, bit)
+        with pytest.raises(ConfigError, match=rf"(?s){path.name}.*remove .*step-000001"):
+            load(trainer, folder)
+        flip(path, bit)
+    load(trainer, folder)
+
+
+def damage(folder, kind):
+    """Damage a checkpoint. Returns the file that is to be named."""
+    if kind == "missing":
+        (folder / "tokenizer_config.json").unlink()
+    elif kind == "renamed":
+        (folder / "tokenizer.json").rename(folder / "tokenizer2.json")
+        return "tokenizer.json is missing"
+    elif kind == "added":
+        (folder / "adapter_config.json").write_text("{}")
+        return "adapter_config.json, which was not written with it"
+    elif kind == "no digests":
+        (folder / "digests.json").unlink()
+        return "digests.json is missing"
+    else:
+        flip(folder / kind, 8000)
+    return kind if kind != "missing" else "tokenizer_config.json is missing"
+
+
+@pytest.mark.parametrize("kind", ["missing", "renamed", "added", "no digests", "model.safetensors", "optimizer.pt"])
+def test_damage_stops_a_resume_and_an_export(make_config, tmp_path, kind):
+    config = make_config(run={"steps": 1}, optim={"warmup": 0})
+    run(config, out=tmp_path / "run")
+    folder = latest_checkpoint(tmp_path / "run")
+    named = damage(folder, kind)
+    files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    longer = config.model_copy(update={"run": config.run.model_copy(update={"steps": 2})})
+    with pytest.raises(ConfigError, match=named):
+        run(longer, out=tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match=named):
+        export(folder, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert {path.name for path in files if files[path] != after[path]} <= {"config.toml"}
+
+
+def test_notes_and_hidden_files_are_no_damage(trained):
+    trainer, folder = trained
+    for name in ("README.md", ".nfs0001", ".DS_Store"):
+        (folder / name).write_text("")
+    load(trainer, folder)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "export"])
+def test_a_damaged_folder_is_no_start(make_config, tmp_path, trained, kind):
+    _, folder = trained
+    start = folder if kind == "checkpoint" else export(folder, tmp_path / "exported")
+    config = make_config(model={"path": str(start)}, run={"steps": 1}, optim={"warmup": 0})
+    run(config, out=tmp_path / "good")
+    flip(start / "model.safetensors", 30_000)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not what was written"):
+        run(config, out=tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+    (start / "digests.json").unlink()  # changed on purpose
+    run(config, out=tmp_path / "on-purpose")
+
+
+def test_an_older_checkpoint_is_loaded_with_a_warning(trained):
+    trainer, folder = trained
+    without_digests(folder)
+    with pytest.warns(RuntimeWarning, match=r"step-000001 was written without digests"):
+        load(trainer, folder)
+
+
+def shards_job(tables, folder, flips):
+    """A sharded checkpoint with each of some bits flipped: what two ranks raise."""
+    from octavo.train import parse_config
+    from octavo.train.ranks import joined
+
+    config, told = parse_config(tables), []
+    with joined(config) as ranks:
+        trainer = Trainer(config, load_corpus(config, Silent()), ranks.device, ranks=ranks)
+        for name, bit in flips:
+            ranks.shared(lambda name=name, bit=bit: flip(Path(folder) / name, bit))
+            try:
+                load_checkpoint(Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
+                told.append("")
+            except ConfigError as error:
+                told.append(str(error))
+            ranks.shared(lambda name=name, bit=bit: flip(Path(folder) / name, bit))
+        load_checkpoint(Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
+    return told
+
+
+@pytest.mark.dist
+def test_no_flipped_bit_of_shards_is_loaded(gloo, make_config, tmp_path):  # noqa: F811
+    tables = make_config(run={"steps": 1}, optim={"warmup": 0}).model_dump(exclude_none=True)
+    tables |= {"parallel": {"fp8_comm": "off"}}
+    gloo.run(sharded_job, 2, tables, str(tmp_path / "run"))
+    folder = checkpoints(tmp_path / "run")[-1]
+    listed = json.loads((folder / "digests.json").read_text())["files"]
+    assert {"shards/.metadata", "shards/__0_0.distcp", "shards/__1_0.distcp", "trainer.json"} <= listed.keys()
+    check_digests(folder)
+    choice = random.Random(1)
+    names = sorted([*listed, "digests.json"])
+    flips = [(name, choice.randrange((folder / name).stat().st_size * 8)) for name in names * 3]
+    for told in gloo.run(shards_job, 2, tables, str(folder), flips):
+        for (name, _), message in zip(flips, told, strict=True):
+            assert name in message and "remove " in message, (name, message)
+
+
+# --- old checkpoints that are removed ---
+
+
+def test_a_checkpoint_that_cannot_be_removed_ends_no_run(make_config, tmp_path):
+    trainer = make_trainer(make_config(run={"keep": 1}))
+    trainer.save(tmp_path)
+    trainer.step = 1
+    with (
+        mock.patch("octavo.train.checkpoint.shutil.rmtree", side_effect=OSError(13, "Permission denied")),
+        pytest.warns(RuntimeWarning, match=r"step-000000 cannot be removed: .*Permission denied"),
+    ):
+        trainer.save(tmp_path)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == [".removing-step-000000", "step-000001"]  # removed in part at most: not to be resumed
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000001"]
+    trainer.step = 2
+    trainer.save(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+
+
+# --- the model at model.path ---
+
+
+@pytest.fixture
+def started(make_config, tmp_path, trained):
+    """A run of one step from an export, and its config for two."""
+    start = export(trained[1], tmp_path / "start")
+    config = make_config(model={"path": str(start)}, run={"steps": 1}, optim={"warmup": 0, "schedule": "constant"})
+    run(config, out=tmp_path / "out")
+    return start, config.model_copy(update={"run": config.run.model_copy(update={"steps": 2})})
+
+
+def rewrite(path, old, new):
+    """Change a file, and neither its size nor its time."""
+    times = path.stat()
+    text = path.read_bytes()
+    assert text.count(old) == 1 and len(old) == len(new)
+    path.write_bytes(text.replace(old, new))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        ("hidden_act", b'"silu"', b'"relu"'),
+        ("rms_norm_eps", b"1e-06", b"1e-05"),
+        ("rope_parameters", b"10000.0", b"50000.0"),
+    ],
+)
+def test_a_changed_model_is_not_resumed(started, tmp_path, key, old, new):
+    start, config = started
+    rewrite(start / "config.json", old, new)
+    with pytest.raises(ConfigError, match=rf"step-000001 holds another model: there {key} = .*, here "):
+        run(config, out=tmp_path / "out", resume=True)
+
+
+def test_changed_weights_at_the_start_do_not_matter_to_a_resume(started, tmp_path):
+    start, config = started
+    shutil.copytree(tmp_path / "out", tmp_path / "same")
+    run(config, out=tmp_path / "same", resume=True)
+    flip(start / "model.safetensors", 30_000)
+    run(config, out=tmp_path / "out", resume=True)
+    one, other = (load_file(latest_checkpoint(tmp_path / name) / "model.safetensors") for name in ("same", "out"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- before a run ---
+
+
+def test_a_missing_package_stops_a_run_before_it_begins(make_config, tmp_path):
+    for name in ("matplotlib", "tensorboard", "jinja2"):
+        with (
+            mock.patch("octavo.train.loop.find_spec", lambda asked, name=name: None if asked == name else asked),
+            pytest.raises(ConfigError, match=rf"{name} is not installed: pip install 'octavo\[train\]'"),
+        ):
+            run(make_config(), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_async_save_is_for_several_processes(make_config, tmp_path):
+    config = make_config()
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"async_save": True})})
+    with pytest.raises(ConfigError, match=r"parallel\.async_save is for several processes"):
+        run(config, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_in_the_home_directory(make_config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    run(make_config(run={"out": "~/runs/one", "steps": 1}, optim={"warmup": 0}))
+    assert (tmp_path / "home" / "runs" / "one" / "run.json").exists()
+    assert not (tmp_path / "~").exists()

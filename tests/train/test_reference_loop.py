@@ -1,0 +1,112 @@
+"""The trainer against a plain loop: losses, gradient norms, learning rates and weights of 20 steps."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference_loop import FAMILIES, Curve, reference, trained
+from tiny_runs import MakeConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from octavo.train.config import ConfigError, TrainConfig
+from octavo.train.data import load_corpus
+from octavo.train.metrics import Silent
+from octavo.train.model import prepare_loss
+from octavo.train.trainer import Trainer
+
+LOSS = 3e-4
+"""Largest difference of a loss."""
+NORM = 5e-3
+"""Largest relative difference of a gradient norm."""
+FP32 = {"parameters": "fp32"}
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "bf16": {},
+    "whole logits": {"precision": {"loss": "whole"}},
+    "fp16": {"precision": {"parameters": "fp16", "loss_scale": 128.0}},
+    "FP8 products": {"precision": {"level": "O1"}},
+    "FP8 activations": {"precision": {"level": "O1+act"}},
+    "recomputed": {"precision": FP32 | {"checkpointing": "full"}},
+    "selective": {"precision": FP32 | {"checkpointing": "selective"}},
+    "wsd": {"precision": FP32, "optim": {"schedule": "wsd"}},
+    "constant": {"precision": FP32, "optim": {"schedule": "constant", "warmup": 0}},
+    "accumulated": {"precision": FP32, "optim": {"micro_batches": 4}},
+    "accumulated bf16": {"optim": {"micro_batches": 2}},
+    "hardly clipped": {"precision": FP32, "optim": {"clip": 2.0, "lr": 1e-3}},
+}
+ALWAYS = {("mixtral", "accumulated"), ("bamba", "fp32"), ("gemma2", "wsd"), ("cohere", "bf16")}
+MATRIX = [(family, "fp32") for family in FAMILIES] + [("llama", run) for run in RUNS]
+MATRIX += [("mixtral", run) for run in RUNS] + [("gemma2", "wsd"), ("cohere", "bf16")]
+
+
+def config_of(make_config: MakeConfig, family: str, run: dict[str, dict[str, Any]], steps: int = 20) -> TrainConfig:
+    return make_config(
+        run={"steps": steps},
+        model={"type": family, "config": FAMILIES[family]},
+        optim={"lr": 2e-3, "batch": 8, "warmup": 4} | run.get("optim", {}),
+        precision=run.get("precision", {}),
+    )
+
+
+def update_error(ours: Curve, plain: Curve) -> float:
+    """Difference of the weights, as a share of how far they have moved."""
+    names = list(plain.weights)
+    difference = torch.cat([(ours.weights[name] - plain.weights[name]).flatten() for name in names])
+    moved = torch.cat([(plain.weights[name] - plain.start[name]).flatten() for name in names])
+    return (difference.norm() / moved.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("family", "run"),
+    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow) for case in MATRIX],
+    ids=[f"{family}, {run}" for family, run in MATRIX],
+)
+def test_twenty_steps_are_those_of_a_plain_loop(family: str, run: str, make_config: MakeConfig) -> None:
+    config = config_of(make_config, family, RUNS.get(run, {"precision": FP32}))
+    ours, plain = trained(config), reference(config)
+    assert ours.rates == pytest.approx(plain.rates, rel=1e-12)
+    assert ours.start.keys() == plain.start.keys()
+    assert all(torch.equal(ours.start[name], weight) for name, weight in plain.start.items())
+    assert ours.losses == pytest.approx(plain.losses, rel=0, abs=LOSS)
+    assert ours.norms == pytest.approx(plain.norms, rel=NORM)
+    assert update_error(ours, plain) < 0.05
+    assert plain.losses[-1] < plain.losses[0] - 0.1
+
+
+@pytest.mark.parametrize(("family", "field"), [("mixtral", "router_aux_loss_coef"), ("bamba", "z_loss_coefficient")])
+def test_what_a_model_adds_to_its_loss_is_trained_on(family: str, field: str, make_config: MakeConfig) -> None:
+    losses, notes = [], []
+    for coefficient in (0.0, 0.25):
+        config = config_of(make_config, family, {"precision": FP32})
+        model = config.model.model_copy(update={"config": config.model.config | {field: coefficient}})
+        trainer = Trainer(
+            config.model_copy(update={"model": model}), load_corpus(config, Silent()), torch.device("cpu")
+        )
+        losses.append(trainer.train_step().loss)
+        notes.append(trainer.loss_note)
+    assert losses[0] is not None and losses[1] is not None and losses[1] > losses[0] + 0.3
+    assert notes[1].startswith("the loss is the model's own, with every term of it, computed from whole logits: ")
+
+
+def test_a_model_without_a_loss_for_the_next_token_is_refused() -> None:
+    model = torch.nn.Module()
+    model.get_input_embeddings = lambda: torch.nn.Embedding(20, 4)  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="Module has no loss of its own to train on: its forward takes no labels"):
+        prepare_loss(model, "whole")
+
+
+@pytest.mark.parametrize("kind", ["bart", "llama"])
+def test_labels_reach_the_right_tokens(kind: str) -> None:
+    """Bart does not shift labels; a Llama whose loss shifts whatever it is given would learn to skip a token."""
+    fields = {"vocab_size": 40, "num_attention_heads": 2, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    fields |= {"d_model": 16, "decoder_layers": 1, "decoder_ffn_dim": 16} if kind == "bart" else {
+        "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields))
+    prepare_loss(model, "whole")
+    if kind == "llama":
+        model.loss_function = lambda logits, labels, vocab_size, **_: F.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        )
+        with pytest.raises(ConfigError, match="does not predict the token of shift_labels from each token"):
+            prepare_loss(model, "whole")

@@ -1,0 +1,274 @@
+"""Prepared checkpoints, from a stranger: nothing in them is run, and they are refused with the reason."""
+
+import io
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from tiny_runs import LLAMA
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from octavo.train import ConfigError, parse_config, run, shards
+from octavo.train import share as share_module
+from octavo.train.checkpoint import checkpoints
+from octavo.train.data import load_corpus
+from octavo.train.digests import write_digests
+from octavo.train.export import export
+from octavo.train.metrics import Silent
+from octavo.train.model import build_model
+from octavo.train.shard_index import read_index
+from octavo.train.share import share_on_machine
+from processes import gloo  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.dist
+
+
+class Payload:
+    """Leaves a mark where it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = str(mark)
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+def job(tables, out, resume=False):
+    run(parse_config(tables), out=Path(out), resume=resume)
+
+
+def refused_job(tables, out):
+    try:
+        job(tables, out, resume=True)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def tables(make_config):
+    config = make_config(
+        model={"type": "llama", "config": LLAMA | {"num_hidden_layers": 1}},
+        run={"steps": 1},
+        optim={"warmup": 0, "schedule": "constant"},
+    )
+    return config.model_dump(exclude_none=True) | {"parallel": {"fp8_comm": "off"}}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def prepared(gloo, tables, runs, tmp_path):  # noqa: F811
+    """A copy of a run of one or two ranks; its newest checkpoint."""
+
+    def make(ranks):
+        if not (runs / str(ranks)).exists():
+            gloo.run(job, ranks, tables, str(runs / str(ranks)))
+        shutil.copytree(runs / str(ranks), tmp_path / "run")
+        return checkpoints(tmp_path / "run")[-1]
+
+    return make
+
+
+def signed(folder):
+    """With digests that fit: a stranger makes those too."""
+    (folder / "digests.json").unlink()
+    write_digests(folder, {})
+
+
+def longer(tables):
+    return tables | {"run": tables["run"] | {"steps": 2}}
+
+
+def metadata(folder):
+    return pickle.loads((folder / "shards" / ".metadata").read_bytes())
+
+
+def entry(stored):
+    """Where the weights of the embedding are."""
+    return next(index for index in stored.storage_data if index.fqn == "model.model.embed_tokens.weight")
+
+
+def prepare(folder, kind, mark):
+    """Change the index or a shard of a checkpoint. Returns what is to be named."""
+    index, stored = folder / "shards" / ".metadata", metadata(folder)
+    info = stored.storage_data[entry(stored)]
+    told = f"points to '{info.relative_path}'"
+    if kind == "command":
+        index.write_bytes(pickle.dumps(Payload(mark)))
+        return f"{os.mkdir.__module__}.mkdir"
+    if kind == "hidden command":
+        stored.planner_data["x"] = Payload(mark)
+        told = f"{os.mkdir.__module__}.mkdir"
+    elif kind == "bytes":
+        stored.state_dict_metadata[entry(stored).fqn] = BytesStorageMetadata()
+        told = "BytesStorageMetadata"
+    elif kind == "transformed":
+        info.transform_descriptors = ["zstd"]
+        told = "is transformed"
+    elif kind == "shard":
+        file = io.BytesIO()
+        torch.save(Payload(mark), file)
+        with (folder / "shards" / info.relative_path).open("ab") as shard:
+            info.offset, info.length = shard.tell(), len(file.getvalue())
+            shard.write(file.getvalue())
+        told = "[Ww]eights.only"
+    else:
+        shutil.copy(folder / "shards" / info.relative_path, mark.parent / "outside.distcp")
+        if kind == "link":
+            (folder / "shards" / info.relative_path).unlink()
+            (folder / "shards" / info.relative_path).symlink_to(mark.parent / "outside.distcp")
+            told = "link out of its folder"
+        else:
+            to = mark.parent / "outside.distcp" if kind == "absolute" else Path("../../outside.distcp")
+            for other in stored.storage_data.values():
+                other.relative_path = str(to) if other.relative_path == info.relative_path else other.relative_path
+            told = "no file beside it"
+    index.write_bytes(pickle.dumps(stored))
+    return told
+
+
+KINDS = ["command", "hidden command", "bytes", "transformed", "shard", "parent", "absolute", "link"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prepared_index_of_shards_runs_nothing(gloo, prepared, tables, tmp_path, kind):  # noqa: F811
+    folder = prepared(2)
+    told = prepare(folder, kind, tmp_path / "mark")
+    signed(folder)
+    with pytest.raises(ConfigError, match=told):
+        export(folder, tmp_path / "exported")
+    with pytest.raises(ConfigError, match=told):
+        job(longer(tables) | {"parallel": {}}, tmp_path / "run", resume=True)
+    if kind in ("command", "shard"):
+        for message in gloo.run(refused_job, 2, longer(tables), str(tmp_path / "run")):
+            assert (told in message) if kind == "command" else ("weights" in message.lower()), message
+    assert not (tmp_path / "mark").exists() and not (tmp_path / "exported").exists()
+
+
+def test_the_payload_leaves_a_mark(tmp_path):
+    pickle.loads(pickle.dumps(Payload(tmp_path / "mark")))
+    assert (tmp_path / "mark").exists()
+
+
+def test_a_pickle_cannot_change_the_records_it_is_read_into(tmp_path):
+    """A state of slots for a class sets attributes of the class."""
+    folder = tmp_path / "shards"
+    shards.write(folder, {"a": torch.zeros(2)})
+    good = (folder / ".metadata").read_bytes()
+    poison = (
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n(N}X\x0c\x00\x00\x00__setstate__"
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\ns\x86b."
+    )
+    (folder / ".metadata").write_bytes(poison)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_index(folder)
+    (folder / ".metadata").write_bytes(good)
+    assert read_index(folder).state_dict_metadata["a"].size == (2,)
+
+
+CODE = "import os\nos.mkdir({mark!r})\n"
+
+
+def remote_code(folder, mark, file, key, value):
+    """Point a JSON file of a model to code beside it."""
+    (folder / "evil.py").write_text(CODE.format(mark=str(mark)))
+    settings = json.loads((folder / file).read_text()) | {"auto_map": {key: value}}
+    if file == "config.json":
+        settings |= {"model_type": "evil"}
+    else:
+        settings |= {"tokenizer_class": "EvilTokenizer"}
+    (folder / file).write_text(json.dumps(settings))
+
+
+def as_torch_file(folder, mark):
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Payload(mark)}, folder / "pytorch_model.bin")
+
+
+PREPARED = {
+    "optimizer": lambda folder, mark: torch.save({"adamw": Payload(mark), "masters": {}}, folder / "optimizer.pt"),
+    "model": lambda folder, mark: remote_code(folder, mark, "config.json", "AutoConfig", "evil.Evil"),
+    "tokenizer": lambda folder, mark: remote_code(
+        folder, mark, "tokenizer_config.json", "AutoTokenizer", ["evil.Evil", "evil.Evil"]
+    ),
+    "weights": as_torch_file,
+}
+
+
+@pytest.mark.parametrize("kind", PREPARED)
+def test_a_prepared_checkpoint_of_one_process_runs_nothing(prepared, tables, tmp_path, kind):
+    folder = prepared(1)
+    mark = tmp_path / "mark"
+    PREPARED[kind](folder, mark)
+    signed(folder)
+    fresh = tables | {"model": {"path": str(folder)}, "parallel": {}}
+    actions = {
+        "resume": lambda: job(longer(tables) | {"parallel": {}}, tmp_path / "run", resume=True),
+        "export": lambda: export(folder, tmp_path / "exported"),
+        "start": lambda: job(fresh, tmp_path / "fresh"),
+    }
+    harmless = {"optimizer": ("export", "start"), "tokenizer": ("resume", "export")}.get(kind, ())
+    for name, action in actions.items():
+        if name in harmless:  # which read nothing of it
+            action()
+        else:
+            with pytest.raises(ConfigError):
+                action()
+        assert not mark.exists(), name
+
+
+# --- the file that ranks share ---
+
+
+def sharing_job(tables, plant):
+    """Share a model; with `plant`, in a file that holds something else by the time it is read."""
+    config = parse_config(tables)
+    from octavo.train.ranks import joined
+
+    with joined(config) as ranks:
+        corpus = load_corpus(config, Silent())
+        write = share_module._write
+
+        def planted(value, file):
+            skeleton = write(value, file)
+            if plant == "payload":
+                torch.save({"0": Payload(plant_mark(tables))}, file)
+            elif plant == "mode":
+                file.parent.chmod(0o777)
+            return skeleton
+
+        with mock.patch.object(share_module, "_write", planted):
+            try:
+                model = share_on_machine(lambda: build_model(config, corpus.tokenizer), ranks)
+            except ConfigError as error:
+                return str(error)
+        expected = build_model(config, corpus.tokenizer)
+        same = all(torch.equal(value, model.state_dict()[name]) for name, value in expected.state_dict().items())
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
+        buffers = all(torch.equal(one, other) for one, other in zip(expected.buffers(), model.buffers(), strict=True))
+        gradients = all(parameter.requires_grad for parameter in model.parameters())
+        return same and tied and buffers and gradients and type(model) is type(expected)
+
+
+def plant_mark(tables):
+    return Path(tables["data"]["cache"]) / "mark"
+
+
+def test_ranks_share_tensors_and_no_code(gloo, tables, tmp_path):  # noqa: F811
+    tied = tables | {"model": {"type": "llama", "config": tables["model"]["config"] | {"tie_word_embeddings": True}}}
+    tied["data"] = tables["data"] | {"cache": str(tmp_path)}
+    assert gloo.run(sharing_job, 2, tied, "") == [True, True]
+    for message in gloo.run(sharing_job, 2, tied, "payload"):
+        assert "Weights only load failed" in message, message
+    assert not plant_mark(tied).exists()
+    for message in gloo.run(sharing_job, 2, tied, "mode"):
+        assert "is not this user's alone" in message, message
