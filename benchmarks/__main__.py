@@ -18,6 +18,8 @@
   predictions  docs/planner.md: what the planner says of what others published; needs no GPU
   compare_power  how often `octavo compare` sees what is not there, and misses what is; docs/compare.md; needs no GPU
   compare_rates  error rates of its verdicts, simulated; docs/compare.md; needs no GPU
+  guard_alarms  false alarms and detections of the spike guard in simulated losses; docs/autopilot.md; needs no GPU
+  healthy_runs  odd but healthy runs, in which the inspector finds nothing; docs/autopilot.md; needs no GPU
   performance  docs/performance.md from all result files
 
 Results are JSON under benchmarks/results/<device>/. Where a benchmark needs a GPU and there is none, it runs tiny
@@ -32,7 +34,8 @@ from pathlib import Path
 
 NAMES = (
     "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "families", "fuzz",
-    "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "performance",
+    "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
+    "healthy_runs", "performance",
 )  # fmt: skip
 COMPILES_ONLY = ("sass",)
 

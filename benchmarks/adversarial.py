@@ -90,6 +90,11 @@ class Piloted(Unwatched):
         """All of them."""
         return self._pilot.moves
 
+    @property
+    def again(self) -> bool:  # type: ignore[override]
+        """Whether the step is to be taken again."""
+        return self._pilot.again
+
     def step(self, number: int, *, force: bool) -> AbstractContextManager[None]:
         """A step of the autopilot."""
         return self._pilot.step(number, force=force)

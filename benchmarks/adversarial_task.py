@@ -182,12 +182,14 @@ class Stepper(Protocol):
     """Layers moved in the step just taken."""
     moves: Sequence[Any]
     """All of them."""
+    again: bool
+    """Whether the step is to be taken again."""
     rows: Sequence[OperandStats]
     """Statistics of the step just taken, where it was sampled."""
     autocast: bool
     """Whether products that are not in FP8 are in bf16, rather than in fp32."""
     retakes: bool
-    """Whether a step in which a layer moved is taken again."""
+    """Whether a step that is to be taken again is."""
 
     def step(self, number: int, *, force: bool) -> AbstractContextManager[None]:
         """Inside: a forward and its backward, sampled if `force`."""
@@ -196,7 +198,7 @@ class Stepper(Protocol):
 class Unwatched:
     """Nothing around a step."""
 
-    moved, moves, rows = (), (), ()
+    moved, moves, rows, again = (), (), (), False
 
     def __init__(self, *, autocast: bool = True, retakes: bool = False) -> None:
         self.autocast, self.retakes = autocast, retakes
@@ -230,9 +232,9 @@ def losses(
                 loss = F.cross_entropy(logits.float(), target, reduction="none")
                 weighted = loss if case.weights is None else loss * case.weights(context, case.strength)
                 (weighted.mean() * case.loss_scale).backward()
-            if not (stepper.moved and stepper.retakes):
+            if not (stepper.again and stepper.retakes):
                 break
-            optimizer.zero_grad()  # gradients of a layer found unfit: the step is taken again
+            optimizer.zero_grad()
         found.append(loss.mean().item())
         if not math.isfinite(found[-1]):
             break

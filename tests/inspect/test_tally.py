@@ -153,3 +153,18 @@ def test_gpu_bands_are_whole_block_rows(monkeypatch):
     cut = tally_module._bands(on_gpu, 128)
     assert all(band.start % 128 == 0 for band in cut)
     assert len(tally_module._bands(on_gpu, 1)) == 8  # 142 rows of 7 each
+
+
+def test_what_is_multiplied_by_zeros_is_not_lost():
+    x, spec = wide(dtype=torch.float32), QuantSpec.parse("e5m2/tensor")
+    read = (torch.arange(150) % 3 == 0).float().view(-1, 1)
+    assert stats(x, Form(spec, read=torch.ones(150, 1))) == stats(x, Form(spec))
+    x[1::3] *= 1e-30
+    x[2::3] *= 1e-30
+    row, of_read = stats(x, Form(spec, read=read)), stats(x[::3], Form(spec))
+    assert (row.underflow, row.sqnr, row.amax, row.smallest) == pytest.approx(
+        (of_read.underflow, of_read.sqnr, of_read.amax, of_read.smallest)
+    )
+    assert stats(x, Form(spec)).underflow > 0.6
+    x[1] = torch.inf
+    assert stats(x, Form(spec, read=read)).nonfinite == 300

@@ -367,3 +367,34 @@ class TestCompiled:
         for y, found in results:
             assert torch.equal(y, results[0][0])
             assert_same(results[0][1], found)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize("zeros", ["weight", "rows of the weight", "tokens"])
+def test_rows_of_zeros_are_no_underflow(recipe, zeros):
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)), torch.randn(48, 64, requires_grad=True)
+    with torch.no_grad():
+        model[0].weight[{"weight": slice(None), "rows of the weight": slice(0, 32, 2), "tokens": slice(0)}[zeros]] = 0
+        x[:24] *= zeros != "tokens"
+    watch = Watch(octavo.convert(model, recipe, verbose=False), every=1)
+    with watch.step():
+        (model(x) * torch.randn(48, 32)).sum().backward()
+    assert {row.operand for row in watch.rows} == {"x", "w", "dgrad_g", "wgrad_g"} and not watch.findings()
+    assert max(row.underflow for row in watch.rows) < 0.02
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_shared_linear_under_checkpointing_counts_each_call(reentrant):
+    torch.manual_seed(0)
+    shared = torch.nn.Linear(32, 32)
+    model = octavo.convert(torch.nn.Sequential(shared, shared, shared), "rowwise", verbose=False)
+    x = torch.randn(16, 32, requires_grad=True)
+    counts = []
+    for checkpointed in (False, True):
+        watch = Watch(model, every=1)
+        with watch.step():
+            y = checkpoint(model, x, use_reentrant=reentrant) if checkpointed else model(x)
+            y.square().sum().backward()
+        counts.append({row.operand: row.elements for row in watch.rows})
+    assert counts[0] == counts[1] and counts[0]["dgrad_g"] == 3 * 16 * 32

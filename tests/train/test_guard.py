@@ -1,34 +1,39 @@
 """The spike guard: back to the checkpoint before a loss that leaves its way, and on without the batches since."""
 
+import json
 import math
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
+from benchmarks import guard_alarms
 from tiny_runs import At, Recorder, assert_same, curve, fail, saved
 
+from octavo.inspect import Autopilot, Move
 from octavo.train import NonFiniteError, parse_config, run
 from octavo.train.checkpoint import latest_checkpoint, read_trainer_state
 from octavo.train.config import ConfigError
 from octavo.train.data import Corpus
 from octavo.train.events import read_events
-from octavo.train.guard import SpikeError, SpikeGuard
+from octavo.train.guard import STEPS_PER_ALARM, SpikeError, SpikeGuard, steps_in_a_row
 from octavo.train.metrics import StepMetrics, read_metrics
 from octavo.train.sections import GuardConfig
+from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture
 
 GUARDED = {
-    "run": {"steps": 30, "save_every": 5},
-    "guard": {"spike": 8.0, "window": 8},
+    "run": {"steps": 34, "save_every": 5},
+    "guard": {"spike": 8.0, "window": 16},
     "optim": {"lr": 1e-2, "schedule": "constant"},
 }
+LASTING = tuple(range(22, 22 + steps_in_a_row(16)))
+"""Batches after which a rise is a spike."""
 
 
-def step(number, loss):
+def step(number, loss, norm=1.0):
     return StepMetrics(
-        step=number, tokens=number, loss=loss, lr=1e-3, grad_norm=1.0, loss_scale=None, skipped=False, step_s=1.0,
+        step=number, tokens=number, loss=loss, lr=1e-3, grad_norm=norm, loss_scale=None, skipped=False, step_s=1.0,
         tokens_per_s=1.0,
     )  # fmt: skip
 
@@ -39,66 +44,108 @@ def wobble(number):
 
 
 @contextmanager
-def garbage(*indices):
-    """These batches are noise, which no text is."""
-    batch = Corpus.batch
+def harder(*indices, factor=3.0):
+    """The loss of these batches is so many times larger."""
+    loss = Trainer.loss
 
-    def spoiled(self, seed, step, size):
-        inputs, targets = batch(self, seed, step, size)
-        if step in indices:
-            targets = torch.randint(300, targets.shape, generator=torch.Generator().manual_seed(step))
-        return inputs, targets
+    def spoiled(self, *batch):
+        return loss(self, *batch) * (factor if self.step + self.skipped_batches in indices else 1.0)
 
-    with mock.patch.object(Corpus, "batch", spoiled):
+    with mock.patch.object(Trainer, "loss", spoiled):
         yield
+
+
+def recognized(rows, guard=None):
+    """The first spike in (loss, norm) after 100 usual steps, as (its last step, its first); counted from 1."""
+    guard = guard or SpikeGuard(GuardConfig(spike=8.0))
+    for number in range(1, 101):
+        guard.check(step(number, wobble(number)))
+    for number, (loss, norm) in enumerate(rows, 101):
+        try:
+            guard.check(step(number, loss, norm))
+        except SpikeError as error:
+            return error.step - 100, error.first - 100
+    return None
 
 
 # --- what a spike is ---
 
 
-@pytest.mark.parametrize("loss", [6.0, 1e30])
-def test_a_rise_is_a_spike(loss):
-    guard = SpikeGuard(GuardConfig(spike=8.0))
-    for number in range(40):
-        guard.check(step(number, wobble(number)))
-    with pytest.raises(SpikeError, match=r"step 40: the loss is .* deviations above .*guard.spike = 8") as caught:
-        guard.check(step(40, loss))
-    assert caught.value.step == 40
-    guard.check(step(41, wobble(41)))  # it was not taken for one of the losses that are usual
+@pytest.mark.parametrize("factors", [(2.5, 1.0), (1.4, 10.0), (1.4, 0.1), (1e30, 1.0)])
+def test_a_rise_that_lasts_and_damages_is_a_spike(factors):
+    rows = [(3.0 * factors[0], factors[1])] * 9
+    assert recognized(rows) == (4, 1)
+    assert recognized([(3.0, 1.0), *rows]) == (5, 2)
 
 
-def test_falls_bumps_and_beginnings_are_none():
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(3.0, 1.0)] * 200,
+        [(1e30, 1e30)] * 3 + [(3.0, 1.0)] * 9,  # over before it lasts
+        [(3.6, 1.0)] * 200,  # a step of a curriculum
+        [(3.6, 10.0)] * 200,
+        [(4.6, 1.5)] * 200,
+        [(3.0, 100.0)] * 200,  # the gradient norm alone
+        [(9.0, 1.0), (3.0, 1.0)] * 99,  # hard batches among the others
+        [(0.1, 1.0)] * 200,
+    ],
+)
+def test_what_is_none(rows):
+    assert recognized(rows) is None
+
+
+def test_it_knows_what_is_usual_before_it_judges():
     guard = SpikeGuard(GuardConfig(spike=8.0))
-    guard.check(step(0, 4.0))
-    guard.check(step(1, 400.0))  # who knows what is usual
-    for number in range(200):
-        guard.check(step(number, 0.1 if number == 100 else wobble(number) * (1.05 if number == 150 else 1.0)))
-    flat = SpikeGuard(GuardConfig(spike=8.0))
-    for number in range(50):
-        flat.check(step(number, 2.0 if number != 45 else 2.15))  # of losses that never vary
+    for number in range(1, 16):
+        guard.check(step(number, 4.0 if number < 4 else 400.0))
+
+
+@pytest.mark.parametrize("before", [8, 16, 64, 200])
+def test_chance_makes_a_rise_last_no_more_than_once_in_so_many_steps(before):
+    number = steps_in_a_row(before)
+    assert math.comb(before + number, number) >= STEPS_PER_ALARM > math.comb(before + number - 1, number - 1)
+
+
+@pytest.mark.parametrize("kind", guard_alarms.HEALTHY)
+def test_healthy_losses_raise_no_alarm(kind):
+    assert guard_alarms.alarms(guard_alarms.HEALTHY[kind], 10_000) == 0
+
+
+@pytest.mark.parametrize("kind", list(guard_alarms.SPIKING)[:-1])
+def test_spikes_are_recognized_with_the_step_in_which_they_begin(kind):
+    assert {guard_alarms.detected(guard_alarms.SPIKING[kind], seed) for seed in range(20)} == {4}
 
 
 @pytest.mark.parametrize("config", [GuardConfig(), GuardConfig(spike=8.0, rollbacks=1)])
 def test_it_is_off_unless_asked_for_and_after_enough(config):
     guard = SpikeGuard(config)
     if config.spike:
-        guard.went_back(10, 5)
-    for number in range(30):
-        guard.check(step(number, 2.0))
-    guard.check(step(30, 50.0))
-    assert not guard.active
+        guard.went_back(10, 5, 1)
+    assert recognized([(50.0, 9.0)] * 99, guard) is None and not guard.active
 
 
-def test_a_spike_that_comes_back_goes_further_back(tmp_path):
+def test_its_state_goes_through_json_in_the_middle_of_a_rise():
+    guard = SpikeGuard(GuardConfig(spike=8.0))
+    assert recognized([(9.0, 1.0)] * 3, guard) is None and guard.rising
+    other = SpikeGuard(GuardConfig(spike=8.0))
+    other.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    with pytest.raises(SpikeError, match=r"steps 101 to 104: the loss is 9 .*guard.spike = 8") as caught:
+        other.check(step(104, 9.0))
+    assert (caught.value.first, caught.value.step) == (101, 104)
+
+
+def test_the_way_back_is_before_the_rise_and_further_if_it_comes_back(tmp_path):
     guard = SpikeGuard(GuardConfig(spike=8.0, window=16))
-    for number in (10, 20, 30):
+    for number in (10, 20, 30, 32):
         (tmp_path / "checkpoints" / f"step-{number:06d}").mkdir(parents=True)
     names = lambda: sorted(path.name[-2:] for path in (tmp_path / "checkpoints").iterdir())  # noqa: E731
-    assert guard.way_back(tmp_path, 33).name == "step-000030" and names() == ["10", "20", "30"]
-    guard.went_back(33, 30)
-    assert guard.way_back(tmp_path, 34).name == "step-000020" and names() == ["10", "20"]
-    guard.went_back(34, 20)
-    assert guard.way_back(tmp_path, 90).name == "step-000020"  # another one, long after
+    spike = lambda first, step: SpikeError("", first=first, step=step)  # noqa: E731
+    assert guard.way_back(tmp_path, spike(32, 35)).name == "step-000030" and names() == ["10", "20", "30"]
+    guard.went_back(35, 30, 1)
+    assert guard.way_back(tmp_path, spike(34, 36)).name == "step-000020" and names() == ["10", "20"]
+    guard.went_back(36, 20, 2)
+    assert guard.way_back(tmp_path, spike(90, 94)).name == "step-000020"  # another one, long after
 
 
 # --- a run ---
@@ -106,40 +153,112 @@ def test_a_spike_that_comes_back_goes_further_back(tmp_path):
 
 def test_a_run_goes_back_and_around(make_config, tmp_path):
     config, told = make_config(**GUARDED), Recorder()
-    with garbage(22):
+    with harder(*LASTING):
         result = run(config, out=tmp_path / "guarded", progress=told)
     (event,) = read_events(tmp_path / "guarded")
-    assert event["step"] == 23 and event["event"] == "rollback"
-    assert event["text"] in told.notes
-    assert "Back to step 20, and on without the 3 batches since" in event["text"]
+    assert (event["step"], event["event"], event["to"]) == (29, "rollback", 20) and event["text"] in told.notes
+    assert "steps 23 to 29: the loss is" in event["text"]
+    assert "Back to step 20, and on without the 9 batches since" in event["text"]
     rows = read_metrics(tmp_path / "guarded")
-    assert [row.step for row in rows] == list(range(1, 31)) and result.steps == 30
-    assert saved(tmp_path / "guarded")["trainer"]["skipped_batches"] == 3
+    assert [row.step for row in rows] == list(range(1, 35)) and result.steps == 34
+    assert saved(tmp_path / "guarded")["trainer"]["skipped_batches"] == 9
     # The same as a run whose data never had those batches.
     batch = Corpus.batch
-    without = lambda self, seed, step, size: batch(self, seed, step + (3 if step >= 20 else 0), size)  # noqa: E731
+    without = lambda self, seed, step, size: batch(self, seed, step + (9 if step >= 20 else 0), size)  # noqa: E731
     with mock.patch.object(Corpus, "batch", without):
         run(config, out=tmp_path / "without")
     assert curve(tmp_path / "guarded") == curve(tmp_path / "without")
 
 
-def test_a_resumed_run_goes_around_as_well(make_config, tmp_path):
-    config = make_config(**GUARDED)
-    with garbage(22):
+class Killed(Recorder):
+    """Fails at a note, or so many steps after it."""
+
+    def __init__(self, text, steps_after=None):
+        super().__init__()
+        self._text, self._left, self._noted = text, steps_after, False
+
+    def note(self, text):
+        super().note(text)
+        self._noted |= self._text in text
+        if self._noted and self._left is None:
+            fail()
+
+    def step(self, row):
+        super().step(row)
+        if self._noted:
+            self._left -= 1
+            if self._left < 0:
+                fail()
+
+
+def test_killed_at_any_step_and_resumed_it_is_the_same_run(make_config, tmp_path):
+    """Two spikes, the second of which goes back further; killed before, in and after them, and again and again."""
+    config = make_config(**GUARDED | {"run": {"steps": 40, "save_every": 5, "keep": 2}})
+    bad = {*LASTING, *range(32, 39)}
+    with harder(*bad):
         run(config, out=tmp_path / "whole")
-        with pytest.raises(RuntimeError, match="killed"):
-            run(config, out=tmp_path / "killed", progress=At(27, fail))
-        run(config, out=tmp_path / "killed", resume=True)
-    assert_same(tmp_path / "whole", tmp_path / "killed")
-    assert len(read_events(tmp_path / "killed")) == 1
+        assert [event["to"] for event in read_events(tmp_path / "whole")] == [20, 15]
+        in_rollbacks = Killed("Back to step 20"), Killed("Back to step 20", 2), Killed("Back to step 15")
+        for number, killed in enumerate([At(21, fail), At(26, fail), *in_rollbacks]):
+            out = tmp_path / f"killed-{number}"
+            with pytest.raises(RuntimeError, match="killed"):
+                run(config, out=out, progress=killed)
+            run(config, out=out, resume=True)
+            assert_same(tmp_path / "whole", out)
+            assert read_events(out) == read_events(tmp_path / "whole")
+
+
+def test_a_rollback_is_counted_once_however_often_the_run_is_killed(make_config, tmp_path):
+    once = GUARDED | {"guard": {"spike": 8.0, "window": 16, "rollbacks": 1}}
+    config = make_config(**once)
+    with harder(*LASTING, *range(31, 60)):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="killed"):
+                killed = At(21, fail) if read_events(tmp_path) else Killed("Back to")
+                run(config, out=tmp_path, progress=killed, resume=True)
+        run(config, out=tmp_path, resume=True)
+    assert [event["to"] for event in read_events(tmp_path)] == [20]
+    assert saved(tmp_path)["trainer"]["skipped_batches"] == 9
+
+
+def test_moves_of_the_autopilot_are_taken_back_with_the_steps(make_config, tmp_path):
+    layer = "model.layers.0.mlp.up_proj"
+    act = Autopilot.act
+
+    def moving(pilot, *args, **options):
+        found = act(pilot, *args, **options)
+        if pilot.watch.number == 25 and not pilot.moves:
+            pilot._move(Move(step=25, layer=layer, before="rowwise", after="blockwise", why="test"))
+        return found
+
+    precision = {"level": "O1", "autopilot": True}
+    with harder(*LASTING), mock.patch.object(Autopilot, "act", moving):
+        trainer = []
+        make = Trainer.__init__
+
+        def kept(self, *args, **options):
+            make(self, *args, **options)
+            trainer.append(self)
+
+        with mock.patch.object(Trainer, "__init__", kept):
+            run(make_config(**GUARDED | {"run": {"steps": 24, "save_every": 5}}, precision=precision), out=tmp_path)
+            assert not trainer[0].pilot.moves
+            longer = GUARDED | {"run": {"steps": 29, "save_every": 5}}
+            moves = []
+            with mock.patch.object(Autopilot, "load_state_dict", autospec=True) as load:
+                load.side_effect = lambda pilot, state: moves.append((len(pilot.moves), len(state["moves"])))
+                run(make_config(**longer, precision=precision), out=tmp_path, resume=True)
+    assert moves[:2] == [(0, 0), (1, 0)]  # resumed; back from one move to none
+    (event,) = read_events(tmp_path)[:1]
+    assert event["event"] == "rollback"
 
 
 def test_the_beginning_is_something_to_go_back_to(make_config, tmp_path):
-    late = GUARDED | {"run": {"steps": 24, "save_every": 24}}
-    with garbage(20):
+    late = GUARDED | {"run": {"steps": 30, "save_every": 30}}
+    with harder(*LASTING):
         run(make_config(**late), out=tmp_path)
     (event,) = read_events(tmp_path)
-    assert "Back to step 0, and on without the 21 batches since" in event["text"]
+    assert "Back to step 0, and on without the 29 batches since" in event["text"]
 
 
 def test_what_is_not_finite_is_a_spike_too_until_it_has_gone_back_enough(make_config, tmp_path, monkeypatch):
@@ -170,7 +289,7 @@ def test_it_needs_checkpoints(make_config):
 
 def test_files_of_a_run_are_known(make_config, tmp_path):
     """What it writes is nobody else's file, to the next run."""
-    with garbage(22):
+    with harder(*LASTING):
         run(make_config(**GUARDED), out=tmp_path)
     assert (Path(tmp_path) / "events.jsonl").exists()
     with pytest.raises(ConfigError, match="holds a run"):
@@ -178,13 +297,13 @@ def test_files_of_a_run_are_known(make_config, tmp_path):
 
 
 def ranks_job(tables, out):
-    with garbage(22):
+    with harder(*LASTING):
         return run(parse_config(tables), out=Path(out)).steps
 
 
 @pytest.mark.dist
 def test_ranks_go_back_together(gloo, make_config, tmp_path):  # noqa: F811
     wanted = make_config(**GUARDED, precision={"level": "O1"}).model_dump(exclude_none=True)
-    assert gloo.run(ranks_job, 2, wanted, str(tmp_path)) == [30, 30]
-    assert [(event["step"], event["event"]) for event in read_events(tmp_path)] == [(23, "rollback")]
-    assert read_trainer_state(latest_checkpoint(tmp_path))["skipped_batches"] == 3
+    assert gloo.run(ranks_job, 2, wanted, str(tmp_path)) == [34, 34]
+    assert [(event["step"], event["event"]) for event in read_events(tmp_path)] == [(29, "rollback")]
+    assert read_trainer_state(latest_checkpoint(tmp_path))["skipped_batches"] == 9

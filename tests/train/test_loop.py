@@ -269,10 +269,53 @@ def test_scaling_that_never_recovers_stops(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, "model.layers.0", set(range(1, 1000)), torch.nan)
-    config = make_config(run={"steps": 100}, precision={"loss_scale": "dynamic"})
+    config, seen = make_config(run={"steps": 100}, precision={"loss_scale": "dynamic"}), Recorder()
     with pytest.raises(NonFiniteError, match=r"output of model\.layers\.0"):
-        run(config, out=tmp_path)
+        run(config, out=tmp_path, progress=seen)
     assert RunResult.read(tmp_path).skipped_steps == 40
+    assert {row.loss_scale for row in seen.rows} == {loss_scale.INITIAL}
+    assert "step 2 skipped: the loss is not finite, which no loss scale changes (loss scale 65536 stays)" in seen.notes
+
+
+def overflowing(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
+    """The gradient of these steps (0, 1, …) is infinite, their loss is not."""
+    make = Trainer.__init__
+
+    def init(self: Trainer, *args: Any, **options: Any) -> None:
+        make(self, *args, **options)
+        norm = self.model.model.layers[1].input_layernorm
+        norm.weight.register_hook(lambda grad: grad * torch.inf if self.step in steps else grad)
+
+    monkeypatch.setattr(Trainer, "__init__", init)
+
+
+@pytest.mark.parametrize("save_every", [0, 6])  # a checkpoint would be due after the 40th skipped step
+def test_a_run_stopped_by_overflows_resumes_at_the_scale_from_before(
+    save_every: int, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overflowing(monkeypatch, range(2, 1000))
+    config = make_config(run={"steps": 44, "save_every": save_every}, precision={"loss_scale": "dynamic"})
+    with pytest.raises(NonFiniteError, match=r"step 43: the gradient is not finite.* \(--resume\)"):
+        run(config, out=tmp_path)
+    folder = latest_checkpoint(tmp_path)
+    assert folder is not None and folder.name == "step-000042"
+    state = json.loads((folder / "trainer.json").read_text())["loss_scale"]
+    assert (state["value"], state["overflows"]) == (loss_scale.INITIAL, 0)
+    monkeypatch.undo()
+    seen = Recorder()
+    run(config, out=tmp_path, resume=True, progress=seen)
+    assert [(row.loss_scale, row.skipped) for row in seen.rows] == [(loss_scale.INITIAL, False)] * 2
+
+
+@pytest.mark.parametrize("precision", [{}, {"parameters": "fp16", "loss_scale": 1e-9}])
+def test_a_gradient_that_is_exactly_zero_stops_the_run(
+    precision: dict[str, Any], make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not precision:
+        spoil(monkeypatch, "model.norm", {2}, 0.0)
+    with pytest.raises(NonFiniteError, match=r"the gradient is exactly zero in every parameter.*nothing is learned"):
+        run(make_config(precision=precision), out=tmp_path)
+    assert RunResult.read(tmp_path).stopped == "non-finite"
 
 
 def test_the_default_folder_is_named_after_the_run(

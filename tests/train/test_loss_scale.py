@@ -1,6 +1,6 @@
 import json
 
-from octavo.train.loss_scale import GROWTH_INTERVAL, INITIAL, MOST_SKIPS, LossScale
+from octavo.train.loss_scale import GROWTH_INTERVAL, INITIAL, LARGEST, MOST_SKIPS, LossScale
 
 
 def test_none_and_fixed_never_change() -> None:
@@ -51,3 +51,36 @@ def test_state_round_trip_through_json() -> None:
     twin.update(overflow=False)
     assert twin.value == scale.value == INITIAL
     assert twin.state_dict() == scale.state_dict()
+
+
+def test_a_loss_that_is_not_finite_is_no_overflow() -> None:
+    scale = LossScale("dynamic")
+    for _ in range(MOST_SKIPS + 1):
+        scale.update(overflow=True, loss_is_finite=False)
+    assert scale.value == INITIAL and scale.exhausted
+
+
+def test_it_grows_up_to_a_bound() -> None:
+    scale = LossScale("dynamic")
+    for _ in range(20 * GROWTH_INTERVAL):
+        scale.update(overflow=False)
+    assert scale.value == LARGEST
+
+
+def test_the_scale_before_the_skipped_steps_comes_back() -> None:
+    scale = LossScale("dynamic")
+    scale.update(overflow=True)
+    scale.update(overflow=False)
+    for _ in range(MOST_SKIPS // 2):
+        scale.update(overflow=True)
+    twin = LossScale("dynamic")
+    twin.load_state_dict(json.loads(json.dumps(scale.state_dict())))
+    for _ in range(MOST_SKIPS // 2 + 1):
+        assert not twin.exhausted
+        twin.update(overflow=True)
+    assert twin.exhausted
+    twin.rewind()
+    assert twin.value == INITIAL / 2 and not twin.exhausted
+    twin.update(overflow=False)
+    twin.rewind()
+    assert twin.value == INITIAL / 2

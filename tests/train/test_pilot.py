@@ -9,12 +9,13 @@ import torch
 from tiny_runs import At, Recorder, assert_same, fail, saved
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from octavo.nn import Linear
-from octavo.train import NonFiniteError, parse_config, run
+from octavo.inspect import Autopilot
+from octavo.train import NonFiniteError, loss_scale, parse_config, run
 from octavo.train import trainer as trainer_module
 from octavo.train.checkpoint import latest_checkpoint
 from octavo.train.config import ConfigError
 from octavo.train.events import read_events
+from octavo.train.statistics import read_statistics
 from octavo.train.trainer import Trainer
 
 DOWN = "model.layers.1.mlp.down_proj"
@@ -61,14 +62,13 @@ def test_a_layer_is_moved_said_and_remembered(make_config, tmp_path):
         moved_twice = moves(tmp_path / "killed")
         run(config, out=tmp_path / "killed", resume=True)
     events = moves(tmp_path / "whole")
-    assert [event["step"] for event in events] == [1, 1, 1, 1]
-    assert all(DOWN in event["text"] for event in events)
-    assert "tensorwise → rowwise" in events[0]["text"] and "rowwise_hp_wgrad → bf16" in events[-1]["text"]
+    assert {event["step"] for event in events} <= {1, 2}
+    assert all(DOWN in event["text"] and "product error" in event["text"] for event in events)
     assert [event["text"] for event in events] == [note for note in told.notes if "autopilot" in note]
-    assert len(moved_twice) == 4 and read_events(tmp_path / "killed") == read_events(tmp_path / "whole")
+    assert moved_twice == events and read_events(tmp_path / "killed") == read_events(tmp_path / "whole")
     assert_same(tmp_path / "whole", tmp_path / "killed")
     kept = saved(tmp_path / "whole")["trainer"]["autopilot"]["moves"]
-    assert [move["after"] for move in kept] == ["rowwise", "blockwise", "rowwise_hp_wgrad", "bf16"]
+    assert len(kept) == len(events) and kept[-1]["after"] != "tensorwise"
 
 
 def test_moves_stay_where_the_autopilot_is_off_on_resume(make_config, tmp_path):
@@ -78,31 +78,44 @@ def test_moves_stay_where_the_autopilot_is_off_on_resume(make_config, tmp_path):
         told = Recorder()
         run(make_config(**off), out=tmp_path, resume=True, progress=told)
     assert "resumed with precision.autopilot = false (was true)" in told.notes
-    assert len(saved(tmp_path)["trainer"]["autopilot"]["moves"]) == 4 and len(moves(tmp_path)) == 4
+    assert len(saved(tmp_path)["trainer"]["autopilot"]["moves"]) == len(moves(tmp_path)) > 0
 
 
-def test_a_product_that_is_not_finite_is_taken_again_in_another_recipe(make_config, tmp_path):
-    def overflows(module, args):
-        return args[0] * (torch.inf if isinstance(module, Linear) and module.recipe.name == "tensorwise" else 1.0)
-
-    with models_with(overflows):
-        result = run(make_config(**PILOTED), out=tmp_path)
-    (event,) = moves(tmp_path)
-    assert result.stopped == "done" and result.steps == 8 and event["step"] == 1
-    assert f"{DOWN}: tensorwise → rowwise (x: " in event["text"] and "NaN or infinite" in event["text"]
-
-
-def test_what_no_recipe_helps_stops_the_run_as_ever(make_config, tmp_path):
+def test_what_is_not_finite_stops_the_run_and_moves_nothing(make_config, tmp_path):
     takes = mock.patch.object(Trainer, "_gradients", autospec=True, side_effect=Trainer._gradients)
     with (
         models_with(lambda _, args: args[0] * torch.inf),
         takes as gradients,
-        pytest.raises(NonFiniteError, match=rf"output of {DOWN} \(first operand: x of {DOWN}\), in whatever recipe"),
+        pytest.raises(NonFiniteError, match=rf"output of {DOWN} \(first operand: x of {DOWN}\)"),
     ):
         run(make_config(**PILOTED), out=tmp_path)
-    assert gradients.call_count == 5  # the ladder of that layer, not of all that follow it
+    assert gradients.call_count == 1
     assert [event["event"] for event in read_events(tmp_path)] == ["finding"]
     assert not saved(tmp_path)["trainer"]["autopilot"]["moves"]
+
+
+def test_an_overflow_in_the_first_step_leaves_the_first_look_for_the_next(make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(loss_scale, "INITIAL", 2.0**30)
+    fp16 = {"parameters": "fp16", "loss_scale": "dynamic"}
+    told = Recorder()
+    rare = PILOTED | {"precision": PILOTED["precision"] | fp16, "inspect": {"every": 100}, "run": {"steps": 25}}
+    run(make_config(**rare), out=tmp_path, progress=told)
+    good = next(row.step for row in told.rows if not row.skipped)
+    assert 1 < good < 25 and {row.step for row in read_statistics(tmp_path) if row.step >= good} == {good}
+
+
+def test_moves_of_a_step_that_fails_are_taken_back(make_config, tmp_path):
+    act = Autopilot.act
+
+    def failing(pilot, *args, **options):
+        found = act(pilot, *args, **options)
+        if found:
+            pilot._model.get_submodule(DOWN).register_forward_pre_hook(lambda _, args: args[0] * torch.nan)
+        return found
+
+    with models_with(outlier), mock.patch.object(Autopilot, "act", failing), pytest.raises(NonFiniteError):
+        run(make_config(**PILOTED), out=tmp_path)
+    assert not saved(tmp_path)["trainer"]["autopilot"]["moves"] and not moves(tmp_path)
 
 
 def test_nothing_is_looked_at_without_it(make_config, tmp_path):
@@ -123,7 +136,7 @@ def test_moves_of_layers_that_are_skipped_since_are_not_taken(make_config, tmp_p
         skipping = PILOTED | {"precision": PILOTED["precision"] | {"skip": ["*down_proj"]}, "run": {"steps": 4}}
         run(make_config(**skipping), out=tmp_path, resume=True)
     layers = {row["name"]: row["recipe"] for row in json.loads((tmp_path / "layers.json").read_text())}
-    assert layers[DOWN] is None and len(moves(tmp_path)) == 4  # those of the first part
+    assert layers[DOWN] is None and moves(tmp_path)  # those of the first part
 
 
 def with_outlier_channels(checkpoint, out):

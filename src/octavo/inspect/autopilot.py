@@ -1,4 +1,4 @@
-"""Autopilot: linears whose numbers go bad are moved to a safer recipe, between two steps.
+"""Autopilot: linears that FP8 harms are moved to a recipe that does not, between two steps.
 
     pilot = octavo.inspect.Autopilot(model, every=50)
     for batch in batches:
@@ -7,31 +7,34 @@
                 model(batch).loss.backward()
             for move in pilot.moved:        # as "step 50: model.layers.3.mlp.down_proj: rowwise → blockwise (x: …)"
                 print(move)
-            if not pilot.moved:
+            if not pilot.again:
                 break
-            optimizer.zero_grad()           # the same step again, with the layers where they are now
+            optimizer.zero_grad()           # the same step again, looked at more closely, or with layers moved
         optimizer.step()
 
-The ladder goes from what is fastest to what is safest:
+    suspicion   an operand of a sampled step crosses a limit: SQNR, underflow or saturation (`octavo.inspect.findings`)
+    harm        the step is taken again, and the products of that layer are compared with those in high precision
+                (`octavo.inspect.product_error`): by its own recipe, and by each of `RUNGS`
+    move        if the error of its own recipe exceeds `product_error`, the layer moves to the first of `RUNGS` with an
+                error of at most half of that; the last, high precision, has none. The step is taken again
+    trial       the next step is sampled: if the recipe before the move has at most half of the limit there, it was the
+                batch, and the layer moves back
+    way back    with `restore_after`, a layer moves back to the recipe that it began with after so many samples in a row
+                in which that would have had at most half of the limit; at any time on request (`restore`)
 
-    delayed → tensorwise → rowwise → blockwise → rowwise_hp_wgrad → bf16
-                               mxfp8 ↗
+Limits alone move nothing: what underflows may not matter. What is not finite moves nothing either. Operands are counted
+before they are quantized, so it was there before FP8, and a step that has it says nothing of recipes. A jump of an amax
+moves nothing, as scales follow it.
 
-An operand of a sampled step that crosses a limit (SQNR, underflow, saturation, values that are not finite: see
-`octavo.inspect.findings`) moves its layer down one rung, and what comes next is sampled as well, until nothing crosses
-a limit any more. A jump of an amax moves nothing: scales that are computed just in time follow it. For what is not
-finite one layer is moved in a step, the one where it arose; if it is still there with that layer in high precision, it
-came from elsewhere, and `undo` takes back what did not help.
+The first step without such values is sampled. A step in which layers were moved should be taken again, its gradients
+dropped: where numbers are bad from the beginning, what the first steps do to the weights is not made good by hundreds
+of others (docs/adversarial.md measures both ways). The trainer does so.
 
-The first step is sampled, and a step in which layers were moved should be taken again, its gradients dropped: where
-numbers are bad from the beginning, what the first steps do to the weights is not made good by hundreds of others
-(docs/adversarial.md measures both ways). The trainer does so.
-
-Nothing moves back by itself, since what calmed down may have done so because of the move: `restore` does it on request.
-Statistics are the same on all ranks, and so is every move. `state_dict` takes the moves through a checkpoint.
+Statistics and errors are the same on all ranks, and so is every move. `state_dict` has all of it, so that a resumed run
+is the same run; loading one takes back moves that are not in it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -46,17 +49,10 @@ from octavo.nn.report import is_converted
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import Recipe
 
-SAFER = {
-    "delayed": "tensorwise",
-    "tensorwise": "rowwise",
-    "rowwise": "blockwise",
-    "blockwise": "rowwise_hp_wgrad",
-    "mxfp8": "rowwise_hp_wgrad",
-    "rowwise_hp_wgrad": HIGH_PRECISION,
-}
-"""What comes after each recipe; after one of the user's own, high precision."""
-MOVING = ("nonfinite", "saturation", "underflow", "sqnr")
-"""Limits whose crossing moves a layer, the gravest first."""
+RUNGS = ("tensorwise", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad")
+"""Recipes that a layer may be moved to, what costs least first; then high precision."""
+MOVING = ("saturation", "underflow", "sqnr")
+"""Limits whose crossing raises the suspicion that a layer is harmed, the gravest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +65,7 @@ class Move:
         before: Recipe it computed in, `"bf16"` for none.
         after: Recipe it computes in now.
         why: What crossed which limit.
-        back: Whether it was moved back, on request.
+        back: Whether it was moved back.
     """
 
     step: int
@@ -80,7 +76,7 @@ class Move:
     back: bool = False
 
     def __str__(self) -> str:
-        """As "step 50: model.layers.3.mlp.down_proj: rowwise → blockwise (x: SQNR 11.2 dB (limit 18))"."""
+        """As "step 50: model.layers.3.mlp.down_proj: rowwise → blockwise (x: underflow 83.4 % (limit 20), …)"."""
         return f"step {self.step}: {self.layer}: {self.before} → {self.after} ({self.why})"
 
 
@@ -92,15 +88,19 @@ class Autopilot:
         every: Steps from one sample to the next.
         thresholds: Limits; None for the defaults.
         watch: Watches the model already, instead of `every`.
+        restore_after: Samples in a row in which a layer's first recipe would have done no harm, after which the layer
+            is moved back to it; 0 for never.
+        rungs: Names of recipes that a layer may be moved to, the most wanted first; high precision comes after them.
 
     Attributes:
         watch: What samples.
         found: What crossed a limit in the step just taken.
         moved: Moves of the step just taken.
         moves: All moves, the first one first.
+        again: Whether the step just taken is to be taken again, its gradients dropped.
 
     Raises:
-        ValueError: For a model without converted layers, or `every` below 1.
+        ValueError: For a model without converted layers, `every` below 1, or `restore_after` below 0.
     """
 
     def __init__(
@@ -110,57 +110,99 @@ class Autopilot:
         every: int = 50,
         thresholds: Thresholds | None = None,
         watch: Watch | None = None,
+        restore_after: int = 0,
+        rungs: Sequence[str] = RUNGS,
     ) -> None:
         if not any(is_converted(module) for module in model.modules()):
             raise ValueError("Autopilot: this model has no converted layer to move: call octavo.convert(model) first")
         if every < 1:
             raise ValueError(f"Autopilot: every is a number of steps, 1 or more; got {every}")
+        if restore_after < 0:
+            raise ValueError(f"Autopilot: restore_after is a number of samples, 0 or more; got {restore_after}")
         self.watch = Watch(model, every=every) if watch is None else watch
         self.found: list[Finding] = []
         self.moved: list[Move] = []
         self.moves: list[Move] = []
+        self.again = False
         self._model = model
         self._thresholds = Thresholds() if thresholds is None else thresholds
+        self._restore_after = restore_after
+        self._rungs = tuple(rungs)
         self._began: dict[str, Recipe] = {}
-        self._again = False
-        self._blamed: tuple[int, str] | None = None
+        self._acted = 0  # the step of the last `act`
+        self._due = True  # the first look
+        self._trials: dict[str, str] = {}  # layers moved in the last step, and their recipe before
+        self._calm: dict[str, int] = {}  # samples in a row in which the first recipe of a layer would have done no harm
+        self._suspects: dict[str, set[str]] = {}  # of the step at hand, with the recipes that were left in it
 
     @contextmanager
     def step(self, number: int | None = None, *, force: bool = False) -> Iterator[None]:
         """Take a step inside, all of its forwards and backwards; layers are moved when it ends.
 
         Args:
-            number: Which step it is, 1, 2, …; where not given the one after the last, or the last after a move.
+            number: Which step it is, 1, 2, …; where not given the one after the last, or the last if that is taken
+                `again`.
             force: Sample it whatever `every` says.
         """
-        number = self.watch.number + (not self._again) if number is None else number
-        with self.watch.step(number, force=force or self._again or number == 1):
+        number = self.watch.number + (not self.again) if number is None else number
+        with self.watch.step(number, force=force or self.wants_sample, measure=self.measures):
             yield
-        self.act(self.watch.rows)
+        self.act()
 
     @property
     def wants_sample(self) -> bool:
-        """Whether what comes next is to be sampled whatever `every` says: after a move."""
-        return self._again
+        """Whether what comes next is to be sampled whatever `every` says."""
+        return self._due or self.again or bool(self._trials)
 
-    def act(self, rows: Sequence[OperandStats]) -> list[Move]:
-        """Move the layers of a sampled step that crossed a limit; nothing for a step that was not sampled."""
+    @property
+    def measures(self) -> dict[str, list[str | Recipe]]:
+        """Recipes by layer, for `Watch.step` to measure in what comes next if that is sampled."""
+        wanted: dict[str, list[str | Recipe]] = {}
+        if self.again:
+            names = dict(self._model.named_modules())
+            for layer in self._suspects:
+                own = getattr(names[layer], "recipe", None)
+                wanted[layer] = [*([own] if own is not None else []), *self._rungs]
+        for layer, before in self._trials.items():
+            wanted.setdefault(layer, []).append(self._recipe(layer, before) or before)
+        for layer in self._began if self._restore_after else ():
+            wanted.setdefault(layer, []).append(self._began[layer])
+        return {layer: _without_duplicates(recipes) for layer, recipes in wanted.items()}
+
+    def act(
+        self,
+        rows: Sequence[OperandStats] | None = None,
+        errors: Mapping[str, Mapping[str, float]] | None = None,
+        *,
+        finite: bool = True,
+    ) -> list[Move]:
+        """Move layers as the step just taken shows; nothing for a step that was not sampled, or was not finite.
+
+        Args:
+            rows: Its statistics; None for those of `watch`.
+            errors: The errors of products in it, by layer and recipe; None for those of `watch`.
+            finite: Whether its loss and gradient are.
+        """
+        rows = self.watch.rows if rows is None else rows
+        errors = self.watch.errors if errors is None else errors
         self.found = findings(rows, self._thresholds)
-        worst: dict[str, Finding] = {}
-        if not self._again:
-            self._blamed = None
-        for what in MOVING:
-            for finding in self.found:
-                if finding.what == what and not (what == "nonfinite" and self._helpless(finding)):
-                    worst.setdefault(finding.layer, finding)
-        recipes = {row.layer: row.recipe for row in rows}
         self.moved = []
-        for layer, finding in worst.items():
-            if recipes[layer] != HIGH_PRECISION:
-                after = SAFER.get(recipes[layer], HIGH_PRECISION)
-                why = f"{finding.operand}: {finding.measured}"
-                self._move(Move(step=finding.step, layer=layer, before=recipes[layer], after=after, why=why))
-        self._again = bool(self.moved)
+        step = rows[0].step if rows else self.watch.number
+        retaken = self.again and step == self._acted
+        self.again, self._acted = False, step
+        if (not rows and not errors) or not finite or any(row.nonfinite for row in rows):
+            return []
+        if not retaken:
+            self._suspects = {}
+            self._move_back(step, errors)
+        recipes = {row.layer: row.recipe for row in rows}
+        for layer, finding in self._suspicions():
+            if recipes[layer] in errors.get(layer, ()):
+                self._judge(finding, recipes[layer], errors[layer])
+            elif layer not in self._suspects:
+                self._suspects[layer], self.again = set(), True
+        self.again = self.again or any(not move.back for move in self.moved)
+        self._due = self._due and self.again
         return self.moved
 
     def restore(self, layer: str | None = None, *, step: int) -> list[Move]:
@@ -174,34 +216,20 @@ class Autopilot:
             raise ValueError(
                 f"Autopilot: {layer!r} was not moved{nearest(layer, self._began)}; layers that were: {moved}"
             )
-        now = {move.layer: move.after for move in self.moves}
         self.moved = []
         for name in list(self._began) if layer is None else [layer]:
-            after = self._began[name].name
-            self._move(Move(step=step, layer=name, before=now[name], after=after, why="on request", back=True))
+            self._back(name, self._began[name].name, step, "on request")
         return self.moved
 
-    def undo(self, step: int) -> None:
-        """Take back the moves of a step, which did not help it."""
-        before: dict[str, str] = {}
-        for move in self.moves:
-            if move.step == step and not move.back:
-                before.setdefault(move.layer, move.before)
-        self.moves = [move for move in self.moves if move.step != step or move.back]
-        for layer, name in before.items():
-            began = self._began[layer]
-            if name == began.name:
-                del self._began[layer]
-            reason = f"autopilot, step {step}: no other recipe helped"
-            change_recipe(self._model, layer, began if name == began.name else name, reason=reason)
-        self.moved, self._again = [], False
-
     def state_dict(self) -> dict[str, Any]:
-        """The moves, as plain lists and dictionaries."""
-        return {"moves": [asdict(move) for move in self.moves], "again": self._again}
+        """The moves, the step, and what the next step is to show, as plain lists and dictionaries."""
+        return {
+            "moves": [asdict(move) for move in self.moves], "step": self.watch.number, "due": self._due,
+            "trials": dict(self._trials), "calm": dict(self._calm),
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Move the layers of a model as it was converted to where a checkpoint's moves had taken them.
+        """Move the layers to where a checkpoint's moves had taken them, and others back to what they began with.
 
         Layers that are not converted any more stay as they are.
 
@@ -213,27 +241,81 @@ class Autopilot:
         for move in moves:
             if move.layer not in names:
                 raise ValueError(f"Autopilot: the moves are of another model: this one has no {move.layer!r}")
+        for layer, recipe in self._began.items():
+            change_recipe(self._model, layer, recipe, reason="as converted")
+        self._began, self.moves = {}, []
         for move in moves:
             if move.layer in self._began or is_converted(names[move.layer]):
                 self._move(move)
-        self.moved, self._again = [], state["again"]
+        self.moved, self.again, self._suspects = [], False, {}
+        self.watch.number = state.get("step", self.watch.number)
+        self._due = state.get("due", False)
+        self._trials = {layer: name for layer, name in state.get("trials", {}).items() if layer in self._began}
+        self._calm = dict(state.get("calm", {}))
 
-    def _helpless(self, finding: Finding) -> bool:
-        """Whether another layer was moved already for what is not finite in this step: it came from elsewhere, then,
-        and would go on from each layer to the next.
-        """
-        step, layer = self._blamed or (0, "")
-        if step != finding.step:
-            self._blamed = (finding.step, finding.layer)
-        return step == finding.step and layer != finding.layer
+    def _suspicions(self) -> list[tuple[str, Finding]]:
+        """Layers in FP8 of which an operand crossed a limit, and the gravest."""
+        worst: dict[str, Finding] = {}
+        for what in MOVING:
+            for finding in self.found:
+                if finding.what == what and is_converted(self._model.get_submodule(finding.layer)):
+                    worst.setdefault(finding.layer, finding)
+        return list(worst.items())
+
+    def _judge(self, finding: Finding, recipe: str, errors: Mapping[str, float]) -> None:
+        """Move a layer that is harmed to a recipe that does not harm it, by what each makes of its operands."""
+        layer, limit = finding.layer, self._thresholds.product_error
+        if errors[recipe] <= limit:
+            return
+        left = self._suspects.setdefault(layer, set())
+        left.add(recipe)
+        harmless = (name for name in self._rungs if name not in left and errors.get(name, 1.0) <= limit / 2)
+        after = next(harmless, HIGH_PRECISION)
+        why = f"{finding.operand}: {finding.measured}, product error {errors[recipe]:.2g} (limit {limit:g})"
+        self._trials.setdefault(layer, recipe)
+        self._calm.pop(layer, None)
+        self._move(Move(step=finding.step, layer=layer, before=recipe, after=after, why=why))
+
+    def _move_back(self, step: int, errors: Mapping[str, Mapping[str, float]]) -> None:
+        """Move back what one batch alone moved, and what has long been without need of it."""
+        limit = self._thresholds.product_error
+        for layer, before in list(self._trials.items()):
+            if before in errors.get(layer, ()):
+                del self._trials[layer]
+                if (error := errors[layer][before]) <= limit / 2:
+                    self._back(layer, before, step, f"the next batch is not harmed, product error {error:.2g}")
+        for layer, recipe in list(self._began.items()) if self._restore_after else ():
+            if recipe.name in errors.get(layer, ()) and layer not in self._trials:
+                self._calm[layer] = self._calm.get(layer, 0) + 1 if errors[layer][recipe.name] <= limit / 2 else 0
+                if self._calm[layer] >= self._restore_after:
+                    self._back(layer, recipe.name, step, f"no harm in {self._restore_after} samples")
+
+    def _back(self, layer: str, recipe: str, step: int, why: str) -> None:
+        now = next(move.after for move in reversed(self.moves) if move.layer == layer)
+        self._trials.pop(layer, None)
+        self._calm.pop(layer, None)
+        self._move(Move(step=step, layer=layer, before=now, after=recipe, why=why, back=True))
+
+    def _recipe(self, layer: str, name: str) -> Recipe | str | None:
+        """The recipe of a layer by its name; the one it began with may be the user's own."""
+        if layer in self._began and self._began[layer].name == name:
+            return self._began[layer]
+        return None if name == HIGH_PRECISION else name
 
     def _move(self, move: Move) -> None:
-        wanted: str | Recipe | None = None if move.after == HIGH_PRECISION else move.after
-        if move.back:
-            wanted = self._began.pop(move.layer)  # by itself: it may be one of the user's own
-        else:
-            module: Any = self._model.get_submodule(move.layer)
-            self._began.setdefault(move.layer, module.recipe)
-        change_recipe(self._model, move.layer, wanted, reason=f"autopilot, {move}")
+        module: Any = self._model.get_submodule(move.layer)
+        if move.layer not in self._began:
+            self._began[move.layer] = module.recipe
+        change_recipe(self._model, move.layer, self._recipe(move.layer, move.after), reason=f"autopilot, {move}")
+        if move.after == self._began[move.layer].name:
+            del self._began[move.layer]
         self.moves.append(move)
         self.moved.append(move)
+
+
+def _without_duplicates(recipes: Sequence[str | Recipe]) -> list[str | Recipe]:
+    """One of each name, the first."""
+    by_name: dict[str, str | Recipe] = {}
+    for recipe in recipes:
+        by_name.setdefault(recipe if isinstance(recipe, str) else recipe.name, recipe)
+    return list(by_name.values())

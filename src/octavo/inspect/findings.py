@@ -42,6 +42,9 @@ class Thresholds:
     no limit."""
     nonfinite: int = 0
     """Most elements that may be NaN or infinite."""
+    product_error: float = 0.25
+    """Largest error of the products of a layer, 0 to 1; beyond it the autopilot moves the layer. Healthy ones have 0.03
+    to 0.10 (`octavo.inspect.product_error`)."""
 
     def __post_init__(self) -> None:
         for name, good, wanted in (
@@ -50,6 +53,7 @@ class Thresholds:
             ("saturation", 0 <= self.saturation <= 1, "a share, 0 to 1"),
             ("amax_jump", self.amax_jump > 1, "a factor above 1"),
             ("nonfinite", self.nonfinite >= 0, "a number of elements, 0 or more"),
+            ("product_error", 0 <= self.product_error <= 1, "an error, 0 to 1"),
         ):
             if not good:
                 raise ValueError(f"Thresholds: {name} = {getattr(self, name)} is not {wanted}")

@@ -2,7 +2,11 @@
 
 X and W are those that the linear is called with. G's forms have row scales of X and W folded in where the recipe folds
 them, so these are kept from a linear's forward to the hook on its output: a number per token and per output feature.
-What-if recipes have factors of their own.
+What-if recipes have factors of their own. Where all of a row of X or W is zero, what G has for it is multiplied by
+zeros: it counts to no loss.
+
+Activation checkpointing forwards again in backward. A reentrant one made its first forward without autograd, so G is
+waited for at the outputs of the second; another waits at those of the first.
 
 Scales of earlier maxima (`octavo.nn.delayed`) are those that the layer uses; a what-if recipe has no past here, so it
 has the scales of the present.
@@ -13,7 +17,8 @@ several rows have the blocks of the shard.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from octavo.inspect.product_error import Operands, ProductErrors, is_transposed
 from octavo.inspect.tally import Form, Tallies
 from octavo.kernels import dequantize, quantize
 from octavo.nn.delayed import G, X, scale_now
@@ -31,8 +37,18 @@ from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.torch_compat import in_backward
 from octavo.tensor import ScaledTensor
 
-Factors = list[Tensor | None]
-"""What is folded into G, float32, for the layer's own recipe and each what-if recipe; None where nothing is."""
+
+@dataclass(frozen=True)
+class Factors:
+    """What X or W is to G, float32 [M,1] or [1,N].
+
+    Attributes:
+        folds: What is folded into G, for the layer's own recipe and each what-if recipe; None where nothing is.
+        read: 1 where a row of X or W has any value but zeros, else 0.
+    """
+
+    folds: list[Tensor | None]
+    read: Tensor
 
 
 @dataclass(frozen=True)
@@ -43,6 +59,8 @@ class Layer:
     module: nn.Module
     recipe: Recipe
     label: str
+    counted: bool = True
+    """Whether statistics are wanted, and not only the errors of its products."""
 
 
 class Sample:
@@ -51,20 +69,25 @@ class Sample:
     Args:
         layers: The linears to watch.
         what_if: Other recipes for the same tensors.
+        measure: Recipes whose products are compared with high precision, by layer.
 
     Attributes:
         tallies: What has been counted.
+        errors: How far products were from high precision.
     """
 
-    def __init__(self, layers: Sequence[Layer], what_if: Sequence[Recipe]) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], what_if: Sequence[Recipe], measure: Mapping[str, Sequence[Recipe]] | None = None
+    ) -> None:
         self.layers = layers
         self.tallies = Tallies([recipe.name for recipe in what_if])
+        self.errors = ProductErrors(measure or {})
         self._what_if = what_if
         self._handles: list[Any] = []
         self._shards = {layer.name: shard for layer in layers if (shard := _shard(layer.module)) is not None}
         self._of_weights: dict[str, Factors] = {}
         self._of_inputs: dict[str, Factors] = {}
-        self._waiting: set[str] = set()
+        self._without_graph: Counter[str] = Counter()
 
     @property
     def device(self) -> torch.device:
@@ -85,27 +108,34 @@ class Sample:
     def _before(self, layer: Layer) -> Callable[..., None]:
         def count_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
             x = _input(args, kwargs)
-            again = in_backward()  # in backward: activation checkpointing
-            if x.dtype not in SUPPORTED_DTYPES or (again and layer.name in self._waiting):
+            again = in_backward()
+            if x.dtype not in SUPPORTED_DTYPES or (again and not self._without_graph[layer.name]):
                 return
             with torch.no_grad(), _disable_current_modes():
-                self._of_inputs[layer.name] = self._count_x(layer, _matrix(x), counted=not again)
-                if layer.name not in self._of_weights:
-                    self._of_weights[layer.name] = self._count_w(layer)
+                if layer.counted:
+                    self._of_inputs[layer.name] = self._count_x(layer, _matrix(x), counted=not again)
+                    if layer.name not in self._of_weights:
+                        self._of_weights[layer.name] = self._count_w(layer)
+                self.errors.keep(layer.name, layer.module, _matrix(x))
 
         return count_inputs
 
     def _after(self, layer: Layer) -> Callable[..., None]:
         def wait_for_gradient(module: nn.Module, args: Any, kwargs: Any, y: Tensor) -> None:
-            of_x = self._of_inputs.pop(layer.name, None)
-            if of_x is None:
+            of_x, operands = self._of_inputs.pop(layer.name, None), self.errors.kept(layer.name)
+            if of_x is None and operands is None:
                 return
-            self._waiting.discard(layer.name)  # a checkpoint that forwards without autograd has it recomputed
-            if y.requires_grad:
-                self._waiting.add(layer.name)
-                of_w = self._of_weights[layer.name] if _input(args, kwargs).requires_grad else None
-                trained = module.weight.requires_grad
-                self._handles.append(y.register_hook(self._on_gradient(layer, of_w, of_x if trained else None)))
+            if not y.requires_grad:
+                self._without_graph[layer.name] += not in_backward()
+                return
+            self._without_graph[layer.name] -= in_backward()
+            needs = _input(args, kwargs).requires_grad, bool(module.weight.requires_grad)
+            if of_x is not None:
+                of_w = self._of_weights[layer.name] if needs[0] else None
+                hook = self._on_gradient(layer, of_w, of_x if needs[1] else None)
+                self._handles.append(y.register_hook(hook))
+            if operands is not None:
+                self._handles.append(y.register_hook(self._on_products(layer, operands, needs)))
 
         return wait_for_gradient
 
@@ -114,27 +144,35 @@ class Sample:
             with torch.no_grad(), _disable_current_modes():
                 g_MN = _matrix(g)
                 scale = scale_now(layer.module, G, g_MN)
-                if of_w is not None:
-                    own = Form(layer.recipe.dgrad_g, of_w[0], scale)
-                    others = [Form(r.dgrad_g, fold) for r, fold in zip(self._what_if, of_w[1:], strict=True)]
-                    self.tallies.count((layer.name, "dgrad_g"), g_MN, own, others)
-                if of_x is not None and layer.recipe.wgrad_g is not None:
-                    own = Form(layer.recipe.wgrad_g, of_x[0], scale)
-                    others = [Form(r.wgrad_g, fold) for r, fold in zip(self._what_if, of_x[1:], strict=True)]
-                    self.tallies.count((layer.name, "wgrad_g"), g_MN, own, others)
+                for operand, factors in (("dgrad_g", of_w), ("wgrad_g", of_x)):
+                    spec = getattr(layer.recipe, operand)
+                    if factors is None or spec is None:
+                        continue
+                    own = Form(spec, factors.folds[0], scale, read=factors.read)
+                    folds = zip(self._what_if, factors.folds[1:], strict=True)
+                    others = [Form(getattr(recipe, operand), fold, read=factors.read) for recipe, fold in folds]
+                    self.tallies.count((layer.name, operand), g_MN, own, others)
 
         return count_gradient
 
+    def _on_products(self, layer: Layer, operands: Operands, needs: tuple[bool, bool]) -> Callable[[Tensor], None]:
+        def measure(g: Tensor) -> None:
+            with torch.no_grad(), _disable_current_modes():
+                self.errors.measure(layer.name, layer.module, operands, _matrix(g), needs)
+
+        return measure
+
     def _count_x(self, layer: Layer, x_MK: Tensor, *, counted: bool) -> Factors:
         recipes = [layer.recipe, *self._what_if]
-        if not counted:
-            return [_row_scales(x_MK, r.wgrad_x) if r.folds_x else None for r in recipes]
-        own = Form(layer.recipe.x, scale=scale_now(layer.module, X, x_MK))
-        others = [Form(recipe.x) for recipe in self._what_if]
-        forms = self.tallies.count((layer.name, "x"), x_MK, own, others)
-        return [
+        forms: Sequence[ScaledTensor | None] = [None] * len(recipes)
+        if counted:
+            own = Form(layer.recipe.x, scale=scale_now(layer.module, X, x_MK))
+            others = [Form(recipe.x) for recipe in self._what_if]
+            forms = self.tallies.count((layer.name, "x"), x_MK, own, others)
+        folds = [
             _row_scales(x_MK, r.wgrad_x, form) if r.folds_x else None for r, form in zip(recipes, forms, strict=True)
         ]
+        return Factors(folds, _read(x_MK))
 
     def _count_w(self, layer: Layer) -> Factors:
         recipes = [layer.recipe, *self._what_if]
@@ -144,13 +182,13 @@ class Sample:
             w_NK = self._count_shard(layer, weight)
             forms = [ScaledTensor(weight.data_, weight.scale, weight.spec)] * len(recipes)
         else:
-            w_NK = weight.detach().t() if _is_transposed(layer.module) else weight.detach()
+            w_NK = weight.detach().t() if is_transposed(layer.module) else weight.detach()
             own, *others = (Form(recipe.w) for recipe in recipes)
             forms = self.tallies.count((layer.name, "w"), w_NK, own, others)
         found = [
             _row_scales(w_NK, r.dgrad_w, form) if r.folds_w else None for r, form in zip(recipes, forms, strict=True)
         ]
-        return [None if scales is None else scales.t() for scales in found]
+        return Factors([None if scales is None else scales.t() for scales in found], _read(w_NK).t())
 
     def _count_shard(self, layer: Layer, weight: GatheredWeight) -> Tensor:
         """Count this rank's rows. Returns the whole, to find scales in."""
@@ -176,9 +214,9 @@ def _shard(module: nn.Module) -> ShardedWeight | None:
     return local if isinstance(local, ShardedWeight) else None
 
 
-def _is_transposed(module: nn.Module) -> bool:
-    """Whether W is kept as [in, out]: Transformers' `Conv1D`, converted or not."""
-    return any(c.__module__ == "transformers.pytorch_utils" and c.__name__ == "Conv1D" for c in type(module).__mro__)
+def _read(x: Tensor) -> Tensor:
+    """float32 [R,1]: 0 for rows of zeros, else 1; a row that is not finite is read."""
+    return (x != 0).any(1, keepdim=True).float()
 
 
 def _input(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

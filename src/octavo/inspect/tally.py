@@ -65,11 +65,15 @@ class Form:
         spec: None for high precision.
         fold: float32 [R,1] or [1,C].
         scale: Scales that are used instead of those of the operand's own maxima.
+        read: float32 [R,1] or [1,C], 1 for rows or columns that the product reads, and 0 for those that it multiplies
+            by exact zeros: nothing of these is lost, so they count to no figure but `nonfinite`. None where all are
+            read.
     """
 
     spec: QuantSpec | None
     fold: Tensor | None = None
     scale: Tensor | None = None
+    read: Tensor | None = None
 
     def of(self, x: Tensor) -> ScaledTensor:
         """The FP8 form of a matrix."""
@@ -96,7 +100,7 @@ def tally(x: Tensor, form: Form, others: Sequence[Form], order: int) -> tuple[Ta
     if not x.numel():
         return Tally.nothing(len(others), x.device), quantized
     elements, place = (torch.full((), value, dtype=torch.float64, device=x.device) for value in (x.numel(), -order))
-    nonfinite, amax, smallest = _magnitudes(x, form.fold)
+    nonfinite, amax, smallest = _magnitudes(x, form)
     sums = [elements, nonfinite, *_errors(x, form, own)]
     for other, q in zip(others, quantized[1:], strict=True):
         sums += [elements, torch.zeros_like(elements)] if q is None else _errors(x, other, q)[3:]
@@ -106,20 +110,23 @@ def tally(x: Tensor, form: Form, others: Sequence[Form], order: int) -> tuple[Ta
     return Tally(torch.stack(sums), torch.stack([amax, smallest, largest, least, place])), quantized
 
 
-def _magnitudes(x: Tensor, fold: Tensor | None) -> list[Tensor]:
-    """How many values are not finite, the largest finite magnitude, and minus the smallest above zero."""
+def _magnitudes(x: Tensor, form: Form) -> list[Tensor]:
+    """How many values are not finite; the largest finite magnitude, and minus the smallest above zero, of what is
+    read.
+    """
     sums, maxima = [], []
     for band in _bands(x, 1):
-        values = _values(x, fold, band)
-        sizes = values.nan_to_num(0.0, 0.0, 0.0).abs_()
+        values = _values(x, form.fold, band)
         sums.append(torch.count_nonzero(values - values))
+        sizes = values.nan_to_num_(0.0, 0.0, 0.0).abs_()
+        sizes = _only(sizes, form.read, band)
         maxima.append(torch.stack([sizes.amax(), -torch.where(sizes > 0, sizes, math.inf).amin()]))
     return [torch.stack(sums).sum().double(), *torch.stack(maxima).amax(0).double()]
 
 
 def _errors(x: Tensor, form: Form, q: ScaledTensor) -> list[Tensor]:
-    """Of what is finite, in x and in its FP8 form: values above zero, those of them that are zeros in FP8, those that
-    were cut, and the squares of all and of what they lost.
+    """Of what is read and finite, in x and in its FP8 form: values above zero, those of them that are zeros in FP8,
+    those that were cut, and the squares of all and of what they lost.
     """
     spec, scale = q.spec, q.scale
     assert scale is not None
@@ -131,7 +138,8 @@ def _errors(x: Tensor, form: Form, q: ScaledTensor) -> list[Tensor]:
         scales = part.expanded_scale()
         there = widen(part.data).mul_(scales)
         values = torch.where(there == there, _values(x, form.fold, band).nan_to_num_(0.0, 0.0, 0.0), 0.0)
-        nonzero, kept = torch.count_nonzero(values), torch.count_nonzero(there.nan_to_num_(0.0))
+        values, there = (_only(both, form.read, band) for both in (values, there.nan_to_num_(0.0)))
+        nonzero, kept = torch.count_nonzero(values), torch.count_nonzero(there)
         cut = torch.zeros_like(nonzero)
         if form.scale is not None:  # what exceeds it by rounding of the scale was not cut
             cut = torch.count_nonzero(values.abs() > (1 + 2.0**-20) * spec.format.max * scales)
@@ -145,6 +153,11 @@ def _values(x: Tensor, fold: Tensor | None, band: slice) -> Tensor:
     """Rows of the operand in float32, a fresh tensor."""
     values = x[band].to(torch.float32, copy=True)
     return values if fold is None else values.mul_(fold if fold.shape[0] == 1 else fold[band])
+
+
+def _only(values: Tensor, read: Tensor | None, band: slice) -> Tensor:
+    """Finite values of a band, in place, with zeros for those that no product reads."""
+    return values if read is None else values.mul_(read if read.shape[0] == 1 else read[band])
 
 
 def _bands(x: Tensor, multiple: int) -> list[slice]:

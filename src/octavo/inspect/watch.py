@@ -27,7 +27,7 @@ FP8 where activations are stored so: its row scales, folded into G, are taken as
 
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -41,6 +41,7 @@ from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.inspect.tally import as_stats
 from octavo.nn.report import is_converted
 from octavo.nn.select import is_linear
+from octavo.numerics.names import nearest
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
 
 HIGH_PRECISION = "bf16"
@@ -60,6 +61,8 @@ class Watch:
     Attributes:
         rows: Statistics of the step just taken, in the order in which operands were computed; empty where it was not
             sampled.
+        errors: Of the layers that `step` was to measure in the step just taken, the errors of their products by layer
+            and recipe: see `octavo.inspect.product_error`.
         number: Number of the step just taken, 1, 2, …
         history: Earlier samples, for jumps of an amax.
 
@@ -81,6 +84,7 @@ class Watch:
         if isinstance(what_if, str):
             raise ValueError(f"Watch: what_if is a list of recipes; write what_if=({what_if!r},)")
         self.rows: list[OperandStats] = []
+        self.errors: dict[str, dict[str, float]] = {}
         self.number = 0
         self.history = History()
         self._model = model
@@ -99,24 +103,34 @@ class Watch:
         return findings(self.rows, thresholds or Thresholds(), self.history)
 
     @contextmanager
-    def step(self, number: int | None = None, *, force: bool = False) -> Iterator[None]:
+    def step(
+        self,
+        number: int | None = None,
+        *,
+        force: bool = False,
+        measure: Mapping[str, Sequence[str | Recipe]] | None = None,
+    ) -> Iterator[None]:
         """Take a step inside: all of its forwards and backwards.
 
         Args:
             number: Which step it is, 1, 2, …; the one after the last where not given. A resumed run says so here.
             force: Sample it whatever `every` says; on all ranks alike.
+            measure: Recipes whose products are compared with high precision on the operands of this step, by layer,
+                converted or not; where it is sampled. The same on all ranks.
 
         Raises:
+            ValueError: For an unknown layer or recipe to measure.
             RuntimeError: Where ranks watch different layers, or weights were gathered before the step began.
         """
         number = self.number + 1 if number is None else number
         if number != self.number:  # a step that is taken again counts once
             self.history.add(self.rows)
-        self.number, self.rows = number, []
+        self.number, self.rows, self.errors = number, [], {}
         if not (force or self.due(self.number)):
             yield
             return
-        sample = Sample(self._layers(), self._what_if)
+        measured = {name: [get_recipe(recipe) for recipe in recipes] for name, recipes in (measure or {}).items()}
+        sample = Sample(self._layers(measured), self._what_if, measured)
         with _eager():
             try:
                 sample.install()
@@ -125,23 +139,27 @@ class Watch:
                 sample.remove()
         self.rows = self._rows(sample)
 
-    def _layers(self) -> list[Layer]:
+    def _layers(self, measured: Collection[str]) -> list[Layer]:
         """What is watched now."""
-        found = []
+        found, names = [], set()
         for name, module in self._model.named_modules():
             if is_converted(module):
                 recipe = module.recipe
                 assert isinstance(recipe, Recipe)
                 found.append(Layer(name, module, recipe, recipe.name))
-            elif self._high_precision and is_linear(module):
-                found.append(Layer(name, module, DEFAULT, HIGH_PRECISION))
+            elif is_linear(module) and (self._high_precision or name in measured):
+                found.append(Layer(name, module, DEFAULT, HIGH_PRECISION, counted=self._high_precision))
+            names.add(name)
+        if unknown := next((name for name in measured if name not in names), None):
+            raise ValueError(f"Watch: there is no layer {unknown!r} to measure{nearest(unknown, names)}")
         return found
 
     def _rows(self, sample: Sample) -> list[OperandStats]:
-        layers = {layer.name: layer for layer in sample.layers}
+        layers = {layer.name: layer for layer in sample.layers if layer.counted}
         group = self._several(list(layers), sample.device)
         keys = [(name, operand) for name in layers for operand in OPERANDS]
         found = sample.tallies.reduced(keys, group, sample.device)
+        self.errors = sample.errors.reduced(group, sample.device)
         names = sample.tallies.what_if
         rows = []
         for (name, operand), counted in sorted(found.items(), key=lambda item: -item[1].maxima[-1].item()):

@@ -67,6 +67,7 @@ TUNABLE = {
     *(f"precision.{key}" for key in (*SELECTION, "checkpointing", "autopilot")),
     *(f"guard.{key}" for key in ("spike", "window", "rollbacks")),
     *(f"inspect.limits.{key}" for key in Limits.model_fields),
+    "inspect.restore_after",
     *(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "reshard_after_forward", "cpu_offload", "fp8_comm")),
 }
 """What may differ on resume, and is reported: the run goes on, but is no longer the uninterrupted one."""

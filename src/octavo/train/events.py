@@ -1,10 +1,11 @@
 """What happened in a run besides its steps, in `events.jsonl`: statistics that crossed a limit, layers that were moved,
-returns to a checkpoint.
+rollbacks.
 
     {"step": 50, "event": "move", "text": "model.layers.3.mlp.down_proj: rowwise → blockwise (x: …)"}
+    {"step": 23, "event": "rollback", "text": "…", "to": 20, "rollbacks": 1, "skipped_batches": 3}
 
-A resumed run takes the steps after its checkpoint again, and what they brought is dropped; a return to a checkpoint has
-happened.
+A resumed run takes the steps after its checkpoint again, and what they brought is dropped. A rollback to that
+checkpoint or to one before it has happened: it is the state of the guard until the next checkpoint is saved.
 """
 
 import json
@@ -15,10 +16,10 @@ EVENTS_FILE = "events.jsonl"
 FINDING, MOVE, ROLLBACK = "finding", "move", "rollback"
 
 
-def add_event(out: Path, step: int, event: str, text: str) -> None:
+def add_event(out: Path, step: int, event: str, text: str, **details: int) -> None:
     """Append an event to the record of the run in `out`."""
     with (out / EVENTS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "event": event, "text": text}, ensure_ascii=False) + "\n")
+        file.write(_line({"step": step, "event": event, "text": text} | details))
 
 
 def read_events(out: Path) -> list[dict[str, Any]]:
@@ -30,11 +31,30 @@ def read_events(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half of a killed process
 
 
+def last_rollback(out: Path, step: int) -> dict[str, Any] | None:
+    """The last rollback of a run that goes on from a checkpoint of `step`; None where there was none."""
+    return next((event for event in reversed(read_events(out)) if _happened(event, step)), None)
+
+
 def drop_later_events(out: Path, after_step: int) -> None:
-    """Leave out what steps brought that will be taken again."""
-    found = read_events(out)
-    kept = [event for event in found if event["event"] == ROLLBACK or event["step"] <= after_step]
-    if len(kept) < len(found):
-        temporary = (out / EVENTS_FILE).with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(event, ensure_ascii=False) + "\n" for event in kept), encoding="utf-8")
-        temporary.replace(out / EVENTS_FILE)
+    """Leave out what steps brought that will be taken again, and rollbacks to steps after these."""
+    if not (out / EVENTS_FILE).exists():
+        return
+    events = read_events(out)
+    last = max((number for number, event in enumerate(events) if _happened(event, after_step)), default=-1)
+    remaining = [
+        event
+        for number, event in enumerate(events)
+        if (number <= last if event["event"] == ROLLBACK else event["step"] <= after_step)
+    ]
+    temporary = (out / EVENTS_FILE).with_suffix(".tmp")
+    temporary.write_text("".join(map(_line, remaining)), encoding="utf-8")
+    temporary.replace(out / EVENTS_FILE)
+
+
+def _happened(event: dict[str, Any], step: int) -> bool:
+    return event["event"] == ROLLBACK and event.get("to", event["step"]) <= step
+
+
+def _line(event: dict[str, Any]) -> str:
+    return json.dumps(event, ensure_ascii=False) + "\n"

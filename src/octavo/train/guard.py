@@ -1,52 +1,71 @@
-"""Spike guard: a loss that leaves its way, and the way back (`[guard] spike`).
+"""Spike guard: rolls a run back to the checkpoint before its loss spiked, and skips the batches (`[guard] spike`).
 
-A loss is a spike where it lies above the median of the last `window` losses by more than `spike` robust standard
-deviations (1.4826 times the median distance from the median, at least 1 % of the median: a loss that hardly varies is
-no reason to stop at its first bump). Losses fall while a model learns, so the median lies above the next one, and only
-a rise of its own stands out.
+A spike is a rise of the loss that chance does not explain, that lasts, and that does damage. Against the last `window`
+steps (n of them; m is the median of the newer half):
 
-Then the run goes back to its newest checkpoint and on from there with the batches after the spike: those in between
-are not seen again (as PaLM was trained, arXiv 2204.02311, section 5.1). A spike that comes back within a window goes
-back one checkpoint further, as the newest may have had it in its weights already. What a batch is stays a function of
-(seed, step, batches skipped), and the last is in every checkpoint.
+    rises    the loss exceeds each of the n losses, and m by `spike` robust standard deviations (1.4826 times the median
+             distance from the median of the own half, as losses fall; at least 1 % of m)
+    lasts    k steps in a row rise, with the smallest k for which C(n + k, k) ≥ 100,000: 4 for n = 64
+    damages  the median of these k losses is at least 2 m; or at least 1.25 m, with a gradient norm at least 3 times
+             above or below its own median
+
+The last k of n + k losses that come in any order alike are the k largest with probability 1 / C(n + k, k), whatever
+their distribution: heavy tails and hard domains among the batches raise no more than one alarm in 100,000 steps, by
+chance. A new level (a step of a curriculum) does last, and is no spike while the gradient norm stays; after k steps it
+is one of the usual losses. `benchmarks/guard_alarms.py` measures both. A loss or gradient that is not finite is a spike
+at once. A single bad batch is not: clipping bounds what it does, and what it leaves behind lasts.
+
+Then the run goes back to its newest checkpoint from before the rise, and on from there with the batches after the
+spike: those in between are not seen again (as PaLM was trained, arXiv 2204.02311, section 5.1). A spike that comes back
+within a window goes back one checkpoint further, as the newest may have had it in its weights already. What a batch is
+stays a function of (seed, step, batches skipped). That number and the state of the guard are in every checkpoint, and
+of a rollback in `events.jsonl` until the next one is saved, so a run that is killed and resumed is the same run.
 """
 
 import math
 import shutil
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from octavo.train.checkpoint import checkpoints
 from octavo.train.metrics import StepMetrics
 from octavo.train.sections import GuardConfig
 
 FEWEST = 16
-"""Losses below which none is called a spike."""
+"""Steps below which none is called a spike."""
 NORMAL = 1.4826
 """Standard deviations of a normal distribution in one median distance from its median."""
 LEAST = 0.01
 """Smallest deviation, as a share of the median."""
+STEPS_PER_ALARM = 100_000
+"""Steps for which chance may raise one alarm."""
+RUINED, RAISED = 2.0, 1.25
+"""Factors of the median loss: what is damage by itself, and what is damage with an unusual gradient norm."""
+UNUSUAL = 3.0
+"""Factor from the median gradient norm, either way."""
 
 
 class SpikeError(RuntimeError):
-    """A step whose loss is a spike; the run has to go back.
+    """A spike; the run has to go back.
 
     Attributes:
-        step: The step, 1, 2, …
+        step: The step in which it was recognized, 1, 2, …
+        first: The first step of the rise.
     """
 
-    def __init__(self, message: str, *, step: int) -> None:
+    def __init__(self, message: str, *, step: int, first: int) -> None:
         super().__init__(message)
         self.step = step
+        self.first = first
 
 
 class SpikeGuard:
     """Tells spikes from losses.
 
     Args:
-        config: What a spike is, and how many are answered.
+        config: What a spike is, and how many rollbacks there may be.
 
     Attributes:
         rollbacks: How often the run went back.
@@ -55,52 +74,103 @@ class SpikeGuard:
     def __init__(self, config: GuardConfig) -> None:
         self.rollbacks = 0
         self._config = config
-        self._losses: deque[float] = deque(maxlen=config.window)
-        self._last: tuple[int, int] | None = None
+        self._usual: deque[list[float]] = deque(maxlen=config.window)  # [loss, gradient norm] of the last steps
+        self._rise: list[list[float]] = []
+        self._first = 0
+        self._last: list[int] = []  # step of the last spike, and where the run went back to
 
     @property
     def active(self) -> bool:
-        """Whether a spike would be answered."""
+        """Whether the run goes back after a spike."""
         return self._config.spike > 0 and self.rollbacks < self._config.rollbacks
 
-    def restart(self, losses: Iterable[float | None]) -> None:
-        """Take these for the losses of the steps before the next one."""
-        self._losses.clear()
-        self._losses.extend(loss for loss in losses if loss is not None)
+    @property
+    def rising(self) -> bool:
+        """Whether the last steps may be the beginning of a spike."""
+        return bool(self._rise)
 
     def check(self, row: StepMetrics) -> None:
-        """Take note of a step.
+        """Count a step. One without a finite loss and gradient norm, skipped under loss scaling, does not count.
 
         Raises:
-            SpikeError: Where its loss is a spike.
+            SpikeError: For the last step of a rise that is a spike.
         """
-        if self.active and len(self._losses) >= min(FEWEST, self._config.window) and row.loss is not None:
-            middle = median(self._losses)
-            spread = max(NORMAL * median(abs(loss - middle) for loss in self._losses), LEAST * abs(middle))
-            height = (row.loss - middle) / spread if spread else math.inf
-            if row.loss > middle and height > self._config.spike:
-                raise SpikeError(
-                    f"step {row.step}: the loss is {row.loss:.4g}, {height:.3g} deviations above {middle:.4g}, the "
-                    f"median of {len(self._losses)} steps (guard.spike = {self._config.spike:g})",
-                    step=row.step,
-                )
-        if row.loss is not None:
-            self._losses.append(row.loss)
+        if not self.active or row.loss is None or row.grad_norm is None:
+            return
+        rises = self._rises(row.loss)
+        if rises:
+            self._first = self._first if self._rise else row.step
+        else:
+            self._settle()
+        (self._rise if rises else self._usual).append([row.loss, row.grad_norm])
+        if rises and len(self._rise) >= steps_in_a_row(len(self._usual)):
+            if damage := self._damage():
+                raise self.spike(damage, row.step)
+            self._settle()
 
-    def way_back(self, out: Path, spike: int) -> Path:
-        """The checkpoint to go back to after a spike in step `spike`. Newer ones are removed: the run will differ."""
-        found = checkpoints(out)
-        if self._last is not None and spike - self._last[0] <= self._config.window:
-            older = [path for path in found if _step(path) < self._last[1]]
-            found = older or found[:1]
-        for newer in checkpoints(out)[len(found) :]:
+    def spike(self, what: str, step: int) -> SpikeError:
+        """The error for a spike that was recognized in a step; the rise before it, if there is one, is part of it."""
+        return SpikeError(what, step=step, first=self._first if self._rise else step)
+
+    def way_back(self, out: Path, spike: SpikeError) -> Path:
+        """The checkpoint to go back to. Newer ones are removed: the run will differ from there."""
+        everything = checkpoints(out)
+        before = [path for path in everything if _step(path) < spike.first] or everything[:1]
+        if self._last and spike.step - self._last[0] <= self._config.window:
+            before = [path for path in before if _step(path) < self._last[1]] or before[:1]
+        for newer in everything[len(before) :]:
             shutil.rmtree(newer)
-        return found[-1]
+        return before[-1]
 
-    def went_back(self, spike: int, to: int) -> None:
-        """Take note of a return to step `to`."""
-        self.rollbacks += 1
-        self._last = (spike, to)
+    def went_back(self, spike: int, to: int, rollbacks: int) -> None:
+        """Count a rollback to step `to`, after a spike in step `spike`: the how-manieth of the run it is."""
+        self.rollbacks, self._last = rollbacks, [spike, to]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The losses and gradient norms it compares with, and the rollbacks, for JSON."""
+        return {
+            "rollbacks": self.rollbacks, "last": self._last, "usual": list(self._usual), "rise": self._rise,
+            "first": self._first,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned; of {}, nothing."""
+        self.rollbacks, self._last = state.get("rollbacks", 0), list(state.get("last", []))
+        self._usual = deque(state.get("usual", []), self._config.window)
+        self._rise, self._first = list(state.get("rise", [])), state.get("first", 0)
+
+    def _rises(self, loss: float) -> bool:
+        losses = [usual for usual, _ in self._usual]
+        if len(losses) < min(FEWEST, self._config.window) or loss <= max(losses):
+            return False
+        halves = losses[: len(losses) // 2], losses[len(losses) // 2 :]
+        middles = [median(half) for half in halves]
+        distances = (abs(usual - middle) for half, middle in zip(halves, middles, strict=True) for usual in half)
+        spread = max(NORMAL * median(distances), LEAST * abs(middles[1]))
+        return loss - middles[1] > self._config.spike * spread
+
+    def _damage(self) -> str:
+        """What makes the rise a spike; empty where nothing does."""
+        newer = list(self._usual)[len(self._usual) // 2 :]
+        (usual, usual_norm), (now, norm) = (map(median, zip(*rows, strict=True)) for rows in (newer, self._rise))
+        unusual = not usual_norm / UNUSUAL < norm < usual_norm * UNUSUAL
+        if now < RUINED * usual and not (unusual and now >= RAISED * usual):
+            return ""
+        return (
+            f"steps {self._first} to {self._first + len(self._rise) - 1}: the loss is {now:.4g} and the gradient norm "
+            f"{norm:.3g}; the medians of {len(newer)} steps before were {usual:.4g} and {usual_norm:.3g} "
+            f"(guard.spike = {self._config.spike:g})"
+        )
+
+    def _settle(self) -> None:
+        """Count a rise to the usual steps: it did not last, or is a new level."""
+        self._usual.extend(self._rise)
+        self._rise = []
+
+
+def steps_in_a_row(before: int) -> int:
+    """How many steps have to exceed so many before them, so that chance does it once in `STEPS_PER_ALARM` steps."""
+    return next(number for number in range(1, STEPS_PER_ALARM) if math.comb(before + number, number) >= STEPS_PER_ALARM)
 
 
 def _step(checkpoint: Path) -> int:

@@ -26,8 +26,8 @@ from octavo.train.data import Corpus, load_corpus
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.digests import check_digests, has_digests
 from octavo.train.disk import output_folder
-from octavo.train.events import FINDING, MOVE, ROLLBACK, add_event, drop_later_events
-from octavo.train.guard import SpikeError, SpikeGuard
+from octavo.train.events import FINDING, MOVE, ROLLBACK, add_event, drop_later_events, last_rollback
+from octavo.train.guard import SpikeError
 from octavo.train.metrics import (
     MetricsRows,
     MetricsWriter,
@@ -135,9 +135,11 @@ def _begin(trainer: Trainer, out: Path, claim: Claim, corpus: Corpus, progress: 
     config, checkpoint, ranks = trainer.config, claim.checkpoint, trainer.ranks
     if checkpoint is not None:
         state = ranks.shared(lambda: _state_on(corpus, checkpoint, config))
-        if trainer.pilot is not None and "autopilot" in state:
-            trainer.pilot.load_state_dict(state["autopilot"])
         _put(trainer, checkpoint, state)
+        rollback = ranks.shared(lambda: last_rollback(out, trainer.step))
+        if rollback is not None and rollback.get("rollbacks", 0) > trainer.guard.rollbacks:  # after it was saved
+            trainer.skipped_batches = rollback["skipped_batches"]
+            trainer.guard.went_back(rollback["step"], rollback["to"], rollback["rollbacks"])
         if (before := state.get("ranks", 1)) != ranks.world:
             progress.note(f"resumed by {ranks.world} processes (was {before})")
     for change in claim.tuned:
@@ -147,6 +149,9 @@ def _begin(trainer: Trainer, out: Path, claim: Claim, corpus: Corpus, progress: 
 
 def _put(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> None:
     """Put the trainer where a checkpoint is."""
+    if trainer.pilot is not None and "autopilot" in state:
+        trainer.pilot.load_state_dict(state["autopilot"])
+    trainer.guard.load_state_dict(state.get("guard", {}))
     load_checkpoint(checkpoint, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
     trainer.step = state["step"]
     trainer.skipped_batches = state.get("skipped_batches", 0)
@@ -173,15 +178,14 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
     config, ranks = trainer.config, trainer.ranks
     for note in filter(None, (summary.converted, trainer.attention_note(), trainer.loss_note)):
         progress.note(note)
-    guard, spike, failure = SpikeGuard(config.guard), None, None
-    if guard.active and not ranks.shared(lambda: checkpoints(out)):
+    spike, failure = None, None
+    if trainer.guard.active and not ranks.shared(lambda: checkpoints(out)):
         trainer.save(out)  # something to go back to
     progress.start(config, trainer.step)
     while True:
         with ranks.agreed(lambda: _metrics(trainer, out)) as metrics:
-            guard.restart(ranks.shared(lambda: [row.loss for row in metrics.rows]))  # which the first rank has
             try:
-                stopped = _take_steps(trainer, out, metrics, progress, stop, guard)
+                stopped = _take_steps(trainer, out, metrics, progress, stop)
             except SpikeError as error:
                 spike = error
             except NonFiniteError as error:
@@ -196,7 +200,7 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
                 result = replace(summary, **_totals(metrics.rows), stopped=stopped)
                 ranks.shared(partial(result.write, out))
                 break
-        _go_back(trainer, out, guard, spike, progress)
+        _go_back(trainer, out, spike, progress)
         spike = None
     progress.finish(result)
     if failure is not None:
@@ -204,53 +208,58 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
     return result
 
 
-def _take_steps(
-    trainer: Trainer, out: Path, metrics: MetricsRows, progress: Progress, stop: threading.Event, guard: SpikeGuard
-) -> str:
+def _take_steps(trainer: Trainer, out: Path, metrics: MetricsRows, progress: Progress, stop: threading.Event) -> str:
     """Trains and saves until the end of the run or a request to stop. Returns which it was, "done" or "sigterm"."""
-    run_config = trainer.config.run
+    run_config, guard = trainer.config.run, trainer.guard
     while trainer.step < run_config.steps and not trainer.ranks.any(stop.is_set()):
-        row = _step(trainer, guard)
+        row = _step(trainer)
         trainer.ranks.agreed(partial(_tell, trainer, row, metrics, progress, out))
-        if run_config.save_every and trainer.step % run_config.save_every == 0:
-            trainer.save(out)
-    trainer.save(out)
+        due = run_config.save_every and trainer.step % run_config.save_every == 0
+        if due and not trainer.loss_scale.last_chance:  # the scale of this step is none to resume with
+            trainer.save(out, prune=not guard.rising)  # what is before a rise stays
+    trainer.save(out, prune=not guard.rising)
     trainer.finish_saving()
     return "done" if trainer.step == run_config.steps else "sigterm"
 
 
-def _step(trainer: Trainer, guard: SpikeGuard) -> StepMetrics:
+def _step(trainer: Trainer) -> StepMetrics:
     try:
         row = trainer.train_step()
     except NonFiniteError as error:
-        if guard.active:
-            raise SpikeError(str(error), step=trainer.step + 1) from None
+        if trainer.guard.active:
+            raise trainer.guard.spike(str(error), trainer.step + 1) from None
         raise
-    guard.check(row)
+    trainer.guard.check(row)
     return row
 
 
-def _go_back(trainer: Trainer, out: Path, guard: SpikeGuard, spike: SpikeError, progress: Progress) -> None:
-    """Puts the trainer where a checkpoint before a spike is, with the batches after the spike ahead of it."""
-    ranks = trainer.ranks
+def _go_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progress) -> None:
+    """Put the trainer where a checkpoint before a spike is, with the batches after the spike ahead of it."""
+    ranks, guard = trainer.ranks, trainer.guard
     trainer.finish_saving()
-    checkpoint = ranks.shared(lambda: guard.way_back(out, spike.step))
+    checkpoint = ranks.shared(lambda: guard.way_back(out, spike))
     state = ranks.shared(lambda: read_trainer_state(checkpoint))
     trainer.optimizer.zero_grad()
-    skipped = trainer.skipped_batches
+    skipped, rollbacks = trainer.skipped_batches, guard.rollbacks + 1
+    moves = len(trainer.pilot.moves) if trainer.pilot is not None else 0
     _put(trainer, checkpoint, state)
     missed = spike.step - trainer.step
     trainer.skipped_batches = skipped + missed
-    guard.went_back(spike.step, trainer.step)
+    guard.went_back(spike.step, trainer.step, rollbacks)
     text = f"{spike}. Back to step {trainer.step}, and on without the {missed} batches since"
+    if trainer.pilot is not None and moves > len(trainer.pilot.moves):
+        text += f"; {moves - len(trainer.pilot.moves)} moves of the autopilot are taken back"
     text += "" if guard.active else "; the guard goes off after this one (guard.rollbacks)"
-    ranks.shared(lambda: _note_event(trainer, out, progress, spike.step, ROLLBACK, text))
+    details = {"to": trainer.step, "rollbacks": rollbacks, "skipped_batches": trainer.skipped_batches}
+    ranks.shared(lambda: _note_event(trainer, out, progress, spike.step, ROLLBACK, text, **details))
 
 
-def _note_event(trainer: Trainer, out: Path, progress: Progress, step: int, event: str, text: str) -> None:
-    """Keep an event, and show it; by the first rank."""
+def _note_event(
+    trainer: Trainer, out: Path, progress: Progress, step: int, event: str, text: str, **details: int
+) -> None:
+    """Write an event, and show it; by the first rank."""
     if trainer.ranks.first:
-        add_event(out, step, event, text)
+        add_event(out, step, event, text, **details)
         progress.note(text)
 
 
@@ -271,10 +280,12 @@ def _tell(trainer: Trainer, row: StepMetrics, metrics: MetricsRows, progress: Pr
     for move in trainer.moved:
         _note_event(trainer, out, progress, row.step, MOVE, f"autopilot, {move}")
     if row.skipped:
-        progress.note(
-            f"step {row.step} skipped: the gradient overflowed at loss scale {row.loss_scale:g} "
-            f"(next {trainer.loss_scale.value:g})"
-        )
+        scale, following = f"loss scale {row.loss_scale:g}", f"{trainer.loss_scale.value:g}"
+        if row.loss is None:
+            reason = f"the loss is not finite, which no loss scale changes ({scale} stays)"
+        else:
+            reason = f"the gradient overflowed at {scale} (next {following})"
+        progress.note(f"step {row.step} skipped: {reason}")
 
 
 def _tell_statistics(trainer: Trainer, step: int, metrics: MetricsRows, progress: Progress, out: Path) -> None:

@@ -261,8 +261,8 @@ class GuardConfig(Section):
     """`[guard]`: what happens when the loss leaves its way; see `octavo.train.guard`."""
 
     spike: Annotated[float, Field(ge=0)] = 0.0
-    """Robust standard deviations above the median of the last losses from which on a loss is a spike, as 8; then the
-    run goes back to its newest checkpoint, and on with later batches. 0: never."""
+    """Robust standard deviations above the median of the last losses that a loss in a spike has at least, as 8. After
+    a spike the run goes back to its newest checkpoint, and on with later batches. 0: never."""
     window: Annotated[int, Field(ge=8)] = 64
     """Steps whose losses are the last ones."""
     rollbacks: Count = 3
@@ -282,6 +282,8 @@ class Limits(Section):
     """Largest share that is cut off."""
     amax_jump: Annotated[float, Field(gt=1)] = Thresholds.amax_jump
     """Largest factor between a maximum and the median of its earlier samples."""
+    product_error: Share = Thresholds.product_error
+    """Largest error of a layer's products against high precision; beyond it the autopilot moves the layer."""
 
 
 class InspectConfig(Section):
@@ -293,6 +295,8 @@ class InspectConfig(Section):
     """Other recipes, of which the SQNR on the same tensors is wanted."""
     limits: Limits = Limits()
     """What is reported."""
+    restore_after: Annotated[int, Field(ge=0)] = 0
+    """Samples without harm after which the autopilot moves a layer back to its first recipe; 0 for never."""
 
     @property
     def thresholds(self) -> Thresholds:

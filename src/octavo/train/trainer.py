@@ -6,7 +6,8 @@ equal numbers of targets: of a plain cross-entropy it is the mean over all token
 a step uses (batch, learning rate, randomness of dropout) is a function of (seed, step).
 
 A loss or gradient that is not finite never reaches the optimizer: under loss scaling the step is skipped and counted;
-otherwise the run stops, with the layer named. Loss and norm are those of all ranks, so all of them do the same.
+otherwise the run stops, with the layer named. A gradient that is exactly zero everywhere stops the run as well. Loss
+and norm are those of all ranks, so all of them do the same.
 """
 
 import inspect
@@ -39,7 +40,8 @@ from octavo.train.checkpointing import Checkpointing
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.data import Corpus
 from octavo.train.device import device_name
-from octavo.train.diagnose import NonFiniteError, find_origin, non_finite_parameter
+from octavo.train.diagnose import NonFiniteError, ZeroGradientError, find_origin, non_finite_parameter
+from octavo.train.guard import SpikeGuard
 from octavo.train.loss_scale import LossScale
 from octavo.train.metrics import RunResult, StepMetrics, finite
 from octavo.train.model import build_on_ranks, prepare_loss
@@ -71,6 +73,7 @@ class Trainer:
         pilot: Moves layers whose numbers go bad; None where no layer is in FP8. It acts where `precision.autopilot` is
             set, and without it only remembers the moves of a resumed run.
         moved: What it moved in the step just taken.
+        guard: Recognizes spikes of the loss.
         skipped_batches: Batches that the run went past without training on them, after spikes of the loss.
         loss_note: Why the loss takes whole logits although chunks were asked for; else empty.
     """
@@ -107,46 +110,44 @@ class Trainer:
         self.loss_scale = LossScale(precision.loss_scale)
         every = config.inspect.every or (PILOT_EVERY if precision.autopilot else 0)
         self.watch = Watch(self.model, every=every, what_if=config.inspect.what_if, high_precision=self.layers is None)
-        limits = config.inspect.thresholds
-        piloted = any(is_converted(module) for module in self.model.modules())  # none may gain from FP8
-        self.pilot = Autopilot(self.model, watch=self.watch, thresholds=limits) if piloted else None
+        limits, back = config.inspect.thresholds, config.inspect.restore_after
+        self.pilot = None
+        if any(is_converted(module) for module in self.model.modules()):  # none may gain from FP8
+            self.pilot = Autopilot(self.model, watch=self.watch, thresholds=limits, restore_after=back)
         self.moved: list[Move] = []
+        self.guard = SpikeGuard(config.guard)
         self.skipped_batches = 0
         self._saver = Saver(self.ranks, behind=config.parallel.async_save, timeout=config.parallel.timeout)
 
     def train_step(self) -> StepMetrics:
-        """Takes the next step. Raises NonFiniteError, with the state before it left as it was."""
+        """Takes the next step.
+
+        Raises NonFiniteError, with the state before it left as it was, and the loss scale as before skipped steps.
+        """
         start = time.perf_counter()
         config = self.config
         inputs, targets = self._batch(self.step)
-        self.moved = []
-        pilot = self.pilot if config.precision.autopilot else None
-        look = pilot is not None and (self.step == 0 or pilot.wants_sample)
-        loss_value, norm = self._gradients(inputs, targets, look=look)
-        if pilot is not None and not self.loss_scale.active:
-            if not self.watch.rows and not _are_finite(loss_value, norm.item()):
-                self.optimizer.zero_grad()
-                loss_value, norm = self._gradients(inputs, targets, look=True)
-            while pilot.act(self.watch.rows):
-                # A bad step has effects that last: it is taken again with the layers where they are now.
-                self.moved += pilot.moved
-                self.optimizer.zero_grad()
-                loss_value, norm = self._gradients(inputs, targets, look=True)
+        before = self.pilot.state_dict() if self.pilot is not None else {}
+        loss_value, norm = self._piloted_gradients(inputs, targets)
         norm_value = norm.item()
         good = _are_finite(loss_value, norm_value)
         scale = self.loss_scale.value if self.loss_scale.active else None
-        self.loss_scale.update(overflow=not good)
-        if not good and (not self.loss_scale.active or self.loss_scale.exhausted):
-            if self.moved and pilot is not None:
-                pilot.undo(self.step + 1)
-            raise self._diagnose(inputs, targets, loss_value)
+        self.loss_scale.update(overflow=not good, loss_is_finite=finite(loss_value) is not None)
+        stops = not good and (not self.loss_scale.active or self.loss_scale.exhausted)
+        if stops or (norm_value == 0 and loss_value != 0):
+            if self.pilot is not None and self.moved:
+                self.pilot.load_state_dict(before)
+                self.moved = []
+            vanished = ZeroGradientError(self.step + 1, loss_value, scale)
+            error = self._diagnose(inputs, targets, loss_value) if stops else vanished
+            self.optimizer.zero_grad()
+            self.loss_scale.rewind()
+            raise error
         lr = learning_rate(config.optim, self.step, config.run.steps)
         if good:
             self.optimizer.step(lr, norm)
         self.optimizer.zero_grad()
         self.step += 1
-        if pilot is not None and good and self.loss_scale.active:
-            self.moved += pilot.act(self.watch.rows)
         seconds = time.perf_counter() - start
         tokens = targets.numel() * self.ranks.world
         return StepMetrics(
@@ -177,7 +178,7 @@ class Trainer:
             loss_scale=self.loss_scale,
             config=self.config,
             data_fingerprint=self._corpus.fingerprint,
-            more={"skipped_batches": self.skipped_batches}
+            more={"skipped_batches": self.skipped_batches, "guard": self.guard.state_dict()}
             | ({"autopilot": self.pilot.state_dict()} if self.pilot is not None else {}),
             prune=prune,
         )
@@ -259,9 +260,23 @@ class Trainer:
         self.optimizer.accumulate()
         return loss.detach()
 
-    def _gradients(self, inputs: Tensor, targets: Tensor, *, look: bool) -> tuple[float, Tensor]:
+    def _piloted_gradients(self, inputs: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+        """Leaves the gradients of the step in the optimizer, by layers that the autopilot is content with."""
+        self.moved = []
+        pilot = self.pilot if self.config.precision.autopilot else None
+        while True:
+            loss, norm = self._gradients(inputs, targets, pilot)
+            if pilot is None:
+                return loss, norm
+            self.moved += pilot.act(finite=_are_finite(loss, norm.item()))
+            if not pilot.again:
+                return loss, norm
+            self.optimizer.zero_grad()
+
+    def _gradients(self, inputs: Tensor, targets: Tensor, pilot: Autopilot | None) -> tuple[float, Tensor]:
         """Leaves the gradients of the step in the optimizer. Returns the mean loss, and their norm, of all ranks."""
-        with self.watch.step(self.step + 1, force=look):
+        look, measure = (pilot.wants_sample, pilot.measures) if pilot is not None else (False, None)
+        with self.watch.step(self.step + 1, force=look, measure=measure):
             loss = self.forward_backward(inputs, targets)
         loss, norm = self._over_ranks(loss, self.optimizer.gradient_norm(self.loss_scale.value))
         return loss.item(), norm
@@ -297,14 +312,11 @@ class Trainer:
         self.optimizer.zero_grad()
         if bad := self.non_finite_parameter():
             return self._failure(self.step, "its update was not finite", f"parameter {bad}")
-        sampled = self.watch.rows and not self.moved
-        with nullcontext() if sampled else self.watch.step(self.step + 1, force=True):
+        with nullcontext() if self.watch.rows else self.watch.step(self.step + 1, force=True):
             origin = find_origin(self.model, lambda: self.forward_backward(inputs, targets))
         found = self.ranks.first_found(*origin) or "none in particular, the norm of the gradient exceeds fp32"
         operands = [finding for finding in self.watch.findings() if finding.what == "nonfinite"]
         found += f" (first operand: {operands[0].operand} of {operands[0].layer})" if operands else ""
-        found += ", in whatever recipe" if self.moved else ""
-        self.optimizer.zero_grad()
         what = "the gradient is not finite" if finite(loss) is not None else f"the loss is {loss}"
         return self._failure(self.step + 1, what, found)
 
