@@ -56,7 +56,8 @@ def _layer(case: Case) -> Outcome:
         x = x.t().contiguous().t()
     layers = [_made(case, features, outputs, dtype) for _ in range(case.get("siblings", 1))]
     model = nn.ModuleList(layers)
-    octavo.convert(model, recipe.name, keep_weights=bool(case.get("keep_weights")), verbose=False)
+    for layer in layers:  # each by itself: of a model, those that are narrow would be left out
+        octavo.convert(layer, recipe.name, keep_weights=bool(case.get("keep_weights")), verbose=False)
     leaf = x.clone(memory_format=torch.preserve_format).requires_grad_(case.get("frozen") != "input")
     read = leaf * 1 if leaf.requires_grad else leaf
     with outcome.around_octavo(model):
