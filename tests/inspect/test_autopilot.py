@@ -19,7 +19,7 @@ DOWN, UP = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.up_proj"
 def llama(recipe="tensorwise"):
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2, vocab_size=67
+        hidden_size=64, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2, vocab_size=67
     )
     return octavo.convert(LlamaForCausalLM(config), recipe, verbose=False)
 

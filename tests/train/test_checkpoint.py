@@ -159,6 +159,7 @@ def test_damaged_checkpoints_are_named(make_config: MakeConfig, tmp_path: Path) 
         "ranks",
         "digests",
         "skipped_batches",
+        "guard",
     }
     wider = make_trainer(make_config, model={"type": "llama", "config": LLAMA | {"intermediate_size": 96}})
     with pytest.raises(ConfigError, match="there intermediate_size = 64, here 96"):
