@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import RESULTS, device_name, environment, write_json
+from benchmarks.environment import RESULTS, device_name, environment, write_json, write_text
 from octavo.train.guard import STEPS_PER_ALARM, SpikeError, SpikeGuard
 from octavo.train.metrics import StepMetrics
 from octavo.train.sections import GuardConfig
@@ -195,4 +195,4 @@ def main(arguments: list[str]) -> None:
         write_json(path, {"environment": environment(torch.device("cpu")), **facts})
     text = DOCUMENT.read_text()
     before, after_it = text.partition(BEGIN)[0], text.partition(END)[2]
-    DOCUMENT.write_text(before + BEGIN + document(json.loads(path.read_text())) + END + after_it)
+    write_text(DOCUMENT, before + BEGIN + document(json.loads(path.read_text())) + END + after_it)

@@ -123,7 +123,7 @@ def _values(rows: int, columns: int, form: str, dtype: torch.dtype) -> Tensor:
 def _allowed(magnitude: Tensor, terms: int, dtype: torch.dtype) -> Tensor:
     """Error of a sum in float32, and of its rounding: magnitude is the sum of magnitudes."""
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    return magnitude * (terms + 8) * 2.0**-22 + smallest
+    return magnitude * (terms + 8) * 2.0**-22 + 4 * smallest  # each scale rounds what is below the normal numbers
 
 
 def _roundings(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ nothing but the gather is exchanged. By tensor the largest magnitude has to be k
 asks for all weights at once, once per optimizer step.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map
 
 from octavo.kernels import dequantize, quantize, wants_copies
 from octavo.kernels.quantize.reference import scale_of, transposed
+from octavo.nn.switch import SWITCH
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.tensor import ScaledTensor, plain
 
@@ -180,7 +182,10 @@ class ShardedWeight(Tensor):
 
 
 class GatheredWeight(Tensor):
-    """A whole weight [N,K] in FP8; to anything but our products a tensor of a wider dtype with its values."""
+    """A whole weight [N,K] in FP8; to anything but our products a tensor of a wider dtype with its values.
+
+    What else reads it gets the values of the FP8 form, with a warning unless `octavo.disabled()` asks for it.
+    """
 
     data_: Tensor
     scale: Tensor
@@ -221,6 +226,12 @@ class GatheredWeight(Tensor):
                 return value
             return dequantize(ScaledTensor(value.data_, value.scale, value.spec), value.dtype)
 
+        if SWITCH.enabled:
+            warnings.warn(
+                f"{func} reads a weight that was gathered in FP8, and gets its FP8 values; without FP8 gathers it "
+                "reads the exact ones. Leave that layer out of convert (skip=[...]), or set fp8_comm='off'",
+                stacklevel=2,
+            )
         return func(*tree_map(widened, args), **tree_map(widened, kwargs or {}))
 
 
