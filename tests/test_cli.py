@@ -445,3 +445,11 @@ def test_sigterm_saves_and_is_a_success(config: Path, here: Path) -> None:
     assert process.returncode == 0, stderr
     assert "--resume" in stdout
     assert json.loads((here / "out/run.json").read_text())["stopped"] == "sigterm"
+
+
+def test_the_home_directory_within_quotes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(here / "home"))
+    for arguments in (["export", "~/x", "~/y"], ["inspect", "~/x"], ["train", "~/x"], ["compare", "--losses", "~/x"]):
+        refused(octavo(*arguments), str(here / "home" / "x"))
+    assert "no such home directory" in octavo("export", "x", "~nouser/y").stderr
+    assert not list(here.iterdir())

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_runs import LLAMA, without_digests
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.train import ConfigError, run
-from octavo.train.checkpoint import checkpoints, latest_checkpoint, load_checkpoint
+from octavo.train.checkpoint import check_same_model, checkpoints, latest_checkpoint, load_checkpoint
 from octavo.train.data import load_corpus
 from octavo.train.digests import check_digests
 from octavo.train.export import export
@@ -104,6 +104,27 @@ def test_an_export_of_shards_is_what_save_pretrained_writes(gloo, make_config, t
     for path in folder.glob("tokenizer*"):
         shutil.copy(path, tmp_path / "expected")
     assert content(exported, {"digests.json"}) == content(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("templates", ["folder", "table"])
+def test_chat_templates_are_exported(make_config, tmp_path, templates):
+    config = make_config(model={"type": "llama", "config": SMALL})
+    source = load_corpus(config, Silent()).tokenizer
+    source.save(tmp_path / "tokenizer")
+    if templates == "table":
+        path = tmp_path / "tokenizer" / "tokenizer_config.json"
+        table = [{"name": "default", "template": "{{ 1 }}"}, {"name": "rag", "template": "{{ 2 }}"}]
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": table}))
+    else:
+        (tmp_path / "tokenizer" / "additional_chat_templates").mkdir()
+        (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ 1 }}")
+        (tmp_path / "tokenizer" / "additional_chat_templates" / "rag.jinja").write_text("{{ 2 }}")
+    trainer = make_trainer(config.model_copy(update={"data": config.data.model_copy(
+        update={"tokenizer": str(tmp_path / "tokenizer")})}))  # fmt: skip
+    trainer.save(tmp_path / "run")
+    exported = export(latest_checkpoint(tmp_path / "run"), tmp_path / "exported")
+    check_digests(exported)
+    assert AutoTokenizer.from_pretrained(exported).chat_template == {"default": "{{ 1 }}", "rag": "{{ 2 }}"}
 
 
 def test_all_files_honour_the_umask(make_config, tmp_path):
@@ -301,6 +322,33 @@ def test_a_changed_model_is_not_resumed(started, tmp_path, key, old, new):
     rewrite(start / "config.json", old, new)
     with pytest.raises(ConfigError, match=rf"step-000001 holds another model: there {key} = .*, here "):
         run(config, out=tmp_path / "out", resume=True)
+
+
+def test_the_order_of_keys_is_no_change(trained):
+    trainer, folder = trained
+    config = trainer.model.config
+    config.id2label, config.label2id = {1: "b", 0: "a"}, {"b": 1, "a": 0}
+    config.rope_parameters = dict(reversed(config.rope_parameters.items()))
+    saved = json.loads((folder / "config.json").read_text())
+    saved |= {"id2label": {"0": "a", "1": "b"}, "label2id": {"a": 0, "b": 1}}
+    (folder / "config.json").write_text(json.dumps(saved))
+    check_same_model(folder, config)
+    config.rope_parameters = config.rope_parameters | {"rope_theta": 5.0}
+    with pytest.raises(ConfigError, match="holds another model: there rope_parameters"):
+        check_same_model(folder, config)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
+    ],
+)
+def test_a_run_with_a_table_of_rope_is_resumed(make_config, tmp_path, rope):
+    sections = {"model": {"type": "llama", "config": SMALL | rope}, "optim": {"warmup": 0, "schedule": "constant"}}
+    run(make_config(**sections, run={"steps": 1}), out=tmp_path / "out")
+    assert run(make_config(**sections, run={"steps": 2}), out=tmp_path / "out", resume=True).steps == 2
 
 
 def test_changed_weights_at_the_start_do_not_matter_to_a_resume(started, tmp_path):

@@ -1,3 +1,5 @@
+import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from octavo.train.config import ConfigError
 from octavo.train.data import load_corpus
 from octavo.train.device import choose_device
 from octavo.train.metrics import Silent
-from octavo.train.model import build_model
+from octavo.train.model import build_model, prepare_loss
+from octavo.train.plan import plan_memory
 from octavo.train.tokenizer import TextTokenizer, load_tokenizer
 
 
@@ -49,6 +52,8 @@ def test_a_seed_decides_the_weights(make_config: MakeConfig, tokenizer: TextToke
         ({"type": "llama", "config": LLAMA | {"num_attention_heads": 5}}, r"model\.config: llama refuses it: "),
         ({"type": "llama", "config": LLAMA | {"vocab_size": 100}}, r"vocabulary of 100 is smaller .* 300"),
         ({"type": "llama", "config": LLAMA | {"max_position_embeddings": 8}}, r"longer than the model's context of 8"),
+        ({"type": "llama", "config": LLAMA | {"pad_token_id": 100_000}}, r"llama cannot be built .*Padding_idx"),
+        ({"type": "llama", "config": LLAMA | {"return_dict": False}}, r"return_dict = false.*leave it out"),
         ({"path": "nowhere"}, r"nowhere holds no transformers checkpoint"),
     ],
 )
@@ -114,3 +119,116 @@ def test_choose_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_model_reads_what_the_tokenizer_says(make_config: MakeConfig, tokenizer: TextTokenizer) -> None:
     model = build_model(make_config(), tokenizer)
     assert type(model) is AutoModelForCausalLM._model_mapping[type(model.config)]
+
+
+ROBERTA = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {"is_decoder": True}
+XLM = {"emb_dim": 32, "n_layers": 1, "n_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"type": "roberta", "config": ROBERTA}, "cannot compute a loss from token ids alone; .*set it, as to 0"),
+        ({"type": "camembert", "config": ROBERTA}, "config.pad_token_id, which is unset"),
+        (
+            {"type": "xlm", "config": XLM},
+            "XLMWithLMHeadModel cannot compute a loss from token ids alone .AttributeError",
+        ),
+        (
+            {"type": "git", "config": {"hidden_size": 32, "num_attention_heads": 2}},
+            "GitForCausalLM cannot compute a loss from token ids alone .ValueError",
+        ),
+    ],
+)
+def test_models_that_do_not_run_on_tokens(
+    model: dict[str, Any], message: str, make_config: MakeConfig, tokenizer: TextTokenizer
+) -> None:
+    config = make_config(model=model)
+    with pytest.raises(ConfigError, match=message):
+        prepare_loss(build_model(config, tokenizer), "chunked")
+    with pytest.raises(ConfigError, match="cannot run a micro-batch of 4 sequences"):
+        plan_memory(config, device="cpu")
+
+
+def test_models_that_run_with_what_they_are_advised(make_config: MakeConfig, tokenizer: TextTokenizer) -> None:
+    model = build_model(make_config(model={"type": "roberta", "config": ROBERTA | {"pad_token_id": 0}}), tokenizer)
+    assert "computed from whole logits" in prepare_loss(model, "chunked")
+    xlnet = {"type": "xlnet", "config": {"d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 64}}
+    build_model(make_config(model=xlnet), tokenizer)  # whose context of -1 is no limit
+
+
+def test_the_tables_of_a_run_stay_as_they_are(make_config: MakeConfig, tokenizer: TextTokenizer) -> None:
+    """Transformers writes rope_theta into the table that it is given."""
+    for name in ("rope_scaling", "rope_parameters"):
+        config = make_config(model={"type": "llama", "config": LLAMA | {name: {"rope_type": "linear", "factor": 2.0}}})
+        before = deepcopy(config.model.config)
+        build_model(config, tokenizer)
+        assert config.model.config == before
+
+
+CUSTOM = {"AutoConfig": "mod.MyConfig", "AutoModelForCausalLM": "mod.MyModel"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "auto_map", "asked"),
+    [
+        ("llama", {"AutoModelForCausalLM": "mod.MyModel"}, "MyModel"),
+        ("llama", {"AutoModel": "owner/name--mod.MyModel"}, "MyModel"),
+        ("llama", {"AutoConfig": "mod.MyConfig"}, "MyConfig"),
+        ("llama", "mod.MyModel", "MyModel"),
+        ("my-type", CUSTOM, "MyConfig, MyModel"),
+    ],
+)
+def test_the_code_of_a_model_is_never_run_nor_left_out(
+    model_type: str, auto_map: Any, asked: str, make_config: MakeConfig, tokenizer: TextTokenizer, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run it"))
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    model: Any = build_model(make_config(), tokenizer)
+    model.save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"model_type": model_type, "auto_map": auto_map}))
+    (folder / "mod.py").write_text(f"open({str(ran)!r}, 'w')")
+    config = make_config(model={"path": str(folder)})
+    for action in (lambda: build_model(config, tokenizer), lambda: plan_memory(config, device="cpu")):
+        with pytest.raises(ConfigError, match=rf"wants to run its own code \({asked}\), which Octavo") as caught:
+            action()
+        assert "\n" not in str(caught.value) and "trust_remote_code" not in str(caught.value)
+    assert not ran.exists()
+
+
+def test_code_that_transformers_has_by_now_is_not_asked_for(
+    make_config: MakeConfig, tokenizer: TextTokenizer, tmp_path: Path
+) -> None:
+    model: Any = build_model(make_config(), tokenizer)
+    names = {"AutoConfig": "LlamaConfig", "AutoModel": "LlamaModel", "AutoModelForCausalLM": "LlamaForCausalLM"}
+    model.config.auto_map = {key: f"modeling.{name}" for key, name in names.items()} | {"AutoTokenizer": ["x.Y", None]}
+    model.save_pretrained(tmp_path)
+    assert build_model(make_config(model={"path": str(tmp_path)}), tokenizer)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '"x"', "[" * 100_000, '{"model_type": 3}', '{"model_type": "no"}'])
+def test_a_damaged_config_is_named(
+    content: str, make_config: MakeConfig, tokenizer: TextTokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    config = make_config(model={"path": str(tmp_path)})
+    for action in (lambda: build_model(config, tokenizer), lambda: plan_memory(config, device="cpu")):
+        with pytest.raises(ConfigError, match=r"config\.json cannot be read: .") as caught:
+            action()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "a/../../outside.safetensors", "{}/outside.safetensors"])
+def test_an_index_names_no_file_outside(
+    name: str, make_config: MakeConfig, tokenizer: TextTokenizer, tmp_path: Path
+) -> None:
+    model: Any = build_model(make_config(), tokenizer)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "a").mkdir()
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), name.format(tmp_path))}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"index\.json names '.*outside.safetensors', which is not in the folder"):
+        build_model(make_config(model={"path": str(tmp_path / "model")}), tokenizer)

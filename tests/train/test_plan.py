@@ -1,6 +1,8 @@
 """octavo plan: what is planned from a configuration is what its trainer allocates, and converts."""
 
+import io
 import json
+import sys
 import warnings
 from pathlib import Path
 
@@ -168,6 +170,7 @@ def test_the_command_shows_all_side_by_side(config_file: Path):
     assert result.exit_code == 0, result.output
     for text in ("8 sequences", "optimizer states", "fit in 0.01 GiB", "model.layers.{0-1}.mlp", "Not counted"):
         assert text in result.stdout
+    assert not result.stdout.startswith(" ") and "\nMiB at the peak" in f"\n{result.stdout}"
 
 
 def test_the_command_as_json(config_file: Path):
@@ -188,6 +191,11 @@ def test_the_command_as_json(config_file: Path):
         (["--gpu", "h100", "optim.btach=8"], "did you mean 'batch'"),
         (["--memory", "--device", "gpu"], "device is cuda or cpu; got 'gpu'"),
         (["--memory", "--limit", "0"], "--limit is the memory of the device in GiB"),
+        (["--memory", "--limit", "inf"], "--limit is the memory of the device in GiB"),
+        (["--gpu", "h100", "--limit", "-1"], "--limit is the memory of the device in GiB, above 0; got -1"),
+        (["--gpu", "h100", "--limit", "nan"], "--limit is the memory of the device in GiB"),
+        (["--gpu", "h100", "--limit", "24"], "--limit is for --memory"),
+        (["--gpu", "h100", "--layers"], "--layers is for --memory"),
         (["--memory", "optim.btach=8"], "did you mean 'batch'"),
     ],
 )
@@ -311,6 +319,15 @@ def test_the_command_shows_the_speed(config_file: Path, tmp_path: Path):
     assert content["gpu"]["name"] == "B200" and content["planned"]["seconds"] > 0
     assert content["planned"]["memory"]["fits"] is True and content["bf16"]["memory"]["largest_batch"] > 8
     assert not octavo.Plan.from_json(result.stdout).converted
+
+
+def test_an_encoding_without_all_characters(config_file: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+        app(["plan", str(config_file), "--gpu", "h100"], standalone_mode=False)
+        sys.stdout.flush()
+        printed = sys.stdout.buffer.getvalue().decode("ascii")
+    assert printed.startswith("predicted, not measured") and "tokens ? in ? out" in printed
 
 
 def test_the_memory_of_a_step_is_that_of_plan_memory(make_config: MakeConfig):

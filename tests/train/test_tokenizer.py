@@ -46,6 +46,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "none of the files of LlamaTokenizer .tokenizer.model, tokenizer.json.",
     ),
     "damaged": ({"config.json": {"model_type": "llama"}, "tokenizer.json": "{"}, "no tokenizer could be loaded"),
+    "empty": (
+        {"config.json": {"model_type": "llama"}, "tokenizer.json": {}},
+        "files is damaged or not of a tokenizer .KeyError",
+    ),
     "no end": ({"config.json": {"model_type": "ctrl"}, "vocab.json": {"<unk>": 0, "a": 1}, "merges.txt": "#\n"}, "eos"),
 }
 

@@ -1,8 +1,11 @@
 """The command itself, and what all of its subcommands share: how mistakes are told, and who tells them."""
 
+import io
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +26,14 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings to change, as optim.lr=1e-3.", show_default=False),
 ]
+
+
+def in_home(path: Path | None) -> Path | None:
+    """A path of the command line, with ~ as the home directory, which a shell leaves as it is within quotes."""
+    try:
+        return path and path.expanduser()
+    except RuntimeError:
+        raise typer.BadParameter(f"{path}: there is no such home directory") from None
 
 
 @contextmanager
@@ -77,5 +88,7 @@ def _octavo(
 ) -> None:
     """Train PyTorch models in FP8, and see what it did to loss, speed and memory."""
     context.obj = {"traceback": traceback}
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an encoding without × or … is no reason to fail
     if context.invoked_subcommand is None:
         print(context.get_help())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from octavo.cli.app import Overrides, app, is_first_rank, say, show_error, user_errors
+from octavo.cli.app import Overrides, app, in_home, is_first_rank, say, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
 from octavo.runtime.terminal import stdout
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 def compare(
     context: typer.Context,
     config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="Configuration of all runs.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="CONFIG", help="Configuration of all runs.", show_default=False, callback=in_home),
     ] = None,
     overrides: Overrides = None,
     arm: Annotated[
@@ -43,11 +44,19 @@ def compare(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of all runs; default: runs/compare-<run.name>.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Folder of all runs; default: runs/compare-<run.name>.", show_default=False, callback=in_home
+        ),
     ] = None,
     losses: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Judge the losses in a JSON file, and train nothing.", show_default=False),
+        typer.Option(
+            metavar="FILE",
+            help="Judge the losses in a JSON file, and train nothing.",
+            show_default=False,
+            callback=in_home,
+        ),
     ] = None,
     margin: Annotated[
         float | None,

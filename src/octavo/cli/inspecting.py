@@ -10,7 +10,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from octavo.cli.app import app, say, user_errors
+from octavo.cli.app import app, in_home, say, user_errors
 from octavo.cli.examples import EXAMPLES
 from octavo.runtime.terminal import Name, show, stdout
 
@@ -33,7 +33,10 @@ SHOWN = 10
 @app.command(name="inspect", epilog=EXAMPLES["inspect"])
 def inspect_run(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint.", show_default=False)],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint.", show_default=False, callback=in_home),
+    ],
     step: Annotated[int | None, typer.Option(help="A sampled step; default: the last.", show_default=False)] = None,
     by: Annotated[str, typer.Option(help=f"Worst first, by {', '.join(ORDERS)}.")] = "sqnr",
     top: Annotated[int, typer.Option(min=1, help="Rows shown.")] = 20,

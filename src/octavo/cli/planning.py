@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.app import Overrides, app, user_errors
+from octavo.cli.app import Overrides, app, in_home, user_errors
 from octavo.cli.examples import EXAMPLES
 from octavo.numerics.names import nearest
 
@@ -51,17 +51,27 @@ def doctor(
 @app.command(epilog=EXAMPLES["plan"])
 def plan(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's configuration.", show_default=False)],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="The run's configuration.", show_default=False, callback=in_home)
+    ],
     overrides: Overrides = None,
     memory: Annotated[bool, typer.Option("--memory", help="Plan the memory of a training step.")] = False,
     gpu: Annotated[str | None, typer.Option(help="Plan a step on this GPU; none has to be here.")] = None,
     gpus: Annotated[int, typer.Option(help="With --gpu: how many there are in all.")] = 1,
     calibration: Annotated[
-        Path | None, typer.Option(help="With --gpu: a table of octavo calibrate of such a GPU.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="With --gpu: a table of octavo calibrate of such a GPU.", show_default=False, callback=in_home
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="What to plan for, cuda or cpu; it need not be here.")] = "cuda",
-    limit: Annotated[float, typer.Option(help="Memory of the device in GiB, for the largest batch.")] = 79.0,
-    layers: Annotated[bool, typer.Option("--layers", help="Also what each kind of layer keeps for backward.")] = False,
+    limit: Annotated[
+        float | None,
+        typer.Option(help="With --memory: that of the device in GiB, for the largest batch; default: 79."),
+    ] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="With --memory: also what each kind of layer keeps for backward.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Predict what a run takes, before it is run.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from octavo.cli.app import Overrides, app, is_first_rank, say, show_error, user_errors
+from octavo.cli.app import Overrides, app, in_home, is_first_rank, say, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
 from octavo.runtime.terminal import stdout
 
@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 @app.command(epilog=EXAMPLES["train"])
 def train(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's configuration.", show_default=False)],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="The run's configuration.", show_default=False, callback=in_home)
+    ],
     overrides: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option(help="Output folder; default: run.out of the config, or runs/<run.name>.")
+        Path | None,
+        typer.Option(help="Output folder; default: run.out of the config, or runs/<run.name>.", callback=in_home),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
 ) -> None:
@@ -68,8 +71,13 @@ def train(
 @app.command(epilog=EXAMPLES["export"])
 def export(
     context: typer.Context,
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder step-NNNNNN.", show_default=False)],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that is new, or empty.", show_default=False)],
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A folder step-NNNNNN.", show_default=False, callback=in_home)
+    ],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="A folder that is new, or empty.", show_default=False, callback=in_home),
+    ],
 ) -> None:
     """Write the weights of a checkpoint as Transformers reads them.
 
@@ -86,7 +94,7 @@ def demo(
     context: typer.Context,
     overrides: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option(help="Output folder; default: runs/demo, or the next that is free.")
+        Path | None, typer.Option(help="Output folder; default: runs/demo, or the next that is free.", callback=in_home)
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of each arm.")] = None,
     level: Annotated[str, typer.Option(help="Precision level of the second arm.")] = "O1",

@@ -116,8 +116,16 @@ def check_next_token_loss(model: Any) -> None:
     if weight.is_meta or isinstance(weight, FakeTensor):
         return
     ids = _ids(weight)
-    with torch.enable_grad(), _evaluating(model):
-        outputs = model(input_ids=ids, labels=ids.roll(-1, 1), shift_labels=ids.roll(-1, 1))
+    try:
+        with torch.enable_grad(), _evaluating(model):
+            outputs = model(input_ids=ids, labels=ids.roll(-1, 1), shift_labels=ids.roll(-1, 1))
+    except (RuntimeError, IndexError):  # which a batch can cause
+        raise
+    except Exception as error:  # of no common type
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        padless = isinstance(error, TypeError) and getattr(model.config, "pad_token_id", None) is None
+        hint = "; it may need config.pad_token_id, which is unset: set it, as to 0" if padless else ""
+        raise ValueError(f"{kind} cannot compute a loss from token ids alone{hint} ({reason})") from error
     if outputs.loss is None:
         raise ValueError(f"{kind} has no loss of its own to train on: it returns none for labels")
     (gradient,) = torch.autograd.grad(outputs.loss, [outputs.logits], allow_unused=True)

@@ -29,7 +29,7 @@ def side_by_side(plans: Sequence[MemoryPlan], *, baseline: str, fitting: Sequenc
     first = plans[0]
     size = f"{first.batch} sequences ({first.tokens:,} tokens) at a time"
     unit, name = (2**30, "GiB") if first.peak >= 2**30 else (2**20, "MiB")
-    table = Table(box=ROUNDED, title=f"{name} at the peak of a step, {size}, {first.device}")
+    table = Table(box=ROUNDED, title_justify="left", title=f"{name} at the peak of a step, {size}, {first.device}")
     table.add_column("", no_wrap=True)
     for plan in plans:
         table.add_column(plan.label.replace(" ", "\n").replace("+opt", "\n+opt"), justify="right", no_wrap=True)
@@ -67,7 +67,7 @@ def forecast_tables(plan: Any, width: int = WIDE) -> list[Table | str]:
     gpu, own = plan.gpu, plan.configured
     how = "eager" if plan.setting.eager else "compiled"
     known = "predicted; times marked measured are of this GPU" if gpu.measured else "predicted, not measured"
-    layers = Table(box=ROUNDED, title=f"{known}: {gpu.name}, {plan.tokens:,} tokens a GPU, {how}")
+    layers = Table(box=ROUNDED, title_justify="left", title=f"{known}: {gpu.name}, {plan.tokens:,} tokens a GPU, {how}")
     layers.add_column("linear")
     for heading in [CONFIGURED, BEST] if own is not None else ["recipe"]:
         layers.add_column(heading.replace(" ", "\n"), no_wrap=True)

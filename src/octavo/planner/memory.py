@@ -187,7 +187,11 @@ def _tables(plan: MemoryPlan) -> list[object]:
     from rich.box import ROUNDED
     from rich.table import Table
 
-    table = Table(box=ROUNDED, title=f"{plan.label}, {plan.batch} sequences, {plan.tokens} tokens, {plan.device}")
+    table = Table(
+        box=ROUNDED,
+        title_justify="left",
+        title=f"{plan.label}, {plan.batch} sequences, {plan.tokens} tokens, {plan.device}",
+    )
     for heading in ("memory", f"at the peak ({plan.phase})", "at its largest"):
         table.add_column(heading, justify="left" if heading == "memory" else "right")
     for kind in KINDS:

@@ -45,7 +45,7 @@ from octavo.train.digests import DIGESTS, check_digests, has_digests, write_dige
 from octavo.train.disk import same_mode, sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import CompactAdamW, MasterAdamW
-from octavo.train.pretrained import load_weights, save_pretrained, save_settings
+from octavo.train.pretrained import load_settings, load_weights, save_pretrained, save_settings
 from octavo.train.ranks import Ranks, SharedError
 from octavo.train.sections import SELECTION, Limits
 from octavo.train.shards import SHARDS
@@ -285,15 +285,13 @@ def check_files(folder: Path, ranks: Ranks) -> None:
 
 def check_same_model(folder: Path, config: Any) -> None:
     """Raise ConfigError where the model's config is not that of a checkpoint; it names the first difference."""
-    from transformers import AutoConfig
-
     try:
-        saved = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False).to_dict()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / 'config.json'} cannot be read ({error}): {_remedy(folder)}") from None
+        saved = load_settings(folder).to_dict()
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}: {_remedy(folder)}") from None
     now = config.to_dict()
     for key in [*now, *(key for key in saved if key not in now)]:
-        there, here = (json.dumps(each.get(key), default=str) for each in (saved, now))
+        there, here = (_ordered(each.get(key)) for each in (saved, now))
         if there != here and key not in DESCRIPTIVE:
             raise ConfigError(
                 f"{folder} holds another model: there {key} = {there}, here {here}. Set it back in model.path or "
@@ -354,6 +352,11 @@ def checkpoints(out: Path) -> list[Path]:
     """Folders of the checkpoints under `out`, the newest last."""
     found = [path for path in (out / FOLDER).glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _ordered(value: Any) -> str:
+    """As JSON, the keys in order: by what they are in JSON, for there a key that is a number is a string."""
+    return json.dumps(json.loads(json.dumps(value, default=str)), sort_keys=True)
 
 
 def _settings(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

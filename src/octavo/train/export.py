@@ -10,10 +10,10 @@ from safetensors import SafetensorError
 from octavo.train import shards
 from octavo.train.checkpoint import check_files, read_trainer_state
 from octavo.train.config import ConfigError
-from octavo.train.digests import DIGESTS, write_digests
+from octavo.train.digests import DIGESTS, files_of, write_digests
 from octavo.train.disk import output_folder, same_mode
 from octavo.train.model import DTYPES
-from octavo.train.pretrained import load_pretrained, save_pretrained
+from octavo.train.pretrained import load_pretrained, load_settings, save_pretrained
 from octavo.train.ranks import Ranks
 from octavo.train.shards import SHARDS
 
@@ -43,9 +43,12 @@ def export(checkpoint: Path, out: Path) -> Path:
         try:
             model = _read(checkpoint, DTYPES[state["config"]["precision"]["parameters"]])
             save_pretrained(model, out)
-            for path in checkpoint.iterdir():  # the tokenizer's, whatever they are
-                if path.is_file() and not path.is_symlink() and path.name not in OWN and not (out / path.name).exists():
-                    shutil.copy(path, out)
+            for name in files_of(checkpoint):  # the tokenizer's, whatever they are
+                path, target = checkpoint / name, out / name
+                own = name in OWN or name.startswith(f"{SHARDS}/")
+                if path.is_file() and not path.is_symlink() and not own and not target.exists():
+                    target.parent.mkdir(exist_ok=True, parents=True)
+                    shutil.copy(path, target)
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ConfigError(f"{checkpoint} is damaged: {' '.join(str(error).split())}") from None
         same_mode(out)
@@ -57,10 +60,10 @@ def _read(checkpoint: Path, dtype: torch.dtype) -> Any:
     """The model of a checkpoint of either kind."""
     if not (checkpoint / SHARDS).exists():
         return load_pretrained(checkpoint, dtype)
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     shards.check(checkpoint / SHARDS)
-    settings = AutoConfig.from_pretrained(str(checkpoint), local_files_only=True, trust_remote_code=False)
+    settings = load_settings(checkpoint)
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
     if (checkpoint / "generation_config.json").exists():

@@ -6,6 +6,7 @@ weights on any device.
 """
 
 import inspect
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from octavo.nn.causal import check_next_token_loss, chunked_loss
 from octavo.numerics.names import nearest
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.diagnose import non_finite_parameter
-from octavo.train.pretrained import load_pretrained
+from octavo.train.pretrained import load_pretrained, one_line
 from octavo.train.ranks import Ranks
 from octavo.train.sections import Model
 from octavo.train.share import share_on_machine
@@ -80,14 +81,13 @@ def prepare_loss(model: nn.Module, loss: str) -> str:
         try:
             chunked_loss(model)
             return note
-        except (ValueError, RuntimeError, IndexError) as error:  # of a model that does not run at all, others say more
-            reason = " ".join(str(error).split())
-            note = f"the loss is the model's own, with every term of it, computed from whole logits: {reason}"
+        except Exception as error:  # of no common type: a model that does not run at all fails in its own way below
+            note = f"the loss is the model's own, with every term of it, computed from whole logits: {one_line(error)}"
     try:
         check_next_token_loss(model)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    except (RuntimeError, IndexError):  # likewise
+    except (RuntimeError, IndexError):  # of a model that does not run: what runs the first batch says more
         pass
     return note
 
@@ -122,9 +122,9 @@ def _from_type(config: TrainConfig, tokenizer: TextTokenizer, dtype: torch.dtype
     model_config = _make_config(model_type, fields)
     torch.manual_seed(config.run.seed)
     try:
-        return AutoModelForCausalLM.from_config(model_config, dtype=dtype)
-    except (ValueError, TypeError, RuntimeError, KeyError, ZeroDivisionError) as error:
-        raise ConfigError(f"model.config: {model_type} cannot be built from it: {error}") from None
+        return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # of no common type: each class fails in its own way
+        raise ConfigError(f"model.config: {model_type} cannot be built from it: {one_line(error)}") from None
 
 
 def _config_fields(model_type: str) -> set[str]:
@@ -153,18 +153,18 @@ def _defaults(config_class: Any) -> dict[str, Any]:
 
 
 def _make_config(model_type: str, fields: dict[str, Any]) -> Any:
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.for_model(model_type, **fields)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"model.config: {model_type} refuses it: {reason}") from None
+        return AutoConfig.for_model(model_type, **deepcopy(fields))  # it writes defaults into tables
+    except Exception as error:  # of no common type: each class fails in its own way
+        raise ConfigError(f"model.config: {model_type} refuses it: {one_line(error)}") from None
 
 
 def check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None:
-    """Raises ConfigError for a vocabulary or context too small for the data."""
+    """Raises ConfigError for a vocabulary or context too small for the data, and outputs without names."""
+    if not getattr(model.config, "return_dict", True):
+        raise ConfigError("the model's config has return_dict = false, but its loss is read by name: leave it out")
     rows = model.get_input_embeddings().weight.shape[0]
     given = config.model.path is not None
     if rows < tokenizer.size:
@@ -177,7 +177,7 @@ def check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None
             f"the model's vocabulary of {rows} is smaller than the tokenizer's {tokenizer.size}: {remedy}"
         )
     context = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(context, int) and context < config.data.sequence_length:
+    if isinstance(context, int) and -1 < context < config.data.sequence_length:
         raise ConfigError(
             f"data.sequence_length = {config.data.sequence_length} is longer than the model's context of {context}: "
             f"shorten {'data.sequence_length' if given else 'it, or raise model.config.max_position_embeddings'}"

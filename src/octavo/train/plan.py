@@ -10,6 +10,7 @@ one forward of the same model, its memory from steps of the same trainer on two 
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -55,6 +56,7 @@ from octavo.runtime.terminal import show, stdout
 from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
 from octavo.train.data import Corpus
 from octavo.train.model import DTYPES, build_model, check_fit, check_model
+from octavo.train.pretrained import load_settings, one_line
 from octavo.train.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.trainer import Trainer
 
@@ -205,7 +207,7 @@ def plan_step(
         with torch.autocast(place.type, torch.bfloat16, enabled=config.precision.parameters == "fp32"):
             return copy(input_ids=ids, labels=ids, use_cache=False)
 
-    trace = traced(model, forward, [shape], place)
+    trace = _run(lambda: traced(model, forward, [shape], place), shape[0])
     cost = by_cost(found, trace, linears_of(model, rule), kept, about.recipes, eager=setting.eager)
     best = decided_plan(rule, cost)
     blocks = len(find_blocks(model))
@@ -259,13 +261,18 @@ def _step_on_blocks(
 
 def console(
     path: Path, overrides: Sequence[str], *, memory: bool, gpu: str | None, gpus: int, calibration: Path | None,
-    device: str, limit: float, layers: bool, as_json: bool,
+    device: str, limit: float | None, layers: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """What `octavo plan` prints. Raises ValueError for a mistake; `limit` is in GiB."""
+    """What `octavo plan` prints. Raises ValueError for a mistake; `limit` is in GiB, None is that of an 80 GB GPU."""
     if not memory and gpu is None:
         raise ValueError("say what to plan: octavo plan --memory CONFIG, or octavo plan CONFIG --gpu h100")
     if calibration is not None and gpu is None:
         raise ValueError("--calibration is of a GPU: say which with --gpu, as octavo plan CONFIG --gpu h100")
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(f"--limit is the memory of the device in GiB, above 0; got {limit:g}")
+    for option, asked in (("--limit", limit is not None), ("--layers", layers)):
+        if asked and not memory:
+            raise ValueError(f"{option} is for --memory: octavo plan --memory CONFIG")
     if memory and gpu is not None and as_json:
         raise ValueError("--json is for one of them at a time: --memory, or --gpu")
     if gpu is not None:
@@ -277,7 +284,7 @@ def console(
         else:
             show(*forecast_tables(step, stdout().width))
     if memory:
-        _show_memory(path, overrides, device=device, limit=limit, layers=layers, as_json=as_json)
+        _show_memory(path, overrides, device=device, limit=limit or 79.0, layers=layers, as_json=as_json)
 
 
 def _show_memory(
@@ -285,8 +292,6 @@ def _show_memory(
 ) -> None:
     if device not in GRANULES:
         raise ValueError(f"device is {' or '.join(GRANULES)}; got {device!r}{nearest(device, GRANULES)}")
-    if not limit > 0:
-        raise ValueError(f"--limit is the memory of the device in GiB, above 0; got {limit:g}")
     limit_bytes, fitting = int(limit * 2**30), []
     with _progress() as progress:
         plans = plan_arms(load_config(path, overrides), device=device, progress=progress)
@@ -352,14 +357,13 @@ def _build(config: TrainConfig, tokenizer: TextTokenizer) -> torch.nn.Module:
     """The model without its weights."""
     if config.model.path is None:
         return build_model(config, tokenizer)
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    folder = Path(config.model.path).expanduser()
+    folder, dtype = Path(config.model.path).expanduser(), DTYPES[config.precision.parameters]
     try:
-        settings = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        model: Any = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[config.precision.parameters])
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"model.path = {folder}: the model cannot be built: {error}") from None
+        model: Any = AutoModelForCausalLM.from_config(load_settings(folder), dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # of no common type: each class fails in its own way
+        raise ConfigError(f"model.path = {folder}: the model cannot be built: {one_line(error)}") from None
     check_fit(model, config, tokenizer)
     made: torch.nn.Module = model.train()
     return made
@@ -368,9 +372,8 @@ def _build(config: TrainConfig, tokenizer: TextTokenizer) -> torch.nn.Module:
 def _run(step: Any, size: int) -> Any:
     try:
         return step()
-    except (RuntimeError, IndexError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"the model cannot run a micro-batch of {size} sequences: {reason}") from error
+    except Exception as error:  # of no common type
+        raise ConfigError(f"the model cannot run a micro-batch of {size} sequences: {one_line(error)}") from error
 
 
 def _notes(trainer: Trainer) -> tuple[str, ...]:

@@ -3,9 +3,10 @@
 Nothing in such a folder is run: code that comes with a model is refused, and weights are read as data.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from pickle import UnpicklingError
 from typing import Any
 
@@ -16,12 +17,56 @@ from octavo.train.config import ConfigError
 from octavo.train.ranks import Ranks
 from octavo.train.share import share_on_machine
 
+CLASSES = "AutoConfig", "AutoModel", "AutoModelForCausalLM"
+"""What `auto_map` of a config names that would be loaded here."""
+
+
+def load_settings(folder: Path) -> Any:
+    """The config of the model in `folder`, a class of Transformers.
+
+    Raises ConfigError where it cannot be read, or the model wants to run its own code. Many models name code that
+    Transformers has by now: it is enough that their classes have the names of those of Transformers.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+    asked: Any = None
+    names: dict[str, Any] = {}
+    problem = ""
+    try:
+        asked = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map")
+        settings = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        kind = settings.model_type
+        names = {"AutoConfig": type(settings).__name__, "AutoModel": MODEL_MAPPING_NAMES.get(kind)}
+        names["AutoModelForCausalLM"] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    except Exception as error:  # of no common type: each class fails in its own way
+        problem = f"config.json cannot be read: {one_line(error)}"
+    asked = asked if isinstance(asked, dict) else {"AutoConfig": asked} if asked else {}
+    classes = {key: str(asked[key]).rpartition(".")[2] for key in CLASSES if key in asked}
+    if custom := [name for key, name in classes.items() if name != names.get(key)]:
+        raise ConfigError(
+            f"the model wants to run its own code ({', '.join(dict.fromkeys(custom))}), which Octavo never does: give "
+            "a model that Transformers has, without auto_map in its config.json"
+        )
+    if problem:
+        raise ConfigError(problem)
+    return settings
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, without line breaks; its type as well where it says little without."""
+    reason = " ".join(str(error).split())
+    if isinstance(error, OSError | ValueError | RuntimeError) and reason:
+        return reason
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+
 
 def load_pretrained(folder: Path, dtype: torch.dtype) -> Any:
     """The causal language model in `folder`, on the CPU. Raises ConfigError where it cannot be loaded whole."""
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    load_settings(folder)
+    _check_indices(folder)
     try:
         with _no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -29,12 +74,24 @@ def load_pretrained(folder: Path, dtype: torch.dtype) -> Any:
             )
     except UnpicklingError:
         raise ConfigError("its weights are a pickle that names more than tensors, which is not read") from None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"the model cannot be loaded: {error}") from None
+    except Exception as error:  # of no common type
+        raise ConfigError(f"the model cannot be loaded: {one_line(error)}") from None
     model, info = loaded
     if missing := sorted(info["missing_keys"]):  # transformers would go on with random weights there
         raise ConfigError(f"the checkpoint lacks {missing[0]} ({len(missing)} weights in all)")
     return model
+
+
+def _check_indices(folder: Path) -> None:
+    """Raise ConfigError where an index of weights names a file outside of `folder`."""
+    for path in folder.glob("*.index.json"):
+        try:
+            files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+            outside = [name for name in files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
+        except Exception as error:
+            raise ConfigError(f"{path.name} cannot be read: {one_line(error)}") from None
+        if outside:
+            raise ConfigError(f"{path.name} names {min(outside)!r}, which is not in the folder: copy it there")
 
 
 def load_weights(folder: Path, dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:

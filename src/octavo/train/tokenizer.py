@@ -23,6 +23,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from octavo.train.config import ConfigError
+from octavo.train.pretrained import one_line
 
 END = "<|endoftext|>"
 SAMPLE_CHARACTERS = 4_000_000
@@ -114,7 +115,9 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of no common type: each class and format fails in its own way
-        reason = _missing_package(folder) or " ".join(str(error).split()) or type(error).__name__
+        reason = _missing_package(folder) or one_line(error)
+        if isinstance(error, LookupError | TypeError | AttributeError):
+            reason = f"one of its files is damaged or not of a tokenizer ({reason})"
         if reason.startswith("Couldn't instantiate"):
             reason = "it holds no vocabulary (as tokenizer.json, tokenizer.model, vocab.txt) that its class reads"
         if custom:
