@@ -159,6 +159,7 @@ def test_damaged_checkpoints_are_named(make_config: MakeConfig, tmp_path: Path) 
         "ranks",
         "digests",
         "skipped_batches",
+        "guard",
     }
     wider = make_trainer(make_config, model={"type": "llama", "config": LLAMA | {"intermediate_size": 96}})
     with pytest.raises(ConfigError, match="there intermediate_size = 64, here 96"):
@@ -170,7 +171,8 @@ def test_damaged_checkpoints_are_named(make_config: MakeConfig, tmp_path: Path) 
         with pytest.raises(ConfigError, match="is damaged"), pytest.warns(RuntimeWarning, match="without digests"):
             load_checkpoint(folder, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
         (folder / name).write_bytes(content)
-    for content in (b"", b"nonsense", pickled({}), pickled({"adamw": 3, "masters": {}}), pickled([1])):
+    states = ({}, {"adamw": 3, "masters": {}}, [1], torch.ones(3), 3)
+    for content in (b"", b"nonsense", *map(pickled, states)):
         (folder / "optimizer.pt").write_bytes(content)
         message = r"is damaged \(.*\): remove .*step-000000 to resume from the one before"
         with pytest.raises(ConfigError, match=message), pytest.warns(RuntimeWarning, match="without digests"):

@@ -15,7 +15,7 @@ from typing import Any
 from octavo.numerics.names import nearest
 from octavo.train.config import ConfigError
 from octavo.train.documents import KINDS, no_split, suffix
-from octavo.train.sections import Data
+from octavo.train.sections import Data, expand
 
 STDLIB = "python-stdlib"
 
@@ -85,7 +85,7 @@ def _readable(config: Data) -> Iterator[None]:
 
 
 def _subset(config: Data) -> str | None:
-    return None if Path(config.source).expanduser().is_dir() else config.source.partition(":")[2] or None
+    return None if expand(config.source).is_dir() else config.source.partition(":")[2] or None
 
 
 def _without_code() -> dict[str, bool]:

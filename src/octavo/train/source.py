@@ -24,7 +24,7 @@ from typing import Any
 from octavo.train import documents, prepared
 from octavo.train.config import ConfigError
 from octavo.train.documents import Stream, Tick
-from octavo.train.sections import Data
+from octavo.train.sections import Data, expand
 
 STDLIB = prepared.STDLIB
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -57,7 +57,7 @@ def open_source(config: Data, tick: Tick) -> Source:
 
     Raises ConfigError where there is no data, it is not text, or it has no split `data.split`.
     """
-    path = Path(config.source).expanduser()
+    path = expand(config.source)
     if config.source == STDLIB:
         _no_splits(config, "the standard library has")
         return _standard_library(Path(sysconfig.get_paths()["stdlib"]))
@@ -71,7 +71,7 @@ def open_source(config: Data, tick: Tick) -> Source:
         raise ConfigError(f'data.source = "{config.source}": compressed files are not read: decompress them first')
     if path.is_file() or glob.has_magic(config.source):
         raise ConfigError(f'data.source = "{config.source}": files must end in {", ".join(SUFFIXES)}')
-    folder = Path(config.source.partition(":")[0]).expanduser()
+    folder = expand(config.source.partition(":")[0])
     if folder.is_dir():  # "folder:subset"
         return _prepared(config, folder, tick)
     if path.is_absolute() or config.source.startswith("."):
@@ -323,7 +323,7 @@ def _prepared(config: Data, folder: Path, tick: Tick) -> Source:
     """A local folder that `datasets` reads, prepared in the scratch folder: its own cache looks at times alone."""
 
     def fingerprint() -> str:
-        subset = config.source.partition(":")[2] if not Path(config.source).expanduser().is_dir() else ""
+        subset = config.source.partition(":")[2] if not expand(config.source).is_dir() else ""
         digest = hashlib.sha256(f"folder\0{subset}\0{config.split}\0{config.text_field}".encode())
         for path in sorted({*_below(folder), *prepared.files(config, folder)}):
             if documents.suffix(path) in COMPRESSED:
