@@ -235,8 +235,7 @@ class _State(BaseModel):
 
 def latest_checkpoint(out: Path) -> Path | None:
     """Folder of the newest checkpoint under `out`; None where there is none."""
-    found = checkpoints(out)
-    return found[-1] if found else None
+    return next(reversed(checkpoints(out)), None)
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
@@ -359,6 +358,8 @@ def _load_whole(
             device = str(next(model.parameters()).device)
             model.load_state_dict(weights)
         states = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True, mmap=True)
+        if not isinstance(states, dict):
+            raise TypeError(f"optimizer.pt holds a {type(states).__name__}")
         optimizer.load_state_dict(states)
     except Exception as error:  # of no common type: damage ends in any of them
         raise ConfigError(" ".join(str(error).split()) or type(error).__name__) from None
