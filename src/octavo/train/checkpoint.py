@@ -219,9 +219,7 @@ def _remove(checkpoint: Path) -> None:
         warnings.warn(f"the old checkpoint {checkpoint} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
 
 
-class _State(BaseModel):
-    """What `trainer.json` holds at least, and of which types."""
-
+class _TrainerJson(BaseModel):
     model_config = ConfigDict(strict=True)
     step: NonNegativeInt
     loss_scale: dict[str, FiniteFloat]
@@ -248,7 +246,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
         _with_remedy(folder, lambda: check_digests(folder, [path.name]))
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        _State.model_validate(state)
+        _TrainerJson.model_validate(state)
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
