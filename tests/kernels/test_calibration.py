@@ -309,6 +309,7 @@ def counting_down():
     return timer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_measuring_quantizers_times_every_configuration_and_names_the_fastest(name):
     found = quantizations(RECIPES[name], [(64, 96, 160)])

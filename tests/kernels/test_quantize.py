@@ -113,6 +113,7 @@ def test_triton_equals_reference_in_pairs(pair, rows, columns, dtype, fold, fold
 
 
 @triton
+@pytest.mark.slow
 def test_every_configuration_equals_reference():
     from octavo.kernels.quantize import triton as kernels
 

@@ -87,7 +87,7 @@ def check_scales(task, launch):
     assert sum(small) <= 8 * (ROWS + COLUMNS) + 4 * scales
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (33, 130)])
+@pytest.mark.parametrize("shape", [pytest.param((1, 1), marks=pytest.mark.slow), (33, 130)])
 def test_nothing_outside_the_operands_is_touched(shape):
     """Every access of every kernel at odd sizes lies in an argument: `counted` asserts it."""
     x = torch.ones(shape, dtype=torch.bfloat16)

@@ -194,6 +194,7 @@ def trained(seed=0, gather=True):
     """A converted model, sharded and gathered in FP8, and its optimizer."""
     torch.manual_seed(seed)
     model = octavo.convert(Net().bfloat16(), verbose=False)
+    octavo.convert(model.out, verbose=False)  # narrow: only by itself
     model = parallelize(model, Parallel(fp8_comm="gather" if gather else "off"))
     assert len(list(parameters_in_fp8(model))) == 6 * gather
     return model, AdamW(model.parameters(), lr=1e-2)

@@ -93,6 +93,7 @@ def sharded_job(tables, out):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["tied", "mixtral"])
+@pytest.mark.slow
 def test_an_export_of_shards_is_what_save_pretrained_writes(gloo, make_config, tmp_path, name):  # noqa: F811
     tables = make_config(model=MODELS[name], run={"steps": 1}, optim={"warmup": 0}).model_dump(exclude_none=True)
     gloo.run(sharded_job, 2, tables | {"parallel": {"fp8_comm": "off"}}, str(tmp_path / "run"))

@@ -388,6 +388,7 @@ def job(path, out):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_two_processes_compare_as_one(gloo, config, tmp_path):  # noqa: F811
     """All ranks know the verdict, one writes; the losses are those of one process but for rounding."""
     (code, gaps), other = gloo.run(job, 2, str(config), str(tmp_path / "two"), timeout=240.0)

@@ -106,6 +106,13 @@ def test_a_part_of_the_level_can_be_set_by_itself(toml: Path, overrides: list[st
         ("optim", r'override "optim": write section.key=value'),
         ("lr=1", r'override "lr=1": write section.key=value'),
         ("run.steps.x=1", r"steps is a value, not a table"),
+        ("data.source=~nouser/x", r"data.source: there is no home folder for ~nouser/x"),
+        ("data.cache=~nouser/x", r"data.cache: there is no home folder for ~nouser/x"),
+        ("data.tokenizer=~nouser/x", r"data.tokenizer: there is no home folder for ~nouser/x"),
+        ("run.out=~nouser/x", r"run.out: there is no home folder for ~nouser/x"),
+        ('data.cache="a\\u0000"', r"data.cache: a path has no NUL"),
+        ("data.vocab_size=99999999999", r"data.vocab_size: should be less than or equal to 1048576"),
+        (f"run.steps={'1' * 5000}", r"run.steps: should be a valid integer"),
     ],
 )
 def test_each_mistake_is_one_clear_line(toml: Path, override: str, message: str) -> None:
@@ -218,6 +225,13 @@ def test_a_file_that_is_no_config(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path / "binary.toml")
+
+
+@pytest.mark.parametrize("value", ["[" * 5000, "1" * 5000])
+def test_values_that_no_parser_takes(tmp_path: Path, value: str) -> None:
+    (tmp_path / "a.toml").write_text(f"a = {value}")
+    with pytest.raises(ConfigError, match=r"a\.toml (is not valid TOML|cannot be read as a TOML file)"):
+        load_config(tmp_path / "a.toml")
 
 
 def test_a_byte_order_mark_is_no_mistake(toml: Path) -> None:

@@ -138,7 +138,7 @@ def test_its_state_goes_through_json_in_the_middle_of_a_rise():
 def test_the_way_back_is_before_the_rise_and_further_if_it_comes_back(tmp_path):
     guard = SpikeGuard(GuardConfig(spike=8.0, window=16))
     for number in (10, 20, 30, 32):
-        (tmp_path / "checkpoints" / f"step-{number:06d}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-{number:06d}" / "shards").mkdir(parents=True)
     names = lambda: sorted(path.name[-2:] for path in (tmp_path / "checkpoints").iterdir())  # noqa: E731
     spike = lambda first, step: SpikeError("", first=first, step=step)  # noqa: E731
     assert guard.way_back(tmp_path, spike(32, 35)).name == "step-000030" and names() == ["10", "20", "30"]

@@ -72,6 +72,7 @@ def test_arms_fall_and_the_configuration_is_one_of_them(make_config: MakeConfig)
     assert arms[-1].peak < 0.75 * arms[0].peak  # of so narrow a model; 0.40 of Llama-2-7B's
 
 
+@pytest.mark.slow
 def test_llama_2_7b_fits_80_gb():
     """With a margin for what is not counted: 79 GiB are there."""
     plan = plan_memory(load_config(SEVEN_B))
@@ -330,6 +331,7 @@ def test_an_encoding_without_all_characters(config_file: Path, monkeypatch: pyte
     assert printed.startswith("predicted, not measured") and "tokens ? in ? out" in printed
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_step_is_that_of_plan_memory(make_config: MakeConfig):
     sizes = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 6}}
     for blocks, changes in (

@@ -60,7 +60,11 @@ def test_fp32_losses_are_those_of_one_process(gloo, tables, tmp_path, mode):  # 
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=5e-4)
 
 
-@pytest.mark.parametrize("precision", [{}, {"level": "O1", "recipe": "tensorwise"}, EVERYTHING], ids=str)
+@pytest.mark.parametrize(
+    "precision",
+    [{}, pytest.param({"level": "O1", "recipe": "tensorwise"}, marks=pytest.mark.slow), EVERYTHING],
+    ids=str,
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_losses_are_those_of_one_process(gloo, tables, tmp_path, mode, precision):  # noqa: F811
     """Within what bf16 gradients of halves of a batch, rounded one by one, differ from those of the whole.
@@ -125,7 +129,9 @@ def bits(tensor):
     return tensor.contiguous().view(torch.uint8) if tensor.ndim else tensor
 
 
-@pytest.mark.parametrize("precision", [{}, {"parameters": "fp32", "level": "O1"}, EVERYTHING], ids=str)
+@pytest.mark.parametrize(
+    "precision", [{}, pytest.param({"parameters": "fp32", "level": "O1"}, marks=pytest.mark.slow), EVERYTHING], ids=str
+)
 def test_checkpoints_go_to_any_number_of_ranks(gloo, tables, tmp_path, precision):  # noqa: F811
     """Four → two → one → three → two copies of two: not a bit changes."""
     wanted = tables(run={"steps": 3}, optim={"batch": 12}, precision=precision)

@@ -1,4 +1,6 @@
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import LLAMA, VARIANTS, At, MakeConfig, Recorder, assert_same, fail, terminate
+from tiny_runs import LLAMA, VARIANTS, At, MakeConfig, Recorder, assert_same, fail, terminate, without_digests
 
 from octavo.train import RunResult, read_metrics, run
 from octavo.train.checkpoint import latest_checkpoint
@@ -108,6 +110,155 @@ def test_other_data_under_the_same_name_is_noticed(make_config: MakeConfig, tmp_
     with pytest.raises(ConfigError, match=r"a run on other data: the content of .*a\.txt has changed"):
         run(make_config(data={"source": str(source)}, run={"steps": 9}), out=tmp_path / "out", resume=True)
     assert snapshot(tmp_path / "out") == before
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("finished") / "run"
+
+
+@pytest.fixture
+def copied(finished: Path, make_config: MakeConfig, tmp_path: Path) -> Path:
+    """A copy of a run of six steps."""
+    if not finished.exists():
+        run(make_config(run={"save_every": 3}), out=finished)
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+WRITTEN = ["config.toml", "tokenizer.json", "layers.json", "events.jsonl", "metrics.jsonl", "statistics.jsonl"]
+WRITTEN += ["run.json", "report.html", "loss.png"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_nothing_is_written_through_a_link(name: str, copied: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (copied / name).unlink(missing_ok=True)
+    (copied / name).symlink_to(mine)
+    with pytest.raises(ConfigError, match=rf"{name} is a link to .*mine, and a run writes a file there"):
+        run(make_config(run={"steps": 7}), out=copied, resume=True)
+    assert mine.read_text() == "mine"
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / name).symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=rf"{name} is a link to .*gone, and a run writes a file there"):
+        run(make_config(), out=tmp_path / "new")
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_file_with_another_name_elsewhere_is_not_changed(
+    copied: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    names = ["config.toml", "tokenizer.json", "metrics.jsonl", "run.json"]
+    for name in names:
+        os.link(copied / name, tmp_path / name)
+        (copied / f".{name}.tmp").symlink_to(tmp_path / "gone")
+    before = [(tmp_path / name).read_bytes() for name in names]
+    run(make_config(run={"steps": 7}), out=copied, resume=True)
+    assert [(tmp_path / name).read_bytes() for name in names] == before
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_lock_is_no_link(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".lock").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match="out cannot be written"):
+        run(make_config(), out=tmp_path / "out")
+    assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "checkpoints", "tokenizer.json", "config.toml"])
+def test_a_folder_for_a_file_and_the_reverse(name: str, copied: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    path = copied / name
+    folder = path.is_dir()
+    if folder:
+        path.rename(tmp_path / "elsewhere")
+        path.write_text("x")
+    else:
+        path.unlink()
+        path.mkdir()
+    with pytest.raises(ConfigError, match=rf"{name} is .*, and a run writes a {'folder' if folder else 'file'} there"):
+        run(make_config(run={"steps": 7}), out=copied, resume=True)
+    if folder:  # which may be on another disk
+        path.unlink()
+        path.symlink_to(tmp_path / "elsewhere")
+        assert run(make_config(run={"steps": 7}), out=copied, resume=True).steps == 7
+        path.unlink()
+        path.symlink_to(tmp_path / "gone")
+        with pytest.raises(ConfigError, match=rf"{name} is a link to .*gone"):
+            run(make_config(run={"steps": 8}), out=copied, resume=True)
+
+
+EVENT = '{"step": 1, "event": "rollback", "text": "x"'
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[]", "3", "{}", EVENT, EVENT + ', "to": "x"}', EVENT + ', "to": -1}', EVENT + ', "rollbacks": 9}', "[" * 100_000],
+)
+def test_events_that_are_damaged(line: str, copied: Path, make_config: MakeConfig) -> None:
+    (copied / "events.jsonl").write_text(f"{EVENT}}}\n{line}\n")
+    with pytest.raises(ValueError, match=r"events\.jsonl, line 2 is not an event of a run"):
+        run(make_config(run={"steps": 7}), out=copied, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", "2"),
+        ("step", 2.5),
+        ("step", True),
+        ("step", -1),
+        ("skipped_batches", "x"),
+        ("skipped_batches", -7),
+        ("config", "x"),
+        ("loss_scale", 3),
+        ("loss_scale", {"value": "x"}),
+        ("data", 3),
+        ("ranks", 0),
+        ("guard", 3),
+        ("guard", {"last": 3}),
+        ("guard", {"rollbacks": "x"}),
+    ],
+)
+def test_states_of_other_types(key: str, value: Any, copied: Path, make_config: MakeConfig) -> None:
+    last = latest_checkpoint(copied)
+    assert last is not None
+    without_digests(last)
+    state = json.loads((last / "trainer.json").read_text())
+    (last / "trainer.json").write_text(json.dumps(state | {key: value}))
+    with pytest.raises(ConfigError, match=r"trainer\.json is not the state of a trainer"):
+        run(make_config(run={"steps": 7}), out=copied, resume=True)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "3"])
+def test_a_state_that_is_none(content: str, copied: Path, make_config: MakeConfig) -> None:
+    last = latest_checkpoint(copied)
+    assert last is not None
+    without_digests(last)
+    (last / "trainer.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"trainer\.json (is not the state of a trainer|cannot be read)"):
+        run(make_config(run={"steps": 7}), out=copied, resume=True)
+
+
+def test_folders_that_are_no_checkpoints_are_passed_over(copied: Path, make_config: MakeConfig) -> None:
+    for name in ("step-999999", "step-000007", "step-0000010"):
+        (copied / "checkpoints" / name).mkdir()
+    (copied / "checkpoints" / "step-0000010" / "mine").touch()
+    (copied / "checkpoints" / "step-000100").touch()
+    seen = Recorder()
+    run(make_config(run={"steps": 7}), out=copied, resume=True, progress=seen)
+    assert seen.rows[0].step == 7
+    assert sum("is no checkpoint and is passed over" in note for note in seen.notes) == 4
+    saved = latest_checkpoint(copied)
+    assert saved is not None and saved.name == "step-000007"  # in place of the empty folder
+
+
+def test_a_checkpoint_without_its_state_is_not_passed_over(copied: Path, make_config: MakeConfig) -> None:
+    last = latest_checkpoint(copied)
+    assert last is not None
+    (last / "trainer.json").unlink()
+    with pytest.raises(ConfigError, match="to resume from the one before"):
+        run(make_config(run={"steps": 7}), out=copied, resume=True)
 
 
 @pytest.fixture

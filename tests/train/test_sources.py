@@ -11,7 +11,9 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 from tiny_runs import MakeConfig, Recorder, sentences
 
 from octavo.train import data, documents, source
@@ -294,3 +296,83 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
         peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     assert peaks[1] < peaks[0] + 60, peaks
     assert peaks[1] < 1000
+
+
+def card(data_files: str) -> str:
+    return f"---\nconfigs:\n- config_name: default\n  data_files: '{data_files}'\n---\n"
+
+
+@pytest.mark.parametrize("name", [".h/x.jsonl", "__p/x.jsonl", ".x.jsonl"])
+def test_what_a_card_names_is_hashed_even_if_hidden(name: str, make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(data={"source": put(tmp_path / "data", README__md=card(name))})
+    path = tmp_path / "data" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(rows(LINES))
+    first = corpus(config).fingerprint
+    path.write_text(rows(LINES[::-1]))
+    changed = corpus(config)
+    assert changed.fingerprint != first
+    assert decoded(changed) == "".join(line + END for line in LINES[::-1])
+
+
+@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize("name", ["../x.jsonl", "ABSOLUTE", "https://localhost/x.jsonl", "zip://x.jsonl::../x.zip"])
+def test_a_card_names_nothing_outside_its_folder(file: str, name: str, make_config: MakeConfig, tmp_path: Path) -> None:
+    put(tmp_path, x__jsonl=rows(LINES))
+    content = card(name.replace("ABSOLUTE", str(tmp_path / "x.jsonl")))
+    put(tmp_path / "data", a__csv="text\n" + "a b c d\n" * 50)
+    (tmp_path / "data" / file).write_text(content if file == "README.md" else content.replace("---\n", ""))
+    with pytest.raises(ConfigError, match=r"its card names .*(not in the folder|must be in it)"):
+        corpus(make_config(data={"source": str(tmp_path / "data")}))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("README.md", "---\nconfigs: [\n: -\n---\n", "while parsing"),
+        ("README.md", "---\nconfigs: [3]\n---\n", "cannot be read"),
+        ("README.md", card("a.md"), r"names a\.md: files must end in"),
+        ("state.json", '{"_data_files": ["x"]}', "save_to_disk"),
+        ("state.json", '{"_data_files": 3}', "save_to_disk"),
+        ("state.json", '{"_data_files": []}', "is empty"),
+        ("state.json", '{"_data_files": [{"filename": "a\\u0000"}]}', "save_to_disk"),
+        ("state.json", '{"splits": []}', "save_to_disk"),
+        ("state.json", "[" * 100_000, "save_to_disk"),
+        ("dataset_dict.json", '{"_data_files": []}', "save_to_disk"),
+        ("dataset_dict.json", '{"splits": 3}', "save_to_disk"),
+        ("dataset_dict.json", '{"splits": "train"}', "save_to_disk"),
+        ("dataset_dict.json", '{"splits": ["../saved"]}', "the split '../saved' is no folder in it"),
+        ("dataset_dict.json", '{"splits": [".."]}', "the split '..' is no folder in it"),
+    ],
+)
+def test_manifests_and_cards_of_another_content(
+    name: str, content: str, message: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    save(tmp_path / "saved", LINES)
+    put(tmp_path / "data", a__md="x")
+    (tmp_path / "data" / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        split = "../saved" if "saved" in content else "train"
+        corpus(make_config(data={"source": str(tmp_path / "data"), "split": split}))
+
+
+def test_two_columns_of_one_name(make_config: MakeConfig, tmp_path: Path) -> None:
+    table = pyarrow.table([pyarrow.array(LINES)] * 2, names=["text", "text"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match='has 2 columns "text"'):
+        corpus(make_config(data={"source": str(tmp_path / "a.parquet")}))
+
+
+@pytest.mark.parametrize(("name", "content"), [("A.TXT", sentences(60)), ("a.Jsonl", rows(LINES))])
+def test_suffixes_in_any_case(name: str, content: str, make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    loaded = [corpus(make_config(data={"source": str(where)})) for where in (tmp_path, tmp_path / name)]
+    (tmp_path / name).rename(tmp_path / name.lower())
+    loaded.append(corpus(make_config(data={"source": str(tmp_path)})))
+    assert len({each.fingerprint for each in loaded}) == 1
+
+
+def test_a_suffix_that_would_be_left_out(make_config: MakeConfig, tmp_path: Path) -> None:
+    put(tmp_path, A__CSV="text\na\n", b__csv="text\nb\n")
+    with pytest.raises(ConfigError, match=r"A\.CSV would be left out: rename it to end in \.csv"):
+        corpus(make_config(data={"source": str(tmp_path)}))

@@ -20,7 +20,6 @@ change is reported.
 """
 
 import json
-import pickle
 import re
 import shutil
 import warnings
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -75,8 +75,6 @@ WRITING, REMOVING = ".writing-", ".removing-"
 """Prefixes of a checkpoint that is not complete yet, and of one that is not any more."""
 DESCRIPTIVE = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """What a model's config says beside what the model computes; the dtype is compared as `precision.parameters`."""
-UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError, ValueError, TypeError, AttributeError)
-"""What loading a damaged state raises, one kind or another."""
 
 
 class Saver:
@@ -117,7 +115,7 @@ class Saver:
         """
         self.finish()
         made = _Checkpoint(out, step, config.run.keep if prune else None)
-        if self._ranks.shared(made.target.exists):
+        if self._ranks.shared(lambda: made.target in checkpoints(out)):
             return made.target
         facts = {
             "step": step,
@@ -221,10 +219,21 @@ def _remove(checkpoint: Path) -> None:
         warnings.warn(f"the old checkpoint {checkpoint} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
 
 
+class _TrainerJson(BaseModel):
+    model_config = ConfigDict(strict=True)
+    step: NonNegativeInt
+    loss_scale: dict[str, FiniteFloat]
+    data: str
+    config: dict[str, Any]
+    ranks: PositiveInt = 1
+    skipped_batches: NonNegativeInt = 0
+    guard: dict[str, NonNegativeInt | list[Any]] = {}
+    delayed: dict[str, Any] = {}
+
+
 def latest_checkpoint(out: Path) -> Path | None:
     """Folder of the newest checkpoint under `out`; None where there is none."""
-    found = checkpoints(out)
-    return found[-1] if found else None
+    return next(reversed(checkpoints(out)), None)
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
@@ -237,11 +246,13 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
         _with_remedy(folder, lambda: check_digests(folder, [path.name]))
     try:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        complete = isinstance(state, dict) and state.keys() >= {"step", "loss_scale", "data", "config"}
-    except (OSError, ValueError) as error:
+        _TrainerJson.model_validate(state)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ConfigError(f"{path} is not the state of a trainer ({reason}): {_remedy(folder)}") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): {_remedy(folder)}") from None
-    if not complete:
-        raise ConfigError(f"{path} is not the state of a trainer: {_remedy(folder)}")
     if state.get("digests") and not has_digests(folder):
         raise ConfigError(f"{folder} is damaged: {DIGESTS} is missing: {_remedy(folder)}")
     return state
@@ -343,20 +354,29 @@ def _load_whole(
             device = str(next(model.parameters()).device)
             model.load_state_dict(weights)
         states = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True, mmap=True)
+        if not isinstance(states, dict):
+            raise TypeError(f"optimizer.pt holds a {type(states).__name__}")
         optimizer.load_state_dict(states)
-    except UNREADABLE as error:
+    except Exception as error:  # of no common type: damage ends in any of them
         raise ConfigError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
 def checkpoints(out: Path) -> list[Path]:
     """Folders of the checkpoints under `out`, the newest last."""
-    found = [path for path in (out / FOLDER).glob("step-*") if re.fullmatch(r"step-\d{6,}", path.name)]
+    found = {*(out / FOLDER).glob("step-*")}.difference(no_checkpoints(out))
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _ordered(value: Any) -> str:
     """As JSON, the keys in order: by what they are in JSON, for there a key that is a number is a string."""
     return json.dumps(json.loads(json.dumps(value, default=str)), sort_keys=True)
+
+
+def no_checkpoints(out: Path) -> list[Path]:
+    """What is named like a checkpoint under `out` and is none: no folder, empty, or not named by its step."""
+    name = re.compile(r"step-(\d{6}|[1-9]\d{6,})", re.ASCII)
+    found = sorted((out / FOLDER).glob("step-*"))
+    return [path for path in found if not (name.fullmatch(path.name) and path.is_dir() and any(path.iterdir()))]
 
 
 def _settings(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -134,8 +134,10 @@ def load_config(
         raise ConfigError(f"no such config file: {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a TOML file: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be read as a TOML file: it is nested too deeply") from None
     keys = {_apply(tables, override) for override in overrides}
     if ("run", "steps") in keys and ("optim", "warmup") not in keys:
         _fit_warmup(tables, note)
@@ -212,7 +214,7 @@ def _value(override: str, text: str) -> Any:
 def _toml_of(text: str) -> dict[str, Any] | None:
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return None
 
 

@@ -38,7 +38,7 @@ from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.disk import lock, sync
 from octavo.train.documents import Stream, Tick
 from octavo.train.metrics import Progress
-from octavo.train.sections import Data
+from octavo.train.sections import Data, expand
 from octavo.train.source import Source, open_source
 from octavo.train.tokenizer import SAMPLE_CHARACTERS, TextTokenizer, load_tokenizer, train_tokenizer
 
@@ -138,7 +138,7 @@ def load_corpus(config: TrainConfig, progress: Progress) -> Corpus:
     given = _given_tokenizer(config)
     vocabulary = given.fingerprint if given else f"bpe {config.data.vocab_size}"
     fingerprint = hashlib.sha256("\0".join((LAYOUT, source.fingerprint, vocabulary)).encode()).hexdigest()
-    cache = Path(config.data.cache).expanduser()
+    cache = expand(config.data.cache)
     folder = cache / fingerprint[:24]
     if _damage(folder, fingerprint, meter):
         try:
@@ -206,7 +206,7 @@ def _alone(folder: Path, progress: Progress) -> Iterator[None]:
 
 def _given_tokenizer(config: TrainConfig) -> TextTokenizer | None:
     folder = config.data.tokenizer or config.model.path
-    return None if folder is None else load_tokenizer(Path(folder).expanduser())
+    return None if folder is None else load_tokenizer(expand(folder))
 
 
 def _build(scratch: Path, source: Source, given: TextTokenizer | None, config: Data, meter: Meter) -> None:

@@ -39,6 +39,15 @@ def sync_entry(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_file(path: Path, text: str) -> None:
+    """Writes a file whole or not at all. What is there, a link for one, is replaced and never written through."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    with temporary.open("x", encoding="utf-8") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
 def same_mode(folder: Path) -> None:
     """Gives the files of `folder` the mode that the umask asks for: some libraries write with a mode of their own."""
     made = folder / ".mode"
@@ -81,7 +90,7 @@ def lock(path: Path) -> int:
     Raises BlockingIOError where another process holds it.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

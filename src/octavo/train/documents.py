@@ -16,6 +16,7 @@ import mmap
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from octavo.train.config import ConfigError
 if TYPE_CHECKING:
     import hashlib
 
+KINDS = {".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".json", ".ndjson", ".arrow"}
+"""Files that hold text."""
 Stream = Iterator[str | None]
 Tick = Callable[[int], None]
 """Called with the number of bytes just read."""
@@ -38,6 +41,11 @@ ROWS_AT_ONCE = 64
 UNREAD_PAGES = 16 << 20
 """Bytes of a memory-mapped file after which its pages are dropped."""
 BOM = codecs.BOM_UTF8
+
+
+def suffix(path: str | Path) -> str:
+    """How the name of a file ends, as ".txt", in lower case."""
+    return Path(path).suffix.lower()
 
 
 class HashedFile(io.RawIOBase):
@@ -205,7 +213,7 @@ def parquet_rows(path: str, field: str, source: str) -> Iterator[list[str | None
         rows = max(1, min(ROWS_AT_ONCE, CHUNK // mean))
         first = 0
         for batch in file.iter_batches(batch_size=rows, columns=[field], use_threads=False):
-            yield from _texts(path, first, batch.column(0))
+            yield from _texts(path, first, batch.column(field))
             first += len(batch)
 
 
@@ -266,11 +274,13 @@ def rows_as_documents(group: list[str | None]) -> Stream:
 
 
 def check_column(source: str, field: str, schema: Any) -> None:
-    """Raises ConfigError where an Arrow schema has no column `field` of strings."""
+    """Raises ConfigError where an Arrow schema has not one column `field`, of strings."""
     import pyarrow
 
     if field not in schema.names:
         raise no_field(source, field, schema.names)
+    if (columns := schema.names.count(field)) > 1:
+        raise ConfigError(f'"{source}" has {columns} columns "{field}": rename all but the one to read')
     kind = schema.field(field).type
     if kind not in (pyarrow.string(), pyarrow.large_string()):
         raise ConfigError(f'field "{field}" of "{source}" is not text but {kind}')
@@ -282,3 +292,8 @@ def no_field(source: str, field: str, fields: Collection[str]) -> ConfigError:
     return ConfigError(
         f'"{source}" has no field "{field}"{nearest(field, fields)} (fields: {known}): set data.text_field'
     )
+
+
+def no_split(source: str, split: str, splits: Collection[str]) -> ConfigError:
+    """The error for a split that a data set does not have."""
+    return ConfigError(f'"{source}" has no split "{split}"; it has {", ".join(map(str, splits))}: set data.split')

@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from octavo.train.disk import write_file
+
 EVENTS_FILE = "events.jsonl"
 FINDING, MOVE, ROLLBACK = "finding", "move", "rollback"
 
@@ -23,12 +25,22 @@ def add_event(out: Path, step: int, event: str, text: str, **details: int) -> No
 
 
 def read_events(out: Path) -> list[dict[str, Any]]:
-    """The events of a run, in order; [] where there were none."""
+    """The events of a run, in order; [] where there were none.
+
+    A last line without its newline is one that a killed process did not finish, and is left out. Any other line that is
+    not an event raises ValueError with its number.
+    """
     path = out / EVENTS_FILE
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half of a killed process
+    events = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if line.endswith(b"\n"):
+            try:
+                events.append(_event(json.loads(line)))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number} is not an event of a run: {error!r}") from None
+    return events
 
 
 def last_rollback(out: Path, step: int) -> dict[str, Any] | None:
@@ -47,9 +59,19 @@ def drop_later_events(out: Path, after_step: int) -> None:
         for number, event in enumerate(events)
         if (number <= last if event["event"] == ROLLBACK else event["step"] <= after_step)
     ]
-    temporary = (out / EVENTS_FILE).with_suffix(".tmp")
-    temporary.write_text("".join(map(_line, remaining)), encoding="utf-8")
-    temporary.replace(out / EVENTS_FILE)
+    write_file(out / EVENTS_FILE, "".join(map(_line, remaining)))
+
+
+def _event(event: dict[str, Any]) -> dict[str, Any]:
+    """The event itself. Raises one error or another where it is none."""
+    details = {key: value for key, value in event.items() if key not in ("event", "text")}
+    if not (isinstance(event["event"], str) and isinstance(event["text"], str)):
+        raise TypeError("event and text are strings")
+    if any(type(value) is not int or value < 0 for value in details.values()):
+        raise TypeError("all but event and text are whole numbers from 0 up")
+    if missing := {"step", *(("to", "skipped_batches") if "rollbacks" in event else ())} - event.keys():
+        raise KeyError(*missing)
+    return event
 
 
 def _happened(event: dict[str, Any], step: int) -> bool:

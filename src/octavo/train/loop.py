@@ -25,7 +25,7 @@ from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.data import Corpus, load_corpus
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.digests import check_digests, has_digests
-from octavo.train.disk import output_folder
+from octavo.train.disk import output_folder, write_file
 from octavo.train.events import FINDING, MOVE, ROLLBACK, add_event, drop_later_events, last_rollback
 from octavo.train.guard import SpikeError
 from octavo.train.metrics import (
@@ -41,6 +41,7 @@ from octavo.train.metrics import (
 from octavo.train.model import check_model
 from octavo.train.outputs import CONFIG_FILE, LAYERS_FILE, TOKENIZER_FILE, Claim, claim_folder
 from octavo.train.ranks import Ranks, joined, launched
+from octavo.train.sections import expand
 from octavo.train.signals import stop_on
 from octavo.train.trainer import Trainer
 
@@ -70,7 +71,7 @@ def run(
         ConfigError: For a mistake in configuration, data, model or output folder; nothing is overwritten.
         NonFiniteError: For a loss or gradient that is NaN or infinite; names the layer.
     """
-    out = (out or Path(config.run.out or Path("runs") / config.run.name)).expanduser()
+    out = expand(out or config.run.out or Path("runs") / config.run.name)
     stop = threading.Event()
     # A signal to a launcher and its processes reaches these twice; those who lose patience have SIGKILL.
     with stop_on(stop, signal.SIGTERM, patient=launched()), joined(config) as ranks, ExitStack() as stack:
@@ -80,7 +81,7 @@ def run(
         claim = ranks.shared(lambda: _claim(stack, out, config, resume, ranks))
         ranks.agreed(lambda: check_model(config.model))
         if config.model.path is not None and claim.checkpoint is None:
-            _check_start(Path(config.model.path).expanduser(), ranks)
+            _check_start(expand(config.model.path), ranks)
         corpus = _corpus(config, ranks, shown)
         shown.stage("building the model")
         trainer = Trainer(config, corpus, ranks.device, ranks=ranks)
@@ -142,16 +143,19 @@ def _begin(trainer: Trainer, out: Path, claim: Claim, corpus: Corpus, progress: 
             trainer.guard.went_back(rollback["step"], rollback["to"], rollback["rollbacks"])
         if (before := state.get("ranks", 1)) != ranks.world:
             progress.note(f"resumed by {ranks.world} processes (was {before})")
-    for change in claim.tuned:
-        progress.note(change)
+    for note in claim.notes:
+        progress.note(note)
     ranks.shared(lambda: _describe(trainer, out, corpus))
 
 
 def _put(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> None:
     """Put the trainer where a checkpoint is."""
-    if trainer.pilot is not None and "autopilot" in state:
-        trainer.pilot.load_state_dict(state["autopilot"])
-    trainer.guard.load_state_dict(state.get("guard", {}))
+    try:
+        if trainer.pilot is not None and "autopilot" in state:
+            trainer.pilot.load_state_dict(state["autopilot"])
+        trainer.guard.load_state_dict(state.get("guard", {}))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{checkpoint / 'trainer.json'} is not the state of a trainer: {error!r}") from None
     load_checkpoint(checkpoint, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
     trainer.step = state["step"]
     trainer.skipped_batches = state.get("skipped_batches", 0)
@@ -168,10 +172,10 @@ def _state_on(corpus: Corpus, checkpoint: Path, config: TrainConfig) -> dict[str
 def _describe(trainer: Trainer, out: Path, corpus: Corpus) -> None:
     """Writes what is known of the run before its first step."""
     config = trainer.config
-    (out / CONFIG_FILE).write_text(config.to_toml(), encoding="utf-8")
+    write_file(out / CONFIG_FILE, config.to_toml())
     if trainer.layers is not None:
-        (out / LAYERS_FILE).write_text(json.dumps([asdict(row) for row in trainer.layers.rows], indent=1) + "\n")
-    corpus.tokenizer.backend.save(str(out / TOKENIZER_FILE))
+        write_file(out / LAYERS_FILE, json.dumps([asdict(row) for row in trainer.layers.rows], indent=1) + "\n")
+    write_file(out / TOKENIZER_FILE, corpus.tokenizer.backend.to_str(pretty=True))
 
 
 def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, stop: threading.Event) -> RunResult:

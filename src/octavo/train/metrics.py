@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from octavo.inspect.findings import Finding, Thresholds
 from octavo.inspect.stats import OperandStats
+from octavo.train.disk import write_file
 from octavo.train.statistics import StatisticsWriter
 
 if TYPE_CHECKING:
@@ -99,9 +100,7 @@ class RunResult:
 
     def write(self, out: Path) -> None:
         """Writes `run.json` into the output folder `out`, replacing the earlier one atomically."""
-        temporary = out / (RESULT_FILE + ".tmp")
-        temporary.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(out / RESULT_FILE)
+        write_file(out / RESULT_FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, out: Path) -> "RunResult":
@@ -229,9 +228,7 @@ class MetricsWriter(MetricsRows):
         self.rows = [row for row in read_metrics(out) if row.step <= after_step]
         self._log_every = log_every
         path = out / METRICS_FILE
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(_line(row) for row in self.rows), encoding="utf-8")
-        temporary.replace(path)
+        write_file(path, "".join(_line(row) for row in self.rows))
         self._file = path.open("a", encoding="utf-8")
         from torch.utils.tensorboard import SummaryWriter  # half a second, and only a run that trains needs it
 

@@ -9,14 +9,16 @@ A folder that holds a run is only ever continued, by that run and on request. So
 of these names is never overwritten, and other files are left alone.
 """
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.train.checkpoint import FOLDER, check_same_run, latest_checkpoint, read_trainer_state
+from octavo.train.checkpoint import FOLDER, check_same_run, latest_checkpoint, no_checkpoints, read_trainer_state
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.events import EVENTS_FILE
 from octavo.train.metrics import METRICS_FILE, RESULT_FILE, TENSORBOARD_DIR
+from octavo.train.sections import expand
 from octavo.train.statistics import STATISTICS_FILE
 
 CONFIG_FILE = "config.toml"
@@ -30,20 +32,23 @@ WRITTEN = (TOKENIZER_FILE, LAYERS_FILE, STATISTICS_FILE, EVENTS_FILE, TENSORBOAR
 
 
 class Claim(NamedTuple):
-    """Where a run starts: the checkpoint to resume from, if any, and the settings changed since."""
+    """Where a run starts: the checkpoint to resume from, if any, and what to print about it."""
 
     checkpoint: Path | None = None
-    tuned: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Settings changed since, and folders that are passed over."""
 
 
 def claim_folder(out: Path, config: TrainConfig, *, resume: bool) -> Claim:
     """Makes sure `config` may be run into the folder `out` and says where it starts.
 
-    Raises ConfigError where `out` holds a run and `resume` is not asked for, holds files that would be overwritten, or
-    holds another run.
+    Raises ConfigError where `out` holds a run and `resume` is not asked for, holds files that would be overwritten,
+    links that would be written through, or another run.
     """
-    if config.model.path is not None and Path(config.model.path).expanduser().resolve() == out.resolve():
+    if config.model.path is not None and expand(config.model.path).resolve() == out.resolve():
         raise ConfigError(f"{out} is model.path, the checkpoint to start from: choose another folder (--out)")
+    for name in (*TRACES, *WRITTEN):
+        _check_kind(out / name)
     traces = [name for name in TRACES if (out / name).exists()]
     others = [name for name in WRITTEN if (out / name).exists()]
     if not resume:
@@ -55,6 +60,10 @@ def claim_folder(out: Path, config: TrainConfig, *, resume: bool) -> Claim:
             raise ConfigError(f"{out} holds {others[0]}, which a run would overwrite: choose another folder (--out)")
         return Claim()
     checkpoint = latest_checkpoint(out)
+    passed_over = tuple(
+        f"{path} is no checkpoint and is passed over: it is empty, or not named as step-000100"
+        for path in no_checkpoints(out)
+    )
     if checkpoint is None:
         if (traces or others) and not (out / CONFIG_FILE).exists():
             raise ConfigError(
@@ -63,16 +72,29 @@ def claim_folder(out: Path, config: TrainConfig, *, resume: bool) -> Claim:
             )
         if traces:
             check_same_run(_read_config(out / CONFIG_FILE), config, out)
-        return Claim()
+        return Claim(notes=passed_over)
     state = read_trainer_state(checkpoint)
     tuned = check_same_run(state["config"], config, out)
     if config.run.steps < state["step"]:
         raise ConfigError(f"run.steps = {config.run.steps}, but {checkpoint} is already at step {state['step']}")
-    return Claim(checkpoint, tuple(tuned))
+    return Claim(checkpoint, (*passed_over, *tuned))
+
+
+def _check_kind(path: Path) -> None:
+    """Raise ConfigError for a folder where a run writes a file, a link there, or anything but a folder where it writes
+    a folder; a link to a folder serves as one.
+    """
+    folder = path.name in (FOLDER, TENSORBOARD_DIR)
+    if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file() and not path.is_symlink()):
+        what = f"a link to {os.readlink(path)}" if path.is_symlink() else "a folder" if path.is_dir() else "no folder"
+        raise ConfigError(
+            f"{path} is {what}, and a run writes a {'folder' if folder else 'file'} there: move it away, or choose "
+            "another folder (--out)"
+        )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None

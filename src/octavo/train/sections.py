@@ -3,15 +3,39 @@
 A section checks itself; what takes two of them is `octavo.train.config.TrainConfig`'s.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic_core import PydanticCustomError
 
 from octavo.inspect.findings import Thresholds
 from octavo.numerics import Precision
 from octavo.numerics.recipe import get_recipe
 from octavo.parallel import Parallel
 
+
+def expand(path: str | Path) -> Path:
+    """The path, with the home folder for `~`. Raises ValueError where there is no such user, or the path has a NUL."""
+    try:
+        expanded = Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"there is no home folder for {path}") from None
+    if "\0" in str(path):
+        raise ValueError(f"a path has no NUL: {str(path)!r}")
+    return expanded
+
+
+def _check_path(path: str) -> str:
+    try:
+        expand(path)
+    except ValueError as error:
+        raise PydanticCustomError("path", "{reason}", {"reason": str(error)}) from None
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_check_path)]
+"""A path as it is given; `expand` makes it one of the machine."""
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -31,7 +55,7 @@ class Run(Section):
     """Seed of the initial weights and of the order of the data."""
     steps: Count
     """Optimizer steps of the whole run. May differ on resume, as may what `checkpoint.TUNABLE` lists."""
-    out: str | None = None
+    out: PathText | None = None
     """Output folder; `runs/<name>` where it is not given."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" takes CUDA where there is a usable device."""
@@ -55,7 +79,7 @@ class Run(Section):
 class Model(Section):
     """`[model]`: a causal language model of `transformers`: from a local folder, or by type and config."""
 
-    path: str | None = None
+    path: PathText | None = None
     """Folder of a local checkpoint (`save_pretrained`), with its tokenizer unless `data.tokenizer` names another."""
     type: str | None = None
     """`model_type` of `transformers`, as "llama"."""
@@ -87,7 +111,7 @@ def _check_plain(name: str, value: Any) -> None:
 class Data(Section):
     """`[data]`: text in, windows of tokens out."""
 
-    source: Annotated[str, Field(min_length=1)]
+    source: Annotated[PathText, Field(min_length=1)]
     """"python-stdlib"; a glob of .txt (each file a document), .jsonl or .parquet files (each row one); a folder, with
     files of one kind below it or written by `save_to_disk`; or a dataset of the Hub, as "name" or "name:subset"."""
     split: str = "train"
@@ -96,13 +120,13 @@ class Data(Section):
     """Column that holds the text, in .jsonl, .parquet and datasets."""
     sequence_length: Count
     """Target tokens of one sequence."""
-    vocab_size: Annotated[int, Field(ge=257)] = 4096
-    """Size of the byte-level BPE trained on the data (256 bytes, one end-of-text, the rest merges)."""
-    tokenizer: str | None = None
+    vocab_size: Annotated[int, Field(ge=257, le=1 << 20)] = 4096
+    """Size of the byte-level BPE trained on the data (256 bytes, one end-of-text, the rest merges); 1048576 at most."""
+    tokenizer: PathText | None = None
     """Folder of a `transformers` tokenizer to use, instead of the model's own or a trained one."""
     shuffle: bool = True
     """Permute the windows anew in each epoch; False takes them in order."""
-    cache: str = "~/.cache/octavo"
+    cache: PathText = "~/.cache/octavo"
     """Folder of tokenized data and trained tokenizers; safe to delete."""
 
 

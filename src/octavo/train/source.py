@@ -14,23 +14,21 @@ import json
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from octavo.numerics.names import nearest
-from octavo.train import documents
+from octavo.train import documents, prepared
 from octavo.train.config import ConfigError
 from octavo.train.documents import Stream, Tick
-from octavo.train.sections import Data
+from octavo.train.sections import Data, expand
 
-STDLIB = "python-stdlib"
+STDLIB = prepared.STDLIB
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-KINDS = {*SUFFIXES, ".csv", ".tsv", ".json", ".ndjson", ".arrow"}
-"""What is read in a folder; what is not in `SUFFIXES` through `datasets`."""
+"""What is read here, of `documents.KINDS`, all that is read in a folder; the others are read through `datasets`."""
 METADATA = {"config.json", "dataset_info.json", "dataset_infos.json"}
 """Names of .json files that are no data."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz")
@@ -59,13 +57,13 @@ def open_source(config: Data, tick: Tick) -> Source:
 
     Raises ConfigError where there is no data, it is not text, or it has no split `data.split`.
     """
-    path = Path(config.source).expanduser()
+    path = expand(config.source)
     if config.source == STDLIB:
         _no_splits(config, "the standard library has")
         return _standard_library(Path(sysconfig.get_paths()["stdlib"]))
     if path.is_dir():
         return _folder(config, path, tick)
-    suffix = path.suffix
+    suffix = documents.suffix(path)
     if suffix in SUFFIXES:
         _no_splits(config, "files have")
         return _files(config, _matches(config, str(path)), suffix, tick)
@@ -73,7 +71,7 @@ def open_source(config: Data, tick: Tick) -> Source:
         raise ConfigError(f'data.source = "{config.source}": compressed files are not read: decompress them first')
     if path.is_file() or glob.has_magic(config.source):
         raise ConfigError(f'data.source = "{config.source}": files must end in {", ".join(SUFFIXES)}')
-    folder = Path(config.source.partition(":")[0]).expanduser()
+    folder = expand(config.source.partition(":")[0])
     if folder.is_dir():  # "folder:subset"
         return _prepared(config, folder, tick)
     if path.is_absolute() or config.source.startswith("."):
@@ -182,16 +180,17 @@ def _rows_without_text(config: Data) -> str:
 def _folder(config: Data, path: Path, tick: Tick) -> Source:
     """A folder: what `save_to_disk` wrote; else the files below it, which must be of one kind."""
     if (path / "dataset_dict.json").is_file():
-        splits = _manifest(path / "dataset_dict.json")["splits"]
+        splits = _manifest(path / "dataset_dict.json", "splits")["splits"]
         if config.split not in splits:
-            raise _no_split(config, splits)
+            raise documents.no_split(config.source, config.split, splits)
         return _saved(config, path / config.split, tick)
     if (path / "state.json").is_file():
-        if config.split not in ("train", _manifest(path / "state.json").get("_split")):
+        if config.split not in ("train", _manifest(path / "state.json", "_data_files").get("_split")):
             _no_splits(config, "a saved data set that is not a DatasetDict has")
         return _saved(config, path, tick)
     files = _below(path)
-    usable = sorted({Path(file).suffix for file in files if os.path.basename(file) not in METADATA}.intersection(KINDS))
+    kinds = {documents.suffix(file) for file in files if os.path.basename(file) not in METADATA}
+    usable = sorted(kinds.intersection(documents.KINDS))
     if _has_configs(path / "README.md") or (len(usable) == 1 and usable[0] not in SUFFIXES):
         return _prepared(config, path, tick)
     if len(usable) != 1:
@@ -201,7 +200,7 @@ def _folder(config: Data, path: Path, tick: Tick) -> Source:
             f'{_contents(files)}; give files of one kind with a pattern, as "{path}/**/*{kind}", or a folder that '
             "save_to_disk wrote; compressed files have to be decompressed"
         )
-    chosen = _files_of_split(config, path, [file for file in files if Path(file).suffix == usable[0]])
+    chosen = _files_of_split(config, path, [file for file in files if documents.suffix(file) == usable[0]])
     rest = sorted(set(files) - set(chosen))
     left_out = f'{len(rest)} of {len(files)} files in "{config.source}" are left out: {_contents(rest)}'
     return _files(config, chosen, usable[0], tick, left_out if rest else "")
@@ -209,7 +208,7 @@ def _folder(config: Data, path: Path, tick: Tick) -> Source:
 
 def _contents(files: list[str]) -> str:
     """Counts by suffix, as "3 .csv, 1 .md"."""
-    counts = Counter(Path(file).suffix or "without a suffix" for file in files)
+    counts = Counter(documents.suffix(file) or "without a suffix" for file in files)
     return ", ".join(f"{count} {kind}" for kind, count in counts.most_common(20)) or "no files"
 
 
@@ -243,7 +242,7 @@ def _files_of_split(config: Data, folder: Path, files: list[str]) -> list[str]:
     base = glob.escape(str(folder.resolve()))
     real = {os.path.realpath(file): file for file in files}
     splits: dict[str, set[str]] = {}
-    with _no_progress_bars():
+    with prepared.no_progress_bars():
         try:
             patterns = get_data_patterns(base)
         except EmptyDatasetError:
@@ -257,14 +256,8 @@ def _files_of_split(config: Data, folder: Path, files: list[str]) -> list[str]:
                 splits[str(split)] = {real[path] for path in members}
     splits = splits or {"train": set(files)}
     if config.split not in splits:
-        raise _no_split(config, splits)
+        raise documents.no_split(config.source, config.split, splits)
     return [path for path in files if path in splits[config.split]]
-
-
-def _no_split(config: Data, splits: Any) -> ConfigError:
-    return ConfigError(
-        f'"{config.source}" has no split "{config.split}"; it has {", ".join(map(str, splits))}: set data.split'
-    )
 
 
 def _has_configs(readme: Path) -> bool:
@@ -277,19 +270,24 @@ def _has_configs(readme: Path) -> bool:
     return any(line.startswith("configs:") for line in head)
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _manifest(path: Path, key: str) -> dict[str, Any]:
+    """What `save_to_disk` wrote of a data set, where `key` lists names. Raises ConfigError for any other content."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or not content.keys() & {"splits", "_data_files"}:
-            raise ValueError("not a manifest of save_to_disk")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    return content
+        entries = content[key]
+        names = [entry if key == "splits" else entry["filename"] for entry in entries]
+        if not isinstance(entries, list) or not all(isinstance(name, str) and "\0" not in name for name in names):
+            raise ValueError(f"{key} lists something other than names")
+        if outside := [name for name in names if key == "splits" and (Path(name).name != name or name == "..")]:
+            raise ValueError(f"the split {outside[0]!r} is no folder in it")
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read: it is not what save_to_disk writes ({error!r})") from None
+    return dict(content)
 
 
 def _saved(config: Data, folder: Path, tick: Tick) -> Source:
     """What `Dataset.save_to_disk` wrote."""
-    entries = _manifest(folder / "state.json")["_data_files"]
+    entries = _manifest(folder / "state.json", "_data_files")["_data_files"]
     paths = [str(folder / os.path.basename(entry["filename"])) for entry in entries]
     return _arrow(config, lambda _: paths, tick)
 
@@ -325,11 +323,13 @@ def _prepared(config: Data, folder: Path, tick: Tick) -> Source:
     """A local folder that `datasets` reads, prepared in the scratch folder: its own cache looks at times alone."""
 
     def fingerprint() -> str:
-        subset = config.source.partition(":")[2] if not Path(config.source).expanduser().is_dir() else ""
+        subset = config.source.partition(":")[2] if not expand(config.source).is_dir() else ""
         digest = hashlib.sha256(f"folder\0{subset}\0{config.split}\0{config.text_field}".encode())
-        for path in _below(folder):
-            if Path(path).suffix in COMPRESSED:
+        for path in sorted({*_below(folder), *prepared.files(config, folder)}):
+            if documents.suffix(path) in COMPRESSED:
                 raise ConfigError(f"{path} is compressed, and compressed files are not read: decompress it first")
+            if documents.suffix(path) in documents.KINDS and Path(path).suffix not in documents.KINDS:
+                raise ConfigError(f"{path} would be left out: rename it to end in {documents.suffix(path)}")
             digest.update(f"{os.path.relpath(path, folder)}\0".encode())
             documents.hash_file(path, digest, tick, kind="")
         return digest.hexdigest()
@@ -337,7 +337,7 @@ def _prepared(config: Data, folder: Path, tick: Tick) -> Source:
     before = fingerprint()
 
     def prepare(scratch: Path) -> list[str]:
-        paths = _load(config, str(folder), cache_dir=str(scratch / "arrow"))
+        paths = prepared.load(config, str(folder), cache_dir=str(scratch / "arrow"))
         if fingerprint() != before:
             raise ConfigError(f'data.source = "{config.source}" changed while it was read: start again')
         return paths
@@ -346,44 +346,5 @@ def _prepared(config: Data, folder: Path, tick: Tick) -> Source:
 
 
 def _hub(config: Data, tick: Tick) -> Source:
-    paths = _load(config, config.source.partition(":")[0])
+    paths = prepared.load(config, config.source.partition(":")[0])
     return _arrow(config, lambda _: paths, tick)
-
-
-def _load(config: Data, name: str, **options: Any) -> list[str]:
-    """The Arrow files of a data set that `datasets` loads, without running code that comes with it."""
-    import datasets
-    from pyarrow import ArrowException
-
-    if int(datasets.__version__.partition(".")[0]) < 4:  # later ones have no scripts
-        options["trust_remote_code"] = False
-    local = Path(config.source).expanduser().is_dir()
-    subset = None if local else config.source.partition(":")[2] or None
-    try:
-        with _no_progress_bars():
-            splits = datasets.load_dataset(name, subset, **options)
-    except (datasets.exceptions.DatasetsError, ArrowException, OSError, ValueError, RuntimeError) as error:
-        cause = error.__cause__ or error
-        guess = nearest(config.source, [STDLIB])
-        raise ConfigError(f'data.source = "{config.source}" cannot be read: {cause}{guess}') from None
-    if config.split not in splits:
-        raise _no_split(config, splits)
-    if splits[config.split].info.builder_name == "text" and "cache_dir" in options:
-        raise ConfigError(
-            f'data.source = "{config.source}": the folder\'s card names .txt files, which `datasets` cuts into lines; '
-            'give them with a pattern, as "folder/**/*.txt": then each file is a document'
-        )
-    return [entry["filename"] for entry in splits[config.split].cache_files]
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    before = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not before:
-            enable_progress_bars()

@@ -19,6 +19,7 @@ from typing import Any
 
 from octavo.inspect.findings import Finding, History, Thresholds, findings
 from octavo.inspect.stats import OPERANDS, OperandStats
+from octavo.train.disk import write_file
 
 STATISTICS_FILE = "statistics.jsonl"
 CHECKPOINT = re.compile(r"step-(\d+)")
@@ -112,9 +113,7 @@ class StatisticsWriter:
             kept = [row for row in read_statistics(out) if row.step <= after_step]
             for rows in _steps(kept):
                 self._news(rows)
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text("".join(map(_line, kept)), encoding="utf-8")
-            temporary.replace(self._path)
+            write_file(self._path, "".join(map(_line, kept)))
 
     def write(self, rows: Sequence[OperandStats]) -> list[Finding]:
         """Appends the rows of a step. Returns what crossed a limit in it, and did not in the sample before."""
