@@ -320,6 +320,7 @@ def test_a_wrong_shape_is_a_usage_error(capsys):
     ("module", "words"),
     [(linear, ()), (train, ("--quick",)), pytest.param(kernels, ("--quick",), marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_rehearsals(module, words, tmp_path, capsys):
     content = rehearse(module, *words, out=tmp_path)
     assert content["note"] == session.NOTHING_TIMED and not content["timed"]

@@ -150,6 +150,7 @@ def test_categories_at_the_peak(tiny):
 
 @pytest.mark.parametrize("name", ARMS)
 @pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.slow
 def test_the_peak_is_that_of_pytorchs_tracker(tiny, name, recompute):
     arm = ARMS[name]
     with fake_world(WORLD):
@@ -300,6 +301,7 @@ def test_mistakes_are_named_before_anything_is_traced_or_written(words, message,
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_a_run_writes_rows_and_other_rates_another_document(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         scaling, "MODELS", {"Llama-3-70B": {"kind": "llama", "config": TINY | {"num_hidden_layers": 1}}}

@@ -258,6 +258,7 @@ FAST = {"like": "h100", "launch_us": 0, "host_us": 0, "memory_tbs": 1000}
 """A GPU on which small layers gain."""
 
 
+@pytest.mark.slow
 def test_llama_3_70b_takes_seconds():
     """In a process of its own: what it takes is this one's alone."""
     code = (

@@ -28,6 +28,7 @@ def compare(only, seed=0, budget=deep.INTERPRETER):
     return deep.compare(deep.checks(CPU, only), CPU, seconds=0, seed=seed, budget=budget)
 
 
+@pytest.mark.slow
 def test_all_kernels_equal_the_reference():
     """Each case of each op on one small input; `octavo doctor --deep` draws more."""
     outcomes = compare("")

@@ -45,6 +45,7 @@ def test_triton_equals_reference(activation, rows, columns, dtype, spec, order, 
 
 @triton
 @pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.slow
 def test_every_configuration_and_route_equals_reference(spec, monkeypatch):
     from octavo.kernels.fused.glu import triton as backend
 

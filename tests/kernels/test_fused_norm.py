@@ -54,6 +54,7 @@ def test_triton_equals_reference(
 @triton
 @pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.slow
 def test_every_configuration_and_route_equals_reference(kind, spec, monkeypatch):
     from octavo.kernels.fused.norm import triton as backend
 

@@ -53,6 +53,7 @@ def run(task, config, x):
 
 
 @pytest.mark.parametrize("label", TASKS)
+@pytest.mark.slow
 def test_quantizers_move_what_the_design_says(label):
     task = TASKS[label]
     x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16)
@@ -140,6 +141,7 @@ def test_gradients_of_norms_move_what_the_design_says(config):
 
 @pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)
 @pytest.mark.parametrize("config", range(2))
+@pytest.mark.slow
 def test_gated_activations_move_what_the_design_says(spec, order, written, config):
     gate, up = (torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(2))
     for keep in (True,) if spec.granularity == TENSOR else (True, False):

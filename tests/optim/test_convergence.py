@@ -43,6 +43,7 @@ def logistic_regression(make):
 
 @pytest.mark.parametrize("lr", [1e-2, 1e-3])
 @pytest.mark.parametrize("problem", [noisy_quadratic, logistic_regression])
+@pytest.mark.slow
 def test_loss_is_within_1_percent_of_fp32_moments(problem, lr):
     exact = problem(lambda params: torch.optim.AdamW(params, lr=lr))
     assert problem(lambda params: AdamW(params, lr=lr)) == pytest.approx(exact, rel=0.01)

@@ -100,6 +100,7 @@ def feedback_job(steps, error_feedback):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.slow
 def test_with_error_feedback_nothing_is_lost(gloo, world):
     """Rounding the same gradient in the same way, again and again: a bias without it, and a bounded rest with it."""
     once, without = (gloo.run(feedback_job, world, steps, False)[0] for steps in (1, 64))
@@ -174,5 +175,6 @@ def compile_job():
     assert compiled[0] == eager[0] and compiled == pytest.approx(eager, abs=0.02)
 
 
+@pytest.mark.slow
 def test_compiled(gloo):
     gloo.run(compile_job, 2)

@@ -50,6 +50,7 @@ def marked(case):
 @pytest.mark.parametrize(
     ("mode", "recipe", "fp8_comm", "checkpointing", "micros", "compiled"), list(map(marked, MATRIX))
 )
+@pytest.mark.slow
 def test_losses_are_those_of_one_process(gloo, mode, recipe, fp8_comm, checkpointing, micros, compiled):
     """Compiled or not: block by block, as one process compiles them."""
     world, settings = MODES[mode]
@@ -100,6 +101,7 @@ def test_gathering_in_bf16_of_fp32_shards(gloo, recipe):
     assert off[0][0] != exact[0][0] and off[0][0] == pytest.approx(exact[0][0], abs=0.1)
 
 
+@pytest.mark.slow
 def test_gradients_may_be_added_in_every_micro_batch(gloo):
     """The same sum in another order: of averages over ranks."""
     wanted = one_process(world=2, micros=4, recipe="rowwise")[0]

@@ -52,6 +52,7 @@ def predicted(name, arm, recompute):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "Llama-3-8B" else []) for name in TRACED["models"]]
 )
+@pytest.mark.slow
 def test_a_rank_of_fsdp2(name, arm, recompute):
     whole, groups, blocks = predicted(name, arm, recompute)
     if not ARMS[arm].compact:  # shards and both moments in float32

@@ -64,6 +64,7 @@ def job(tables: dict[str, Any], out: str, steps: int, resume: bool = False) -> A
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_ranks_resume_with_their_one_history(gloo: Any, make_config: MakeConfig, tmp_path: Path) -> None:  # noqa: F811
     optim = {"batch": 8, "micro_batches": 2, "lr": 0.05, "warmup": 0, "schedule": "constant"}
     config = make_config(precision=PRECISION | {"parameters": "fp32"}, optim=optim)

@@ -80,7 +80,7 @@ def test_files_of_the_user_are_not_overwritten(name: str, make_config: MakeConfi
     (tmp_path / name).write_text("mine")
     (tmp_path / "notes.txt").write_text("mine")
     for resume in (False, True):
-        with pytest.raises(ConfigError, match=f"holds {name}.* choose another folder"):
+        with pytest.raises(ConfigError, match=f"{name}.* choose another folder"):
             run(make_config(), out=tmp_path, resume=resume)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine", "notes.txt": "mine"}
 
