@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from octavo.inspect.distributions import average_noncentrality, fisher, student_inside, student_power, student_quantile
 from octavo.inspect.paired_test import LEVELS, MOST_SEEDS, SPENT, PairedTest, level_of, paired_test
-from octavo.inspect.tails import average_noncentrality, fisher, student_inside, student_power, student_quantile
 
 FREEDOMS = (1, 2, 3, 4, 7, 30, 99)
 gaps_of_seeds = st.lists(st.floats(-10, 10), min_size=2, max_size=6)

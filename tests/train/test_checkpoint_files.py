@@ -209,6 +209,9 @@ def test_notes_and_hidden_files_are_no_damage(trained):
     for name in ("README.md", ".nfs0001", ".DS_Store"):
         (folder / name).write_text("")
     load(trainer, folder)
+    (folder / "README").write_text("")
+    with pytest.raises(ConfigError, match="README is not part of it"):
+        load(trainer, folder)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])

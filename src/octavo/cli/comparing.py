@@ -134,6 +134,8 @@ def read_losses(path: Path) -> list[dict[str, Any]]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique)
+    except OSError as error:
+        raise ValueError(f"--losses {path} cannot be read: {error.strerror}. Give a JSON file: {SHAPE}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from None
     tables = content if isinstance(content, list) else [content]

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal
 
+from octavo.inspect.distributions import fisher
 from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, PairedTest, paired_test, scale_of
-from octavo.inspect.tails import fisher
 
 Verdict = Literal["worse", "better", "indistinguishable", "inconclusive"]
 Outcome = Literal["pass", "fail", "inconclusive"]

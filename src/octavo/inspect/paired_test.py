@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from octavo.inspect.tails import average_noncentrality, student_quantile
+from octavo.inspect.distributions import average_noncentrality, student_quantile
 
 CONFIDENCE = 0.95
 """Of all verdicts together."""

@@ -1,9 +1,9 @@
 """Which modules of a model can be converted, which of those are, and why: the default plan. Those that can store their
 activations in FP8 are found by `octavo.nn.storable`.
 
-By type, not by model: `nn.Linear`, subclasses whose code computes the same (`octavo.nn.linears`), and Transformers'
-`Conv1D`. Everything else is left alone with its reason: other subclasses, as bitsandbytes' quantized layers, and the
-output projection of `nn.MultiheadAttention`, whose weight torch reads without calling the module.
+By type, not by model: `nn.Linear`, subclasses whose code computes the same (`octavo.nn.linear_subclasses`), and
+Transformers' `Conv1D`. Everything else is left alone with its reason: other subclasses, as bitsandbytes' quantized
+layers, and the output projection of `nn.MultiheadAttention`, whose weight torch reads without calling the module.
 
 A vocabulary head stays in high precision by default: its output feeds the softmax directly, and each of its weight's
 rows is hit by one token in thousands. It is recognised by structure: tied to an embedding, or the model's declared
@@ -24,7 +24,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.nn.filters import Filter, Given, Layer, as_filter, layers_of, names_of, sizes
 from octavo.nn.linear import SUPPORTED_DTYPES
-from octavo.nn.linears import computes_linear
+from octavo.nn.linear_subclasses import computes_linear
 from octavo.nn.storable import storable
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan

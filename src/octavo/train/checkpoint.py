@@ -45,7 +45,7 @@ from octavo.train.digests import DIGESTS, check_digests, has_digests, write_dige
 from octavo.train.disk import same_mode, sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import CompactAdamW, MasterAdamW
-from octavo.train.pretrained import load_settings, load_weights, save_pretrained, save_settings
+from octavo.train.pretrained import load_model_config, load_weights, save_model_configs, save_pretrained
 from octavo.train.ranks import Ranks, SharedError
 from octavo.train.sections import SELECTION, Limits
 from octavo.train.shards import SHARDS
@@ -188,7 +188,7 @@ class _Checkpoint:
             for left in (self.out / FOLDER).glob(f"{prefix}*"):
                 shutil.rmtree(left, ignore_errors=True)
         self.scratch.mkdir(parents=True)
-        save_settings(model, self.scratch)
+        save_model_configs(model, self.scratch)
         tokenizer.save(self.scratch)
         (self.scratch / "trainer.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
@@ -297,7 +297,7 @@ def check_files(folder: Path, ranks: Ranks) -> None:
 def check_same_model(folder: Path, config: Any) -> None:
     """Raise ConfigError where the model's config is not that of a checkpoint; it names the first difference."""
     try:
-        saved = load_settings(folder).to_dict()
+        saved = load_model_config(folder).to_dict()
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}: {_remedy(folder)}") from None
     now = config.to_dict()

@@ -4,7 +4,7 @@
 
 BLAKE2b with 256 bits, read in pieces: 1.2-1.8 s per GB on one core, the fastest cryptographic digest of `hashlib` on
 CPUs without SHA instructions. Each rank computes those of the shards that it wrote, and checks an equal part of all.
-They find damage, not malice: whoever can change the files can change the digests with them.
+They find damage, not malice: an attacker who changes the files can change the digests too.
 """
 
 import hashlib

@@ -13,7 +13,7 @@ from octavo.train.config import ConfigError
 from octavo.train.digests import DIGESTS, files_of, write_digests
 from octavo.train.disk import output_folder, same_mode
 from octavo.train.model import DTYPES
-from octavo.train.pretrained import load_pretrained, load_settings, save_pretrained
+from octavo.train.pretrained import load_model_config, load_pretrained, save_pretrained
 from octavo.train.ranks import Ranks
 from octavo.train.shards import SHARDS
 
@@ -63,7 +63,7 @@ def _read(checkpoint: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     shards.check(checkpoint / SHARDS)
-    settings = load_settings(checkpoint)
+    settings = load_model_config(checkpoint)
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
     if (checkpoint / "generation_config.json").exists():

@@ -123,7 +123,7 @@ class SpikeGuard:
         return before[-1]
 
     def went_back(self, spike: int, to: int, rollbacks: int) -> None:
-        """Count a rollback to step `to`, after a spike in step `spike`: the how-manieth of the run it is."""
+        """Record rollback number `rollbacks` of the run: from a spike in step `spike` to step `to`."""
         self.rollbacks, self._last = rollbacks, [spike, to]
 
     def state_dict(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ from octavo.runtime.terminal import show, stdout
 from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
 from octavo.train.data import Corpus
 from octavo.train.model import DTYPES, build_model, check_fit, check_model
-from octavo.train.pretrained import load_settings, one_line
+from octavo.train.pretrained import load_model_config, one_line
 from octavo.train.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.trainer import Trainer
 
@@ -361,7 +361,7 @@ def _build(config: TrainConfig, tokenizer: TextTokenizer) -> torch.nn.Module:
 
     folder, dtype = Path(config.model.path).expanduser(), DTYPES[config.precision.parameters]
     try:
-        model: Any = AutoModelForCausalLM.from_config(load_settings(folder), dtype=dtype, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_config(load_model_config(folder), dtype=dtype, trust_remote_code=False)
     except Exception as error:  # of no common type: each class fails in its own way
         raise ConfigError(f"model.path = {folder}: the model cannot be built: {one_line(error)}") from None
     check_fit(model, config, tokenizer)

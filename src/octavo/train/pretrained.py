@@ -21,7 +21,7 @@ CLASSES = "AutoConfig", "AutoModel", "AutoModelForCausalLM"
 """What `auto_map` of a config names that would be loaded here."""
 
 
-def load_settings(folder: Path) -> Any:
+def load_model_config(folder: Path) -> Any:
     """The config of the model in `folder`, a class of Transformers.
 
     Raises ConfigError where it cannot be read, or the model wants to run its own code. Many models name code that
@@ -65,7 +65,7 @@ def load_pretrained(folder: Path, dtype: torch.dtype) -> Any:
     """The causal language model in `folder`, on the CPU. Raises ConfigError where it cannot be loaded whole."""
     from transformers import AutoModelForCausalLM
 
-    load_settings(folder)
+    load_model_config(folder)
     _check_indices(folder)
     try:
         with _no_progress_bar():
@@ -105,7 +105,7 @@ def save_pretrained(model: Any, folder: Path) -> None:
         model.save_pretrained(folder)
 
 
-def save_settings(model: Any, folder: Path) -> None:
+def save_model_configs(model: Any, folder: Path) -> None:
     """Write what `save_pretrained` writes of a model besides its weights.
 
     `model.save_pretrained` does not do for shards, whose weights are written otherwise.

@@ -115,7 +115,7 @@ class Data(Section):
     """"python-stdlib"; a glob of .txt (each file a document), .jsonl or .parquet files (each row one); a folder, with
     files of one kind below it or written by `save_to_disk`; or a dataset of the Hub, as "name" or "name:subset"."""
     split: str = "train"
-    """Split of a dataset, or of a folder whose file names say one, as "test.jsonl"; other sources have no splits."""
+    """Split of a dataset, or of a folder whose file names contain one ("test.jsonl"); other sources have none."""
     text_field: str = "text"
     """Column that holds the text, in .jsonl, .parquet and datasets."""
     sequence_length: Count

@@ -3,7 +3,7 @@
 One process of each machine makes it and writes its tensors to a file in a folder that only its user may enter; all of
 them map that file, and what a rank reads of the map are the rows that it keeps. The file has no name any more when
 training begins. What is no tensor (the modules themselves) travels over the process group: a file holds tensors alone,
-and is read as such (`weights_only`), so that nobody can plant one that runs code.
+and is read as such (`weights_only`), so a planted file cannot run code.
 """
 
 import io
@@ -35,7 +35,7 @@ def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
         skeleton = ranks.agreed(lambda: _write(make(), file) if ranks.local == 0 else b"")
         owner = ranks.rank - ranks.local
         pickled, path = ranks.gathered((skeleton, str(file)))[owner]
-        made: T = ranks.agreed(lambda: _Joined(pickled, _mapped(Path(path))).load())
+        made: T = ranks.agreed(lambda: _TensorJoiner(pickled, _mapped(Path(path))).load())
         ranks.wait()  # until all have mapped it
     return made
 
@@ -43,10 +43,10 @@ def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
 def _write(value: Any, file: Path) -> bytes:
     """Write the tensors of a value. Returns the rest, pickled."""
     buffer = io.BytesIO()
-    apart = _Apart(buffer)
-    apart.dump(value)
+    separator = _TensorSeparator(buffer)
+    separator.dump(value)
     try:
-        torch.save(apart.tensors, file)
+        torch.save(separator.tensors, file)
     except (OSError, RuntimeError) as error:
         raise ConfigError(
             f"the model cannot be written to {file} for the processes of this machine to share ({error}): set TMPDIR "
@@ -65,7 +65,7 @@ def _mapped(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-class _Apart(pickle.Pickler):
+class _TensorSeparator(pickle.Pickler):
     """Pickles everything but tensors, which it collects."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -81,8 +81,8 @@ class _Apart(pickle.Pickler):
         return name, isinstance(value, nn.Parameter), value.requires_grad
 
 
-class _Joined(pickle.Unpickler):
-    """Reads what `_Apart` wrote, with the tensors in their places."""
+class _TensorJoiner(pickle.Unpickler):
+    """Reads what `_TensorSeparator` wrote, with the tensors in their places."""
 
     def __init__(self, pickled: bytes, tensors: dict[str, Tensor]) -> None:
         super().__init__(io.BytesIO(pickled))

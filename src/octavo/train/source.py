@@ -21,12 +21,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from octavo.train import documents, prepared
+from octavo.train import documents, hf_datasets
 from octavo.train.config import ConfigError
 from octavo.train.documents import Stream, Tick
 from octavo.train.sections import Data, expand
 
-STDLIB = prepared.STDLIB
+STDLIB = hf_datasets.STDLIB
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 """What is read here, of `documents.KINDS`, all that is read in a folder; the others are read through `datasets`."""
 METADATA = {"config.json", "dataset_info.json", "dataset_infos.json"}
@@ -242,7 +242,7 @@ def _files_of_split(config: Data, folder: Path, files: list[str]) -> list[str]:
     base = glob.escape(str(folder.resolve()))
     real = {os.path.realpath(file): file for file in files}
     splits: dict[str, set[str]] = {}
-    with prepared.no_progress_bars():
+    with hf_datasets.no_progress_bars():
         try:
             patterns = get_data_patterns(base)
         except EmptyDatasetError:
@@ -325,7 +325,7 @@ def _prepared(config: Data, folder: Path, tick: Tick) -> Source:
     def fingerprint() -> str:
         subset = config.source.partition(":")[2] if not expand(config.source).is_dir() else ""
         digest = hashlib.sha256(f"folder\0{subset}\0{config.split}\0{config.text_field}".encode())
-        for path in sorted({*_below(folder), *prepared.files(config, folder)}):
+        for path in sorted({*_below(folder), *hf_datasets.files(config, folder)}):
             if documents.suffix(path) in COMPRESSED:
                 raise ConfigError(f"{path} is compressed, and compressed files are not read: decompress it first")
             if documents.suffix(path) in documents.KINDS and Path(path).suffix not in documents.KINDS:
@@ -337,7 +337,7 @@ def _prepared(config: Data, folder: Path, tick: Tick) -> Source:
     before = fingerprint()
 
     def prepare(scratch: Path) -> list[str]:
-        paths = prepared.load(config, str(folder), cache_dir=str(scratch / "arrow"))
+        paths = hf_datasets.load(config, str(folder), cache_dir=str(scratch / "arrow"))
         if fingerprint() != before:
             raise ConfigError(f'data.source = "{config.source}" changed while it was read: start again')
         return paths
@@ -346,5 +346,5 @@ def _prepared(config: Data, folder: Path, tick: Tick) -> Source:
 
 
 def _hub(config: Data, tick: Tick) -> Source:
-    paths = prepared.load(config, config.source.partition(":")[0])
+    paths = hf_datasets.load(config, config.source.partition(":")[0])
     return _arrow(config, lambda _: paths, tick)

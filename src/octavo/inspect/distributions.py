@@ -1,4 +1,4 @@
-"""Exact tails: Student's t, the noncentral t, and Fisher's exact test.
+"""Exact tail probabilities: Student's t, the noncentral t, and Fisher's exact test.
 
 Student's is a finite sum for whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 4), the noncentral one an
 integral over the normal numerator, taken numerically to 1e-10, and Fisher's a sum of binomials. SciPy has them too; it
