@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import octavo
 from benchmarks.fuzz import outcome
 from benchmarks.fuzz.build import Case, Run, build, inputs, knows, reference, run
-from benchmarks.fuzz.outcome import NOISE_DB, PASS, Exact, Invalid, Outcome, compare_gradients, fail, noise, same
+from benchmarks.fuzz.outcome import NOISE_DB, PASS, Exact, Invalid, Outcome, compare_gradients, fail, same, with_noise
 
 STORED = octavo.Precision(matmul="bf16", activations="fp8")
 _NOTHING = "no layer would be converted"
@@ -41,11 +41,10 @@ def check(case: Case) -> Outcome:
 
 
 def exact_run(model: nn.Module, case: Case, x: Tensor) -> tuple[Run, Exact]:
-    """Run a model in float64, and once more with noise in its gradients."""
+    """Run a model in float64, and again with noise in its gradients."""
     exact = plain_run(model, case, x.double())
-    with noise(model):
-        noised = plain_run(model, case, x.double())
-    return exact, Exact(exact.grads, noised.grads)
+    noised = with_noise(model, lambda: plain_run(model, case, x.double()))
+    return exact, Exact(exact.grads, [one.grads for one in noised])
 
 
 def convert(model: nn.Module, precision: octavo.Precision) -> bool:

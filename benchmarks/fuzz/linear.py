@@ -15,7 +15,7 @@ from benchmarks.fuzz import outcome
 from benchmarks.fuzz.activations import convert, plain_run
 from benchmarks.fuzz.build import DTYPES, Case, build, inputs, run
 from benchmarks.fuzz.emulation import emulate, gradients, quantized
-from benchmarks.fuzz.outcome import CANCELLED_DB, PASS, WHOLE_DB, Exact, Outcome, compare_gradients, fail, noise
+from benchmarks.fuzz.outcome import CANCELLED_DB, PASS, WHOLE_DB, Exact, Outcome, compare_gradients, fail, with_noise
 from octavo.numerics import RECIPES, sqnr
 
 _FEWEST = 256
@@ -34,15 +34,15 @@ def _model(case: Case) -> Outcome:
         return PASS
     emulate(emulation, {name for name, m in model.named_modules() if isinstance(m, octavo.nn.Linear)}, recipe)
     expected = plain_run(emulation, case, x)
-    with noise(emulation):
-        moved = plain_run(emulation, case, (x * (1 + 2.0**-9 * torch.randn(x.shape))).to(x.dtype))
+    x_moved = (x * (1 + 2.0**-9 * torch.randn(x.shape))).to(x.dtype)
+    moved = with_noise(emulation, lambda: plain_run(emulation, case, x_moved))
     with outcome.around_octavo(model):
         actual = run(model, case, x)
     if actual.y.shape != expected.y.shape or actual.y.dtype != expected.y.dtype:
         return fail("shape", f"output: plain {list(expected.y.shape)}, Octavo {list(actual.y.shape)}")
-    if sqnr(expected.y, moved.y) >= CANCELLED_DB and not (db := sqnr(expected.y, actual.y)) >= WHOLE_DB:
+    if sqnr(expected.y, moved[0].y) >= CANCELLED_DB and not (db := sqnr(expected.y, actual.y)) >= WHOLE_DB:
         return fail("output", f"{db:.1f} dB beside the emulation, at least {WHOLE_DB:g} dB expected")
-    return compare_gradients(Exact(expected.grads, moved.grads), expected.grads, actual.grads, 0.0)
+    return compare_gradients(Exact(expected.grads, [one.grads for one in moved]), expected.grads, actual.grads, 0.0)
 
 
 def _layer(case: Case) -> Outcome:

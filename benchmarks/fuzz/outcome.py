@@ -7,14 +7,15 @@ accuracy are left out. Which they are is decided without Octavo, by the same mod
     cancellation       float64 with a relative error of `NOISE` in the gradient of each module's output, and in the
                        input of each silu and gelu (gates far below zero: docs/memory.md), is below
                        `CANCELLED_DB`: the gradient of a key bias, say, which is a sum that should be zero; of a
-                       few numbers below `CANCELLED_FEW_DB`, as one error may be three times the typical one
+                       few numbers below `CANCELLED_FEW_DB`, as one error may be three times the typical one, and
+                       typical is the root mean square of `DRAWS` draws of the noise: one of them may be small by chance
 """
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +28,18 @@ NOISE_DB = {torch.float32: 60.0, torch.float16: 44.0, torch.bfloat16: 34.0}
 """SQNR against float64 below which a gradient in plain PyTorch is rounding noise."""
 NOISE, CANCELLED_DB = 2.0**-6, 22.0
 """Error put into gradients, 36 dB, where FP8's is 31; and what must be left of it for `EACH_DB` to be possible."""
-FEW, CANCELLED_FEW_DB = 32, CANCELLED_DB + 10.0
-"""The same for a gradient of a few numbers: 10 dB are a factor of three."""
+FEW, CANCELLED_FEW_DB, DRAWS = 32, CANCELLED_DB + 10.0, 8
+"""The same for a gradient of a few numbers: 10 dB are a factor of three; draws of the noise where there is such one."""
+Grads = Mapping[str, Tensor | None]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Gradients in float64, without and with `NOISE`."""
+    """Gradients in float64, without `NOISE` and of each draw of it."""
 
-    grads: Mapping[str, Tensor | None]
-    noised: Mapping[str, Tensor | None]
+    grads: Grads
+    noised: list[Grads]
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,20 @@ def same(name: str, expected: Tensor, actual: Tensor) -> str | None:
     return None if mismatch is None else f"{name}: {mismatch}"
 
 
+def with_noise(model: nn.Module, run: Callable[[], Result]) -> list[Result]:
+    """Results of a run for each draw of the noise: of one, or of several where a gradient has few numbers."""
+    few = any(parameter.numel() <= FEW for parameter in model.parameters())
+    results = []
+    for seed in range(DRAWS if few else 1):
+        with noise(model, seed):
+            results.append(run())
+    return results
+
+
 @contextmanager
-def noise(model: nn.Module) -> Iterator[None]:
+def noise(model: nn.Module, seed: int) -> Iterator[None]:
     """Inside, the gradient of each module's output gets a relative error, as does the input of each silu and gelu."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def disturbed(grad: Tensor) -> Tensor:
         return grad * (1 + NOISE * torch.randn(grad.shape, generator=generator)).to(grad.dtype)
@@ -111,18 +124,21 @@ def noise(model: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _measurable(exact: Exact, plain: Mapping[str, Tensor | None], names: list[str], noise_db: float) -> bool:
-    wanted, noised, found = (_flat(grads, names) for grads in (exact.grads, exact.noised, plain))
-    if not wanted.count_nonzero():
+def _measurable(exact: Exact, plain: Grads, names: list[str], noise_db: float) -> bool:
+    reference, rounded = _flat(exact.grads, names), _flat(plain, names)
+    if not reference.count_nonzero():
         return False
-    least = CANCELLED_FEW_DB if wanted.numel() <= FEW else CANCELLED_DB
-    return sqnr(wanted, found) >= noise_db and sqnr(wanted, noised) >= least
+    errors = torch.stack([_flat(draw, names) - reference for draw in exact.noised]).norm(dim=1)
+    error = errors.square().mean().sqrt()
+    noised_db = 20 * torch.log10(reference.norm() / error).item() if error else float("inf")
+    least = CANCELLED_FEW_DB if reference.numel() <= FEW else CANCELLED_DB
+    return sqnr(reference, rounded) >= noise_db and noised_db >= least
 
 
 def compare_gradients(
     exact: Exact,
-    plain: Mapping[str, Tensor | None],
-    actual: Mapping[str, Tensor | None],
+    plain: Grads,
+    actual: Grads,
     noise_db: float,
 ) -> Outcome:
     """Compare gradients with plain PyTorch's."""
@@ -150,13 +166,13 @@ def compare_gradients(
     return PASS
 
 
-def _of(grads: Mapping[str, Tensor | None], name: str) -> Tensor:
+def _of(grads: Grads, name: str) -> Tensor:
     grad = grads[name]
     assert grad is not None
     return grad
 
 
-def _flat(grads: Mapping[str, Tensor | None], names: list[str]) -> Tensor:
+def _flat(grads: Grads, names: list[str]) -> Tensor:
     return torch.cat([_of(grads, name).double().flatten() for name in names])
 
 
