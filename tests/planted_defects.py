@@ -259,7 +259,7 @@ PLANTED = {
     ),
     "results of sigmoid saved in FP8": Plant(
         "activations", lambda: function(torch, "sigmoid", RoundedSigmoid.apply),
-        '"sigmoid"|"beta"|sigmoid_product', "gradient", slow=True,
+        '"sigmoid"|"beta"|sigmoid_product', "gradient", draws=2000, slow=True,
     ),
     "LayerNorm saves x, not x - mean": Plant(
         "activations",
