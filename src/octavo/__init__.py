@@ -17,7 +17,7 @@ from octavo._version import __version__
 
 if TYPE_CHECKING:
     from octavo.inspect import plan
-    from octavo.inspect.deciding import convert
+    from octavo.inspect.auto_convert import convert
     from octavo.nn import disabled, report, revert
     from octavo.numerics import RECIPES, Plan, Precision, Recipe
     from octavo.optim import AdamW
@@ -44,7 +44,7 @@ _PACKAGES = {
     "Plan": "numerics",
     "Precision": "numerics",
     "Recipe": "numerics",
-    "convert": "inspect.deciding",
+    "convert": "inspect.auto_convert",
     "disabled": "nn",
     "parallelize": "parallel",
     "plan": "inspect",

@@ -23,7 +23,7 @@ def values(shape, rank=None, seed=0, dtype=torch.float32):
 
 
 def bound(x, spec, parts=1):
-    """Largest distance of what arrives from each element of x, as `octavo.comm.wire` has it, and of its dtype."""
+    """Largest distance of what arrives from each element of x, as `octavo.comm.encoding` has it, and of its dtype."""
     spec = QuantSpec.parse(spec)
     exact = x.double()
     rows = exact.reshape(parts, -1) if x.ndim < 2 else exact.reshape(x.shape[0], math.prod(x.shape[1:]))

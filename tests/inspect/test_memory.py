@@ -14,7 +14,7 @@ import octavo
 from octavo.inspect import memory
 from octavo.nn.causal import chunked_loss
 from octavo.nn.storage import kept_for_backward
-from octavo.planner.memory import KINDS
+from octavo.planner.memory_plan import KINDS
 
 SIZES = {
     "hidden_size": 128, "intermediate_size": 352, "vocab_size": 1000, "num_hidden_layers": 3,
@@ -108,7 +108,7 @@ def test_largest_batch_fits_and_the_next_does_not():
     limit = 64 << 20
     most = plan.largest_batch(limit)
     assert most > 2
-    assert plan.again(most).peak <= limit < plan.again(most + 1).peak
+    assert plan.replan(most).peak <= limit < plan.replan(most + 1).peak
     assert plan.largest_batch(plan.peak) == 2
     assert plan.largest_batch(1000) == 0
 

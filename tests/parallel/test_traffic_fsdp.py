@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import loss_of, make, optimizer_of, share, train
 
-from octavo.nn.gathered import GatheredWeight
+from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
 from wiretap import Wiretap
@@ -109,7 +109,7 @@ def memory_job(recipe, comm):
     def look(module, *_):
         for name in ("up", "down"):
             weight = getattr(module, name).weight
-            tensors = [weight.data_, weight.scale] if isinstance(weight, GatheredWeight) else [weight]
+            tensors = [weight.data_, weight.scale] if isinstance(weight, Fp8AllGatherOutput) else [weight]
             inside[name] = [tensor.untyped_storage() for tensor in tensors]
         found.append(sum(storage.nbytes() for storages in inside.values() for storage in storages))
 

@@ -4,15 +4,15 @@ import pytest
 
 from octavo.numerics import RECIPES, Plan
 from octavo.numerics.plan import Decision
-from octavo.planner.decide import EQUAL, WORTH, break_even, candidates, decide
+from octavo.planner.decide import MIN_SPEEDUP, TIE_FACTOR, break_even, candidates, decide
 from octavo.planner.devices import DEVICES
-from octavo.planner.roofline import Linear, bf16_linear, fp8_linear
+from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear
 
 H100, ALL = DEVICES["h100"], candidates("auto")
 
 
 def verdict(m, k, n, gpu=H100, recipes=ALL, eager=False, **flags):
-    return decide(gpu, [Linear(m=m, k=k, n=n, **flags)], recipes, eager=eager)
+    return decide(gpu, [LinearCall(m=m, k=k, n=n, **flags)], recipes, eager=eager)
 
 
 def test_a_large_linear_gains_and_says_how_much():
@@ -58,22 +58,22 @@ def test_without_fp8_units_everything_stays():
 
 def test_an_emulated_recipe_is_not_taken():
     found = verdict(16384, 8192, 8192, recipes=candidates("mxfp8"))
-    assert found.decision.recipe is None and "mxfp8 would be emulated on H100 SXM" in found.decision.reason
+    assert found.decision.recipe is None and "mxfp8 is only emulated on H100 SXM" in found.decision.reason
     assert verdict(16384, 8192, 8192, gpu=DEVICES["b200"], recipes=candidates("mxfp8")).decision.recipe is not None
 
 
 def test_the_preferred_recipe_among_equals():
     for shape in ((16384, 4096, 4096), (8192, 8192, 28672)):
         for gpu in (H100, DEVICES["b200"]):
-            call = Linear(m=shape[0], k=shape[1], n=shape[2])
+            call = LinearCall(m=shape[0], k=shape[1], n=shape[2])
             chosen = verdict(*shape, gpu=gpu)
             usable = [r for r in ALL if gpu.blocks_of_32 or r.name != "mxfp8"]
             fastest = min(fp8_linear(gpu, call, recipe).total for recipe in usable)
-            assert fastest <= chosen.planned <= fastest * EQUAL
+            assert fastest <= chosen.planned <= fastest * TIE_FACTOR
 
 
 def test_several_calls_of_one_linear_are_decided_together():
-    calls = [Linear(m=16384, k=4096, n=4096), Linear(m=1, k=4096, n=4096)]
+    calls = [LinearCall(m=16384, k=4096, n=4096), LinearCall(m=1, k=4096, n=4096)]
     found = decide(H100, calls, ALL, eager=False)
     assert found.bf16 == pytest.approx(sum(bf16_linear(H100, call).total for call in calls))
     assert found.decision.recipe is not None and "and 1 others" in found.decision.reason
@@ -83,14 +83,14 @@ def test_the_host_is_counted_in_eager_code():
     shape = (2048, 1280, 1280)
     assert verdict(*shape).decision.recipe is not None
     found = verdict(*shape, eager=True)
-    assert found.decision.recipe is None and "the host's launches take that long" in found.decision.reason
+    assert found.decision.recipe is None and "bound by the host's launches" in found.decision.reason
 
 
 @pytest.mark.parametrize("tokens", [2048, 16384])
 def test_break_even_is_where_decisions_change(tokens):
     side = break_even(H100, tokens, ALL, eager=False)
     assert side is not None and side % 64 == 0 and 256 < side < 4096
-    assert verdict(tokens, side, side).decision.gain >= WORTH
+    assert verdict(tokens, side, side).decision.gain >= MIN_SPEEDUP
     assert verdict(tokens, side - 64, side - 64).decision.recipe is None
     assert break_even(H100, 16, ALL, eager=False) is None
     assert break_even(DEVICES["a100"], tokens, ALL, eager=False) is None

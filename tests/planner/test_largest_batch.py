@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.planner.memory import largest_fitting
+from octavo.planner.memory_plan import largest_fitting
 
 LINES = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**8)), min_size=1, max_size=4)
 """Bytes at moments of a step: what is held, and what each sequence takes."""

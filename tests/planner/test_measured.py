@@ -12,11 +12,11 @@ from octavo.numerics import RECIPES
 from octavo.planner.decide import candidates, decide
 from octavo.planner.devices import DEVICES
 from octavo.planner.measured import Measurements, read_measurements
-from octavo.planner.roofline import Linear, bf16_linear, fp8_linear, quantizations
+from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear, quantizations
 
 H100 = DEVICES["h100"]
 SHAPE = (8192, 4096, 14336)
-CALL = Linear(m=SHAPE[0], k=SHAPE[1], n=SHAPE[2])
+CALL = LinearCall(m=SHAPE[0], k=SHAPE[1], n=SHAPE[2])
 
 
 def entries(recipe, shape, microseconds, bf16=None):
@@ -99,9 +99,9 @@ def test_frozen_weights_and_siblings_have_keys_of_their_own():
 def test_files_that_are_no_tables(tmp_path, text):
     file = tmp_path / "table.json"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"table\.json is no table of `octavo calibrate`"):
+    with pytest.raises(ValueError, match=r"table\.json is not a table of `octavo calibrate`"):
         read_measurements(file)
-    with pytest.raises(ValueError, match="cannot be read from"):
+    with pytest.raises(ValueError, match="cannot read the calibration from"):
         read_measurements(tmp_path / "none.json")
 
 

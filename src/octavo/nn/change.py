@@ -56,7 +56,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     forget(module)
     local = getattr(weight, "_local_tensor", None)
     if isinstance(local, ShardedWeight):
-        local.form.follow()
+        local.gather_format.follow()
     _note(modules, fqn, wanted, reason)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from octavo.nn.activations import Scoped, Storage, is_storing, make_plain, make_storing, mixed_class, storing_class
 from octavo.nn.delayed import forget
-from octavo.nn.filters import Filter, Plain, both, of_precision
+from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
 from octavo.nn.known import ORIGINAL
 from octavo.nn.linear import Linear
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, is_converted, report
@@ -34,12 +34,12 @@ _HINTS = {
 
 def convert(
     model: M,
-    recipe: str | Recipe | Mapping[Filter | Plain, str | Recipe] | None = None,
+    recipe: str | Recipe | Mapping[Filter | ModuleFilter, str | Recipe] | None = None,
     *,
     precision: Precision | None = None,
     plan: Plan | None = None,
     skip: Sequence[str] = (),
-    filter: Filter | Plain | None = None,
+    filter: Filter | ModuleFilter | None = None,
     keep_weights: bool = False,
     activations: Literal["bf16", "fp8"] = "bf16",
     verbose: bool = True,
@@ -181,10 +181,10 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
 
 def _plan(
     model: nn.Module,
-    recipe: str | Recipe | Mapping[Filter | Plain, str | Recipe] | None,
+    recipe: str | Recipe | Mapping[Filter | ModuleFilter, str | Recipe] | None,
     precision: Precision | None,
     skip: Sequence[str],
-    filter: Filter | Plain | None,
+    filter: Filter | ModuleFilter | None,
     keep_weights: bool,
     activations: str,
 ) -> Plan:

@@ -113,18 +113,18 @@ def test_printed_and_as_json(wide):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"batch": 0, "seq": 8}, ValueError, "batch is a number of 1 or more; got 0"),
-        ({"batch": 2, "seq": -1}, ValueError, "seq is a number of 1 or more"),
+        ({"batch": 0, "seq": 8}, ValueError, "batch is an integer of 1 or more; got 0"),
+        ({"batch": 2, "seq": -1}, ValueError, "seq is an integer of 1 or more"),
         ({"batch": 2}, TypeError, "plan takes batch and seq"),
         ({"batch": {"n": 7}}, ValueError, "holds no tensor and no shape"),
         ({"batch": {"input_ids": (2, 3, 4)}}, ValueError, r"cannot run a batch of shapes \[\[2, 3, 4\]\]"),
         ({"batch": 2, "seq": 8, "device": "h1000"}, ValueError, "unknown GPU 'h1000'.*did you mean 'h100'"),
         ({"batch": 2, "seq": 8, "recipe": "rowwize"}, ValueError, "did you mean 'rowwise'"),
         ({"batch": 2, "seq": 8, "checkpointing": "ful"}, ValueError, "did you mean 'full'"),
-        ({"batch": 2, "seq": 8, "world": 0}, ValueError, "gpus is a number of 1 or more"),
+        ({"batch": 2, "seq": 8, "world": 0}, ValueError, "gpus is an integer of 1 or more"),
         ({"batch": 2, "seq": 8, "world": 8, "parallel": Parallel(dp_replicate=3)}, ValueError, "dp_replicate = 3"),
-        ({"batch": 2, "seq": 8, "world": True}, ValueError, "gpus is a number of 1 or more; got True"),
-        ({"batch": True, "seq": 8}, ValueError, "batch is a number of 1 or more; got True"),
+        ({"batch": 2, "seq": 8, "world": True}, ValueError, "gpus is an integer of 1 or more; got True"),
+        ({"batch": True, "seq": 8}, ValueError, "batch is an integer of 1 or more; got True"),
         ({"batch": (2, 8)}, ValueError, r"no tensor and no shape: \(2, 8\). Give .* plan\(model, 4, 2048\)"),
         ({"batch": 2, "seq": 8, "precision": "bf16"}, TypeError, "precision is an octavo.Precision.*got 'bf16'"),
         ({"batch": 2, "seq": 8, "parallel": {"tp": 2}}, TypeError, "got {'tp': 2}. Tensor, sequence.* not predicted"),
@@ -133,7 +133,7 @@ def test_printed_and_as_json(wide):
             ValueError,
             "cpu_offload needs shards",
         ),
-        ({"batch": 2, "seq": 8, "micro_batches": 0}, ValueError, "micro_batches is a number of 1 or more"),
+        ({"batch": 2, "seq": 8, "micro_batches": 0}, ValueError, "micro_batches is an integer of 1 or more"),
         ({"batch": 2, "seq": 8, "skip": "a"}, TypeError, r"write skip=\['a'\]"),
         ({"batch": 2, "seq": 8, "calibration": "none.json"}, ValueError, "cannot be read from none.json"),
         (
@@ -230,7 +230,7 @@ def test_many_gpus_share_what_is_held(wide):
     assert away["parameters"] == away["optimizer states"] == 0
     fp8 = plan(wide, 1, 2048, world=8, parallel=Parallel(fp8_comm="on"))
     assert fp8.setting.fp8_gather and fp8.setting.fp8_reduce
-    assert fp8.memory.at_peak["gathered"] < eight["gathered"] and not fp8.setting.plain.fp8_gather
+    assert fp8.memory.at_peak["gathered"] < eight["gathered"] and not fp8.setting.bf16.fp8_gather
 
 
 def test_a_calibration_goes_before_the_data_sheet(wide, tmp_path):
@@ -271,7 +271,7 @@ def test_llama_3_70b_takes_seconds():
         "plan = octavo.plan(model, 1, 8192, device='h100', world=64, precision=level, checkpointing='full')\n"
         "text = str(plan)\n"
         "print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, plan.fits,\n"
-        "      plan.largest_batch, plan.memory.followed[1], plan.summary)"
+        "      plan.largest_batch, plan.memory.traced_blocks[1], plan.summary)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     seconds, gib, fits, largest, blocks, summary = out.split(maxsplit=5)
