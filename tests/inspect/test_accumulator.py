@@ -162,8 +162,8 @@ def test_an_operand_without_elements_is_no_row(shape):
     )
 
 
-def test_gpu_bands_are_whole_block_rows(monkeypatch):
-    monkeypatch.setattr(accumulator_module, "GPU_BAND", 1000)
+def test_gpu_chunks_are_whole_block_rows(monkeypatch):
+    monkeypatch.setattr(accumulator_module, "GPU_CHUNK", 1000)
     monkeypatch.setattr("octavo.numerics.bands.ELEMENTS", 100)
     on_gpu = torch.empty(1000, 7, device="meta")
     cut = accumulator_module._bands(on_gpu, 128)

@@ -126,7 +126,7 @@ def test_recipe_auto_and_precision_auto_leave_it_to_cost(gpu):
     assert converted(octavo.convert(wide(), precision=Precision(recipe="auto"), verbose=False)) == by_default
     last = converted(octavo.convert(wide(), precision=Precision(recipe="auto", skip_last=1), verbose=False))
     assert last == {name for name in by_default if "layers.0" in name}
-    with pytest.raises(ValueError, match="precision holds the recipe"):
+    with pytest.raises(ValueError, match="precision includes recipe"):
         octavo.convert(wide(), precision=Precision(recipe="auto"), skip=["*"])
 
 

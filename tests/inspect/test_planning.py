@@ -116,7 +116,7 @@ def test_printed_and_as_json(wide):
         ({"batch": 0, "seq": 8}, ValueError, "batch is an integer of 1 or more; got 0"),
         ({"batch": 2, "seq": -1}, ValueError, "seq is an integer of 1 or more"),
         ({"batch": 2}, TypeError, "plan takes batch and seq"),
-        ({"batch": {"n": 7}}, ValueError, "holds no tensor and no shape"),
+        ({"batch": {"n": 7}}, ValueError, "contains no tensor and no shape"),
         ({"batch": {"input_ids": (2, 3, 4)}}, ValueError, r"cannot run a batch of shapes \[\[2, 3, 4\]\]"),
         ({"batch": 2, "seq": 8, "device": "h1000"}, ValueError, "unknown GPU 'h1000'.*did you mean 'h100'"),
         ({"batch": 2, "seq": 8, "recipe": "rowwize"}, ValueError, "did you mean 'rowwise'"),
@@ -125,7 +125,7 @@ def test_printed_and_as_json(wide):
         ({"batch": 2, "seq": 8, "world": 8, "parallel": Parallel(dp_replicate=3)}, ValueError, "dp_replicate = 3"),
         ({"batch": 2, "seq": 8, "world": True}, ValueError, "gpus is an integer of 1 or more; got True"),
         ({"batch": True, "seq": 8}, ValueError, "batch is an integer of 1 or more; got True"),
-        ({"batch": (2, 8)}, ValueError, r"no tensor and no shape: \(2, 8\). Give .* plan\(model, 4, 2048\)"),
+        ({"batch": (2, 8)}, ValueError, r"no tensor and no shape: \(2, 8\). Pass .* plan\(model, 4, 2048\)"),
         ({"batch": 2, "seq": 8, "precision": "bf16"}, TypeError, "precision is an octavo.Precision.*got 'bf16'"),
         ({"batch": 2, "seq": 8, "parallel": {"tp": 2}}, TypeError, "got {'tp': 2}. Tensor, sequence.* not predicted"),
         (
@@ -135,11 +135,11 @@ def test_printed_and_as_json(wide):
         ),
         ({"batch": 2, "seq": 8, "micro_batches": 0}, ValueError, "micro_batches is an integer of 1 or more"),
         ({"batch": 2, "seq": 8, "skip": "a"}, TypeError, r"write skip=\['a'\]"),
-        ({"batch": 2, "seq": 8, "calibration": "none.json"}, ValueError, "cannot be read from none.json"),
+        ({"batch": 2, "seq": 8, "calibration": "none.json"}, ValueError, "cannot read the calibration from none.json"),
         (
             {"batch": 2, "seq": 8, "recipe": "rowwise", "precision": Precision()},
             ValueError,
-            "precision holds the recipe",
+            "precision includes recipe",
         ),
     ],
     ids=str,
@@ -174,8 +174,8 @@ def test_memory_of_selective_checkpointing_is_said_to_be_too_much(wide):
     kept = plan(wide, 1, 1024)
     selective = plan(wide, 1, 1024, checkpointing="selective")
     assert selective.memory.at_peak == kept.memory.at_peak and not kept.memory.note
-    assert "without recomputation, so too much" in selective.memory.note
-    assert "without recomputation, so too much" in str(selective) and "too much" in selective.to_json()
+    assert "without recomputation, so an overestimate" in selective.memory.note
+    assert "so an overestimate" in str(selective) and "so an overestimate" in selective.to_json()
 
 
 def test_filters_and_precision_say_what_stays(wide):
@@ -215,7 +215,7 @@ def test_what_does_not_fit_says_how_much_would(wide):
     assert plan(wide, tight.largest_batch, 2048, device=gpu).fits
     assert not plan(wide, tight.largest_batch + 1, 2048, device=gpu).fits
     none = plan(wide, 1, 2048, device={"like": "h100", "memory_gb": 1.5})
-    assert none.largest_batch == 0 and "not even one sequence does" in str(none)
+    assert none.largest_batch == 0 and "not even one sequence fits" in str(none)
 
 
 def test_many_gpus_share_what_is_held(wide):

@@ -31,20 +31,20 @@ def mistakes_job():
     named = {"mesh_dim_names": ("dp_replicate", "dp_shard")}
     refused(
         lambda: parallelize(make(), Parallel(dp_shard=3)),
-        "does not make the 2 ranks there are: take dp_replicate from [1, 2]",
+        "does not equal the world size 2: take dp_replicate from [1, 2]",
     )
     refused(lambda: parallelize(make(), Parallel(dp_replicate=4)), "parallel.dp_replicate = 4 × parallel.dp_shard = -1")
     refused(
         lambda: parallelize(make(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))), "got dimensions ('tp',)"
     )
-    refused(lambda: parallelize(make(), init_device_mesh("cpu", (1, 2))), "name the dimensions of a mesh of two")
+    refused(lambda: parallelize(make(), init_device_mesh("cpu", (1, 2))), "a two-dimensional mesh needs names")
     refused(lambda: parallelize(make(), init_device_mesh("cpu", (1, 1, 2))), "takes a mesh [dp_shard]")
     refused(lambda: parallelize(make(), fp8_comm="fp8"), "fp8_comm is 'auto', 'on', 'gather' or 'off'; got 'fp8'")
     refused(
         lambda: parallelize(make(), Parallel(dp_replicate=2), cpu_offload=True),
-        "cpu_offload needs shards, and this mesh has copies only: give it a dp_shard dimension",
+        "cpu_offload needs shards, and this mesh has copies only: add a dp_shard dimension",
     )
-    refused(lambda: parallelize(make(), Parallel(dp_replicate=2), dtype=torch.bfloat16), "is for shards")
+    refused(lambda: parallelize(make(), Parallel(dp_replicate=2), dtype=torch.bfloat16), "needs shards")
     for recipe in ("blockwise", "mxfp8"):
         for comm in ("on", "gather"):
             model = make(recipe, hidden=128)
@@ -120,7 +120,7 @@ def test_without_a_process_group():
     ("settings", "message"),
     [
         ({"dp_replicate": 0}, "dp_replicate is 1 or more"),
-        ({"dp_shard": 0}, "or -1 for what is left; got 1 and 0"),
+        ({"dp_shard": 0}, "or -1 for the rest; got 1 and 0"),
         ({"dp_shard": -2}, "got 1 and -2"),
         ({"fp8_comm": "auot"}, "got 'auot' .did you mean 'auto'"),
     ],

@@ -187,7 +187,7 @@ def test_the_command_as_json(config_file: Path):
         (["--gpu", "h100", "--gpus", "0"], "gpus is an integer of 1 or more; got 0"),
         (["--gpu", "h100", "--gpus", "3", "optim.batch=8"], "cannot be shared by 3 GPUs evenly"),
         (["--gpu", "h100", "--memory", "--json"], "--json is for one of them at a time"),
-        (["--gpu", "h100", "--calibration", "none.json"], "the calibration cannot be read from none.json"),
+        (["--gpu", "h100", "--calibration", "none.json"], "cannot read the calibration from none.json"),
         (["--memory", "--calibration", "none.json"], "--calibration is of a GPU: say which with --gpu"),
         (["--gpu", "h100", "optim.btach=8"], "did you mean 'batch'"),
         (["--memory", "--device", "gpu"], "device is cuda or cpu; got 'gpu'"),

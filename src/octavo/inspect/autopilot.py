@@ -76,7 +76,7 @@ class Move:
     back: bool = False
 
     def __str__(self) -> str:
-        """Format as "step 50: model.layers.3.mlp.down_proj: rowwise → blockwise (x: underflow 83.4 % (limit 20), …)"."""
+        """As "step 50: model.layers.3.mlp.down_proj: rowwise → blockwise (x: underflow 83.4 % (limit 20), …)"."""
         return f"step {self.step}: {self.layer}: {self.before} → {self.after} ({self.why})"
 
 

@@ -199,7 +199,7 @@ def forecast(
         tokens: Tokens of one micro-batch on one GPU.
         memory: Memory of the step as decided.
         bf16_memory: Memory of the step at level bf16.
-        configured: The plan that the run's configuration asks for, and its memory.
+        configured: The plan of the run's configuration, and its memory.
     """
 
     def predict_time(recipes: Mapping[str, Recipe | None], setting: Setting) -> StepTime:

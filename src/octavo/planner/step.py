@@ -140,7 +140,7 @@ def layout_settings(gpus: int, layout: Layout | None) -> dict[str, Any]:
         )
     copies, shards = layout.sizes(gpus)
     if layout.cpu_offload and copies > 1 and shards == 1:
-        raise ValueError("cpu_offload needs shards, and this layout has copies only: give it a dp_shard above 1")
+        raise ValueError("cpu_offload needs shards, and this layout has copies only: set dp_shard above 1")
     gather = layout.fp8_comm in ("on", "gather") or (layout.fp8_comm == "auto" and gpus > GPUS_PER_MACHINE)
     return {
         "gpus": gpus, "copies": copies, "keeps_gathered": not layout.reshard_after_forward,
