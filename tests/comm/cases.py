@@ -53,9 +53,9 @@ def assert_within(result, exact, limit, what):
 
 def assert_equal_on_all_ranks(x, what, group=None):
     mine = x.detach().contiguous().view(-1).view(torch.uint8)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    assert all(torch.equal(mine, other) for other in found), f"{what}: ranks have different bits"
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    assert all(torch.equal(mine, other) for other in gathered), f"{what}: ranks have different bits"
 
 
 def same_bits(a, b):

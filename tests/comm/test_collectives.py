@@ -16,8 +16,8 @@ WORLDS = (2, 3, 4)
 
 def cases(shapes):
     """Every spec and dtype with some shapes, every shape with the default spec."""
-    found = [(spec, dtype, shape) for spec in SPECS for dtype in DTYPES for shape in shapes[:3]]
-    return found + [(comm.WIRE, torch.float32, shape) for shape in shapes]
+    cases = [(spec, dtype, shape) for spec in SPECS for dtype in DTYPES for shape in shapes[:3]]
+    return cases + [(comm.WIRE, torch.float32, shape) for shape in shapes]
 
 
 def everyones(shape, dtype, seed=0):
@@ -185,10 +185,10 @@ def strides_job():
         tall, dense_tall = strided.repeat(world, 1).t().contiguous().t(), dense.repeat(world, 1)
         assert same_bits(comm.reduce_scatter(tall), comm.reduce_scatter(dense_tall))
         assert same_bits(comm.all_to_all_single(tall), comm.all_to_all_single(dense_tall))
-    changing, wanted = dense.clone(), comm.all_gather(dense)
+    changing, expected = dense.clone(), comm.all_gather(dense)
     first, second = comm.all_gather(changing, async_op=True), comm.all_gather(2 * dense, async_op=True)
     changing.zero_()
-    assert same_bits(first.wait(), wanted) and same_bits(second.wait(), comm.all_gather(2 * dense))
+    assert same_bits(first.wait(), expected) and same_bits(second.wait(), comm.all_gather(2 * dense))
 
 
 def nonfinite_job():
@@ -300,10 +300,10 @@ def gradient_job():
             with torch.no_grad():
                 assert same_bits(forward(x_, **settings), y), what
                 if what == "reduce_scatter avg":
-                    wanted = backward(weights, spec=used) / world
+                    expected = backward(weights, spec=used) / world
                 else:
-                    wanted = backward(weights, spec=used, **settings)
-            assert same_bits(leaf.grad, wanted), f"{what}, backward in {used}"
+                    expected = backward(weights, spec=used, **settings)
+            assert same_bits(leaf.grad, expected), f"{what}, backward in {used}"
 
 
 def exact_gradient_job():

@@ -44,11 +44,11 @@ def test_what_is_not_finite_makes_its_group_nan_and_no_other():
     x = torch.ones(3, 300)
     x[1, 5], x[2, 299] = torch.nan, -torch.inf
     for spec, spoilt in (("e4m3/1x128", {(1, 0): 128, (2, 256): 44}), ("e5m2/row", {(1, 0): 300, (2, 0): 300})):
-        wanted = torch.zeros(3, 300, dtype=torch.bool)
+        expected = torch.zeros(3, 300, dtype=torch.bool)
         for (row, first), count in spoilt.items():
-            wanted[row, first : first + count] = True
-        assert torch.equal(arrived(x, spec).isnan(), wanted), spec
-        assert torch.equal(arrived(x, spec)[~wanted], x[~wanted])
+            expected[row, first : first + count] = True
+        assert torch.equal(arrived(x, spec).isnan(), expected), spec
+        assert torch.equal(arrived(x, spec)[~expected], x[~expected])
     assert arrived(x, "e4m3/tensor").isnan().all()
 
 

@@ -18,10 +18,10 @@ def stats(x, form, others=(), calls=1):
     accumulators = Accumulators([f"other{i}" for i in range(len(others))])
     for _ in range(calls):
         accumulators.count(KEY, x, form, others)
-    found = accumulators.reduced([KEY], None, x.device)
-    if not found:
+    reduced = accumulators.reduced([KEY], None, x.device)
+    if not reduced:
         return None
-    return as_stats(KEY, found[KEY], step=1, recipe="r", what_if=accumulators.what_if, copies=1)
+    return as_stats(KEY, reduced[KEY], step=1, recipe="r", what_if=accumulators.what_if, copies=1)
 
 
 def wide(rows=150, columns=300, dtype=torch.bfloat16):

@@ -109,15 +109,15 @@ def test_an_unknown_gpu_is_said_and_the_rule_holds(gpu):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [{"recipe": r} for r in ("rowwise", "tensorwise", {filters.first(1): "rowwise"})] + [{"precision": Precision()}],
     ids=str,
 )
-def test_what_is_named_is_done(gpu, given):
-    told = llama()
-    octavo.convert(told, **given, verbose=False)
+def test_what_is_named_is_done(gpu, arguments):
+    named = llama()
+    octavo.convert(named, **arguments, verbose=False)
     linears = {name for name, module in llama().named_modules() if type(module) is nn.Linear}
-    assert converted(told) == linears - {"lm_head"}
+    assert converted(named) == linears - {"lm_head"}
 
 
 def test_recipe_auto_and_precision_auto_leave_it_to_cost(gpu):
@@ -131,8 +131,8 @@ def test_recipe_auto_and_precision_auto_leave_it_to_cost(gpu):
 
 
 def test_without_a_gpu_auto_is_the_default_recipe():
-    for given in ({"recipe": "auto"}, {"precision": Precision(recipe="auto")}):
-        model = octavo.convert(llama(), **given, verbose=False)
+    for arguments in ({"recipe": "auto"}, {"precision": Precision(recipe="auto")}):
+        model = octavo.convert(llama(), **arguments, verbose=False)
         assert {row.recipe for row in octavo.report(model) if row.converted} == {"rowwise"}
 
 

@@ -64,11 +64,11 @@ def test_the_peak_is_what_the_allocator_hands_out(dtype, chunked):
 
 @pytest.mark.parametrize("precision", ["bf16", "O1"])
 def test_categories_are_what_is_there(precision):
-    asked = octavo.Precision.level(precision)
+    requested = octavo.Precision.level(precision)
     model = llama(**SIZES).bfloat16()
-    plan = memory(model, batch(), optimizer=octavo.AdamW, precision=asked, device="cpu")
-    if asked.matmul == "fp8":
-        octavo.convert(model, precision=asked, verbose=False)
+    plan = memory(model, batch(), optimizer=octavo.AdamW, precision=requested, device="cpu")
+    if requested.matmul == "fp8":
+        octavo.convert(model, precision=requested, verbose=False)
     optimizer = octavo.AdamW(model.parameters())
     with kept_for_backward(model) as kept:
         loss = model(**batch()).loss

@@ -84,13 +84,15 @@ def test_a_batch_in_any_form_and_lora_ranks():
         down, up, head = nn.Linear(4096, 16), nn.Linear(16, 4096), nn.Linear(4096, 3)
         base = nn.Linear(4096, 4096)
     base.weight.requires_grad_(False)
-    found = plan(nn.Sequential(base, down, up, head), torch.empty(8192, 4096))
-    rows = {row.name: row for row in found.rows}
+    planned = plan(nn.Sequential(base, down, up, head), torch.empty(8192, 4096))
+    rows = {row.name: row for row in planned.rows}
     assert not any(rows[name].converted for name in "123")
     assert "narrow (16)" in rows["1"].reason and "narrow (3)" in rows["3"].reason
     base.weight.requires_grad_(True)
     trained = plan(base, (torch.empty(8192, 4096),)).times[""]
-    assert found.times["0"].bf16 == pytest.approx(trained.bf16 / 2, rel=0.03)  # neither has a dgrad, the first no wgrad
+    assert planned.times["0"].bf16 == pytest.approx(
+        trained.bf16 / 2, rel=0.03
+    )  # neither has a dgrad, the first no wgrad
 
 
 def test_printed_and_as_json(wide):

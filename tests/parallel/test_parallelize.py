@@ -155,7 +155,7 @@ def doors_job():
         model = way()
         assert len(list(parameters_in_fp8(model))) == 4
         losses.append(train(model, 2))
-    assert all(found == losses[0] for found in losses)
+    assert all(actual == losses[0] for actual in losses)
     plain = parallelize(make(None), fp8_comm="on")
     assert not list(parameters_in_fp8(plain))
     with Wiretap() as tap:
@@ -169,7 +169,7 @@ def test_ways_to_say_the_same(gloo):
 
 def auto_job():
     """Two ranks on one machine, or on two."""
-    found = {}
+    fp8_by_machine = {}
     for here in ("2", "1", None):
         os.environ.pop("LOCAL_WORLD_SIZE", None)
         if here is not None:
@@ -177,9 +177,9 @@ def auto_job():
         model = parallelize(make())
         with Wiretap() as tap:
             loss_of(model, share(0, 0, 0)).backward()
-        found[here] = bool(list(parameters_in_fp8(model))), bool(tap.named("alltoall_base_"))
+        fp8_by_machine[here] = bool(list(parameters_in_fp8(model))), bool(tap.named("alltoall_base_"))
     os.environ.pop("LOCAL_WORLD_SIZE", None)
-    assert found == {"2": (False, False), "1": (True, True), None: (False, False)}
+    assert fp8_by_machine == {"2": (False, False), "1": (True, True), None: (False, False)}
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     model = parallelize(make("blockwise", hidden=128))  # what cannot be gathered in FP8 is not, where nobody insists
     os.environ.pop("LOCAL_WORLD_SIZE", None)

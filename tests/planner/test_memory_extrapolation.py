@@ -55,17 +55,17 @@ def run_step(blocks, *, level="O1", chunked=True, vocabulary=500, optimizer=octa
 @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
 def test_eleven_blocks_from_two_and_three(options):
     (few, _), (more, _), (whole, (phase, at_peak)) = (run_step(blocks, **options) for blocks in (2, 3, 11))
-    found = extrapolate_blocks(few, more, 9).worst
-    assert {kind: size for kind, size in found.bytes.items() if size} == at_peak
-    assert found.phase == phase == memory_series(whole).worst.phase
-    assert memory_series(whole).worst.total == found.total == sum(at_peak.values())
+    predicted = extrapolate_blocks(few, more, 9).peak
+    assert {kind: size for kind, size in predicted.bytes.items() if size} == at_peak
+    assert predicted.phase == phase == memory_series(whole).peak.phase
+    assert memory_series(whole).peak.total == predicted.total == sum(at_peak.values())
 
 
 def test_the_worst_moment_of_many_blocks_need_not_be_that_of_few():
     """Logits decide for two blocks, activations or gradients for many."""
     (few, (_, at_peak)), (more, _) = (run_step(blocks, chunked=False, vocabulary=4000) for blocks in (2, 3))
     assert at_peak[TEMPORARIES] > at_peak[ACTIVATIONS] and GRADIENTS not in at_peak
-    many = extrapolate_blocks(few, more, 200).worst
+    many = extrapolate_blocks(few, more, 200).peak
     assert many.bytes[ACTIVATIONS] > many.bytes[TEMPORARIES]
 
 
@@ -83,6 +83,6 @@ def events(changes, backward_start, backward_end):
 
 def test_steps_that_differ_by_more_than_one_block_are_no_basis():
     regular = events([9, 1, 2, 2, 3, -3, -2, -2, -1], 5, 9), events([9, 1, 2, 2, 2, 3, -3, -2, -2, -2, -1], 6, 11)
-    assert extrapolate_blocks(*regular, 10).worst.total == 9 + 1 + 12 * 2 + 3
+    assert extrapolate_blocks(*regular, 10).peak.total == 9 + 1 + 12 * 2 + 3
     other = events([9, 1, 2, 2, 2, 4, -4, -2, -2, -2, -1], 6, 11)  # the last one takes more, too
     assert extrapolate_blocks(regular[0], other, 10) is None

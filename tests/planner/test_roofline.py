@@ -55,11 +55,11 @@ def test_what_quantizing_moves_is_the_table(recipe, x, w, w_again, g):
     """Beside scales: at most 4 bytes in 32 elements of each form."""
     call = LinearCall(m=4096, k=2048, n=1024)
     sizes = {"x": 4096 * 2048, "w": 2048 * 1024, "g": 4096 * 1024}
-    found = passes(call, RECIPES[recipe])
+    moved = passes(call, RECIPES[recipe])
     forward = [b * sizes["x"] for b in x] + [b * sizes["w"] for b in w]
     backward = [b * sizes["w"] for b in w_again] + [b * sizes["g"] for b in g]
-    assert found.forward == pytest.approx(forward, rel=0.03)
-    assert found.backward == pytest.approx(backward, rel=0.03)
+    assert moved.forward == pytest.approx(forward, rel=0.03)
+    assert moved.backward == pytest.approx(backward, rel=0.03)
 
 
 def test_siblings_and_frozen_operands_move_less():

@@ -36,14 +36,14 @@ class Parts(nn.Module):
         return self.out(torch.mm(y, y.t() @ y)), self.out(x)
 
 
-def found(module, *inputs):
+def actual(module, *inputs):
     linears = {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear)}
     return trace(module, linears, lambda: module(*inputs))
 
 
 def test_linears_attention_and_products():
     module = Parts()
-    got = found(module, torch.ones(2, 16, 64, requires_grad=True))
+    got = actual(module, torch.ones(2, 16, 64, requires_grad=True))
     assert got.calls == {
         "q": (LinearCall(m=32, k=64, n=64, wgrad=False),),
         "k": (LinearCall(m=32, k=64, n=64, first=False),),
@@ -84,9 +84,9 @@ def test_traces_that_differ_by_more_than_one_block_are_no_basis():
     few = Trace(calls=dict(list(calls.items())[:2]), attention=2, products=(), rest=(1, 2, 2), regions=(), parameters=8,
                 trained=8)  # fmt: skip
     more = replace(few, calls=calls, attention=3, rest=(1, 2, 2, 2), parameters=12)
-    found = extrapolate_trace(few, more, 2, names)
-    assert (found.attention, found.rest, found.parameters, found.trained) == (5, (1, 2, 2, 2, 2, 2), 20, 8)
-    assert found.calls == {f"{number}.up": calls["0.up"] for number in range(5)}
+    actual = extrapolate_trace(few, more, 2, names)
+    assert (actual.attention, actual.rest, actual.parameters, actual.trained) == (5, (1, 2, 2, 2, 2, 2), 20, 8)
+    assert actual.calls == {f"{number}.up": calls["0.up"] for number in range(5)}
     assert extrapolate_trace(few, replace(more, rest=(1, 2, 3, 3)), 2, names) is None
     other = (LinearCall(m=8, k=4, n=8),)
     assert extrapolate_trace(few, replace(more, calls=calls | {"2.up": other}), 2, names) is None  # another block
@@ -108,7 +108,7 @@ def test_the_rest_in_eager_code_and_fused():
 
 def test_products_of_every_kind():
     conv = nn.Conv2d(3, 8, 4, stride=4, bias=False)
-    assert [p.flops for p in found(conv, torch.zeros(2, 3, 8, 8)).products] == [2 * (2 * 8 * 2 * 2) * (3 * 4 * 4)]
+    assert [p.flops for p in actual(conv, torch.zeros(2, 3, 8, 8)).products] == [2 * (2 * 8 * 2 * 2) * (3 * 4 * 4)]
     a, b, c = torch.zeros(5, 4, 3), torch.zeros(5, 3, 2), torch.zeros(2)
     got = trace(nn.Identity(), {}, lambda: (torch.bmm(a, b), torch.addmm(c, a[0], b[0]), torch.baddbmm(c, a, b)))
     assert [p.flops for p in got.products] == [2 * 5 * 4 * 3 * 2, 2 * 4 * 3 * 2, 2 * 5 * 4 * 3 * 2]
@@ -116,12 +116,12 @@ def test_products_of_every_kind():
 
 def test_a_lookup_reads_what_it_writes():
     table, ids = nn.Embedding(1000, 8), torch.zeros(2, 5, dtype=torch.int64)
-    assert found(table, ids).rest == (2 * 2 * 5 * 8 * 4,)
+    assert actual(table, ids).rest == (2 * 2 * 5 * 8 * 4,)
 
 
 def test_a_llama_is_seen_whole():
     model = llama()
-    got = found(model, torch.zeros(2, 8, dtype=torch.int64))
+    got = actual(model, torch.zeros(2, 8, dtype=torch.int64))
     linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     assert list(got.calls) == linears
     assert all(len(calls) == 1 and calls[0].m == 16 for calls in got.calls.values())
@@ -205,7 +205,7 @@ def test_gathering_in_fp8_saves_a_byte_of_each_converted_weight():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "asked", "wanted"),
+    ("gpus", "asked", "expected"),
     [
         (1, {}, {"copies": 1, "fp8_gather": False, "fp8_reduce": False}),
         (8, {}, {"copies": 1, "fp8_gather": False, "fp8_reduce": False}),
@@ -217,9 +217,9 @@ def test_gathering_in_fp8_saves_a_byte_of_each_converted_weight():
         (8, {"reshard_after_forward": False}, {"keeps_gathered": True}),
     ],
 )
-def test_a_model_is_spread_as_parallelize_would(gpus, asked, wanted):
+def test_a_model_is_spread_as_parallelize_would(gpus, asked, expected):
     setting = Setting(**layout_settings(gpus, Parallel(**asked)))
-    assert wanted.items() <= vars(setting).items()
+    assert expected.items() <= vars(setting).items()
     assert setting.shards * setting.copies == gpus
     if not asked:
         assert Setting(**layout_settings(gpus, None)) == setting

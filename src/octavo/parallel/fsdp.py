@@ -166,7 +166,7 @@ def _update_recipe(
         for parameter in group.fsdp_params if group else []:
             if getattr(parameter._sharded_local_tensor, "gather_format", None) is gather_format:
                 cast(FSDPModule, module).reshard()
-                # What it has been gathered into has another size: FSDP makes both anew where there are none.
+                # The new format has another size. FSDP reallocates both if they are missing.
                 parameter.all_gather_outputs = []
                 parameter._unsharded_inner_tensors = []
                 vars(parameter).pop("_unsharded_param", None)

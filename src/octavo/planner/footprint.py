@@ -79,9 +79,9 @@ def footprint(
 
     `buckets` are the bytes of DDP's buckets, which hold all gradients a second time.
     """
-    worst = (series if shards is None else memory_per_rank(series, shards)).worst
+    sample = (series if shards is None else memory_per_rank(series, shards)).peak
     at_peak = dict.fromkeys(CATEGORIES, 0) | {GATHERED: buckets}
-    for kind, size in worst.bytes.items():
+    for kind, size in sample.bytes.items():
         category = {BLOCK_GRADIENTS: GRADIENTS, BUFFERS: "other", BATCH: "other"}.get(kind, kind)
         at_peak[category] += size
-    return Footprint(batch=batch, at_peak=at_peak, phase=worst.phase, traced_blocks=traced_blocks, replan=replan)
+    return Footprint(batch=batch, at_peak=at_peak, phase=sample.phase, traced_blocks=traced_blocks, replan=replan)

@@ -54,7 +54,7 @@ class MemorySeries:
             yield MemorySample(phase, dict(zip(self.kinds, row, strict=True)))
 
     @property
-    def worst(self) -> MemorySample:
+    def peak(self) -> MemorySample:
         """The time with the largest sum."""
         at = int(self.table.sum(dim=1).argmax())
         return MemorySample(self.phases[at], dict(zip(self.kinds, self.table[at].tolist(), strict=True)))
