@@ -94,17 +94,13 @@ def accumulate(
     Returns:
         The accumulator, and the quantized matrices: its own, then the others' (None for high precision).
     """
-    quantized = [
-        None if operand_format.spec is None else operand_format.quantize(x) for operand_format in (form, *others)
-    ]
+    quantized = [None if f.spec is None else f.quantize(x) for f in (form, *others)]
     own = quantized[0]
     assert own is not None
     assert own.scale is not None
     if not x.numel():
         return Accumulator.empty(len(others), x.device), quantized
-    elements, negative_order = (
-        torch.full((), value, dtype=torch.float64, device=x.device) for value in (x.numel(), -order)
-    )
+    elements, minus_order = (torch.full((), n, dtype=torch.float64, device=x.device) for n in (x.numel(), -order))
     nonfinite, amax, smallest = _magnitudes(x, form)
     sums = [elements, nonfinite, *_errors(x, form, own)]
     for other, q in zip(others, quantized[1:], strict=True):
@@ -112,7 +108,7 @@ def accumulate(
     scale = own.scale.double()
     used = scale > SMALLEST_SCALE  # scales of all-zero groups do not count
     largest, least = (torch.where(used, value, -math.inf).amax() for value in (scale, -scale))
-    return Accumulator(torch.stack(sums), torch.stack([amax, smallest, largest, least, negative_order])), quantized
+    return Accumulator(torch.stack(sums), torch.stack([amax, smallest, largest, least, minus_order])), quantized
 
 
 def _magnitudes(x: Tensor, form: OperandFormat) -> list[Tensor]:

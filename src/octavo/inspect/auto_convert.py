@@ -59,7 +59,7 @@ def convert(
     Args:
         model: Any module, on any device including meta; a linear layer itself is fine.
         recipe: `"rowwise"`, `"tensorwise"`, `"rowwise_hp_wgrad"`, `"blockwise"`, `"mxfp8"`, `"delayed"`, or a `Recipe`,
-            for every layer regardless of its gain; or `"auto"`, the default. Or recipes by filter, such as
+            for every layer regardless of its gain; or `"auto"`, same as None. Or recipes by filter, such as
             `{filters.last(2): "rowwise_hp_wgrad"}`: a layer gets the recipe of the first filter that matches it, else
             the default.
         precision: The whole request in one object, instead of `recipe`, `skip`, `keep_weights` and `activations`.
@@ -70,9 +70,8 @@ def convert(
         keep_weights: Quantize each weight once per forward and backward instead of twice (1 byte per parameter in
             between), and once for all micro-batches inside `octavo.nn.accumulating(model)` (2 on a GPU). Same losses.
             No effect on weights that FSDP shards, nor under torch.compile: see `octavo.nn.weights`.
-        activations: `"fp8"`: norms, gated MLPs, activations and attention, found by structure, save tensors for
-            backward in FP8. Not under torch.compile. For this alone: `precision=Precision(matmul="bf16",
-            activations="fp8")`.
+        activations: `"fp8"`: norms, gated MLPs, activations and attention save tensors for backward in FP8. Not under
+            torch.compile. For this alone: `precision=Precision(matmul="bf16", activations="fp8")`.
         tokens: Tokens per call of a layer on one GPU; used only for the decision.
         verbose: Print a one-line summary on stderr.
 
@@ -82,8 +81,7 @@ def convert(
     Raises:
         ValueError: For an unknown recipe, a model converted already, contradicting arguments, an unusable filter,
             tokens below 1, or if no layer would be converted although a recipe was requested by name.
-        TypeError: If `model` is not a module, a filter is not one, or a layer's weights have a dtype without an FP8
-            form.
+        TypeError: If `model` is not a module, a filter is not one, or weights have a dtype without an FP8 format.
 
     After any error the model is unchanged.
     """
