@@ -93,7 +93,7 @@ def different_job():
     refused(lambda: parallelize(make(frozen=("embed",) if odd else ())), "different parameters")
     refused(
         lambda: parallelize(make(), Parallel(dp_replicate=1, dp_shard=2 if odd else 5)),
-        "rank 0 cannot parallelize its model: parallel.dp_replicate" if odd else "parallel.dp_shard = 5 does not make",
+        "rank 0 cannot parallelize its model: parallel.dp_replicate" if odd else "parallel.dp_shard = 5 does not equal",
     )
 
 
