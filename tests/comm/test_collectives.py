@@ -380,7 +380,7 @@ def error_job():
         (lambda: comm.all_gather(x, spec="e4m3/rows"), "unknown granularity 'rows'"),
         (lambda: comm.all_gather(x, backward_spec="e4m3/column"), "by row, 1xN or tensor"),
         (lambda: comm.all_gather(recorded, async_op=True), "async_op does not support autograd"),
-        (lambda: comm.reduce_scatter(x[1:]), "cut into 2 equal pieces, one per rank; got shape [3, 8]: pad it"),
+        (lambda: comm.reduce_scatter(x[1:]), "into 2 equal pieces, one per rank; got shape [3, 8]: pad it"),
         (lambda: comm.reduce_scatter(torch.ones(())), "got shape []"),
         (lambda: comm.reduce_scatter(x, op="mean"), "op is 'sum' or 'avg'; got 'mean'"),
         (lambda: comm.all_reduce(x, op="sums"), "did you mean 'sum'"),
