@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.inspect.memory import ALLOCATION_GRANULARITY, make_states
-from octavo.nn.blocks import find_blocks
+from octavo.runtime.blocks import find_blocks
 from octavo.nn.causal import chunked_loss
 from octavo.nn.report import is_converted
 from octavo.parallel import Parallel, parallelize

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.inspect.memory import make_gradients, make_states
 from octavo.inspect.step_memory import blocks_are_equal, copy_with_blocks
-from octavo.nn.blocks import find_blocks
+from octavo.runtime.blocks import find_blocks
 from octavo.nn.causal import chunked_loss
 from octavo.numerics.plan import Decision, Plan
 from octavo.parallel import Parallel

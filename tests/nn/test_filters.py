@@ -6,7 +6,7 @@ from torch import nn
 
 import octavo
 from octavo.nn import filters
-from octavo.nn.blocks import find_stacks
+from octavo.runtime.blocks import find_stacks
 from octavo.nn.filters import Layer
 from octavo.numerics import Precision
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import octavo
 from octavo.nn import accumulating
-from octavo.nn.storage import kept_for_backward
+from octavo.nn.memory_audit import kept_for_backward
 from octavo.nn.weights import _SHARED
 from octavo.numerics import RECIPES
 

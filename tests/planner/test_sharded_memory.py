@@ -10,7 +10,7 @@ from benchmarks.scaling_trace import ARMS, build
 import octavo
 from octavo.inspect.memory import default_loss, trace_step_memory
 from octavo.inspect.step_memory import copy_with_blocks, step_trace
-from octavo.nn.blocks import find_blocks
+from octavo.runtime.blocks import find_blocks
 from octavo.nn.causal import chunked_loss
 from octavo.planner.fake import fake_batch, fake_tensors
 from octavo.planner.memory_extrapolation import MemorySeries, extrapolate_blocks

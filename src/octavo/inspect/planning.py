@@ -34,11 +34,11 @@ from octavo.inspect.step_memory import (
     step_trace,
 )
 from octavo.nn import convert
-from octavo.nn.blocks import find_blocks
+from octavo.runtime.blocks import find_blocks
 from octavo.nn.filters import FilterLike, both, of_precision
 from octavo.nn.report import check_module, is_converted
 from octavo.nn.select import HEAD_KEPT, default_plan, is_linear
-from octavo.nn.storage import call
+from octavo.nn.memory_audit import call
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import LEVELS, Precision

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo.inspect.memory import ALLOCATION_GRANULARITY
-from octavo.nn.blocks import find_blocks
+from octavo.runtime.blocks import find_blocks
 from octavo.nn.report import is_converted
 from octavo.numerics.plan import Plan
 from octavo.numerics.recipe import Recipe

@@ -2,10 +2,10 @@
 
 from octavo.nn.change import change_recipe
 from octavo.nn.convert import convert, revert
-from octavo.nn.known import Activation, Glu, Norm, register
+from octavo.activations.detect import Activation, Glu, Norm, register
 from octavo.nn.linear import Linear, linear
 from octavo.nn.report import Report, report
-from octavo.nn.switch import disabled
+from octavo.runtime.switch import disabled
 from octavo.nn.weights import accumulating
 
 __all__ = [

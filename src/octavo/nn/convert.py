@@ -12,14 +12,14 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 
-from octavo.nn.activations import Scoped, Storage, is_storing, make_plain, make_storing, mixed_class, storing_class
+from octavo.activations.modules import Scoped, Storage, is_storing, make_plain, make_storing, mixed_class, storing_class
 from octavo.nn.delayed import forget
 from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
-from octavo.nn.known import ORIGINAL
+from octavo.activations.detect import ORIGINAL
 from octavo.nn.linear import Linear
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, is_converted, report
 from octavo.nn.select import checked_weight, default_plan, exact_linears, is_conv1d, obstacle
-from octavo.nn.storable import storable
+from octavo.activations.candidates import storable
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
@@ -126,7 +126,7 @@ def revert(model: M) -> M:
     if not converted and not storing and not hasattr(model, PLAN_ATTRIBUTE):
         raise ValueError("revert: this model holds no converted layer; octavo.convert(model) makes some")
     for fqn, module in (converted | storing).items():
-        if type(module).__module__ not in ("octavo.nn.linear", "octavo.nn.conv1d", "octavo.nn.activations"):
+        if type(module).__module__ not in ("octavo.nn.linear", "octavo.nn.conv1d", "octavo.activations.modules"):
             raise ValueError(
                 f"revert: {fqn or 'the model'} became a {type(module).__name__} after it was converted (by a "
                 "parametrization, or fully_shard): undo that first. The model was left as it was"

@@ -15,7 +15,7 @@ have one scale, a layer that is used twice in it has one pass, and a forward in 
 to the pass that comes.
 
 What is not covered: two passes that overlap (a forward of the second after a backward of the first has begun, another
-yet to come) with activation checkpointing; X that is made again in backward (`octavo.nn.sources`), which is quantized
+yet to come) with activation checkpointing; X that is made again in backward (`octavo.activations.recompute`), which is quantized
 just in time there; and the scale of the loss, which the maxima of G have in them: where it has doubled, values are cut
 for one pass.
 
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.kernels.quantize.reference import scale_of
-from octavo.nn.switch import SWITCH
+from octavo.runtime.switch import SWITCH
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.torch_compat import in_backward
 

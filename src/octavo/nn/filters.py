@@ -24,7 +24,7 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
-from octavo.nn.blocks import find_stacks
+from octavo.runtime.blocks import find_stacks
 from octavo.nn.rules import (
     AtEnd,
     Filter,
@@ -107,7 +107,7 @@ def last(count: int, of: Literal["blocks", "linears"] = "blocks") -> Filter:
 
     Args:
         count: How many.
-        of: `"blocks"`: of each stack of blocks, as `octavo.nn.blocks.find_stacks` finds them; the last 2 are 2 of an
+        of: `"blocks"`: of each stack of blocks, as `octavo.runtime.blocks.find_stacks` finds them; the last 2 are 2 of an
             encoder and 2 of a decoder, and what is outside of all stacks is in none. `"linears"`: of the linears in
             the model's order, without vocabulary heads and what cannot be converted.
 

@@ -23,7 +23,7 @@ A weight that FSDP gathered in FP8 (`octavo.nn.gathered`) is used as it came, an
 A recipe with a history has X and G cut to the maxima of earlier passes: `octavo.nn.delayed`.
 
 Layers that read the same tensor (q, k and v; gate and up) share one quantized copy: see `_LastInput`. Where what made
-X stores enough to make it again (`octavo.nn.sources`), that is kept instead of X, and X is made and quantized in
+X stores enough to make it again (`octavo.activations.recompute`), that is kept instead of X, and X is made and quantized in
 backward.
 """
 
@@ -43,14 +43,14 @@ from octavo.kernels import quantize, quantize_pair, scaled_mm, wants_copies
 from octavo.nn.delayed import Past, X, past_of
 from octavo.nn.engine import wanted_gradients
 from octavo.nn.gathered import Fp8AllGatherOutput, for_dgrad, quantized_as
-from octavo.nn.saved_tensors import source_of, unhooked
-from octavo.nn.sources import Source
-from octavo.nn.surroundings import surroundings
-from octavo.nn.switch import SWITCH
+from octavo.activations.saved_tensors import source_of, unhooked
+from octavo.activations.recompute import Recomputable
+from octavo.runtime.execution_context import execution_context
+from octavo.runtime.switch import SWITCH
 from octavo.nn.weights import cast_weight, keeps_weight
 from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.numerics.spec import QuantSpec
-from octavo.runtime.torch_compat import autocast_dtype, names_lost_nodes
+from octavo.runtime.torch_compat import autocast_dtype, explain_freed_nodes
 from octavo.tensor import ScaledTensor
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -133,14 +133,14 @@ def linear(
     return y
 
 
-@names_lost_nodes
+@explain_freed_nodes
 class _LinearFunction(torch.autograd.Function):
     """The three products. X arrives quantized: `x_*` for forward; `kept_*` for wgrad, where that differs."""
 
     @staticmethod
     def forward(
         ctx: Any, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, x_data: Tensor, x_scale: Tensor,
-        kept_data: Tensor | None, kept_scale: Tensor | None, source: Source | None, recipe: Recipe,
+        kept_data: Tensor | None, kept_scale: Tensor | None, source: Recomputable | None, recipe: Recipe,
         out_dtype: torch.dtype, keeps_weight: bool, past: Past | None,
     ) -> Tensor:  # fmt: skip
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
@@ -169,7 +169,7 @@ class _LinearFunction(torch.autograd.Function):
             w_saved = w_NK, None, w.scale if recipe.dgrad_w == recipe.w else None
         ctx.save_for_backward(*w_saved, *kept)
         ctx.recipe, ctx.past, ctx.gathered = recipe, past, gathered
-        ctx.remake = None if source is None else source.remake
+        ctx.rematerializer = None if source is None else source.rematerializer
         ctx.columns = x_MK.shape[1]
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype
         return y_MN
@@ -189,10 +189,10 @@ class _LinearFunction(torch.autograd.Function):
             w = _cast_again(w_NK, w_scale, recipe.dgrad_w)
         if needs_wgrad and recipe.wgrad_x is not None:
             order = "columns" if wants_copies(g_MN.device) else "rows"
-            if ctx.remake is None:
+            if ctx.rematerializer is None:
                 x = ScaledTensor(kept[0], kept[1], recipe.wgrad_x)
             else:
-                x = ctx.remake.quantized(kept, recipe.wgrad_x, order, ctx.columns)
+                x = ctx.rematerializer.quantized(kept, recipe.wgrad_x, order, ctx.columns)
         g_dgrad, g_wgrad = _quantized_gradient(g_MN, w, x, recipe, ctx.past)
         if w is not None and g_dgrad is not None:
             dx_MK = scaled_mm(g_dgrad, w.unscaled if recipe.folds_w else w, "nn", out_dtype=x_dtype)
@@ -280,7 +280,7 @@ class _LastInput(threading.local):
     Only tensors that autograd made (those with a `grad_fn`) are remembered. Others may be buffers that somebody writes
     into without autograd noticing (a receive buffer, a CUDA graph's input, an array shared with NumPy). A copy is not
     used once the tensor has another version, `grad_fn` or memory, nor on another stream, inside another dispatch mode
-    or CUDA graph capture: see `surroundings`.
+    or CUDA graph capture: see `execution_context`.
 
     The limit is that of autograd itself, which saves tensors by reference: a write into an activation that PyTorch does
     not report (through `.data`, NumPy or a custom kernel), between two layers that read it, is not seen. PyTorch's own
@@ -299,7 +299,7 @@ class _LastInput(threading.local):
             return _quantized_input(x_MK, recipe, wants_kept, amax)
         state = (
             owner._version, owner.grad_fn, owner.untyped_storage()._cdata, owner.storage_offset(), owner.shape,
-            owner.stride(), owner.dtype, *surroundings(owner),
+            owner.stride(), owner.dtype, *execution_context(owner),
         )  # fmt: skip
         entry = self._entry
         if entry is None or entry[0]() is not owner or entry[1].state != state:

@@ -1,7 +1,7 @@
 """Subclasses of `nn.Linear` that compute what it does, recognized by the code of their `forward`.
 
 Some write the product in another way (Falcon's `input @ weight.T + bias`), some add methods and leave `forward` alone.
-The formula of the class (`octavo.nn.formulas`) is compared with those of the methods below; no name of a class counts.
+The formula of the class (`octavo.activations.formulas`) is compared with those of the methods below; no name of a class counts.
 """
 
 import inspect
@@ -11,8 +11,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
-from octavo.nn.formulas import Formula, formula_of, formula_of_method
-from octavo.nn.known import is_called_plainly, original_class
+from octavo.activations.formulas import Formula, formula_of, formula_of_method
+from octavo.activations.detect import is_called_plainly, original_class
 
 
 class _Linears:

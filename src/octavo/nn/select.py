@@ -1,5 +1,5 @@
 """Which modules of a model can be converted, which of those are, and why: the default plan. Those that can store their
-activations in FP8 are found by `octavo.nn.storable`.
+activations in FP8 are found by `octavo.activations.candidates`.
 
 By type, not by model: `nn.Linear`, subclasses whose code computes the same (`octavo.nn.linear_subclasses`), and
 Transformers' `Conv1D`. Everything else is left alone with its reason: other subclasses, as bitsandbytes' quantized
@@ -25,7 +25,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from octavo.nn.filters import Filter, FilterLike, Layer, as_filter, layers_of, names_of, sizes
 from octavo.nn.linear import SUPPORTED_DTYPES
 from octavo.nn.linear_subclasses import computes_linear
-from octavo.nn.storable import storable
+from octavo.activations.candidates import storable
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.comm import reduce_scatter
-from octavo.nn.blocks import find_blocks
+from octavo.runtime.blocks import find_blocks
 from octavo.nn.gathered import GatherFormat, GlobalScales, ShardedWeight, sharded_weights
 from octavo.nn.linear import Linear
 from octavo.numerics.spec import TENSOR

@@ -41,7 +41,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def names_lost_nodes(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+def explain_freed_nodes(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """Class decorator: `torch.autograd.grad` from a node of the function that is gone raises an error that says why.
 
     torch 2.11: a node of an autograd function written in Python goes with its output. Zero-bubble schedules of

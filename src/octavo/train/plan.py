@@ -44,9 +44,9 @@ from octavo.inspect.step_memory import (
     step_trace,
 )
 from octavo.nn import convert
-from octavo.nn.blocks import find_blocks
+from octavo.runtime.blocks import find_blocks
 from octavo.nn.report import PLAN_ATTRIBUTE
-from octavo.nn.storage import Audit, audit, dtype_name
+from octavo.nn.memory_audit import Audit, audit, dtype_name
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, LEVELS

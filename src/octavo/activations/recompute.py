@@ -1,10 +1,10 @@
-"""Sources: tensors that need not be kept, because what made them has stored what they can be recomputed from.
+"""RecomputableTensors: tensors that need not be kept, because what made them has stored what they can be recomputed from.
 
 The input of q, k and v is the output of a norm, and the norm keeps its own input in FP8. So backward can recompute y,
 y' = norm(x stored), instead of keeping y a second time. The same holds for h = silu(gate)·up, the input of a down
 projection, and for what follows a plain activation. A producer registers its output here; whoever would keep that
-output (a linear, or the saved-tensor hooks of `octavo.nn.saved_tensors`) keeps the producer's tensors instead, which
-are counted and held once, and recomputes y' in backward. Producer and readers share one `Remake`, so y' is recomputed
+output (a linear, or the saved-tensor hooks of `octavo.activations.saved_tensors`) keeps the producer's tensors instead, which
+are counted and held once, and recomputes y' in backward. Producer and readers share one `Rematerializer`, so y' is recomputed
 once for q, k and v.
 
 Stored form: e4m3 in groups of 32 along the last dimension with power-of-two scales of one byte, 1.03 bytes per element.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import dequantize, quantize
-from octavo.nn.surroundings import surroundings
+from octavo.runtime.execution_context import execution_context
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
@@ -49,7 +49,7 @@ def restored(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return dequantize(ScaledTensor(data, scale, STORED), dtype).clamp_(-largest, largest)
 
 
-class Remake:
+class Rematerializer:
     """How a tensor y [M,K] is made again from tensors that were stored. Holds none itself, except results in backward,
     from the first reader's to the producer's own, which is always the last: `forget`. Where backward does not get so
     far, as it was asked for some gradients only, they go when it ends.
@@ -111,45 +111,45 @@ class Remake:
         return None
 
 
-class ExactMatrix(Remake):
+class ExactMatrix(Rematerializer):
     """A tensor that is kept as it is. Results are not held, as nobody would drop them."""
 
     def matrix(self, tensors: Sequence[Any]) -> Tensor:
-        """As `Remake.matrix`."""
+        """As `Rematerializer.matrix`."""
         x: Tensor = tensors[0]
         return x
 
     def quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int) -> ScaledTensor:
-        """As `Remake.quantized`."""
+        """As `Rematerializer.quantized`."""
         return quantize(tensors[0].reshape(-1, columns), spec, order=order)  # type: ignore[arg-type]
 
 
-class Source(NamedTuple):
+class Recomputable(NamedTuple):
     """What to keep in the place of a tensor, and how to make it again from that."""
 
     tensors: tuple[Tensor | None, ...]
-    remake: Remake
+    rematerializer: Rematerializer
 
 
 class _Entry(NamedTuple):
     owner: weakref.ref[Any]
     around: Any
     state: tuple[Any, ...]
-    source: Source
+    source: Recomputable
 
 
-class Sources:
+class RecomputableTensors:
     """The sources of tensors that are alive."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
-    def add(self, y: Tensor, source: Source, around: Any) -> None:
+    def add(self, y: Tensor, source: Recomputable, around: Any) -> None:
         """Register a contiguous tensor that autograd made, if it did, under the saved-tensor hooks `around`."""
         if y.grad_fn is not None and not torch.is_inference_mode_enabled():
-            self.add_remade(y, source, around)
+            self.add_recomputed(y, source, around)
 
-    def add_remade(self, y: Tensor, source: Source, around: Any = None) -> None:
+    def add_recomputed(self, y: Tensor, source: Recomputable, around: Any = None) -> None:
         """Register a contiguous tensor that was made from this source."""
         key = _storage(y)
 
@@ -160,7 +160,7 @@ class Sources:
 
         self._entries[key] = _Entry(weakref.ref(y.untyped_storage(), remove), around, _state(y), source)
 
-    def find(self, x: Tensor, around: Any) -> Source | None:
+    def find(self, x: Tensor, around: Any) -> Recomputable | None:
         """The source of a tensor with the elements of a registered one, in their order: itself, or a view of it.
 
         Not of one that was registered under hooks other than those `around` now. Such hooks may hand out copies, by
@@ -181,7 +181,7 @@ def _storage(x: Tensor) -> int:
 
 
 def _state(x: Tensor) -> tuple[Any, ...]:
-    return x._version, x.numel(), x.dtype, x.is_neg(), x.storage_offset(), *surroundings(x)[1:]
+    return x._version, x.numel(), x.dtype, x.is_neg(), x.storage_offset(), *execution_context(x)[1:]
 
 
-SOURCES = Sources()
+RECOMPUTABLE = RecomputableTensors()

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.nn.autograd_graph import kind_of, parameters_of, producer
+from octavo.activations.autograd_graph import kind_of, parameters_of, producer
 
 _ACTIVATIONS = frozenset("Elu Gelu HardSigmoid Hardswish LeakyRelu Mish Relu Sigmoid Silu Softplus Tanh".split())
 """Operations whose result is taken for the gate in a product of two activations."""

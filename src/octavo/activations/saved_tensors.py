@@ -3,8 +3,8 @@
 While a module runs, a pair of saved-tensor hooks takes each tensor that an operation saves. When the module is done,
 the autograd graph says which operation saved which, and each tensor becomes
 
-    its source       where what made it stored enough to recompute it: `octavo.nn.sources`
-    its FP8 form     where the operation is one whose gradient stays accurate: `octavo.nn.exactness`
+    its source       where what made it stored enough to recompute it: `octavo.activations.recompute`
+    its FP8 form     where the operation is one whose gradient stays accurate: `octavo.activations.exactness`
     itself           otherwise: parameters and what is made of them alone, small tensors, what needs no gradient, all
                      that attention saves, results of softmax and the like
 
@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from octavo.nn.autograd_graph import created_nodes, is_parameter, producer
-from octavo.nn.exactness import may_be_rounded
-from octavo.nn.layouts import as_matrix, dense_strides, element_key
-from octavo.nn.sources import SOURCES, ExactMatrix, Remake, Source, Stored, restored, stored
-from octavo.nn.switch import stores
+from octavo.activations.autograd_graph import created_nodes, is_parameter, producer
+from octavo.activations.exactness import may_be_rounded
+from octavo.activations.layouts import as_matrix, dense_strides, element_key
+from octavo.activations.recompute import RECOMPUTABLE, ExactMatrix, Rematerializer, Recomputable, Stored, restored, stored
+from octavo.runtime.switch import stores
 from octavo.runtime.torch_compat import own_saved_tensors_hooks
 
 T = TypeVar("T")
@@ -216,9 +216,9 @@ class Scope:
         for saved in self._pending:
             tensor, key = saved.tensor, keys[id(saved)]
             assert tensor is not None
-            source = None if key in exact else SOURCES.find(tensor, _pack_of(self._around))
+            source = None if key in exact else RECOMPUTABLE.find(tensor, _pack_of(self._around))
             if source is not None:
-                saved.decide(Held(source.tensors, self._around), _Recompute(source.remake, tensor.shape))
+                saved.decide(Held(source.tensors, self._around), _Recompute(source.rematerializer, tensor.shape))
             elif key in exact:
                 saved.keep(self._around)
             else:
@@ -253,12 +253,12 @@ class _Recompute:
 
     __slots__ = ("_remake", "_size")
 
-    def __init__(self, remake: Remake, size: torch.Size) -> None:
-        self._remake, self._size = remake, size
+    def __init__(self, rematerializer: Rematerializer, size: torch.Size) -> None:
+        self._remake, self._size = rematerializer, size
 
     def __call__(self, tensors: list[Any]) -> Tensor:
         matrix = self._remake.matrix(tensors)
-        SOURCES.add_remade(matrix, Source(tuple(tensors), self._remake))
+        RECOMPUTABLE.add_recomputed(matrix, Recomputable(tuple(tensors), self._remake))
         return matrix.view(self._size)
 
 
@@ -320,13 +320,13 @@ def unhooked(function: Callable[..., T], *arguments: Any) -> T:
         return function(*arguments)
 
 
-def source_of(x: Tensor) -> Source | None:
+def source_of(x: Tensor) -> Recomputable | None:
     """What may be kept in the place of a tensor [..., K]: what makes it again, or itself where it is kept anyway."""
     if torch.compiler.is_compiling():
         return None
-    source, scope = SOURCES.find(x, hooks_around()), _INNERMOST.scope
+    source, scope = RECOMPUTABLE.find(x, hooks_around()), _INNERMOST.scope
     if source is None and scope is not None and scope.in_force and scope.saved_output(x):
-        return Source((x.detach(),), ExactMatrix(x.dtype))
+        return Recomputable((x.detach(),), ExactMatrix(x.dtype))
     return source
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from octavo.nn.known import Activation, Glu, Known, Norm, activation_of, original_class
+from octavo.activations.detect import Activation, Glu, Known, Norm, activation_of, original_class
 from octavo.numerics.error import sqnr
 
 _SHAPES = ((1,), (6,), (2, 3), (1, 40), (3, 2, 5))

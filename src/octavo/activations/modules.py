@@ -6,7 +6,7 @@
     scope        runs its own forward; what its operations save is kept in FP8 where that is safe
 
 No forward is changed, bit for bit. The first three have a backward of their own, so they are for modules whose code is
-known: `octavo.nn.known`. Weights, epsilon, children and flags are read in each call, and so is the code: where it has
+known: `octavo.activations.detect`. Weights, epsilon, children and flags are read in each call, and so is the code: where it has
 changed, where an activation has hooks, and for operands that the ops do not take, autograd's backward is left in place.
 
 A converted module is of a class made of one of those below and the original one, as `octavo.convert` never replaces
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from octavo.nn.known import GLU_ACTIVATIONS, ORIGINAL, Glu, Known, Norm, activation_of, known
-from octavo.nn.saved_tensors import compressed, recording
-from octavo.nn.storing import FLOATING, stored_activation, stored_glu, stored_joint_glu, stored_norm
+from octavo.activations.detect import GLU_ACTIVATIONS, ORIGINAL, Glu, Known, Norm, activation_of, known
+from octavo.activations.saved_tensors import compressed, recording
+from octavo.activations.functional import FLOATING, stored_activation, stored_glu, stored_joint_glu, stored_norm
 
 STORAGE_ATTRIBUTE = "octavo_storage"
 """Where a converted module has its `Norm`, `Glu`, `Activation` or `Scoped`."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from octavo.nn.gathered import Fp8AllGatherOutput
-from octavo.nn.saved_tensors import Saved
+from octavo.activations.saved_tensors import Saved
 from octavo.numerics.names import merged, pattern
 from octavo.runtime.torch_compat import own_saved_tensors_hooks
 from octavo.tensor import plain

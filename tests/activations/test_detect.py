@@ -11,8 +11,8 @@ from torch import nn
 
 import octavo
 from octavo.nn import formulas
-from octavo.nn.known import Activation, Glu, Norm, activation_of, known
-from octavo.nn.verify import check_registered
+from octavo.activations.detect import Activation, Glu, Norm, activation_of, known
+from octavo.activations.verify import check_registered
 from octavo.numerics import sqnr
 
 OF_FAMILY = {
