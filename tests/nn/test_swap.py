@@ -286,3 +286,14 @@ def test_a_linear_with_several_names_is_decided_by_all_of_them():
             assert ("(as 'last')" in str(refused.value)) == (first != "last")
     rows = octavo.report(octavo.convert(nn.ModuleDict({"x": other, "y": other}), {filters.name("y"): "mxfp8"}))
     assert rows[0].recipe == "mxfp8" and "(as 'y')" in rows[0].reason
+
+
+def test_a_head_that_peft_has_split_is_still_one():
+    model = llama(num_hidden_layers=1)
+    head = nn.ModuleDict({"original_module": model.lm_head, "default": copy.deepcopy(model.lm_head)})
+    model.lm_head = head
+    for whole in (model, Wrapper(model), nn.Sequential(model)):
+        rows = octavo.report(octavo.convert(whole, verbose=False))
+        kept = [row.reason.startswith("vocabulary head") for row in rows if not row.converted]
+        assert kept == [True, True]
+        octavo.revert(whole)

@@ -253,18 +253,18 @@ def _vocabulary_heads(model: nn.Module) -> dict[nn.Module, str]:
     """Vocabulary heads and how each was recognised."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     tied = {id(weight) for m in embeddings if (weight := own_weight(m)) is not None}
-    sizes = {m.num_embeddings for m in embeddings}
+    rows = {m.num_embeddings for m in embeddings}
     declared = set(_declared_heads(model))
     heads = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         if not is_linear(module):
             continue
-        name = fqn.rpartition(".")[2]
+        *around, name = fqn.split(".")
         if id(own_weight(module)) in tied:
             heads[module] = "tied to an embedding"
-        elif module in declared or name == "lm_head":
-            heads[module] = "the model's output embedding"
-        elif name in HEAD_NAMES and isinstance(module, nn.Linear) and module.out_features in sizes:
+        elif module in declared or name == "lm_head" or ("lm_head" in around and sizes(module)[1] in rows):
+            heads[module] = "the model's output embedding"  # or of those into which PEFT has split it
+        elif name in HEAD_NAMES and isinstance(module, nn.Linear) and module.out_features in rows:
             heads[module] = f"{module.out_features} outputs, as many as an embedding has rows"
     return heads
 
@@ -273,4 +273,4 @@ def _declared_heads(model: nn.Module) -> Iterator[nn.Module]:
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
     if isinstance(head, nn.Module):
-        yield head
+        yield from head.modules()
