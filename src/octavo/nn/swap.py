@@ -36,20 +36,21 @@ def all_or_nothing(model: nn.Module) -> Iterator[None]:
     attributes, parameters, buffers, children and hooks. Values of tensors, and what attributes refer to, are not
     copied.
     """
-    before = [
-        (module, type(module), dict(vars(module)), {n: dict(vars(module)[n]) for n in _CONTAINERS if n in vars(module)})
-        for module in model.modules()
-    ]
+    before = []
+    for module in model.modules():
+        attributes = dict(vars(module))
+        held = {name: dict(attributes[name]) for name in _CONTAINERS if isinstance(attributes.get(name), dict)}
+        before.append((module, type(module), attributes, held))
     try:
         yield
     except BaseException:
-        for module, owner, attributes, containers in before:
+        for module, owner, attributes, held in before:
             object.__setattr__(module, "__class__", owner)
             now = vars(module)
             for name in now.keys() - attributes.keys():
                 del now[name]
             now.update(attributes)
-            for name, held in containers.items():
+            for name, contents in held.items():
                 now[name].clear()
-                now[name].update(held)
+                now[name].update(contents)
         raise
