@@ -83,7 +83,7 @@ class Pickled(nn.Linear):
 
 class Refusing(nn.Linear):
     def __setattr__(self, name, value):
-        if name in ("recipe", "__class__", "octavo_plan"):
+        if name in ("recipe", "__class__", "octavo_plan", "amax_history"):
             raise AttributeError(name)
         super().__setattr__(name, value)
 
@@ -144,7 +144,8 @@ def test_a_class_with_odd_ways_is_converted_and_reverted(owner):
         assert type(twin[1]) is type(model[1]) and twin[1].recipe == model[1].recipe
     octavo.revert(model)
     assert state(model) == before
-    octavo.convert(model[1], verbose=False)
+    octavo.convert(model[1], "delayed", verbose=False)
+    model(torch.randn(3, 32)).sum().backward()
     octavo.revert(model[1])
     assert state(model) == before
 
@@ -287,8 +288,11 @@ def test_a_linear_with_several_names_is_decided_by_all_of_them():
                 octavo.convert(nn.ModuleDict(order), filter=rule, verbose=False)
             first = next(name for name in order if order[name] is other)
             assert ("(as 'last')" in str(refused.value)) == (first != "last")
-    rows = octavo.report(octavo.convert(nn.ModuleDict({"x": other, "y": other}), {filters.name("y"): "mxfp8"}))
+    model = nn.ModuleDict({"x": other, "y": other})
+    rows = octavo.report(octavo.convert(model, {filters.name("y"): "mxfp8"}, verbose=False))
     assert rows[0].recipe == "mxfp8" and "(as 'y')" in rows[0].reason
+    change_recipe(model, "y", None, reason="by its second name")
+    assert [(row.recipe, row.reason) for row in octavo.report(model)] == [(None, "by its second name")]
 
 
 def test_a_head_that_peft_has_split_is_still_one():

@@ -36,10 +36,11 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
         ValueError: For a name that is no linear of this model, an unknown recipe, or a linear that keeps its class: one
             that is sharded by itself, or whose forward was replaced since it was converted. The model is as it was.
     """
-    modules = dict(model.named_modules())
-    if fqn not in modules:
-        raise ValueError(f"change_recipe: this model has no module {fqn!r}{nearest(fqn, modules)}")
-    module: Any = modules[fqn]
+    modules, aliases = dict(model.named_modules()), dict(model.named_modules(remove_duplicate=False))
+    if fqn not in aliases:
+        raise ValueError(f"change_recipe: this model has no module {fqn!r}{nearest(fqn, aliases)}")
+    module: Any = aliases[fqn]
+    fqn = next(name for name, each in modules.items() if each is module)  # the name that a report lists
     wanted = None if recipe is None else get_recipe(recipe)
     if not is_converted(module):
         if (why := obstacle(module)) is not None:
