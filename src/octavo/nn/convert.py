@@ -103,8 +103,7 @@ def convert(
     keeps = keep_weights if precision is None else precision.keep_weights
     with all_or_nothing(model):
         for fqn in plan.converted:
-            module = modules[fqn]
-            become(module, fp8_class(module), recipe=plan[fqn].recipe, keeps_weight=keeps)
+            become(modules[fqn], fp8_class(modules[fqn]), recipe=plan[fqn].recipe, keeps_weight=keeps)
         for fqn, storage in storages.items():
             make_storing(modules[fqn], storage)
         # Without the predictions of an octavo.plan.
