@@ -106,7 +106,7 @@ def convert(
     decided = decide_for(model, name, precision, filter, tokens)
     if decided.converted or decided.storing:
         return convert_as_told(model, plan=decided, keep_weights=precision.keep_weights, verbose=verbose)
-    setattr(model, PLAN_ATTRIBUTE, decided)
+    vars(model)[PLAN_ATTRIBUTE] = decided
     warnings.warn(
         f"octavo: no layer of this model is predicted to gain from FP8 on {name} with {tokens} tokens, so it was left "
         "as it is; octavo.report(model) has the figures. octavo.convert(model, 'rowwise') converts it all the same",

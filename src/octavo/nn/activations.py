@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from octavo.nn.known import GLU_ACTIVATIONS, ORIGINAL, Glu, Known, Norm, activation_of, known
 from octavo.nn.saved_tensors import compressed, recording
 from octavo.nn.storing import FLOATING, stored_activation, stored_glu, stored_joint_glu, stored_norm
+from octavo.nn.swap import become
 
 STORAGE_ATTRIBUTE = "octavo_storage"
 """Where a converted module has its `Norm`, `Glu`, `Activation` or `Scoped`."""
@@ -167,19 +168,21 @@ def storing_class(module: nn.Module, storage: Storage) -> type[nn.Module]:
 
 def make_storing(module: nn.Module, storage: Storage) -> None:
     """Make a module store its activations, in place."""
-    module.__class__ = storing_class(module, storage)
-    setattr(module, STORAGE_ATTRIBUTE, storage)
+    become(module, storing_class(module, storage), **{STORAGE_ATTRIBUTE: storage})
 
 
 def make_plain(module: nn.Module) -> None:
     """Undo `make_storing`."""
-    module.__class__ = type(module).__bases__[1]
-    delattr(module, STORAGE_ATTRIBUTE)
+    become(module, type(module).__bases__[1])
+    del vars(module)[STORAGE_ATTRIBUTE]
 
 
 @cache
 def mixed_class(*both: Any) -> Any:
-    """The class of a converted module, of what it does now and its class before. Copies and pickles name the two."""
+    """The class of a converted module, of what it does now and its class before. Copies and pickles name the two.
+
+    Raises whatever making a subclass of the original raises, and TypeError where its objects cannot become of it.
+    """
     mixin, original = both
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
@@ -187,7 +190,11 @@ def mixed_class(*both: Any) -> Any:
 
     members = {ORIGINAL: original, "__reduce_ex__": reduce, "__module__": __name__, "__doc__": original.__doc__}
     prefix = "Storing" if mixin.__module__ == __name__ else "FP8"
-    return type(f"{prefix}{original.__name__}", (mixin, original), members)
+    made: Any = type(f"{prefix}{original.__name__}", both, members)
+    if made.__bases__ != both or made.forward is not mixin.forward:  # by its metaclass, or __init_subclass__
+        raise TypeError(f"a subclass of {original.__name__} is not made as Python makes one")
+    become(object.__new__(original), made)
+    return made
 
 
 def _blank(mixin: Any, original: Any) -> nn.Module:

@@ -14,6 +14,7 @@ from torch import nn
 from octavo.nn.activations import Scoped, Storage
 from octavo.nn.blocks import find_stacks
 from octavo.nn.known import Activation, Glu, Known, activation_of, known, original_class, registered
+from octavo.nn.swap import has_own_forward
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are not called."""
@@ -54,7 +55,7 @@ def _storage(module: nn.Module, owns_matrices: bool) -> Storage | str | None:
         return _why_unknown(module, owner)
     if owner.__name__.startswith("FSDP"):
         return f"{owner.__name__} is sharded by fully_shard already: convert before sharding"
-    if "forward" in vars(module):
+    if has_own_forward(module):
         return (
             f"{owner.__name__} has a forward that was replaced on the instance (by a hook of accelerate, say), so it "
             "would not be used"

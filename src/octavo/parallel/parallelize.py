@@ -11,12 +11,15 @@ stops all.
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -24,6 +27,7 @@ from octavo.comm import WIRE
 from octavo.nn.convert import convert
 from octavo.nn.linear import Linear
 from octavo.nn.report import check_module, is_converted
+from octavo.nn.swap import all_or_nothing
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
 from octavo.parallel.ddp import replicate
@@ -110,6 +114,8 @@ def parallelize(
         ValueError: For a mesh that does not fit the world, what does not go together, or ranks that ask for different
             things; on every rank.
         TypeError: As `octavo.convert`.
+
+    Whatever is raised, the model is left as it was.
     """
     check_module("parallelize", model)
     if not dist.is_initialized():
@@ -118,9 +124,17 @@ def parallelize(
             "torch.distributed.init_process_group() first"
         )
     changes = {"fp8_comm": fp8_comm, "reshard_after_forward": reshard_after_forward, "cpu_offload": cpu_offload}
+    with _all_or_nothing(model):
+        return _parallelize(model, mesh, precision, _given(changes), dtype, reduce_dtype)
+
+
+def _parallelize(
+    model: nn.Module, mesh: DeviceMesh | Parallel | None, precision: Precision | None, changes: dict[str, Any],
+    dtype: torch.dtype | None, reduce_dtype: torch.dtype,
+) -> nn.Module:  # fmt: skip
     wanted, problem = Parallel(), None
     try:
-        wanted = Parallel(**(vars(mesh if isinstance(mesh, Parallel) else wanted) | _given(changes)))
+        wanted = Parallel(**(vars(mesh if isinstance(mesh, Parallel) else wanted) | changes))
         replicas, shards = _sizes(mesh) if isinstance(mesh, DeviceMesh) else wanted.sizes(dist.get_world_size())
         _check(model, wanted, replicas if shards == 1 else 1, dtype)
         if precision is not None:
@@ -147,6 +161,20 @@ def parallelize(
         reshard_after_forward=wanted.reshard_after_forward,
         cpu_offload=wanted.cpu_offload,
     )
+
+
+@contextmanager
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """`octavo.nn.swap.all_or_nothing`, for what FSDP2 remembers of modules as well."""
+    states = _composable_state._module_state_mapping
+    before = set(states)
+    try:
+        with all_or_nothing(model):
+            yield
+    except BaseException:
+        for module in set(model.modules()) - before:
+            states.pop(module, None)
+        raise
 
 
 def make_mesh(parallel: Parallel, device_type: str) -> DeviceMesh:
