@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from test_commands import PLACES, QUOTED, ROOT, words_of
+from test_commands import QUOTED, ROOT, words_of
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,8 @@ TEXT = "A leaf folds eight times before a printer cuts it into pages and binds t
 
 
 def reason_not_run(command: str) -> str | None:
-    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command.partition("#")[0].strip())), None)
+    command = command.partition("#")[0].strip()
+    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command)), None)
 
 
 def octavo(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -60,7 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(3):
             text = "".join(TEXT.format(100 * number + line) for line in range(1500))
             (folder / name / f"{number}.txt").write_text(text)
-    (folder / "losses.json").write_text(json.dumps({"baseline": [3.00, 3.02, 2.99], "arms": {"fp8": [3.01, 3.02, 3.0]}}))
+    losses = {"baseline": [3.00, 3.02, 2.99], "arms": {"fp8": [3.01, 3.02, 3.0]}}
+    (folder / "losses.json").write_text(json.dumps(losses))
     done = octavo(folder, "train", "configs/demo.toml", *SMALL, "precision.level=O1", "inspect.every=50",
                   "run.steps=200", "run.save_every=100", "--out", "runs/looked")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

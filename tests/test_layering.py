@@ -123,6 +123,26 @@ def test_import_is_lean() -> None:
     assert heavy.strip() == "[]"
 
 
+def test_import_and_help_do_not_import_torch() -> None:
+    code = (
+        "import sys, octavo; dir(octavo); import octavo.cli; from typer.main import get_command;"
+        "group = get_command(octavo.cli.app);"
+        "[c.get_help(c.make_context(n, [], resilient_parsing=True)) for n, c in group.commands.items()];"
+        "print(sorted({'torch', 'numpy', 'triton', 'transformers'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "[]"
+
+
+def test_dir_lists_public_names_and_every_subpackage() -> None:
+    folder = Path(octavo.__file__).parent
+    packages = {path.parent.name for path in folder.glob("*/__init__.py")} - {"cli"}
+    assert set(dir(octavo)) == {*octavo.__all__, *packages}
+    assert all(getattr(octavo, name) is not None for name in dir(octavo))
+    with pytest.raises(AttributeError, match="no attribute 'convrt'"):
+        octavo.convrt  # noqa: B018
+
+
 def test_root_names_are_few_and_documented() -> None:
     assert len(octavo.__all__) <= 12
     for name in octavo.__all__:

@@ -6,19 +6,21 @@
     print(octavo.report(model))        # which, in what recipe, and why
     optimizer = octavo.AdamW(model.parameters(), lr=3e-4)      # moments in FP8, exact masters in 16 bits
 
-Importing it touches no device and imports neither Triton nor Transformers.
+Importing it imports nothing else, torch included: names and subpackages are imported on first use, so that
+`octavo --help` takes a tenth of a second.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from octavo._version import __version__
-from octavo.inspect.deciding import convert
-from octavo.nn import disabled, report, revert
-from octavo.numerics import RECIPES, Plan, Precision, Recipe
-from octavo.optim import AdamW
 
 if TYPE_CHECKING:
     from octavo.inspect import plan
+    from octavo.inspect.deciding import convert
+    from octavo.nn import disabled, report, revert
+    from octavo.numerics import RECIPES, Plan, Precision, Recipe
+    from octavo.optim import AdamW
     from octavo.parallel import parallelize
 
 __all__ = [
@@ -36,15 +38,34 @@ __all__ = [
     "revert",
 ]
 
+_PACKAGES = {
+    "RECIPES": "numerics",
+    "AdamW": "optim",
+    "Plan": "numerics",
+    "Precision": "numerics",
+    "Recipe": "numerics",
+    "convert": "inspect.deciding",
+    "disabled": "nn",
+    "parallelize": "parallel",
+    "plan": "inspect",
+    "report": "nn",
+    "revert": "nn",
+}
+"""Where each public name lives."""
+_SUBPACKAGES = ("comm", "inspect", "kernels", "nn", "numerics", "optim", "parallel", "planner", "runtime", "train")
+
 
 def __getattr__(name: str) -> Any:
-    """`parallelize` and `plan`, on first use: torch's own sharding takes most of a second to import."""
-    if name == "parallelize":
-        from octavo.parallel import parallelize
+    """Import a public name or subpackage on first use."""
+    if name in _PACKAGES:
+        value = getattr(import_module(f"octavo.{_PACKAGES[name]}"), name)
+    elif name in _SUBPACKAGES:
+        value = import_module(f"octavo.{name}")
+    else:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    globals()[name] = value
+    return value
 
-        return parallelize
-    if name == "plan":
-        from octavo.inspect import plan
 
-        return plan
-    raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted((*__all__, *_SUBPACKAGES))

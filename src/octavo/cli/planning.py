@@ -8,7 +8,6 @@ import typer
 
 from octavo.cli.app import Overrides, app, in_home, user_errors
 from octavo.cli.examples import EXAMPLES
-from octavo.numerics.names import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +117,8 @@ def calibrate(
 
 def _device(name: str) -> "torch.device":
     import torch
+
+    from octavo.numerics.names import nearest
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

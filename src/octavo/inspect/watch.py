@@ -41,6 +41,7 @@ from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.inspect.tally import as_stats
 from octavo.nn.report import is_converted
 from octavo.nn.select import is_linear
+from octavo.numerics.display import Displayed
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
 
@@ -48,7 +49,7 @@ HIGH_PRECISION = "bf16"
 """Name, in place of a recipe's, of linears that are not converted."""
 
 
-class Watch:
+class Watch(Displayed):
     """Statistics of a model's linears, sampled.
 
     Args:
@@ -93,6 +94,10 @@ class Watch:
         self._high_precision = high_precision
         self._group = group
         self._agreed: list[str] | None = None
+
+    def __str__(self) -> str:
+        sampled = f"{len(self.rows)} operands sampled" if self.rows else "not sampled"
+        return "\n".join([f"Watch: step {self.number}, {sampled}", *map(str, self.findings())])
 
     def due(self, number: int) -> bool:
         """Whether a step is sampled without being forced."""

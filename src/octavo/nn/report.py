@@ -3,9 +3,9 @@ have to guess.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +16,9 @@ from octavo.nn.known import original_class
 from octavo.nn.linear import Linear
 from octavo.nn.select import STORED_HOW, is_linear
 from octavo.nn.storage import kept_by_layer
+from octavo.numerics.display import Displayed, text_table
 from octavo.numerics.names import merged, pattern
-from octavo.numerics.plan import Decision, Plan
+from octavo.numerics.plan import Decision, Plan, merged_rows
 from octavo.numerics.recipe import Recipe
 
 PLAN_ATTRIBUTE = "octavo_plan"
@@ -70,8 +71,8 @@ class StorageRow:
         return None if self.storage is None else "stores fp8"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Report(Displayed):
     """The rows in model order, and one line that sums them up. Printed, it is a table with like layers in one row.
 
     Attributes:
@@ -123,13 +124,10 @@ class Report:
         return text + (f", not in {len(left)} others" if left else "")
 
     def __str__(self) -> str:
-        cells = [("layer", "recipe", "reason")]
-        found: list[tuple[str, Row | StorageRow]] = [*_grouped(self.rows), *_grouped(self.activations)]
-        cells += [(names or "(the model)", row.recipe or "–", row.reason) for names, row in found]
-        widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
-        lines = [f"{name:<{widths[0]}}  {recipe:<{widths[1]}}  {reason}" for name, recipe, reason in cells]
-        lines.insert(1, "─" * max(len(line) for line in lines))
-        return "\n".join([*lines, "", *self._kept_lines(), self.summary])
+        rows: list[tuple[str, Row | StorageRow]] = [*merged_rows(self.rows), *merged_rows(self.activations)]
+        cells = [(names or "(the model)", row.recipe or "–", row.reason) for names, row in rows]
+        table = text_table(("layer", "recipe", "reason"), cells)
+        return "\n".join([*table, "", *self._kept_lines(), self.summary])
 
     def _kept_lines(self) -> list[str]:
         """A table of what is kept, like modules in one row."""
@@ -243,16 +241,5 @@ def _execution(model: nn.Module) -> str:
 
 
 def _named_or_counted(rows: list[Row]) -> str:
-    groups = _grouped(rows)
+    groups = merged_rows(rows)
     return groups[0][0] if len(groups) == 1 else f"{len(rows)} layers"
-
-
-R = TypeVar("R", Row, StorageRow)
-
-
-def _grouped(rows: Sequence[R]) -> list[tuple[str, R]]:
-    """Rows that differ only by numbers in their names, merged: ("layers.{0-31}.q_proj", first such row)."""
-    groups: dict[tuple[str, str | None, str], list[R]] = {}
-    for row in rows:
-        groups.setdefault((pattern(row.name), row.recipe, row.reason), []).append(row)
-    return [(merged([row.name for row in group]), group[0]) for group in groups.values()]

@@ -5,10 +5,12 @@ A plan is the only thing that passes from deciding to doing: the deciders (defau
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from octavo.numerics.display import Displayed, text_table
+from octavo.numerics.names import merged, pattern
 from octavo.numerics.recipe import Recipe, get_recipe
 
 
@@ -50,9 +52,11 @@ class PlanRow:
     gain: float | None
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Displayed):
     """Decisions by fully qualified module name, in model order (the root module's own name is the empty string).
+
+    Printed, it is a table with like modules in one row.
 
     Attributes:
         decisions: What happens to each module.
@@ -95,6 +99,12 @@ class Plan:
         """Names of the modules that store their activations in FP8."""
         return [fqn for fqn, decision in self.decisions.items() if decision.storage is not None]
 
+    def __str__(self) -> str:
+        rows = [(name or "(the model)", row.recipe or "–", row.reason) for name, row in merged_rows(self.rows)]
+        stored = f", {len(self.storing)} store activations in FP8" if self.storing else ""
+        summary = f"{len(self.converted)} of {len(self)} modules compute in FP8{stored}"
+        return "\n".join([*text_table(("layer", "recipe", "reason"), rows), "", summary])
+
     def to_json(self) -> str:
         """JSON text that `from_json` reads back; recipes are written out in full, so it does not depend on defaults."""
         rows = [
@@ -114,6 +124,33 @@ class Plan:
             return Plan({row["name"]: _decision(row) for row in rows}, found.get("activations", "bf16"))
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is not a plan in JSON ({error}); write one with Plan.to_json()") from error
+
+
+class RecipeRow(Protocol):
+    """A row of a table about modules."""
+
+    @property
+    def name(self) -> str:
+        """Fully qualified name."""
+
+    @property
+    def recipe(self) -> str | None:
+        """What its column of recipes shows."""
+
+    @property
+    def reason(self) -> str:
+        """Why."""
+
+
+RowT = TypeVar("RowT", bound=RecipeRow)
+
+
+def merged_rows(rows: Sequence[RowT]) -> list[tuple[str, RowT]]:
+    """Merge rows that differ only by numbers in their names: `("layers.{0-31}.q_proj", first such row)`."""
+    groups: dict[tuple[str, str | None, str], list[RowT]] = {}
+    for row in rows:
+        groups.setdefault((pattern(row.name), row.recipe, row.reason), []).append(row)
+    return [(merged([row.name for row in group]), group[0]) for group in groups.values()]
 
 
 def _decision(row: dict[str, Any]) -> Decision:

@@ -42,7 +42,7 @@ class Configured:
     memory: Footprint
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Forecast(Plan):
     """A plan with its predictions. Printed, it is three tables.
 

@@ -15,6 +15,7 @@ from io import StringIO
 
 import torch
 
+from octavo.numerics.display import Displayed
 from octavo.numerics.names import merged, pattern
 from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, TEMPORARIES, Timeline
 
@@ -28,8 +29,8 @@ MOST_SEQUENCES = 2**30
 """Beyond which no larger batch is looked for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MemoryPlan(Displayed):
     """Memory of a training step, in bytes. Printed, it is a table.
 
     Attributes:
@@ -57,7 +58,7 @@ class MemoryPlan:
     kept_by_dtype: Mapping[str, int]
     kept_by_layer: Mapping[str, int]
     notes: tuple[str, ...] = ()
-    again: Callable[[int], "MemoryPlan"] | None = field(default=None, repr=False, compare=False)
+    again: Callable[[int], "MemoryPlan"] | None = field(default=None, compare=False)
     """Plans the same step for another number of sequences: its peak, without what is kept."""
 
     @property
