@@ -1,5 +1,5 @@
 """What happened in a run besides its steps, in `events.jsonl`: statistics that crossed a limit, layers that were moved,
-rollbacks.
+rollbacks, loss scales that were restored.
 
     {"step": 50, "event": "move", "text": "model.layers.3.mlp.down_proj: rowwise → blockwise (x: …)"}
     {"step": 23, "event": "rollback", "text": "…", "to": 20, "rollbacks": 1, "skipped_batches": 3}
@@ -15,7 +15,7 @@ from typing import Any
 from octavo.train.disk import write_file
 
 EVENTS_FILE = "events.jsonl"
-FINDING, MOVE, ROLLBACK = "finding", "move", "rollback"
+FINDING, MOVE, ROLLBACK, LOSS_SCALE = "finding", "move", "rollback", "loss_scale"
 
 
 def add_event(out: Path, step: int, event: str, text: str, **details: int) -> None:

@@ -90,12 +90,12 @@ class SpikeGuard:
         return bool(self._rise)
 
     def check(self, row: StepMetrics) -> None:
-        """Count a step. One without a finite loss and gradient norm, skipped under loss scaling, does not count.
+        """Count a step. One that was skipped under loss scaling does not count.
 
         Raises:
             SpikeError: For the last step of a rise that is a spike.
         """
-        if not self.active or row.loss is None or row.grad_norm is None:
+        if not self.active or row.skipped or row.loss is None or row.grad_norm is None:
             return
         rises = self._rises(row.loss)
         if rises:
