@@ -14,7 +14,8 @@ nothing that is in it. What is not here needs no saving: the learning rate, the 
 functions of (seed, step).
 
 A run resumes only as itself: model, data, seed, batch and precision must be as they were, and the first difference is
-named. So must the model's own config be; the weights at `model.path` may change, as the checkpoint's replace them.
+named. So must the model's own config be; the weights and the settings of generation at `model.path` may change, as the
+checkpoint's replace them.
 The learning rate and its schedule, clipping and a few more may change, to save a run that went wrong; each such
 change is reported.
 """
@@ -45,8 +46,15 @@ from octavo.train.digests import DIGESTS, check_digests, has_digests, write_dige
 from octavo.train.disk import same_mode, sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import CompactAdamW, MasterAdamW
-from octavo.train.pretrained import load_model_config, load_weights, save_model_configs, save_pretrained
+from octavo.train.pretrained import (
+    load_generation_config,
+    load_model_config,
+    load_weights,
+    save_model_configs,
+    save_pretrained,
+)
 from octavo.train.ranks import Ranks, SharedError
+from octavo.train.records import first_error
 from octavo.train.sections import SELECTION, Limits
 from octavo.train.shards import SHARDS
 from octavo.train.tokenizer import TextTokenizer
@@ -116,6 +124,7 @@ class Saver:
         self.finish()
         made = _Checkpoint(out, step, config.run.keep if prune else None)
         if self._ranks.shared(lambda: made.target in checkpoints(out)):
+            self._ranks.shared(made.prune)  # its process may have been killed before
             return made.target
         facts = {
             "step": step,
@@ -207,14 +216,21 @@ class _Checkpoint:
                 sync(folder)
         self.scratch.rename(self.target)
         sync_entry(self.target.parent)
+        self.prune()
+
+    def prune(self) -> None:
+        """Remove the oldest."""
         for old in checkpoints(self.out)[: -self.keep] if self.keep else []:
-            _remove(old)
+            remove_checkpoint(old)
 
 
-def _remove(checkpoint: Path) -> None:
+def remove_checkpoint(checkpoint: Path) -> None:
     """Remove a checkpoint, or warn. Renamed first, so that one that is removed in part is never taken for whole."""
+    removing = checkpoint.with_name(f"{REMOVING}{checkpoint.name}")
     try:
-        shutil.rmtree(checkpoint.rename(checkpoint.with_name(f"{REMOVING}{checkpoint.name}")))
+        if removing.exists():  # a killed process has left it, of one of the same step
+            shutil.rmtree(removing)
+        shutil.rmtree(checkpoint.rename(removing))
     except OSError as error:
         warnings.warn(f"the old checkpoint {checkpoint} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
 
@@ -248,9 +264,7 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _TrainerJson.model_validate(state)
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise ConfigError(f"{path} is not the state of a trainer ({reason}): {_remedy(folder)}") from None
+        raise ConfigError(f"{path} is not the state of a trainer ({first_error(error)}): {_remedy(folder)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): {_remedy(folder)}") from None
     if state.get("digests") and not has_digests(folder):
@@ -324,6 +338,7 @@ def load_checkpoint(
         else:
             weights = load_weights(folder, next(model.parameters()).dtype, ranks)
             ranks.agreed(lambda: _load_whole(folder, weights, model, optimizer))
+        ranks.agreed(lambda: load_generation_config(folder, model))
         loss_scale.load_state_dict(state["loss_scale"])
         delayed.load_state_dict(model, state.get("delayed", {}))
     except (ConfigError, KeyError, TypeError, ValueError) as error:
