@@ -41,7 +41,7 @@ from octavo.nn import delayed
 from octavo.optim.sharded import rows_of
 from octavo.tensor import plain
 from octavo.train import shards
-from octavo.train.config import ConfigError, TrainConfig, flat
+from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.digests import DIGESTS, check_digests, has_digests, write_digests
 from octavo.train.disk import same_mode, sync, sync_entry
 from octavo.train.loss_scale import LossScale
@@ -55,30 +55,10 @@ from octavo.train.pretrained import (
 )
 from octavo.train.ranks import Ranks, SharedError
 from octavo.train.records import first_error
-from octavo.train.sections import SELECTION, Limits
 from octavo.train.shards import SHARDS
 from octavo.train.tokenizer import TextTokenizer
 
 FOLDER = "checkpoints"
-FREE = {
-    *(f"run.{key}" for key in ("name", "out", "device", "log_every", "save_every", "keep")),
-    *(f"data.{key}" for key in ("source", "cache")),
-    *(f"parallel.{key}" for key in ("async_save", "timeout")),
-    *(f"inspect.{key}" for key in ("every", "what_if")),
-}
-"""What may differ on resume without a word: names, places and what is only looked at. The data is compared by its
-fingerprint.
-"""
-TUNABLE = {
-    "run.steps",
-    *(f"optim.{key}" for key in ("lr", "clip", "schedule", "warmup", "decay", "min_lr_ratio")),
-    *(f"precision.{key}" for key in (*SELECTION, "checkpointing", "autopilot")),
-    *(f"guard.{key}" for key in ("spike", "window", "rollbacks")),
-    *(f"inspect.limits.{key}" for key in Limits.model_fields),
-    "inspect.restore_after",
-    *(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "reshard_after_forward", "cpu_offload", "fp8_comm")),
-}
-"""What may differ on resume, and is reported: the run goes on, but is no longer the uninterrupted one."""
 WRITING, REMOVING = ".writing-", ".removing-"
 """Prefixes of a checkpoint that is not complete yet, and of one that is not any more."""
 DESCRIPTIVE = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
@@ -272,28 +252,6 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -> list[str]:
-    """Returns what was tuned since, one line each.
-
-    Raises ConfigError naming the first setting that makes `config` another run than the one saved in `where`.
-    """
-    before = dict(_settings(saved))
-    now = dict(_settings(config.model_dump(mode="json", exclude_none=True)))
-    tuned = []
-    for key in [*now, *(key for key in before if key not in now)]:
-        old, new = before.get(key, "unset"), now.get(key, "unset")
-        if old == new:
-            continue
-        if key in TUNABLE:
-            tuned.append(f"resumed with {key} = {_shown(new)} (was {_shown(old)})")
-        else:
-            raise ConfigError(
-                f"{where} holds another run: there {key} = {_shown(old)}, here {_shown(new)}. "
-                f"Set {key} back to resume it, or choose another output folder"
-            )
-    return tuned
-
-
 def check_files(folder: Path, ranks: Ranks) -> None:
     """Raise ConfigError on all ranks where a file of a checkpoint is not what was written; each reads its share.
 
@@ -392,16 +350,6 @@ def no_checkpoints(out: Path) -> list[Path]:
     name = re.compile(r"step-(\d{6}|[1-9]\d{6,})", re.ASCII)
     found = sorted((out / FOLDER).glob("step-*"))
     return [path for path in found if not (name.fullmatch(path.name) and path.is_dir() and any(path.iterdir()))]
-
-
-def _settings(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The settings that decide a run's numbers, the model's first, as ("model.config.hidden_size", 256)."""
-    for section in ("model", *(name for name in tables if name != "model")):
-        yield from ((key, value) for key, value in flat(section, tables.get(section, {})) if key not in FREE)
-
-
-def _shown(value: Any) -> str:
-    return value if value == "unset" else json.dumps(value)
 
 
 def _with_remedy(folder: Path, check: Callable[[], None]) -> None:

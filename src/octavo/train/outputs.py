@@ -14,10 +14,11 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.train.checkpoint import FOLDER, check_same_run, latest_checkpoint, no_checkpoints, read_trainer_state
+from octavo.train.checkpoint import FOLDER, latest_checkpoint, no_checkpoints, read_trainer_state
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.events import EVENTS_FILE
 from octavo.train.metrics import METRICS_FILE, RESULT_FILE, TENSORBOARD_DIR
+from octavo.train.same_run import check_same_run
 from octavo.train.sections import expand
 from octavo.train.statistics import STATISTICS_FILE
 
