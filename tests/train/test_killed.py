@@ -237,6 +237,10 @@ def test_killed_at_any_skipped_step(step, undisturbed, make_config, tmp_path):
 # --- two ranks ---
 
 
+PATIENCE = 300.0
+"""Seconds that a run of two ranks may take, on a busy machine."""
+
+
 def ranks_job(tables, out, kill=None, rank=0):
     """One rank of a run, which one of them does not survive."""
     with faults(), ExitStack() as stack:
@@ -252,7 +256,7 @@ def undisturbed_ranks(tmp_path_factory):
     def get(name, tables, gloo):  # noqa: F811
         if name not in trained:
             trained[name] = tmp_path_factory.mktemp("undisturbed") / name
-            gloo.run(ranks_job, 2, tables, str(trained[name]))
+            gloo.run(ranks_job, 2, tables, str(trained[name]), timeout=PATIENCE)
         return trained[name]
 
     return get
@@ -293,6 +297,6 @@ def test_a_rank_is_killed(kind, kill, rank, gloo, undisturbed_ranks, make_config
     tables = make_config(**{"guard": GUARDED, "fp16": FP16}[kind]).model_dump(exclude_none=True)
     whole, out = undisturbed_ranks(kind, tables, gloo), tmp_path / "out"
     with pytest.raises(Failed, match=f"rank {rank}: its process died"):
-        gloo.run(ranks_job, 2, tables, str(out), kill, rank)
-    assert gloo.run(ranks_job, 2, tables, str(out)) == [tables["run"]["steps"]] * 2
+        gloo.run(ranks_job, 2, tables, str(out), kill, rank, timeout=PATIENCE)
+    assert gloo.run(ranks_job, 2, tables, str(out), timeout=PATIENCE) == [tables["run"]["steps"]] * 2
     check_same_shards(whole, out)
