@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from octavo.inspect.findings import Finding, Thresholds
 from octavo.inspect.stats import OperandStats
 from octavo.train.disk import write_file
+from octavo.train.records import read_record, read_records, record
 from octavo.train.statistics import StatisticsWriter
 
 if TYPE_CHECKING:
@@ -107,13 +108,13 @@ class RunResult:
         """Reads `run.json` from the output folder `out`. Raises ValueError where there is none, or it is not one."""
         path = out / RESULT_FILE
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            losses = fields.pop("losses")
-            return cls(losses=None if losses is None else Losses(**losses), **fields)
+            content = path.read_bytes()
         except FileNotFoundError:
             raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished") from None
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is not the summary of a run: {error}") from None
+        model = record(RunResult, losses=record(Losses) | None)
+        fields = read_record(content, model, f"{path} is not the summary of a run")
+        losses = fields.pop("losses")
+        return cls(losses=None if losses is None else Losses(**losses), **fields)
 
 
 class Progress(Protocol):
@@ -157,22 +158,11 @@ class Silent:
 def read_metrics(out: Path) -> list[StepMetrics]:
     """Reads the steps in the output folder `out`, in order; [] where there are none yet.
 
-    A last line without its newline is one that a killed process did not finish, and is left out. Any other line that is
-    not a step raises ValueError with its number.
+    A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
+    other line that is not a step raises ValueError with its number and the field.
     """
-    path = out / METRICS_FILE
-    if not path.exists():
-        return []
-    rows = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith("\n"):
-            break
-        try:
-            rows.append(StepMetrics(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is not a step of a run: {error}") from None
-    return rows
+    rows = read_records(out / METRICS_FILE, record(StepMetrics), "a step of a run")
+    return [StepMetrics(**row) for row in rows]
 
 
 def finite(value: float) -> float | None:

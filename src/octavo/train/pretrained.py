@@ -120,6 +120,17 @@ def load_weights(folder: Path, dtype: torch.dtype, ranks: Ranks) -> dict[str, Te
     return share_on_machine(lambda: load_pretrained(folder, dtype).state_dict(), ranks)
 
 
+def load_generation_config(folder: Path, model: Any) -> None:
+    """Give a model the settings of generation in `folder`, if it has any. Raises ConfigError for damaged ones."""
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").exists():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # of no common type
+            raise ConfigError(f"generation_config.json cannot be read: {one_line(error)}") from None
+
+
 def save_pretrained(model: Any, folder: Path) -> None:
     """Write weights and settings as `model.save_pretrained` does, without its progress bar."""
     with _no_progress_bar():
