@@ -182,8 +182,7 @@ def _train(
     as_json: bool,
 ) -> int:
     """Train and judge; return the exit code."""
-    from octavo.inspect.compare import check_limits
-    from octavo.inspect.paired_test import MOST_SEEDS
+    from octavo.inspect.paired_test import MOST_SEEDS, check_limits
     from octavo.train import LostRankError, load_config
     from octavo.train.compare import compare as run
     from octavo.train.compare import make_arms
