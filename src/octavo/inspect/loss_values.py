@@ -74,9 +74,16 @@ def resolution(losses: list[float]) -> float:
     numbers = dict(zip(losses, _decimals(losses), strict=True))
     digits = max(number.adjusted() - int(number.as_tuple().exponent) for number in numbers.values())
     decimal = 10.0 ** (numbers[largest].adjusted() - digits)
-    bits = next(bits for bits in range(FEWEST_BITS, FLOAT_BITS + 1) if all(_has(bits, x, decimal) for x in losses))
-    binary = math.ldexp(1.0, math.frexp(largest)[1] - bits)
-    return binary if binary >= 2 * decimal else decimal  # less than two digits: any decimal is close to such a number
+    exact, printed = (_spacing(losses, digit) for digit in (0.0, decimal))
+    if printed < 2 * decimal:  # any decimal is close to such a number
+        printed = decimal
+    return max(decimal, exact, printed)
+
+
+def _spacing(losses: list[float], digit: float) -> float:
+    """Spacing, at the largest loss, of numbers of the fewest bits that hold all losses up to half a decimal digit."""
+    bits = next(bits for bits in range(FEWEST_BITS, FLOAT_BITS + 1) if all(_has(bits, x, digit) for x in losses))
+    return math.ldexp(1.0, math.frexp(max(losses))[1] - bits)
 
 
 def _decimals(losses: list[float]) -> list[Decimal]:
