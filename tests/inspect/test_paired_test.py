@@ -1,6 +1,8 @@
 """Exact tails beside SciPy's, the levels, and the interval of the gaps."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,3 +127,15 @@ def test_sums_of_huge_losses():
 
 def test_average_noncentrality_rises_with_power():
     assert average_noncentrality(2, 0.006, 0.8) < average_noncentrality(2, 0.006, 0.9)
+
+
+def test_the_costs_and_levels_in_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "compare.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+) s \| ([\d.]+) s \|$", text, re.M)
+    assert len(rows) == 8
+    for pairs, found, passes in rows:
+        one = unit(int(pairs))
+        for printed, exact in ((found, one.detectable(0.9)), (passes, one.high)):
+            assert float(printed) == pytest.approx(exact, abs=0.051, rel=5e-3), pairs
+    spent = 100 * sum(level_of(pairs, 41) for pairs in range(2, 41))
+    assert f"would be {spent:.1f} %" in text
