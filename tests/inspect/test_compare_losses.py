@@ -1,6 +1,7 @@
 """Verdicts on losses of any trainer: what blew up, what is worse, what passes, and what is neither."""
 
 import doctest
+import json
 import math
 import re
 from fractions import Fraction
@@ -150,7 +151,8 @@ def test_arms_share_the_confidence_and_the_worst_counts():
 def test_a_comparison_beyond_its_plan_is_marked():
     losses = shifted(0.02, -0.03, 0.01, 0.0, 0.02)
     assert not compare_losses(BASE, {"arm": losses}, max_seeds=5).extended
-    found = compare_losses(BASE, {"arm": losses}, max_seeds=4)
+    found = compare_losses(BASE, {"arm": losses}, max_seeds=np.int64(4))
+    assert json.dumps(found.to_json())
     assert found.extended and found.to_json()["extended"] and "planned maximum of 4" in found.to_json()["notes"][0]
     assert found.to_json()["planned_seeds"] == 4
 
@@ -172,6 +174,11 @@ def test_a_comparison_beyond_its_plan_is_marked():
         (BASE, {"a": BASE}, {"margin": 0}, "above 0 and below 100"),
         (BASE, {"a": BASE}, {"margin": NAN}, "above 0 and below 100"),
         (BASE, {"a": BASE}, {"margin": Fraction(1, 10**400)}, "above 0 and below 100"),
+        (BASE, {"a": BASE}, {"margin": 10**400}, "above 0 and below 100"),
+        (BASE, {"a": BASE}, {"confidence": 10**5000}, "below 100 %"),
+        (BASE, {"a": BASE}, {"max_seeds": 10**5000}, "2 to 40 seeds; got a huge number"),
+        (torch.empty(3, device="meta"), {"a": BASE}, {}, "the baseline is tensor.*no numbers in it"),
+        (np.ndarray, {"a": BASE}, {}, "the baseline is <class 'numpy.ndarray'>: there are no numbers in it"),
         (BASE, {"a": BASE}, {"margin": "1"}, "margin is a number; got '1'"),
         (BASE, {"a": BASE}, {"margin": True}, "margin is a number; got True"),
         (BASE, {"a": BASE}, {"confidence": "0.9"}, "confidence is a number"),

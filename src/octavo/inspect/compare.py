@@ -19,14 +19,13 @@ equally noisy; leaving exploded runs in the gaps, where the larger the damage, t
 """
 
 import math
-import reprlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from octavo.inspect.distributions import fisher
-from octavo.inspect.loss_values import losses_of, seed_names
+from octavo.inspect.loss_values import losses_of, seed_names, shown
 from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, PairedTest, check_limits, paired_test, scale_of
 
 Verdict = Literal["worse", "better", "indistinguishable", "inconclusive"]
@@ -185,7 +184,7 @@ def compare_losses(
         )
     names = tuple(range(1, len(base) + 1)) if seeds is None else seed_names(seeds, len(base))
     if not isinstance(arms, Mapping) or not all(isinstance(name, str) for name in arms):
-        raise ValueError('arms are a mapping of names to losses, as {"fp8": [3.01, 3.02]}; got ' + reprlib.repr(arms))
+        raise ValueError('arms are a mapping of names to losses, as {"fp8": [3.01, 3.02]}; got ' + shown(arms))
     if not arms:
         raise ValueError("a comparison takes an arm or more beside the baseline, and there is none: add one to arms")
     rule = Rule(margin=margin, confidence=float(confidence), arms=len(arms), planned=int(max_seeds))
@@ -198,7 +197,7 @@ def compare_losses(
                 "order, and nan for a run that diverged"
             )
         judged.append(_judge(_Pairs(baseline=baseline_name, arm=name, seeds=names, base=base, losses=losses), rule))
-    return LossComparison(arms=tuple(judged), planned=rule.planned, extended=len(base) > max_seeds)
+    return LossComparison(arms=tuple(judged), planned=rule.planned, extended=len(base) > rule.planned)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ def losses_of(whose: str, values: Any) -> list[float]:
         try:
             losses.append(_loss(value))
         except ValueError as error:
-            raise ValueError(f"{whose} holds {_shown(value)} at index {index}: {error}") from None
+            raise ValueError(f"{whose} holds {shown(value)} at index {index}: {error}") from None
     return losses
 
 
@@ -54,7 +54,7 @@ def seed_names(values: Any, count: int) -> tuple[int, ...]:
                 raise TypeError
             names.append(operator.index(value))
         except TypeError:
-            raise ValueError(f"seeds holds {_shown(value)} at index {index}: a seed is a whole number") from None
+            raise ValueError(f"seeds holds {shown(value)} at index {index}: a seed is a whole number") from None
     if len(names) != count:
         raise ValueError(f"there are {len(names)} seeds and {count} losses of the baseline: name one seed per loss")
     if twice := [name for name in names if names.count(name) > 1]:
@@ -104,9 +104,12 @@ def _has(bits: int, loss: float, digit: float) -> bool:
 
 def _items(whose: str, values: Any) -> "enumerate[Any]":
     """The values in order, with their indices."""
-    items = _python(values)
+    try:
+        items = _python(values)
+    except ValueError as error:
+        raise ValueError(f"{whose} is {shown(values)}: {error}") from None
     if isinstance(items, (str, bytes, bytearray, Set, Mapping)) or not isinstance(items, Iterable):
-        raise ValueError(f"{whose} is a list with one number per seed, in order; got {_shown(values)}")
+        raise ValueError(f"{whose} is a list with one number per seed, in order; got {shown(values)}")
     return enumerate(items)
 
 
@@ -116,7 +119,7 @@ def _python(value: Any) -> Any:
         return value
     try:
         return value.tolist()
-    except RuntimeError as error:  # a tensor without data
+    except (RuntimeError, TypeError) as error:  # a tensor without data; a class
         raise ValueError(f"there are no numbers in it to compare: {error}") from None
 
 
@@ -137,7 +140,8 @@ def _loss(value: Any) -> float:
     return loss if math.isfinite(loss) else math.nan
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in a message: shortened, and whatever it is."""
     try:
         return reprlib.repr(value)
     except ValueError:  # a whole number of more digits than Python prints

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 
 from octavo.inspect.distributions import average_noncentrality, student_quantile
-from octavo.inspect.loss_values import resolution
+from octavo.inspect.loss_values import resolution, shown
 
 CONFIDENCE = 0.95
 """Of all verdicts together."""
@@ -97,17 +97,18 @@ def check_limits(margin: float | None, confidence: float, max_seeds: int) -> Non
     _check_number("max_seeds", max_seeds, Integral)
     if margin is not None:
         _check_number("margin", margin, Real)
-        if not 0 < float(margin) < 100:
-            raise ValueError(f"the margin is a loss gap in percent, above 0 and below 100; got {float(margin):g}")
+        if not 0 < margin < 100 or not float(margin):
+            raise ValueError(f"the margin is a loss gap in percent, above 0 and below 100; got {shown(margin)}")
     if not 0.5 <= confidence < 1:
-        raise ValueError(f"the confidence is 50 % or more and below 100 %; got {100 * float(confidence):g} %")
+        percent = 100 * float(max(-1e9, min(confidence, 1e9)))
+        raise ValueError(f"the confidence is 50 % or more and below 100 %; got {percent:g} %")
     if not 2 <= max_seeds <= MOST_SEEDS:
-        raise ValueError(f"the planned maximum is 2 to {MOST_SEEDS} seeds; got {max_seeds}")
+        raise ValueError(f"the planned maximum is 2 to {MOST_SEEDS} seeds; got {shown(max_seeds)}")
 
 
 def _check_number(name: str, value: object, kind: type) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise ValueError(f"{name} is a {'whole ' if kind is Integral else ''}number; got {value!r}")
+        raise ValueError(f"{name} is a {'whole ' if kind is Integral else ''}number; got {shown(value)}")
 
 
 def level_of(pairs: int, planned: int) -> float:
