@@ -27,7 +27,7 @@ def stdout() -> "Console":
 
 
 def _is_terminal() -> bool:
-    return sys.stdout.isatty()
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def show(*parts: "Table | str") -> None:

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.inspect.compare import check_limits
-from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS
+from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, check_limits
 from octavo.train.checkpoint import latest_checkpoint, read_trainer_state
 from octavo.train.compare_report import FILES, write_comparison
 from octavo.train.compare_verdict import ArmRuns, Comparison, judge
