@@ -60,6 +60,7 @@ def ends(cases: list[tuple[str, list[str]]]) -> list[tuple[int, str]]:
     return [(code, message) for message, code in json.loads(done.stdout)]
 
 
+@pytest.mark.slow
 def test_what_becomes_of_output_nobody_reads(losses: dict[str, str]) -> None:
     """A verdict keeps its code; all else is 141, and nothing is a traceback."""
     verdicts = [("pass", []), ("worse", []), ("worse", ["--json"]), ("inconclusive", ["--json"])]
@@ -76,6 +77,7 @@ def test_what_becomes_of_output_nobody_reads(losses: dict[str, str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+@pytest.mark.slow
 def test_an_output_that_cannot_be_written_is_a_mistake(losses: dict[str, str]) -> None:
     cases = [(FULL, ["compare", "--losses", losses["worse"], "--json"]), (FULL, ["--version"])]
     for code, message in ends(cases):
