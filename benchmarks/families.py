@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import octavo
 from benchmarks.environment import write_text
-from octavo.nn.storage import kept_for_backward
+from octavo.nn.memory_audit import kept_for_backward
 from octavo.numerics import sqnr
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "memory.md"

@@ -22,7 +22,7 @@ from benchmarks.arms import Arm, available, build, speedup, step
 from benchmarks.session import Row, Session, begin, parser, times
 from benchmarks.shapes import Shape
 from benchmarks.timing import sets
-from octavo.nn.storage import kept_for_backward
+from octavo.nn.memory_audit import kept_for_backward
 
 EXAMPLES = """layer
 layer --quick

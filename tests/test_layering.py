@@ -17,15 +17,16 @@ LEVELS = {
     "numerics": 0,
     "tensor": 1,
     "kernels": 2,
-    "nn": 3,
+    "activations": 3,
     "optim": 3,
     "comm": 3,
     "planner": 3,
-    "parallel": 4,
-    "inspect": 4,
-    "integrations": 5,
-    "train": 5,
-    "cli": 6,
+    "nn": 4,
+    "parallel": 5,
+    "inspect": 5,
+    "integrations": 6,
+    "train": 6,
+    "cli": 7,
 }
 FRONT_DOORS = {"__init__", "__main__"}
 

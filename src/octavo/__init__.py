@@ -52,7 +52,19 @@ _PACKAGES = {
     "revert": "nn",
 }
 """Where each public name lives."""
-_SUBPACKAGES = ("comm", "inspect", "kernels", "nn", "numerics", "optim", "parallel", "planner", "runtime", "train")
+_SUBPACKAGES = (
+    "activations",
+    "comm",
+    "inspect",
+    "kernels",
+    "nn",
+    "numerics",
+    "optim",
+    "parallel",
+    "planner",
+    "runtime",
+    "train",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import octavo
 from octavo.inspect import memory
 from octavo.nn.causal import chunked_loss
-from octavo.nn.storage import kept_for_backward
+from octavo.nn.memory_audit import kept_for_backward
 from octavo.planner.memory import KINDS
 
 SIZES = {

@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from octavo import convert
 from octavo.nn.causal import chunked_loss, find_head
-from octavo.nn.storage import kept_for_backward
+from octavo.nn.memory_audit import kept_for_backward
 from octavo.numerics.error import sqnr
 
 SIZES = {

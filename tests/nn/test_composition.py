@@ -10,7 +10,7 @@ from models import MLP, assert_same, gradients, llama
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import octavo
-from octavo.nn.storage import kept_for_backward
+from octavo.nn.memory_audit import kept_for_backward
 from octavo.numerics import E4M3, RECIPES, sqnr
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)

@@ -18,7 +18,7 @@ import octavo
 from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.quantize import QUANTIZE
 from octavo.nn.linear import _LAST_INPUT, linear
-from octavo.nn.storage import kept_for_backward
+from octavo.nn.memory_audit import kept_for_backward
 from octavo.numerics import E4M3, RECIPES, QuantSpec, sqnr
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)

@@ -11,7 +11,8 @@ from models import MLP, llama
 from torch import nn
 
 import octavo
-from octavo.nn import activations, change, filters
+from octavo.activations import modules as activations
+from octavo.nn import change, filters
 from octavo.nn.change import change_recipe
 from octavo.nn.linear import Linear
 

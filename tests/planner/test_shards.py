@@ -10,7 +10,6 @@ from benchmarks.scaling_trace import ARMS, build
 import octavo
 from octavo.inspect.footprints import followed, with_blocks
 from octavo.inspect.memory import follow, own_loss
-from octavo.nn.blocks import find_blocks
 from octavo.nn.causal import chunked_loss
 from octavo.planner.fake import fake_batch, fake_tensors
 from octavo.planner.memory import PARAMETERS, STATES
@@ -18,6 +17,7 @@ from octavo.planner.moments import Moments, of_more_blocks
 from octavo.planner.shards import GATHERED, Group, Shards, per_rank
 from octavo.planner.step import Setting
 from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, OF_BLOCKS, TEMPORARIES
+from octavo.runtime.blocks import find_blocks
 
 TRACED = json.loads((scaling.RESULTS / "simulated" / scaling.FILE).read_text())
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from octavo import train as train_package
 from octavo.cli import app
 from octavo.inspect import deciding
 from octavo.inspect.memory import make_gradients, make_states
-from octavo.nn.storage import kept_for_backward
+from octavo.nn.memory_audit import kept_for_backward
 from octavo.numerics import LEVELS
 from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors

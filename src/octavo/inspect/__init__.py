@@ -1,4 +1,4 @@
-"""Level 4: looking at a model in training, or before it: what its memory and its time go to, what FP8 does to its
+"""Level 5: looking at a model in training, or before it: what its memory and its time go to, what FP8 does to its
 numbers.
 """
 

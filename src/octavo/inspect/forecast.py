@@ -26,11 +26,10 @@ from torch.utils.checkpoint import checkpoint
 from octavo.inspect.footprints import FEW, Followed, are_equal, followed, of_step, part_of, with_blocks
 from octavo.inspect.memory import GRANULES, follow, own_loss
 from octavo.nn import convert
-from octavo.nn.blocks import find_blocks
 from octavo.nn.filters import Given, both, of_precision
+from octavo.nn.memory_audit import call
 from octavo.nn.report import check_module, is_converted
 from octavo.nn.select import HEAD_KEPT, default_plan, is_linear
-from octavo.nn.storage import call
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import LEVELS, Precision
@@ -44,6 +43,7 @@ from octavo.planner.forecast import Decided, Forecast, by_cost, forecast
 from octavo.planner.measured import Measurements, read_measurements
 from octavo.planner.step import CHECKPOINTING, Layout, Setting, is_count, spread
 from octavo.planner.trace import Trace, of_more_blocks, trace
+from octavo.runtime.blocks import find_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from octavo.nn import convert
-from octavo.nn.storage import audit, call, dtype_name
+from octavo.nn.memory_audit import audit, call, dtype_name
 from octavo.numerics.precision import Precision
 from octavo.optim import AdamW
 from octavo.planner.fake import fake_batch, fake_copy, fake_tensors, stand_in

@@ -15,10 +15,10 @@ from octavo.nn.gathered import ShardedWeight
 from octavo.nn.linear_subclasses import change_since, fp8_class, make_exact
 from octavo.nn.report import PLAN_ATTRIBUTE, is_converted
 from octavo.nn.select import checked_weight, obstacle
-from octavo.nn.swap import all_or_nothing, become
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe, get_recipe
+from octavo.runtime.swap import all_or_nothing, become
 
 
 def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, reason: str) -> None:

@@ -12,16 +12,16 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
-from octavo.nn.activations import Scoped, Storage, is_storing, make_plain, make_storing, storing_class
+from octavo.activations.candidates import storable
+from octavo.activations.modules import Scoped, Storage, is_storing, make_plain, make_storing, storing_class
 from octavo.nn.filters import Filter, Plain, both, of_precision
 from octavo.nn.linear_subclasses import change_since, fp8_class, make_exact
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, is_converted, report
 from octavo.nn.select import checked_weight, default_plan, exact_linears, obstacle
-from octavo.nn.storable import storable
-from octavo.nn.swap import all_or_nothing, become
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
+from octavo.runtime.swap import all_or_nothing, become
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -25,10 +25,10 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
-from octavo.nn.blocks import find_stacks
 from octavo.nn.rules import AtEnd, Filter, Given, Layer, Named, OfKind, Plain, Shaped, Verdict, as_filter, sizes, where
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
+from octavo.runtime.blocks import find_stacks
 
 __all__ = [
     "Filter", "Given", "Layer", "Plain", "Verdict", "as_filter", "both", "first", "kind", "last", "layers_of", "name",
@@ -95,7 +95,7 @@ def last(count: int, of: Literal["blocks", "linears"] = "blocks") -> Filter:
 
     Args:
         count: How many.
-        of: `"blocks"`: of each stack of blocks, as `octavo.nn.blocks.find_stacks` finds them; the last 2 are 2 of an
+        of: `"blocks"`: of each stack of blocks (`octavo.runtime.blocks.find_stacks`); the last 2 are 2 of an
             encoder and 2 of a decoder, and what is outside of all stacks is in none. `"linears"`: of the linears in
             the model's order, without vocabulary heads and what cannot be converted.
 

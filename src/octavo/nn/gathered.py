@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map
 
 from octavo.kernels import dequantize, quantize, wants_copies
 from octavo.kernels.quantize.reference import scale_of, transposed
-from octavo.nn.switch import SWITCH
 from octavo.numerics.spec import TENSOR, QuantSpec
+from octavo.runtime.switch import SWITCH
 from octavo.tensor import ScaledTensor, plain
 
 aten = torch.ops.aten

@@ -22,9 +22,8 @@ A weight that FSDP gathered in FP8 (`octavo.nn.gathered`) is used as it came, an
 
 A recipe with a history has X and G cut to the maxima of earlier passes: `octavo.nn.delayed`.
 
-Layers that read the same tensor (q, k and v; gate and up) share one quantized copy: see `_LastInput`. Where what made
-X stores enough to make it again (`octavo.nn.sources`), that is kept instead of X, and X is made and quantized in
-backward.
+Layers that read the same tensor (q, k and v; gate and up) share one quantized copy: see `InputCastCache`. If X can be
+recomputed from what its producer saved (`octavo.activations.recompute`), X is not saved but recomputed in backward.
 """
 
 import math
@@ -39,17 +38,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from octavo.activations.recompute import Recomputable
+from octavo.activations.saved_tensors import source_of, unhooked
 from octavo.kernels import quantize, quantize_pair, scaled_mm, wants_copies
 from octavo.nn.delayed import Past, X, past_of
 from octavo.nn.engine import wanted_gradients
 from octavo.nn.gathered import GatheredWeight, for_dgrad, quantized_as
-from octavo.nn.saved_tensors import source_of, unhooked
-from octavo.nn.sources import Source
-from octavo.nn.surroundings import surroundings
-from octavo.nn.switch import SWITCH
 from octavo.nn.weights import cast_weight, keeps_weight
 from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.numerics.spec import QuantSpec
+from octavo.runtime.execution_context import execution_context
+from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import autocast_dtype, names_lost_nodes
 from octavo.tensor import ScaledTensor
 
@@ -140,7 +139,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, x_data: Tensor, x_scale: Tensor,
-        kept_data: Tensor | None, kept_scale: Tensor | None, source: Source | None, recipe: Recipe,
+        kept_data: Tensor | None, kept_scale: Tensor | None, source: Recomputable | None, recipe: Recipe,
         out_dtype: torch.dtype, keeps_weight: bool, past: Past | None,
     ) -> Tensor:  # fmt: skip
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
@@ -169,7 +168,7 @@ class _LinearFunction(torch.autograd.Function):
             w_saved = w_NK, None, w.scale if recipe.dgrad_w == recipe.w else None
         ctx.save_for_backward(*w_saved, *kept)
         ctx.recipe, ctx.past, ctx.gathered = recipe, past, gathered
-        ctx.remake = None if source is None else source.remake
+        ctx.rematerializer = None if source is None else source.rematerializer
         ctx.columns = x_MK.shape[1]
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype
         return y_MN
@@ -189,10 +188,10 @@ class _LinearFunction(torch.autograd.Function):
             w = _cast_again(w_NK, w_scale, recipe.dgrad_w)
         if needs_wgrad and recipe.wgrad_x is not None:
             order = "columns" if wants_copies(g_MN.device) else "rows"
-            if ctx.remake is None:
+            if ctx.rematerializer is None:
                 x = ScaledTensor(kept[0], kept[1], recipe.wgrad_x)
             else:
-                x = ctx.remake.quantized(kept, recipe.wgrad_x, order, ctx.columns)
+                x = ctx.rematerializer.quantized(kept, recipe.wgrad_x, order, ctx.columns)
         g_dgrad, g_wgrad = _quantized_gradient(g_MN, w, x, recipe, ctx.past)
         if w is not None and g_dgrad is not None:
             dx_MK = scaled_mm(g_dgrad, w.unscaled if recipe.folds_w else w, "nn", out_dtype=x_dtype)
@@ -269,7 +268,7 @@ class _Read:
         self.state, self.forms = (), {}
 
 
-class _LastInput(threading.local):
+class InputCastCache(threading.local):
     """The quantized forms of the tensor that a linear read last, so that its siblings need not quantize it again.
 
     q, k and v are called one after the other with the same tensor object; so are gate and up. The copy is found by
@@ -280,7 +279,7 @@ class _LastInput(threading.local):
     Only tensors that autograd made (those with a `grad_fn`) are remembered. Others may be buffers that somebody writes
     into without autograd noticing (a receive buffer, a CUDA graph's input, an array shared with NumPy). A copy is not
     used once the tensor has another version, `grad_fn` or memory, nor on another stream, inside another dispatch mode
-    or CUDA graph capture: see `surroundings`.
+    or CUDA graph capture: see `execution_context`.
 
     The limit is that of autograd itself, which saves tensors by reference: a write into an activation that PyTorch does
     not report (through `.data`, NumPy or a custom kernel), between two layers that read it, is not seen. PyTorch's own
@@ -299,7 +298,7 @@ class _LastInput(threading.local):
             return _quantized_input(x_MK, recipe, wants_kept, amax)
         state = (
             owner._version, owner.grad_fn, owner.untyped_storage()._cdata, owner.storage_offset(), owner.shape,
-            owner.stride(), owner.dtype, *surroundings(owner),
+            owner.stride(), owner.dtype, *execution_context(owner),
         )  # fmt: skip
         entry = self._entry
         if entry is None or entry[0]() is not owner or entry[1].state != state:
@@ -315,4 +314,4 @@ class _LastInput(threading.local):
         return forms[wanted]
 
 
-_LAST_INPUT = _LastInput()
+_LAST_INPUT = InputCastCache()

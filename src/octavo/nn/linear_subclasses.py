@@ -2,7 +2,8 @@
 linears become.
 
 Some write the product in another way (Falcon's `input @ weight.T + bias`), some add methods and leave `forward` alone.
-The formula of the class (`octavo.nn.formulas`) is compared with those of the methods below; no name of a class counts.
+The formula of the class (`octavo.activations.formulas`) is compared with those of the methods below; class names do not
+count.
 """
 
 import inspect
@@ -12,12 +13,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
-from octavo.nn.activations import mixed_class
+from octavo.activations.detect import ORIGINAL, is_called_plainly, original_class
+from octavo.activations.formulas import Formula, formula_of, formula_of_method
+from octavo.activations.modules import mixed_class
 from octavo.nn.delayed import ATTRIBUTE
-from octavo.nn.formulas import Formula, formula_of, formula_of_method
-from octavo.nn.known import ORIGINAL, is_called_plainly, original_class
 from octavo.nn.linear import Linear
-from octavo.nn.swap import become, has_own_forward
+from octavo.runtime.swap import become, has_own_forward
 
 ATTRIBUTES = ("recipe", "keeps_weight", ATTRIBUTE)
 """What a converted linear has besides its parameters."""
@@ -101,7 +102,7 @@ def lossy_subclass(module: nn.Module) -> str | None:
 
 def change_since(module: nn.Module) -> str | None:
     """What was done to a module after it was converted that has to be undone before its class can be, or None."""
-    if type(module).__module__ not in ("octavo.nn.linear", "octavo.nn.conv1d", "octavo.nn.activations"):
+    if type(module).__module__ not in ("octavo.nn.linear", "octavo.nn.conv1d", "octavo.activations.modules"):
         return (
             f"became a {type(module).__name__} after it was converted (by a parametrization, or fully_shard): undo "
             "that first"

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.activations.detect import original_class
+from octavo.activations.modules import STORAGE_ATTRIBUTE, is_storing
 from octavo.kernels.gemm import accelerated
-from octavo.nn.activations import STORAGE_ATTRIBUTE, is_storing
-from octavo.nn.known import original_class
 from octavo.nn.linear import Linear
+from octavo.nn.memory_audit import kept_by_layer
 from octavo.nn.select import STORED_HOW, is_linear
-from octavo.nn.storage import kept_by_layer
 from octavo.numerics.display import Displayed, text_table
 from octavo.numerics.names import merged, pattern
 from octavo.numerics.plan import Decision, Plan, merged_rows
@@ -159,7 +159,7 @@ def report(model: nn.Module, batch: Any = None) -> Report:
     Args:
         model: The model.
         batch: Where given, one forward is run on it to find what each module keeps for backward: keyword arguments as a
-            mapping, positional ones as a tuple, or the one argument. `octavo.nn.storage.audit` tells more.
+            mapping, positional ones as a tuple, or the one argument. `octavo.nn.memory_audit.audit` tells more.
 
     Returns:
         A `Report`: a sequence of rows with `.name`, `.converted`, `.recipe` and `.reason`; `.summary`; a table when

@@ -1,5 +1,5 @@
 """Which modules of a model can be converted, which of those are, and why: the default plan. Those that can store their
-activations in FP8 are found by `octavo.nn.storable`.
+activations in FP8 are found by `octavo.activations.candidates`.
 
 By type, not by model: `nn.Linear`, subclasses whose code computes the same (`octavo.nn.linear_subclasses`), and
 Transformers' `Conv1D`. Everything else is left alone with its reason: other subclasses, as bitsandbytes' quantized
@@ -22,14 +22,14 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from octavo.activations.candidates import storable
 from octavo.nn.filters import Filter, Given, Layer, as_filter, layers_of, names_of, sizes
 from octavo.nn.linear import SUPPORTED_DTYPES
 from octavo.nn.linear_subclasses import computes_linear, is_conv1d, lossy_subclass
-from octavo.nn.storable import storable
-from octavo.nn.swap import has_own_forward
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe
+from octavo.runtime.swap import has_own_forward
 
 NARROW = 64
 """in_features or out_features up to which a linear is narrow, """

@@ -42,8 +42,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from octavo.kernels import quantize, quantize_pair, wants_copies
-from octavo.nn.surroundings import surroundings
 from octavo.numerics.recipe import Recipe
+from octavo.runtime.execution_context import execution_context
 from octavo.tensor import ScaledTensor
 
 WeightCasts = tuple[ScaledTensor, ScaledTensor]
@@ -162,7 +162,7 @@ def _shared(w_NK: Tensor) -> _SharedCasts | None:
     shared = _SHARED.get(id(owner))
     if shared is None or shared.parameter is not owner:
         return None
-    mode, *stream = surroundings(w_NK)
+    mode, *stream = execution_context(w_NK)
     return None if mode is not None or stream[1:] == [True] else shared
 
 
@@ -171,7 +171,7 @@ def _state(parameter: Tensor) -> tuple[Any, ...]:
     return (
         parameter._version, parameter._cdata, parameter.data_ptr(), parameter.untyped_storage()._cdata,
         parameter.untyped_storage().nbytes(), parameter.storage_offset(), parameter.shape, parameter.stride(),
-        parameter.dtype, parameter.device, *surroundings(parameter)[1:],
+        parameter.dtype, parameter.device, *execution_context(parameter)[1:],
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Level 4: one model on many GPUs. `parallelize` is the front door; the engine is torch's own.
+"""Level 5: one model on many GPUs. `parallelize` is the front door; the engine is torch's own.
 
 fsdp.py        FSDP2: blocks sharded, weights gathered in FP8, gradients scattered in FP8
 ddp.py         DDP, with gradients added up in FP8

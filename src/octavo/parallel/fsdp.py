@@ -25,10 +25,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.comm import reduce_scatter
-from octavo.nn.blocks import find_blocks
 from octavo.nn.gathered import Form, GlobalScales, ShardedWeight, sharded_weights
 from octavo.nn.linear import Linear
 from octavo.numerics.spec import TENSOR
+from octavo.runtime.blocks import find_blocks
 from octavo.tensor import plain
 
 _SCALES: "weakref.WeakSet[GlobalScales]" = weakref.WeakSet()

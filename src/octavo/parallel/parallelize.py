@@ -27,12 +27,12 @@ from octavo.comm import WIRE
 from octavo.nn.convert import convert
 from octavo.nn.linear import Linear
 from octavo.nn.report import check_module, is_converted
-from octavo.nn.swap import all_or_nothing
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
 from octavo.parallel.ddp import replicate
 from octavo.parallel.delayed import share_histories
 from octavo.parallel.fsdp import shard
+from octavo.runtime.swap import all_or_nothing
 
 FP8_COMM = ("auto", "on", "gather", "off")
 
@@ -165,7 +165,7 @@ def _parallelize(
 
 @contextmanager
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """`octavo.nn.swap.all_or_nothing`, for what FSDP2 remembers of modules as well."""
+    """`octavo.runtime.swap.all_or_nothing`, for what FSDP2 remembers of modules as well."""
     states = _composable_state._module_state_mapping
     before = set(states)
     try:

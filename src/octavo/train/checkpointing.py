@@ -1,6 +1,6 @@
 """Activation checkpointing of the repeated block.
 
-The block is found, not named (`octavo.nn.blocks`). "full" keeps a block's input
+The block is found, not named (`octavo.runtime.blocks`). "full" keeps a block's input
 and recomputes the rest in backward; "selective" also keeps what matrix products and attention put out, and
 recomputes the cheap rest. Only the `forward` of each block is wrapped: modules, names, hooks and `state_dict` stay
 as they are. The recomputation runs the same kernels on the same inputs, so gradients are bitwise those without
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import octavo.kernels  # noqa: F401  registers the ops named below
-from octavo.nn.blocks import find_blocks
+from octavo.runtime.blocks import find_blocks
 from octavo.train.config import ConfigError
 
 aten = torch.ops.aten

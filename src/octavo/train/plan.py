@@ -37,9 +37,8 @@ from octavo.inspect.forecast import (
 )
 from octavo.inspect.memory import GRANULES, make_gradients, make_states
 from octavo.nn import convert
-from octavo.nn.blocks import find_blocks
+from octavo.nn.memory_audit import Audit, audit, dtype_name
 from octavo.nn.report import PLAN_ATTRIBUTE
-from octavo.nn.storage import Audit, audit, dtype_name
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, LEVELS
@@ -52,6 +51,7 @@ from octavo.planner.forecast import Forecast, by_cost, forecast
 from octavo.planner.memory import BATCH, BUFFERS, PARAMETERS, STATES, MemoryPlan, summarize
 from octavo.planner.step import CHECKPOINTING, Setting, spread
 from octavo.planner.timeline import Timeline
+from octavo.runtime.blocks import find_blocks
 from octavo.runtime.terminal import show, stdout
 from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
 from octavo.train.data import Corpus

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn import disabled
-from octavo.nn.storage import kept_for_backward
+from octavo.nn.memory_audit import kept_for_backward
 from octavo.train.checkpointing import Checkpointing
 from octavo.train.config import ConfigError
 from octavo.train.heartbeat import from_collective

@@ -1,7 +1,7 @@
 """dequantize: the matrix that an FP8 form stands for, x = q · s, multiplied in float32 and rounded once.
 
 Must move per element: 1 byte read (and the scales), 2 written in bf16. Products read FP8 as it is; this is for what was
-stored in FP8 and is needed again as it was: see `octavo.nn.sources`.
+stored in FP8 and is needed again as it was: see `octavo.activations.recompute`.
 """
 
 from importlib.util import find_spec

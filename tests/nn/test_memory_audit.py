@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import octavo
-from octavo.nn.storage import audit, kept_by_layer, kept_for_backward
+from octavo.nn.memory_audit import audit, kept_by_layer, kept_for_backward
 from octavo.planner.fake import fake_copy, fake_tensors
 
 IDS = {"input_ids": torch.zeros(2, 16, dtype=torch.int64), "use_cache": False}

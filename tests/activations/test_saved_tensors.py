@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 from families import FAMILIES, batch_of, model_of, train_step
 from models import assert_same, llama
-from test_activations import BOTH, ONLY_ACTIVATIONS, by_matmul, flat, storing
 from test_composition import CHECKPOINTING
+from test_modules import BOTH, ONLY_ACTIVATIONS, by_matmul, flat, storing
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import octavo
-from octavo.nn.layouts import as_matrix, dense_strides
-from octavo.nn.saved_tensors import FEWEST, _Decompress, compressed
-from octavo.nn.sources import SOURCES, Remake, restored, stored
-from octavo.nn.storage import kept_for_backward
-from octavo.nn.storing import stored_activation
+from octavo.activations.functional import stored_activation
+from octavo.activations.layouts import as_matrix, dense_strides
+from octavo.activations.recompute import RECOMPUTABLE, Rematerializer, restored, stored
+from octavo.activations.saved_tensors import FEWEST, _Decompress, compressed
+from octavo.nn.memory_audit import kept_for_backward
 from octavo.numerics import E4M3, sqnr
 from octavo.train.checkpointing import Checkpointing
 
@@ -209,24 +209,29 @@ def test_attention_keeps_what_it_combines_exactly_and_its_projection_shares_it(a
             assert kept.by_dtype[torch.float8_e4m3fn] == tokens * 128  # X of q, k and v, which no norm made
 
 
-def test_a_source_serves_views_and_no_other():
+def test_a_registered_tensor_serves_views_and_no_other():
     x = randn(4, 16, 64).requires_grad_() * 1
     y = activation(x, "silu")
-    assert SOURCES.find(y, None) is SOURCES.find(y.reshape(64, 64), None) is SOURCES.find(y.detach(), None) is not None
+    assert (
+        RECOMPUTABLE.find(y, None)
+        is RECOMPUTABLE.find(y.reshape(64, 64), None)
+        is RECOMPUTABLE.find(y.detach(), None)
+        is not None
+    )
     for other in (y[:2], y.transpose(0, 1), y.clone(), y + 0, x):
-        assert SOURCES.find(other, None) is None
+        assert RECOMPUTABLE.find(other, None) is None
     y.mul_(2)
-    assert SOURCES.find(y, None) is None
+    assert RECOMPUTABLE.find(y, None) is None
 
 
 def test_a_source_dies_with_its_tensor():
-    before = set(SOURCES._entries)
+    before = set(RECOMPUTABLE._entries)
     y = activation(randn(16, 64).requires_grad_() * 1, "gelu")
     view = y.reshape(4, 4, 64)
     del y
-    assert SOURCES.find(view, None) is not None
+    assert RECOMPUTABLE.find(view, None) is not None
     del view
-    assert SOURCES._entries.keys() == before
+    assert RECOMPUTABLE._entries.keys() == before
 
 
 def test_stored_form_is_groups_of_32_with_powers_of_two():
@@ -292,8 +297,8 @@ def test_a_region_may_lie_inside_attention(precision):
         part.forward = partial(checkpoint, part.forward, use_reentrant=False)
     grads = train_step(model, batch)[1]
     assert grads["layers.0.self_attn.o_proj.weight"].isfinite().all()
-    octavo.revert(model)
     part.__dict__.pop("forward"), attention.o_proj.__dict__.pop("forward")
+    octavo.revert(model)
     assert sqnr(flat(train_step(model, batch)[1]), flat(grads)) > (24 if precision is ONLY_ACTIVATIONS else 15)
 
 
@@ -427,13 +432,13 @@ def test_a_negated_view_is_another_tensor():
 @by_matmul
 def test_what_a_partial_backward_made_again_goes_when_it_ends(precision):
     def remakes():
-        return [o for o in gc.get_objects() if issubclass(type(o), Remake)]
+        return [o for o in gc.get_objects() if issubclass(type(o), Rematerializer)]
 
     model, batch, others = storing(model_of("llama"), precision), batch_of("llama"), remakes()
     y = model(**batch).last_hidden_state
     torch.autograd.grad(y.sum(), model.layers[0].mlp.down_proj.weight, retain_graph=True)
-    ours = [remake for remake in remakes() if not any(remake is other for other in others)]
-    assert len(ours) >= 4 and not any(remake._memo for remake in ours)
+    ours = [rematerializer for rematerializer in remakes() if not any(rematerializer is other for other in others)]
+    assert len(ours) >= 4 and not any(rematerializer._memo for rematerializer in ours)
 
 
 def test_a_second_derivative_is_refused_rather_than_wrong(precision=ONLY_ACTIVATIONS):

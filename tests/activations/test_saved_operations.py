@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from octavo.nn.saved_tensors import FEWEST, compressed
-from octavo.nn.storage import kept_for_backward
+from octavo.activations.saved_tensors import FEWEST, compressed
+from octavo.nn.memory_audit import kept_for_backward
 
 SIZE = 64 * 64
 SHAPES = {"square": (64, 64), "batch": (2, 32, 64), "heads": (1, 2, 32, 64), "image": (4, 4, 16, 16)}

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import octavo
-from octavo.nn.sources import SOURCES
-from octavo.nn.storable import storable
-from octavo.nn.storage import kept_for_backward
+from octavo.activations.candidates import storable
+from octavo.activations.recompute import RECOMPUTABLE
+from octavo.nn.memory_audit import kept_for_backward
 from octavo.numerics import RECIPES, sqnr
 
 by_family = pytest.mark.parametrize("family", FAMILIES)
@@ -251,7 +251,7 @@ def test_wrong_requests_are_named():
 def test_nothing_outlives_the_graph(precision):
     """Neither the registry of sources nor a cycle through hooks holds anything once backward is done."""
     model, batch = storing(model_of("vit"), precision), batch_of("vit")
-    storages, before = [], set(SOURCES._entries)
+    storages, before = [], set(RECOMPUTABLE._entries)
 
     def pack(tensor):
         if tensor.dtype.itemsize == 1:
@@ -272,7 +272,7 @@ def test_nothing_outlives_the_graph(precision):
             storages.clear()
     finally:
         gc.enable()
-    assert SOURCES._entries.keys() == before
+    assert RECOMPUTABLE._entries.keys() == before
 
 
 @by_matmul

@@ -1,9 +1,9 @@
-"""Which modules of a model can store their activations in FP8, and how.
+"""Decide which modules of a model can store their activations in FP8, and how.
 
-Norms, gated MLPs and activation functions are those whose code is known (`octavo.nn.known`). Of the others, a module
-that owns matrices (linears, convolutions, experts) gets a scope, under which it keeps its own forward
-(`octavo.nn.saved_tensors`): attention, MLPs of any other kind, mixers. Not one around a stack of blocks: a scope
-decides when its module is done, and would hold what a whole model saves until then.
+Norms, gated MLPs and activation functions are those whose code is known (`octavo.activations.detect`). Any other module
+that owns matrices (linears, convolutions, experts) gets a scope and keeps its own forward
+(`octavo.activations.saved_tensors`): attention, other MLPs, mixers. A module around a stack of blocks gets none: a
+scope compresses when its module returns, so it would hold what the whole model saves until then.
 """
 
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from octavo.nn.activations import Scoped, Storage
-from octavo.nn.blocks import find_stacks
-from octavo.nn.known import Activation, Glu, Known, activation_of, known, original_class, registered
-from octavo.nn.swap import has_own_forward
+from octavo.activations.detect import Activation, Glu, Known, activation_of, known, original_class, registered
+from octavo.activations.modules import Scoped, Storage
+from octavo.runtime.blocks import find_stacks
+from octavo.runtime.swap import has_own_forward
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are not called."""
@@ -69,7 +69,7 @@ def _known(module: nn.Module) -> Known | None:
     if spec is None or (isinstance(spec, Activation) and activation_of(module) is None):
         return None
     if registered(original_class(module)):
-        from octavo.nn.verify import check_registered  # which few need
+        from octavo.activations.verify import check_registered  # which few need
 
         check_registered(module, spec)
     return spec

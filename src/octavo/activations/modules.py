@@ -1,17 +1,18 @@
 """Modules that store their activations in FP8: norms, gated MLPs, activation functions, and scopes.
 
-    norm         keeps x (or x - mean) in FP8, and rstd      y is recomputed for who reads it
-    glu          keeps gate and up in FP8                    h = act(gate)·up is recomputed for the down projection
-    activation   keeps x in FP8                              act(x) is recomputed for the next linear
-    scope        runs its own forward; what its operations save is kept in FP8 where that is safe
+    norm         saves x (or x - mean) in FP8, and rstd      its readers recompute y
+    glu          saves gate and up in FP8                    the down projection recomputes h = act(gate)·up
+    activation   saves x in FP8                              the next linear recomputes act(x)
+    scope        runs its own forward; saves in FP8 what its operations save, where that is safe
 
-No forward is changed, bit for bit. The first three have a backward of their own, so they are for modules whose code is
-known: `octavo.nn.known`. Weights, epsilon, children and flags are read in each call, and so is the code: where it has
-changed, where an activation has hooks, and for operands that the ops do not take, autograd's backward is left in place.
+No class changes forward, bit for bit. The first three have a backward of their own, so they take only modules whose
+code is known (`octavo.activations.detect`). They read weights, epsilon, children, flags and the code itself in each
+call. If the code has changed, an activation has hooks, or the ops do not take the operands, autograd's own backward
+runs.
 
-A converted module is of a class made of one of those below and the original one, as `octavo.convert` never replaces
-module objects; how it stores is in its attribute `octavo_storage`. Under torch.compile and inside `octavo.disabled()`
-every module runs its own forward, and keeps what that keeps.
+`octavo.convert` never replaces module objects: a converted module gets a class derived from one of these and its
+original class. Its attribute `octavo_storage` says how it stores. Under torch.compile and inside `octavo.disabled()`
+every module runs its own forward and saves what that saves.
 """
 
 from dataclasses import dataclass
@@ -24,10 +25,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from octavo.nn.known import GLU_ACTIVATIONS, ORIGINAL, Glu, Known, Norm, activation_of, known
-from octavo.nn.saved_tensors import compressed, recording
-from octavo.nn.storing import FLOATING, stored_activation, stored_glu, stored_joint_glu, stored_norm
-from octavo.nn.swap import become
+from octavo.activations.detect import GLU_ACTIVATIONS, ORIGINAL, Glu, Known, Norm, activation_of, known
+from octavo.activations.functional import FLOATING, stored_activation, stored_glu, stored_joint_glu, stored_norm
+from octavo.activations.saved_tensors import compressed, recording
+from octavo.runtime.swap import become
 
 STORAGE_ATTRIBUTE = "octavo_storage"
 """Where a converted module has its `Norm`, `Glu`, `Activation` or `Scoped`."""

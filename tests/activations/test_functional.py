@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from test_activations import flat, storing
+from test_modules import flat, storing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.nn import saved_tensors
-from octavo.nn.storage import kept_for_backward
+from octavo.activations import saved_tensors
+from octavo.nn.memory_audit import kept_for_backward
 from octavo.numerics import sqnr
 
 
@@ -176,7 +176,7 @@ def test_gate_and_up_of_unlike_dtypes_or_shapes_are_multiplied_as_pytorch_does()
 @pytest.mark.parametrize("gate_first", [True, False])
 def test_halves_of_a_joint_gradient_are_in_order(gate_first, monkeypatch):
     """Also where the op gives them one by one."""
-    import octavo.nn.storing as module
+    import octavo.activations.functional as module
 
     def apart(*args, joined=False):
         return module_backward(*args)

@@ -1,4 +1,4 @@
-"""What decides where the work on a tensor goes, so that a result remembered from elsewhere is not taken for it."""
+"""The execution context of a tensor: what must be equal for a cached result to be valid for it."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def surroundings(x: Tensor) -> tuple[Any, ...]:
+def execution_context(x: Tensor) -> tuple[Any, ...]:
     """The dispatch mode that records work on x, the stream it runs on, and whether a CUDA graph captures it."""
     mode = torch.utils._python_dispatch._get_current_dispatch_mode()
     if not x.is_cuda:

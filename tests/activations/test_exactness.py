@@ -400,7 +400,7 @@ def test_what_is_only_alike_keeps_its_forward_and_its_gradients(name, seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.RMSNorm(WIDTH), ALIKE[name](), nn.Linear(WIDTH, WIDTH))
     plain, storing = (m[1] for m in compare(model, randn(2, 32, WIDTH, seed=seed)))
-    assert octavo.nn.known.original_class(storing) is type(plain)
+    assert octavo.activations.detect.original_class(storing) is type(plain)
     compare(nn.Sequential(nn.RMSNorm(WIDTH), ALIKE[name]()), randn(2, 32, WIDTH, seed=seed))
     assert getattr(plain, "seen", None) == getattr(storing, "seen", None)
     if getattr(plain, "auxiliary", None) is not None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from octavo.activations.saved_tensors import Saved
 from octavo.nn.gathered import GatheredWeight
-from octavo.nn.saved_tensors import Saved
 from octavo.numerics.names import merged, pattern
 from octavo.runtime.torch_compat import own_saved_tensors_hooks
 from octavo.tensor import plain

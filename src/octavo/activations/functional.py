@@ -1,14 +1,13 @@
-"""Functions of activations that store their input in FP8 for backward, and are the source of their output.
+"""Autograd functions of norms, gated MLPs and activation functions that save their input in FP8.
 
-Values in forward are the model's own, bit for bit: each function is given what was computed. What is rounded to FP8 is
-only what backward computes from. Gradients are those of the function at the stored input, statistics of norms
-included, so that all that backward combines belongs together. See `octavo.nn.sources` for the stored form, and for what
-it saves that outputs are recomputed.
+Forward returns the model's own values, bit for bit: each function receives what the module computed. Backward computes
+the gradient of the function at the saved FP8 input, norm statistics included, so that all operands of backward belong
+to one set of values. `octavo.activations.recompute` describes the FP8 format and how outputs are recomputed.
 
-Backward uses the ops `rms_norm`, `layer_norm` and `glu`. A layer norm stores x - mean, as the mean may be many times
-what is left without it. A gate whose projection has a bias is stored without that bias, as silu(-8 ± 0.3) differs by a
-third. Parameters that are needed to recompute an output are copied in forward: when another layer asks for it in
-backward, FSDP may have freed the parameters of this one.
+Backward uses the ops `rms_norm`, `layer_norm` and `glu`. A layer norm saves x - mean, because the mean may be many
+times larger than the rest. A gate whose projection has a bias is saved without the bias, because silu(-8 ± 0.3) varies
+by a third. Forward copies the parameters that recomputation needs: FSDP may have freed them when another layer asks for
+the output in backward.
 """
 
 import math
@@ -21,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from octavo.activations.detect import Norm
+from octavo.activations.recompute import RECOMPUTABLE, Recomputable, Rematerializer, restored, stored
+from octavo.activations.saved_tensors import hooks_around, unhooked
 from octavo.kernels import glu, layer_norm, rms_norm
 from octavo.kernels.fused import glu_backward, layer_norm_backward, rms_norm_backward
 from octavo.kernels.fused.forms import serves
-from octavo.nn.known import Norm
-from octavo.nn.saved_tensors import hooks_around, unhooked
-from octavo.nn.sources import SOURCES, Remake, Source, restored, stored
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.torch_compat import in_backward, names_lost_nodes
 from octavo.tensor import ScaledTensor
@@ -35,7 +34,7 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 """What has an FP8 form."""
 
 
-class _RemadeNorm(Remake):
+class _NormRematerializer(Rematerializer):
     """From data, scale, weight and bias (or None)."""
 
     def __init__(self, dtype: torch.dtype, norm: Norm, eps: float) -> None:
@@ -73,7 +72,7 @@ class _RemadeNorm(Remake):
         return rms_norm(x, weight, self.eps, spec, order, offset=self.norm.offset, keep=keep)  # type: ignore[arg-type]
 
 
-class _RemadeGlu(Remake):
+class _GluRematerializer(Rematerializer):
     """From data and scale of gate, without its bias, then of up; and that bias, or None."""
 
     def __init__(self, dtype: torch.dtype, activation: str) -> None:
@@ -98,7 +97,7 @@ class _RemadeGlu(Remake):
         return glu(gate, up, self.activation, spec, order, keep=False).quantized  # type: ignore[arg-type]
 
 
-class _RemadeActivation(Remake):
+class _ActivationRematerializer(Rematerializer):
     """From data and scale of its input."""
 
     def __init__(self, dtype: torch.dtype, activation: str) -> None:
@@ -115,28 +114,28 @@ class _NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, y: list[Tensor], remake: _RemadeNorm
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, y: list[Tensor], rematerializer: _NormRematerializer
     ) -> tuple[Tensor, Tensor, Tensor]:
         x_MK = centered = _matrix(x)
-        if remake.norm.center:
+        if rematerializer.norm.center:
             centered = x_MK - x_MK.mean(-1, keepdim=True, dtype=torch.float32)
         data, scale = stored(centered)
         ctx.save_for_backward(data, scale, weight, bias)
         ctx.mark_non_differentiable(data, scale)
-        ctx.remake = remake
+        ctx.rematerializer = rematerializer
         return y[0], data, scale
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         tensors = data, scale, weight, bias = ctx.saved_tensors
-        remake: _RemadeNorm = ctx.remake
-        x_MK, (rstd, mean), dbias = remake.inputs((data, scale))[0], remake.statistics(tensors), None
-        remake.forget()
+        rematerializer: _NormRematerializer = ctx.rematerializer
+        x_MK, (rstd, mean), dbias = rematerializer.inputs((data, scale))[0], rematerializer.statistics(tensors), None
+        rematerializer.forget()
         if mean is not None:
             dx, dweight, dbias = layer_norm_backward(_matrix(grad), x_MK, weight, mean, rstd)
         else:
-            dx, dweight = rms_norm_backward(_matrix(grad), x_MK, weight, rstd, offset=remake.norm.offset)
+            dx, dweight = rms_norm_backward(_matrix(grad), x_MK, weight, rstd, offset=rematerializer.norm.offset)
         return dx.view(grad.shape), dweight, None if bias is None else dbias, None, None
 
 
@@ -144,18 +143,20 @@ class _GluFunction(torch.autograd.Function):
     """h [..., N] of gate and up, which is given, and whose stored forms arrive with them."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, h: list[Tensor], remake: _RemadeGlu, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, h: list[Tensor], rematerializer: _GluRematerializer, *tensors: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.remake = remake
+        ctx.rematerializer = rematerializer
         return h[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        remake: _RemadeGlu = ctx.remake
-        gate, up = remake.inputs(ctx.saved_tensors)
-        remake.forget()
-        dgate, dup = glu_backward(_matrix(grad), gate, up, remake.activation)
+        rematerializer: _GluRematerializer = ctx.rematerializer
+        gate, up = rematerializer.inputs(ctx.saved_tensors)
+        rematerializer.forget()
+        dgate, dup = glu_backward(_matrix(grad), gate, up, rematerializer.activation)
         return dgate.view(grad.shape), dup.view(grad.shape), *[None] * 7
 
 
@@ -164,19 +165,19 @@ class _JointGluFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, both: Tensor, h: list[Tensor], gate_first: bool, remake: _RemadeGlu, *tensors: Tensor
+        ctx: Any, both: Tensor, h: list[Tensor], gate_first: bool, rematerializer: _GluRematerializer, *tensors: Tensor
     ) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.remake, ctx.gate_first = remake, gate_first
+        ctx.rematerializer, ctx.gate_first = rematerializer, gate_first
         return h[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        remake: _RemadeGlu = ctx.remake
-        gate, up = remake.inputs(ctx.saved_tensors)
-        remake.forget()
-        dgate, dup = glu_backward(_matrix(grad), gate, up, remake.activation, joined=ctx.gate_first)
+        rematerializer: _GluRematerializer = ctx.rematerializer
+        gate, up = rematerializer.inputs(ctx.saved_tensors)
+        rematerializer.forget()
+        dgate, dup = glu_backward(_matrix(grad), gate, up, rematerializer.activation, joined=ctx.gate_first)
         if ctx.gate_first and dgate._base is not None:
             both = dgate._base
         else:
@@ -188,18 +189,20 @@ class _ActivationFunction(torch.autograd.Function):
     """act(x) of x [..., N], which is given, and whose stored form arrives with it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: list[Tensor], remake: _RemadeActivation, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, y: list[Tensor], rematerializer: _ActivationRematerializer, *tensors: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*tensors)
-        ctx.remake = remake
+        ctx.rematerializer = rematerializer
         return y[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        remake: _RemadeActivation = ctx.remake
-        (x,) = remake.inputs(ctx.saved_tensors)
-        remake.forget()
-        return _activation_gradient(grad, x, remake.activation), *[None] * 4
+        rematerializer: _ActivationRematerializer = ctx.rematerializer
+        (x,) = rematerializer.inputs(ctx.saved_tensors)
+        rematerializer.forget()
+        return _activation_gradient(grad, x, rematerializer.activation), *[None] * 4
 
 
 def stored_norm(
@@ -217,11 +220,11 @@ def stored_norm(
     """
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     scale, norm = (weight, norm) if weight is not None else (y.new_ones(y.shape[-1:]), replace(norm, offset=False))
-    remake = _RemadeNorm(y.dtype, norm, eps)
-    out, *tensors = unhooked(_NormFunction.apply, x.to(y.dtype), scale, bias, [y], remake)
+    rematerializer = _NormRematerializer(y.dtype, norm, eps)
+    out, *tensors = unhooked(_NormFunction.apply, x.to(y.dtype), scale, bias, [y], rematerializer)
     copies = scale.detach().clone(), None if bias is None else bias.detach().clone()
     if out.is_contiguous():
-        SOURCES.add(out, Source((*tensors, *copies), remake), hooks_around())
+        RECOMPUTABLE.add(out, Recomputable((*tensors, *copies), rematerializer), hooks_around())
     return out
 
 
@@ -235,10 +238,10 @@ def stored_glu(gate: Tensor, up: Tensor, h: Tensor, activation: str, bias: Tenso
         activation: `"silu"`, `"gelu"` or `"gelu_tanh"`.
         bias: [N], of the projection that made gate, which is stored without it.
     """
-    tensors, remake = _stored_gate(_matrix(gate), _matrix(up), bias), _RemadeGlu(gate.dtype, activation)
-    out: Tensor = unhooked(_GluFunction.apply, gate, up, [h], remake, *tensors)
+    tensors, rematerializer = _stored_gate(_matrix(gate), _matrix(up), bias), _GluRematerializer(gate.dtype, activation)
+    out: Tensor = unhooked(_GluFunction.apply, gate, up, [h], rematerializer, *tensors)
     if out.is_contiguous():
-        SOURCES.add(out, Source(tensors, remake), hooks_around())
+        RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), hooks_around())
     return out
 
 
@@ -247,10 +250,10 @@ def stored_joint_glu(both: Tensor, h: Tensor, activation: str, gate_first: bool,
     halves = _matrix(both.detach()).chunk(2, dim=1)
     gate, up = halves if gate_first else halves[::-1]
     half = None if bias is None else bias.chunk(2)[0 if gate_first else 1]
-    tensors, remake = _stored_gate(gate, up, half), _RemadeGlu(both.dtype, activation)
-    out: Tensor = unhooked(_JointGluFunction.apply, both, [h], gate_first, remake, *tensors)
+    tensors, rematerializer = _stored_gate(gate, up, half), _GluRematerializer(both.dtype, activation)
+    out: Tensor = unhooked(_JointGluFunction.apply, both, [h], gate_first, rematerializer, *tensors)
     if out.is_contiguous():
-        SOURCES.add(out, Source(tensors, remake), hooks_around())
+        RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), hooks_around())
     return out
 
 
@@ -260,12 +263,12 @@ def stored_activation(x: Tensor, y: Tensor, activation: str) -> Tensor:
     Args:
         x: [..., N].
         y: Its result, without a gradient.
-        activation: A name in `octavo.nn.known.ACTIVATIONS`.
+        activation: A name in `octavo.activations.detect.ACTIVATIONS`.
     """
-    tensors, remake = stored(_matrix(x)), _RemadeActivation(x.dtype, activation)
-    out: Tensor = unhooked(_ActivationFunction.apply, x, [y], remake, *tensors)
+    tensors, rematerializer = stored(_matrix(x)), _ActivationRematerializer(x.dtype, activation)
+    out: Tensor = unhooked(_ActivationFunction.apply, x, [y], rematerializer, *tensors)
     if out.is_contiguous():
-        SOURCES.add(out, Source(tensors, remake), hooks_around())
+        RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), hooks_around())
     return out
 
 

@@ -1,0 +1,186 @@
+"""Recomputable tensors: outputs that backward recomputes from what their producer saved.
+
+The input of q, k and v is the output of a norm, and the norm saves its own input in FP8. Backward can therefore
+recompute y' = norm(saved x) instead of saving y a second time. The same holds for h = silu(gate)·up, the input of a
+down projection, and for the output of an activation function. A producer registers its output here. A reader (a linear,
+or the hooks of `octavo.activations.saved_tensors`) then saves the producer's tensors, which exist once, and recomputes
+y' in backward. Producer and readers share one `Rematerializer`, so q, k and v recompute y' once.
+
+Format: e4m3 in groups of 32 along the last dimension with power-of-two scales of one byte, 1.03 bytes per element.
+
+A tensor is identified by its storage, as long as that lives, and by its version counter: views count as the tensor, a
+write ends the registration. A write through `.data` goes unnoticed. As with quantized inputs (`octavo.nn.linear`), only
+results of autograd are registered, and they are valid on one stream and in one CUDA graph capture. The dispatch mode
+does not matter: nothing is replayed, and checkpointing a region that begins between producer and reader must give the
+same gradients as no checkpointing.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.kernels import dequantize, quantize
+from octavo.numerics.spec import QuantSpec
+from octavo.runtime.execution_context import execution_context
+from octavo.tensor import ScaledTensor
+
+STORED = QuantSpec.parse("e4m3/1x32/e8m0")
+"""The format in which activations are saved."""
+
+Stored = tuple[Tensor, Tensor]
+"""FP8 data and scales of a matrix."""
+
+
+def stored(x_MK: Tensor) -> Stored:
+    """Quantize a matrix to the saved format."""
+    with torch.no_grad():
+        quantized = quantize(x_MK, STORED)
+    assert quantized.scale is not None
+    return quantized.data, quantized.scale
+
+
+def restored(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantize a matrix. Values that round up beyond the largest of `dtype` are clamped to it."""
+    largest = torch.finfo(dtype).max
+    return dequantize(ScaledTensor(data, scale, STORED), dtype).clamp_(-largest, largest)
+
+
+class Rematerializer:
+    """Recomputes a tensor y [M,K] from saved tensors. It caches results during backward only, from the first reader to
+    the producer, whose backward always runs last and calls `forget`. If backward does not reach the producer, because
+    only some gradients were requested, the cache is cleared when it ends.
+
+    Subclasses define the saved inputs (`_inputs`), how y is computed from them (`_matrix`), and, if a kernel can, how
+    its FP8 copy is computed without y (`_quantized`).
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._memo: dict[Any, Any] = {}
+        self._task = -1
+
+    def inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
+        """Return the inputs of y in high precision."""
+        inputs: list[Tensor] = self._once("inputs", lambda: self._inputs(tensors))
+        return inputs
+
+    def matrix(self, tensors: Sequence[Any]) -> Tensor:
+        """Return y' [M,K], contiguous."""
+        y: Tensor = self._once("matrix", lambda: self._matrix(tensors))
+        return y
+
+    def quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int) -> ScaledTensor:
+        """Return `quantize(y', spec, order=order)`, with y' as a matrix of `columns`: a reader may see it reshaped."""
+
+        def make() -> ScaledTensor:
+            from_matrix = "matrix" in self._memo or tensors[0].shape[-1] != columns
+            fused = None if from_matrix else self._quantized(tensors, spec, order)
+            return fused or quantize(self.matrix(tensors).reshape(-1, columns), spec, order=order)  # type: ignore[arg-type]
+
+        quantized: ScaledTensor = self._once((spec, order, columns), make)
+        return quantized
+
+    def forget(self) -> None:
+        """Clear the cache: no reader follows, unless backward runs a second time."""
+        self._memo.clear()
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        task = torch._C._current_graph_task_id()
+        if task == -1:  # not in backward: nothing would clear the cache
+            return make()
+        if not self._memo or self._task != task:  # an earlier backward may have failed and left its results
+            self._memo.clear()
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.forget)
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
+
+    def _inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
+        data = tensors[::2], tensors[1::2]
+        return [restored(q, s, self.dtype) for q, s in zip(*data, strict=True)]
+
+    def _matrix(self, tensors: Sequence[Any]) -> Tensor:
+        raise NotImplementedError
+
+    def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor | None:
+        return None
+
+
+class ExactMatrix(Rematerializer):
+    """A tensor that is saved as it is. It caches nothing, because nothing would clear the cache."""
+
+    def matrix(self, tensors: Sequence[Any]) -> Tensor:
+        """As `Rematerializer.matrix`."""
+        x: Tensor = tensors[0]
+        return x
+
+    def quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int) -> ScaledTensor:
+        """As `Rematerializer.quantized`."""
+        return quantize(tensors[0].reshape(-1, columns), spec, order=order)  # type: ignore[arg-type]
+
+
+class Recomputable(NamedTuple):
+    """What to save in the place of a tensor, and how to recompute the tensor from it."""
+
+    tensors: tuple[Tensor | None, ...]
+    rematerializer: Rematerializer
+
+
+class _Entry(NamedTuple):
+    owner: weakref.ref[Any]
+    around: Any
+    state: tuple[Any, ...]
+    source: Recomputable
+
+
+class RecomputableTensors:
+    """The recomputable tensors that are alive."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+
+    def add(self, y: Tensor, source: Recomputable, around: Any) -> None:
+        """Register a contiguous tensor that autograd made, if it did, under the saved-tensor hooks `around`."""
+        if y.grad_fn is not None and not torch.is_inference_mode_enabled():
+            self.add_recomputed(y, source, around)
+
+    def add_recomputed(self, y: Tensor, source: Recomputable, around: Any = None) -> None:
+        """Register a contiguous tensor that was itself recomputed."""
+        key = _storage(y)
+
+        def remove(dead: weakref.ref[Any]) -> None:
+            entry = self._entries.get(key)
+            if entry is not None and entry.owner is dead:
+                del self._entries[key]
+
+        self._entries[key] = _Entry(weakref.ref(y.untyped_storage(), remove), around, _state(y), source)
+
+    def find(self, x: Tensor, around: Any) -> Recomputable | None:
+        """Find what a registered tensor, or a view with all of its elements in order, is recomputed from.
+
+        Returns None for a tensor that was registered under saved-tensor hooks other than those `around` now: such hooks
+        may hand out copies, so checkpointing of the reader alone would find in forward what it misses in backward.
+        """
+        entry = self._entries.get(_storage(x))
+        if entry is None or entry.owner() is not x.untyped_storage():
+            return None
+        if entry.around is not None and entry.around != around:
+            return None
+        if entry.state != _state(x) or not x.is_contiguous():
+            return None
+        return entry.source
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _state(x: Tensor) -> tuple[Any, ...]:
+    return x._version, x.numel(), x.dtype, x.is_neg(), x.storage_offset(), *execution_context(x)[1:]
+
+
+RECOMPUTABLE = RecomputableTensors()
