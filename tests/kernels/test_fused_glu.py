@@ -164,14 +164,14 @@ def test_gelu_keeps_relative_precision_in_its_tail():
 
 
 WRONG = {
-    "dimensions": (lambda g: glu(g[None], g[None]), "gate is a float32, .* shape \\(1, 8, 32\\)"),
-    "up": (lambda g: glu(g, g[:, 1:]), "up is torch.bfloat16 \\[8, 32\\] on cpu; got torch.bfloat16 \\[8, 31\\]"),
-    "up's dtype": (lambda g: glu(g, g.float()), "up is torch.bfloat16 .* got torch.float32"),
+    "dimensions": (lambda g: glu(g[None], g[None]), "gate must be a float32, .* shape \\(1, 8, 32\\)"),
+    "up": (lambda g: glu(g, g[:, 1:]), "up must be torch.bfloat16 \\[8, 32\\] on cpu; got torch.bfloat16 \\[8, 31\\]"),
+    "up's dtype": (lambda g: glu(g, g.float()), "up must be torch.bfloat16 .* got torch.float32"),
     "activation": (lambda g: glu(g, g, "gelu_tan"), "unknown activation 'gelu_tan'.*did you mean 'gelu_tanh'.*Known"),
     "order": (lambda g: glu(g, g, "silu", ROW, "column"), "did you mean 'columns'"),
     "granularity": (lambda g: glu(g, g, "silu", QuantSpec.parse("e4m3/128x128")), "got e4m3/128x128"),
-    "nothing": (lambda g: glu(g, g, keep=False), "nothing is asked for"),
-    "grad": (lambda g: glu_backward(g[1:], g, g), "grad is torch.bfloat16 \\[8, 32\\]"),
+    "nothing": (lambda g: glu(g, g, keep=False), "no output requested"),
+    "grad": (lambda g: glu_backward(g[1:], g, g), "grad must be torch.bfloat16 \\[8, 32\\]"),
 }
 
 

@@ -222,20 +222,23 @@ def test_rows_beyond_the_last_leave_no_trace_in_the_amax():
 
 
 WRONG = {
-    "3 dimensions": (lambda x, w: rms_norm(x[None], w, 1e-5), "x is a float32, .* matrix .* shape \\(1, 8, 32\\)"),
+    "3 dimensions": (lambda x, w: rms_norm(x[None], w, 1e-5), "x must be a float32, .* matrix .* shape \\(1, 8, 32\\)"),
     "dtype": (lambda x, w: rms_norm(x.double(), w, 1e-5), "float64"),
-    "weight": (lambda x, w: rms_norm(x, w[:3], 1e-5), "weight is torch.bfloat16 or torch.float32 \\[32\\].*\\[3\\]"),
-    "residual": (lambda x, w: rms_norm(x, w, 1e-5, residual=x.float()), "residual is torch.bfloat16 \\[8, 32\\]"),
-    "bias": (lambda x, w: layer_norm(x, w, w.float(), 1e-5), "bias is torch.bfloat16"),
-    "order": (lambda x, w: rms_norm(x, w, 1e-5, ROW, "row"), "order is one of.*did you mean 'rows'"),
+    "weight": (
+        lambda x, w: rms_norm(x, w[:3], 1e-5),
+        "weight must be torch.bfloat16 or torch.float32 \\[32\\].*\\[3\\]",
+    ),
+    "residual": (lambda x, w: rms_norm(x, w, 1e-5, residual=x.float()), "residual must be torch.bfloat16 \\[8, 32\\]"),
+    "bias": (lambda x, w: layer_norm(x, w, w.float(), 1e-5), "bias must be torch.bfloat16"),
+    "order": (lambda x, w: rms_norm(x, w, 1e-5, ROW, "row"), "order must be one of.*did you mean 'rows'"),
     "granularity": (lambda x, w: rms_norm(x, w, 1e-5, QuantSpec.parse("e4m3/column")), "got e4m3/column"),
     "odd blocks": (lambda x, w: rms_norm(x, w, 1e-5, QuantSpec.parse("e4m3/1x48")), "got e4m3/1x48"),
-    "nothing": (lambda x, w: rms_norm(x, w, 1e-5, keep=False), "nothing is asked for"),
+    "nothing": (lambda x, w: rms_norm(x, w, 1e-5, keep=False), "no output requested"),
     "no y": (lambda x, w: rms_norm(x, w, 1e-5, QuantSpec.parse("e4m3/tensor"), keep=False), "keep=True"),
     "device": (lambda x, w: rms_norm(x, w.to("meta"), 1e-5), "on cpu; got .* on meta"),
-    "grad": (lambda x, w: rms_norm_backward(x.float(), x, w, x[:, :1].float()), "grad is torch.bfloat16"),
-    "rstd": (lambda x, w: rms_norm_backward(x, x, w, x[:, 0].float()), "rstd is torch.float32 \\[8, 1\\]"),
-    "mean": (lambda x, w: layer_norm_backward(x, x, w, x[:, :1], x[:, :1].float()), "mean is torch.float32"),
+    "grad": (lambda x, w: rms_norm_backward(x.float(), x, w, x[:, :1].float()), "grad must be torch.bfloat16"),
+    "rstd": (lambda x, w: rms_norm_backward(x, x, w, x[:, 0].float()), "rstd must be torch.float32 \\[8, 1\\]"),
+    "mean": (lambda x, w: layer_norm_backward(x, x, w, x[:, :1], x[:, :1].float()), "mean must be torch.float32"),
 }
 
 

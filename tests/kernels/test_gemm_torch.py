@@ -104,14 +104,14 @@ def test_refused_output_goes_through_unit_scales(monkeypatch):
     assert rules.calls[-1] == ("row", torch.bfloat16, False)
 
 
-def test_what_torch_multiplies_wrong_it_does_not_take(monkeypatch):
+def test_products_that_torch_computes_wrongly_are_not_used(monkeypatch):
     rules = install(monkeypatch, Rules())
     real = rules.scaled_mm_v1
     monkeypatch.setattr(
         torch, "_scaled_mm", lambda a, b, **rest: real(a, b, **rest) * (1 + (rest["scale_a"].dim() > 1))
     )
     a, b, layout = operands(16, 16, 32, ("e4m3/row", "e4m3/row", "nt"))
-    with SCALED_MM.force("torch_scaled"), pytest.raises(NotImplementedError, match="refuses"):
+    with SCALED_MM.force("torch_scaled"), pytest.raises(NotImplementedError, match="does not support scales"):
         scaled_mm(*operands(16, 16, 128, ("e4m3/tensor", "e4m3/tensor", "nt")), out_dtype=torch.float32)
     del a, b, layout
 
@@ -141,7 +141,7 @@ def test_refusals_are_those_of_the_device(monkeypatch, name, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     cases = [case for label, case in SCALED_MM.cases.items() if label.split()[0] == name]
-    reasons = [torch_scaled.refuses(torch.device("cuda"), case) for case in cases]
+    reasons = [torch_scaled.unsupported_reason(torch.device("cuda"), case) for case in cases]
     serves = {"blockwise": capability == HOPPER, "mxfp8": capability == BLACKWELL}.get(name, capability >= (8, 9))
     if serves:
         assert reasons == [None] * len(reasons) and reasons
@@ -153,12 +153,12 @@ def test_refusals_are_those_of_the_versions(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
     cuda, case = torch.device("cuda"), ("e4m3/1x128", "e4m3/128x128", "nt")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert "CUDA 12.9" in torch_scaled.refuses(cuda, case)
+    assert "CUDA 12.9" in torch_scaled.unsupported_reason(cuda, case)
     monkeypatch.delattr(F, "scaled_mm")
-    assert "has no torch.nn.functional.scaled_mm" in torch_scaled.refuses(cuda, case)
-    assert torch_scaled.refuses(cuda, ("e4m3/row", "e4m3/row", "nt")) is None
-    assert "E5M2" in torch_scaled.refuses(cuda, ("e5m2/tensor", "e5m2/tensor", "nt"))
-    assert "no product for scales" in torch_scaled.refuses(cuda, ("e4m3/row", "e4m3/row", "nn"))
+    assert "has no torch.nn.functional.scaled_mm" in torch_scaled.unsupported_reason(cuda, case)
+    assert torch_scaled.unsupported_reason(cuda, ("e4m3/row", "e4m3/row", "nt")) is None
+    assert "E5M2" in torch_scaled.unsupported_reason(cuda, ("e5m2/tensor", "e5m2/tensor", "nt"))
+    assert "no product for scales" in torch_scaled.unsupported_reason(cuda, ("e4m3/row", "e4m3/row", "nn"))
 
 
 def test_unit_scales_are_made_once(rules, monkeypatch):

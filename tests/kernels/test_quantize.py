@@ -338,7 +338,7 @@ def test_e5m2_reaches_its_largest_value():
         (lambda s: quantize(torch.zeros(2, 3, 4), s), r"matrix \[R,C\]; got torch.float32 of shape \(2, 3, 4\)"),
         (lambda s: quantize(torch.zeros(2, 3, dtype=torch.int32), s), "got torch.int32"),
         (lambda s: quantize(torch.zeros(2, 3, dtype=torch.float64), s), "got torch.float64"),
-        (lambda s: quantize(torch.zeros(2, 3), s, torch.ones(3)), r"fold is float32 \[2,1\] or \[1,3\]"),
+        (lambda s: quantize(torch.zeros(2, 3), s, torch.ones(3)), r"fold must be float32 \[2,1\] or \[1,3\]"),
         (lambda s: quantize(torch.zeros(2, 3), s, torch.ones(2, 1).double()), "got torch.float64"),
         (lambda s: quantize(torch.zeros(2, 3), s, torch.ones(2, 1, device="meta")), "on cpu; got .* on meta"),
         (
@@ -347,12 +347,12 @@ def test_e5m2_reaches_its_largest_value():
         ),
         (lambda s: quantize(torch.zeros(2, 3), s, scale=torch.ones(2, 1).double()), "scale .* got torch.float64"),
         (lambda s: quantize(torch.zeros(2, 3), s, amax=torch.ones(2, 1), scale=torch.ones(2, 1)), "not both"),
-        (lambda s: quantize(torch.zeros(2, 3), s, order="column"), "order is .*; got 'column'"),
+        (lambda s: quantize(torch.zeros(2, 3), s, order="column"), "order must be .*; got 'column'"),
         (
             lambda s: quantize_pair(torch.zeros(2, 3), s, None, QuantSpec.parse("e5m2/column"), None),
             "call quantize twice",
         ),
-        (lambda s: quantize_pair(torch.zeros(2, 3), s, None, s.transposed, torch.ones(3)), "fold_t is float32"),
+        (lambda s: quantize_pair(torch.zeros(2, 3), s, None, s.transposed, torch.ones(3)), "fold_t must be float32"),
     ],
 )
 def test_wrong_operands_are_named(call, message):
@@ -367,10 +367,10 @@ def test_block_scales_cost_what_they_claim():
 
 
 @pytest.mark.parametrize("order", ["rows", "columns", "both"])
-@pytest.mark.parametrize("given", [{}, {"amax": torch.ones(40, 1)}, {"scale": torch.ones(40, 1)}], ids=str)
-def test_op_traces(order, given):
+@pytest.mark.parametrize("precomputed", [{}, {"amax": torch.ones(40, 1)}, {"scale": torch.ones(40, 1)}], ids=str)
+def test_op_traces(order, precomputed):
     x = randn(40, 50, dtype=torch.bfloat16)
-    arguments = (x, "e4m3/row", None, given.get("amax"), given.get("scale"), order)
+    arguments = (x, "e4m3/row", None, precomputed.get("amax"), precomputed.get("scale"), order)
     torch.library.opcheck(torch.ops.octavo.quantize.default, arguments)
 
 

@@ -48,7 +48,7 @@ def test_emulation_on_a_gpu_warns_once_whatever_the_shapes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     op = Op(name="answer", cases={"": ()}, probe=lambda backend, device, case: None)
-    op.add(Backend(name="triton", run=lambda: 42, refuses=lambda device, case: "not today"))
+    op.add(Backend(name="triton", run=lambda: 42, unsupported_reason=lambda device, case: "not today"))
     op.add(Backend(name="reference", run=lambda: 42))
     with pytest.warns(RuntimeWarning, match="answer .* is emulated on cuda:0: .* triton: not today") as caught:
         for rows in (1, 2, 3):
@@ -61,7 +61,7 @@ def test_choices_by_shape_do_not_pile_up(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(registry, "MOST_SHAPES", 10)
+    monkeypatch.setattr(registry, "MAX_CACHED_SHAPES", 10)
     op = make_op(lambda: 42)
     for rows in range(100):
         assert op.choose(torch.device("cuda", 0), (), (rows, 4)).name == "triton"
@@ -74,7 +74,7 @@ def test_what_a_kernel_raises_is_the_reason():
 
     op = make_op(broken)
     assert op.choose(CPU, ()).name == "reference"
-    assert op.why_not(op.backends["triton"], CPU, ()) == "RuntimeError: no kernel image is available"
+    assert op.unavailable_reason(op.backends["triton"], CPU, ()) == "RuntimeError: no kernel image is available"
 
 
 def test_probe_runs_once():

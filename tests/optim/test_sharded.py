@@ -18,7 +18,7 @@ import octavo
 from octavo.optim import AdamW
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
-from octavo.tensor import plain
+from octavo.tensor import local_tensor
 
 pytestmark = pytest.mark.dist
 
@@ -74,7 +74,7 @@ def assert_same(one, other):
 def here(value, like):
     """Rows of a whole tensor that this rank has of a sharded one, in equal pieces but for the last ones."""
     if isinstance(value, DTensor) or not isinstance(like, DTensor):
-        return plain(value)
+        return local_tensor(value)
     dim = like.placements.index(Shard(0))
     size = -(-like.shape[0] // like.device_mesh.size(dim))
     rank = like.device_mesh.get_local_rank(dim)
@@ -102,7 +102,7 @@ def bitwise_job(copies):
             for state in sharded[1].state.values():
                 for name, value in state.items():
                     assert (name == "step") != isinstance(value, DTensor), name
-                    assert type(plain(value)) is torch.Tensor, name
+                    assert type(local_tensor(value)) is torch.Tensor, name
 
 
 @pytest.mark.parametrize(("world", "copies"), [(2, 1), (3, 1), (4, 2)])
