@@ -1,4 +1,4 @@
-"""The table of measurements: what it answers, what becomes of a damaged one, and that nothing else is ever measured."""
+"""The calibration table: lookups, damaged tables, and that only `octavo calibrate` measures."""
 
 import functools
 import json
@@ -40,7 +40,7 @@ def entry(shape=(1024, 1024, 1024), backend="triton", config=2, op="scaled_mm", 
     return Entry(op=op, case=case, shape=shape, backend=backend, config=config, microseconds=10.0, others=others)
 
 
-def test_what_is_saved_is_found_again(cache):
+def test_saved_entries_are_read_back(cache):
     file = calibration.save(GPU, [entry()])
     assert file.parent == cache and list(cache.iterdir()) == [file]
     assert re.fullmatch(r"nvidia-h200-torch.*-triton.*-cuda.*\.json", file.name)
@@ -59,7 +59,7 @@ def test_saving_adds_and_replaces():
     }
 
 
-def test_a_shape_near_a_measured_one_takes_its_choice_and_no_other():
+def test_only_shapes_near_a_measured_one_use_its_choice():
     calibration.save(GPU, [entry(), entry(shape=(4096, 1024, 1024), config=3)])
     configs = {
         (1000, 1024, 1100): 2,
@@ -68,8 +68,8 @@ def test_a_shape_near_a_measured_one_takes_its_choice_and_no_other():
         (0, 1024, 1024): None,
     }
     for shape, config in configs.items():
-        found = calibration.best(GPU, "scaled_mm", CASE, shape)
-        assert (found and found.config) == config, shape
+        result = calibration.best(GPU, "scaled_mm", CASE, shape)
+        assert (result and result.config) == config, shape
     assert calibration.best(GPU, "scaled_mm", ("e4m3/row", "unit", "nn"), (1024, 1024, 1024)) is None
     assert calibration.best(GPU, "quantize", CASE, (1024, 1024, 1024)) is None
 
@@ -107,7 +107,7 @@ def test_configuration_of_a_matrix_op():
         '{"format": 1, "entries": [{"config": 1, "op": "x", "case": "c", "shape": ["a"]}]}',
     ],
 )
-def test_a_damaged_table_is_named_taken_away_and_made_anew(text):
+def test_a_damaged_table_is_deleted_with_a_warning_and_rewritten(text):
     file = calibration.save(GPU, [entry()])
     file.write_text(text)
     calibration.clear_cache()
@@ -127,7 +127,7 @@ def test_bytes_that_are_no_text_are_a_damaged_table():
         assert calibration.entries(GPU) == []
 
 
-def test_a_folder_that_cannot_be_written_says_what_to_do(cache):
+def test_a_folder_that_cannot_be_written_is_an_error(cache):
     cache.parent.mkdir(parents=True)
     cache.write_text("a file where the folder should be")
     with pytest.raises(OSError, match=r"cannot be written .*set XDG_CACHE_HOME"):
@@ -160,7 +160,7 @@ def make_op():
     return op
 
 
-def test_the_registry_takes_what_was_measured_and_its_order_elsewhere():
+def test_the_registry_uses_measurements_else_its_order():
     calibration.save(GPU, [entry(), entry(shape=(8, 8, 8), backend="slow", config=None)])
     op = make_op()
     assert op.choose(GPU, CASE, (1024, 1024, 1024)).run() == "triton 2"
@@ -179,18 +179,18 @@ def test_a_choice_is_looked_up_once(monkeypatch):
     assert op.choose(GPU, CASE, (1024, 1024, 1024)) is first
 
 
-def test_nothing_is_remembered_while_a_graph_is_captured(monkeypatch):
+def test_nothing_is_cached_during_graph_capture(monkeypatch):
     op = make_op()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert op.choose(GPU, CASE, (8, 8, 8)).run() == "first"
     assert not op._measured and not op._chosen
 
 
-def test_products_of_a_linear_have_the_shapes_it_asks_for():
-    found = {
+def test_products_of_a_linear_have_its_shapes():
+    products = {
         task.name: (task.case[2], task.shape) for task in fp8_timing.fp8_products(RECIPES["rowwise"], [(10, 20, 30)])
     }
-    assert found == {
+    assert products == {
         "rowwise forward": ("nt", (10, 30, 20)),
         "rowwise dgrad": ("nn", (10, 20, 30)),
         "rowwise wgrad": ("tn", (30, 20, 10)),
@@ -230,8 +230,8 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
 
 
 def test_products_in_bf16_are_measured_too():
-    found = {what.name: what for what in bf16_timing.bf16_products([(10, 20, 30)])}
-    assert {name: what.shape for name, what in found.items()} == {
+    products = {product.name: product for product in bf16_timing.bf16_products([(10, 20, 30)])}
+    assert {name: product.shape for name, product in products.items()} == {
         task.name.replace("rowwise", "bf16"): task.shape
         for task in fp8_timing.fp8_products(RECIPES["rowwise"], [(10, 20, 30)])
     }
@@ -241,13 +241,13 @@ def test_products_in_bf16_are_measured_too():
         shapes.append(tuple(calls[0]().shape))
         return [3.0, 1.0, 2.0]
 
-    for what in found.values():
-        result = bf16_timing.time_bf16_product(what, torch.device("cpu"), timer)
-        assert shapes[-1] == what.shape[:2]
+    for product in products.values():
+        result = bf16_timing.time_bf16_product(product, torch.device("cpu"), timer)
+        assert shapes[-1] == product.shape[:2]
         assert result.entry == Entry(
-            op="matmul", case=what.case, shape=what.shape, backend="torch", config=None, microseconds=2.0
+            op="matmul", case=product.case, shape=product.shape, backend="torch", config=None, microseconds=2.0
         )
-    assert found["bf16 forward"].rate(1.0) == "0 TFLOP/s"
+    assert products["bf16 forward"].rate(1.0) == "0 TFLOP/s"
 
 
 def test_a_candidate_that_fails_when_timed_is_left_out(monkeypatch):
@@ -264,7 +264,7 @@ def test_a_candidate_that_fails_when_timed_is_left_out(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ((), "nothing to calibrate on device type 'cpu'"),
         (("--shapes", "1,2"), "--shapes takes M,K,N"),
@@ -274,12 +274,12 @@ def test_a_candidate_that_fails_when_timed_is_left_out(monkeypatch):
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU answers")
-def test_command_says_what_is_wrong(arguments, says):
+def test_command_errors(arguments, message):
     result = CliRunner().invoke(app, ["calibrate", *arguments])
-    assert result.exit_code == 2 and says in result.stderr and "Traceback" not in result.output
+    assert result.exit_code == 2 and message in result.stderr and "Traceback" not in result.output
 
 
-def test_command_measures_shows_and_keeps(monkeypatch):
+def test_command_measures_prints_and_saves(monkeypatch):
     monkeypatch.setattr("octavo.cli.planning._device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
 
@@ -294,13 +294,13 @@ def test_command_measures_shows_and_keeps(monkeypatch):
     assert result.exit_code == 0, result.output
     assert "25 %" in result.stdout and str(calibration.path(GPU)) in result.stdout.replace("\n", "")
     sizes = [(64, 128, 256)]
-    wanted = {
+    expected = {
         (t.case, t.shape)
         for r in RECIPES.values()
         for t in (*fp8_timing.fp8_products(r, sizes), *quantizations(r, sizes))
     }
-    wanted |= {(t.case, t.shape) for t in bf16_timing.bf16_products(sizes)}
-    assert len(calibration.entries(GPU)) == len(wanted)
+    expected |= {(t.case, t.shape) for t in bf16_timing.bf16_products(sizes)}
+    assert len(calibration.entries(GPU)) == len(expected)
     assert str(calibration.path(GPU)) in calibration.summary(GPU)
 
 
@@ -318,18 +318,21 @@ def counting_down():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_measuring_quantizers_times_every_configuration_and_names_the_fastest(name):
-    found = quantizations(RECIPES[name], [(64, 96, 160)])
-    assert [q.name for q in found] == [f"{name} {operand}" for operand in ("W", "X", "G", "W again")]
-    for what in found:
-        result = time_quantization(what, torch.device("cpu"), counting_down())
-        assert len(result.times) == len(tiles(what.task)) and not result.left_out
-        fastest = (1, 2.0) if len(tiles(what.task)) > 1 else (0, 5.0)
-        assert (result.entry.config, result.entry.microseconds) == fastest and result.entry.case == what.task.case
-        assert what.rate(2.0).endswith("TB/s")
+    all_quantizations = quantizations(RECIPES[name], [(64, 96, 160)])
+    assert [q.name for q in all_quantizations] == [f"{name} {operand}" for operand in ("W", "X", "G", "W again")]
+    for quantization in all_quantizations:
+        result = time_quantization(quantization, torch.device("cpu"), counting_down())
+        assert len(result.times) == len(tiles(quantization.task)) and not result.left_out
+        fastest = (1, 2.0) if len(tiles(quantization.task)) > 1 else (0, 5.0)
+        assert (
+            result.entry.config,
+            result.entry.microseconds,
+        ) == fastest and result.entry.case == quantization.task.case
+        assert quantization.rate(2.0).endswith("TB/s")
 
 
 def test_a_quantizer_whose_bytes_differ_is_left_out(monkeypatch):
-    what = quantizations(RECIPES["rowwise"], [(64, 96, 160)])[0]
+    quantization = quantizations(RECIPES["rowwise"], [(64, 96, 160)])[0]
     right = triton_quantize.quantize
 
     def wrong(x, spec, fold, amax, scale, order, config):
@@ -339,17 +342,17 @@ def test_a_quantizer_whose_bytes_differ_is_left_out(monkeypatch):
         return outputs
 
     monkeypatch.setattr(triton_quantize, "quantize", wrong)
-    result = time_quantization(what, torch.device("cpu"), lambda calls: [1.0])
+    result = time_quantization(quantization, torch.device("cpu"), lambda calls: [1.0])
     assert [label[-2:] for label in result.left_out] == ["#1"]
     assert "differs from reference" in next(iter(result.left_out.values()))
 
 
 def test_a_quantizer_takes_the_configuration_that_was_measured(monkeypatch):
-    asked = []
+    lookups = []
 
     @functools.lru_cache
     def config(device, op, case, rows, columns):
-        asked.append((op, case, rows, columns))
+        lookups.append((op, case, rows, columns))
         return 1 if rows == 64 else 99
 
     monkeypatch.setattr(calibration, "config", config)
@@ -366,4 +369,4 @@ def test_a_quantizer_takes_the_configuration_that_was_measured(monkeypatch):
         triton_quantize.quantize(torch.randn(rows, 48), RECIPES["rowwise"].x, None, None, None, "both")
     triton_quantize._fastest.cache_clear()
     assert used == [1, 0]
-    assert asked[0] == ("quantize", ("e4m3/row", "both", "nothing"), 64, 48)
+    assert lookups[0] == ("quantize", ("e4m3/row", "both", "nothing"), 64, 48)

@@ -1,4 +1,4 @@
-"""`octavo doctor --deep`: that it runs what there is, and finds what is wrong."""
+"""`octavo doctor --deep` runs all kernels and finds mismatches."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ def compare(only, seed=0, budget=conformance.INTERPRETER):
 
 @pytest.mark.slow
 def test_all_kernels_equal_the_reference():
-    """Each case of each op on one small input; `octavo doctor --deep` draws more."""
+    """Each case of each op on one small input; `octavo doctor --deep` runs more."""
     outcomes = compare("")
     assert {outcome.op for outcome in outcomes} == {
         "quantize", "quantize_pair", "scaled_mm", "rms_norm", "layer_norm", "rms_norm_backward", "layer_norm_backward",
@@ -96,7 +96,7 @@ def test_one_run_in_many_that_differs_is_counted():
     assert outcome.first.startswith("round 0, ") and "output 1 of 3: 1 of" in outcome.first
 
 
-def test_it_goes_on_with_new_inputs_until_the_time_is_over():
+def test_new_inputs_follow_until_the_time_is_over():
     rounds, seen = [], []
     (check,) = conformance.checks(CPU, "quantize e4m3/1x128 fold=none both")
     actual = check.actual
@@ -108,20 +108,20 @@ def test_it_goes_on_with_new_inputs_until_the_time_is_over():
     assert len({(x.shape, x.dtype, x.double().sum().item()) for x in seen}) >= len(seen) - 1
 
 
-def test_inputs_depend_on_nothing_but_seed_round_and_case():
-    def drawn(seed):
-        found = []
+def test_inputs_depend_on_seed_round_and_case_only():
+    def notes_of(seed):
+        notes = []
         for check in conformance.checks(CPU, "e4m3/row"):
             rng = conformance.RandomInputs(f"{seed}/0/{check.op}/{check.case}", conformance.GPU)
             check.inputs(rng)
-            found.append(rng.notes)
-        return found
+            notes.append(rng.notes)
+        return notes
 
-    assert drawn(0) == drawn(0) != drawn(1)
+    assert notes_of(0) == notes_of(0) != notes_of(1)
 
 
 def test_inputs_are_of_every_kind():
-    """Values, strides and sizes that have broken kernels: all are drawn, and what is drawn is what the note says."""
+    """Inputs cover the values, strides and sizes that have broken kernels, and notes describe them."""
     notes, kinds = [], set()
     for number in range(150):
         rng = conformance.RandomInputs(str(number), conformance.GPU._replace(size=40))
@@ -163,7 +163,7 @@ def test_difference_ignores_the_sign_of_nan_and_nothing_else():
         conformance.difference([nan], [])
 
 
-def test_without_a_gpu_it_says_so(monkeypatch):
+def test_without_a_gpu_there_is_a_reason(monkeypatch):
     monkeypatch.setattr("octavo.kernels.launch.INTERPRETED", False)
     reason = conformance.unavailable_reason(CPU)
     assert "'cpu'" in reason and "TRITON_INTERPRET=1" in reason and "NVIDIA GPU" in reason
@@ -171,7 +171,7 @@ def test_without_a_gpu_it_says_so(monkeypatch):
     assert "pip install triton" in conformance.unavailable_reason(CPU)
 
 
-def test_the_console_shows_each_configuration_and_exits_by_what_it_found(broken_launches, monkeypatch, capsys):
+def test_the_command_shows_each_configuration_and_returns_agreement(broken_launches, monkeypatch, capsys):
     from octavo.kernels.conformance.doctor_deep import doctor_deep
 
     monkeypatch.setattr("octavo.kernels.conformance.doctor_deep.INTERPRETER", ALL_CONFIGS)
@@ -182,5 +182,5 @@ def test_the_console_shows_each_configuration_and_exits_by_what_it_found(broken_
     assert "0: 1 ok" in shown and "1: 1 of 1 differ" in shown
     assert "configuration 1: round 0" in shown and "seed 3: 1 of" in shown
     assert not doctor_deep(CPU, as_json=True, **arguments)
-    found = json.loads(capsys.readouterr().out)
-    assert found["seed"] == 3 and [o["mismatches"] for o in found["outcomes"]][:2] == [0, 1]
+    report = json.loads(capsys.readouterr().out)
+    assert report["seed"] == 3 and [o["mismatches"] for o in report["outcomes"]][:2] == [0, 1]

@@ -84,7 +84,7 @@ def assert_exact_in_range(y, a, b, layout, at_least=20):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scales_of_any_size_meet_without_overflow_or_underflow(layout, seed):
+def test_scales_of_any_size_multiply_without_overflow_or_underflow(layout, seed):
     texts = [("column" if layout[0] == "t" else "row"), ("column" if layout[1] == "n" else "row")]
     a, b, _ = wide((f"e4m3/{texts[0]}", f"e4m3/{texts[1]}", layout), seed)
     assert_exact_in_range(scaled_mm(a, b, layout, out_dtype=torch.float32), a, b, layout)
@@ -92,7 +92,7 @@ def test_scales_of_any_size_meet_without_overflow_or_underflow(layout, seed):
 
 @pytest.mark.parametrize("left", SCALES)
 @pytest.mark.parametrize("kinds", [("tensor", "tensor"), ("tensor", "row"), ("row", "tensor")])
-def test_a_scale_by_tensor_of_any_size_meets_the_others(kinds, left):
+def test_a_scale_by_tensor_of_any_size_multiplies_the_others(kinds, left):
     a, b, layout = operands(9, 9, 40, (f"e4m3/{kinds[0]}", f"e4m3/{kinds[1]}", "nt"))
     for right in SCALES:
         a = replace(a, scale=torch.full_like(a.scale, left))
@@ -113,7 +113,7 @@ def test_nan_reaches_the_product():
     assert y[2].isnan().all() and not y[[0, 1, 3, 4, 5, 6, 7]].isnan().any()
 
 
-def test_float32_settings_of_the_process_neither_matter_nor_change():
+def test_float32_settings_have_no_effect_and_do_not_change():
     a, b, layout = operands(256, 256, 256, ("e4m3/1x128", "e4m3/128x128", "nt"))
     expected = scaled_mm(a, b, layout, out_dtype=torch.float32)
     setting = torch.backends.mkldnn.matmul

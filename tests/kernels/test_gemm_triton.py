@@ -116,7 +116,7 @@ def test_scales_of_any_size_meet_as_in_the_reference(seed):
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
 @pytest.mark.parametrize("where", ["row-major", "column-major", "both", "strided", "unaligned"])
-def test_bytes_may_lie_anywhere(layout, where):
+def test_any_memory_layout(layout, where):
     a, b, _ = whole(40, 48, 64, ("e4m3/tensor", "e4m3/tensor", layout))
 
     def laid(operand):
@@ -172,7 +172,7 @@ def test_unsupported_cases_have_a_reason(monkeypatch):
         kernels.scaled_mm(a, b, layout, torch.float32, None, False)
 
 
-def test_the_guess_fills_the_device_and_prefers_large_tiles():
+def test_the_estimate_fills_the_device_and_prefers_large_tiles():
     hopper = kernels._target_of(90, 132)
 
     def guess(m, n, fast):
@@ -210,7 +210,7 @@ def test_variants_are_what_is_launched():
             assert variant.launch.constants["TMA"] == variant.types["a"].startswith("tensordesc")
 
 
-def test_registry_runs_it_where_forced():
+def test_registry_runs_the_forced_backend():
     a, b, layout = whole(16, 16, 32, ("e4m3/row", "e4m3/row", "nt"))
     with SCALED_MM.force("triton"):
         y = scaled_mm(a, b, layout, out_dtype=torch.bfloat16)

@@ -68,7 +68,7 @@ def test_the_optimizer_runs_on_it():
             assert sqnr(a.float(), b.float()) > 45 and not torch.equal(before.bfloat16(), a)
 
 
-def test_parameters_kept_at_random_in_bf16_draw_the_same_bits():
+def test_stochastic_rounding_of_bf16_parameters_uses_the_same_bits():
     """Seeds of the second and the third fill 31 bits and 32."""
     ends = []
     for backend in ("reference", "triton"):

@@ -36,7 +36,7 @@ def torch_saved(params, steps=4, kind=torch.optim.AdamW, **settings):
     return optimizer, optimizer.state_dict()
 
 
-def test_a_run_goes_on_from_torch_adamw():
+def test_a_run_continues_from_torch_adamw():
     """Float32 states: the same steps as torch's; FP8 states: the moments are those of torch, rounded once."""
     params = parameters()
     theirs, saved = torch_saved(params)
@@ -172,7 +172,7 @@ REFUSED = {
     "no exp_avg_sq": (torch_with(without("state", 0, "exp_avg_sq")), "exactly .*exp_avg_sq; got step, exp_avg"),
     "odd key": (torch_with(state(1, extra=1)), "exactly .*exp_avg_sq; got step, exp_avg, exp_avg_sq, extra"),
     "shape": (torch_with(state(0, exp_avg=torch.zeros(200, 40))), "exp_avg must be a float tensor of that shape"),
-    "integers": (torch_with(state(0, exp_avg=torch.zeros(40, 200, dtype=torch.int8))), "exp_avg must be a float tensor"),
+    "integers": (torch_with(state(0, exp_avg=torch.zeros(40, 200, dtype=torch.int8))), "exp_avg must be a float"),
     "no tensor": (torch_with(state(0, exp_avg=3.0)), "exp_avg must be a float tensor of that shape; got a float"),
     "step": (torch_with(state(2, step=torch.tensor(1.5))), "step must be a whole number"),
     "step nan": (torch_with(state(2, step=math.nan)), "step must be a whole number"),
