@@ -33,8 +33,8 @@ def doctor(device: torch.device, *, as_json: bool) -> None:
     table = Table(box=ROUNDED, border_style="dim", header_style="bold")
     for heading in ("op", "case", "runs on", "why not the others"):
         table.add_column(heading)
-    for op, cases, chosen, refusals in _merged(status_report["ops"]):
-        table.add_row(op, cases, chosen, refusals)
+    for op, cases, chosen, reasons in _merged(status_report["ops"]):
+        table.add_row(op, cases, chosen, reasons)
     console.print(table)
     console.print(status_report["summary"], style="bold", markup=False, highlight=False)
 
@@ -92,14 +92,14 @@ def _merged(ops: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
         backends = list(rows)
         op, _, case = label.partition(" ")
         chosen = next(row["backend"] for row in backends if row["chosen"])
-        refusals = "\n".join(
+        reasons = "\n".join(
             f"{row['backend']}: {row['reason'] or 'available, but slower'}"
             for row in backends
             if row["backend"] != chosen
         )
-        groups.setdefault((op, chosen, refusals), []).append(case)
+        groups.setdefault((op, chosen, reasons), []).append(case)
     alone = {op for op, *_ in groups if sum(key[0] == op for key in groups) == 1}
     return [
-        (op, f"all {len(cases)}" if op in alone else "\n".join(cases), chosen, refusals or "no other backend")
-        for (op, chosen, refusals), cases in groups.items()
+        (op, f"all {len(cases)}" if op in alone else "\n".join(cases), chosen, reasons or "no other backend")
+        for (op, chosen, reasons), cases in groups.items()
     ]

@@ -72,7 +72,7 @@ def _quantizers() -> Iterator[Check]:
     def pair(task: Any, case: str) -> Check:
         def inputs(rng: RandomInputs) -> Inputs:
             x = rng.matrix()
-            folds = [factor(rng, form.fold, *x.shape) for form in (task.first, task.second)]
+            folds = [factor(rng, folded.fold, *x.shape) for folded in (task.first, task.second)]
             return x, task.first.spec, folds[0], task.second.spec, folds[1]
 
         return Check(

@@ -114,9 +114,9 @@ def _operands(task: QuantizeTask, shape: tuple[int, int], device: torch.device, 
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device)
 
-    def factor(form: FoldedSpec | None) -> Tensor | None:
+    def factor(folded: FoldedSpec | None) -> Tensor | None:
         sizes = {"rows": (rows, 1), "columns": (1, columns)}
-        return None if form is None or form.fold == "none" else random(*sizes[form.fold]).abs()
+        return None if folded is None or folded.fold == "none" else random(*sizes[folded.fold]).abs()
 
     x = random(rows, columns).bfloat16()
     scale = None

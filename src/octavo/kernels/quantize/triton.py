@@ -81,7 +81,7 @@ TILES: dict[str, tuple[tuple[int, int, int], ...]] = {
 def tiles(task: QuantizeTask) -> tuple[tuple[int, int, int], ...]:
     """Return the configurations of a task's kernels."""
     if task.first.one_pass:
-        extents = [extent for form in (task.first, task.second) if form for extent in form.spec.granularity]
+        extents = [extent for folded in (task.first, task.second) if folded for extent in folded.spec.granularity]
         if max(extents) <= 64:
             return TILES["blocks"]
         return TILES["blocks 128" if task.second is None else "pairs of blocks 128"]
