@@ -25,7 +25,7 @@ def spread(*shape, seed=0, dtype=torch.float32):
 
 
 def outputs_of(result):
-    """All tensors of a `Normed` or `Gated`, by name."""
+    """All tensors of a `NormOutput` or `GluOutput`, by name."""
     tensors = {name: value for name, value in vars(result).items() if isinstance(value, torch.Tensor)}
     if result.quantized is not None:
         q = result.quantized

@@ -8,12 +8,12 @@ Fusion changes no number: the FP8 output equals `quantize` of the result. y itse
 The ops have no autograd formula; autograd functions call them.
 """
 
-from octavo.kernels.fused.glu import Gated, glu, glu_backward
-from octavo.kernels.fused.norm import Normed, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
+from octavo.kernels.fused.glu import GluOutput, glu, glu_backward
+from octavo.kernels.fused.norm import NormOutput, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward
 
 __all__ = [
-    "Gated",
-    "Normed",
+    "GluOutput",
+    "NormOutput",
     "glu",
     "glu_backward",
     "layer_norm",

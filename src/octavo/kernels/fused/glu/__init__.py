@@ -32,7 +32,7 @@ from octavo.tensor import ScaledTensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gated:
+class GluOutput:
     """Outputs of a gated activation of gate and up [R,C].
 
     Attributes:
@@ -54,7 +54,7 @@ def glu(
     order: Order = "rows",
     *,
     keep: bool = True,
-) -> Gated:
+) -> GluOutput:
     """Gated activation of a gated linear unit (Shazeer, arXiv 2002.05202).
 
     Args:
@@ -73,7 +73,7 @@ def glu(
     check_output("glu", spec, order, keep)
     outputs = torch.ops.octavo.glu(gate, up, activation, "" if spec is None else spec.text, order, keep)
     quantized, amax = unpack_outputs(outputs[1:] if keep else outputs, spec, order)
-    return Gated(h=outputs[0] if keep else None, quantized=quantized, amax=amax)
+    return GluOutput(h=outputs[0] if keep else None, quantized=quantized, amax=amax)
 
 
 def glu_backward(

@@ -36,7 +36,7 @@ _F32 = (torch.float32,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Normed:
+class NormOutput:
     """Outputs of a norm of x [R,C].
 
     Attributes:
@@ -66,7 +66,7 @@ def rms_norm(
     *,
     offset: bool = False,
     keep: bool = True,
-) -> Normed:
+) -> NormOutput:
     """Root-mean-square norm over the last dimension of a matrix (Zhang and Sennrich, arXiv 1910.07467).
 
     Args:
@@ -99,7 +99,7 @@ def layer_norm(
     residual: Tensor | None = None,
     *,
     keep: bool = True,
-) -> Normed:
+) -> NormOutput:
     """Layer norm over the last dimension of a matrix; arguments as `rms_norm`, plus bias [C] of weight's dtype."""
     _check_norm("layer_norm", x, residual, weight, bias, spec, order, keep)
     text = "" if spec is None else spec.text
@@ -176,14 +176,14 @@ def _check_backward(
 
 def _normed(
     outputs: list[Tensor], residual: bool, center: bool, spec: QuantSpec | None, order: str, keep: bool
-) -> Normed:
+) -> NormOutput:
     remaining = iter(outputs)
     rstd = next(remaining)
     mean = next(remaining) if center else None
     total = next(remaining) if residual else None
     y = next(remaining) if keep else None
     quantized, amax = unpack_outputs(list(remaining), spec, order)
-    return Normed(y=y, quantized=quantized, amax=amax, total=total, rstd=rstd, mean=mean)
+    return NormOutput(y=y, quantized=quantized, amax=amax, total=total, rstd=rstd, mean=mean)
 
 
 def _triton_norm(*arguments: Any) -> list[Tensor]:
