@@ -25,9 +25,9 @@ from octavo.activations.recompute import RECOMPUTABLE, Recomputable, Remateriali
 from octavo.activations.saved_tensors import hooks_around, unhooked
 from octavo.kernels import glu, layer_norm, rms_norm
 from octavo.kernels.fused import glu_backward, layer_norm_backward, rms_norm_backward
-from octavo.kernels.fused.forms import serves
+from octavo.kernels.fused.fp8_outputs import supports_output
 from octavo.numerics.spec import TENSOR, QuantSpec
-from octavo.runtime.torch_compat import in_backward, names_lost_nodes
+from octavo.runtime.torch_compat import explain_freed_nodes, in_backward
 from octavo.tensor import ScaledTensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,7 +49,7 @@ class _NormRematerializer(Rematerializer):
         return y
 
     def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor | None:
-        if spec.granularity == TENSOR or not serves(spec):
+        if spec.granularity == TENSOR or not supports_output(spec):
             return None
         return self.normed(tensors, spec, order).quantized
 
@@ -91,7 +91,7 @@ class _GluRematerializer(Rematerializer):
         return h
 
     def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor | None:
-        if spec.granularity == TENSOR or not serves(spec):
+        if spec.granularity == TENSOR or not supports_output(spec):
             return None
         gate, up = self.inputs(tensors)
         return glu(gate, up, self.activation, spec, order, keep=False).quantized  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ class _ActivationRematerializer(Rematerializer):
         return _activated(self.inputs(tensors)[0], self.activation)
 
 
-@names_lost_nodes
+@explain_freed_nodes
 class _NormFunction(torch.autograd.Function):
     """y [..., K] of x [..., K], which is given; and the stored form of x, or of x - mean if the mean is taken away."""
 

@@ -49,7 +49,7 @@ from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.execution_context import execution_context
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import autocast_dtype, names_lost_nodes
+from octavo.runtime.torch_compat import autocast_dtype, explain_freed_nodes
 from octavo.tensor import ScaledTensor
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -132,7 +132,7 @@ def linear(
     return y
 
 
-@names_lost_nodes
+@explain_freed_nodes
 class _LinearFunction(torch.autograd.Function):
     """The three products. X arrives quantized: `x_*` for forward; `kept_*` for wgrad, where that differs."""
 

@@ -29,7 +29,7 @@ from octavo.nn.gathered import Form, GlobalScales, ShardedWeight, sharded_weight
 from octavo.nn.linear import Linear
 from octavo.numerics.spec import TENSOR
 from octavo.runtime.blocks import find_blocks
-from octavo.tensor import plain
+from octavo.tensor import local_tensor
 
 _SCALES: "weakref.WeakSet[GlobalScales]" = weakref.WeakSet()
 """Of the sharded models there are."""
@@ -209,7 +209,7 @@ def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata
     for name, value in state.items():
         local = getattr(value, "_local_tensor", None)
         if isinstance(local, ShardedWeight):
-            state[name] = type(value)(plain(value), value._spec, requires_grad=False)
+            state[name] = type(value)(local_tensor(value), value._spec, requires_grad=False)
 
 
 def parameters_in_fp8(model: nn.Module) -> Iterable[str]:

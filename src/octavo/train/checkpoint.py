@@ -38,8 +38,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from octavo.nn import delayed
-from octavo.optim.sharded import rows_of
-from octavo.tensor import plain
+from octavo.optim.sharded import local_rows
+from octavo.tensor import local_tensor
 from octavo.train import shards
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.digests import DIGESTS, check_digests, has_digests, write_digests
@@ -320,7 +320,7 @@ def _load_whole(
         if shards.has_shards(model):
             state = model.state_dict()
             for name, value in state.items():
-                plain(value).copy_(rows_of(value, weights[name]))
+                local_tensor(value).copy_(local_rows(value, weights[name]))
             model.load_state_dict(state)  # in place already; this tells the model that its weights have changed
             device = "cpu"
         else:
