@@ -4,7 +4,11 @@ import ast
 import inspect
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -149,3 +153,21 @@ def test_root_names_are_few_and_documented() -> None:
         thing = getattr(octavo, name)
         if inspect.isclass(thing) or inspect.isfunction(thing):
             assert inspect.getdoc(thing), name
+
+
+def test_one_thread_at_a_time_imports_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others that import a package and a module of it at once would see either half imported."""
+    running: list[str] = []
+    together: list[tuple[str, ...]] = []
+
+    def slow(name: str) -> ModuleType:
+        running.append(name)
+        together.append(tuple(running))
+        time.sleep(0.02)
+        running.remove(name)
+        return import_module(name)
+
+    monkeypatch.setattr(octavo, "import_module", slow)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(octavo.__getattr__, ["nn", "convert", "kernels", "report"]))
+    assert len(together) == 4 and all(len(names) == 1 for names in together), together

@@ -11,6 +11,7 @@ Importing it imports nothing else, torch included: names and subpackages are imp
 """
 
 from importlib import import_module
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from octavo._version import __version__
@@ -53,18 +54,20 @@ _PACKAGES = {
 }
 """Where each public name lives."""
 _SUBPACKAGES = ("comm", "inspect", "kernels", "nn", "numerics", "optim", "parallel", "planner", "runtime", "train")
+_LOCK = RLock()
+"""Python lets two threads that import a package and a module of it at once see either half imported."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name or subpackage on first use."""
-    if name in _PACKAGES:
-        value = getattr(import_module(f"octavo.{_PACKAGES[name]}"), name)
-    elif name in _SUBPACKAGES:
-        value = import_module(f"octavo.{name}")
-    else:
+    if name not in _PACKAGES and name not in _SUBPACKAGES:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    with _LOCK:
+        if name in _PACKAGES:
+            value = getattr(import_module(f"octavo.{_PACKAGES[name]}"), name)
+        else:
+            value = import_module(f"octavo.{name}")
+        return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:
