@@ -171,3 +171,12 @@ def test_one_thread_at_a_time_imports_names(monkeypatch: pytest.MonkeyPatch) -> 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(octavo.__getattr__, ["nn", "convert", "kernels", "report"]))
     assert len(together) == 4 and all(len(names) == 1 for names in together), together
+
+
+def test_type_checkers_see_the_public_names_and_no_others() -> None:
+    """A `__getattr__` that they see would make every misspelt name an Any."""
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    assert not [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "__getattr__"]
+    (seen,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    names = {alias.asname or alias.name for node in seen.body for alias in node.names}  # type: ignore[attr-defined]
+    assert names | {"__version__"} == set(dir(octavo))
