@@ -113,7 +113,7 @@ def parallelize(
     Raises:
         ValueError: For a mesh that does not fit the world, what does not go together, or ranks that ask for different
             things; on every rank.
-        TypeError: As `octavo.convert`.
+        TypeError: As `octavo.convert`, or `dtype` or `reduce_dtype` is no floating-point type of 16 bits or more.
 
     Whatever is raised, the model is left as it was.
     """
@@ -136,6 +136,7 @@ def _parallelize(
     try:
         wanted = Parallel(**(vars(mesh if isinstance(mesh, Parallel) else wanted) | changes))
         replicas, shards = _sizes(mesh) if isinstance(mesh, DeviceMesh) else wanted.sizes(dist.get_world_size())
+        _check_dtypes(dtype=dtype, reduce_dtype=reduce_dtype)
         _check(model, wanted, replicas if shards == 1 else 1, dtype)
         if precision is not None:
             convert(model, precision=precision, verbose=dist.get_rank() == 0)
@@ -206,6 +207,14 @@ def _device_type(model: nn.Module) -> str:
 
 def _given(changes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in changes.items() if value is not None}
+
+
+def _check_dtypes(**dtypes: Any) -> None:
+    """Raise for what parameters cannot be computed, or gradients added up, in; None is the dtype they have."""
+    for name, dtype in dtypes.items():
+        fits = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+        if not fits and (dtype is not None or name == "reduce_dtype"):
+            raise TypeError(f"{name} is a floating-point type of 16 bits or more, as torch.bfloat16; got {dtype!r}")
 
 
 def _check(model: nn.Module, wanted: Parallel, copies: int, dtype: torch.dtype | None) -> None:
