@@ -46,9 +46,7 @@ def check_order(path: Path, steps: Iterable[int], what: str, *, repeated: bool =
     before = 0
     for number, step in enumerate(steps, 1):
         if step < before + (not repeated):
-            raise ValueError(
-                f"{path}, line {number} is not {what}: step {step} is behind step {before}, or twice there"
-            )
+            raise ValueError(f"{path}, line {number} is not {what}: step {step} comes after step {before}")
         before = step
 
 
