@@ -66,6 +66,10 @@ def test_settings_of_generation_are_the_checkpoints(make_config, trained, tmp_pa
     other.save(tmp_path / "other")
     files = [latest_checkpoint(tmp_path / name) / path.name for name in ("run", "other")]
     assert files[0].read_bytes() == files[1].read_bytes()
+    for text in ("{", "[]", ""):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"model\.path = .*start: .*generation_config\.json|list.*mapping"):
+            make_trainer(make_config(model={"path": str(start)}))
 
 
 def content(folder, ignored=()):

@@ -8,6 +8,7 @@ import os
 import shutil
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -97,8 +98,8 @@ def killed_at(point, number, after):
 
 @contextmanager
 def half_removed():
-    """Die in the middle of the first removal of a checkpoint."""
-    with mock.patch.object(checkpoint.shutil, "rmtree", remove_half):
+    """Die in the middle of the first removal of a checkpoint, and in no other removal of this process."""
+    with mock.patch.object(checkpoint, "shutil", SimpleNamespace(rmtree=remove_half)):
         yield []
 
 

@@ -228,3 +228,12 @@ def test_a_run_that_stops_can_be_resumed(make_config: MakeConfig, tmp_path: Path
         rows = read_metrics(tmp_path / name)
         assert [row.step for row in rows] == list(range(1, 71))
         assert rows[-1].loss_scale == INITIAL and learned(rows)
+
+
+@pytest.mark.parametrize(("faults", "period"), [(1, 17), (1, 200), (3, 50), (7, 30)])
+def test_faults_that_recur_lower_the_scale_no_further_than_one_alone(faults: int, period: int) -> None:
+    scale, lowest = LossScale("dynamic"), INITIAL
+    for step in range(20_000):
+        scale.update(overflow=step % period < faults)
+        lowest = min(lowest, scale.value if step % period >= faults else INITIAL)
+    assert lowest >= INITIAL / COLLAPSE / 2**faults

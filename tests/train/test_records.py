@@ -48,7 +48,7 @@ def test_a_field_of_another_type_is_named(name: str, field: str, value: Any, tmp
     if value == -1j and field in ("to", "rollbacks", "skipped_batches"):
         pytest.skip("below")
     good = json.dumps(ROWS[name])
-    (tmp_path / name).write_text(f"{good}\n{wrong(name, field, value)}\n{good}\n")
+    (tmp_path / name).write_text(f"{good}\n{wrong(name, field, value)}\n")
     with pytest.raises(ValueError, match=rf"^{re.escape(str(tmp_path / name))}, line 2 is not .*: {field}\b.*"):
         READERS[name](tmp_path)
 
@@ -66,6 +66,33 @@ def test_a_line_of_something_else(name: str, line: bytes, tmp_path: Path) -> Non
     (tmp_path / name).write_bytes(good + b"\n" + json.dumps(ROWS[name] | {"extra": 1}).encode() + b"\n")
     with pytest.raises(ValueError, match="line 2 is not .*: extra: "):
         READERS[name](tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "statistics.jsonl"])
+@pytest.mark.parametrize(("steps", "line"), [((1, 2, 3, 2), 4), ((4, 3, 2, 1), 2), ((1, 2, 0), 3), ((10**30,), 1)])
+def test_steps_in_another_order(name: str, steps: tuple[int, ...], line: int, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("".join(json.dumps(ROWS[name] | {"step": step}) + "\n" for step in steps))
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}, line {line} is not .*: .*step"):
+        READERS[name](tmp_path)
+
+
+def test_missing_and_repeated_steps_of_the_curve(tmp_path: Path) -> None:
+    run = folder(tmp_path / "run", steps=9)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([*lines[:3], *lines[2:]]))
+    with pytest.raises(ValueError, match=r"line 4 is not a step of a run: step 3 comes after step 3"):
+        read_metrics(run)
+    for rows in (lines[4:], [*lines[:4], *lines[8:]]):
+        (run / "metrics.jsonl").write_text("".join(rows))
+        with pytest.warns(RuntimeWarning, match=rf"lacks {9 - len(rows)} of 9 steps, the first of them step [15]:"):
+            assert len(read_metrics(run)) == len(rows)
+    for rows in ([], lines[:4]):  # a checkpoint of step 9 outlived them
+        (run / "metrics.jsonl").write_text("".join(rows))
+        with (
+            pytest.warns(RuntimeWarning, match=rf"lacks {9 - len(rows)} of 9 steps, .* step {len(rows) + 1}:"),
+            MetricsWriter(run, after_step=9, log_every=1),
+        ):
+            pass
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -10,11 +10,12 @@ that skips more than 40 steps in a row stops, and saves the scale from before th
 large, would let all gradients underflow.
 
 A fault that passes (a bad link, a range of bad data) lowers the scale as an overflow does, and most gradients underflow
-long before 2000 steps per doubling have brought it back. So a scale that has fallen by more than 2⁸ is restored in the
-first good step to what it was before, on trial. If the next step overflows, the low scale was needed: it comes back at
-once, and the next trial, after twice as many good steps (up to 16), is at half the scale. A range that is really 2ⁿ
-smaller costs n - 8 skipped steps at most, a fault that has passed none. A gradient of zeros alone restores the scale as
-well, and its step is skipped, if the scale is below its initial value or the one before it fell.
+long before 2000 steps per doubling have brought it back. So a scale that has fallen by more than 2⁸, at once or over
+faults that recur, is restored in the first good step to what it was before, on trial. If the next step overflows, the
+low scale was needed: it comes back at once, and the next trial, after twice as many good steps (up to 16), is at half
+the scale. A range that is really 2ⁿ smaller costs n - 8 skipped steps at most, a fault that has passed none. A gradient
+of zeros alone restores the scale as well, and its step is skipped, if the scale is below its initial value or the one
+before it fell.
 """
 
 GROWTH_INTERVAL = 2000
@@ -26,7 +27,7 @@ MOST_SKIPS = 40
 COLLAPSE = 2.0**8
 """Factor by which a scale falls before it is restored on trial."""
 QUIET = 16
-"""Good steps in a row after which an overflow is the beginning of another fall."""
+"""Good steps in a row after which an overflow is the beginning of another fall, and the longest wait for a trial."""
 
 
 class LossScale:
@@ -69,7 +70,7 @@ class LossScale:
         collapsed = self.value * COLLAPSE < self._before
         if overflow:
             if self._good_steps >= QUIET and not collapsed:
-                self._before, self._wait = self.value, 1
+                self._before, self._wait = max(self._before, self.value), 1
             self._skips, self._good_steps = self._skips + 1, 0
             if self._dynamic and loss_is_finite:
                 self._back_off()

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import statistics
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from octavo.inspect.findings import Finding, Thresholds
 from octavo.inspect.stats import OperandStats
 from octavo.train.disk import write_file
-from octavo.train.records import read_record, read_records, record
+from octavo.train.records import check_order, read_record, read_records, record
 from octavo.train.statistics import StatisticsWriter
 
 if TYPE_CHECKING:
@@ -155,14 +156,27 @@ class Silent:
         """Nothing."""
 
 
-def read_metrics(out: Path) -> list[StepMetrics]:
+def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
     """Reads the steps in the output folder `out`, in order; [] where there are none yet.
 
     A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
-    other line that is not a step raises ValueError with its number and the field.
+    other line that is not a step, or not after the one before, raises ValueError with its number and the field. Steps
+    that are missing, of `last` at least, are a warning: a power cut takes lines that were not on disk yet.
     """
-    rows = read_records(out / METRICS_FILE, record(StepMetrics), "a step of a run")
-    return [StepMetrics(**row) for row in rows]
+    path, what = out / METRICS_FILE, "a step of a run"
+    rows = [StepMetrics(**row) for row in read_records(path, record(StepMetrics), what)]
+    steps = [row.step for row in rows]
+    check_order(path, steps, what)
+    last = max([last, *steps])
+    if len(steps) < last:
+        first = next((number for number, step in enumerate(steps, 1) if step != number), len(steps) + 1)
+        warnings.warn(
+            f"{path} lacks {last - len(steps)} of {last} steps, the first of them step {first}: curves and means are "
+            "of the others",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return rows
 
 
 def finite(value: float) -> float | None:
@@ -215,7 +229,7 @@ class MetricsWriter(MetricsRows):
 
     def __init__(self, out: Path, *, after_step: int, log_every: int, limits: Thresholds | None = None) -> None:
         super().__init__()
-        self.rows = [row for row in read_metrics(out) if row.step <= after_step]
+        self.rows = [row for row in read_metrics(out, after_step) if row.step <= after_step]
         self._log_every = log_every
         path = out / METRICS_FILE
         write_file(path, "".join(_line(row) for row in self.rows))

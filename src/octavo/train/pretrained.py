@@ -100,6 +100,7 @@ def load_pretrained(folder: Path, dtype: torch.dtype) -> Any:
     model, info = loaded
     if missing := sorted(info["missing_keys"]):  # transformers would go on with random weights there
         raise ConfigError(f"the checkpoint lacks {missing[0]} ({len(missing)} weights in all)")
+    load_generation_config(folder, model)  # for a damaged one transformers would take the defaults
     return model
 
 

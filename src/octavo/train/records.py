@@ -6,11 +6,15 @@ line that is not what was written raises ValueError with the file, the line and 
 
 import json
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""What a run counts."""
 
 
 def read_records(path: Path, model: type[BaseModel], what: str) -> list[dict[str, Any]]:
@@ -37,6 +41,15 @@ def read_record(text: bytes, model: type[BaseModel], problem: str) -> dict[str, 
     return fields
 
 
+def check_order(path: Path, steps: Iterable[int], what: str, *, repeated: bool = False) -> None:
+    """Raise ValueError where the steps of a file do not rise from line to line; `repeated`: several may be equal."""
+    before = 0
+    for number, step in enumerate(steps, 1):
+        if step < before + (not repeated):
+            raise ValueError(f"{path}, line {number} is not {what}: step {step} comes after step {before}")
+        before = step
+
+
 def first_error(error: ValidationError) -> str:
     """The first thing that is wrong, as "loss: Input should be a valid number"."""
     first = error.errors()[0]
@@ -46,8 +59,12 @@ def first_error(error: ValidationError) -> str:
 
 @cache
 def record(kind: type, **special: Any) -> type[BaseModel]:
-    """A model of the fields of a dataclass: all of them and no others, without conversions; `special`: other types."""
-    fields: dict[str, Any] = {name: (special.get(name, hint), ...) for name, hint in get_type_hints(kind).items()}
+    """A model of the fields of a dataclass: all of them and no others, without conversions; `special`: other types.
+
+    An int is a `Count`.
+    """
+    hints = {name: Count if hint is int else hint for name, hint in get_type_hints(kind).items()} | special
+    fields: dict[str, Any] = {name: (hint, ...) for name, hint in hints.items()}
     config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     model: type[BaseModel] = create_model(kind.__name__, __config__=config, **fields)
     return model

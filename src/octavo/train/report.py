@@ -165,7 +165,7 @@ def _read(folders: list[Path]) -> list[LoggedRun]:
                 label=label,
                 slot=slot % 6,
                 result=result,
-                curves=Curves.of(read_metrics(folder)),
+                curves=Curves.of(read_metrics(folder, result.steps)),
                 config=(folder / "config.toml").read_text(encoding="utf-8"),
                 layers=_layers(folder),
                 statistics=statistics,

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from octavo.inspect.findings import Finding, History, Thresholds, findings
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train.disk import write_file
-from octavo.train.records import first_error, read_records, record
+from octavo.train.records import check_order, first_error, read_records, record
 from octavo.train.sections import Limits
 
 STATISTICS_FILE = "statistics.jsonl"
@@ -36,10 +36,13 @@ def read_statistics(out: Path) -> list[OperandStats]:
     """Reads the statistics in the output folder `out`, in order; [] where there are none.
 
     A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
-    other line that is not a row raises ValueError with its number and the field.
+    other line that is not a row, or is of a step before the last line's, raises ValueError with its number.
     """
+    path, what = out / STATISTICS_FILE, "a row of statistics"
     model = record(OperandStats, sqnr=Level, what_if=dict[str, Level])
-    return [OperandStats.from_json(row) for row in read_records(out / STATISTICS_FILE, model, "a row of statistics")]
+    rows = [OperandStats.from_json(row) for row in read_records(path, model, what)]
+    check_order(path, (row.step for row in rows), what, repeated=True)
+    return rows
 
 
 def statistics_of(folder: Path) -> list[OperandStats]:
