@@ -11,9 +11,8 @@ from typing import Any
 from benchmarks import ceilings, shapes
 from benchmarks.session import Row, Session, begin, parser
 from octavo.kernels import calibration
-from octavo.kernels.gemm.measure import Task, measure, tasks
-from octavo.kernels.quantize.measure import Quantization, quantizations
-from octavo.kernels.quantize.measure import measure as measure_quantization
+from octavo.kernels.gemm.fp8_timing import Fp8Product, fp8_products, time_fp8_product
+from octavo.kernels.quantize.quantize_timing import Quantization, quantizations, time_quantization
 from octavo.kernels.timing import time_on_gpu
 from octavo.numerics import RECIPES
 
@@ -28,8 +27,8 @@ def run(session: Session, wanted: list[shapes.Shape]) -> None:
     entries: list[calibration.Entry] = []
     for shape in wanted:
         for recipe in PRODUCTS:
-            found: list[Task | Quantization] = [
-                *tasks(RECIPES[recipe], [shape]),
+            found: list[Fp8Product | Quantization] = [
+                *fp8_products(RECIPES[recipe], [shape]),
                 *quantizations(RECIPES[recipe], [shape]),
             ]
             for task in found:
@@ -37,12 +36,12 @@ def run(session: Session, wanted: list[shapes.Shape]) -> None:
                 session.attempt(same, functools.partial(_measure, session, task, entries))
 
 
-def _measure(session: Session, task: Task | Quantization, entries: list[calibration.Entry]) -> Row:
+def _measure(session: Session, task: Fp8Product | Quantization, entries: list[calibration.Entry]) -> Row:
     timer = time_on_gpu if session.gpu else _untimed
-    if isinstance(task, Task):
-        result = measure(task, session.device, timer)
+    if isinstance(task, Fp8Product):
+        result = time_fp8_product(task, session.device, timer)
     else:
-        result = measure_quantization(task, session.device, timer)
+        result = time_quantization(task, session.device, timer)
     if result.entry is None:
         return {"result": "reference: nothing else serves"}
     if session.tiny:

@@ -64,7 +64,7 @@ def _backend(session: Session, shape: Shape, case: str, name: str) -> Row:
     layout = CASES[case][2]
     backend = SCALED_MM.backends[name]
     tries = session.tiny and name == "triton" and "e8m0" not in CASES[case][0]  # in its interpreter
-    reason = None if tries else SCALED_MM.why_not(backend, session.device, CASES[case])
+    reason = None if tries else SCALED_MM.unavailable_reason(backend, session.device, CASES[case])
     if reason is not None:
         return {"result": f"does not serve this: {reason}"}
     m, k, n = shape
@@ -102,7 +102,7 @@ def configs(session: Session) -> None:
     for label in ("rowwise forward", "rowwise dgrad"):
         case = CASES[label]
         pairs = [operands(session, shape, case) for _ in range(1 if session.tiny else 2)]
-        usual = backend.usual_configurations(session.device, case)
+        usual = backend.training_configurations(session.device, case)
         for config in usual[:1] if session.tiny else usual:
             product = functools.partial(_with_config, backend, case[2], config)
             runs: list[Run] = [functools.partial(product, a, b) for a, b in pairs]

@@ -106,7 +106,7 @@ def configs(session: Session) -> None:
     for text in texts:
         spec = QuantSpec.parse(text)
         for order in ORDERS:
-            task = backend.Task(form=backend.Form(spec=spec), order=order)  # type: ignore[arg-type]
+            task = backend.QuantizeTask(first=backend.FoldedSpec(spec=spec), order=order)  # type: ignore[arg-type]
             for config, tile in enumerate(backend.tiles(task)):
                 run = functools.partial(_with_config, backend, spec, order, config)
                 one = functools.partial(bandwidth, session, shape, bytes_per_element(spec, order), run)
@@ -116,8 +116,8 @@ def configs(session: Session) -> None:
     rows = torch.rand(shape[0], 1, device=session.device) + 0.5
     columns = torch.rand(1, shape[1], device=session.device) + 0.5
     row, column = QuantSpec.parse("e4m3/row"), QuantSpec.parse("e4m3/column")
-    forms = backend.Form(spec=row, fold="columns"), backend.Form(spec=column, fold="rows")
-    for config, tile in enumerate(backend.tiles(backend.Task(form=forms[0], second=forms[1]))):
+    forms = backend.FoldedSpec(spec=row, fold="columns"), backend.FoldedSpec(spec=column, fold="rows")
+    for config, tile in enumerate(backend.tiles(backend.QuantizeTask(first=forms[0], second=forms[1]))):
         pair = functools.partial(_pair_with_config, backend, (row, columns, column, rows), config)
         identity = {"stage": "config", "shape": f"{shape[0]}×{shape[1]}", "case": "folded pair"}
         session.attempt({**identity, "arm": f"{config}: {tile}"}, functools.partial(bandwidth, session, shape, 6, pair))

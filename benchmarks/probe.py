@@ -18,7 +18,7 @@ import octavo
 from benchmarks import ceilings, gemm, kernels
 from benchmarks.session import Row, Session, begin, parser
 from octavo.kernels import fused  # noqa: F401  (registers its ops, which `status` then shows)
-from octavo.kernels.deep import GPU, INTERPRETER, checks, compare, difference
+from octavo.kernels.conformance import GPU, INTERPRETER, checks, compare, difference
 from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.gemm import reference as gemm_reference
 from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize, quantize_pair, reference
@@ -46,7 +46,7 @@ def backends(session: Session) -> None:
 
 
 def _backend(session: Session, op: Op, backend: Backend, case: Case) -> Row:
-    reason = op.why_not(backend, session.device, case)
+    reason = op.unavailable_reason(backend, session.device, case)
     if reason is not None:
         return {"result": f"no: {reason}"}
     return {"result": "runs" if op.choose(session.device, case).name == backend.name else "serves"}
@@ -121,7 +121,7 @@ def products(session: Session) -> None:
 
 def _product(session: Session, shape: tuple[int, int, int], case: str, name: str) -> Row:
     backend, texts = SCALED_MM.backends[name], gemm.CASES[case]
-    reason = SCALED_MM.why_not(backend, session.device, texts)
+    reason = SCALED_MM.unavailable_reason(backend, session.device, texts)
     if reason is not None:
         return {"result": f"does not serve this: {reason}"}
     layout = texts[2]

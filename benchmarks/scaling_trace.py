@@ -29,13 +29,13 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.inspect.memory import ALLOCATION_GRANULARITY, make_states
-from octavo.runtime.blocks import find_blocks
 from octavo.nn.causal import chunked_loss
 from octavo.nn.report import is_converted
 from octavo.parallel import Parallel, parallelize
 from octavo.planner.fake import fake_tensors
 from octavo.planner.memory_plan import BATCH, BUFFERS, PARAMETERS, STATES
 from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, TEMPORARIES, Timeline
+from octavo.runtime.blocks import find_blocks
 
 GATHERED, WHOLE, MESSAGES = "gathered parameters", "gradients before scattering", "communication buffers"
 KINDS = (PARAMETERS, STATES, GRADIENTS, GATHERED, WHOLE, MESSAGES, ACTIVATIONS, TEMPORARIES)

@@ -59,6 +59,7 @@ QUOTED = quoted()
 
 
 def words_of(command: str) -> list[str]:
+    command = command.partition(" | ")[0]
     words = shlex.split(re.sub(r"\[[^]]*…?\]", "", command) if "[section" in command else command, comments=True)
     return [
         PLACES.get(word, word) for word in words if word not in ("…", ">", "operands.json", "plan.json", "doctor.json")

@@ -13,7 +13,7 @@ from torch import nn
 import octavo
 import octavo.kernels.fused  # registers its ops
 from octavo.kernels import scaled_mm
-from octavo.kernels.deep import difference
+from octavo.kernels.conformance import difference
 from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.gemm import reference as gemm_reference
 from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize, quantize_pair, reference
@@ -54,7 +54,7 @@ def factors(shape):
 def test_every_case_but_products_runs_on_triton(op):
     for case in op.cases.values():
         backend = op.backends["triton"]
-        assert op.choose(DEVICE, case) is backend, (case, op.why_not(backend, DEVICE, case))
+        assert op.choose(DEVICE, case) is backend, (case, op.unavailable_reason(backend, DEVICE, case))
 
 
 @pytest.mark.parametrize("name", RECIPES_ON_MATRIX_UNITS)
@@ -132,7 +132,7 @@ def test_offsets_beyond_32_bits():
 @pytest.mark.parametrize("label", SCALED_MM.cases)
 def test_products_agree_with_the_reference(name, label):
     backend, case = SCALED_MM.backends[name], SCALED_MM.cases[label]
-    if (reason := SCALED_MM.why_not(backend, DEVICE, case)) is not None:
+    if (reason := SCALED_MM.unavailable_reason(backend, DEVICE, case)) is not None:
         pytest.skip(reason)
     a_text, b_text, layout = case
     for m, k, n in ((256, 512, 384), (17, 129, 250), (1, 4096, 16), (5, 0, 7), (0, 64, 64), (1000, 2048, 1536)):

@@ -4,7 +4,11 @@ import ast
 import inspect
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -17,15 +21,16 @@ LEVELS = {
     "numerics": 0,
     "tensor": 1,
     "kernels": 2,
-    "nn": 3,
+    "activations": 3,
     "optim": 3,
     "comm": 3,
     "planner": 3,
-    "parallel": 4,
-    "inspect": 4,
-    "integrations": 5,
-    "train": 5,
-    "cli": 6,
+    "nn": 4,
+    "parallel": 5,
+    "inspect": 5,
+    "integrations": 6,
+    "train": 6,
+    "cli": 7,
 }
 FRONT_DOORS = {"__init__", "__main__"}
 
@@ -149,3 +154,30 @@ def test_root_names_are_few_and_documented() -> None:
         thing = getattr(octavo, name)
         if inspect.isclass(thing) or inspect.isfunction(thing):
             assert inspect.getdoc(thing), name
+
+
+def test_one_thread_at_a_time_imports_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others that import a package and a module of it at once would see either half imported."""
+    running: list[str] = []
+    together: list[tuple[str, ...]] = []
+
+    def slow(name: str) -> ModuleType:
+        running.append(name)
+        together.append(tuple(running))
+        time.sleep(0.02)
+        running.remove(name)
+        return import_module(name)
+
+    monkeypatch.setattr(octavo, "import_module", slow)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(octavo.__getattr__, ["nn", "convert", "kernels", "report"]))
+    assert len(together) == 4 and all(len(names) == 1 for names in together), together
+
+
+def test_type_checkers_see_the_public_names_and_no_others() -> None:
+    """A `__getattr__` that they see would make every misspelt name an Any."""
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    assert not [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "__getattr__"]
+    (seen,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    names = {alias.asname or alias.name for node in seen.body for alias in node.names}  # type: ignore[attr-defined]
+    assert names | {"__version__"} == set(dir(octavo))

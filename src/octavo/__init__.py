@@ -11,11 +11,23 @@ Importing it imports nothing else, torch included: names and subpackages are imp
 """
 
 from importlib import import_module
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from octavo._version import __version__
 
 if TYPE_CHECKING:
+    from octavo import activations as activations
+    from octavo import comm as comm
+    from octavo import inspect as inspect
+    from octavo import kernels as kernels
+    from octavo import nn as nn
+    from octavo import numerics as numerics
+    from octavo import optim as optim
+    from octavo import parallel as parallel
+    from octavo import planner as planner
+    from octavo import runtime as runtime
+    from octavo import train as train
     from octavo.inspect import plan
     from octavo.inspect.auto_convert import convert
     from octavo.nn import disabled, report, revert
@@ -52,19 +64,38 @@ _PACKAGES = {
     "revert": "nn",
 }
 """Where each public name lives."""
-_SUBPACKAGES = ("comm", "inspect", "kernels", "nn", "numerics", "optim", "parallel", "planner", "runtime", "train")
+_SUBPACKAGES = (
+    "activations",
+    "comm",
+    "inspect",
+    "kernels",
+    "nn",
+    "numerics",
+    "optim",
+    "parallel",
+    "planner",
+    "runtime",
+    "train",
+)
+_LOCK = RLock()
+"""Python lets two threads that import a package and a module of it at once see either half imported.
+
+Statements like `import octavo.nn` do not take the lock: let one thread run them first.
+"""
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name or subpackage on first use."""
-    if name in _PACKAGES:
-        value = getattr(import_module(f"octavo.{_PACKAGES[name]}"), name)
-    elif name in _SUBPACKAGES:
-        value = import_module(f"octavo.{name}")
-    else:
-        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # to a type checker a name that is not imported above is an error
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name or subpackage on first use."""
+        if name not in _PACKAGES and name not in _SUBPACKAGES:
+            raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+        with _LOCK:
+            if name in _PACKAGES:
+                value = getattr(import_module(f"octavo.{_PACKAGES[name]}"), name)
+            else:
+                value = import_module(f"octavo.{name}")
+            return globals().setdefault(name, value)
 
 
 def __dir__() -> list[str]:

@@ -1,12 +1,12 @@
-"""ScaledTensor: an FP8 matrix with its scales. A plain container: no dispatch, no subclassing, no arithmetic.
+"""ScaledTensor: an FP8 matrix with its scales. A container without dispatch, subclassing or arithmetic.
 
     x ≈ data · scale        scale broadcast over the blocks of spec.granularity
 
-`scale` is None for unit scales: the matrix whose scales were folded into the other operand (see `numerics.recipe`).
-`copy` is there where two products contract over different dimensions on hardware that wants both operands contiguous
-along the contraction: the same bytes again, in the other memory order.
+`scale` is None for unit scales, when the scales are folded into the other operand (see `numerics.recipe`).
+`copy` has the same data in the other memory order, for hardware that needs both operands contiguous along the
+contraction while two products contract different dimensions.
 
-Tensors that are more than their memory, such as the shards of a parameter, are seen through by `plain`.
+`local_tensor` unwraps DTensors and similar wrappers.
 """
 
 from dataclasses import dataclass, replace
@@ -26,8 +26,8 @@ class ScaledTensor:
         data: FP8 values, [R,C], of dtype `spec.format.dtype`, row-major or column-major.
         scale: Dequantization scales, `spec.granularity.scale_shape((R,C))`, of `spec.scale_dtype`; None for unit
             scales.
-        spec: How it was quantized.
-        copy: `data` once more, [R,C] with the other memory order; None where there is no such copy.
+        spec: Format, granularity and scale rule.
+        copy: `data` in the other memory order, [R,C], or None.
     """
 
     data: Tensor
@@ -37,30 +37,36 @@ class ScaledTensor:
 
     @property
     def unscaled(self) -> "ScaledTensor":
-        """The same bytes with unit scales, for a product whose other operand carries them folded in."""
+        """The same data with unit scales, for a product whose other operand contains the folded scales."""
         return replace(self, scale=None)
 
     def t(self) -> "ScaledTensor":
-        """The transposed matrix, as views."""
+        """Return the transposed matrix, as views."""
         scale, copy = (None if t is None else t.t() for t in (self.scale, self.copy))
         return ScaledTensor(self.data.t(), scale, self.spec.transposed, copy)
 
     def along(self, dim: int) -> Tensor | None:
-        """The bytes that are contiguous along a dimension (1: row-major, 0: column-major), if there are such."""
-        for bytes_ in (self.data, self.copy):
-            if bytes_ is not None and bytes_.stride(dim) == 1:
-                return bytes_
+        """Return the data contiguous along a dimension (1: row-major, 0: column-major), or None."""
+        for data in (self.data, self.copy):
+            if data is not None and data.stride(dim) == 1:
+                return data
         return None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values `data · scale`, [R,C], multiplied in float32 and rounded once to `dtype`."""
+        """Return `data · scale` [R,C], multiplied in float32 and rounded once to `dtype`."""
         values = widen(self.data)
         return (values if self.scale is None else values * self.expanded_scale()).to(dtype)
 
     def expanded_scale(self) -> Tensor:
-        """Scales in float32, broadcastable against `data`: expanded to elements along each blocked dimension."""
+        """Return float32 scales broadcastable to `data`, expanded along each blocked dimension.
+
+        Raises:
+            ValueError: The scales are unit scales.
+        """
         if self.scale is None:
-            raise ValueError("this ScaledTensor has unit scales (folded away); there is nothing to expand")
+            raise ValueError(
+                "this ScaledTensor has unit scales (folded into the other operand); there is nothing to expand"
+            )
         scale = self.scale.float()
         for dim, extent in enumerate(self.spec.granularity):
             if extent > 1:
@@ -68,13 +74,13 @@ class ScaledTensor:
         return scale
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, as a plain tensor that shares its memory.
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, as a `torch.Tensor` that shares its memory.
 
     Args:
-        tensor: Any; of a DTensor the local rows, and of a shard that is gathered in FP8 (`octavo.nn.gathered`), which
-            has its rows as `local`, those.
+        tensor: A DTensor gives its local shard; a shard for FP8 all-gather (`octavo.nn.gathered`) its `local` tensor;
+            any other tensor itself.
     """
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    found: Tensor = getattr(local, "local", local)
-    return found
+    result: Tensor = getattr(local, "local", local)
+    return result

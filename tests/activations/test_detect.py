@@ -10,7 +10,7 @@ from test_exactness import STORING, GatedMLP, compare, randn
 from torch import nn
 
 import octavo
-from octavo.nn import formulas
+from octavo.activations import formulas
 from octavo.activations.detect import Activation, Glu, Norm, activation_of, known
 from octavo.activations.verify import check_registered
 from octavo.numerics import sqnr
@@ -175,7 +175,7 @@ class Gated(nn.Module):
 
 @pytest.fixture
 def registering():
-    from octavo.nn import known as module
+    from octavo.activations import detect as module
 
     before = dict(module._REGISTERED)
     yield

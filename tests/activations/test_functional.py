@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from test_activations import flat, storing
+from test_modules import flat, storing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.nn import saved_tensors
+from octavo.activations import saved_tensors
 from octavo.nn.memory_audit import kept_for_backward
 from octavo.numerics import sqnr
 

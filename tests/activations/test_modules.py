@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import octavo
-from octavo.activations.recompute import RECOMPUTABLE
 from octavo.activations.candidates import storable
+from octavo.activations.recompute import RECOMPUTABLE
 from octavo.nn.memory_audit import kept_for_backward
 from octavo.numerics import RECIPES, sqnr
 

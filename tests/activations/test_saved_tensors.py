@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 from families import FAMILIES, batch_of, model_of, train_step
 from models import assert_same, llama
-from test_activations import BOTH, ONLY_ACTIVATIONS, by_matmul, flat, storing
 from test_composition import CHECKPOINTING
+from test_modules import BOTH, ONLY_ACTIVATIONS, by_matmul, flat, storing
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import octavo
-from octavo.activations.layouts import as_matrix, dense_strides
-from octavo.activations.saved_tensors import FEWEST, _Decompress, compressed
-from octavo.activations.recompute import RECOMPUTABLE, Rematerializer, restored, stored
-from octavo.nn.memory_audit import kept_for_backward
 from octavo.activations.functional import stored_activation
+from octavo.activations.layouts import as_matrix, dense_strides
+from octavo.activations.recompute import RECOMPUTABLE, Rematerializer, restored, stored
+from octavo.activations.saved_tensors import FEWEST, _Decompress, compressed
+from octavo.nn.memory_audit import kept_for_backward
 from octavo.numerics import E4M3, sqnr
 from octavo.train.checkpointing import Checkpointing
 
@@ -209,10 +209,15 @@ def test_attention_keeps_what_it_combines_exactly_and_its_projection_shares_it(a
             assert kept.by_dtype[torch.float8_e4m3fn] == tokens * 128  # X of q, k and v, which no norm made
 
 
-def test_a_source_serves_views_and_no_other():
+def test_a_registered_tensor_serves_views_and_no_other():
     x = randn(4, 16, 64).requires_grad_() * 1
     y = activation(x, "silu")
-    assert RECOMPUTABLE.find(y, None) is RECOMPUTABLE.find(y.reshape(64, 64), None) is RECOMPUTABLE.find(y.detach(), None) is not None
+    assert (
+        RECOMPUTABLE.find(y, None)
+        is RECOMPUTABLE.find(y.reshape(64, 64), None)
+        is RECOMPUTABLE.find(y.detach(), None)
+        is not None
+    )
     for other in (y[:2], y.transpose(0, 1), y.clone(), y + 0, x):
         assert RECOMPUTABLE.find(other, None) is None
     y.mul_(2)
@@ -292,8 +297,8 @@ def test_a_region_may_lie_inside_attention(precision):
         part.forward = partial(checkpoint, part.forward, use_reentrant=False)
     grads = train_step(model, batch)[1]
     assert grads["layers.0.self_attn.o_proj.weight"].isfinite().all()
-    octavo.revert(model)
     part.__dict__.pop("forward"), attention.o_proj.__dict__.pop("forward")
+    octavo.revert(model)
     assert sqnr(flat(train_step(model, batch)[1]), flat(grads)) > (24 if precision is ONLY_ACTIVATIONS else 15)
 
 

@@ -52,7 +52,7 @@ def by_formula(x, spec, fold=None, scale=None):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("text", SPECS)
 def test_figures_are_those_of_the_formulas(text, dtype, monkeypatch):
-    monkeypatch.setattr("octavo.numerics.bands.ELEMENTS", 10000)  # more bands than one
+    monkeypatch.setattr("octavo.numerics.row_chunks.CHUNK_ELEMENTS", 10000)  # more bands than one
     x, spec = wide(dtype=dtype), QuantSpec.parse(text)
     row = stats(x, OperandFormat(spec))
     for name, value in by_formula(x, spec).items():
@@ -64,7 +64,7 @@ def test_figures_are_those_of_the_formulas(text, dtype, monkeypatch):
 @pytest.mark.parametrize("shape", [(150, 1), (1, 300)])
 @pytest.mark.parametrize("text", ["e4m3/row", "e4m3/column"])
 def test_the_folded_matrix_is_what_is_counted(text, shape, monkeypatch):
-    monkeypatch.setattr("octavo.numerics.bands.ELEMENTS", 10000)
+    monkeypatch.setattr("octavo.numerics.row_chunks.CHUNK_ELEMENTS", 10000)
     fold = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.1
     x, spec = wide(), QuantSpec.parse(text)
     row = stats(x, OperandFormat(spec, fold))
@@ -164,7 +164,7 @@ def test_an_operand_without_elements_is_no_row(shape):
 
 def test_gpu_chunks_are_whole_block_rows(monkeypatch):
     monkeypatch.setattr(accumulator_module, "GPU_CHUNK", 1000)
-    monkeypatch.setattr("octavo.numerics.bands.ELEMENTS", 100)
+    monkeypatch.setattr("octavo.numerics.row_chunks.CHUNK_ELEMENTS", 100)
     on_gpu = torch.empty(1000, 7, device="meta")
     cut = accumulator_module._bands(on_gpu, 128)
     assert all(band.start % 128 == 0 for band in cut)

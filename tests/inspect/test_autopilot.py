@@ -1,5 +1,6 @@
 """The autopilot moves what FP8 harms to what does not, while that lasts, alike on all ranks, and remembers it."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -116,6 +117,26 @@ def test_a_recipe_that_was_left_in_a_step_is_not_taken_in_it_again():
     suspected(pilot, row(underflow=0.9), tensorwise=0.5, rowwise=0.1)
     pilot.act([row(recipe="rowwise", underflow=0.9)], {DOWN: {"tensorwise": 0.1, "rowwise": 0.5, "mxfp8": 0.1}})
     assert recipes(model)[DOWN] == "mxfp8"
+
+
+def test_a_layer_that_cannot_be_moved_stays_with_a_warning():
+    model = llama()
+    pilot, down = Autopilot(model), model.get_submodule(DOWN)
+    down.forward = functools.partial(down.forward)  # as accelerate's hooks do
+    with pytest.warns(UserWarning, match=f"{DOWN}: tensorwise → bf16.*forward that was put on the instance"):
+        assert not suspected(pilot, row(underflow=0.9), tensorwise=0.5)
+    assert not pilot.again and not pilot.moves and recipes(model)[DOWN] == "tensorwise"
+    step(model)
+    assert not pilot.act([row(step=8, underflow=0.9)], {}) and not pilot.again  # nothing can be done: no step again
+    state = pilot.state_dict()
+    del down.forward
+    assert suspected(pilot, row(step=9, underflow=0.9), tensorwise=0.5) and recipes(model)[DOWN] is None
+    down.forward = functools.partial(down.forward)
+    with pytest.warns(UserWarning, match="bf16 → tensorwise"):
+        assert not pilot.restore(step=10)
+    del down.forward
+    pilot.load_state_dict(state)
+    assert recipes(model)[DOWN] == "tensorwise"
 
 
 @pytest.mark.parametrize("operand", ["x", "w", "dgrad_g"])

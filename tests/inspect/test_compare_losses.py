@@ -1,10 +1,14 @@
 """Verdicts on losses of any trainer: what blew up, what is worse, what passes, and what is neither."""
 
 import doctest
+import json
 import math
 import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from octavo.inspect import compare, compare_losses
 
@@ -81,7 +85,6 @@ def test_seeds_needed_decide():
         ((1.02, 0.98, 1.0), 0.5, "worse", "fail"),
         ((1.02, 0.98, 1.0), 1.0, "worse", "inconclusive"),
         ((-3.02, -2.98, -3.0), None, "better", "pass"),
-        ((0.0, 0.0, 0.0), 0.01, "indistinguishable", "pass"),
     ],
 )
 def test_the_margin(percent, margin, verdict, outcome):
@@ -89,6 +92,33 @@ def test_the_margin(percent, margin, verdict, outcome):
     assert (found.verdict, found.outcome) == (verdict, outcome)
     if margin is not None and outcome != "inconclusive":
         assert f"{margin:g} %" in found.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("base", "losses"),
+    [
+        ([1000, 1001], [1001, 1002]),
+        ([1000.0, 1001.0], [1001.0, 1002.0]),
+        ([3, 3, 3], [4, 4, 4]),
+        ([3.015625, 3.0], [3.03125, 3.015625]),  # bf16
+        ([3.0156, 3.0], [3.0312, 3.0156]),  # and printed
+        ([9.98, 9.96], [10.1, 10.1]),
+    ],
+)
+def test_a_gap_of_one_unit_is_not_worse(base, losses):
+    """All of them were, as two gaps of one unit each have no deviation."""
+    for numbers in (list, np.array, torch.tensor):
+        assert judged(numbers(losses), numbers(base)).verdict == "inconclusive"
+
+
+def test_equal_losses_pass_where_their_digits_show_it():
+    exact = [loss + 1e-9 for loss in BASE]
+    found = judged(exact[:3], exact, margin=0.01)
+    assert found.outcome == "pass" and "not a digit of the losses differs" in found.sentence
+    rounded = judged(BASE[:3], BASE, margin=0.5)
+    assert rounded.outcome == "inconclusive" and "few digits, which hides up to 0.33 %" in " ".join(rounded.notes)
+    assert judged([3, 3, 3], [3, 3, 3]).outcome == "inconclusive"
+    assert judged(BASE[:3]).outcome == "pass"  # no more than 2 % worse
 
 
 def test_failures_of_the_baseline_count_too():
@@ -121,7 +151,8 @@ def test_arms_share_the_confidence_and_the_worst_counts():
 def test_a_comparison_beyond_its_plan_is_marked():
     losses = shifted(0.02, -0.03, 0.01, 0.0, 0.02)
     assert not compare_losses(BASE, {"arm": losses}, max_seeds=5).extended
-    found = compare_losses(BASE, {"arm": losses}, max_seeds=4)
+    found = compare_losses(BASE, {"arm": losses}, max_seeds=np.int64(4))
+    assert json.dumps(found.to_json())
     assert found.extended and found.to_json()["extended"] and "planned maximum of 4" in found.to_json()["notes"][0]
     assert found.to_json()["planned_seeds"] == 4
 
@@ -134,15 +165,26 @@ def test_a_comparison_beyond_its_plan_is_marked():
         ([3.0, 3.0], {}, {}, "there is none"),
         ([3.0, 3.0], {"a": [3.0]}, {}, "arm 'a' has 1 losses and the baseline 2"),
         ([3.0, 3.0], {"a": [3.0] * 3}, {}, "arm 'a' has 3 losses"),
-        ([3.0, 3.0], {"a": ["3", 3.0]}, {}, "arm 'a' holds '3': a loss is a number"),
-        ([3.0, True], {"a": [3.0, 3.0]}, {}, "the baseline holds True"),
-        ([3.0, 0.0], {"a": [3.0, 3.0]}, {}, "above zero"),
-        ([3.0, 3.0], {"a": [3.0, -math.inf]}, {}, "above zero"),
-        ([3.0, 10**400], {"a": [3.0, 3.0]}, {}, "beyond the range"),
+        ([3.0, 3.0], {"a": ["3", 3.0]}, {}, "arm 'a' holds '3' at index 0: a loss is a number"),
+        ([3.0, True], {"a": [3.0, 3.0]}, {}, "the baseline holds True at index 1"),
         ("33", {"a": [3.0, 3.0]}, {}, "the baseline is a list"),
-        ([3.0, 3.0], {"a": None}, {}, "arm 'a' is a list"),
+        (BASE, [BASE], {}, "arms are a mapping of names to losses"),
+        (BASE, None, {}, "arms are a mapping"),
+        (BASE, {1: BASE}, {}, "arms are a mapping"),
         (BASE, {"a": BASE}, {"margin": 0}, "above 0 and below 100"),
         (BASE, {"a": BASE}, {"margin": NAN}, "above 0 and below 100"),
+        (BASE, {"a": BASE}, {"margin": Fraction(1, 10**400)}, "above 0 and below 100"),
+        (BASE, {"a": BASE}, {"margin": 10**400}, "above 0 and below 100"),
+        (BASE, {"a": BASE}, {"confidence": 10**5000}, "below 100 %"),
+        (BASE, {"a": BASE}, {"max_seeds": 10**5000}, "2 to 40 seeds; got a huge number"),
+        (torch.empty(3, device="meta"), {"a": BASE}, {}, "the baseline is tensor.*no numbers in it"),
+        (np.ndarray, {"a": BASE}, {}, "the baseline is <class 'numpy.ndarray'>: there are no numbers in it"),
+        (BASE, {"a": BASE}, {"margin": "1"}, "margin is a number; got '1'"),
+        (BASE, {"a": BASE}, {"margin": True}, "margin is a number; got True"),
+        (BASE, {"a": BASE}, {"confidence": "0.9"}, "confidence is a number"),
+        (BASE, {"a": BASE}, {"confidence": None}, "confidence is a number"),
+        (BASE, {"a": BASE}, {"max_seeds": 2.5}, "max_seeds is a whole number; got 2.5"),
+        (BASE, {"a": BASE}, {"max_seeds": True}, "max_seeds is a whole number; got True"),
         (BASE, {"a": BASE}, {"confidence": 1.0}, "below 100 %"),
         (BASE, {"a": BASE}, {"max_seeds": 41}, "2 to 40 seeds; got 41"),
         (BASE, {"a": BASE}, {"max_seeds": 0}, "2 to 40 seeds; got 0"),

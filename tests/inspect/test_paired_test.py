@@ -1,6 +1,8 @@
 """Exact tails beside SciPy's, the levels, and the interval of the gaps."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,7 +89,8 @@ def test_only_the_gaps_within_seeds_matter(gaps, scale):
     whole = sum(base) / len(base)
     found = paired_test(base, [loss + whole * gap / 100 for loss, gap in zip(base, gaps, strict=True)])
     assert found.mean == pytest.approx(sum(gaps) / len(gaps), abs=1e-9)
-    assert found.deviation == pytest.approx(np.std(gaps, ddof=1), rel=1e-6, abs=0.2)  # 0.2: round numbers have digits
+    own = np.std(gaps, ddof=1)
+    assert found.deviation == pytest.approx(math.hypot(own, found.rounding / math.sqrt(6)), rel=1e-6, abs=1e-9)
     assert found.low <= found.mean <= found.high
 
 
@@ -104,7 +107,7 @@ def test_rounded_losses_are_not_exact():
     assert paired_test(base, [round(loss + 0.01, 2) for loss in base]).low < 0
     exact = [loss + 1e-9 * k for k, loss in enumerate(base)]
     assert paired_test(exact, [loss + 0.01 for loss in exact]).low > 0
-    assert paired_test(base, base).high == 0
+    assert 0 < paired_test(exact, exact).high < 1e-6 and paired_test(base, base).high > 1
 
 
 def test_pairs_to_decide():
@@ -124,3 +127,15 @@ def test_sums_of_huge_losses():
 
 def test_average_noncentrality_rises_with_power():
     assert average_noncentrality(2, 0.006, 0.8) < average_noncentrality(2, 0.006, 0.9)
+
+
+def test_the_costs_and_levels_in_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "compare.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+) s \| ([\d.]+) s \|$", text, re.M)
+    assert len(rows) == 8
+    for pairs, found, passes in rows:
+        one = unit(int(pairs))
+        for printed, exact in ((found, one.detectable(0.9)), (passes, one.high)):
+            assert float(printed) == pytest.approx(exact, abs=0.051, rel=5e-3), pairs
+    spent = 100 * sum(level_of(pairs, 41) for pairs in range(2, 41))
+    assert f"would be {spent:.1f} %" in text

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.inspect.memory import make_gradients, make_states
 from octavo.inspect.step_memory import blocks_are_equal, copy_with_blocks
-from octavo.runtime.blocks import find_blocks
 from octavo.nn.causal import chunked_loss
 from octavo.numerics.plan import Decision, Plan
 from octavo.parallel import Parallel
 from octavo.planner.fake import fake_copy, fake_tensors
+from octavo.runtime.blocks import find_blocks
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -107,5 +107,5 @@ def install(monkeypatch, rules):
 
     monkeypatch.setattr(torch, "_scaled_mm", rules.scaled_mm_v1)
     monkeypatch.setattr(F, "scaled_mm", rules.scaled_mm_v2)
-    monkeypatch.setattr(torch_scaled, "_VERDICTS", {})
+    monkeypatch.setattr(torch_scaled, "_SUPPORTED", {})
     return rules

@@ -11,7 +11,7 @@ SPECS = [
 ]
 sizes = st.one_of(st.sampled_from([0, 1, 16, 31, 127, 128, 129]), st.integers(0, 140))
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
-forms = st.sampled_from([None, *SPECS])
+specs = st.sampled_from([None, *SPECS])
 orders = st.sampled_from(["rows", "columns", "both"])
 
 
@@ -25,12 +25,12 @@ def spread(*shape, seed=0, dtype=torch.float32):
 
 
 def outputs_of(result):
-    """All tensors of a `Normed` or `Gated`, by name."""
-    found = {name: value for name, value in vars(result).items() if isinstance(value, torch.Tensor)}
+    """All tensors of a `NormOutput` or `GluOutput`, by name."""
+    tensors = {name: value for name, value in vars(result).items() if isinstance(value, torch.Tensor)}
     if result.quantized is not None:
         q = result.quantized
-        found |= {"data": q.data, "scale": q.scale} | ({} if q.copy is None else {"copy": q.copy})
-    return found
+        tensors |= {"data": q.data, "scale": q.scale} | ({} if q.copy is None else {"copy": q.copy})
+    return tensors
 
 
 def assert_same(expected, actual):
@@ -53,8 +53,8 @@ def _layout(x):
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
 
 
-def assert_is_form_of(y, result, spec, order):
-    """The FP8 form is what the quantizer makes of y."""
+def assert_quantizes(y, result, spec, order):
+    """The FP8 output equals `quantize` of y."""
     from octavo.kernels import quantize
 
     if spec is None or str(spec.granularity) == "tensor":
@@ -62,9 +62,9 @@ def assert_is_form_of(y, result, spec, order):
         if spec is not None:
             assert_same({"amax": y.float().abs().amax().reshape(1, 1)}, {"amax": result.amax})
         return
-    wanted = quantize(y, spec, order=order)
+    expected = quantize(y, spec, order=order)
     got = result.quantized
-    assert_same({"data": wanted.data, "scale": wanted.scale}, {"data": got.data, "scale": got.scale})
+    assert_same({"data": expected.data, "scale": expected.scale}, {"data": got.data, "scale": got.scale})
     assert (got.copy is None) == (order != "both")
     if order == "both":
-        assert_same({"copy": wanted.copy}, {"copy": got.copy})
+        assert_same({"copy": expected.copy}, {"copy": got.copy})

@@ -1,10 +1,9 @@
-"""The table of measurements: what it answers, what becomes of a damaged one, and that nothing else is ever measured."""
+"""The calibration table: lookups, damaged tables, and that only `octavo calibrate` measures."""
 
 import functools
 import json
 import os
 import re
-import sys
 
 import pytest
 import torch
@@ -13,13 +12,13 @@ from typer.testing import CliRunner
 from octavo.cli import app
 from octavo.kernels import calibration
 from octavo.kernels.calibration import Entry
-from octavo.kernels.gemm import console, measure, plain
+from octavo.kernels.gemm import bf16_timing, calibrate, fp8_timing
+from octavo.kernels.quantize import quantize_timing
 from octavo.kernels.quantize import triton as triton_quantize
-from octavo.kernels.quantize.measure import measure as measure_quantization
-from octavo.kernels.quantize.measure import quantizations
+from octavo.kernels.quantize.quantize_timing import quantizations, time_quantization
 from octavo.kernels.quantize.triton import tiles
 from octavo.kernels.registry import Backend, Op
-from octavo.kernels.timing import Result
+from octavo.kernels.timing import TimingResult
 from octavo.numerics import RECIPES
 
 GPU = torch.device("cuda", 0)
@@ -31,9 +30,9 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    calibration.forget()
+    calibration.clear_cache()
     yield tmp_path / "octavo" / "calibration"
-    calibration.forget()
+    calibration.clear_cache()
 
 
 def entry(shape=(1024, 1024, 1024), backend="triton", config=2, op="scaled_mm", case=CASE):
@@ -41,11 +40,11 @@ def entry(shape=(1024, 1024, 1024), backend="triton", config=2, op="scaled_mm", 
     return Entry(op=op, case=case, shape=shape, backend=backend, config=config, microseconds=10.0, others=others)
 
 
-def test_what_is_saved_is_found_again(cache):
+def test_saved_entries_are_read_back(cache):
     file = calibration.save(GPU, [entry()])
     assert file.parent == cache and list(cache.iterdir()) == [file]
     assert re.fullmatch(r"nvidia-h200-torch.*-triton.*-cuda.*\.json", file.name)
-    calibration.forget()
+    calibration.clear_cache()
     assert calibration.best(GPU, "scaled_mm", CASE, (1024, 1024, 1024)) == entry()
     assert json.loads(file.read_text())["device"] == "NVIDIA H200"
 
@@ -60,7 +59,7 @@ def test_saving_adds_and_replaces():
     }
 
 
-def test_a_shape_near_a_measured_one_takes_its_choice_and_no_other():
+def test_only_shapes_near_a_measured_one_use_its_choice():
     calibration.save(GPU, [entry(), entry(shape=(4096, 1024, 1024), config=3)])
     configs = {
         (1000, 1024, 1100): 2,
@@ -69,8 +68,8 @@ def test_a_shape_near_a_measured_one_takes_its_choice_and_no_other():
         (0, 1024, 1024): None,
     }
     for shape, config in configs.items():
-        found = calibration.best(GPU, "scaled_mm", CASE, shape)
-        assert (found and found.config) == config, shape
+        result = calibration.best(GPU, "scaled_mm", CASE, shape)
+        assert (result and result.config) == config, shape
     assert calibration.best(GPU, "scaled_mm", ("e4m3/row", "unit", "nn"), (1024, 1024, 1024)) is None
     assert calibration.best(GPU, "quantize", CASE, (1024, 1024, 1024)) is None
 
@@ -78,7 +77,7 @@ def test_a_shape_near_a_measured_one_takes_its_choice_and_no_other():
 def test_other_devices_and_versions_have_tables_of_their_own(monkeypatch):
     calibration.save(GPU, [entry()])
     for change in ("NVIDIA H100", "2.99"):
-        calibration.forget()
+        calibration.clear_cache()
         if change == "2.99":
             monkeypatch.setattr(torch, "__version__", change)
         else:
@@ -108,10 +107,10 @@ def test_configuration_of_a_matrix_op():
         '{"format": 1, "entries": [{"config": 1, "op": "x", "case": "c", "shape": ["a"]}]}',
     ],
 )
-def test_a_damaged_table_is_named_taken_away_and_made_anew(text):
+def test_a_damaged_table_is_deleted_with_a_warning_and_rewritten(text):
     file = calibration.save(GPU, [entry()])
     file.write_text(text)
-    calibration.forget()
+    calibration.clear_cache()
     with pytest.warns(RuntimeWarning, match=re.escape(str(file))):
         assert calibration.best(GPU, "scaled_mm", CASE, (1024, 1024, 1024)) is None
     assert not file.exists()
@@ -123,12 +122,12 @@ def test_a_damaged_table_is_named_taken_away_and_made_anew(text):
 def test_bytes_that_are_no_text_are_a_damaged_table():
     file = calibration.save(GPU, [entry()])
     file.write_bytes(b"\xff\xfe\x00")
-    calibration.forget()
+    calibration.clear_cache()
     with pytest.warns(RuntimeWarning, match="damaged"):
         assert calibration.entries(GPU) == []
 
 
-def test_a_folder_that_cannot_be_written_says_what_to_do(cache):
+def test_a_folder_that_cannot_be_written_is_an_error(cache):
     cache.parent.mkdir(parents=True)
     cache.write_text("a file where the folder should be")
     with pytest.raises(OSError, match=r"cannot be written .*set XDG_CACHE_HOME"):
@@ -156,12 +155,12 @@ def make_op():
     op = Op(name="scaled_mm", cases={"": CASE}, probe=lambda backend, device, case: None)
     op.add(Backend(name="first", run=lambda: "first"))
     op.add(Backend(name="triton", run=lambda config=0: f"triton {config}"))
-    op.add(Backend(name="slow", run=lambda: "slow", refuses=lambda device, case: "too slow"))
+    op.add(Backend(name="slow", run=lambda: "slow", unsupported_reason=lambda device, case: "too slow"))
     op.add(Backend(name="reference", run=lambda: "reference"))
     return op
 
 
-def test_the_registry_takes_what_was_measured_and_its_order_elsewhere():
+def test_the_registry_uses_measurements_else_its_order():
     calibration.save(GPU, [entry(), entry(shape=(8, 8, 8), backend="slow", config=None)])
     op = make_op()
     assert op.choose(GPU, CASE, (1024, 1024, 1024)).run() == "triton 2"
@@ -180,16 +179,18 @@ def test_a_choice_is_looked_up_once(monkeypatch):
     assert op.choose(GPU, CASE, (1024, 1024, 1024)) is first
 
 
-def test_nothing_is_remembered_while_a_graph_is_captured(monkeypatch):
+def test_nothing_is_cached_during_graph_capture(monkeypatch):
     op = make_op()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert op.choose(GPU, CASE, (8, 8, 8)).run() == "first"
     assert not op._measured and not op._chosen
 
 
-def test_products_of_a_linear_have_the_shapes_it_asks_for():
-    found = {task.name: (task.case[2], task.shape) for task in measure.tasks(RECIPES["rowwise"], [(10, 20, 30)])}
-    assert found == {
+def test_products_of_a_linear_have_its_shapes():
+    products = {
+        task.name: (task.case[2], task.shape) for task in fp8_timing.fp8_products(RECIPES["rowwise"], [(10, 20, 30)])
+    }
+    assert products == {
         "rowwise forward": ("nt", (10, 30, 20)),
         "rowwise dgrad": ("nn", (10, 20, 30)),
         "rowwise wgrad": ("tn", (30, 20, 10)),
@@ -198,7 +199,7 @@ def test_products_of_a_linear_have_the_shapes_it_asks_for():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name):
-    reference = measure.SCALED_MM.backends["reference"].run
+    reference = fp8_timing.SCALED_MM.backends["reference"].run
     times = {"slow": 9.0, "fast": 3.0}
     ran = []
 
@@ -210,28 +211,29 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
         return label, Backend(name=label, run=run), {"slow": None, "fast": 1}[label]
 
     broken = "broken", Backend(name="broken", run=lambda *rest, config=None: torch.zeros(1)), 0
-    monkeypatch.setattr(measure, "_candidates", lambda device, case: [candidate("slow"), candidate("fast"), broken])
+    monkeypatch.setattr(fp8_timing, "_candidates", lambda device, case: [candidate("slow"), candidate("fast"), broken])
 
     def timer(calls):
         for call in calls[:1]:
             call()
         return [times[ran[-1][0]]] * len(calls)
 
-    for task in measure.tasks(RECIPES[name], [(32, 64, 48)]):
-        result = measure.measure(task, torch.device("cpu"), timer)
+    for task in fp8_timing.fp8_products(RECIPES[name], [(32, 64, 48)]):
+        result = fp8_timing.time_fp8_product(task, torch.device("cpu"), timer)
         assert list(result.times) == ["fast", "slow"]
         assert (result.entry.backend, result.entry.config, result.entry.others) == ("fast", 1, {"slow": 9.0})
         assert result.entry.shape == task.shape and result.entry.case == task.case
         assert "ValueError" in result.left_out["broken"]
         assert ran[-1][1] == (task.case[2] == "nt")  # fast accumulation in forward only
-        shown = console.table([result])
+        shown = calibrate.table([result])
         assert shown.row_count == 1
 
 
 def test_products_in_bf16_are_measured_too():
-    found = {what.name: what for what in plain.products([(10, 20, 30)])}
-    assert {name: what.shape for name, what in found.items()} == {
-        task.name.replace("rowwise", "bf16"): task.shape for task in measure.tasks(RECIPES["rowwise"], [(10, 20, 30)])
+    products = {product.name: product for product in bf16_timing.bf16_products([(10, 20, 30)])}
+    assert {name: product.shape for name, product in products.items()} == {
+        task.name.replace("rowwise", "bf16"): task.shape
+        for task in fp8_timing.fp8_products(RECIPES["rowwise"], [(10, 20, 30)])
     }
     shapes = []
 
@@ -239,30 +241,30 @@ def test_products_in_bf16_are_measured_too():
         shapes.append(tuple(calls[0]().shape))
         return [3.0, 1.0, 2.0]
 
-    for what in found.values():
-        result = plain.measure(what, torch.device("cpu"), timer)
-        assert shapes[-1] == what.shape[:2]
+    for product in products.values():
+        result = bf16_timing.time_bf16_product(product, torch.device("cpu"), timer)
+        assert shapes[-1] == product.shape[:2]
         assert result.entry == Entry(
-            op="matmul", case=what.case, shape=what.shape, backend="torch", config=None, microseconds=2.0
+            op="matmul", case=product.case, shape=product.shape, backend="torch", config=None, microseconds=2.0
         )
-    assert found["bf16 forward"].rate(1.0) == "0 TFLOP/s"
+    assert products["bf16 forward"].rate(1.0) == "0 TFLOP/s"
 
 
 def test_a_candidate_that_fails_when_timed_is_left_out(monkeypatch):
-    backend = Backend(name="some", run=measure.SCALED_MM.backends["reference"].run)
-    monkeypatch.setattr(measure, "_candidates", lambda device, case: [("some", backend, None)])
+    backend = Backend(name="some", run=fp8_timing.SCALED_MM.backends["reference"].run)
+    monkeypatch.setattr(fp8_timing, "_candidates", lambda device, case: [("some", backend, None)])
 
     def timer(calls):
         raise RuntimeError("out of resources")
 
-    task = measure.tasks(RECIPES["rowwise"], [(16, 16, 16)])[0]
-    result = measure.measure(task, torch.device("cpu"), timer)
+    task = fp8_timing.fp8_products(RECIPES["rowwise"], [(16, 16, 16)])[0]
+    result = fp8_timing.time_fp8_product(task, torch.device("cpu"), timer)
     assert result.entry is None and result.left_out == {"some": "RuntimeError: out of resources"}
-    assert console.table([result]).row_count == 1
+    assert calibrate.table([result]).row_count == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ((), "nothing to calibrate on device type 'cpu'"),
         (("--shapes", "1,2"), "--shapes takes M,K,N"),
@@ -272,29 +274,33 @@ def test_a_candidate_that_fails_when_timed_is_left_out(monkeypatch):
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU answers")
-def test_command_says_what_is_wrong(arguments, says):
+def test_command_errors(arguments, message):
     result = CliRunner().invoke(app, ["calibrate", *arguments])
-    assert result.exit_code == 2 and says in result.stderr and "Traceback" not in result.output
+    assert result.exit_code == 2 and message in result.stderr and "Traceback" not in result.output
 
 
-def test_command_measures_shows_and_keeps(monkeypatch):
+def test_command_measures_prints_and_saves(monkeypatch):
     monkeypatch.setattr("octavo.cli.planning._device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
 
     def measured(task, device, time):
         won = entry(shape=task.shape, case=task.case)
-        return Result(task=task, times={"triton 128x128 #0": 10.0, "torch_scaled": 12.5}, entry=won)
+        return TimingResult(task=task, times={"triton 128x128 #0": 10.0, "torch_scaled": 12.5}, entry=won)
 
-    monkeypatch.setattr(console, "measure", measured)
-    monkeypatch.setattr(plain, "measure", measured)
-    monkeypatch.setattr(sys.modules["octavo.kernels.quantize.measure"], "measure", measured)
+    monkeypatch.setattr(calibrate, "time_fp8_product", measured)
+    monkeypatch.setattr(bf16_timing, "time_bf16_product", measured)
+    monkeypatch.setattr(quantize_timing, "time_quantization", measured)
     result = CliRunner().invoke(app, ["calibrate", "--shapes", "64,128,256", "--recipe", "all"])
     assert result.exit_code == 0, result.output
     assert "25 %" in result.stdout and str(calibration.path(GPU)) in result.stdout.replace("\n", "")
     sizes = [(64, 128, 256)]
-    wanted = {(t.case, t.shape) for r in RECIPES.values() for t in (*measure.tasks(r, sizes), *quantizations(r, sizes))}
-    wanted |= {(t.case, t.shape) for t in plain.products(sizes)}
-    assert len(calibration.entries(GPU)) == len(wanted)
+    expected = {
+        (t.case, t.shape)
+        for r in RECIPES.values()
+        for t in (*fp8_timing.fp8_products(r, sizes), *quantizations(r, sizes))
+    }
+    expected |= {(t.case, t.shape) for t in bf16_timing.bf16_products(sizes)}
+    assert len(calibration.entries(GPU)) == len(expected)
     assert str(calibration.path(GPU)) in calibration.summary(GPU)
 
 
@@ -312,18 +318,21 @@ def counting_down():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_measuring_quantizers_times_every_configuration_and_names_the_fastest(name):
-    found = quantizations(RECIPES[name], [(64, 96, 160)])
-    assert [q.name for q in found] == [f"{name} {operand}" for operand in ("W", "X", "G", "W again")]
-    for what in found:
-        result = measure_quantization(what, torch.device("cpu"), counting_down())
-        assert len(result.times) == len(tiles(what.task)) and not result.left_out
-        fastest = (1, 2.0) if len(tiles(what.task)) > 1 else (0, 5.0)
-        assert (result.entry.config, result.entry.microseconds) == fastest and result.entry.case == what.task.case
-        assert what.rate(2.0).endswith("TB/s")
+    all_quantizations = quantizations(RECIPES[name], [(64, 96, 160)])
+    assert [q.name for q in all_quantizations] == [f"{name} {operand}" for operand in ("W", "X", "G", "W again")]
+    for quantization in all_quantizations:
+        result = time_quantization(quantization, torch.device("cpu"), counting_down())
+        assert len(result.times) == len(tiles(quantization.task)) and not result.left_out
+        fastest = (1, 2.0) if len(tiles(quantization.task)) > 1 else (0, 5.0)
+        assert (
+            result.entry.config,
+            result.entry.microseconds,
+        ) == fastest and result.entry.case == quantization.task.case
+        assert quantization.rate(2.0).endswith("TB/s")
 
 
 def test_a_quantizer_whose_bytes_differ_is_left_out(monkeypatch):
-    what = quantizations(RECIPES["rowwise"], [(64, 96, 160)])[0]
+    quantization = quantizations(RECIPES["rowwise"], [(64, 96, 160)])[0]
     right = triton_quantize.quantize
 
     def wrong(x, spec, fold, amax, scale, order, config):
@@ -333,17 +342,17 @@ def test_a_quantizer_whose_bytes_differ_is_left_out(monkeypatch):
         return outputs
 
     monkeypatch.setattr(triton_quantize, "quantize", wrong)
-    result = measure_quantization(what, torch.device("cpu"), lambda calls: [1.0])
+    result = time_quantization(quantization, torch.device("cpu"), lambda calls: [1.0])
     assert [label[-2:] for label in result.left_out] == ["#1"]
     assert "differs from reference" in next(iter(result.left_out.values()))
 
 
 def test_a_quantizer_takes_the_configuration_that_was_measured(monkeypatch):
-    asked = []
+    lookups = []
 
     @functools.lru_cache
     def config(device, op, case, rows, columns):
-        asked.append((op, case, rows, columns))
+        lookups.append((op, case, rows, columns))
         return 1 if rows == 64 else 99
 
     monkeypatch.setattr(calibration, "config", config)
@@ -360,4 +369,4 @@ def test_a_quantizer_takes_the_configuration_that_was_measured(monkeypatch):
         triton_quantize.quantize(torch.randn(rows, 48), RECIPES["rowwise"].x, None, None, None, "both")
     triton_quantize._fastest.cache_clear()
     assert used == [1, 0]
-    assert asked[0] == ("quantize", ("e4m3/row", "both", "nothing"), 64, 48)
+    assert lookups[0] == ("quantize", ("e4m3/row", "both", "nothing"), 64, 48)

@@ -68,9 +68,9 @@ def test_every_code_is_the_value_that_pytorch_gives_it():
 
 def test_wrong_operands_are_named():
     x = quantize(randn(4, 64), SPECS[0])
-    with pytest.raises(ValueError, match="dtype is float32, bfloat16 or float16; got torch.float64"):
+    with pytest.raises(ValueError, match="dtype must be float32, bfloat16 or float16; got torch.float64"):
         dequantize(x, torch.float64)
-    with pytest.raises(ValueError, match=r"scales of \[4, 64\] by e4m3/1x32/e8m0 are \[4, 2\]; got None"):
+    with pytest.raises(ValueError, match=r"scales of \[4, 64\] by e4m3/1x32/e8m0 must be \[4, 2\]; got None"):
         dequantize(x.unscaled, torch.float32)
     with pytest.raises(ValueError, match=r"got \[4, 1\]"):
         dequantize(ScaledTensor(x.data, x.scale[:, :1], x.spec), torch.float32)

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_inputs import SPECS, assert_is_form_of, assert_same, dtypes, forms, orders, outputs_of, randn, sizes, spread
+from fused_inputs import SPECS, assert_quantizes, assert_same, dtypes, orders, outputs_of, randn, sizes, specs, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +30,7 @@ def both_backends(op, call):
 @triton
 @settings(max_examples=50)
 @given(
-    activation=st.sampled_from(ACTIVATIONS), rows=sizes, columns=sizes, dtype=dtypes, spec=forms, order=orders,
+    activation=st.sampled_from(ACTIVATIONS), rows=sizes, columns=sizes, dtype=dtypes, spec=specs, order=orders,
     keep=st.booleans(), joint=st.booleans(),
 )  # fmt: skip
 def test_triton_equals_reference(activation, rows, columns, dtype, spec, order, keep, joint):
@@ -100,8 +100,8 @@ def test_special_values_poison_their_own_row_and_stay_visible(activation, dtype)
             finite = expected.quantized.dequantize().isfinite().all(1)
             assert not finite[3:7].any() and finite[[0, 1, 2, *range(7, 20)]].all()
     calls = both_backends(GLU_BACKWARD, lambda: glu_backward(up, gate, up, activation))
-    assert_same(*(dict(enumerate(found)) for found in calls))
-    assert all(found[[0, 1, 2, *range(7, 20)]].isfinite().all() for found in calls[0])
+    assert_same(*(dict(enumerate(result)) for result in calls))
+    assert all(result[[0, 1, 2, *range(7, 20)]].isfinite().all() for result in calls[0])
 
 
 @by_activation
@@ -111,13 +111,13 @@ def test_fusing_changes_no_byte(activation, spec, order):
     gate, up = (randn(50, 170, seed=s, dtype=torch.bfloat16) for s in range(2))
     whole = glu(gate, up, activation, spec, order)
     assert torch.equal(whole.h, glu(gate, up, activation).h)
-    assert_is_form_of(whole.h, whole, spec, order)
+    assert_quantizes(whole.h, whole, spec, order)
     if str(spec.granularity) != "tensor":
         alone = glu(gate, up, activation, spec, order, keep=False)
         assert alone.h is None
-        wanted = outputs_of(whole)
-        del wanted["h"]
-        assert_same(wanted, outputs_of(alone))
+        expected = outputs_of(whole)
+        del expected["h"]
+        assert_same(expected, outputs_of(alone))
 
 
 @by_activation
@@ -128,8 +128,8 @@ def test_activations_are_those_of_pytorch(activation):
     theirs = sqnr(exact, OF_PYTORCH[activation](gate))
     assert ours > 140 and ours > theirs - 3
     exact = OF_PYTORCH[activation](gate.bfloat16().double()) * up.bfloat16().double()
-    found = glu(gate.bfloat16(), up.bfloat16(), activation).h
-    assert sqnr(exact, found) > sqnr(exact, exact.bfloat16()) - 1e-4
+    result = glu(gate.bfloat16(), up.bfloat16(), activation).h
+    assert sqnr(exact, result) > sqnr(exact, exact.bfloat16()) - 1e-4
 
 
 @by_activation
@@ -164,19 +164,19 @@ def test_gelu_keeps_relative_precision_in_its_tail():
 
 
 WRONG = {
-    "dimensions": (lambda g: glu(g[None], g[None]), "gate is a float32, .* shape \\(1, 8, 32\\)"),
-    "up": (lambda g: glu(g, g[:, 1:]), "up is torch.bfloat16 \\[8, 32\\] on cpu; got torch.bfloat16 \\[8, 31\\]"),
-    "up's dtype": (lambda g: glu(g, g.float()), "up is torch.bfloat16 .* got torch.float32"),
+    "dimensions": (lambda g: glu(g[None], g[None]), "gate must be a float32, .* shape \\(1, 8, 32\\)"),
+    "up": (lambda g: glu(g, g[:, 1:]), "up must be torch.bfloat16 \\[8, 32\\] on cpu; got torch.bfloat16 \\[8, 31\\]"),
+    "up's dtype": (lambda g: glu(g, g.float()), "up must be torch.bfloat16 .* got torch.float32"),
     "activation": (lambda g: glu(g, g, "gelu_tan"), "unknown activation 'gelu_tan'.*did you mean 'gelu_tanh'.*Known"),
     "order": (lambda g: glu(g, g, "silu", ROW, "column"), "did you mean 'columns'"),
     "granularity": (lambda g: glu(g, g, "silu", QuantSpec.parse("e4m3/128x128")), "got e4m3/128x128"),
-    "nothing": (lambda g: glu(g, g, keep=False), "nothing is asked for"),
-    "grad": (lambda g: glu_backward(g[1:], g, g), "grad is torch.bfloat16 \\[8, 32\\]"),
+    "nothing": (lambda g: glu(g, g, keep=False), "no output requested"),
+    "grad": (lambda g: glu_backward(g[1:], g, g), "grad must be torch.bfloat16 \\[8, 32\\]"),
 }
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_mistakes_are_named(mistake):
+def test_wrong_arguments_are_named(mistake):
     call, message = WRONG[mistake]
     with pytest.raises(ValueError, match=message):
         call(randn(8, 32, dtype=torch.bfloat16))

@@ -3,7 +3,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from fused_inputs import SPECS, assert_is_form_of, assert_same, dtypes, forms, orders, outputs_of, randn, sizes, spread
+from fused_inputs import SPECS, assert_quantizes, assert_same, dtypes, orders, outputs_of, randn, sizes, specs, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +32,7 @@ def both_backends(op, call):
 @triton
 @settings(max_examples=50)
 @given(
-    kind=st.sampled_from(["rms_norm", "layer_norm"]), rows=sizes, columns=sizes, dtype=dtypes, spec=forms,
+    kind=st.sampled_from(["rms_norm", "layer_norm"]), rows=sizes, columns=sizes, dtype=dtypes, spec=specs,
     order=orders, keep=st.booleans(), residual=st.booleans(), offset=st.booleans(), with_bias=st.booleans(),
     float_weight=st.booleans(),
 )  # fmt: skip
@@ -156,7 +156,7 @@ def test_fusing_changes_no_byte(kind, spec, order):
     x, residual, weight = (randn(50, 170, seed=s, dtype=torch.bfloat16) for s in range(3))
     whole = norm_of(kind, x, weight[0], weight[1], 1e-5, spec, order, residual)
     assert torch.equal(whole.total, x + residual)
-    assert_is_form_of(whole.y, whole, spec, order)
+    assert_quantizes(whole.y, whole, spec, order)
     apart = norm_of(kind, x + residual, weight[0], weight[1], 1e-5)
     assert torch.equal(whole.y, apart.y) and apart.total is None and apart.quantized is None
     if str(spec.granularity) != "tensor":
@@ -186,18 +186,18 @@ def test_gradients_are_those_of_autograd(offset):
     leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
     exact_x, exact_w, exact_b = leaves
     y = torch.nn.functional.rms_norm(exact_x, (48,), exact_w + 1 if offset else exact_w, 1e-5)
-    wanted = torch.autograd.grad([y, exact_x * 1], [exact_x, exact_w], [grad.double(), passed.double()])
+    expected = torch.autograd.grad([y, exact_x * 1], [exact_x, exact_w], [grad.double(), passed.double()])
     normed = rms_norm(x, weight, 1e-5, offset=offset)
-    for want, got in zip(wanted, rms_norm_backward(grad, x, weight, normed.rstd, passed, offset=offset), strict=True):
+    for want, got in zip(expected, rms_norm_backward(grad, x, weight, normed.rstd, passed, offset=offset), strict=True):
         assert sqnr(want, got) > 125
     y = torch.nn.functional.layer_norm(exact_x, (48,), exact_w, exact_b, 1e-5)
-    wanted = torch.autograd.grad([y, exact_x * 1], leaves, [grad.double(), passed.double()])
+    expected = torch.autograd.grad([y, exact_x * 1], leaves, [grad.double(), passed.double()])
     normed = layer_norm(x, weight, bias, 1e-5)
-    found = layer_norm_backward(grad, x, weight, normed.mean, normed.rstd, passed)
-    for want, got in zip(wanted, found, strict=True):
+    result = layer_norm_backward(grad, x, weight, normed.mean, normed.rstd, passed)
+    for want, got in zip(expected, result, strict=True):
         assert sqnr(want, got) > 120
     without = layer_norm_backward(grad, x, weight, normed.mean, normed.rstd)
-    assert torch.allclose(found[0], without[0] + passed, atol=1e-5)
+    assert torch.allclose(result[0], without[0] + passed, atol=1e-5)
 
 
 @triton
@@ -217,30 +217,33 @@ def test_columns_are_padded_with_zeros_to_what_matrix_units_want(kind, spec):
 def test_rows_beyond_the_last_leave_no_trace_in_the_amax():
     x, weight = randn(5, 64), randn(64, seed=1)
     with RMS_NORM.force("triton"):
-        found = rms_norm(x, weight, 0.0, QuantSpec.parse("e4m3/tensor"))
-    assert found.amax.item() == found.y.abs().max().item()
+        result = rms_norm(x, weight, 0.0, QuantSpec.parse("e4m3/tensor"))
+    assert result.amax.item() == result.y.abs().max().item()
 
 
 WRONG = {
-    "3 dimensions": (lambda x, w: rms_norm(x[None], w, 1e-5), "x is a float32, .* matrix .* shape \\(1, 8, 32\\)"),
+    "3 dimensions": (lambda x, w: rms_norm(x[None], w, 1e-5), "x must be a float32, .* matrix .* shape \\(1, 8, 32\\)"),
     "dtype": (lambda x, w: rms_norm(x.double(), w, 1e-5), "float64"),
-    "weight": (lambda x, w: rms_norm(x, w[:3], 1e-5), "weight is torch.bfloat16 or torch.float32 \\[32\\].*\\[3\\]"),
-    "residual": (lambda x, w: rms_norm(x, w, 1e-5, residual=x.float()), "residual is torch.bfloat16 \\[8, 32\\]"),
-    "bias": (lambda x, w: layer_norm(x, w, w.float(), 1e-5), "bias is torch.bfloat16"),
-    "order": (lambda x, w: rms_norm(x, w, 1e-5, ROW, "row"), "order is one of.*did you mean 'rows'"),
+    "weight": (
+        lambda x, w: rms_norm(x, w[:3], 1e-5),
+        "weight must be torch.bfloat16 or torch.float32 \\[32\\].*\\[3\\]",
+    ),
+    "residual": (lambda x, w: rms_norm(x, w, 1e-5, residual=x.float()), "residual must be torch.bfloat16 \\[8, 32\\]"),
+    "bias": (lambda x, w: layer_norm(x, w, w.float(), 1e-5), "bias must be torch.bfloat16"),
+    "order": (lambda x, w: rms_norm(x, w, 1e-5, ROW, "row"), "order must be one of.*did you mean 'rows'"),
     "granularity": (lambda x, w: rms_norm(x, w, 1e-5, QuantSpec.parse("e4m3/column")), "got e4m3/column"),
     "odd blocks": (lambda x, w: rms_norm(x, w, 1e-5, QuantSpec.parse("e4m3/1x48")), "got e4m3/1x48"),
-    "nothing": (lambda x, w: rms_norm(x, w, 1e-5, keep=False), "nothing is asked for"),
+    "nothing": (lambda x, w: rms_norm(x, w, 1e-5, keep=False), "no output requested"),
     "no y": (lambda x, w: rms_norm(x, w, 1e-5, QuantSpec.parse("e4m3/tensor"), keep=False), "keep=True"),
     "device": (lambda x, w: rms_norm(x, w.to("meta"), 1e-5), "on cpu; got .* on meta"),
-    "grad": (lambda x, w: rms_norm_backward(x.float(), x, w, x[:, :1].float()), "grad is torch.bfloat16"),
-    "rstd": (lambda x, w: rms_norm_backward(x, x, w, x[:, 0].float()), "rstd is torch.float32 \\[8, 1\\]"),
-    "mean": (lambda x, w: layer_norm_backward(x, x, w, x[:, :1], x[:, :1].float()), "mean is torch.float32"),
+    "grad": (lambda x, w: rms_norm_backward(x.float(), x, w, x[:, :1].float()), "grad must be torch.bfloat16"),
+    "rstd": (lambda x, w: rms_norm_backward(x, x, w, x[:, 0].float()), "rstd must be torch.float32 \\[8, 1\\]"),
+    "mean": (lambda x, w: layer_norm_backward(x, x, w, x[:, :1], x[:, :1].float()), "mean must be torch.float32"),
 }
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_mistakes_are_named(mistake):
+def test_wrong_arguments_are_named(mistake):
     call, message = WRONG[mistake]
     with pytest.raises(ValueError, match=message):
         call(randn(8, 32, dtype=torch.bfloat16), randn(32, dtype=torch.bfloat16))

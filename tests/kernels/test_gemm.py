@@ -84,7 +84,7 @@ def assert_exact_in_range(y, a, b, layout, at_least=20):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_scales_of_any_size_meet_without_overflow_or_underflow(layout, seed):
+def test_scales_of_any_size_multiply_without_overflow_or_underflow(layout, seed):
     texts = [("column" if layout[0] == "t" else "row"), ("column" if layout[1] == "n" else "row")]
     a, b, _ = wide((f"e4m3/{texts[0]}", f"e4m3/{texts[1]}", layout), seed)
     assert_exact_in_range(scaled_mm(a, b, layout, out_dtype=torch.float32), a, b, layout)
@@ -92,7 +92,7 @@ def test_scales_of_any_size_meet_without_overflow_or_underflow(layout, seed):
 
 @pytest.mark.parametrize("left", SCALES)
 @pytest.mark.parametrize("kinds", [("tensor", "tensor"), ("tensor", "row"), ("row", "tensor")])
-def test_a_scale_by_tensor_of_any_size_meets_the_others(kinds, left):
+def test_a_scale_by_tensor_of_any_size_multiplies_the_others(kinds, left):
     a, b, layout = operands(9, 9, 40, (f"e4m3/{kinds[0]}", f"e4m3/{kinds[1]}", "nt"))
     for right in SCALES:
         a = replace(a, scale=torch.full_like(a.scale, left))
@@ -113,7 +113,7 @@ def test_nan_reaches_the_product():
     assert y[2].isnan().all() and not y[[0, 1, 3, 4, 5, 6, 7]].isnan().any()
 
 
-def test_float32_settings_of_the_process_neither_matter_nor_change():
+def test_float32_settings_have_no_effect_and_do_not_change():
     a, b, layout = operands(256, 256, 256, ("e4m3/1x128", "e4m3/128x128", "nt"))
     expected = scaled_mm(a, b, layout, out_dtype=torch.float32)
     setting = torch.backends.mkldnn.matmul
@@ -143,40 +143,40 @@ def wrong(**changes):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "says"),
+    ("a", "b", "message"),
     [
-        (wrong(data=torch.zeros(8, 16)), wrong(), r"A is a matrix of torch.float8_e4m3fn, .*got torch.float32"),
-        (wrong(), wrong(data=torch.zeros(8, 16).to(E5M2.dtype)), r"B is a matrix of .*e4m3fn.*got torch.float8_e5m2"),
-        (wrong(), wrong(data=torch.zeros(8, 16, 1).to(E4M3.dtype)), r"B is a matrix .*\(8, 16, 1\)"),
-        (wrong(), wrong(scale=torch.ones(1, 16)), r"scales of B \(8, 16\) by e4m3/row are \(8, 1\).*got \(1, 16\)"),
-        (wrong(scale=torch.ones(())), wrong(), r"scales of A \(8, 16\) by e4m3/row are \(8, 1\).*got \(\)"),
+        (wrong(data=torch.zeros(8, 16)), wrong(), r"A must be .*torch.float8_e4m3fn .*got torch.float32"),
+        (wrong(), wrong(data=torch.zeros(8, 16).to(E5M2.dtype)), r"B must be .*e4m3fn.*got torch.float8_e5m2"),
+        (wrong(), wrong(data=torch.zeros(8, 16, 1).to(E4M3.dtype)), r"B must be a matrix .*\(8, 16, 1\)"),
+        (wrong(), wrong(scale=torch.ones(1, 16)), r"scales of B \(8, 16\) by e4m3/row must be \(8, 1\).*got \(1, 16\)"),
+        (wrong(scale=torch.ones(())), wrong(), r"scales of A \(8, 16\) by e4m3/row must be \(8, 1\).*got \(\)"),
         (wrong(scale=torch.ones(8, 1).double()), wrong(), r"scales of A .*torch.float32 .*got \(8, 1\), torch.float64"),
-        (wrong(spec=QuantSpec.parse("e4m3/1x128/e8m0")), wrong(), r"e4m3/1x128/e8m0 are \(8, 1\), .*e8m0fnu"),
-        (wrong(), wrong(spec=QuantSpec.parse("e4m3/tensor")), r"scales of B \(8, 16\) by e4m3/tensor are \(1, 1\)"),
+        (wrong(spec=QuantSpec.parse("e4m3/1x128/e8m0")), wrong(), r"e4m3/1x128/e8m0 must be \(8, 1\) .*e8m0fnu"),
+        (wrong(), wrong(spec=QuantSpec.parse("e4m3/tensor")), r"scales of B \(8, 16\) by e4m3/tensor must be \(1, 1\)"),
         (wrong(), wrong(data=torch.zeros(8, 17).to(E4M3.dtype)), r"different sizes: A is \(8, 16\), B is \(8, 17\)"),
-        (wrong(), wrong(data=torch.zeros(8, 16, device="meta").to(E4M3.dtype)), r"one device: A on cpu, B on meta"),
+        (wrong(), wrong(data=torch.zeros(8, 16, device="meta").to(E4M3.dtype)), r"one device; got A on cpu, B on meta"),
         (wrong(), wrong(scale=torch.ones(8, 1, device="meta")), r"scales of B .* on cpu; got .* on meta"),
     ],
 )  # fmt: skip
-def test_wrong_operands_are_named(a, b, says):
-    with pytest.raises(ValueError, match=says):
+def test_wrong_operands_are_named(a, b, message):
+    with pytest.raises(ValueError, match=message):
         scaled_mm(a, b, "nt", out_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"layout": "nn"}, r"scaled_mm nn: .* different sizes: A is \(8, 16\), B is \(8, 16\)"),
-        ({"layout": "tt"}, r"layout is 'nt', 'nn' or 'tn'; got 'tt'"),
-        ({"bias": torch.zeros(7)}, r"bias is \[8\].*got \(7,\)"),
-        ({"bias": torch.zeros(8, dtype=torch.int32)}, r"bias is \[8\].*got \(8,\), torch.int32"),
-        ({"bias": torch.zeros(8, device="meta")}, r"bias is \[8\].*on cpu; got .* on meta"),
-        ({"out_dtype": E4M3.dtype}, r"out_dtype is float32, bfloat16 or float16; got torch.float8_e4m3fn"),
+        ({"layout": "tt"}, r"layout must be 'nt', 'nn' or 'tn'; got 'tt'"),
+        ({"bias": torch.zeros(7)}, r"bias must be \[8\].*got \(7,\)"),
+        ({"bias": torch.zeros(8, dtype=torch.int32)}, r"bias must be \[8\].*got \(8,\), torch.int32"),
+        ({"bias": torch.zeros(8, device="meta")}, r"bias must be \[8\].*on cpu; got .* on meta"),
+        ({"out_dtype": E4M3.dtype}, r"out_dtype must be float32, bfloat16 or float16; got torch.float8_e4m3fn"),
     ],
 )
-def test_wrong_arguments_are_named(changes, says):
+def test_wrong_arguments_are_named(changes, message):
     arguments = {"layout": "nt", "out_dtype": torch.bfloat16, **changes}
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         scaled_mm(wrong(), wrong(), **arguments)
 
 

@@ -53,21 +53,21 @@ def compare(a, b, layout, dtype, bias=None):
 @pytest.mark.parametrize("label", PRODUCTS | MIXED)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_product_keeps_the_rules(rules, label, shape, dtype):
+def test_every_product_meets_the_rules_of_pytorch(rules, label, shape, dtype):
     a, b, layout = operands(*shape, (PRODUCTS | MIXED)[label])
     for bias in (None, torch.linspace(-1, 1, shape[1], dtype=dtype)):
         compare(a, b, layout, dtype, bias)
 
 
 @pytest.mark.parametrize("label", PRODUCTS)
-def test_bytes_kept_in_both_orders_are_not_copied(rules, monkeypatch, label):
+def test_data_in_both_memory_orders_is_not_copied(rules, monkeypatch, label):
     a, b, layout = operands(64, 128, 256, PRODUCTS[label])
 
     def both(operand):
         return ScaledTensor(operand.data, operand.scale, operand.spec, operand.data.t().contiguous().t())
 
     a, b = both(a), both(b)
-    kept = {t.data_ptr() for operand in (a, b) for t in (operand.data, operand.copy)}
+    pointers = {t.data_ptr() for operand in (a, b) for t in (operand.data, operand.copy)}
     seen = []
 
     def spy(product):
@@ -81,12 +81,12 @@ def test_bytes_kept_in_both_orders_are_not_copied(rules, monkeypatch, label):
     monkeypatch.setattr(F, "scaled_mm", spy(rules.scaled_mm_v2))
     compare(a, b, layout, torch.bfloat16)
     left, right = seen[-1]
-    assert left.data_ptr() in kept and right.data_ptr() in kept
+    assert left.data_ptr() in pointers and right.data_ptr() in pointers
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("label", ["rowwise forward", "rowwise dgrad", "rowwise wgrad", "tensorwise forward"])
-def test_scales_and_bias_stay_inside_the_product_where_it_takes_them(rules, label, dtype):
+def test_scales_and_bias_are_part_of_the_product_if_supported(rules, label, dtype):
     a, b, layout = operands(32, 48, 64, PRODUCTS[label])
     kind = "tensor" if "tensorwise" in label else "row"
     compare(a, b, layout, dtype, torch.ones(48, dtype=dtype))
@@ -94,7 +94,7 @@ def test_scales_and_bias_stay_inside_the_product_where_it_takes_them(rules, labe
     assert rules.calls[-1] == (kind, dtype, dtype == torch.bfloat16)
 
 
-def test_refused_output_goes_through_unit_scales(monkeypatch):
+def test_unsupported_output_runs_with_unit_scales(monkeypatch):
     rules = install(monkeypatch, Rules(refused=[("row", torch.float32), ("row", torch.float16)]))
     a, b, layout = operands(33, 48, 65, ("e4m3/row", "e4m3/row", "nt"))
     for dtype in (torch.float16, torch.float32):
@@ -104,14 +104,14 @@ def test_refused_output_goes_through_unit_scales(monkeypatch):
     assert rules.calls[-1] == ("row", torch.bfloat16, False)
 
 
-def test_what_torch_multiplies_wrong_it_does_not_take(monkeypatch):
+def test_products_that_torch_computes_wrongly_are_not_used(monkeypatch):
     rules = install(monkeypatch, Rules())
     real = rules.scaled_mm_v1
     monkeypatch.setattr(
         torch, "_scaled_mm", lambda a, b, **rest: real(a, b, **rest) * (1 + (rest["scale_a"].dim() > 1))
     )
     a, b, layout = operands(16, 16, 32, ("e4m3/row", "e4m3/row", "nt"))
-    with SCALED_MM.force("torch_scaled"), pytest.raises(NotImplementedError, match="refuses"):
+    with SCALED_MM.force("torch_scaled"), pytest.raises(NotImplementedError, match="does not support scales"):
         scaled_mm(*operands(16, 16, 128, ("e4m3/tensor", "e4m3/tensor", "nt")), out_dtype=torch.float32)
     del a, b, layout
 
@@ -122,7 +122,7 @@ def test_a_bias_of_another_dtype_enters_the_product_in_the_output_dtype(rules):
     assert rules.calls[-1] == ("row", torch.bfloat16, True)
 
 
-def test_a_bias_may_lie_anywhere(rules):
+def test_any_alignment_of_the_bias(rules):
     a, b, layout = operands(32, 48, 64, ("e4m3/row", "e4m3/row", "nt"))
     compare(a, b, layout, torch.bfloat16, torch.randn(97).to(torch.bfloat16)[1::2])
     compare(a, b, layout, torch.bfloat16, torch.randn(49).to(torch.bfloat16)[1:])
@@ -137,11 +137,11 @@ def test_unaligned_bytes_are_copied(rules):
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), HOPPER, BLACKWELL], ids=str)
-def test_refusals_are_those_of_the_device(monkeypatch, name, capability):
+def test_unsupported_cases_by_device(monkeypatch, name, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     cases = [case for label, case in SCALED_MM.cases.items() if label.split()[0] == name]
-    reasons = [torch_scaled.refuses(torch.device("cuda"), case) for case in cases]
+    reasons = [torch_scaled.unsupported_reason(torch.device("cuda"), case) for case in cases]
     serves = {"blockwise": capability == HOPPER, "mxfp8": capability == BLACKWELL}.get(name, capability >= (8, 9))
     if serves:
         assert reasons == [None] * len(reasons) and reasons
@@ -149,19 +149,19 @@ def test_refusals_are_those_of_the_device(monkeypatch, name, capability):
         assert all(f"sm_{capability[0]}{capability[1]}" in reason for reason in reasons)
 
 
-def test_refusals_are_those_of_the_versions(monkeypatch):
+def test_unsupported_cases_by_version(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
     cuda, case = torch.device("cuda"), ("e4m3/1x128", "e4m3/128x128", "nt")
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert "CUDA 12.9" in torch_scaled.refuses(cuda, case)
+    assert "CUDA 12.9" in torch_scaled.unsupported_reason(cuda, case)
     monkeypatch.delattr(F, "scaled_mm")
-    assert "has no torch.nn.functional.scaled_mm" in torch_scaled.refuses(cuda, case)
-    assert torch_scaled.refuses(cuda, ("e4m3/row", "e4m3/row", "nt")) is None
-    assert "E5M2" in torch_scaled.refuses(cuda, ("e5m2/tensor", "e5m2/tensor", "nt"))
-    assert "no product for scales" in torch_scaled.refuses(cuda, ("e4m3/row", "e4m3/row", "nn"))
+    assert "has no torch.nn.functional.scaled_mm" in torch_scaled.unsupported_reason(cuda, case)
+    assert torch_scaled.unsupported_reason(cuda, ("e4m3/row", "e4m3/row", "nt")) is None
+    assert "E5M2" in torch_scaled.unsupported_reason(cuda, ("e5m2/tensor", "e5m2/tensor", "nt"))
+    assert "no product for scales" in torch_scaled.unsupported_reason(cuda, ("e4m3/row", "e4m3/row", "nn"))
 
 
-def test_unit_scales_are_made_once(rules, monkeypatch):
+def test_unit_scales_are_cached(rules, monkeypatch):
     monkeypatch.setattr(torch_scaled, "_ONES", {})
     a = quantize(torch.randn(16, 32), QuantSpec.parse("e4m3/row"))
     with SCALED_MM.force("torch_scaled"):

@@ -116,7 +116,7 @@ def test_scales_of_any_size_meet_as_in_the_reference(seed):
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
 @pytest.mark.parametrize("where", ["row-major", "column-major", "both", "strided", "unaligned"])
-def test_bytes_may_lie_anywhere(layout, where):
+def test_any_memory_layout(layout, where):
     a, b, _ = whole(40, 48, 64, ("e4m3/tensor", "e4m3/tensor", layout))
 
     def laid(operand):
@@ -155,22 +155,24 @@ def test_nan_reaches_its_row_only():
     assert y[2].isnan().all() and not y[[0, 1, 3, 4, 5, 6, 7]].isnan().any()
 
 
-def test_the_other_backends_are_left_what_there_is_no_kernel_for(monkeypatch):
+def test_unsupported_cases_have_a_reason(monkeypatch):
     cuda = torch.device("cuda")
-    assert "compiles for GPUs" in kernels.refuses(torch.device("cpu"), ("e4m3/row", "e4m3/row", "nt"))
-    assert "no scales of e4m3/1x32/e8m0" in kernels.refuses(cuda, ("e4m3/1x32/e8m0", "e4m3/1x32/e8m0", "nt"))
-    assert "no scales" in kernels.refuses(cuda, ("e4m3/row", "e4m3/row", "nn"))
-    assert "E5M2" in kernels.refuses(cuda, ("e5m2/tensor", "e5m2/tensor", "nt"))
+    assert "compiles for GPUs" in kernels.unsupported_reason(torch.device("cpu"), ("e4m3/row", "e4m3/row", "nt"))
+    assert "does not support scales of e4m3/1x32/e8m0" in kernels.unsupported_reason(
+        cuda, ("e4m3/1x32/e8m0", "e4m3/1x32/e8m0", "nt")
+    )
+    assert "does not support scales" in kernels.unsupported_reason(cuda, ("e4m3/row", "e4m3/row", "nn"))
+    assert "E5M2" in kernels.unsupported_reason(cuda, ("e5m2/tensor", "e5m2/tensor", "nt"))
     for capability, reason in (((8, 0), "sm_80"), ((8, 9), None), ((9, 0), None), ((12, 0), None)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, given=capability: given)
-        said = kernels.refuses(cuda, ("e4m3/1x128", "e4m3/128x128", "nt"))
-        assert said is None if reason is None else reason in said
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, value=capability: value)
+        reported = kernels.unsupported_reason(cuda, ("e4m3/1x128", "e4m3/128x128", "nt"))
+        assert reported is None if reason is None else reason in reported
     a, b, layout = operands(8, 8, 32, ("e4m3/1x32/e8m0", "e4m3/1x32/e8m0", "nt"))
-    with pytest.raises(NotImplementedError, match="no scales of e4m3/1x32/e8m0"):
+    with pytest.raises(NotImplementedError, match="does not support scales of e4m3/1x32/e8m0"):
         kernels.scaled_mm(a, b, layout, torch.float32, None, False)
 
 
-def test_the_guess_fills_the_device_and_prefers_large_tiles():
+def test_the_estimate_fills_the_device_and_prefers_large_tiles():
     hopper = kernels._target_of(90, 132)
 
     def guess(m, n, fast):
@@ -208,7 +210,7 @@ def test_variants_are_what_is_launched():
             assert variant.launch.constants["TMA"] == variant.types["a"].startswith("tensordesc")
 
 
-def test_registry_runs_it_where_forced():
+def test_registry_runs_the_forced_backend():
     a, b, layout = whole(16, 16, 32, ("e4m3/row", "e4m3/row", "nt"))
     with SCALED_MM.force("triton"):
         y = scaled_mm(a, b, layout, out_dtype=torch.bfloat16)

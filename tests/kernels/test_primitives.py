@@ -77,6 +77,6 @@ def test_power_of_two_scales_need_no_division(largest, n):
     for exponent in (-126, -110, 0, 127):
         bits = mantissas(61).astype(np.int64) | ((127 + exponent) << 23)
         amax = bits.astype(np.uint32).view(np.float32).astype(np.float64)
-        found = np.maximum(((bits + 0x1FFFFF) >> 23) - n, 1) - 127
+        exponent = np.maximum(((bits + 0x1FFFFF) >> 23) - n, 1) - 127
         scale = np.maximum((amax / largest).astype(np.float32), np.float32(2.0**-126)).astype(np.float64)
-        assert np.array_equal(found, np.ceil(np.log2(scale)))
+        assert np.array_equal(exponent, np.ceil(np.log2(scale)))

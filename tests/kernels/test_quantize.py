@@ -51,7 +51,7 @@ def factors(kind, rows, columns):
     return {"none": None, "rows": randn(rows, 1, seed=2).abs(), "columns": randn(1, columns, seed=3).abs()}[kind]
 
 
-def forms(q):
+def tensors(q):
     """Everything a ScaledTensor holds, for comparison."""
     return [t for t in (q.data, q.copy, q.scale) if t is not None]
 
@@ -73,22 +73,24 @@ def test_triton_equals_reference(spec, rows, columns, dtype, fold, order):
     expected = quantize(x, spec, factor, order=order)
     with QUANTIZE.force("triton"):
         actual = quantize(x, spec, factor, order=order)
-    assert_same_but_for_the_sign_of_nan(forms(expected), forms(actual))
+    assert_same_but_for_the_sign_of_nan(tensors(expected), tensors(actual))
 
 
 @triton
 @by_spec
 @settings(max_examples=6)
-@given(**any_matrix, order=st.sampled_from(["rows", "columns", "both"]), given=st.sampled_from(["amax", "scale"]))
-def test_triton_equals_reference_with_given_scales(spec, rows, columns, dtype, fold, order, given):
+@given(**any_matrix, order=st.sampled_from(["rows", "columns", "both"]), precomputed=st.sampled_from(["amax", "scale"]))
+def test_triton_equals_reference_with_precomputed_scales(spec, rows, columns, dtype, fold, order, precomputed):
     x, factor = lognormal(rows, columns, dtype), factors(fold, rows, columns)
     shape = spec.granularity.scale_shape((rows, columns))
     amax = randn(*shape, seed=4).abs() * 3
-    known = {"amax": amax} if given == "amax" else {"scale": reference.scale_of(amax, spec)[0].to(spec.scale_dtype)}
-    expected = quantize(x, spec, factor, order=order, **known)
+    arguments = (
+        {"amax": amax} if precomputed == "amax" else {"scale": reference.scale_of(amax, spec)[0].to(spec.scale_dtype)}
+    )
+    expected = quantize(x, spec, factor, order=order, **arguments)
     with QUANTIZE.force("triton"):
-        actual = quantize(x, spec, factor, order=order, **known)
-    assert_same_but_for_the_sign_of_nan(forms(expected), forms(actual))
+        actual = quantize(x, spec, factor, order=order, **arguments)
+    assert_same_but_for_the_sign_of_nan(tensors(expected), tensors(actual))
 
 
 PAIRS = [
@@ -108,7 +110,7 @@ def test_triton_equals_reference_in_pairs(pair, rows, columns, dtype, fold, fold
     with QUANTIZE_PAIR.force("triton"):
         actual = quantize_pair(x, spec, fold, spec_t, fold_t)
     for want, got in zip(expected, actual, strict=True):
-        assert_same_but_for_the_sign_of_nan(forms(want), forms(got))
+        assert_same_but_for_the_sign_of_nan(tensors(want), tensors(got))
     assert actual[0].along(1) is not None and actual[1].along(0) is not None
 
 
@@ -121,12 +123,12 @@ def test_every_configuration_equals_reference():
     for text, order in ((s.text, o) for s in SPECS for o in ("rows", "both")):
         spec = QuantSpec.parse(text)
         expected = reference.quantize(x, spec, None, order=order)
-        for config in range(len(kernels.tiles(kernels.Task(form=kernels.Form(spec=spec), order=order)))):
+        for config in range(len(kernels.tiles(kernels.QuantizeTask(first=kernels.FoldedSpec(spec=spec), order=order)))):
             actual = kernels.quantize(x, spec, None, None, None, order, config)
             assert_same_but_for_the_sign_of_nan(expected, actual)
     for pair in PAIRS:
         specs = [QuantSpec.parse(text) for text in pair]
-        task = kernels.Task(form=kernels.Form(spec=specs[0]), second=kernels.Form(spec=specs[1]))
+        task = kernels.QuantizeTask(first=kernels.FoldedSpec(spec=specs[0]), second=kernels.FoldedSpec(spec=specs[1]))
         expected = reference.quantize_pair(x, specs[0], fold, specs[1], fold_t)
         for config in range(len(kernels.tiles(task))):
             actual = kernels.quantize_pair(x, specs[0], fold, specs[1], fold_t, config)
@@ -142,11 +144,11 @@ def test_triton_treats_special_values_as_reference_does(spec, special):
     x[:, 140:] = 0
     with QUANTIZE.force("triton"):
         actual = quantize(x, spec)
-    assert_same_but_for_the_sign_of_nan(reference.quantize(x, spec, None), forms(actual))
-    known = actual.scale
+    assert_same_but_for_the_sign_of_nan(reference.quantize(x, spec, None), tensors(actual))
+    scale = actual.scale
     with QUANTIZE.force("triton"):
-        actual = quantize(x, spec, scale=known)
-    assert_same_but_for_the_sign_of_nan(forms(quantize(x, spec, scale=known)), forms(actual))
+        actual = quantize(x, spec, scale=scale)
+    assert_same_but_for_the_sign_of_nan(tensors(quantize(x, spec, scale=scale)), tensors(actual))
 
 
 @triton
@@ -156,7 +158,7 @@ def test_triton_reads_any_strides(spec):
     for view in (x.t(), x[1:, 3:], x[::2, ::3], x.t()[5:, 1:]):
         with QUANTIZE.force("triton"):
             actual = quantize(view, spec)
-        assert_same_but_for_the_sign_of_nan(reference.quantize(view, spec, None), forms(actual))
+        assert_same_but_for_the_sign_of_nan(reference.quantize(view, spec, None), tensors(actual))
 
 
 def quantize_element_by_element(x, spec):
@@ -250,22 +252,22 @@ def test_memory_orders_hold_the_same_bytes(spec):
 
 
 @by_spec
-def test_what_is_known_is_not_looked_for(spec):
+def test_precomputed_scales_save_a_pass(spec):
     """With its own maxima or scales the bytes are the same; with smaller ones, larger values are cut."""
     x = randn(100, 140)
     q = quantize(x, spec)
     again = quantize(x, spec, scale=q.scale)
     assert again.scale is q.scale and first_mismatch(q.data, again.data) is None
     amax = torch.zeros_like(q.scale, dtype=torch.float32) + x.abs().max()
-    given = quantize(x, spec, amax=amax)
-    assert (given.dequantize() - x).abs().max() <= x.abs().max() * 2**-3
+    from_amax = quantize(x, spec, amax=amax)
+    assert (from_amax.dequantize() - x).abs().max() <= x.abs().max() * 2**-3
     cut = quantize(x, spec, amax=amax / 100)
     assert cut.data.float().abs().max() == spec.format.max and not cut.data.float().isnan().any()
 
 
 @by_spec
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_given_scales_hide_no_bad_values(spec, bad):
+def test_precomputed_scales_hide_no_bad_values(spec, bad):
     x = randn(40, 40)
     x[3, 5] = bad
     for q in (
@@ -338,7 +340,7 @@ def test_e5m2_reaches_its_largest_value():
         (lambda s: quantize(torch.zeros(2, 3, 4), s), r"matrix \[R,C\]; got torch.float32 of shape \(2, 3, 4\)"),
         (lambda s: quantize(torch.zeros(2, 3, dtype=torch.int32), s), "got torch.int32"),
         (lambda s: quantize(torch.zeros(2, 3, dtype=torch.float64), s), "got torch.float64"),
-        (lambda s: quantize(torch.zeros(2, 3), s, torch.ones(3)), r"fold is float32 \[2,1\] or \[1,3\]"),
+        (lambda s: quantize(torch.zeros(2, 3), s, torch.ones(3)), r"fold must be float32 \[2,1\] or \[1,3\]"),
         (lambda s: quantize(torch.zeros(2, 3), s, torch.ones(2, 1).double()), "got torch.float64"),
         (lambda s: quantize(torch.zeros(2, 3), s, torch.ones(2, 1, device="meta")), "on cpu; got .* on meta"),
         (
@@ -347,12 +349,12 @@ def test_e5m2_reaches_its_largest_value():
         ),
         (lambda s: quantize(torch.zeros(2, 3), s, scale=torch.ones(2, 1).double()), "scale .* got torch.float64"),
         (lambda s: quantize(torch.zeros(2, 3), s, amax=torch.ones(2, 1), scale=torch.ones(2, 1)), "not both"),
-        (lambda s: quantize(torch.zeros(2, 3), s, order="column"), "order is .*; got 'column'"),
+        (lambda s: quantize(torch.zeros(2, 3), s, order="column"), "order must be .*; got 'column'"),
         (
             lambda s: quantize_pair(torch.zeros(2, 3), s, None, QuantSpec.parse("e5m2/column"), None),
             "call quantize twice",
         ),
-        (lambda s: quantize_pair(torch.zeros(2, 3), s, None, s.transposed, torch.ones(3)), "fold_t is float32"),
+        (lambda s: quantize_pair(torch.zeros(2, 3), s, None, s.transposed, torch.ones(3)), "fold_t must be float32"),
     ],
 )
 def test_wrong_operands_are_named(call, message):
@@ -367,10 +369,10 @@ def test_block_scales_cost_what_they_claim():
 
 
 @pytest.mark.parametrize("order", ["rows", "columns", "both"])
-@pytest.mark.parametrize("given", [{}, {"amax": torch.ones(40, 1)}, {"scale": torch.ones(40, 1)}], ids=str)
-def test_op_traces(order, given):
+@pytest.mark.parametrize("precomputed", [{}, {"amax": torch.ones(40, 1)}, {"scale": torch.ones(40, 1)}], ids=str)
+def test_op_traces(order, precomputed):
     x = randn(40, 50, dtype=torch.bfloat16)
-    arguments = (x, "e4m3/row", None, given.get("amax"), given.get("scale"), order)
+    arguments = (x, "e4m3/row", None, precomputed.get("amax"), precomputed.get("scale"), order)
     torch.library.opcheck(torch.ops.octavo.quantize.default, arguments)
 
 

@@ -9,7 +9,7 @@ from octavo.numerics import RECIPES, QuantSpec
 CPU = torch.device("cpu")
 
 
-def test_every_case_has_exactly_one_chosen_backend_and_every_refusal_a_reason():
+def test_every_case_has_exactly_one_chosen_backend_and_every_other_a_reason():
     rows = status("cpu")
     for op in {row.op for row in rows}:
         assert [row.backend for row in rows if row.op == op and row.chosen] == ["reference"]
@@ -31,7 +31,7 @@ def make_op(run):
     return op
 
 
-def test_preference_goes_to_what_passes_its_probe():
+def test_the_first_backend_that_passes_its_probe_is_chosen():
     assert make_op(lambda: 42).choose(CPU, ()).name == "triton"
     assert make_op(lambda: 41).choose(CPU, ()).name == "reference"
 
@@ -48,7 +48,7 @@ def test_emulation_on_a_gpu_warns_once_whatever_the_shapes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     op = Op(name="answer", cases={"": ()}, probe=lambda backend, device, case: None)
-    op.add(Backend(name="triton", run=lambda: 42, refuses=lambda device, case: "not today"))
+    op.add(Backend(name="triton", run=lambda: 42, unsupported_reason=lambda device, case: "not today"))
     op.add(Backend(name="reference", run=lambda: 42))
     with pytest.warns(RuntimeWarning, match="answer .* is emulated on cuda:0: .* triton: not today") as caught:
         for rows in (1, 2, 3):
@@ -56,25 +56,25 @@ def test_emulation_on_a_gpu_warns_once_whatever_the_shapes(monkeypatch):
     assert len(caught) == 1
 
 
-def test_choices_by_shape_do_not_pile_up(monkeypatch):
+def test_the_cache_of_choices_by_shape_is_bounded(monkeypatch):
     from octavo.kernels import registry
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(registry, "MOST_SHAPES", 10)
+    monkeypatch.setattr(registry, "MAX_CACHED_SHAPES", 10)
     op = make_op(lambda: 42)
     for rows in range(100):
         assert op.choose(torch.device("cuda", 0), (), (rows, 4)).name == "triton"
     assert len(op._measured) <= 10
 
 
-def test_what_a_kernel_raises_is_the_reason():
+def test_an_exception_of_a_kernel_is_the_reason():
     def broken():
         raise RuntimeError("no kernel image is available\nfor this device")
 
     op = make_op(broken)
     assert op.choose(CPU, ()).name == "reference"
-    assert op.why_not(op.backends["triton"], CPU, ()) == "RuntimeError: no kernel image is available"
+    assert op.unavailable_reason(op.backends["triton"], CPU, ()) == "RuntimeError: no kernel image is available"
 
 
 def test_probe_runs_once():
@@ -94,7 +94,7 @@ def test_force_overrides_and_restores():
             pass
 
 
-def test_a_probe_sees_real_tensors_whatever_surrounds_it():
+def test_a_probe_sees_real_tensors_under_fake_tensor_mode():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     def probe(backend, device, case):
@@ -107,7 +107,7 @@ def test_a_probe_sees_real_tensors_whatever_surrounds_it():
         assert op.choose(CPU, ()).name == "triton"
 
 
-def test_running_out_of_memory_is_no_verdict():
+def test_running_out_of_memory_is_not_cached():
     calls = []
 
     def probe(backend, device, case):
@@ -123,7 +123,7 @@ def test_running_out_of_memory_is_no_verdict():
     assert op.choose(CPU, ()).name == "triton"
 
 
-def test_gemm_probe_runs_every_kind_of_product_a_linear_asks_for():
+def test_gemm_probe_runs_every_kind_of_product_of_a_linear():
     seen = set()
 
     def run(a, b, layout, out_dtype, bias, fast_accum):
@@ -134,8 +134,8 @@ def test_gemm_probe_runs_every_kind_of_product_a_linear_asks_for():
         case = ("e4m3/row", "e4m3/row" if layout == "nt" else "unit", layout)
         assert SCALED_MM.probe(Backend(name="some", run=run), CPU, case) is None
     dtypes = (torch.bfloat16, torch.float32)
-    wanted = {("nt", dtype, biased, True) for dtype in dtypes for biased in (False, True)}
-    assert seen == wanted | {("nn", dtype, False, False) for dtype in dtypes}
+    expected = {("nt", dtype, biased, True) for dtype in dtypes for biased in (False, True)}
+    assert seen == expected | {("nn", dtype, False, False) for dtype in dtypes}
 
 
 def test_default_dtype_does_not_reach_the_scales():

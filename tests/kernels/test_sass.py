@@ -35,8 +35,8 @@ def compiled(capability, *options, path=None):
     command = [sys.executable, "-m", "benchmarks", "sass", "--json", "--capability", str(capability), *options]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    return by_name(found["targets"][str(capability)]), found["triton"]
+    report = json.loads(done.stdout.splitlines()[-1])
+    return by_name(report["targets"][str(capability)]), report["triton"]
 
 
 def by_name(rows):
@@ -81,18 +81,18 @@ def check_what_bounds(rows):
     for name, row in rows.items():
         if row["op"] in ("quantize", "quantize_pair"):
             assert row["bound"] == "memory", (name, row["bound"], row["clocks"])
-            forms = 2 if row["case"].endswith(" both") or row["op"] == "quantize_pair" else 1
-            table = 2 if row["kernel"] == "maxima_kernel" else 2 + forms
+            copies = 2 if row["case"].endswith(" both") or row["op"] == "quantize_pair" else 1
+            table = 2 if row["kernel"] == "maxima_kernel" else 2 + copies
             assert 0.9 * table <= row["bytes"] <= 1.1 * table, (name, row["bytes"])
         if row["op"] == "scaled_mm":
             assert row["matrix"] and all(op.startswith("QGMMA.64x") for op in row["matrix"]), name
 
 
 def check_against_the_table(rows, version):
-    kept = by_name(GOLDEN[version])
+    golden = by_name(GOLDEN[version])
     for name, now in rows.items():
-        assert name in kept, f"{name} is not in the table: renew it"
-        before = kept[name]
+        assert name in golden, f"{name} is not in the table: renew it"
+        before = golden[name]
         assert now["accesses"] == before["accesses"] and now["matrix"] == before["matrix"], (name, now, before)
         assert now["reg"] <= before["reg"] and now["shared"] <= before["shared"], (name, now, before)
         assert now["instructions"] <= 1.02 * before["instructions"], (name, now, before)

@@ -24,44 +24,44 @@ pytestmark = pytest.mark.skipif(
 
 ROWS, COLUMNS = 128, 512
 """Whole tiles of every configuration."""
-TASKS = {label: task for task, label in quantizers.tasks().items()}
+TASKS = {label: task for task, label in quantizers.recipe_tasks().items()}
 
 
 def table(task):
     """Section 4 of the design: bytes per element of each launch, bf16 in."""
     written = 2 if task.second or task.order == "both" else 1
-    maxima_first = task.given == "nothing" and task.form.spec.granularity in (TENSOR, COLUMN)
+    maxima_first = task.precomputed == "nothing" and task.first.spec.granularity in (TENSOR, COLUMN)
     if task.second is not None:
-        maxima_first = not task.form.one_pass
+        maxima_first = not task.first.one_pass
     return [2, 2 + written] if maxima_first else [2 + written]
 
 
 def run(task, config, x):
-    """Do a task on x, with factors, maxima and scales as it wants them; the traffic of each launch."""
+    """Do a task on x, with the fold factors, maxima and scales that it needs; return the traffic of each launch."""
     rows, columns = x.shape
     folds = {"none": None, "rows": torch.ones(rows, 1), "columns": torch.ones(1, columns)}
-    spec, fold = task.form.spec, folds[task.form.fold]
-    known = torch.full(spec.granularity.scale_shape((rows, columns)), 4.0)
+    spec, fold = task.first.spec, folds[task.first.fold]
+    maxima = torch.full(spec.granularity.scale_shape((rows, columns)), 4.0)
     with counted() as launches:
         if task.second is not None:
             quantizers.quantize_pair(x, spec, fold, task.second.spec, folds[task.second.fold], config)
         else:
-            amax = known if task.given == "amax" else None
-            scale = known.to(spec.scale_dtype) if task.given == "scale" else None
+            amax = maxima if task.precomputed == "amax" else None
+            scale = maxima.to(spec.scale_dtype) if task.precomputed == "scale" else None
             quantizers.quantize(x, spec, fold, amax, scale, task.order, config)
     return launches
 
 
 @pytest.mark.parametrize("label", TASKS)
 @pytest.mark.slow
-def test_quantizers_move_what_the_design_says(label):
+def test_quantizers_move_the_bytes_of_the_design(label):
     task = TASKS[label]
     x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16)
     variants = [v for v in quantizers.variants() if v.case == label]
     for config in range(len(quantizers.tiles(task))):
         launches = run(task, config, x)
-        moved = [launch.device_bytes(x.numel()) / x.numel() for launch in launches]
-        assert moved == table(task) == [v.device_bytes for v in variants if v.config == config]
+        traffic = [launch.device_bytes(x.numel()) / x.numel() for launch in launches]
+        assert traffic == table(task) == [v.device_bytes for v in variants if v.config == config]
         for launch in launches:
             check_operands(launch, x.numel())
         check_scales(task, launches[-1])
@@ -71,25 +71,25 @@ def test_quantizers_move_what_the_design_says(label):
 
 
 def check_operands(launch, elements):
-    """No program reads what another one reads; what it reads twice, a band of rows, is on chip the second time."""
+    """No two programs read the same bytes; rows read twice are on chip the second time."""
     read = launch.loads["x"]
     assert read.program == read.device == read.sectors == 2 * elements
-    assert read.asked == read.device * (2 if launch.kernel == "rows_kernel" else 1)
+    assert read.requested == read.device * (2 if launch.kernel == "rows_kernel" else 1)
     for name, written in launch.stores.items():
-        assert written.asked == written.program == written.device, f"{name} is stored twice"
+        assert written.requested == written.program == written.device, f"{name} is stored twice"
 
 
 def check_scales(task, launch):
-    """Beside the table: each scale is stored once, and maxima, scales and factors are as few as they are."""
-    spec = task.form.spec
+    """Each scale is stored once; scales, maxima and factors add no other traffic."""
+    spec = task.first.spec
     scales = math.prod(spec.granularity.scale_shape((ROWS, COLUMNS)))
-    assert task.given == "scale" or launch.stores["s"].device == scales * spec.scale_dtype.itemsize
+    assert task.precomputed == "scale" or launch.stores["s"].device == scales * spec.scale_dtype.itemsize
     small = [b.device for name, b in launch.loads.items() if name != "x"]
     assert sum(small) <= 8 * (ROWS + COLUMNS) + 4 * scales
 
 
 @pytest.mark.parametrize("shape", [pytest.param((1, 1), marks=pytest.mark.slow), (33, 130)])
-def test_nothing_outside_the_operands_is_touched(shape):
+def test_kernels_access_only_their_operands(shape):
     """Every access of every kernel at odd sizes lies in an argument: `counted` asserts it."""
     x = torch.ones(shape, dtype=torch.bfloat16)
     for task in TASKS.values():
@@ -97,21 +97,21 @@ def test_nothing_outside_the_operands_is_touched(shape):
         assert launch.device_bytes(x.numel()) >= 3 * x.numel()
 
 
-def fused_forms():
-    """FP8 forms that producers make: spec, order, bytes written per element."""
+def fused_outputs():
+    """FP8 outputs of the fused ops: spec, order, bytes written per element."""
     for spec in map(QuantSpec.parse, cases_of_inputs()):
         by_tensor = spec.granularity == TENSOR
         for order in ("rows",) if by_tensor else ("rows", "columns", "both"):
             yield spec, order, 0 if by_tensor else 2 if order == "both" else 1
 
 
-FUSED = list(fused_forms())
+FUSED = list(fused_outputs())
 
 
 @pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)
 @pytest.mark.parametrize("config", range(2))
-def test_norms_move_what_the_design_says(spec, order, written, config):
-    """x, the residual and the sum, y where it is kept, the FP8 forms; a band that is read again is on chip by then.
+def test_norms_move_the_bytes_of_the_design(spec, order, written, config):
+    """x, the residual, the sum, y with `keep`, the FP8 outputs; repeated reads of a band are on chip.
 
     Where the transposed copy is a step of its own, that reads the row-major bytes, which are written for it if need be.
     """
@@ -127,7 +127,7 @@ def test_norms_move_what_the_design_says(spec, order, written, config):
 
 
 @pytest.mark.parametrize("config", range(len(norms.BACKWARD_CONFIGS)))
-def test_gradients_of_norms_move_what_the_design_says(config):
+def test_gradients_of_norms_move_the_bytes_of_the_design(config):
     """grad and x (and the residual stream's gradient) in, dx out, float32 partial sums per band of rows beside them."""
     grad, x, passed = (torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(3))
     weight, rstd = torch.ones(COLUMNS, dtype=torch.bfloat16), torch.ones(ROWS, 1)
@@ -142,7 +142,7 @@ def test_gradients_of_norms_move_what_the_design_says(config):
 @pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)
 @pytest.mark.parametrize("config", range(2))
 @pytest.mark.slow
-def test_gated_activations_move_what_the_design_says(spec, order, written, config):
+def test_gated_activations_move_the_bytes_of_the_design(spec, order, written, config):
     gate, up = (torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(2))
     for keep in (True,) if spec.granularity == TENSOR else (True, False):
         with counted() as launches:
@@ -164,7 +164,7 @@ def _twice_kernel(x, y, SIZE: tl.constexpr):
     tl.store(y + 2 * at, values + 0 * tl.load(y + 2 * at, mask=at < 24), mask=at < 24)
 
 
-def test_what_is_counted():
+def test_traffic_counts():
     """Masked lanes are not; a second read by one program or by two, and of what was just written, is told apart."""
     x, y = torch.ones(64), torch.zeros(64)
     with counted() as launches:
@@ -172,8 +172,8 @@ def test_what_is_counted():
     (launch,) = launches
     assert y[:48:2].eq(3).all() and not y[1::2].any()
     loaded, stored = launch.loads["x"], launch.stores["y"]
-    assert (loaded.asked, loaded.program, loaded.device) == (4 * (24 + 24 + 2), 4 * (24 + 1), 4 * 24)
-    assert (stored.asked, stored.program, stored.device) == (2 * 4 * 24, 4 * 24, 4 * 24)
+    assert (loaded.requested, loaded.program, loaded.device) == (4 * (24 + 24 + 2), 4 * (24 + 1), 4 * 24)
+    assert (stored.requested, stored.program, stored.device) == (2 * 4 * 24, 4 * 24, 4 * 24)
     assert (launch.loads["y"].program, launch.loads["y"].device) == (4 * 24, 0)  # read back what was just written
     assert stored.sectors == 2 * 4 * 24  # every other element of each sector
     assert launch.device_bytes(4 * 64) == 2 * 4 * 24 and launch.device_bytes(4 * 64 + 1) == 0

@@ -1,13 +1,13 @@
-"""Bytes that kernels really load and store, counted lane by lane while Triton's interpreter runs them.
+"""Count the bytes that kernels load and store, per lane, in Triton's interpreter.
 
-Three counts for each argument of a launch, because three things serve a load:
+Three counts per argument of a launch, one per level of the memory hierarchy:
 
-    asked     every lane that the mask lets through: what goes through the load and store units
-    program   each address once per program: what a multiprocessor fetches if its L1 keeps a program's data
-    device    each address once per launch: what device memory must move if L2 keeps what programs share, and what the
-              launch itself has written and reads again
+    requested  every unmasked lane: traffic of the load and store units
+    program    each address once per program: what a multiprocessor fetches if its L1 holds a program's data
+    device     each address once per launch: device-memory traffic if L2 holds shared data and data that the launch
+               itself has written
 
-`sectors` is `program` in the 32 bytes that memory hands out at a time: larger where programs touch parts of sectors.
+`sectors` is `program` in units of 32-byte memory sectors: larger if programs access parts of sectors.
 """
 
 from collections import defaultdict
@@ -23,9 +23,9 @@ SECTOR = 32
 
 @dataclass
 class Bytes:
-    """What one argument's accesses of one kind come to, in bytes."""
+    """Bytes of one argument's accesses of one kind."""
 
-    asked: int = 0
+    requested: int = 0
     program: int = 0
     device: int = 0
     sectors: int = 0
@@ -42,7 +42,7 @@ class Traffic:
     atomics: dict[str, Bytes] = field(default_factory=dict)
 
     def device_bytes(self, at_least: int) -> int:
-        """Loaded and stored through device memory, of arguments that are at least so many bytes large."""
+        """Return the device-memory traffic of arguments of at least `at_least` bytes."""
         kinds = (self.loads, self.stores)
         return sum(b.device for kind in kinds for name, b in kind.items() if self.sizes[name] >= at_least)
 
@@ -64,29 +64,29 @@ class _Recorder:
     def traffic(self):
         result = Traffic(self.kernel, {name: t.nbytes for name, t in self.tensors.items()})
         for kind, accesses in self.accesses.items():
-            for name, its_accesses in self._by_argument(accesses).items():
-                getattr(result, kind)[name] = _bytes(its_accesses)
+            for name, argument_accesses in self._by_argument(accesses).items():
+                getattr(result, kind)[name] = _bytes(argument_accesses)
         stored = self._by_argument(self.accesses["stores"])
-        for name, its_loads in self._by_argument(self.accesses["loads"]).items():
+        for name, argument_loads in self._by_argument(self.accesses["loads"]).items():
             if name in stored:
                 written = np.concatenate([addresses for _, addresses, _ in stored[name]])
-                read = np.unique(np.concatenate([addresses for _, addresses, _ in its_loads]))
-                result.loads[name].device -= its_loads[0][2] * int(np.isin(read, written).sum())
+                read = np.unique(np.concatenate([addresses for _, addresses, _ in argument_loads]))
+                result.loads[name].device -= argument_loads[0][2] * int(np.isin(read, written).sum())
         return result
 
     def _by_argument(self, accesses):
-        """Each access to the first argument whose memory it lies in; arguments may share memory."""
-        found = defaultdict(list)
+        """Group accesses by the first argument that contains the address; arguments may share memory."""
+        by_argument = defaultdict(list)
         for program, addresses, size in accesses:
             for name, tensor in self.tensors.items():
                 last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
                 first = tensor.data_ptr()
                 inside = (addresses >= first) & (addresses <= first + last * tensor.element_size())
                 if inside.any():
-                    found[name].append((program, addresses[inside], size))
+                    by_argument[name].append((program, addresses[inside], size))
                     addresses = addresses[~inside]
             assert not addresses.size, f"{self.kernel}: {addresses.size} accesses outside every argument"
-        return found
+        return by_argument
 
 
 def _bytes(accesses):
@@ -94,23 +94,23 @@ def _bytes(accesses):
     programs = defaultdict(list)
     for program, addresses, _ in accesses:
         programs[program].append(addresses)
-    each = [np.unique(np.concatenate(parts)) for parts in programs.values()]
+    addresses_by_program = [np.unique(np.concatenate(parts)) for parts in programs.values()]
     return Bytes(
-        asked=size * sum(addresses.size for _, addresses, _ in accesses),
-        program=size * sum(addresses.size for addresses in each),
-        device=size * np.unique(np.concatenate(each)).size,
-        sectors=SECTOR * sum(np.unique(addresses // SECTOR).size for addresses in each),
+        requested=size * sum(addresses.size for _, addresses, _ in accesses),
+        program=size * sum(addresses.size for addresses in addresses_by_program),
+        device=size * np.unique(np.concatenate(addresses_by_program)).size,
+        sectors=SECTOR * sum(np.unique(addresses // SECTOR).size for addresses in addresses_by_program),
     )
 
 
 @contextmanager
 def counted() -> Iterator[list[Traffic]]:
-    """Count what the kernels launched inside the block do; one `Traffic` per launch, in order."""
+    """Count the traffic of kernels launched inside the block; one `Traffic` per launch, in order."""
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     names = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
     load, store, update, swap = before = tuple(getattr(builder, name) for name in names)
     call = executor.__call__
-    found: list[Traffic] = []
+    launches: list[Traffic] = []
     running: list[_Recorder] = []
 
     def counted_load(self, pointers, mask, *rest):
@@ -135,14 +135,14 @@ def counted() -> Iterator[list[Traffic]]:
         try:
             call(self, *arguments, **named)
         finally:
-            found.append(running.pop().traffic())
+            launches.append(running.pop().traffic())
 
     replacements = (counted_load, counted_store, counted_update, counted_swap)
     try:
         for name, replacement in zip(names, replacements, strict=True):
             setattr(builder, name, replacement)
         executor.__call__ = counted_call
-        yield found
+        yield launches
     finally:
         for name, original in zip(names, before, strict=True):
             setattr(builder, name, original)

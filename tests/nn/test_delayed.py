@@ -333,10 +333,10 @@ def test_recipes_with_a_history_are_checked_and_stored():
     assert "history" not in RECIPES["rowwise"].to_json()
     row = QuantSpec.parse("e4m3/row")
     for changes, message in (
-        ({"history": -1}, "history is a number of passes"),
-        ({"history": 0, "margin": 1}, "margin powers of two of a recipe with a history"),
-        ({"x": row, "wgrad_x": row}, "X and G have one form each, by tensor"),
-        ({"wgrad_g": row}, "X and G have one form each"),
+        ({"history": -1}, "history and margin must be 0 or more"),
+        ({"history": 0, "margin": 1}, "margin needs a history"),
+        ({"x": row, "wgrad_x": row}, "X and G need one spec each, by tensor"),
+        ({"wgrad_g": row}, "X and G need one spec each"),
         ({"w": row, "dgrad_w": row}, "no scales of W can be folded"),
     ):
         with pytest.raises(ValueError, match=message):

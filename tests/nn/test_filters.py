@@ -6,9 +6,9 @@ from torch import nn
 
 import octavo
 from octavo.nn import filters
-from octavo.runtime.blocks import find_stacks
 from octavo.nn.filters import Layer
 from octavo.numerics import Precision
+from octavo.runtime.blocks import find_stacks
 
 LINEAR = nn.Linear(64, 96)
 LAYER = Layer(

@@ -464,11 +464,11 @@ def test_copies_are_not_shared_with_inference_mode_or_a_dispatch_mode(context):
 @pytest.mark.parametrize("around", [(None, 7, False), (None, 0, True)], ids=["stream", "capture"])
 def test_copies_are_not_shared_with_another_stream_or_a_graph_capture(around, monkeypatch):
     layer = layer_of()
-    monkeypatch.setattr("octavo.nn.weights.surroundings", lambda w: (None, 0, False))
+    monkeypatch.setattr("octavo.nn.weights.execution_context", lambda w: (None, 0, False))
     with accumulating(layer):
         assert casts_of(layer) == 1
         with monkeypatch.context() as patch:
-            patch.setattr("octavo.nn.weights.surroundings", lambda w: around)
+            patch.setattr("octavo.nn.weights.execution_context", lambda w: around)
             assert casts_of(layer) == 1
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 import octavo
 from octavo.inspect import Watch
-from octavo.numerics.display import LINES
+from octavo.numerics.display import MAX_LINES
 from octavo.numerics.plan import Decision
 from octavo.planner.forecast import Forecast
 from octavo.planner.memory_plan import MemoryPlan
@@ -16,7 +16,7 @@ def test_a_plan_of_many_unlike_layers_shows_a_screen_of_them() -> None:
         {f"layer_{a}{b}": Decision(recipe=None, reason="kept") for a in "abcdefghij" for b in "abcdefghij"}
     )
     shown = repr(plan).splitlines()
-    assert len(shown) == LINES
+    assert len(shown) == MAX_LINES
     assert "more lines: print() shows all" in shown[-6]
     assert shown[-1] == "0 of 100 modules compute in FP8"
     assert len(str(plan).splitlines()) == 104

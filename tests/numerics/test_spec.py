@@ -59,7 +59,7 @@ def test_text_form_round_trips(spec):
         ("e4m3/row/pow3", "unknown scale rule 'pow3'.*did you mean 'pow2'"),
     ],
 )
-def test_malformed_specs_say_what_is_wrong(text, message):
+def test_malformed_specs_raise(text, message):
     with pytest.raises(ValueError, match=message):
         QuantSpec.parse(text)
 

@@ -150,7 +150,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, nonfinite):
     set_gradients(params, 5)
     params[1].grad[3, 7] = bad
     if nonfinite == "raise":
-        with pytest.raises(FloatingPointError, match=r"1 gradients hold NaN or Inf, the first of shape \[7, 128\]"):
+        with pytest.raises(FloatingPointError, match=r"1 gradients contain NaN or Inf, the first of shape \[7, 128\]"):
             optimizer.step()
     else:
         optimizer.step()
@@ -236,14 +236,14 @@ def test_stochastic_rounding_keeps_small_updates_of_bf16_parameters():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"states": "fp4"}, "states is one of 'fp8', 'fp32'; got 'fp4'.*did you mean 'fp8'"),
+        ({"states": "fp4"}, "states must be one of 'fp8', 'fp32'; got 'fp4'.*did you mean 'fp8'"),
         ({"master": "remaindr"}, "did you mean 'remainder'"),
-        ({"nonfinite": "stop"}, "nonfinite is one of"),
+        ({"nonfinite": "stop"}, "nonfinite must be one of"),
         ({"amsgrad": True}, "use torch.optim.AdamW"),
-        ({"lr": -1.0}, "lr is at least 0; got -1.0"),
+        ({"lr": -1.0}, "lr must be at least 0; got -1.0"),
         ({"lr": torch.ones(2)}, "one element"),
-        ({"betas": (0.9, 1.0)}, r"betas\[1\] is at least 0 and below 1; got 1.0"),
-        ({"eps": -1e-8}, "eps is at least 0"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] must be at least 0 and below 1; got 1.0"),
+        ({"eps": -1e-8}, "eps must be at least 0"),
     ],
 )
 def test_wrong_settings_are_named(settings, message):

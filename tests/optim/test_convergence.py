@@ -49,7 +49,7 @@ def test_loss_is_within_1_percent_of_fp32_moments(problem, lr):
     assert problem(lambda params: AdamW(params, lr=lr)) == pytest.approx(exact, rel=0.01)
 
 
-def test_rounding_to_nearest_lets_averages_stand_still():
+def test_rounding_to_nearest_stalls_averages():
     """Why moments are rounded at random by default."""
     exact = noisy_quadratic(lambda params: torch.optim.AdamW(params, lr=1e-2))
     assert noisy_quadratic(lambda params: AdamW(params, lr=1e-2, stochastic_rounding=False)) > 1.05 * exact

@@ -36,7 +36,7 @@ def torch_saved(params, steps=4, kind=torch.optim.AdamW, **settings):
     return optimizer, optimizer.state_dict()
 
 
-def test_a_run_goes_on_from_torch_adamw():
+def test_a_run_continues_from_torch_adamw():
     """Float32 states: the same steps as torch's; FP8 states: the moments are those of torch, rounded once."""
     params = parameters()
     theirs, saved = torch_saved(params)
@@ -162,38 +162,38 @@ def without(*path):
 
 
 REFUSED = {
-    "amsgrad": (of(torch.optim.AdamW, amsgrad=True), "AdamW with amsgrad=True.*go on with the optimizer that saved it"),
-    "max_exp_avg_sq": (torch_with(state(0, max_exp_avg_sq=torch.zeros(40, 200))), "nothing else; got .*max_exp_avg_sq"),
+    "amsgrad": (of(torch.optim.AdamW, amsgrad=True), "AdamW with amsgrad=True.*continue with the optimizer"),
+    "max_exp_avg_sq": (torch_with(state(0, max_exp_avg_sq=torch.zeros(40, 200))), "exactly .*; got .*max_exp_avg_sq"),
     "Adam": (of(torch.optim.Adam), r"Adam \(decoupled_weight_decay=False\)"),
     "RAdam": (of(torch.optim.RAdam, decoupled_weight_decay=True), "neither octavo.AdamW nor .* has no amsgrad"),
     "NAdam": (of(torch.optim.NAdam, decoupled_weight_decay=True), "neither octavo.AdamW nor .* has no amsgrad"),
     "SGD": (sgd, "neither octavo.AdamW nor torch.optim.AdamW: it has no betas, eps"),
     "old torch": (torch_with(without("param_groups", 0, "decoupled_weight_decay")), "add decoupled_weight_decay=True"),
-    "no exp_avg_sq": (torch_with(without("state", 0, "exp_avg_sq")), "nothing else; got step, exp_avg"),
-    "odd key": (torch_with(state(1, extra=1)), "nothing else; got step, exp_avg, exp_avg_sq, extra"),
-    "shape": (torch_with(state(0, exp_avg=torch.zeros(200, 40))), r"exp_avg is a float tensor of that shape; got"),
-    "integers": (torch_with(state(0, exp_avg=torch.zeros(40, 200, dtype=torch.int8))), "exp_avg is a float tensor"),
-    "no tensor": (torch_with(state(0, exp_avg=3.0)), "exp_avg is a float tensor of that shape; got a float"),
-    "step": (torch_with(state(2, step=torch.tensor(1.5))), "step is a whole number from 0 up"),
-    "step nan": (torch_with(state(2, step=math.nan)), "step is a whole number from 0 up"),
-    "step none": (torch_with(state(2, step=None)), "step is a whole number from 0 up"),
-    "negative": (torch_with(state(0, exp_avg_sq=-torch.ones(40, 200))), "exp_avg_sq is finite and not negative"),
-    "nan": (torch_with(state(1, exp_avg=torch.full((7, 128), torch.nan))), "exp_avg is finite"),
-    "lr": (torch_with(group(lr=-1.0)), "lr is at least 0"),
-    "lr text": (torch_with(group(lr="fast")), "lr, eps and weight_decay are numbers"),
-    "betas": (torch_with(group(betas=(0.9,))), "betas two of them"),
+    "no exp_avg_sq": (torch_with(without("state", 0, "exp_avg_sq")), "exactly .*exp_avg_sq; got step, exp_avg"),
+    "odd key": (torch_with(state(1, extra=1)), "exactly .*exp_avg_sq; got step, exp_avg, exp_avg_sq, extra"),
+    "shape": (torch_with(state(0, exp_avg=torch.zeros(200, 40))), "exp_avg must be a float tensor of that shape"),
+    "integers": (torch_with(state(0, exp_avg=torch.zeros(40, 200, dtype=torch.int8))), "exp_avg must be a float"),
+    "no tensor": (torch_with(state(0, exp_avg=3.0)), "exp_avg must be a float tensor of that shape; got a float"),
+    "step": (torch_with(state(2, step=torch.tensor(1.5))), "step must be a whole number"),
+    "step nan": (torch_with(state(2, step=math.nan)), "step must be a whole number"),
+    "step none": (torch_with(state(2, step=None)), "step must be a whole number"),
+    "negative": (torch_with(state(0, exp_avg_sq=-torch.ones(40, 200))), "exp_avg_sq must be finite and not negative"),
+    "nan": (torch_with(state(1, exp_avg=torch.full((7, 128), torch.nan))), "exp_avg must be finite"),
+    "lr": (torch_with(group(lr=-1.0)), "lr must be at least 0"),
+    "lr text": (torch_with(group(lr="fast")), "lr, eps and weight_decay must be numbers"),
+    "betas": (torch_with(group(betas=(0.9,))), "betas two numbers"),
     "more states": (torch_with(lambda saved: saved["state"].update({99: {}})), r"no parameter's .* \[99\]"),
     "no dict": (torch_with(lambda saved: saved["state"].update({0: 5})), r"no parameter's state: \[0\]"),
     "one key twice": (torch_with(group(params=[0, 1, 2, 3, 4, 4])), r"has groups \[\[0, 1, 2, 3, 4, 4\]\]"),
-    "no state": (torch_with(without("state")), "has `state`, by parameter, and `param_groups`"),
-    "no groups": (torch_with(without("param_groups")), "has `state`, by parameter, and `param_groups`"),
-    "no params": (torch_with(without("param_groups", 0, "params")), "has `state`, by parameter, and `param_groups`"),
-    "None": (lambda params: None, "has `state`, by parameter, and `param_groups`"),
+    "no state": (torch_with(without("state")), "needs `state`, by parameter, and `param_groups`"),
+    "no groups": (torch_with(without("param_groups")), "needs `state`, by parameter, and `param_groups`"),
+    "no params": (torch_with(without("param_groups", 0, "params")), "needs `state`, by parameter, and `param_groups`"),
+    "None": (lambda params: None, "needs `state`, by parameter, and `param_groups`"),
     "ours, a setting less": (ours_with(without("param_groups", 0, "maximize")), "it has no maximize"),
-    "ours, states": (ours_with(group(states="fp9")), "states is one of 'fp8', 'fp32'; got 'fp9'"),
-    "ours, a state less": (ours_with(without("state", 0, "exp_avg_k")), "exp_avg_k is .* here and none there"),
-    "ours, a state more": (ours_with(state(0, odd=torch.ones(()))), "odd is none here and torch.float32"),
-    "ours, no tensor": (ours_with(state(0, step=3)), r"step is torch.float32 \[\] here and a int there"),
+    "ours, states": (ours_with(group(states="fp9")), "states must be one of 'fp8', 'fp32'; got 'fp9'"),
+    "ours, a state less": (ours_with(without("state", 0, "exp_avg_k")), "exp_avg_k is none, expected torch.uint8"),
+    "ours, a state more": (ours_with(state(0, odd=torch.ones(()))), "odd is torch.float32 .*expected none"),
+    "ours, no tensor": (ours_with(state(0, step=3)), r"step is a int, expected torch.float32 \[\]"),
 }  # fmt: skip
 
 

@@ -5,12 +5,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from octavo.kernels.adamw import ADAMW, Hyper, Slot, compress, expand, split
+from octavo.kernels.adamw import ADAMW, HyperParams, ParamState, compress, expand, split
 
 # NumPy, on which Triton's interpreter runs, warns of operations on what is not finite.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 BACKENDS = ["reference", *(["triton"] if find_spec("triton") else [])]
-STILL = Hyper(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=3)
+STILL = HyperParams(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=3)
 
 
 def patterns():
@@ -42,12 +42,12 @@ def stepped(backend, param, **fields):
     rest = {"remainder": None, "master": None}
     rest |= {name: value.repeat(1, 16) if value.ndim else value.item() for name, value in fields.items()}
     zeros = torch.zeros_like(row, dtype=torch.float32)
-    slot = Slot(
+    state = ParamState(
         param=row, grad=zeros.clone(), exp_avg=zeros.clone(), exp_avg_sq=zeros.clone(), scales=None,
         **rest,
     )  # fmt: skip
-    ADAMW.backends[backend].run([(slot, STILL)])
-    return slot
+    ADAMW.backends[backend].run([(state, STILL)])
+    return state
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -56,32 +56,32 @@ def test_a_step_keeps_them_in_the_remainder(backend):
     bits = values.view(torch.int32)
     low = (bits & 0xFFFF) - ((bits & 0x8000) << 1)
     upper = ((bits - low) >> 16).to(torch.int16).view(torch.bfloat16)
-    slot = stepped(backend, upper, remainder=low.to(torch.int16))
-    after = joined(slot.param, slot.remainder)
+    state = stepped(backend, upper, remainder=low.to(torch.int16))
+    after = joined(state.param, state.remainder)
     expected = values.repeat(1, 16)
     assert torch.equal(after.isnan(), expected.isnan()) and torch.equal(after.isinf(), expected.isinf())
-    assert torch.equal(slot.param.isnan(), expected.isnan())
+    assert torch.equal(state.param.isnan(), expected.isnan())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_a_step_keeps_them_in_a_bf16_parameter(backend, stochastic):
     values = (patterns().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16).view(1, -1)
-    slot = stepped(backend, values, **({"seed": torch.tensor(5)} if stochastic else {}))
+    state = stepped(backend, values, **({"seed": torch.tensor(5)} if stochastic else {}))
     expected = values.repeat(1, 16)
     assert expected.isnan().any() and expected.isinf().any()
-    assert torch.equal(slot.param.isnan(), expected.isnan()) and torch.equal(slot.param.isinf(), expected.isinf())
-    assert torch.equal(slot.param.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(state.param.isnan(), expected.isnan()) and torch.equal(state.param.isinf(), expected.isinf())
+    assert torch.equal(state.param.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_a_step_keeps_them_in_the_master_and_its_bf16_parameter(backend, stochastic):
     values = patterns().view(1, -1)
-    slot = stepped(backend, values.bfloat16(), master=values, **({"seed": torch.tensor(5)} if stochastic else {}))
-    for stored in (slot.param, slot.master):
+    state = stepped(backend, values.bfloat16(), master=values, **({"seed": torch.tensor(5)} if stochastic else {}))
+    for stored in (state.param, state.master):
         assert torch.equal(stored.isnan(), values.isnan().repeat(1, 16))
-    assert torch.equal(slot.master.isinf(), values.isinf().repeat(1, 16))
+    assert torch.equal(state.master.isinf(), values.isinf().repeat(1, 16))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -89,15 +89,17 @@ def test_a_step_keeps_them_in_the_master_and_its_bf16_parameter(backend, stochas
 def test_gradients_that_are_not_finite_make_the_parameter_nan(backend, mode):
     values = patterns().view(1, -1).repeat(1, 16)
     zeros = torch.zeros_like(values)
-    slot = Slot(
+    state = ParamState(
         param=torch.ones_like(values).bfloat16(), grad=values, exp_avg=zeros.clone(), exp_avg_sq=zeros.clone(),
         scales=None, remainder=zeros.to(torch.int16) if mode == "remainder" else None, master=None,
         seed=5 if mode == "at random" else None,
     )  # fmt: skip
-    ADAMW.backends[backend].run([(slot, Hyper(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3))])
-    assert torch.equal(slot.param.isnan(), ~values.isfinite())
-    if slot.remainder is not None:
-        assert torch.equal(joined(slot.param, slot.remainder).isnan(), ~values.isfinite())
+    ADAMW.backends[backend].run(
+        [(state, HyperParams(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3))]
+    )
+    assert torch.equal(state.param.isnan(), ~values.isfinite())
+    if state.remainder is not None:
+        assert torch.equal(joined(state.param, state.remainder).isnan(), ~values.isfinite())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -107,19 +109,19 @@ def test_fp8_moments_show_what_was_not_finite(backend, stochastic):
     for value in patterns()[~patterns().isfinite()][::5]:
         moments = torch.full((2, 256), 1e-3)
         first, second = compress(moments, True), compress(moments, False)
-        slot = Slot(
+        state = ParamState(
             param=torch.ones(2, 256), grad=torch.full((2, 256), 1e-3), exp_avg=first[0], exp_avg_sq=second[0],
             scales=(*first[1:], *second[1:]), remainder=None, master=None, seed=1 if stochastic else None,
         )  # fmt: skip
-        slot.grad[1, 130] = value
-        ADAMW.backends[backend].run([(slot, STILL)])
-        slot.grad[1, 130] = 0.0
-        ADAMW.backends[backend].run([(slot, STILL)])
+        state.grad[1, 130] = value
+        ADAMW.backends[backend].run([(state, STILL)])
+        state.grad[1, 130] = 0.0
+        ADAMW.backends[backend].run([(state, STILL)])
         bad = torch.zeros(2, 256, dtype=torch.bool)
         bad[1, 128:] = True
         for codes, hi, k, signed in (
-            (slot.exp_avg, *slot.scales[:2], True),
-            (slot.exp_avg_sq, *slot.scales[2:], False),
+            (state.exp_avg, *state.scales[:2], True),
+            (state.exp_avg_sq, *state.scales[2:], False),
         ):
             assert torch.equal(~expand(codes, hi, k, signed).isfinite(), bad)
-        assert slot.param[1, 130].isnan() and slot.param[~bad].isfinite().all()
+        assert state.param[1, 130].isnan() and state.param[~bad].isfinite().all()

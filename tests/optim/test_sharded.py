@@ -18,7 +18,7 @@ import octavo
 from octavo.optim import AdamW
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
-from octavo.tensor import plain
+from octavo.tensor import local_tensor
 
 pytestmark = pytest.mark.dist
 
@@ -74,7 +74,7 @@ def assert_same(one, other):
 def here(value, like):
     """Rows of a whole tensor that this rank has of a sharded one, in equal pieces but for the last ones."""
     if isinstance(value, DTensor) or not isinstance(like, DTensor):
-        return plain(value)
+        return local_tensor(value)
     dim = like.placements.index(Shard(0))
     size = -(-like.shape[0] // like.device_mesh.size(dim))
     rank = like.device_mesh.get_local_rank(dim)
@@ -102,11 +102,11 @@ def bitwise_job(copies):
             for state in sharded[1].state.values():
                 for name, value in state.items():
                     assert (name == "step") != isinstance(value, DTensor), name
-                    assert type(plain(value)) is torch.Tensor, name
+                    assert type(local_tensor(value)) is torch.Tensor, name
 
 
 @pytest.mark.parametrize(("world", "copies"), [(2, 1), (3, 1), (4, 2)])
-def test_shards_are_stepped_to_the_bits_of_the_whole(gloo, world, copies):
+def test_shards_are_stepped_bit_for_bit_as_the_whole(gloo, world, copies):
     """Random bits too: they are drawn by the element's place in the whole parameter."""
     gloo.run(bitwise_job, world, copies)
 
@@ -134,29 +134,29 @@ def nonfinite_job(nonfinite, bad):
     gradients[6][0, 0] = bad
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
-    said = None
+    message = None
     try:
         optimizer.step()
     except FloatingPointError as error:
-        said = str(error)
+        message = str(error)
     if nonfinite != "ignore":
         assert_same(whole, sharded)
     else:
         assert not model.weights[1].full_tensor().isfinite().all()
-    return said, optimizer.skipped
+    return message, optimizer.skipped
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip", "ignore"])
 def test_ranks_decide_together_about_nan(gloo, nonfinite):
     for bad in (torch.nan, torch.inf):
-        found = gloo.run(nonfinite_job, 3, nonfinite, bad)
-        assert len(set(found)) == 1
-        said, skipped = found[0]
+        results = gloo.run(nonfinite_job, 3, nonfinite, bad)
+        assert len(set(results)) == 1
+        message, skipped = results[0]
         assert skipped == (nonfinite == "skip")
         if nonfinite == "raise":
-            assert said.startswith("2 gradients hold NaN or Inf, the first of shape [7, 128]")
+            assert message.startswith("2 gradients hold NaN or Inf, the first of shape [7, 128]")
         else:
-            assert said is None
+            assert message is None
 
 
 def some_without_job():
@@ -171,7 +171,7 @@ def some_without_job():
     return optimizer.skipped, len(optimizer.state)
 
 
-def test_ranks_without_rows_decide_alike(gloo):
+def test_ranks_without_rows_agree(gloo):
     assert gloo.run(some_without_job, 3) == [(1, 0)] * 3
 
 
@@ -207,10 +207,10 @@ def some_steps(model, optimizer, first, count):
 
 
 def everything(model, optimizer):
-    found = dict(model.state_dict())
+    tensors = dict(model.state_dict())
     for name, parameter in model.named_parameters():
-        found |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
-    return found
+        tensors |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
+    return tensors
 
 
 def file_of(model, optimizer, folder):
@@ -242,14 +242,14 @@ def load_job(folder, gather):
 
 
 def compare(model, optimizer, path):
-    wanted = torch.load(path, weights_only=True)
-    states = wanted["optimizer"]["state"]
-    wanted = wanted["model"] | {f"{name}/{key}": value for name in states for key, value in states[name].items()}
-    found = everything(model, optimizer)
-    assert found.keys() == wanted.keys()
-    assert found["blocks.0.1.weight/exp_avg"].dtype == torch.float8_e4m3fn
-    for name in wanted:
-        assert same(wanted[name], found[name]), name
+    expected = torch.load(path, weights_only=True)
+    states = expected["optimizer"]["state"]
+    expected = expected["model"] | {f"{name}/{key}": value for name in states for key, value in states[name].items()}
+    actual = everything(model, optimizer)
+    assert actual.keys() == expected.keys()
+    assert actual["blocks.0.1.weight/exp_avg"].dtype == torch.float8_e4m3fn
+    for name in expected:
+        assert same(expected[name], actual[name]), name
 
 
 @pytest.mark.parametrize("worlds", [(4, 2, 1, 3), (1, 4), (2, 4)], ids=str)
@@ -276,7 +276,7 @@ def whole_job():
         assert_same(whole, sharded)
 
 
-def test_whole_states_are_taken_apart(gloo):
+def test_whole_states_are_sharded(gloo):
     gloo.run(whole_job, 3)
 
 

@@ -100,10 +100,36 @@ def different_job():
 def one_converts_job():
     precision = octavo.Precision.level("O1")
     model = make("rowwise" if dist.get_rank() == 1 else None)
+    before = classes(model)
     refused(
         lambda: parallelize(model, precision=precision),
         "converted already" if dist.get_rank() == 1 else "rank 1 cannot parallelize its model: 4 layers",
     )
+    assert classes(model) == before
+
+
+def stops_midway_job():
+    """FSDP2 refuses the last parameter, when blocks are sharded already."""
+    model, whole, tokens = make(None), make(None), torch.arange(32).view(2, 16)
+    model.scalar = nn.Parameter(torch.tensor(1.0))
+    before = classes(model), [(id(p), p.clone()) for p in model.parameters()]
+    for _ in range(2):
+        refused(lambda: parallelize(model, precision=octavo.Precision.level("O1"), fp8_comm="gather"), "scalar")
+        assert classes(model) == before[0]
+        assert all(id(p) == i and torch.equal(p, q) for p, (i, q) in zip(model.parameters(), before[1], strict=True))
+    assert torch.equal(loss_of(model, tokens), loss_of(whole, tokens))
+    del model.scalar
+    octavo.convert(whole, verbose=False)
+    parallelize(model, precision=octavo.Precision.level("O1"), fp8_comm="gather")
+    assert list(parameters_in_fp8(model)) and torch.equal(loss_of(model, tokens), loss_of(whole, tokens))
+
+
+def classes(model):
+    return [(type(m), sorted(vars(m)), [len(h) for n, h in vars(m).items() if "hooks" in n]) for m in model.modules()]
+
+
+def test_what_stops_midway_leaves_the_model_as_it_was(gloo):
+    gloo.run(stops_midway_job, 2)
 
 
 def test_ranks_that_differ_are_told_on_every_rank(gloo):

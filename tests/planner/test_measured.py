@@ -5,9 +5,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from octavo.kernels.calibration import Entry
-from octavo.kernels.gemm import plain
-from octavo.kernels.gemm.measure import tasks
-from octavo.kernels.quantize.measure import quantizations as measured_quantizations
+from octavo.kernels.gemm import bf16_timing
+from octavo.kernels.gemm.fp8_timing import fp8_products
+from octavo.kernels.quantize.quantize_timing import quantizations as measured_quantizations
 from octavo.numerics import RECIPES
 from octavo.planner.decide import candidates, decide
 from octavo.planner.devices import DEVICES
@@ -21,11 +21,11 @@ CALL = LinearCall(m=SHAPE[0], k=SHAPE[1], n=SHAPE[2])
 
 def entries(recipe, shape, microseconds, bf16=None):
     """A table in which everything that a linear takes was measured at the same time."""
-    cases = [("scaled_mm", t) for t in tasks(recipe, [shape])]
+    cases = [("scaled_mm", t) for t in fp8_products(recipe, [shape])]
     cases += [("quantize", q) for q in measured_quantizations(recipe, [shape])]
     made = [Entry(op=op, case=what.case, shape=what.shape, backend="x", config=None, microseconds=microseconds)
             for op, what in cases]  # fmt: skip
-    for what in plain.products([shape]) if bf16 is not None else ():
+    for what in bf16_timing.bf16_products([shape]) if bf16 is not None else ():
         made.append(Entry(op="matmul", case=what.case, shape=what.shape, backend="x", config=None, microseconds=bf16))
     return made
 

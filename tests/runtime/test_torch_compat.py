@@ -35,7 +35,7 @@ def test_a_compiled_graph_follows_autocast():
     assert cast(x).dtype == torch.float32
 
 
-def test_backward_is_known_from_inside():
+def test_in_backward():
     seen = []
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda grad: seen.append(in_backward()))
@@ -52,7 +52,7 @@ def unchanged(x):
     return x
 
 
-def test_selective_checkpointing_looks_past_own_hooks():
+def test_selective_checkpointing_ignores_own_hooks():
     x = torch.randn(4, 4, requires_grad=True)
     expected = torch.autograd.grad(selective(x), x)[0]
     packed = []
@@ -68,7 +68,7 @@ def test_selective_checkpointing_looks_past_own_hooks():
 
 
 @requires_torch("2.14", "older releases do not tell selective checkpointing of hooks")
-def test_hooks_of_the_user_are_seen_through_own_ones():
+def test_hooks_of_the_user_apply_inside_own_ones():
     x = torch.randn(4, 4, requires_grad=True)
     own = own_saved_tensors_hooks(unchanged, unchanged)
     with saved_tensors_hooks(unchanged, unchanged), own, pytest.warns(FutureWarning, match="saved_tensors_hooks"):

@@ -9,10 +9,11 @@ from tiny_runs import LLAMA, MakeConfig, without_digests
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.train import checkpoint
-from octavo.train.checkpoint import check_same_run, latest_checkpoint, load_checkpoint, read_trainer_state
+from octavo.train.checkpoint import latest_checkpoint, load_checkpoint, read_trainer_state
 from octavo.train.config import ConfigError
 from octavo.train.data import load_corpus
 from octavo.train.metrics import Silent
+from octavo.train.same_run import check_same_run
 from octavo.train.trainer import Trainer
 
 

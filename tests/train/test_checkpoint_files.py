@@ -49,6 +49,29 @@ def trained(make_config, tmp_path):
     return trainer, latest_checkpoint(tmp_path / "run")
 
 
+def test_settings_of_generation_are_the_checkpoints(make_config, trained, tmp_path):
+    trainer, _ = trained
+    trainer.model.generation_config.update(do_sample=True, temperature=0.25, eos_token_id=[1, 2])
+    trainer.step = 2
+    trainer.save(tmp_path / "run")
+    start = shutil.copytree(latest_checkpoint(tmp_path / "run"), tmp_path / "start")
+    (start / "digests.json").unlink()
+    (start / "trainer.json").unlink()
+    path = start / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.75, "eos_token_id": 3}))
+    other = make_trainer(make_config(model={"path": str(start)}))
+    assert other.model.generation_config.temperature == 0.75
+    load(other, latest_checkpoint(tmp_path / "run"))
+    assert other.model.generation_config.to_dict() == trainer.model.generation_config.to_dict()
+    other.save(tmp_path / "other")
+    files = [latest_checkpoint(tmp_path / name) / path.name for name in ("run", "other")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    for text in ("{", "[]", ""):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"model\.path = .*start: .*generation_config\.json|list.*mapping"):
+            make_trainer(make_config(model={"path": str(start)}))
+
+
 def content(folder, ignored=()):
     """What each file says: JSON parsed, weights by key."""
     found = {}

@@ -286,6 +286,9 @@ def test_losses_of_a_file_are_judged(tmp_path):
         ('{"baseline": null, "arms": {"a": [3]}}', "the baseline is a list"),
         ('{"baseline": [3, 3], "arms": {"a": [3, 3], "a": [3, 3]}}', "the key 'a' is given twice"),
         ('{"baseline": [3, 3], "arms": {"a": [3, "three"]}}', "arm 'a' holds 'three'"),
+        ('{"baseline": [3, 3], "arms": {"a": [3, 1e400]}}', "1e400 is beyond the range of floats"),
+        ('{"baseline": [3, 3], "arms": {"a": [3, -Infinity]}}', "arm 'a' holds -inf at index 1: a loss is above zero"),
+        ('{"baseline": [3, 3], "arms": {"a": [3, true]}}', "arm 'a' holds True at index 1"),
         ('{"baseline": [3, 3], "arms": {"a": [3, 3, 3]}}', "arm 'a' has 3 losses and the baseline 2"),
         (
             '[{"baseline": [3, 3], "arms": {"a": [3, 3]}}, {"baseline": [3], "arms": {"a": [3]}}]',
@@ -296,6 +299,17 @@ def test_losses_of_a_file_are_judged(tmp_path):
 def test_a_file_that_cannot_be_judged_is_refused(tmp_path, text, message):
     (tmp_path / "losses.json").write_text(text)
     refused(octavo("compare", "--losses", tmp_path / "losses.json", "--json"), message, "losses.json")
+
+
+def test_encodings_of_a_file(tmp_path):
+    """What Windows writes is read; what is no text, and what is no file, is one message."""
+    path = tmp_path / "losses.json"
+    for encoding in ("utf-8-sig", "utf-16", "utf-16-le", "utf-32"):
+        path.write_bytes(json.dumps(GOOD).encode(encoding))
+        assert octavo("compare", "--losses", path).exit_code == 0
+    path.write_bytes(b"\xff\x00\xfe\x80\x00")
+    refused(octavo("compare", "--losses", path), "cannot be read as JSON", "losses.json")
+    refused(octavo("compare", "--losses", tmp_path), "Is a directory")
 
 
 def test_losses_and_runs_do_not_mix(config, tmp_path):

@@ -1,6 +1,19 @@
 import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
-from octavo.train.loss_scale import GROWTH_INTERVAL, INITIAL, LARGEST, MOST_SKIPS, LossScale
+import pytest
+from tiny_runs import LLAMA, MakeConfig, Recorder, saved
+from torch import Tensor
+
+from octavo.train import NonFiniteError, read_metrics, run
+from octavo.train.events import read_events
+from octavo.train.loss_scale import COLLAPSE, GROWTH_INTERVAL, INITIAL, LARGEST, MOST_SKIPS, QUIET, LossScale
+from octavo.train.metrics import StepMetrics
+from octavo.train.trainer import Trainer
 
 
 def test_none_and_fixed_never_change() -> None:
@@ -70,7 +83,8 @@ def test_it_grows_up_to_a_bound() -> None:
 def test_the_scale_before_the_skipped_steps_comes_back() -> None:
     scale = LossScale("dynamic")
     scale.update(overflow=True)
-    scale.update(overflow=False)
+    for _ in range(QUIET):
+        scale.update(overflow=False)
     for _ in range(MOST_SKIPS // 2):
         scale.update(overflow=True)
     twin = LossScale("dynamic")
@@ -84,3 +98,142 @@ def test_the_scale_before_the_skipped_steps_comes_back() -> None:
     twin.update(overflow=False)
     twin.rewind()
     assert twin.value == INITIAL / 2
+
+
+# --- a scale that fell for another reason than the range of the gradients ---
+
+
+def skipped_under(fails: Callable[[int, float], bool], steps: int, scale: LossScale) -> int:
+    """Counts `steps` steps that overflow where `fails(step, scale)`. Returns how many were skipped."""
+    skips = 0
+    for step in range(steps):
+        overflow = fails(step, scale.value)
+        skips += overflow
+        scale.update(overflow=overflow)
+        twin = LossScale("dynamic")
+        twin.load_state_dict(json.loads(json.dumps(scale.state_dict())))
+        assert twin.state_dict() == scale.state_dict()
+    return skips
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        range(9),
+        range(36),
+        range(MOST_SKIPS),
+        {*range(36), *range(37, 43)},  # back for a while, just when the scale is on trial
+        {*range(20), *range(21, 41), *range(42, 62)},
+        range(0, 120, 2),  # every other step
+        {step for step in range(120) if step % 3},
+        {*range(0, 60, 2), *range(60, 90)},
+    ],
+    ids=str,
+)
+def test_a_fault_that_has_passed_leaves_a_scale_as_before(faulty: Iterable[int]) -> None:
+    scale, faults = LossScale("dynamic"), {100 + step for step in faulty}
+    assert skipped_under(lambda step, _: step in faults, 100 + max(faulty) + 4, scale) == len(faults)
+    assert scale.value * COLLAPSE >= INITIAL
+    if faulty in (range(9), range(36), range(MOST_SKIPS)):
+        assert scale.value == INITIAL
+
+
+@pytest.mark.parametrize("fall", range(MOST_SKIPS + 1))
+def test_a_range_that_is_really_smaller_costs_few_more_steps(fall: int) -> None:
+    scale, largest = LossScale("dynamic"), INITIAL / 2**fall
+    skips = skipped_under(lambda step, value: step >= 50 and value > largest, 3000, scale)
+    growth = math.ceil(3000 / GROWTH_INTERVAL)
+    assert fall <= skips <= fall + max(0, fall - math.log2(COLLAPSE)) + growth
+    assert largest / 2 <= scale.value <= 2 * largest
+    assert fall <= 8 or skipped_under(lambda _, value: value > largest, 500, scale) <= 1  # and no more
+
+
+@pytest.mark.parametrize("real", range(1, 20))
+def test_a_fault_and_a_smaller_range_at_once(real: int) -> None:
+    scale, largest = LossScale("dynamic"), INITIAL / 2**real
+    skipped_under(lambda step, value: 50 <= step < 80 or (step >= 80 and value > largest), 400, scale)
+    assert largest / COLLAPSE <= scale.value <= largest
+
+
+def test_short_streaks_are_those_of_torch() -> None:
+    scale = LossScale("dynamic")
+    skipped_under(lambda step, _: step < 8, 8 + GROWTH_INTERVAL - 1, scale)
+    assert scale.value == INITIAL / 2**8
+
+
+def test_zeros_alone_restore_a_scale_that_fell_and_no_other() -> None:
+    scale = LossScale("dynamic")
+    assert not scale.lift() and not LossScale("none").lift() and not LossScale(1e-9).lift()
+    for _ in range(5):
+        scale.update(overflow=True)
+    assert scale.lift() and (scale.value, scale.restored_from) == (INITIAL, INITIAL / 32)
+    scale.update(overflow=True)
+    assert scale.value == INITIAL / 32
+    scale.load_state_dict({"value": 2.0**-24, "good_steps": 7, "overflows": 0})  # of a run that had gone on with it
+    assert scale.lift() and scale.value == INITIAL
+    for _ in range(MOST_SKIPS):  # overflow there and zeros here
+        if not scale.lift():
+            scale.update(overflow=True)
+    assert scale.exhausted or not scale.lift()
+
+
+def spoiled(overflowing: Iterable[int], vanishing: Iterable[int] = ()) -> "mock._patch[Callable[..., Tensor]]":
+    """The gradients of some steps overflow and those of others vanish, the losses do not."""
+    loss = Trainer.loss
+
+    def factor(step: int) -> float:
+        return 1e30 if step in overflowing else 1e-30 if step in vanishing else 1.0
+
+    return mock.patch.object(Trainer, "loss", lambda trainer, *batch: loss(trainer, *batch) * factor(trainer.step))
+
+
+def learned(rows: list[StepMetrics]) -> bool:
+    """Whether the loss has fallen since before the faults."""
+    before, after = rows[9].loss, rows[-1].loss
+    return before is not None and after is not None and after < 0.9 * before
+
+
+FP16: dict[str, Any] = {
+    "precision": {"parameters": "fp16", "loss_scale": "dynamic"},
+    "optim": {"lr": 3e-3, "schedule": "constant"},
+    "model": {"type": "llama", "config": LLAMA | {"num_hidden_layers": 1}},
+}
+
+
+@pytest.mark.parametrize("faults", [30, MOST_SKIPS])
+def test_a_run_learns_again_after_a_fault(faults: int, make_config: MakeConfig, tmp_path: Path) -> None:
+    config, seen = make_config(**FP16, run={"steps": faults + 30, "save_every": 0}), Recorder()
+    with spoiled(range(10, 10 + faults)):
+        run(config, out=tmp_path, progress=seen)
+    rows = read_metrics(tmp_path)
+    assert sum(row.skipped for row in rows) in (faults, faults + 1)  # where all vanishes, that step is skipped as well
+    assert {row.loss_scale for row in rows[12 + faults :]} == {INITIAL}
+    assert learned(rows)
+    (event,) = read_events(tmp_path)
+    assert event["event"] == "loss_scale"
+    assert "at which most gradients underflow: restored to 65536" in event["text"] and event["text"] in seen.notes
+
+
+def test_a_run_that_stops_can_be_resumed(make_config: MakeConfig, tmp_path: Path) -> None:
+    """At overflows, and at zeros, whatever the scale is by then."""
+    config = make_config(**FP16, run={"steps": 70, "save_every": 20})
+    with spoiled(range(10, 70)), pytest.raises(NonFiniteError, match="--resume"):
+        run(config, out=tmp_path / "overflow")
+    zeros = spoiled(range(10, 45), vanishing=range(45, 70))
+    with zeros, pytest.raises(NonFiniteError, match=r"exactly zero.*--resume"):
+        run(config, out=tmp_path / "zeros")
+    for name in ("overflow", "zeros"):
+        assert saved(tmp_path / name)["trainer"]["loss_scale"]["value"] == INITIAL
+        run(config, out=tmp_path / name, resume=True)
+        rows = read_metrics(tmp_path / name)
+        assert [row.step for row in rows] == list(range(1, 71))
+        assert rows[-1].loss_scale == INITIAL and learned(rows)
+
+
+@pytest.mark.parametrize(("faults", "period"), [(1, 17), (1, 200), (3, 50), (7, 30)])
+def test_faults_that_recur_lower_the_scale_no_further_than_one_alone(faults: int, period: int) -> None:
+    scale, lowest = LossScale("dynamic"), INITIAL
+    for step in range(20_000):
+        scale.update(overflow=step % period < faults)
+        lowest = min(lowest, scale.value if step % period >= faults else INITIAL)
+    assert lowest >= INITIAL / COLLAPSE / 2**faults

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tiny_runs import LLAMA
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo.train import ConfigError, parse_config, run, shards
 from octavo.train import share as share_module
@@ -21,6 +22,7 @@ from octavo.train.digests import write_digests
 from octavo.train.export import export
 from octavo.train.metrics import Silent
 from octavo.train.model import build_model
+from octavo.train.pretrained import load_model_config, load_pretrained
 from octavo.train.shard_index import read_index
 from octavo.train.share import share_on_machine
 from processes import gloo  # noqa: F401  a fixture
@@ -272,3 +274,41 @@ def test_ranks_share_tensors_and_no_code(gloo, tables, tmp_path):  # noqa: F811
     assert not plant_mark(tied).exists()
     for message in gloo.run(sharing_job, 2, tied, "mode"):
         assert "is not this user's alone" in message, message
+
+
+KERNEL = "someone/kernel"
+
+
+def save_config(folder):
+    config = LlamaConfig(**LLAMA)
+    config.save_pretrained(folder)
+    return config
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attn_implementation": KERNEL},
+        {"_attn_implementation": KERNEL},
+        {"attn_implementation": f"paged|{KERNEL}"},
+        {"attn_implementation": {"": "sdpa", "text_config": {"": KERNEL}}},
+        {"text_config": {"attn_implementation": KERNEL}},
+    ],
+)
+def test_attention_from_the_hub_is_refused(settings, tmp_path):
+    save_config(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"attn_implementation": "eager"}))
+    assert load_model_config(tmp_path).model_type == "llama"
+    path.write_text(json.dumps(config | settings))
+    with pytest.raises(ConfigError, match=f'from the hub .*{KERNEL}.* to "sdpa" or "eager"'):
+        load_pretrained(tmp_path, torch.float32)
+
+
+def test_an_adapter_is_no_model(tmp_path):
+    LlamaForCausalLM(save_config(tmp_path)).save_pretrained(tmp_path)
+    assert load_pretrained(tmp_path, torch.float32).config.model_type == "llama"
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "a/b"}))
+    with pytest.raises(ConfigError, match="PEFT adapter.*merge_and_unload"):
+        load_pretrained(tmp_path, torch.float32)

@@ -1,7 +1,6 @@
-"""What the autograd graph says of a tensor: the operations behind it, and whether it is a parameter or made of
-parameters alone.
+"""Read the autograd graph of a tensor: the operations behind it, and whether it depends on parameters alone.
 
-Only names and edges of nodes are read, never values: looking at values would stall a GPU.
+Only names and edges of nodes are read, never values: reading values would stall a GPU.
 """
 
 from collections.abc import Collection, Iterable, Iterator

@@ -1,9 +1,9 @@
-"""Which modules of a model can store their activations in FP8, and how.
+"""Decide which modules of a model can store their activations in FP8, and how.
 
-Norms, gated MLPs and activation functions are those whose code is known (`octavo.activations.detect`). Of the others, a module
-that owns matrices (linears, convolutions, experts) gets a scope, under which it keeps its own forward
-(`octavo.activations.saved_tensors`): attention, MLPs of any other kind, mixers. Not one around a stack of blocks: a scope
-decides when its module is done, and would hold what a whole model saves until then.
+Norms, gated MLPs and activation functions are those whose code is known (`octavo.activations.detect`). Any other module
+that owns matrices (linears, convolutions, experts) gets a scope and keeps its own forward
+(`octavo.activations.saved_tensors`): attention, other MLPs, mixers. A module around a stack of blocks gets none: a
+scope compresses when its module returns, so it would hold what the whole model saves until then.
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from octavo.activations.detect import Activation, Glu, Known, activation_of, known, original_class, registered
 from octavo.activations.modules import Scoped, Storage
 from octavo.runtime.blocks import find_stacks
-from octavo.activations.detect import Activation, Glu, Known, activation_of, known, original_class, registered
+from octavo.runtime.swap import has_own_forward
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are not called."""
@@ -54,7 +55,7 @@ def _storage(module: nn.Module, owns_matrices: bool) -> Storage | str | None:
         return _why_unknown(module, owner)
     if owner.__name__.startswith("FSDP"):
         return f"{owner.__name__} is sharded by fully_shard already: convert before sharding"
-    if "forward" in vars(module):
+    if has_own_forward(module):
         return (
             f"{owner.__name__} has a forward that was replaced on the instance (by a hook of accelerate, say), so it "
             "would not be used"

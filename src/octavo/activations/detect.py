@@ -1,15 +1,15 @@
-"""Known modules: norms, gated MLPs and activation functions, recognized by the code of their `forward`.
+"""Detect norms, gated MLPs and activation functions by the code of their `forward`.
 
     known(LlamaRMSNorm)    Norm(weight="weight", eps="variance_epsilon")
     known(LlamaMLP)        Glu(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
 
-The formula of a class (`octavo.activations.formulas`) is compared with the formulas of the methods below, up to the names of
-attributes. No name of a class counts, and nothing is run: a module that computes one of these on some inputs only, or
-does anything besides, has another formula. What is known of a class is which attribute plays which role. The attributes
+The formula of a class (`octavo.activations.formulas`) is compared with the formulas of the methods below, up to the
+names of attributes. Class names do not count, and nothing is run: a module that computes one of these on some inputs
+only, or has a side effect, has another formula. The result says which attribute plays which role. The attributes
 themselves (weights, epsilon, children, flags) are read whenever the module is called.
 
-A class whose code is not known here can be registered, `octavo.nn.register(MyNorm, Norm(...))`: each of its modules is
-then compared with what it is said to compute, outputs and gradients, when a model is converted (`octavo.activations.verify`).
+`octavo.nn.register(MyNorm, Norm(...))` declares what another class computes. When a model is converted, each module of
+a registered class is compared with its declaration, outputs and gradients (`octavo.activations.verify`).
 """
 
 import math

@@ -1,20 +1,20 @@
 """Exactness: which saved tensors may be rounded to FP8, by the operation that saves them.
 
-A tensor is kept as it is unless its operation is listed here. The list has only operations whose gradients are
-well-conditioned in the tensor: a relative error of 2⁻⁴ of an element makes no more than that of what it contributes.
+A tensor stays exact unless its operation is listed here. The list has only operations whose gradients are
+well-conditioned in the tensor: a relative error of 2⁻⁴ of an element changes its contribution by no more than that.
 
-    product with a weight      Y = X Wᵀ       ∂W = Gᵀ X          X; of a linear, a convolution or experts, not of
-                                                                 queries that are learned, whose scores a softmax takes
+    product with a weight      Y = X Wᵀ       ∂W = Gᵀ X          X of a linear, a convolution or experts; not of
+                                                                 learned queries, whose scores a softmax takes
     convolution                               likewise           its input
     gating                     y = act(a)·b   ∂act = g·b, ∂b = g·act(a)    both factors
-    silu, gelu                 y = f(x)       ∂x = g·f'(x)       x: f' is smooth, and f'(x) of the rounded x is
-                                                                 within 2⁻⁴·|x|·|f''| of it
+    silu, gelu                 y = f(x)       ∂x = g·f'(x)       x: f' is smooth, and f' of the rounded x is within
+                                                                 2⁻⁴·|x|·|f''| of f'(x)
 
-What is not in the list, and why rounding it was wrong where it was tried: q, k, v and the output of attention (the
-backward combines them with softmax statistics of the unrounded ones, so the error grows exponentially with the
-scores); results of sigmoid, tanh, exp, softmax, log_softmax and logsumexp (their derivatives are differences of
-nearly equal numbers); operands of products of two activations (a common offset of the keys cancels in the gradient, its
-rounding does not); inputs of sums of squares (variances as E[x²] - E[x]² cancel); arguments of sine and cosine.
+Rounding was measured to be wrong for these, which are not in the list: q, k, v and the output of attention (backward
+combines them with softmax statistics of the unrounded ones, so the error grows exponentially with the scores); results
+of sigmoid, tanh, exp, softmax, log_softmax and logsumexp (their derivatives are differences of nearly equal numbers);
+operands of products of two activations (a common offset of the keys cancels in the gradient, its rounding does not);
+inputs of sums of squares (variances as E[x²] - E[x]² cancel); arguments of sine and cosine.
 """
 
 from collections.abc import Callable, Collection, Iterator

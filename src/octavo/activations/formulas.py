@@ -3,14 +3,14 @@
     formula_of(LlamaMLP).expression    ("call", ("attr", "down_proj"), (("*", ("call", ("attr", "act_fn"), …), …),), ())
 
 A short forward is evaluated symbolically: its arguments and the attributes of `self` are symbols, assignments are
-followed, plain methods of the same class are inlined, and what remains is one expression of calls and operators. Two
-forwards with one expression compute the same thing, whatever their variables are called. Everything that could make a
-forward do more than its expression (loops, in-place operators, assignments to attributes, closures, decorators,
-`super()`) has no expression here, and so is unknown. An expression does not say in which order things are called, nor
-what is called for nothing: the list of all calls does, and it is compared as well.
+followed, plain methods of the same class are inlined, and the result is one expression of calls and operators. Two
+forwards with the same expression compute the same thing, whatever their variables are called. Loops, in-place
+operators, assignments to attributes, closures, decorators and `super()` may do more than an expression says, so a
+forward with one of them has no formula. An expression does not say in which order calls are made, nor which results
+are dropped: the list of all calls does, and it is compared too.
 
 The expression is read from the source of the code object that runs: the source is compiled again and compared.
-`Formula.holds` checks on every use that no function, and nothing that they name, has been replaced since. Nothing is
+`Formula.holds` checks on every use that no function, and nothing that it names, has been replaced since. Nothing is
 ever run on numbers.
 """
 

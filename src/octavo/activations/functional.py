@@ -1,14 +1,13 @@
-"""Functions of activations that store their input in FP8 for backward, and are the source of their output.
+"""Autograd functions of norms, gated MLPs and activation functions that save their input in FP8.
 
-Values in forward are the model's own, bit for bit: each function is given what was computed. What is rounded to FP8 is
-only what backward computes from. Gradients are those of the function at the stored input, statistics of norms
-included, so that all that backward combines belongs together. See `octavo.activations.recompute` for the stored form, and for what
-it saves that outputs are recomputed.
+Forward returns the model's own values, bit for bit: each function receives what the module computed. Backward computes
+the gradient of the function at the saved FP8 input, norm statistics included, so that all operands of backward belong
+to one set of values. `octavo.activations.recompute` describes the FP8 format and how outputs are recomputed.
 
-Backward uses the ops `rms_norm`, `layer_norm` and `glu`. A layer norm stores x - mean, as the mean may be many times
-what is left without it. A gate whose projection has a bias is stored without that bias, as silu(-8 ± 0.3) differs by a
-third. Parameters that are needed to recompute an output are copied in forward: when another layer asks for it in
-backward, FSDP may have freed the parameters of this one.
+Backward uses the ops `rms_norm`, `layer_norm` and `glu`. A layer norm saves x - mean, because the mean may be many
+times larger than the rest. A gate whose projection has a bias is saved without the bias, because silu(-8 ± 0.3) varies
+by a third. Forward copies the parameters that recomputation needs: FSDP may have freed them when another layer asks for
+the output in backward.
 """
 
 import math
@@ -21,14 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from octavo.activations.detect import Norm
+from octavo.activations.recompute import RECOMPUTABLE, Recomputable, Rematerializer, restored, stored
+from octavo.activations.saved_tensors import hooks_around, unhooked
 from octavo.kernels import glu, layer_norm, rms_norm
 from octavo.kernels.fused import glu_backward, layer_norm_backward, rms_norm_backward
-from octavo.kernels.fused.forms import serves
-from octavo.activations.detect import Norm
-from octavo.activations.saved_tensors import hooks_around, unhooked
-from octavo.activations.recompute import RECOMPUTABLE, Rematerializer, Recomputable, restored, stored
+from octavo.kernels.fused.fp8_outputs import supports_output
 from octavo.numerics.spec import TENSOR, QuantSpec
-from octavo.runtime.torch_compat import in_backward, explain_freed_nodes
+from octavo.runtime.torch_compat import explain_freed_nodes, in_backward
 from octavo.tensor import ScaledTensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,7 +49,7 @@ class _NormRematerializer(Rematerializer):
         return y
 
     def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor | None:
-        if spec.granularity == TENSOR or not serves(spec):
+        if spec.granularity == TENSOR or not supports_output(spec):
             return None
         return self.normed(tensors, spec, order).quantized
 
@@ -92,7 +91,7 @@ class _GluRematerializer(Rematerializer):
         return h
 
     def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor | None:
-        if spec.granularity == TENSOR or not serves(spec):
+        if spec.granularity == TENSOR or not supports_output(spec):
             return None
         gate, up = self.inputs(tensors)
         return glu(gate, up, self.activation, spec, order, keep=False).quantized  # type: ignore[arg-type]
@@ -144,7 +143,9 @@ class _GluFunction(torch.autograd.Function):
     """h [..., N] of gate and up, which is given, and whose stored forms arrive with them."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, h: list[Tensor], rematerializer: _GluRematerializer, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor, h: list[Tensor], rematerializer: _GluRematerializer, *tensors: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.rematerializer = rematerializer
         return h[0]
@@ -188,7 +189,9 @@ class _ActivationFunction(torch.autograd.Function):
     """act(x) of x [..., N], which is given, and whose stored form arrives with it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: list[Tensor], rematerializer: _ActivationRematerializer, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, y: list[Tensor], rematerializer: _ActivationRematerializer, *tensors: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*tensors)
         ctx.rematerializer = rematerializer
         return y[0]

@@ -1,4 +1,4 @@
-"""Layouts: the elements of a strided tensor in memory order, as a matrix, and back."""
+"""Layouts: the elements of a strided tensor as a matrix in memory order, and back."""
 
 from typing import Any
 

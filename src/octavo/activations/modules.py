@@ -1,17 +1,18 @@
 """Modules that store their activations in FP8: norms, gated MLPs, activation functions, and scopes.
 
-    norm         keeps x (or x - mean) in FP8, and rstd      y is recomputed for who reads it
-    glu          keeps gate and up in FP8                    h = act(gate)·up is recomputed for the down projection
-    activation   keeps x in FP8                              act(x) is recomputed for the next linear
-    scope        runs its own forward; what its operations save is kept in FP8 where that is safe
+    norm         saves x (or x - mean) in FP8, and rstd      its readers recompute y
+    glu          saves gate and up in FP8                    the down projection recomputes h = act(gate)·up
+    activation   saves x in FP8                              the next linear recomputes act(x)
+    scope        runs its own forward; saves in FP8 what its operations save, where that is safe
 
-No forward is changed, bit for bit. The first three have a backward of their own, so they are for modules whose code is
-known: `octavo.activations.detect`. Weights, epsilon, children and flags are read in each call, and so is the code: where it has
-changed, where an activation has hooks, and for operands that the ops do not take, autograd's backward is left in place.
+No class changes forward, bit for bit. The first three have a backward of their own, so they take only modules whose
+code is known (`octavo.activations.detect`). They read weights, epsilon, children, flags and the code itself in each
+call. If the code has changed, an activation has hooks, or the ops do not take the operands, autograd's own backward
+runs.
 
-A converted module is of a class made of one of those below and the original one, as `octavo.convert` never replaces
-module objects; how it stores is in its attribute `octavo_storage`. Under torch.compile and inside `octavo.disabled()`
-every module runs its own forward, and keeps what that keeps.
+`octavo.convert` never replaces module objects: a converted module gets a class derived from one of these and its
+original class. Its attribute `octavo_storage` says how it stores. Under torch.compile and inside `octavo.disabled()`
+every module runs its own forward and saves what that saves.
 """
 
 from dataclasses import dataclass
@@ -25,8 +26,9 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from octavo.activations.detect import GLU_ACTIVATIONS, ORIGINAL, Glu, Known, Norm, activation_of, known
-from octavo.activations.saved_tensors import compressed, recording
 from octavo.activations.functional import FLOATING, stored_activation, stored_glu, stored_joint_glu, stored_norm
+from octavo.activations.saved_tensors import compressed, recording
+from octavo.runtime.swap import become
 
 STORAGE_ATTRIBUTE = "octavo_storage"
 """Where a converted module has its `Norm`, `Glu`, `Activation` or `Scoped`."""
@@ -167,19 +169,21 @@ def storing_class(module: nn.Module, storage: Storage) -> type[nn.Module]:
 
 def make_storing(module: nn.Module, storage: Storage) -> None:
     """Make a module store its activations, in place."""
-    module.__class__ = storing_class(module, storage)
-    setattr(module, STORAGE_ATTRIBUTE, storage)
+    become(module, storing_class(module, storage), **{STORAGE_ATTRIBUTE: storage})
 
 
 def make_plain(module: nn.Module) -> None:
     """Undo `make_storing`."""
-    module.__class__ = type(module).__bases__[1]
-    delattr(module, STORAGE_ATTRIBUTE)
+    become(module, type(module).__bases__[1])
+    del vars(module)[STORAGE_ATTRIBUTE]
 
 
 @cache
 def mixed_class(*both: Any) -> Any:
-    """The class of a converted module, of what it does now and its class before. Copies and pickles name the two."""
+    """The class of a converted module, of what it does now and its class before. Copies and pickles name the two.
+
+    Raises whatever making a subclass of the original raises, and TypeError where its objects cannot become of it.
+    """
     mixin, original = both
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
@@ -187,7 +191,11 @@ def mixed_class(*both: Any) -> Any:
 
     members = {ORIGINAL: original, "__reduce_ex__": reduce, "__module__": __name__, "__doc__": original.__doc__}
     prefix = "Storing" if mixin.__module__ == __name__ else "FP8"
-    return type(f"{prefix}{original.__name__}", (mixin, original), members)
+    made: Any = type(f"{prefix}{original.__name__}", both, members)
+    if made.__bases__ != both or made.forward is not mixin.forward:  # by its metaclass, or __init_subclass__
+        raise TypeError(f"a subclass of {original.__name__} is not made as Python makes one")
+    become(object.__new__(original), made)
+    return made
 
 
 def _blank(mixin: Any, original: Any) -> nn.Module:

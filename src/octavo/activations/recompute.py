@@ -1,19 +1,18 @@
-"""RecomputableTensors: tensors that need not be kept, because what made them has stored what they can be recomputed from.
+"""Recomputable tensors: outputs that backward recomputes from what their producer saved.
 
-The input of q, k and v is the output of a norm, and the norm keeps its own input in FP8. So backward can recompute y,
-y' = norm(x stored), instead of keeping y a second time. The same holds for h = silu(gate)·up, the input of a down
-projection, and for what follows a plain activation. A producer registers its output here; whoever would keep that
-output (a linear, or the saved-tensor hooks of `octavo.activations.saved_tensors`) keeps the producer's tensors instead, which
-are counted and held once, and recomputes y' in backward. Producer and readers share one `Rematerializer`, so y' is recomputed
-once for q, k and v.
+The input of q, k and v is the output of a norm, and the norm saves its own input in FP8. Backward can therefore
+recompute y' = norm(saved x) instead of saving y a second time. The same holds for h = silu(gate)·up, the input of a
+down projection, and for the output of an activation function. A producer registers its output here. A reader (a linear,
+or the hooks of `octavo.activations.saved_tensors`) then saves the producer's tensors, which exist once, and recomputes
+y' in backward. Producer and readers share one `Rematerializer`, so q, k and v recompute y' once.
 
-Stored form: e4m3 in groups of 32 along the last dimension with power-of-two scales of one byte, 1.03 bytes per element.
+Format: e4m3 in groups of 32 along the last dimension with power-of-two scales of one byte, 1.03 bytes per element.
 
-A tensor is recognized by its storage, as long as that lives, and by its version counter: views of it count, a write
-into it ends it. What is not seen is a write behind autograd's back, through `.data`. As for quantized
-inputs (`octavo.nn.linear`) only tensors that autograd made are registered, and not those of another stream or CUDA
-graph capture. Other than there the dispatch mode does not matter: nothing is replayed, and checkpointing a region
-that begins between producer and reader must give the same gradients as not checkpointing.
+A tensor is identified by its storage, as long as that lives, and by its version counter: views count as the tensor, a
+write ends the registration. A write through `.data` goes unnoticed. As with quantized inputs (`octavo.nn.linear`), only
+results of autograd are registered, and they are valid on one stream and in one CUDA graph capture. The dispatch mode
+does not matter: nothing is replayed, and checkpointing a region that begins between producer and reader must give the
+same gradients as no checkpointing.
 """
 
 import weakref
@@ -24,19 +23,19 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import dequantize, quantize
-from octavo.runtime.execution_context import execution_context
 from octavo.numerics.spec import QuantSpec
+from octavo.runtime.execution_context import execution_context
 from octavo.tensor import ScaledTensor
 
 STORED = QuantSpec.parse("e4m3/1x32/e8m0")
-"""The form in which activations are stored."""
+"""The format in which activations are saved."""
 
 Stored = tuple[Tensor, Tensor]
 """FP8 data and scales of a matrix."""
 
 
 def stored(x_MK: Tensor) -> Stored:
-    """A matrix in the stored form."""
+    """Quantize a matrix to the saved format."""
     with torch.no_grad():
         quantized = quantize(x_MK, STORED)
     assert quantized.scale is not None
@@ -44,18 +43,18 @@ def stored(x_MK: Tensor) -> Stored:
 
 
 def restored(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matrix from its stored form. The largest values of a dtype round up to more than it holds: they stay finite."""
+    """Dequantize a matrix. Values that round up beyond the largest of `dtype` are clamped to it."""
     largest = torch.finfo(dtype).max
     return dequantize(ScaledTensor(data, scale, STORED), dtype).clamp_(-largest, largest)
 
 
 class Rematerializer:
-    """How a tensor y [M,K] is made again from tensors that were stored. Holds none itself, except results in backward,
-    from the first reader's to the producer's own, which is always the last: `forget`. Where backward does not get so
-    far, as it was asked for some gradients only, they go when it ends.
+    """Recomputes a tensor y [M,K] from saved tensors. It caches results during backward only, from the first reader to
+    the producer, whose backward always runs last and calls `forget`. If backward does not reach the producer, because
+    only some gradients were requested, the cache is cleared when it ends.
 
-    Subclasses say what the stored inputs are (`_inputs`), how y is made of them (`_matrix`), and where a kernel can
-    make y's FP8 form without y (`_quantized`).
+    Subclasses define the saved inputs (`_inputs`), how y is computed from them (`_matrix`), and, if a kernel can, how
+    its FP8 copy is computed without y (`_quantized`).
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -64,35 +63,35 @@ class Rematerializer:
         self._task = -1
 
     def inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
-        """What y is made of, in high precision."""
-        found: list[Tensor] = self._once("inputs", lambda: self._inputs(tensors))
-        return found
+        """Return the inputs of y in high precision."""
+        inputs: list[Tensor] = self._once("inputs", lambda: self._inputs(tensors))
+        return inputs
 
     def matrix(self, tensors: Sequence[Any]) -> Tensor:
-        """Y' [M,K], contiguous."""
-        found: Tensor = self._once("matrix", lambda: self._matrix(tensors))
-        return found
+        """Return y' [M,K], contiguous."""
+        y: Tensor = self._once("matrix", lambda: self._matrix(tensors))
+        return y
 
     def quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int) -> ScaledTensor:
-        """`quantize(y', spec, order=order)`, of y' as a matrix of so many columns: a reader may see it reshaped."""
+        """Return `quantize(y', spec, order=order)`, with y' as a matrix of `columns`: a reader may see it reshaped."""
 
         def make() -> ScaledTensor:
-            other = "matrix" in self._memo or tensors[0].shape[-1] != columns
-            fused = None if other else self._quantized(tensors, spec, order)
+            from_matrix = "matrix" in self._memo or tensors[0].shape[-1] != columns
+            fused = None if from_matrix else self._quantized(tensors, spec, order)
             return fused or quantize(self.matrix(tensors).reshape(-1, columns), spec, order=order)  # type: ignore[arg-type]
 
-        found: ScaledTensor = self._once((spec, order, columns), make)
-        return found
+        quantized: ScaledTensor = self._once((spec, order, columns), make)
+        return quantized
 
     def forget(self) -> None:
-        """Drop results: nobody will ask again, unless backward runs a second time."""
+        """Clear the cache: no reader follows, unless backward runs a second time."""
         self._memo.clear()
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         task = torch._C._current_graph_task_id()
-        if task == -1:  # not in backward: nobody says when it is over
+        if task == -1:  # not in backward: nothing would clear the cache
             return make()
-        if not self._memo or self._task != task:  # another one may have failed, and left what it had
+        if not self._memo or self._task != task:  # an earlier backward may have failed and left its results
             self._memo.clear()
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.forget)
@@ -112,7 +111,7 @@ class Rematerializer:
 
 
 class ExactMatrix(Rematerializer):
-    """A tensor that is kept as it is. Results are not held, as nobody would drop them."""
+    """A tensor that is saved as it is. It caches nothing, because nothing would clear the cache."""
 
     def matrix(self, tensors: Sequence[Any]) -> Tensor:
         """As `Rematerializer.matrix`."""
@@ -125,7 +124,7 @@ class ExactMatrix(Rematerializer):
 
 
 class Recomputable(NamedTuple):
-    """What to keep in the place of a tensor, and how to make it again from that."""
+    """What to save in the place of a tensor, and how to recompute the tensor from it."""
 
     tensors: tuple[Tensor | None, ...]
     rematerializer: Rematerializer
@@ -139,7 +138,7 @@ class _Entry(NamedTuple):
 
 
 class RecomputableTensors:
-    """The sources of tensors that are alive."""
+    """The recomputable tensors that are alive."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
@@ -150,7 +149,7 @@ class RecomputableTensors:
             self.add_recomputed(y, source, around)
 
     def add_recomputed(self, y: Tensor, source: Recomputable, around: Any = None) -> None:
-        """Register a contiguous tensor that was made from this source."""
+        """Register a contiguous tensor that was itself recomputed."""
         key = _storage(y)
 
         def remove(dead: weakref.ref[Any]) -> None:
@@ -161,10 +160,10 @@ class RecomputableTensors:
         self._entries[key] = _Entry(weakref.ref(y.untyped_storage(), remove), around, _state(y), source)
 
     def find(self, x: Tensor, around: Any) -> Recomputable | None:
-        """The source of a tensor with the elements of a registered one, in their order: itself, or a view of it.
+        """Find what a registered tensor, or a view with all of its elements in order, is recomputed from.
 
-        Not of one that was registered under hooks other than those `around` now. Such hooks may hand out copies, by
-        which checkpointing of the reader alone would not find in backward what it found in forward.
+        Returns None for a tensor that was registered under saved-tensor hooks other than those `around` now: such hooks
+        may hand out copies, so checkpointing of the reader alone would find in forward what it misses in backward.
         """
         entry = self._entries.get(_storage(x))
         if entry is None or entry.owner() is not x.untyped_storage():

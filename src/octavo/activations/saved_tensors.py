@@ -1,20 +1,20 @@
-"""Saved-tensor compression: what a module's own operations save for backward is kept in FP8 where that is safe.
+"""Saved-tensor compression: saves in FP8 what a module's own operations save for backward, where that is safe.
 
-While a module runs, a pair of saved-tensor hooks takes each tensor that an operation saves. When the module is done,
-the autograd graph says which operation saved which, and each tensor becomes
+While a module runs, a pair of saved-tensor hooks takes each tensor that an operation saves. When the module returns,
+the autograd graph shows which operation saved which tensor, and each is replaced by
 
-    its source       where what made it stored enough to recompute it: `octavo.activations.recompute`
-    its FP8 form     where the operation is one whose gradient stays accurate: `octavo.activations.exactness`
-    itself           otherwise: parameters and what is made of them alone, small tensors, what needs no gradient, all
-                     that attention saves, results of softmax and the like
+    what it can be recomputed from    if its producer saved enough for that (`octavo.activations.recompute`)
+    its FP8 copy                      if the operation's gradient stays accurate (`octavo.activations.exactness`)
+    itself                            otherwise: parameters and results of parameters alone, small tensors, tensors
+                                      without gradient, all that attention saves, results of softmax and the like
 
-The forward is the module's own: hooks see what is saved, and change nothing that is computed. A tensor saved by several
-operations is stored once; it is recognised by its storage and version, in whatever shape it is seen. Where one of them
-needs it exactly, all of them have it exactly.
+Hooks see what is saved and change nothing that forward computes. A tensor that several operations save is stored once;
+its storage and version identify it, in whatever shape it is seen. If one of the operations needs it exactly, all get it
+exactly.
 
-PyTorch calls the innermost pair of hooks only. What these keep is therefore handed to the pair around them (activation
-checkpointing, offload, a counter of bytes) by name. A tensor that is kept as it is has its version checked in backward,
-as autograd does it.
+PyTorch calls the innermost pair of hooks only. These hooks therefore hand what they save to the pair around them
+(activation checkpointing, offload, a counter of bytes) by name. Backward checks the version of a tensor that is saved
+as it is, as autograd does.
 """
 
 import threading
@@ -31,26 +31,34 @@ from torch.utils._pytree import tree_leaves
 from octavo.activations.autograd_graph import created_nodes, is_parameter, producer
 from octavo.activations.exactness import may_be_rounded
 from octavo.activations.layouts import as_matrix, dense_strides, element_key
-from octavo.activations.recompute import RECOMPUTABLE, ExactMatrix, Rematerializer, Recomputable, Stored, restored, stored
+from octavo.activations.recompute import (
+    RECOMPUTABLE,
+    ExactMatrix,
+    Recomputable,
+    Rematerializer,
+    Stored,
+    restored,
+    stored,
+)
 from octavo.runtime.switch import stores
 from octavo.runtime.torch_compat import own_saved_tensors_hooks
 
 T = TypeVar("T")
 
 FEWEST = 1024
-"""Elements below which a tensor is kept as it is: nothing to gain."""
+"""Tensors with fewer elements stay as they are."""
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Held:
-    """Tensors kept for backward, through the hooks around our own where there are any.
+    """Tensors saved for backward, detached, through the hooks around if there are any.
 
     Args:
-        tensors: What to keep; their gradients are not.
+        tensors: The tensors.
         around: Those hooks.
-        version: At which a single tensor was saved; that of now by default.
+        version: The version at which a single tensor was saved; by default the current one.
     """
 
     __slots__ = ("_items", "_unpack")
@@ -67,12 +75,12 @@ class Held:
 
     @property
     def present(self) -> list[Tensor]:
-        """The tensors that are held, by us or as they are by the hooks around."""
+        """Return the tensors held here or, unchanged, by the hooks around."""
         items = self._items if self._unpack is not None else [None if item is None else item[0] for item in self._items]
         return [item for item in items if isinstance(item, Tensor)]
 
     def tensors(self) -> list[Tensor | None]:
-        """The tensors again. Raises RuntimeError for one that was written to since, as autograd does."""
+        """Return the tensors. Raises RuntimeError for one that was written to since, as autograd does."""
         if self._unpack is not None:
             return [None if item is None else self._unpack(item) for item in self._items]
         for item in self._items:
@@ -86,7 +94,7 @@ class Held:
 
 
 class Saved:
-    """What autograd keeps in the place of a saved tensor. Until `decide` is called, the tensor itself."""
+    """Stands in for a saved tensor in the autograd graph: the tensor itself, until `decide` is called."""
 
     __slots__ = ("_held", "_restore", "tensor", "version")
 
@@ -97,23 +105,23 @@ class Saved:
         self._restore: Callable[[list[Any]], Tensor] | None = None
 
     def decide(self, held: Held, restore: Callable[[list[Any]], Tensor]) -> None:
-        """Keep these from now on; `restore` makes the tensor of them."""
+        """Save these instead; `restore` computes the tensor from them."""
         self.tensor, self._held, self._restore = None, held, restore
 
     def keep(self, around: Hooks | None) -> None:
-        """Keep the tensor as it is."""
+        """Save the tensor as it is."""
         assert self.tensor is not None
         self._held, self.tensor = Held([self.tensor], around, self.version), None
 
     @property
     def present(self) -> list[Tensor]:
-        """The tensors that are kept."""
+        """Return the tensors that are saved."""
         if self._held is not None:
             return self._held.present
         return [] if self.tensor is None else [self.tensor]
 
     def unpack(self) -> Tensor:
-        """The tensor, or what is left of it. Raises RuntimeError where a second derivative is asked for."""
+        """Return the tensor, restored. Raises RuntimeError if a second derivative is requested."""
         held = self._held
         if held is None:  # backward inside of forward
             held = Held([self.tensor], None, self.version)
@@ -134,7 +142,7 @@ class Scope:
 
     Args:
         module: Its parameters are never compressed, whatever their class.
-        exact: Names of its parts whose products keep their inputs as they are.
+        exact: Names of its parts whose products save their inputs unrounded.
     """
 
     def __init__(self, module: nn.Module, exact: Sequence[str] = ()) -> None:
@@ -146,7 +154,7 @@ class Scope:
         self._first = 0
 
     def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
-        """Call a function under the hooks, and decide what becomes of what it saved."""
+        """Call a function under the hooks, then decide how each tensor it saved is stored."""
         self._enclosing, self._around = _INNERMOST.scope, _hooks_around()
         self._first = torch._C._autograd._get_sequence_nr()
         try:
@@ -170,7 +178,7 @@ class Scope:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, the hooks around this scope, and those it is in, are in force. Only while its own are."""
+        """Suspend the hooks of this scope: inside, those around it are in force. Only while its own are."""
         self._hooks.__exit__()
         enclosing = _INNERMOST.scope = self._enclosing
         try:
@@ -185,11 +193,11 @@ class Scope:
 
     @property
     def in_force(self) -> bool:
-        """Whether its hooks are the ones called: others may have been put on inside, by checkpointing for one."""
+        """Whether PyTorch calls these hooks: an inner pair, as of checkpointing, would be called instead."""
         return self._hooks.in_force
 
     def saved_output(self, x: Tensor) -> bool:
-        """Whether the operation in this scope that made a contiguous tensor saves it for itself, to the element."""
+        """Whether the operation in this scope that made a contiguous tensor also saves it whole."""
         if not x.requires_grad or x.is_inference() or not x.is_contiguous() or not x.numel():
             return False
         node = producer(x.grad_fn)
@@ -206,7 +214,7 @@ class Scope:
         return saved
 
     def _decide(self, outputs: Any) -> None:
-        """Say of each tensor that is pending what is kept of it."""
+        """Decide for each pending tensor how it is stored."""
         if not self._pending:
             return
         rounded = self._rounded(outputs)
@@ -228,7 +236,7 @@ class Scope:
                 saved.decide(Held(copies[key], self._around), restore)
 
     def _rounded(self, outputs: Any) -> set[int]:
-        """Identities of what is pending that may be rounded."""
+        """Identities of the pending tensors that may be rounded."""
         own = {id(parameter) for parameter in self._module.parameters()}
         exact = {id(p) for name in self._exact for p in self._module.get_submodule(name).parameters()}
         weights = _weights_of_linears(self._module, exact)
@@ -241,7 +249,7 @@ class Scope:
         return {key for key in rounded & ours.keys() if self._is_activation(ours[key], own)}
 
     def _is_activation(self, saved: Saved, own: set[int]) -> bool:
-        """Whether what is saved is a dense tensor that is no parameter, and as it was when it was saved."""
+        """Whether a saved tensor is dense, no parameter, and unchanged since it was saved."""
         tensor = saved.tensor
         if tensor is None or tensor._version != saved.version or is_parameter(tensor, own):
             return False
@@ -249,7 +257,7 @@ class Scope:
 
 
 class _Recompute:
-    """Restores a tensor from its source; it is still known by it, as checkpointing may repeat a part of forward."""
+    """Recomputes a tensor and registers the result, because checkpointing may repeat a part of forward."""
 
     __slots__ = ("_remake", "_size")
 
@@ -263,7 +271,7 @@ class _Recompute:
 
 
 class _Decompress:
-    """Restores a tensor from its FP8 form, with the layout that it had; gaps of a view are not brought back."""
+    """Restores a tensor from its FP8 copy in its original layout; gaps of a view are not restored."""
 
     __slots__ = ("_dtype", "_size", "_stride")
 
@@ -280,7 +288,7 @@ def _unpack(saved: Saved) -> Tensor:
 
 
 class _Innermost(threading.local):
-    """The scope whose hooks are called in this thread."""
+    """The scope whose hooks PyTorch calls in this thread."""
 
     scope: Scope | None = None
 
@@ -289,9 +297,7 @@ _INNERMOST = _Innermost()
 
 
 def recording() -> bool:
-    """Whether modules that store FP8 do so now: they are switched on, autograd records, nothing is compiled or traced,
-    and nobody has forbidden saved-tensor hooks.
-    """
+    """Whether modules save FP8 now: switched on, under autograd, not traced, and saved-tensor hooks allowed."""
     if not (torch.is_grad_enabled() and stores()):
         return False
     forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
@@ -299,12 +305,12 @@ def recording() -> bool:
 
 
 def compressed(module: nn.Module, exact: Sequence[str], function: Callable[..., T], *args: Any, **keywords: Any) -> T:
-    """Call a function; what its operations save for backward is kept in FP8 where that is safe, if anything is saved.
+    """Call a function, and save what its operations save for backward in FP8, where that is safe.
 
     Args:
-        module: Whose parameters are used.
-        exact: Names of its parts whose products keep their inputs as they are.
-        function: What to call.
+        module: The module whose parameters the function uses.
+        exact: Names of its parts whose products save their inputs unrounded.
+        function: The function.
         *args: Its arguments.
         **keywords: Its keyword arguments.
     """
@@ -312,7 +318,7 @@ def compressed(module: nn.Module, exact: Sequence[str], function: Callable[..., 
 
 
 def unhooked(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function of ours, which saves what it should, without the hooks of the scope around it."""
+    """Call a function of this package, which saves FP8 itself, without the hooks of the scope around it."""
     scope = None if torch.compiler.is_compiling() else _INNERMOST.scope
     if scope is None or not scope.in_force:
         return function(*arguments)
@@ -321,7 +327,7 @@ def unhooked(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def source_of(x: Tensor) -> Recomputable | None:
-    """What may be kept in the place of a tensor [..., K]: what makes it again, or itself where it is kept anyway."""
+    """What can be saved in place of a tensor [..., K]: what it is recomputed from, or itself if it is saved anyway."""
     if torch.compiler.is_compiling():
         return None
     source, scope = RECOMPUTABLE.find(x, hooks_around()), _INNERMOST.scope
@@ -331,7 +337,7 @@ def source_of(x: Tensor) -> Recomputable | None:
 
 
 def hooks_around() -> Any:
-    """What tells the hooks in force now from others, those of scopes aside; None where there are none."""
+    """Identity of the hooks in force, those of scopes aside; None if there are none."""
     return _pack_of(_hooks_around())
 
 
@@ -340,7 +346,7 @@ def _pack_of(hooks: Hooks | None) -> Any:
 
 
 def _hooks_around() -> Hooks | None:
-    """The hooks in force now, those of scopes aside."""
+    """The hooks in force, those of scopes aside."""
     scope = _INNERMOST.scope
     if scope is not None and scope.in_force:
         return scope._around
@@ -349,7 +355,7 @@ def _hooks_around() -> Hooks | None:
 
 
 class _Weights(set[int]):
-    """Identities of weights; and shapes of those that FSDP has sharded again by now."""
+    """Identities of weights, and shapes of those that FSDP has sharded again."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         parameters = list(parameters)
@@ -362,9 +368,7 @@ class _Weights(set[int]):
 
 
 def _weights_of_linears(module: nn.Module, exact: set[int]) -> _Weights:
-    """Parameters that inputs are multiplied by: of linears and convolutions, what their weights are made of included,
-    and of experts; without those whose products are to be exact.
-    """
+    """Return weights of linears, convolutions and experts, parametrized ones included, without those in `exact`."""
     weights = [p for p in module.parameters() if p.ndim > 2]
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.modules.conv._ConvNd) or "Conv1D" in type(part).__name__:
@@ -375,18 +379,18 @@ def _weights_of_linears(module: nn.Module, exact: set[int]) -> _Weights:
 
 
 def _holder(node: Any, name: str) -> Any:
-    """What autograd holds for a tensor that a node saved."""
+    """Return what autograd holds for a tensor that a node saved."""
     return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
 
 
 def _saved_by(node: Any, name: str) -> Tensor | None:
-    """A tensor that a node saved, where it is one of ours and pending."""
+    """Return a tensor that a node saved, if it is pending here."""
     saved = _holder(node, name)
     return saved.tensor if isinstance(saved, Saved) else None
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """Tensors in what a module returns: nested containers, data classes and mappings."""
+    """Yield the tensors in a module's output: nested containers, data classes and mappings."""
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, Tensor):
             yield leaf

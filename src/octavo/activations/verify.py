@@ -1,7 +1,7 @@
-"""Verification of registered modules: what a module computes, compared with what it is said to compute.
+"""Verify registered modules: compare what a module computes with its declaration.
 
-A copy of the module on the CPU, with random parameters, is run beside the known function, on matrices and on batches
-of sequences, short and long, in float32 and bfloat16; outputs and every gradient are compared.
+A copy of the module on the CPU, with random parameters, runs beside the declared function, on matrices and on batches
+of sequences, short and long, in float32 and bfloat16. Outputs and every gradient are compared.
 """
 
 import copy

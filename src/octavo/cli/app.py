@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from octavo._version import __version__
 from octavo.cli.examples import EXAMPLES
+from octavo.cli.exit_codes import MISTAKE, is_closed
 
 app = typer.Typer(
     name="octavo",
@@ -41,12 +43,16 @@ def user_errors(context: typer.Context) -> Iterator[None]:
     """Turn a mistake of the user into one message and exit code 2."""
     try:
         yield
+    except BrokenPipeError as error:
+        if is_closed(sys.stdout) or is_closed(sys.stderr):
+            raise
+        raise RuntimeError("a pipe broke that is neither stdout nor stderr") from error
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if context.obj["traceback"]:
-            raise
-        if is_first_rank() or type(error).__name__ != "SharedError":  # which the first rank tells
+            traceback.print_exc()
+        elif is_first_rank() or type(error).__name__ != "SharedError":  # which the first rank tells
             show_error(_message(error))
-        raise typer.Exit(2) from None
+        raise typer.Exit(MISTAKE) from None
 
 
 def is_first_rank() -> bool:
@@ -84,10 +90,10 @@ def _octavo(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
+    show_traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
 ) -> None:
     """Train PyTorch models in FP8, and see what it did to loss, speed and memory."""
-    context.obj = {"traceback": traceback}
+    context.obj = {"traceback": show_traceback}
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an encoding without × or … is no reason to fail
     if context.invoked_subcommand is None:

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from octavo.cli.app import Overrides, app, in_home, is_first_rank, say, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
+from octavo.cli.exit_codes import verdict
 from octavo.runtime.terminal import stdout
 
 if TYPE_CHECKING:
-    from octavo.inspect.compare import ArmLosses
+    from octavo.inspect.compare import ArmLosses, LossComparison
     from octavo.train import TrainConfig
     from octavo.train.compare import Arm
     from octavo.train.compare_verdict import Comparison
@@ -78,23 +79,23 @@ def compare(
     may be added until it decides.
 
     Exit code: 0 no arm is worse; 1 one is; 2 a mistake; 3 inconclusive, too few
-    seeds; 4 stopped before the end.
+    seeds; 4 stopped before the end. No other end has these: 70 Octavo failed,
+    130 Ctrl-C, 141 the output was closed before there was a verdict.
     """  # fmt: skip
     with user_errors(context):
         if losses is not None:
             if config is not None or arm or seeds is not None or out is not None:
                 raise ValueError("--losses judges runs that are made: leave out CONFIG, --arm, --seeds and --out")
-            raise typer.Exit(_judge_file(losses, margin, confidence / 100, max_seeds, as_json))
+            _judge_file(losses, margin, confidence / 100, max_seeds, as_json)
+            return
         if config is None:
             raise ValueError("there is nothing to compare: give CONFIG and two --arm, or --losses FILE")
-        found = _train(config, overrides or [], arm or [], seeds or "3", out, margin, confidence, max_seeds, as_json)
-        raise typer.Exit(found)
+        _train(config, overrides or [], arm or [], seeds or "3", out, margin, confidence, max_seeds, as_json)
 
 
-def _judge_file(path: Path, margin: float | None, confidence: float, max_seeds: int | None, as_json: bool) -> int:
-    """Print a verdict for each object of a file of losses; return the worst exit code."""
+def _judge_file(path: Path, margin: float | None, confidence: float, max_seeds: int | None, as_json: bool) -> None:
+    """Print a verdict for each object of a file of losses; exit with the worst code."""
     from octavo.inspect import compare_losses
-    from octavo.inspect.compare import LossComparison
     from octavo.inspect.paired_test import MOST_SEEDS
 
     found: list[LossComparison] = []
@@ -111,17 +112,22 @@ def _judge_file(path: Path, margin: float | None, confidence: float, max_seeds: 
         except ValueError as error:
             where = f"object {number + 1} of {len(tables)}: " if len(tables) > 1 else ""
             raise ValueError(f"{path}: {where}{error}") from None
-    if as_json and is_first_rank():
+    with verdict(max((comparison.exit_code for comparison in found), key=(0, 3, 1).index)):
+        if is_first_rank():
+            _show_found(found, as_json)
+
+
+def _show_found(found: "list[LossComparison]", as_json: bool) -> None:
+    if as_json:
         print(json.dumps([comparison.to_json() for comparison in found], indent=1, allow_nan=False))
-    elif is_first_rank():
-        for number, comparison in enumerate(found, 1):
-            if len(found) > 1:
-                say(stdout(), f"{number} of {len(found)}")
-            for arm in comparison.arms:
-                _say_verdict(arm, arm.notes)
-            if comparison.extended:
-                say(stdout(), comparison.extension)
-    return max((comparison.exit_code for comparison in found), key=(0, 3, 1).index)
+        return
+    for number, comparison in enumerate(found, 1):
+        if len(found) > 1:
+            say(stdout(), f"{number} of {len(found)}")
+        for arm in comparison.arms:
+            _say_verdict(arm, arm.notes)
+        if comparison.extended:
+            say(stdout(), comparison.extension)
 
 
 def read_losses(path: Path) -> list[dict[str, Any]]:
@@ -133,11 +139,11 @@ def read_losses(path: Path) -> list[dict[str, Any]]:
         ValueError: The file is not JSON, a key is missing, unknown or given twice, or a value is none of these.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique)
+        content = json.loads(path.read_bytes(), object_pairs_hook=_unique, parse_float=_float)
     except OSError as error:
         raise ValueError(f"--losses {path} cannot be read: {error.strerror}. Give a JSON file: {SHAPE}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+        raise ValueError(f"{path} cannot be read as JSON: {error}. Give a JSON file: {SHAPE}") from None
     tables = content if isinstance(content, list) else [content]
     if not tables:
         raise ValueError(f"{path} is an empty list: {SHAPE}")
@@ -163,6 +169,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+def _float(text: str) -> float:
+    """A number as it is written; one beyond the range of floats is no divergence."""
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text} is beyond the range of floats")
+    return number
+
+
 def _numbers(values: Any) -> Any:
     """Losses with NaN for null and "nan"; what else there is `compare_losses` judges."""
     if not isinstance(values, list):
@@ -180,10 +193,9 @@ def _train(
     confidence: float,
     max_seeds: int | None,
     as_json: bool,
-) -> int:
-    """Train and judge; return the exit code."""
-    from octavo.inspect.compare import check_limits
-    from octavo.inspect.paired_test import MOST_SEEDS
+) -> None:
+    """Train and judge; exit with the verdict's code."""
+    from octavo.inspect.paired_test import MOST_SEEDS, check_limits
     from octavo.train import LostRankError, load_config
     from octavo.train.compare import compare as run
     from octavo.train.compare import make_arms
@@ -210,20 +222,24 @@ def _train(
             problem = str(error).partition(". ")[0] + "."
         except KeyboardInterrupt:
             problem = "Interrupted before the run could save."
-    if is_first_rank() and found is not None:
-        if as_json:
+    with verdict(STOPPED if found is None else found.exit_code):
+        if not is_first_rank():
+            pass
+        elif found is None:
+            _say_stopped(problem, Console(stderr=True) if as_json else stdout(), launched())
+        elif as_json:
             print(json.dumps(to_json(found), indent=1, allow_nan=False))
         else:
             _show(found, folder)
-    elif is_first_rank():
-        console = Console(stderr=True) if as_json else stdout()
-        if problem:
-            show_error(problem)
-        else:
-            say(console, "Stopped and saved: there is no verdict yet.")
-        again = "under torchrun as before" if launched() else shlex.join(["octavo", *sys.argv[1:]])
-        say(console, f"To go on, the same command:\n  {again}")
-    return STOPPED if found is None else found.exit_code
+
+
+def _say_stopped(problem: str, console: Console, launched: bool) -> None:
+    if problem:
+        show_error(problem)
+    else:
+        say(console, "Stopped and saved: there is no verdict yet.")
+    again = "under torchrun as before" if launched else shlex.join(["octavo", *sys.argv[1:]])
+    say(console, f"To go on, the same command:\n  {again}")
 
 
 def _numbered(arms: "list[Arm]") -> "Callable[[TrainConfig], str]":

@@ -38,11 +38,11 @@ def doctor(
     """
     with user_errors(context):
         if deep:
-            from octavo.kernels.deep.console import doctor as doctor_deep
+            from octavo.kernels.conformance.doctor_deep import doctor_deep
 
             equal = doctor_deep(_device(device), as_json=as_json, seconds=seconds, seed=seed, only=only)
             raise typer.Exit(0 if equal else 1)
-        from octavo.kernels.console import doctor as examine
+        from octavo.kernels.doctor import doctor as examine
 
         examine(_device(device), as_json=as_json)
 
@@ -110,7 +110,7 @@ def calibrate(
     device and these versions, and every later run here uses it.
     """
     with user_errors(context):
-        from octavo.kernels.gemm.console import calibrate as run
+        from octavo.kernels.gemm.calibrate import calibrate as run
 
         run(_device(device), recipe, shapes or [])
 

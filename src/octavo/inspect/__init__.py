@@ -1,4 +1,4 @@
-"""Level 4: inspect a model before or during training: memory, time, and the effect of FP8 on its numerics."""
+"""Level 5: inspect a model before or during training: memory, time, and the effect of FP8 on its numerics."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from octavo.inspect.stats import OperandStats
 from octavo.kernels import quantize
-from octavo.numerics.bands import bands
 from octavo.numerics.formats import widen
+from octavo.numerics.row_chunks import row_chunks
 from octavo.numerics.spec import FULL, SMALLEST_SCALE, QuantSpec
 from octavo.tensor import ScaledTensor
 
@@ -168,7 +168,7 @@ def _row_chunks(x: Tensor, multiple: int) -> list[slice]:
     rows, columns = x.shape
     if x.device.type != "cpu":
         multiple *= max(GPU_CHUNK // max(columns * multiple, 1), 1)
-    return bands((rows, columns), multiple)
+    return row_chunks((rows, columns), multiple)
 
 
 Key = tuple[str, str]

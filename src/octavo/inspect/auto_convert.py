@@ -105,7 +105,7 @@ def convert(
     decided = plan_for_driver_name(model, name, precision, filter, tokens)
     if decided.converted or decided.storing:
         return convert_linears(model, plan=decided, keep_weights=precision.keep_weights, verbose=verbose)
-    setattr(model, PLAN_ATTRIBUTE, decided)
+    vars(model)[PLAN_ATTRIBUTE] = decided
     warnings.warn(
         f"octavo: no layer of this model is predicted to gain from FP8 on {name} with {tokens} tokens, so the model is "
         "unchanged; octavo.report(model) has the figures. octavo.convert(model, 'rowwise') converts it anyway",

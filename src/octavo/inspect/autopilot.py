@@ -34,6 +34,7 @@ Statistics and errors are the same on all ranks, and so are the moves. `state_di
 matches an uninterrupted one; `load_state_dict` undoes moves that are not in it.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -45,6 +46,7 @@ from octavo.inspect.findings import Finding, Thresholds, findings
 from octavo.inspect.stats import OperandStats
 from octavo.inspect.watch import HIGH_PRECISION, Watch
 from octavo.nn.change import change_recipe
+from octavo.nn.linear_subclasses import change_since
 from octavo.nn.report import is_converted
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import Recipe
@@ -133,6 +135,7 @@ class Autopilot:
         self._due = True  # whether the first sample is still to come
         self._trials: dict[str, str] = {}  # layers moved in the last step, and their recipe before
         self._calm: dict[str, int] = {}  # consecutive samples without harm by a layer's first recipe
+        self._stuck: set[str] = set()  # layers that could not be moved
         self._suspects: dict[str, set[str]] = {}  # of the current step, with the recipes that were rejected in it
 
     @contextmanager
@@ -258,7 +261,9 @@ class Autopilot:
         worst: dict[str, Finding] = {}
         for what in MOVING:
             for finding in self.found:
-                if finding.what == what and is_converted(self._model.get_submodule(finding.layer)):
+                module = self._model.get_submodule(finding.layer)
+                stuck = finding.layer in self._stuck and change_since(module) is not None
+                if finding.what == what and is_converted(module) and not stuck:
                     worst.setdefault(finding.layer, finding)
         return list(worst.items())
 
@@ -272,9 +277,9 @@ class Autopilot:
         harmless = (name for name in self._rungs if name not in rejected and errors.get(name, 1.0) <= limit / 2)
         after = next(harmless, HIGH_PRECISION)
         why = f"{finding.operand}: {finding.measured}, product error {errors[recipe]:.2g} (limit {limit:g})"
-        self._trials.setdefault(layer, recipe)
-        self._calm.pop(layer, None)
-        self._move(Move(step=finding.step, layer=layer, before=recipe, after=after, why=why))
+        if self._move(Move(step=finding.step, layer=layer, before=recipe, after=after, why=why)):
+            self._trials.setdefault(layer, recipe)
+            self._calm.pop(layer, None)
 
     def _move_back(self, step: int, errors: Mapping[str, Mapping[str, float]]) -> None:
         """Undo moves that one batch caused, and those that have not been needed for `restore_after` samples."""
@@ -302,15 +307,22 @@ class Autopilot:
             return self._began[layer]
         return None if name == HIGH_PRECISION else name
 
-    def _move(self, move: Move) -> None:
+    def _move(self, move: Move) -> bool:
+        """Carry out a move. A layer that cannot be moved stays as it is, with a warning; returns whether it was."""
         module: Any = self._model.get_submodule(move.layer)
-        if move.layer not in self._began:
-            self._began[move.layer] = module.recipe
-        change_recipe(self._model, move.layer, self._recipe(move.layer, move.after), reason=f"autopilot, {move}")
+        began = self._began.get(move.layer) or module.recipe
+        try:
+            change_recipe(self._model, move.layer, self._recipe(move.layer, move.after), reason=f"autopilot, {move}")
+        except ValueError as error:
+            self._stuck.add(move.layer)
+            warnings.warn(f"autopilot cannot do this and leaves the layer as it is: {move}: {error}", stacklevel=2)
+            return False
+        self._began[move.layer] = began
         if move.after == self._began[move.layer].name:
             del self._began[move.layer]
         self.moves.append(move)
         self.moved.append(move)
+        return True
 
 
 def _without_duplicates(recipes: Sequence[str | Recipe]) -> list[str | Recipe]:

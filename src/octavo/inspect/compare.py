@@ -20,13 +20,13 @@ equally noisy; leaving exploded runs in the gaps, where the larger the damage, t
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Literal
 
 from octavo.inspect.distributions import fisher
-from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, PairedTest, paired_test, scale_of
+from octavo.inspect.loss_values import losses_of, seed_names, shown
+from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, PairedTest, check_limits, paired_test, scale_of
 
 Verdict = Literal["worse", "better", "indistinguishable", "inconclusive"]
 Outcome = Literal["pass", "fail", "inconclusive"]
@@ -82,6 +82,7 @@ class ArmLosses:
                 "low_percent": test.low,
                 "high_percent": test.high,
                 "deviation_percent": test.deviation,
+                "rounding_percent": test.rounding,
                 "gaps_percent": dict(zip(map(str, self.seeds), test.gaps, strict=True)),
                 "detectable_percent": {f"{power:g}": test.detectable(power) for power in (0.8, 0.9)},
             }
@@ -154,16 +155,18 @@ def compare_losses(
     """Compare the losses of arms with a baseline's of the same seeds, of any trainer.
 
     Args:
-        baseline: A loss per seed, above zero; one that is not finite means that the run diverged.
+        baseline: A loss per seed, above zero, as a sequence, an array or a tensor; NaN or infinity for a run that
+            diverged. The unit to which losses were rounded (3.02, whole numbers, bf16) is found, and allowed for.
         arms: Name → losses on the same seeds, in the same order.
         margin: The largest gap that passes, in percent; None for `LIMIT`, and then any arm shown to be worse fails.
         confidence: Of all verdicts together, from 0.5 to below 1.
         max_seeds: Planned maximum, 2 to 40: a comparison may be looked at after every seed up to it.
-        seeds: Their names in messages; default 1, 2, ….
+        seeds: Their names in messages, one per loss, each once; default 1, 2, ….
         baseline_name: Its name in messages.
 
     Raises:
-        ValueError: Fewer than two seeds, no arm, unequal numbers, a value that is no loss, or a limit out of range.
+        ValueError: Fewer than two seeds, no arm, unequal numbers, a value that is no loss, seeds that do not fit, or a
+            limit out of range.
 
     Example:
         >>> from octavo.inspect import compare_losses
@@ -172,54 +175,29 @@ def compare_losses(
         (1, 'worse')
     """
     check_limits(margin, confidence, max_seeds)
-    base = _finite_or_nan("the baseline", baseline)
+    margin = None if margin is None else float(margin)
+    base = losses_of("the baseline", baseline)
     if len(base) < 2:
         raise ValueError(
             f"a comparison takes two seeds or more; the baseline has {len(base)}. One seed cannot tell an effect from "
             "the noise of training: give the losses of more seeds"
         )
+    names = tuple(range(1, len(base) + 1)) if seeds is None else seed_names(seeds, len(base))
+    if not isinstance(arms, Mapping) or not all(isinstance(name, str) for name in arms):
+        raise ValueError('arms are a mapping of names to losses, as {"fp8": [3.01, 3.02]}; got ' + shown(arms))
     if not arms:
         raise ValueError("a comparison takes an arm or more beside the baseline, and there is none: add one to arms")
-    names = tuple(seeds) if seeds is not None else tuple(range(1, len(base) + 1))
+    rule = Rule(margin=margin, confidence=float(confidence), arms=len(arms), planned=int(max_seeds))
     judged = []
-    for name, given in arms.items():
-        losses = _finite_or_nan(f"arm {name!r}", given)
+    for name, values in arms.items():
+        losses = losses_of(f"arm {name!r}", values)
         if len(losses) != len(base):
             raise ValueError(
                 f"arm {name!r} has {len(losses)} losses and the baseline {len(base)}: give one per seed, in the same "
                 "order, and nan for a run that diverged"
             )
-        pairs = _Pairs(baseline=baseline_name, arm=name, seeds=names, base=base, losses=losses)
-        judged.append(_judge(pairs, Rule(margin=margin, confidence=confidence, arms=len(arms), planned=max_seeds)))
-    return LossComparison(arms=tuple(judged), planned=max_seeds, extended=len(base) > max_seeds)
-
-
-def check_limits(margin: float | None, confidence: float, max_seeds: int) -> None:
-    """Raise ValueError for a margin, a confidence or a planned maximum out of range."""
-    if margin is not None and not 0 < margin < 100:
-        raise ValueError(f"the margin is a loss gap in percent, above 0 and below 100; got {margin:g}")
-    if not 0.5 <= confidence < 1:
-        raise ValueError(f"the confidence is 50 % or more and below 100 %; got {100 * confidence:g} %")
-    if not 2 <= max_seeds <= MOST_SEEDS:
-        raise ValueError(f"the planned maximum is 2 to {MOST_SEEDS} seeds; got {max_seeds}")
-
-
-def _finite_or_nan(whose: str, values: Sequence[float]) -> list[float]:
-    """The values, with NaN for each that is not finite. Raises ValueError."""
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ValueError(f"{whose} is a list of losses, one per seed; got {values!r}")
-    losses: list[float] = []
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise ValueError(f"{whose} holds {value!r}: a loss is a number, or nan for a run that diverged")
-        if value <= 0:
-            raise ValueError(f"{whose} holds {value}: a loss is above zero, as gaps are in percent of the baseline's")
-        try:
-            loss = float(value)
-        except OverflowError:
-            raise ValueError(f"{whose} holds a number beyond the range of floats: a loss is finite, or nan") from None
-        losses.append(loss if math.isfinite(loss) else math.nan)
-    return losses
+        judged.append(_judge(_Pairs(baseline=baseline_name, arm=name, seeds=names, base=base, losses=losses), rule))
+    return LossComparison(arms=tuple(judged), planned=rule.planned, extended=len(base) > rule.planned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +358,8 @@ def _notes(rule: Rule, outcome: Outcome, test: PairedTest | None, needed: int | 
         worse = "worse" if rule.margin is None else "more"
         stay = "If gaps and failures stay as they are"
         decide = f"about {needed} seeds decide" if needed else f"no number of seeds up to {MOST_SEEDS} decides"
+        if test is not None and test.rounding > test.deviation:  # more of the deviation is rounding than noise
+            notes.append(f"The losses have few digits, which hides up to {percent(test.rounding)} %: give more digits.")
         notes.append(
             f"It is shown neither to be {worse}, nor to be at most {rule.limit:g} % worse ({margin}). {stay}, {decide}."
         )

@@ -1,23 +1,24 @@
 """The gaps of pairs of runs: the interval of their mean, at levels that allow a look after every seed.
 
     gaps        g_k = 100 (L_k − B_k) / B̄ percent     L, B: losses of arm and baseline; B̄ the baseline's mean
-    deviation   s² = Σ (g_k − ḡ)² / (n − 1) + r²/6     r: the last digit of the losses as they are given, in percent
+    deviation   s² = Σ (g_k − ḡ)² / (n − 1) + r²/6     r: the unit to which the losses are rounded, in percent
     low         ḡ − t(1 − α_n; n − 1) s/√n             the arm is worse where this is above 0
-    high        ḡ + (t(1 − α_n/3; n − 1)/√n + 1 + 10/(n + 1)) s     it passes where this is below the margin
+    high        ḡ + (t(1 − α_n/3; n − 1)/√n + 1 + 10/(n + 1)) s + r    it passes where this is below the margin
 
 The two ends are not alike. Gaps of an equal arm are symmetric about zero, as either run of a pair might have been the
 arm's, so Student's t holds for `low`, and is conservative where tails are heavy. An arm that is worse may be so on few
-seeds: `high` allows for an instability that n seeds are likely not to show. `docs/compare.md` has both derivations, and
-the rates measured.
+seeds: `high` allows for an instability that n seeds are likely not to show, and for a gap that rounding hides on every
+seed. `docs/compare.md` has both derivations, and the rates measured.
 """
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from numbers import Integral, Real
 
 from octavo.inspect.distributions import average_noncentrality, student_quantile
+from octavo.inspect.loss_values import resolution, shown
 
 CONFIDENCE = 0.95
 """Of all verdicts together."""
@@ -40,6 +41,7 @@ class PairedTest:
         confidence: Of the verdicts on all arms together.
         arms: How many arms are compared with the baseline.
         planned: Planned maximum of seeds.
+        rounding: The unit to which the losses are rounded, in percent.
     """
 
     gaps: tuple[float, ...]
@@ -48,6 +50,7 @@ class PairedTest:
     confidence: float
     arms: int
     planned: int
+    rounding: float = 0.0
 
     @property
     def low(self) -> float:
@@ -57,7 +60,7 @@ class PairedTest:
     @property
     def high(self) -> float:
         """The arm is at most so much worse, in percent."""
-        return self.mean + self._high_width(len(self.gaps)) * self.deviation
+        return self._high(len(self.gaps))
 
     def detectable(self, power: float) -> float:
         """The true gap, in percent, that so many pairs call worse with about this probability.
@@ -71,7 +74,7 @@ class PairedTest:
         """Pairs for `low` > above or `high` ≤ limit if mean and deviation stay; None where `MOST_SEEDS` do not do."""
         for pairs in range(len(self.gaps) + 1, MOST_SEEDS + 1):
             low = self.mean - self._low_width(pairs) * self.deviation
-            if low > above or self.mean + self._high_width(pairs) * self.deviation <= limit:
+            if low > above or self._high(pairs) <= limit:
                 return pairs
         return None
 
@@ -81,10 +84,31 @@ class PairedTest:
     def _low_width(self, pairs: int) -> float:
         return student_quantile(pairs - 1, self._low_level(pairs)) / math.sqrt(pairs)
 
-    def _high_width(self, pairs: int) -> float:
+    def _high(self, pairs: int) -> float:
         """Not corrected for arms: a comparison passes where all arms do."""
         level = LEVELS[min(pairs, 5) - 2] * scale_of(self.confidence) / 3
-        return student_quantile(pairs - 1, level) / math.sqrt(pairs) + 1 + 10 / (pairs + 1)
+        width = student_quantile(pairs - 1, level) / math.sqrt(pairs) + 1 + 10 / (pairs + 1)
+        return self.mean + width * self.deviation + self.rounding
+
+
+def check_limits(margin: float | None, confidence: float, max_seeds: int) -> None:
+    """Raise ValueError for a margin, a confidence or a planned maximum that is no number, or out of range."""
+    _check_number("confidence", confidence, Real)
+    _check_number("max_seeds", max_seeds, Integral)
+    if margin is not None:
+        _check_number("margin", margin, Real)
+        if not 0 < margin < 100 or not float(margin):
+            raise ValueError(f"the margin is a loss gap in percent, above 0 and below 100; got {shown(margin)}")
+    if not 0.5 <= confidence < 1:
+        percent = 100 * float(max(-1e9, min(confidence, 1e9)))
+        raise ValueError(f"the confidence is 50 % or more and below 100 %; got {percent:g} %")
+    if not 2 <= max_seeds <= MOST_SEEDS:
+        raise ValueError(f"the planned maximum is 2 to {MOST_SEEDS} seeds; got {shown(max_seeds)}")
+
+
+def _check_number(name: str, value: object, kind: type) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise ValueError(f"{name} is a {'whole ' if kind is Integral else ''}number; got {shown(value)}")
 
 
 def level_of(pairs: int, planned: int) -> float:
@@ -112,7 +136,7 @@ def paired_test(
     unit = statistics.median_low(baseline)  # sums of ratios do not overflow
     whole = statistics.fmean(loss / unit for loss in baseline)
     gaps = tuple(100 * (loss / unit - base / unit) / whole for base, loss in zip(baseline, losses, strict=True))
-    rounding = 100 * _last_digit([*baseline, *losses]) / unit / whole if any(gaps) else 0.0
+    rounding = 100 * (resolution([*baseline, *losses]) / unit) / whole
     return PairedTest(
         gaps=gaps,
         mean=statistics.fmean(gaps),
@@ -120,9 +144,5 @@ def paired_test(
         confidence=confidence,
         arms=arms,
         planned=planned,
+        rounding=rounding,
     )
-
-
-def _last_digit(losses: Sequence[float]) -> float:
-    """The unit of the last decimal place that any of the losses has: 0.01 of 3.0 and 3.02."""
-    return 10.0 ** min(int(Decimal(repr(loss)).as_tuple().exponent) for loss in losses)

@@ -34,11 +34,10 @@ from octavo.inspect.step_memory import (
     step_trace,
 )
 from octavo.nn import convert
-from octavo.runtime.blocks import find_blocks
 from octavo.nn.filters import FilterLike, both, of_precision
+from octavo.nn.memory_audit import call
 from octavo.nn.report import check_module, is_converted
 from octavo.nn.select import HEAD_KEPT, default_plan, is_linear
-from octavo.nn.memory_audit import call
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import LEVELS, Precision
@@ -52,6 +51,7 @@ from octavo.planner.forecast import CostDecisions, Forecast, decide_by_cost, for
 from octavo.planner.measured import Measurements, read_measurements
 from octavo.planner.step import CHECKPOINTING, Layout, Setting, is_count, layout_settings
 from octavo.planner.trace import Trace, extrapolate_trace, trace
+from octavo.runtime.blocks import find_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo.inspect.memory import ALLOCATION_GRANULARITY
-from octavo.runtime.blocks import find_blocks
 from octavo.nn.report import is_converted
 from octavo.numerics.plan import Plan
 from octavo.numerics.recipe import Recipe
@@ -25,6 +24,7 @@ from octavo.planner.memory_extrapolation import extrapolate_blocks, memory_serie
 from octavo.planner.sharded_memory import Group, Shards
 from octavo.planner.step import Setting
 from octavo.planner.timeline import BLOCK_GRADIENTS, StorageEvents, Timeline
+from octavo.runtime.blocks import find_blocks
 
 M = TypeVar("M", bound=nn.Module)
 

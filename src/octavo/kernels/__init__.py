@@ -1,10 +1,10 @@
-"""Level 2: the ops. Each is a torch op with backends in a registry; `reference` defines the numbers.
+"""Level 2: torch ops with several backends each. The `reference` backend defines the numbers.
 
-quantize(x, spec, fold)      a matrix → its FP8 form
-quantize_pair(x, …)          a matrix → two FP8 forms, row-major and column-major
-dequantize(x, dtype)         the matrix that an FP8 form stands for
+quantize(x, spec, fold)      a matrix → FP8 data and scales
+quantize_pair(x, …)          a matrix → two FP8 quantizations, row-major and column-major
+dequantize(x, dtype)         FP8 data and scales → a matrix
 scaled_mm(a, b, layout)      the product of two FP8 matrices
-rms_norm, layer_norm, glu    what makes a matrix, and its FP8 form with it
+rms_norm, layer_norm, glu    norms and gated activations with FP8 output
 """
 
 from octavo.kernels.dequantize import dequantize

@@ -1,14 +1,13 @@
-"""What was measured to be fastest on this device: a table on disk, written by `octavo calibrate`, read by the registry.
+"""The table of fastest backends and configurations on a GPU: `octavo calibrate` writes it, the registry reads it.
 
     <cache>/octavo/calibration/<device>-torch…-triton…-cuda….json        <cache>: $XDG_CACHE_HOME or ~/.cache
 
-A table is for one device name and one set of versions: another torch or Triton brings other kernels. It is read once a
-process, when the first op with a shape runs on a GPU. A shape that was not measured takes the nearest one of its op and
-case, where no dimension is more than `NEAR` times larger or smaller; beyond that nothing is known, and the registry's
-order decides. Nothing is measured but by `octavo calibrate`: not in training, not under torch.compile, not while a CUDA
-graph is captured.
+A table holds for one device name and one set of versions, because another torch or Triton has other kernels. A process
+reads it once, when the first op with a shape runs on a GPU. A shape without a measurement uses the nearest one of its
+op and case if no dimension differs by more than a factor of `MAX_SHAPE_RATIO`; otherwise the registry's order decides.
+Only `octavo calibrate` measures: training, torch.compile and CUDA graph capture never do.
 
-A table that cannot be read is never fatal and never silent: a damaged one is taken away with a warning that names it.
+An unreadable table causes a warning, never an error; a damaged one is deleted.
 """
 
 import json
@@ -28,24 +27,24 @@ from typing import Any
 
 import torch
 
-NEAR = 1.7
-"""A measurement holds for dimensions up to this factor away."""
+MAX_SHAPE_RATIO = 1.7
+"""Largest ratio of dimensions between a shape and the measured shape it uses."""
 
 FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What is fastest for one op, case and shape.
+    """The fastest choice for one op, case and shape.
 
     Attributes:
-        op: As in `torch.ops.octavo`.
-        case: As the registry has it.
+        op: Name in `torch.ops.octavo`.
+        case: Case of the registry.
         shape: Rows and columns of a matrix, or m, n, k of a product.
         backend: The fastest backend.
-        config: Its configuration, an index; None where it has none.
+        config: Index of its configuration, or None.
         microseconds: Median time of one call.
-        others: Median times of what lost, by label.
+        others: Median times of the other candidates, by label.
     """
 
     op: str
@@ -58,7 +57,7 @@ class Entry:
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> "Entry":
-        """Read what `asdict` gave; raises KeyError, TypeError or ValueError for anything else."""
+        """Read the output of `asdict`; raises KeyError, TypeError or ValueError for anything else."""
         config = fields["config"]
         return Entry(
             op=str(fields["op"]),
@@ -72,25 +71,25 @@ class Entry:
 
 
 def best(device: torch.device, op: str, case: tuple[str, ...], shape: tuple[int, ...]) -> Entry | None:
-    """The entry for a shape, or for the nearest one that was measured; None where nothing near was, and on a CPU."""
+    """Return the entry for a shape or for the nearest measured one; None if there is none near, and on a CPU."""
     if device.type != "cuda":
         return None
     measured = _table(device).get((op, case), {})
     if shape in measured or not measured or 0 in shape:
         return measured.get(shape)
     distance, nearest = min((_distance(shape, other), other) for other in measured)
-    return measured[nearest] if distance <= math.log(NEAR) else None
+    return measured[nearest] if distance <= math.log(MAX_SHAPE_RATIO) else None
 
 
 @lru_cache(maxsize=4096)
 def config(device: torch.device, op: str, case: tuple[str, ...], rows: int, columns: int) -> int:
-    """Index of the configuration to run an op on a matrix with; 0, the default, where nothing near was measured."""
+    """Return the index of the configuration for an op on a matrix; 0, the default, without a measurement nearby."""
     entry = best(device, op, case, (rows, columns))
     return 0 if entry is None or entry.config is None else entry.config
 
 
 def path(device: torch.device) -> Path:
-    """Where the table of a GPU is, whether or not there is one; raises RuntimeError where there is no home folder."""
+    """Return the path of a GPU's table, existing or not; raises RuntimeError without a home folder."""
     root = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
     versions = "-".join(f"{name}{version}" for name, version in _versions().items())
@@ -99,12 +98,12 @@ def path(device: torch.device) -> Path:
 
 
 def entries(device: torch.device) -> list[Entry]:
-    """Everything in the table of a GPU."""
+    """Return all entries in the table of a GPU."""
     return [entry for shapes in _table(device).values() for entry in shapes.values()]
 
 
-def prepare(device: torch.device) -> Path:
-    """Make the folder of the table; raises OSError that says what to do where it cannot be written."""
+def make_folder(device: torch.device) -> Path:
+    """Create the table's folder and return the table's path; raises OSError if the folder cannot be written."""
     file = path(device)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -112,22 +111,22 @@ def prepare(device: torch.device) -> Path:
             return file
     except OSError as error:
         raise OSError(
-            f"calibration is kept in {file.parent}, which cannot be written ({error.strerror}); set XDG_CACHE_HOME to "
-            "a folder that can"
+            f"the calibration folder {file.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a "
+            "writable folder"
         ) from None
 
 
 def save(device: torch.device, measured: Iterable[Entry]) -> Path:
-    """Add entries to the table on disk in one step, replacing those of the same op, case and shape; gives its path."""
-    file = prepare(device)
-    forget()
-    kept = {(e.op, e.case, e.shape): e for e in [*entries(device), *measured]}
+    """Add entries to the table atomically, replacing those of the same op, case and shape; returns its path."""
+    file = make_folder(device)
+    clear_cache()
+    merged = {(e.op, e.case, e.shape): e for e in [*entries(device), *measured]}
     content = {
         "format": FORMAT,
         "device": torch.cuda.get_device_name(device),
         "versions": _versions(),
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "entries": [asdict(entry) for entry in kept.values()],
+        "entries": [asdict(entry) for entry in merged.values()],
     }
     handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".partial")
     try:
@@ -137,27 +136,27 @@ def save(device: torch.device, measured: Iterable[Entry]) -> Path:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    forget()
+    clear_cache()
     return file
 
 
 def summary(device: torch.device) -> str:
-    """One line for `octavo doctor`: where the table is and what is in it."""
+    """Return one line for `octavo doctor`: path and size of the table."""
     if device.type != "cuda":
         return f"calibration: nothing to measure on device type {device.type!r}"
     try:
         file = path(device)
     except RuntimeError as error:
-        return f"calibration: no place to keep it: {error}"
-    found = entries(device)
-    if not found:
-        return f"calibration: none; `octavo calibrate` measures what is fastest here and keeps it in {file}"
-    shapes = len({entry.shape for entry in found})
-    return f"calibration: {len(found)} measured choices for {shapes} shapes, in {file}"
+        return f"calibration: no folder for the table: {error}"
+    table = entries(device)
+    if not table:
+        return f"calibration: none; `octavo calibrate` measures the fastest choices and saves them in {file}"
+    shapes = len({entry.shape for entry in table})
+    return f"calibration: {len(table)} measured choices for {shapes} shapes, in {file}"
 
 
-def forget() -> None:
-    """Read the table again when it is next asked for."""
+def clear_cache() -> None:
+    """Drop the cached table; the next lookup reads it again."""
     _table.cache_clear()
     config.cache_clear()
 
@@ -167,7 +166,7 @@ Table = dict[tuple[str, tuple[str, ...]], dict[tuple[int, ...], Entry]]
 
 @lru_cache(maxsize=32)
 def _table(device: torch.device) -> Table:
-    """Entries by op and case, then by shape; empty where there are none."""
+    """Return entries by op and case, then by shape."""
     table: Table = {}
     for entry in _read(device):
         table.setdefault((entry.op, entry.case), {})[entry.shape] = entry
@@ -189,8 +188,8 @@ def _read(device: torch.device) -> list[Entry]:
         return _parse(text)[1]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         _warn(
-            f"the calibration table {file} is damaged ({type(error).__name__}: {error}) and is taken away; running "
-            "without it, `octavo calibrate` measures again"
+            f"the calibration table {file} is damaged ({type(error).__name__}: {error}) and is deleted; running "
+            "without it. `octavo calibrate` writes a new one"
         )
         with suppress(OSError):
             file.unlink()
@@ -198,8 +197,9 @@ def _read(device: torch.device) -> list[Entry]:
 
 
 def read(file: Path) -> tuple[str, list[Entry]]:
-    """Name of the device and entries of any table. Raises OSError, UnicodeDecodeError, ValueError, KeyError, TypeError
-    or AttributeError where the file is none.
+    """Return the device name and the entries of a table.
+
+    Raises OSError, UnicodeDecodeError, ValueError, KeyError, TypeError or AttributeError for any other file.
     """
     return _parse(file.read_text(encoding="utf-8"))
 
@@ -216,7 +216,7 @@ def _warn(text: str) -> None:
 
 
 def _distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
-    """Logarithm of the largest factor between two shapes."""
+    """Return the logarithm of the largest ratio of dimensions."""
     if len(a) != len(b):
         return math.inf
     return max(abs(math.log(x / y)) for x, y in zip(a, b, strict=True))

@@ -1,6 +1,6 @@
-"""One kernel with everything it is compiled with: what a backend launches, and what can be compiled without a GPU.
+"""Triton kernels with their compile-time arguments, to launch or to compile without a GPU.
 
-Imports Triton, so only the Triton backends and the tools that look at them import this.
+This module imports Triton; only Triton backends and tools for them import it.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import torch
 import triton
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether kernels run in Triton's CPU interpreter (TRITON_INTERPRET=1 when Triton was imported)."""
+"""Whether kernels run in Triton's CPU interpreter (TRITON_INTERPRET=1 at the import of Triton)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,36 +34,40 @@ class Launch:
     def run(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         """Launch on `grid` programs with those of `arguments` that the kernel takes.
 
-        Triton launches on the current device, whatever its tensors are on, so that is made theirs. Products and sums
-        are never contracted to fused multiply-adds: the reference rounds after each.
+        Triton launches on the current device, so this switches to the device of the tensors. FP fusion is off: the
+        reference rounds after each operation.
         """
-        taken = {name: arguments[name] for name in self.kernel.arg_names if name in arguments}
-        device = next(value.device for value in taken.values() if isinstance(value, torch.Tensor))
-        with torch.cuda.device(device) if _elsewhere(device) else nullcontext():
+        kernel_arguments = {name: arguments[name] for name in self.kernel.arg_names if name in arguments}
+        device = next(value.device for value in kernel_arguments.values() if isinstance(value, torch.Tensor))
+        with torch.cuda.device(device) if _on_other_gpu(device) else nullcontext():
             self.kernel[grid](
-                **taken, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages, enable_fp_fusion=False
+                **kernel_arguments,
+                **self.constants,
+                num_warps=self.num_warps,
+                num_stages=self.num_stages,
+                enable_fp_fusion=False,
             )
 
 
-def _elsewhere(device: torch.device) -> bool:
-    """Whether a device is a GPU, but not the current one."""
+def _on_other_gpu(device: torch.device) -> bool:
+    """Whether a device is a GPU other than the current one."""
     return device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way an op is compiled: one kernel in one configuration for bf16 input, aligned and contiguous.
+    """One compilation of an op: one kernel in one configuration for aligned, contiguous bf16 input.
 
     Attributes:
-        op: Op, as in `torch.ops.octavo`.
-        case: What distinguishes it within the op, such as `"e4m3/row fold=columns both"`.
-        config: Index of its configuration (tile, warps, stages) among those of its kernel; 0 is the default.
-        launch: What is compiled.
-        types: Triton types of the arguments that are not sizes; a size is an i32 divisible by 16.
-        tile: Elements of the input that one program handles, or handles per trip of its loops.
-        device_bytes: Bytes per element of the input that this launch moves through device memory.
-        ones: Arguments that are 1 here, such as the stride between columns.
-        trips: Trips of its loops, for 4096 columns (or a contraction over 4096).
+        op: Name in `torch.ops.octavo`.
+        case: Label within the op, such as `"e4m3/row fold=columns both"`.
+        config: Index of the kernel's configuration (tile, warps, stages); 0 is the default.
+        launch: Kernel and constants to compile.
+        types: Triton types of all arguments except sizes, which are i32 divisible by 16.
+        tile: Input elements per program, or per loop iteration of a program.
+        device_bytes: Device-memory traffic of this launch, in bytes per input element.
+        ones: Arguments with value 1, such as the stride between columns.
+        trips: Loop iterations for 4096 columns (or a contraction over 4096).
     """
 
     op: str

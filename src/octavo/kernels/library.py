@@ -1,8 +1,8 @@
-"""The `octavo` namespace of torch ops, and the one way to define an op in it.
+"""The `octavo` namespace of torch ops.
 
-Ops are functional, have no autograd formula (the autograd function of a linear calls them below autograd) and a fake
-implementation each, so that FakeTensorMode, `torch.compile(fullgraph=True)` and selective checkpointing see them as one
-opaque call. `Library.define` is used rather than `custom_op`, which wraps every call in checks of its own.
+Ops are functional and have a fake implementation, so FakeTensorMode, `torch.compile(fullgraph=True)` and selective
+checkpointing see one opaque call. They have no autograd formula: autograd functions call them below autograd.
+`Library.define` avoids the checks that `custom_op` adds to every call.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _LIBRARY = torch.library.Library("octavo", "DEF")
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define `octavo::<name>` from its schema, its implementation for every device, and its shape function."""
+    """Define `octavo::<name>` with a schema, an implementation for all devices and a fake implementation."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")

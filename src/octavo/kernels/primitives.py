@@ -1,14 +1,14 @@
-"""Device functions that all Triton kernels share: magnitudes, scales, FP8 codes, byte for byte as the reference.
+"""Device functions shared by all Triton kernels: magnitudes, scales and FP8 codes, byte for byte as the reference.
 
-Maxima are taken over the bits of |x| as integers: for non-negative floats integer order is float order, NaN sorts
-above infinity, and so a NaN reaches the scale without NaN-propagating min/max, next to which Triton miscompiles
-one-byte stores (triton-lang/triton issue 11111). It also makes the atomic maximum exact and independent of order.
+Amax reduces the bits of |x| as integers: non-negative floats sort like integers, and NaN sorts above infinity. So a NaN
+reaches the scale without NaN-propagating min/max, next to which Triton miscompiles one-byte stores (triton-lang/triton
+issue 11111), and the atomic maximum is exact and independent of order.
 
-The reference divides in float64 and rounds to float32. For float32 operands that is the correctly rounded float32
-quotient, which is what `div_rn` gives, and what a few fused multiply-adds give here without its branches.
+The reference divides in float64 and rounds to float32. For float32 operands that equals the correctly rounded float32
+quotient of `div_rn`. A few fused multiply-adds compute the same here without its branches.
 
 Triton's interpreter has no fused multiply-add and no inline assembly, drops the carry of an FP8 cast that rounds up to
-a power of two, and loses NaN. So under it (INTERPRETED) divisions are plain and values are rounded before the cast.
+a power of two, and loses NaN. So under INTERPRETED, kernels use plain divisions and round values before the cast.
 """
 
 import triton
@@ -26,18 +26,18 @@ ALL_EXPONENTS = tl.constexpr(0x7F000000)
 
 @triton.jit
 def magnitude(values):
-    """|values| as integers that sort like the floats, NaN last."""
+    """Return |values| as integers that sort like the floats, NaN last."""
     return values.to(tl.int32, bitcast=True) & ABS_MASK
 
 
 @triton.jit
 def reciprocal(scale, INTERPRETED: tl.constexpr):
-    """1 / scale, correctly rounded, for scales in [2⁻¹²⁶, 2¹²⁶].
+    """Return 1 / scale, correctly rounded, for scales in [2⁻¹²⁶, 2¹²⁶].
 
-    Two Newton steps from the hardware's approximation, which is within one unit in the last place; they are right for
-    every mantissa but one, all ones, where the exact quotient lies next to a tie (checked for all 2²³ mantissas and
-    all three starts in `tests/kernels/test_primitives.py`). `div_rn` would do, but its check for operands outside that
-    range costs a branch and a call for every element that a scale is spread over.
+    Two Newton steps from the hardware's approximation, which is within one unit in the last place. They are correct for
+    all mantissas except all ones, where the exact quotient lies next to a tie (`tests/kernels/test_primitives.py`
+    checks all 2²³ mantissas and all three starts). `div_rn` is slower: its range check costs a branch and a call for
+    every element that a scale broadcasts to.
     """
     if INTERPRETED:
         return tl.math.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
@@ -53,7 +53,7 @@ def reciprocal(scale, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _over_fp8_max(amax, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr):
-    """The quotient, correctly rounded (Markstein's correction of a product with the rounded inverse)."""
+    """Return amax / FP8_MAX, correctly rounded (Markstein's correction of a product with the rounded inverse)."""
     if INTERPRETED:
         return tl.math.div_rn(amax, tl.full(amax.shape, FP8_MAX, tl.float32))
     INVERSE: tl.constexpr = 1.0 / FP8_MAX
@@ -63,10 +63,10 @@ def _over_fp8_max(amax, FP8_MAX: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def scale_of(amax_bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Dequantization scale and its inverse (NaN where amax is not finite), as `reference.scale_of`.
+    """Return the dequantization scale and its inverse (NaN for a non-finite amax), as `reference.scale_of`.
 
-    Both largest FP8 values are 1.75 · 2ⁿ, so the power of two at or above amax / max is found by adding what carries
-    a mantissa above 1.75 into the exponent.
+    The largest value of both FP8 formats is 1.75 · 2ⁿ. So adding a constant that carries mantissas above 1.75 into the
+    exponent gives the power of two at or above amax / max.
     """
     finite = amax_bits < INFINITY_BITS
     if POWER_OF_TWO:
@@ -86,7 +86,7 @@ def scale_of(amax_bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, INTER
 
 @triton.jit
 def four_codes(a, b, c, d, E4M3: tl.constexpr, INTERPRETED: tl.constexpr):
-    """FP8 codes of four elements in one 32-bit word, a in the lowest byte."""
+    """Pack the FP8 codes of four elements into a 32-bit word, a in the lowest byte."""
     if INTERPRETED:
         return _byte(a, E4M3) | (_byte(b, E4M3) << 8) | (_byte(c, E4M3) << 16) | (_byte(d, E4M3) << 24)
     if E4M3:
@@ -118,13 +118,13 @@ def _byte(values, E4M3: tl.constexpr):
 
 @triton.jit
 def to_fp8(scaled, dtype: tl.constexpr, E4M3: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Float32 values within the format's range, rounded to nearest even; what exceeds it by rounding is cut to it."""
+    """Cast float32 to FP8, rounded to nearest even; values beyond the range by a rounding error saturate."""
     if INTERPRETED:
         DROPPED: tl.constexpr = 20 if E4M3 else 21
         bits = scaled.to(tl.int32, bitcast=True)
         size = bits & ABS_MASK
         rounded = (size + ((1 << (DROPPED - 1)) - 1) + ((size >> DROPPED) & 1)) & ~((1 << DROPPED) - 1)
-        # Below the smallest normal the spacing is fixed: adding and taking away a large number rounds to it.
+        # Below the smallest normal the spacing is fixed: adding and subtracting a large number rounds to it.
         MAGIC: tl.constexpr = 1.5 * 2.0**14 if E4M3 else 1.5 * 2.0**7
         SMALLEST_NORMAL: tl.constexpr = 2.0**-6 if E4M3 else 2.0**-14
         small = (size.to(tl.float32, bitcast=True) + MAGIC) - MAGIC
@@ -138,7 +138,7 @@ def to_fp8(scaled, dtype: tl.constexpr, E4M3: tl.constexpr, INTERPRETED: tl.cons
 
 @triton.jit
 def store_scale(pointer, scale, mask, E8M0: tl.constexpr):
-    """Scales as float32, or as the exponent byte of a power of two."""
+    """Store scales as float32, or (E8M0) as the exponent byte of a power of two."""
     if E8M0:
         tl.store(pointer, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=mask)
     else:

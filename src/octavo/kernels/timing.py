@@ -1,7 +1,7 @@
-"""Timing of kernels for `octavo calibrate`: operands from device memory, Python's own time hidden, medians.
+"""Kernel timing for `octavo calibrate`: operands from device memory, Python overhead hidden, medians.
 
-As many copies of the operands are used in turn as exceed L2 twice. The calls are queued behind a pause, so that the GPU
-never waits for Python; CUDA events around each give its time.
+Calls cycle through copies of the operands that exceed L2 twice. They are queued behind a sleep, so the GPU never waits
+for Python; CUDA events around each call give its time.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,16 @@ CALLS = 24
 
 Call = Callable[[], object]
 Timer = Callable[[list[Call]], list[float]]
-"""Runs calls one after the other and returns the microseconds of each."""
+"""Runs calls in order and returns the microseconds of each."""
 
 
-class Measured(Protocol):
-    """What can be measured.
+class TimingTask(Protocol):
+    """A task that can be timed.
 
     Attributes:
-        name: Recipe and what it is, such as `"rowwise dgrad"`.
-        case: Key of the calibration table, beside the op.
-        shape: Sizes, as the table has them.
+        name: Recipe and product or operand, such as `"rowwise dgrad"`.
+        case: Key in the calibration table, next to the op.
+        shape: Shape in the calibration table.
     """
 
     @property
@@ -39,41 +39,41 @@ class Measured(Protocol):
     def shape(self) -> tuple[int, ...]: ...  # noqa: D102
 
     def rate(self, microseconds: float) -> str:
-        """What a time means, for tables."""
+        """Format the achieved rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """What measuring gave.
+class TimingResult:
+    """Result of timing a task.
 
     Attributes:
-        task: What was measured.
+        task: The task.
         times: Median microseconds by candidate, fastest first.
-        entry: The winner, for the calibration table; None where nothing serves but `reference`.
-        left_out: Why candidates were not measured.
+        entry: The fastest candidate, for the calibration table; None if only `reference` is available.
+        left_out: Reasons why candidates were not timed.
     """
 
-    task: Measured
+    task: TimingTask
     times: dict[str, float]
     entry: Entry | None
     left_out: dict[str, str] = field(default_factory=dict)
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Bytes of a GPU's L2 cache; 0 elsewhere."""
+    """Return the size of a GPU's L2 cache in bytes; 0 on other devices."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
 
 
 def time_on_gpu(calls: list[Call]) -> list[float]:
-    """Microseconds of each call on the GPU, Python's own time hidden behind a pause."""
+    """Return the microseconds of each call on the GPU, without Python overhead."""
     for call in calls[:3]:
         call()
     torch.cuda.synchronize()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
     torch.cuda._sleep(200_000 * len(calls))  # clocks: about 0.1 ms a call
-    for call, (start, end) in zip(calls, marks, strict=True):
+    for call, (start, end) in zip(calls, events, strict=True):
         start.record()
         call()
         end.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) * 1000 for start, end in marks]
+    return [start.elapsed_time(end) * 1000 for start, end in events]

@@ -1,12 +1,12 @@
-"""Level 3: modules that compute in FP8, and the conversion of models to them."""
+"""Level 4: modules that compute in FP8, and the conversion of models to them."""
 
+from octavo.activations.detect import Activation, Glu, Norm, register
 from octavo.nn.change import change_recipe
 from octavo.nn.convert import convert, revert
-from octavo.activations.detect import Activation, Glu, Norm, register
 from octavo.nn.linear import Linear, linear
 from octavo.nn.report import Report, report
-from octavo.runtime.switch import disabled
 from octavo.nn.weights import accumulating
+from octavo.runtime.switch import disabled
 
 __all__ = [
     "Activation",

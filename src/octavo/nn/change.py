@@ -10,14 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from octavo.nn.convert import fp8_class, plain_class
 from octavo.nn.delayed import forget
 from octavo.nn.gathered import ShardedWeight
+from octavo.nn.linear_subclasses import change_since, fp8_class, make_exact
 from octavo.nn.report import PLAN_ATTRIBUTE, is_converted
 from octavo.nn.select import checked_weight, obstacle
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe, get_recipe
+from octavo.runtime.swap import all_or_nothing, become
 
 
 def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, reason: str) -> None:
@@ -32,42 +33,44 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
         reason: What `octavo.report` shows.
 
     Raises:
-        ValueError: For a name that is no linear of this model, or an unknown recipe; the model is as it was.
+        ValueError: For a name that is no linear of this model, an unknown recipe, or a linear that keeps its class: one
+            that is sharded by itself, or whose forward was replaced since it was converted. The model is as it was.
     """
-    modules = dict(model.named_modules())
-    if fqn not in modules:
-        raise ValueError(f"change_recipe: this model has no module {fqn!r}{nearest(fqn, modules)}")
-    module: Any = modules[fqn]
+    modules, aliases = dict(model.named_modules()), dict(model.named_modules(remove_duplicate=False))
+    if fqn not in aliases:
+        raise ValueError(f"change_recipe: this model has no module {fqn!r}{nearest(fqn, aliases)}")
+    module: Any = aliases[fqn]
+    fqn = next(name for name, each in modules.items() if each is module)  # the name that a report lists
     wanted = None if recipe is None else get_recipe(recipe)
     if not is_converted(module):
         if (why := obstacle(module)) is not None:
             raise ValueError(f"change_recipe: {fqn!r} cannot be converted: {why}")
-    elif wanted is None and type(module).__name__.startswith("FSDP"):
-        raise ValueError(f"change_recipe: {fqn or 'the model'!r} is sharded by itself, and keeps its class")
+    elif wanted is None and (why := change_since(module)) is not None:
+        raise ValueError(f"change_recipe: {fqn or 'the model'!r} {why}. The model was left as it was")
     weight = checked_weight(fqn, module)
-    if wanted is not None:
-        module.recipe = wanted
-        if not is_converted(module):
-            module.__class__ = fp8_class(module)
-    elif is_converted(module):
-        module.__class__ = plain_class(module)
-        for name in ("recipe", "keeps_weight"):
-            vars(module).pop(name, None)
-    forget(module)
-    local = getattr(weight, "_local_tensor", None)
-    if isinstance(local, ShardedWeight):
-        local.gather_format.follow()
-    _note(modules, fqn, wanted, reason)
+    with all_or_nothing(model):
+        if wanted is None:
+            if is_converted(module):
+                make_exact(module)
+        elif is_converted(module):
+            vars(module)["recipe"] = wanted
+        else:
+            become(module, fp8_class(module), recipe=wanted)
+        forget(module)
+        _note(modules, fqn, wanted, reason)
+        local = getattr(weight, "_local_tensor", None)
+        if isinstance(local, ShardedWeight):
+            local.gather_format.follow()
 
 
 def _note(modules: dict[str, nn.Module], fqn: str, recipe: Recipe | None, reason: str) -> None:
     """Change the plan that a report reads: the one of the innermost module that has one."""
     for owner in sorted(modules, key=len, reverse=True):
         inside = owner == "" or fqn == owner or fqn.startswith(f"{owner}.")
-        plan: Plan | None = getattr(modules[owner], PLAN_ATTRIBUTE, None)
+        plan: Plan | None = vars(modules[owner]).get(PLAN_ATTRIBUTE)
         if inside and plan is not None:
             name = fqn[len(owner) :].lstrip(".")
             before = plan.decisions.get(name, Decision(recipe=None, reason=reason))
             changed = replace(before, recipe=recipe, reason=reason, gain=None)
-            setattr(modules[owner], PLAN_ATTRIBUTE, replace(plan, decisions={**plan.decisions, name: changed}))
+            vars(modules[owner])[PLAN_ATTRIBUTE] = replace(plan, decisions={**plan.decisions, name: changed})
             return

@@ -2,27 +2,26 @@
 
 Both swap the class of each chosen module and touch nothing else: the module object, its parameters, hooks, buffers,
 training flag and names stay what they are, so optimizers, weight tying, `state_dict` and references from elsewhere
-keep working, and a root that is itself a linear converts in place. Everything that can fail is checked before the
-first swap, so a failed conversion leaves the model as it was.
+keep working, and a root that is itself a linear converts in place. What can be checked is checked before the first
+swap, and whatever is raised after it is followed by putting all back: a failed conversion leaves the model as it was.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 
-from octavo.activations.modules import Scoped, Storage, is_storing, make_plain, make_storing, mixed_class, storing_class
-from octavo.nn.delayed import forget
-from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
-from octavo.activations.detect import ORIGINAL
-from octavo.nn.linear import Linear
-from octavo.nn.report import PLAN_ATTRIBUTE, check_module, is_converted, report
-from octavo.nn.select import checked_weight, default_plan, exact_linears, is_conv1d, obstacle
 from octavo.activations.candidates import storable
+from octavo.activations.modules import Scoped, Storage, is_storing, make_plain, make_storing, storing_class
+from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
+from octavo.nn.linear_subclasses import change_since, fp8_class, make_exact
+from octavo.nn.report import PLAN_ATTRIBUTE, check_module, is_converted, report
+from octavo.nn.select import checked_weight, default_plan, exact_linears, obstacle
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
+from octavo.runtime.swap import all_or_nothing, become
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -101,15 +100,16 @@ def convert(
         raise ValueError(f"no layer would be converted, so the model would train without FP8: {_why_none(plan)}")
     modules = dict(model.named_modules())
     storages = _check(plan, modules)
-    for fqn in plan.converted:
-        modules[fqn].recipe = plan[fqn].recipe
-        modules[fqn].keeps_weight = keep_weights if precision is None else precision.keep_weights
-        modules[fqn].__class__ = fp8_class(modules[fqn])
-    for fqn, storage in storages.items():
-        make_storing(modules[fqn], storage)
-    setattr(model, PLAN_ATTRIBUTE, Plan(plan.decisions, plan.activations))  # without the predictions of an octavo.plan
-    if verbose:
-        print(f"octavo: {report(model).summary}", file=sys.stderr)
+    keeps = keep_weights if precision is None else precision.keep_weights
+    with all_or_nothing(model):
+        for fqn in plan.converted:
+            become(modules[fqn], fp8_class(modules[fqn]), recipe=plan[fqn].recipe, keeps_weight=keeps)
+        for fqn, storage in storages.items():
+            make_storing(modules[fqn], storage)
+        # Without the predictions of an octavo.plan.
+        vars(model)[PLAN_ATTRIBUTE] = Plan(plan.decisions, plan.activations)
+        if verbose:
+            print(f"octavo: {report(model).summary}", file=sys.stderr)
     return model
 
 
@@ -118,29 +118,24 @@ def revert(model: M) -> M:
 
     Raises:
         TypeError: If `model` is not a module.
-        ValueError: If the model holds no converted layer.
+        ValueError: If the model holds no converted layer, or one of which class or forward were replaced since. The
+            model is left as it was.
     """
     check_module("revert", model)
     converted = {fqn: module for fqn, module in model.named_modules() if is_converted(module)}
     storing = {fqn: module for fqn, module in model.named_modules() if is_storing(module)}
-    if not converted and not storing and not hasattr(model, PLAN_ATTRIBUTE):
+    if not converted and not storing and PLAN_ATTRIBUTE not in vars(model):
         raise ValueError("revert: this model holds no converted layer; octavo.convert(model) makes some")
     for fqn, module in (converted | storing).items():
-        if type(module).__module__ not in ("octavo.nn.linear", "octavo.nn.conv1d", "octavo.activations.modules"):
-            raise ValueError(
-                f"revert: {fqn or 'the model'} became a {type(module).__name__} after it was converted (by a "
-                "parametrization, or fully_shard): undo that first. The model was left as it was"
-            )
-    for module in converted.values():
-        module.__class__ = plain_class(module)
-        for name in ("recipe", "keeps_weight"):
-            vars(module).pop(name, None)  # one that was made directly has the default, on the class
-        forget(module)
-    for module in storing.values():
-        make_plain(module)
-    for module in model.modules():
-        if hasattr(module, PLAN_ATTRIBUTE):
-            delattr(module, PLAN_ATTRIBUTE)
+        if (why := change_since(module)) is not None:
+            raise ValueError(f"revert: {fqn or 'the model'} {why}. The model was left as it was")
+    with all_or_nothing(model):
+        for module in converted.values():
+            make_exact(module)
+        for module in storing.values():
+            make_plain(module)
+        for module in model.modules():
+            vars(module).pop(PLAN_ATTRIBUTE, None)
     return model
 
 
@@ -156,7 +151,7 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
         checked_weight(fqn, modules[fqn])
     storages: dict[str, Storage] = {}
     candidates = storable(modules[""]) if plan.storing else {}
-    exact = exact_linears(modules[""], plan) if plan.storing else []
+    exact = {modules[name] for name in exact_linears(modules[""], plan)} if plan.storing else set()
     for fqn in plan.storing:
         kind, storage = plan[fqn].storage, candidates.get(fqn)
         if storage is None or isinstance(storage, str) or storage.kind != kind:
@@ -165,8 +160,8 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
                 f"{storage if isinstance(storage, str) else type(modules[fqn]).__name__}. The model was left as it was"
             )
         if isinstance(storage, Scoped):
-            start = f"{fqn}." if fqn else ""
-            storage = Scoped(exact=tuple(n[len(start) :] for n in exact if n.startswith(start) and n != fqn))
+            inside = modules[fqn].named_modules()
+            storage = Scoped(exact=tuple(name for name, module in inside if module in exact and name))
         try:
             storing_class(modules[fqn], storage)
         except Exception as error:
@@ -207,19 +202,3 @@ def _plan(
 def _why_none(plan: Plan) -> str:
     reasons = {plan[fqn].reason for fqn in plan}
     return "; ".join(sorted(reasons)) if reasons else "it has no nn.Linear and no transformers Conv1D"
-
-
-def fp8_class(module: nn.Module) -> type[nn.Module]:
-    """What a linear becomes."""
-    if is_conv1d(module):
-        from octavo.nn.conv1d import Conv1D
-
-        return Conv1D
-    original: Any = type(module)
-    made: type[nn.Module] = Linear if original is nn.Linear else mixed_class(Linear, original)
-    return made
-
-
-def plain_class(module: nn.Module) -> Any:
-    """What a converted linear was."""
-    return getattr(type(module), ORIGINAL, type(module).__bases__[0])

@@ -15,9 +15,9 @@ have one scale, a layer that is used twice in it has one pass, and a forward in 
 to the pass that comes.
 
 What is not covered: two passes that overlap (a forward of the second after a backward of the first has begun, another
-yet to come) with activation checkpointing; X that is made again in backward (`octavo.activations.recompute`), which is quantized
-just in time there; and the scale of the loss, which the maxima of G have in them: where it has doubled, values are cut
-for one pass.
+yet to come) with activation checkpointing; X that backward recomputes (`octavo.activations.recompute`), which is
+quantized just in time there; and the scale of the loss, which the maxima of G have in them: where it has doubled,
+values are cut for one pass.
 
 A history is no buffer of its module: it would follow it to another dtype, be uninitialised on leaving meta, and be
 written over by rank 0 under DDP. It is kept on the device of what it was made of; `state_dict` and `load_state_dict`
@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.kernels.quantize.reference import scale_of
-from octavo.runtime.switch import SWITCH
 from octavo.numerics.recipe import Recipe
+from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import in_backward
 
 X, G = 0, 1
@@ -181,7 +181,7 @@ def history_of(module: nn.Module, recipe: Recipe) -> History:
     history: History | None = vars(module).get(ATTRIBUTE)
     if history is None or (history.passes, history.margin) != (recipe.history, recipe.margin):
         history = History(recipe)
-        setattr(module, ATTRIBUTE, history)
+        vars(module)[ATTRIBUTE] = history  # past a __setattr__ that refuses
     return history
 
 

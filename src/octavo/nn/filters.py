@@ -16,15 +16,15 @@ verdict and leaves the fact. Of `&` and `|` the facts that decide are told: the 
 `~(a & b)` and `~a | ~b` are one filter, verdict and reason, and the report gives no more than what made the difference.
 
 Rules see a `Layer`, which knows where it is in its model, and no model: they are plain values that can be compared,
-kept in a module of constants and used for several models.
+kept in a module of constants and used for several models. A layer that a model holds under several names is judged by
+each of them, and converted where none of them excludes it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeVar
 
 from torch import nn
 
-from octavo.runtime.blocks import find_stacks
 from octavo.nn.rules import (
     AtEnd,
     Filter,
@@ -41,6 +41,7 @@ from octavo.nn.rules import (
 )
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
+from octavo.runtime.blocks import find_stacks
 
 __all__ = [
     "Filter", "FilterLike", "Layer", "ModuleFilter", "Verdict", "as_filter", "both", "first", "kind", "last",
@@ -107,7 +108,7 @@ def last(count: int, of: Literal["blocks", "linears"] = "blocks") -> Filter:
 
     Args:
         count: How many.
-        of: `"blocks"`: of each stack of blocks, as `octavo.runtime.blocks.find_stacks` finds them; the last 2 are 2 of an
+        of: `"blocks"`: of each stack of blocks (`octavo.runtime.blocks.find_stacks`); the last 2 are 2 of an
             encoder and 2 of a decoder, and what is outside of all stacks is in none. `"linears"`: of the linears in
             the model's order, without vocabulary heads and what cannot be converted.
 
@@ -139,15 +140,15 @@ def both(*given: FilterLike | None) -> Filter | None:
     return found
 
 
-def layers_of(model: nn.Module, linears: dict[str, nn.Module], counted: Sequence[nn.Module]) -> dict[str, Layer]:
-    """Linears of a model by name, as filters see them.
+def layers_of(model: nn.Module, linears: Iterable[nn.Module], counted: Sequence[nn.Module]) -> dict[str, Layer]:
+    """Linears of a model by each of their names, as filters see them.
 
     Args:
         model: The model.
-        linears: The linears by fully qualified name.
+        linears: The linears.
         counted: Those of them that `first` and `last` count as linears, in their order.
     """
-    names, modules = names_of(model), dict(model.named_modules(remove_duplicate=False))
+    modules, wanted = dict(model.named_modules(remove_duplicate=False)), set(linears)
     blocks = {
         module: (index, len(stack))
         for stack in find_stacks(model)
@@ -159,12 +160,13 @@ def layers_of(model: nn.Module, linears: dict[str, nn.Module], counted: Sequence
         fqn: Layer(
             fqn=fqn,
             module=module,
-            names=frozenset(names[module]),
-            around=tuple(modules[each] for each in sorted({*names[module], ""})),
+            names=frozenset(_and_around(fqn)),
+            around=tuple(modules[each] for each in sorted({*_and_around(fqn), ""})),
             block=blocks.get(module),
             place=places.get(module),
         )
-        for fqn, module in linears.items()
+        for fqn, module in modules.items()
+        if module in wanted
     }
 
 
@@ -172,9 +174,13 @@ def names_of(model: nn.Module) -> dict[nn.Module, set[str]]:
     """For each module all the names it goes by, and those of the modules around it: a.b.c → a.b.c, a.b, a."""
     names: dict[nn.Module, set[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
-        parts = fqn.split(".")
-        names.setdefault(module, set()).update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
+        names.setdefault(module, set()).update(_and_around(fqn))
     return names
+
+
+def _and_around(fqn: str) -> list[str]:
+    parts = fqn.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
 def _some(what: str, given: T, example: str) -> T:

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_map
 
 from octavo.kernels import dequantize, quantize, wants_copies
 from octavo.kernels.quantize.reference import scale_of, transposed
-from octavo.runtime.switch import SWITCH
 from octavo.numerics.spec import TENSOR, QuantSpec
-from octavo.tensor import ScaledTensor, plain
+from octavo.runtime.switch import SWITCH
+from octavo.tensor import ScaledTensor, local_tensor
 
 aten = torch.ops.aten
 _STAYS_SHARDED = {
@@ -68,7 +68,7 @@ class GlobalScales:
         """Find the scales of all weights, if any may have changed."""
         if not self.stale or not self._weights:
             return
-        locals_ = [plain(parameter) for parameter, _ in self._weights]
+        locals_ = [local_tensor(parameter) for parameter, _ in self._weights]
         found = [
             form.rounded(local).abs().amax().float() if local.numel() else local.new_zeros((), dtype=torch.float32)
             for local, (_, form) in zip(locals_, self._weights, strict=True)

@@ -22,9 +22,8 @@ A weight that FSDP gathered in FP8 (`octavo.nn.gathered`) is used as it came, an
 
 A recipe with a history has X and G cut to the maxima of earlier passes: `octavo.nn.delayed`.
 
-Layers that read the same tensor (q, k and v; gate and up) share one quantized copy: see `_LastInput`. Where what made
-X stores enough to make it again (`octavo.activations.recompute`), that is kept instead of X, and X is made and quantized in
-backward.
+Layers that read the same tensor (q, k and v; gate and up) share one quantized copy: see `InputCastCache`. If X can be
+recomputed from what its producer saved (`octavo.activations.recompute`), X is not saved but recomputed in backward.
 """
 
 import math
@@ -39,17 +38,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from octavo.activations.recompute import Recomputable
+from octavo.activations.saved_tensors import source_of, unhooked
 from octavo.kernels import quantize, quantize_pair, scaled_mm, wants_copies
 from octavo.nn.delayed import Past, X, past_of
 from octavo.nn.engine import wanted_gradients
 from octavo.nn.gathered import Fp8AllGatherOutput, for_dgrad, quantized_as
-from octavo.activations.saved_tensors import source_of, unhooked
-from octavo.activations.recompute import Recomputable
-from octavo.runtime.execution_context import execution_context
-from octavo.runtime.switch import SWITCH
 from octavo.nn.weights import cast_weight, keeps_weight
 from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.numerics.spec import QuantSpec
+from octavo.runtime.execution_context import execution_context
+from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import autocast_dtype, explain_freed_nodes
 from octavo.tensor import ScaledTensor
 
@@ -269,7 +268,7 @@ class _Read:
         self.state, self.forms = (), {}
 
 
-class _LastInput(threading.local):
+class InputCastCache(threading.local):
     """The quantized forms of the tensor that a linear read last, so that its siblings need not quantize it again.
 
     q, k and v are called one after the other with the same tensor object; so are gate and up. The copy is found by
@@ -315,4 +314,4 @@ class _LastInput(threading.local):
         return forms[wanted]
 
 
-_LAST_INPUT = _LastInput()
+_LAST_INPUT = InputCastCache()

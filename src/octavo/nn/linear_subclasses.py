@@ -1,7 +1,9 @@
-"""Subclasses of `nn.Linear` that compute what it does, recognized by the code of their `forward`.
+"""Subclasses of `nn.Linear` that compute what it does, recognized by the code of their `forward`; and the classes that
+linears become.
 
 Some write the product in another way (Falcon's `input @ weight.T + bias`), some add methods and leave `forward` alone.
-The formula of the class (`octavo.activations.formulas`) is compared with those of the methods below; no name of a class counts.
+The formula of the class (`octavo.activations.formulas`) is compared with those of the methods below; class names do not
+count.
 """
 
 import inspect
@@ -11,8 +13,16 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
+from octavo.activations.detect import ORIGINAL, is_called_plainly, original_class
 from octavo.activations.formulas import Formula, formula_of, formula_of_method
-from octavo.activations.detect import is_called_plainly, original_class
+from octavo.activations.modules import mixed_class
+from octavo.nn.delayed import ATTRIBUTE
+from octavo.nn.linear import Linear
+from octavo.runtime.swap import become, has_own_forward
+
+ATTRIBUTES = ("recipe", "keeps_weight", ATTRIBUTE)
+"""What a converted linear has besides its parameters."""
+_COPYING = ("__copy__", "__deepcopy__", "__getstate__", "__setstate__")
 
 
 class _Linears:
@@ -56,3 +66,57 @@ def _linear_formula(owner: Any) -> Formula | None:
 def _ways() -> list[Any]:
     formulas = [formula_of_method(_Linears, way) for way in ("functional", "early", "late")]
     return [formula.expression for formula in formulas if formula is not None]
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is Transformers' `Conv1D` (a linear with a [in, out] weight), without importing Transformers."""
+    return type(module).__module__ == "transformers.pytorch_utils" and type(module).__name__ == "Conv1D"
+
+
+def fp8_class(module: nn.Module) -> type[nn.Module]:
+    """What a linear becomes. Raises whatever making a subclass of its class raises."""
+    if is_conv1d(module):
+        from octavo.nn.conv1d import Conv1D
+
+        return Conv1D
+    original: Any = type(module)
+    made: type[nn.Module] = Linear if original is nn.Linear else mixed_class(Linear, original)
+    return made
+
+
+def lossy_subclass(module: nn.Module) -> str | None:
+    """Why a linear that computes what `nn.Linear` does would lose something by becoming of an FP8 class, or None."""
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    own = {*vars(module), *module._parameters, *module._buffers, *module._modules}
+    own |= {name for owner in type(module).__mro__ for name in vars(owner)}
+    if taken := [name for name in ATTRIBUTES if name in own]:
+        return f"it has an attribute {taken[0]!r} of its own, which a converted linear uses: rename it"
+    if any(getattr(type(module), name, None) is not getattr(nn.Linear, name, None) for name in _COPYING):
+        return f"{kind} copies itself in its own way, and the copy might not have its recipe"
+    try:
+        fp8_class(module)
+    except Exception as error:
+        return f"making a subclass of {kind} raises {type(error).__name__}: {error}"
+    return None
+
+
+def change_since(module: nn.Module) -> str | None:
+    """What was done to a module after it was converted that has to be undone before its class can be, or None."""
+    if type(module).__module__ not in ("octavo.nn.linear", "octavo.nn.conv1d", "octavo.activations.modules"):
+        return (
+            f"became a {type(module).__name__} after it was converted (by a parametrization, or fully_shard): undo "
+            "that first"
+        )
+    if has_own_forward(module):
+        return (
+            "has a forward that was put on the instance after it was converted, and that may call the one it had: undo "
+            "that first (accelerate.hooks.remove_hook_from_submodules(model), if accelerate did it)"
+        )
+    return None
+
+
+def make_exact(module: nn.Module) -> None:
+    """Make a converted linear what it was."""
+    become(module, getattr(type(module), ORIGINAL, type(module).__bases__[0]))
+    for name in ATTRIBUTES:
+        vars(module).pop(name, None)  # one that was made directly has the default, on the class

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.kernels.gemm import accelerated
-from octavo.activations.modules import STORAGE_ATTRIBUTE, is_storing
 from octavo.activations.detect import original_class
+from octavo.activations.modules import STORAGE_ATTRIBUTE, is_storing
+from octavo.kernels.gemm import accelerated
 from octavo.nn.linear import Linear
-from octavo.nn.select import STORED_HOW, is_linear
 from octavo.nn.memory_audit import kept_by_layer
+from octavo.nn.select import STORED_HOW, is_linear
 from octavo.numerics.display import Displayed, text_table
 from octavo.numerics.names import merged, pattern
-from octavo.numerics.plan import Plan, merged_rows
+from octavo.numerics.plan import Decision, Plan, merged_rows
 from octavo.numerics.recipe import Recipe
 
 PLAN_ATTRIBUTE = "octavo_plan"
@@ -169,7 +169,7 @@ def report(model: nn.Module, batch: Any = None) -> Report:
         TypeError: If `model` is not a module.
     """
     check_module("report", model)
-    plan: Plan | None = getattr(model, PLAN_ATTRIBUTE, None)
+    plans = _plans(model)
     rows = []
     for fqn, module in model.named_modules():
         weights = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim >= 2)
@@ -178,22 +178,37 @@ def report(model: nn.Module, batch: Any = None) -> Report:
         if linear or (weights and not isinstance(module, nn.Embedding)):
             recipe = module.recipe.name if converted and isinstance(module.recipe, Recipe) else None
             kind = original_class(module).__name__
-            reason = _reason(plan, fqn, converted) if linear else f"{kind} is not a linear layer: high precision"
+            reason = _reason(plans, fqn, converted) if linear else f"{kind} is not a linear layer: high precision"
             rows.append(
                 Row(name=fqn, linear=linear, weights=weights, converted=converted, recipe=recipe, reason=reason)
             )
     return Report(
         rows=tuple(rows),
         execution=_execution(model),
-        activations=tuple(_storage_rows(model, plan)),
+        activations=tuple(_storage_rows(model, plans)),
         kept={} if batch is None else kept_by_layer(model, batch),
-        storage_wanted=plan is not None and plan.activations == "fp8",
+        storage_wanted=any(plan.activations == "fp8" for plan in plans.values()),
     )
 
 
-def _storage_rows(model: nn.Module, plan: Plan | None) -> Iterator[StorageRow]:
+def _plans(model: nn.Module) -> dict[str, Plan]:
+    """The plans carried out on a model and its parts, by the names of those, outer ones first. Read past `__getattr__`,
+    which in a wrapper (PEFT's, torch.compile's) gives what the wrapped model has.
+    """
+    found = ((fqn, vars(module).get(PLAN_ATTRIBUTE)) for fqn, module in model.named_modules())
+    return {fqn: plan for fqn, plan in found if plan is not None}
+
+
+def _decision(plans: Mapping[str, Plan], fqn: str) -> Decision | None:
+    """What the outermost plan around a module says of it."""
+    inside = (owner for owner in plans if owner in ("", fqn) or fqn.startswith(f"{owner}."))
+    owner = next(inside, None)
+    return None if owner is None else plans[owner].decisions.get(fqn[len(owner) :].lstrip("."))
+
+
+def _storage_rows(model: nn.Module, plans: Mapping[str, Plan]) -> Iterator[StorageRow]:
     for fqn, module in model.named_modules():
-        decision = plan.decisions.get(fqn) if plan is not None else None
+        decision = _decision(plans, fqn)
         if is_storing(module):
             storage = getattr(module, STORAGE_ATTRIBUTE).kind
             yield StorageRow(name=fqn, storage=storage, reason=STORED_HOW[storage])
@@ -202,14 +217,14 @@ def _storage_rows(model: nn.Module, plan: Plan | None) -> Iterator[StorageRow]:
             yield StorageRow(name=fqn, storage=None, reason=reason)
 
 
-def _reason(plan: Plan | None, fqn: str, converted: bool) -> str:
+def _reason(plans: Mapping[str, Plan], fqn: str, converted: bool) -> str:
     """The plan's reason, unless the layer was converted or reverted by itself since."""
-    decision = plan.decisions.get(fqn) if plan is not None else None
+    decision = _decision(plans, fqn)
     if decision is not None and (decision.recipe is not None) == converted:
         return decision.reason
     if converted:
         return "converted"
-    return "octavo.convert was not called on this model" if plan is None else "not in the plan, or reverted since"
+    return "not in the plan, or reverted since" if plans else "octavo.convert was not called on this model"
 
 
 def _execution(model: nn.Module) -> str:

@@ -25,12 +25,12 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A linear and where it is in its model.
+    """A linear and where it is in its model: one for each name of a linear that has several.
 
     Attributes:
         fqn: Its fully qualified name.
         module: Itself.
-        names: All the names it goes by, and those of the modules around it: a.b.c → a.b.c, a.b, a.
+        names: Its name, and those of the modules around it: a.b.c → a.b.c, a.b, a.
         around: Itself and the modules around it.
         block: Its place in a stack of blocks, and how many those are; None outside of all stacks.
         place: The same among the linears that could be converted and are no vocabulary heads; None for others.

@@ -22,13 +22,14 @@ from fnmatch import fnmatchcase
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from octavo.activations.candidates import storable
 from octavo.nn.filters import Filter, FilterLike, Layer, as_filter, layers_of, names_of, sizes
 from octavo.nn.linear import SUPPORTED_DTYPES
-from octavo.nn.linear_subclasses import computes_linear
-from octavo.activations.candidates import storable
+from octavo.nn.linear_subclasses import computes_linear, is_conv1d, lossy_subclass
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe
+from octavo.runtime.swap import has_own_forward
 
 NARROW = 64
 """in_features or out_features up to which a linear is narrow, """
@@ -47,11 +48,6 @@ STORED_HOW = {
 _SKIPPED = "skipped by pattern"
 HEAD_KEPT = "vocabulary head"
 """How the reason of a head begins that was left in high precision for being one."""
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is Transformers' `Conv1D` (a linear with a [in, out] weight), without importing Transformers."""
-    return type(module).__module__ == "transformers.pytorch_utils" and type(module).__name__ == "Conv1D"
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -95,7 +91,10 @@ def default_plan(
     chosen = None if filter is None else as_filter(filter)
     rules = [(as_filter(rule), each) for rule, each in (recipes or {}).items()]
     used = [rule for rule in (chosen, *(rule for rule, _ in rules)) if rule is not None]
-    layers = _layers(model, heads) if used else {}
+    layers = _layers(model, heads)
+    by_module: dict[nn.Module, list[Layer]] = {}
+    for layer in layers.values():
+        by_module.setdefault(layer.module, []).append(layer)
     misfits = [told for rule in used for part in rule.parts() if (told := part.misfit(list(layers.values())))]
     decisions = {}
     matched: set[str] = set()
@@ -115,7 +114,7 @@ def default_plan(
         elif recipe is None:
             decisions[fqn] = Decision(recipe=None, reason="precision level bf16")
         else:
-            decisions[fqn] = _decide(fqn, module, recipe, heads.get(module), layers.get(fqn), chosen, rules)
+            decisions[fqn] = _decide(by_module[module], recipe, heads.get(module), chosen, rules)
     for told in misfits:
         warnings.warn(told, UserWarning, stacklevel=_outside())
     for pattern in (p for p in skip if p not in matched):
@@ -158,22 +157,24 @@ def obstacle(module: nn.Module) -> str | None:
         return "nn.MultiheadAttention reads its weight without calling it, so its forward would not be used"
     if type(module) is not nn.Linear and not is_conv1d(module) and not computes_linear(module):
         return f"{kind} is a subclass of nn.Linear with behaviour of its own"
-    if "forward" in vars(module) and "_hf_hook" in vars(module):
+    if (loss := lossy_subclass(module)) is not None:
+        return loss
+    if has_own_forward(module) and "_hf_hook" in vars(module):
         return (
             "accelerate's hook calls the forward that it had when the model was dispatched (device_map): call "
             "accelerate.hooks.remove_hook_from_submodules(model), then octavo.convert, then accelerate.dispatch_model"
         )
-    if "forward" in vars(module):
+    if has_own_forward(module):
         return "its forward was replaced on the instance, so it would not be used: convert before that is done"
     return None
 
 
-def _narrow(fqn: str, module: nn.Module) -> str | None:
+def _narrow(layer: Layer) -> str | None:
     """Why a linear is too narrow to gain from FP8, or None; a linear that is the whole model never is."""
-    inside, outside = sizes(module)
+    inside, outside = sizes(layer.module)
     least, most = min(inside, outside), max(inside, outside)
-    adapter = any(part.lower().startswith("lora_") for part in fqn.split("."))
-    if not fqn or least > NARROW or not (adapter or most >= LOPSIDED * least):
+    adapter = any(part.lower().startswith("lora_") for part in layer.fqn.split("."))
+    if not layer.fqn or least > NARROW or not (adapter or most >= LOPSIDED * least):
         return None
     what = "adapter of low rank" if adapter else "narrow"
     return f"{what}: {inside} → {outside} features do not gain from FP8 by themselves; kept in high precision"
@@ -193,38 +194,45 @@ def checked_weight(fqn: str, module: nn.Module) -> Tensor:
 
 
 def _layers(model: nn.Module, heads: Mapping[nn.Module, str]) -> dict[str, Layer]:
-    """The linears of a model as filters see them."""
-    linears = {fqn: module for fqn, module in model.named_modules() if is_linear(module)}
-    counted = [m for m in linears.values() if m not in heads and obstacle(m) is None]
+    """The linears of a model, by each of their names, as filters see them."""
+    linears = [module for module in model.modules() if is_linear(module)]
+    counted = [module for module in linears if module not in heads and obstacle(module) is None]
     return layers_of(model, linears, counted)
 
 
 def _decide(
-    fqn: str, module: nn.Module, recipe: Recipe, head: str | None, layer: Layer | None, chosen: Filter | None,
+    names: Sequence[Layer], recipe: Recipe, head: str | None, chosen: Filter | None,
     rules: Sequence[tuple[Filter, Recipe]],
 ) -> Decision:  # fmt: skip
-    """What becomes of a linear; `layer` is there where there is a filter."""
-    reason = obstacle(module)
+    """What becomes of a linear, given as each of its names has it: converted where none of them excludes it."""
+    first = names[0]
+    reason = obstacle(first.module)
     if reason is not None:
         return Decision(recipe=None, reason=reason)
     if head is not None:
         return Decision(recipe=None, reason=f"{HEAD_KEPT} ({head}) kept in high precision")
-    if (narrow := _narrow(fqn, module)) is not None:
-        return Decision(recipe=None, reason=narrow)
+    for layer in names:
+        if (narrow := _narrow(layer)) is not None:
+            return Decision(recipe=None, reason=narrow + _as_named(layer, first))
     reason = "linear"
     if chosen is not None:
-        assert layer is not None
-        keeps, fact = chosen.judge(layer)
-        if not keeps:
-            return Decision(recipe=None, reason=_with_fact("excluded by filter", fact))
-        reason = _with_fact(reason, fact)
-    for rule, other in rules:
-        assert layer is not None
+        verdicts = [chosen.judge(layer) for layer in names]
+        for layer, (keeps, fact) in zip(names, verdicts, strict=True):
+            if not keeps:
+                reason = _with_fact("excluded by filter", fact) + _as_named(layer, first)
+                return Decision(recipe=None, reason=reason)
+        reason = _with_fact(reason, verdicts[0].reason)
+    for layer, (rule, other) in ((layer, each) for each in rules for layer in names):
         matches, fact = rule.judge(layer)
         if matches:
-            recipe, reason = other, _with_fact(f"{reason}; {other.name}", fact)
+            recipe, reason = other, _with_fact(f"{reason}; {other.name}", fact) + _as_named(layer, first)
             break
-    return Decision(recipe=recipe, reason=reason + _padding(checked_weight(fqn, module)))
+    return Decision(recipe=recipe, reason=reason + _padding(checked_weight(first.fqn, first.module)))
+
+
+def _as_named(layer: Layer, first: Layer) -> str:
+    """Which of several names decides, where it is not the one that a report lists."""
+    return "" if layer is first else f" (as {layer.fqn!r})"
 
 
 def _with_fact(reason: str, fact: str) -> str:
@@ -245,18 +253,18 @@ def _vocabulary_heads(model: nn.Module) -> dict[nn.Module, str]:
     """Vocabulary heads and how each was recognised."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     tied = {id(weight) for m in embeddings if (weight := own_weight(m)) is not None}
-    sizes = {m.num_embeddings for m in embeddings}
+    rows = {m.num_embeddings for m in embeddings}
     declared = set(_declared_heads(model))
     heads = {}
-    for fqn, module in model.named_modules():
+    for fqn, module in model.named_modules(remove_duplicate=False):
         if not is_linear(module):
             continue
-        name = fqn.rpartition(".")[2]
+        *around, name = fqn.split(".")
         if id(own_weight(module)) in tied:
             heads[module] = "tied to an embedding"
-        elif module in declared or name == "lm_head":
-            heads[module] = "the model's output embedding"
-        elif name in HEAD_NAMES and isinstance(module, nn.Linear) and module.out_features in sizes:
+        elif module in declared or name == "lm_head" or ("lm_head" in around and sizes(module)[1] in rows):
+            heads[module] = "the model's output embedding"  # or of those into which PEFT has split it
+        elif name in HEAD_NAMES and isinstance(module, nn.Linear) and module.out_features in rows:
             heads[module] = f"{module.out_features} outputs, as many as an embedding has rows"
     return heads
 
@@ -265,4 +273,4 @@ def _declared_heads(model: nn.Module) -> Iterator[nn.Module]:
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
     if isinstance(head, nn.Module):
-        yield head
+        yield from head.modules()

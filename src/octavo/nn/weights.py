@@ -42,8 +42,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from octavo.kernels import quantize, quantize_pair, wants_copies
-from octavo.runtime.execution_context import execution_context
 from octavo.numerics.recipe import Recipe
+from octavo.runtime.execution_context import execution_context
 from octavo.tensor import ScaledTensor
 
 WeightCasts = tuple[ScaledTensor, ScaledTensor]

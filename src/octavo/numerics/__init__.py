@@ -1,4 +1,4 @@
-"""Level 0: formats, specs, recipes, plans and error measures. Pure descriptions: nothing here runs a kernel."""
+"""Level 0: formats, specs, recipes, plans and error measures. Nothing here runs a kernel."""
 
 from octavo.numerics.error import first_mismatch, sqnr
 from octavo.numerics.formats import E4M3, E5M2, E8M0, Format

@@ -1,20 +1,20 @@
-"""How results show themselves: a text table for `print`, the same, cut to a screen, at a prompt and in a notebook."""
+"""Text tables of results: complete for `print`, shortened at a prompt and in a notebook."""
 
 import html
 from collections.abc import Sequence
 
-LINES = 60
-"""Of a `repr` at most: what a prompt shows unasked."""
+MAX_LINES = 60
+"""Maximum number of lines of a `repr`."""
 
 
 class Displayed:
-    """Show `str(self)` at a prompt and in notebooks, where it is at most `LINES` lines long."""
+    """Mixin that shows at most `MAX_LINES` lines of `str(self)` at a prompt and in notebooks."""
 
     def __repr__(self) -> str:
         lines = str(self).splitlines()
-        if len(lines) <= LINES:
+        if len(lines) <= MAX_LINES:
             return "\n".join(lines)
-        head, tail = LINES - 6, 5
+        head, tail = MAX_LINES - 6, 5
         left_out = f"… {len(lines) - head - tail} more lines: print() shows all"
         return "\n".join([*lines[:head], left_out, *lines[-tail:]])
 
@@ -23,7 +23,7 @@ class Displayed:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose last column is not padded."""
+    """Return the lines of a table; the last column is not padded."""
     cells = [header, *rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header) - 1)]
     lines = [

@@ -1,29 +1,32 @@
-"""Two ways to compare tensors, used by every test, benchmark and diagnosis: SQNR, and the first byte that differs."""
+"""Comparison of tensors: SQNR, and the first byte that differs."""
 
 import torch
 from torch import Tensor
 
 
 def sqnr(reference: Tensor, approximation: Tensor) -> float:
-    """Signal to quantization noise ratio in dB: 20·log10(‖reference‖ / ‖reference − approximation‖).
+    """Compute the signal to quantization noise ratio in dB: 20·log10(‖reference‖ / ‖reference − approximation‖).
 
     Computed in float64 over all elements. Equal tensors give `inf`; any NaN or Inf gives `nan`.
 
     Args:
-        reference: What is taken as exact, any shape and floating dtype.
-        approximation: The same shape, any floating dtype.
+        reference: Exact values, any shape and floating dtype.
+        approximation: Same shape, any floating dtype.
+
+    Raises:
+        ValueError: The shapes differ.
     """
     if reference.shape != approximation.shape:
-        raise ValueError(f"sqnr compares equal shapes; got {tuple(reference.shape)} and {tuple(approximation.shape)}")
+        raise ValueError(f"sqnr needs equal shapes; got {tuple(reference.shape)} and {tuple(approximation.shape)}")
     exact = reference.detach().double()
     noise = torch.linalg.vector_norm(exact - approximation.detach().double())
     return (20 * torch.log10(torch.linalg.vector_norm(exact) / noise)).item() if noise != 0 else float("inf")
 
 
 def first_mismatch(expected: Tensor, actual: Tensor) -> str | None:
-    """Compare raw bytes and describe the first element that differs, or return None when all are equal.
+    """Compare raw bytes and describe the first element that differs, or return None.
 
-    NaNs of one bit pattern are equal here; -0.0 and 0.0 are not.
+    NaNs with the same bits are equal; -0.0 and 0.0 are not.
     """
     if expected.dtype != actual.dtype or expected.shape != actual.shape:
         return f"expected {expected.dtype} {tuple(expected.shape)}, got {actual.dtype} {tuple(actual.shape)}"

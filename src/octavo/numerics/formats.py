@@ -1,10 +1,10 @@
-"""The number formats Octavo stores: two of FP8 for values, one for scales.
+"""Number formats: FP8 E4M3 and E5M2 for values, E8M0 for scales.
 
 E4M3 and E5M2 follow the OCP 8-bit floating point specification (OFP8, revision 1.0): E4M3 has no infinity and one NaN
 per sign, E5M2 has both. E8M0 is the scale type of the OCP Microscaling (MX) specification: a bare power of two.
 
-A tolerance belongs to a format, not to a test: `tolerance_db` is the SQNR that a product of normally distributed
-operands reaches at least when one of them is stored in the format and the other in E4M3.
+`tolerance_db` is the minimum SQNR of a product of normally distributed operands, one stored in the format and the other
+in E4M3.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.numerics.bands import ELEMENTS
+from octavo.numerics.row_chunks import CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +21,11 @@ class Format:
 
     Attributes:
         name: Lower-case name, as it appears in a spec (`"e4m3"`).
-        dtype: The torch dtype that holds it, one byte per element.
+        dtype: Torch dtype, one byte per element.
         max: Largest finite value.
         smallest_normal: Smallest positive normal value.
         smallest: Smallest positive value (subnormal where the format has subnormals).
-        tolerance_db: SQNR in dB that a product with normally distributed operands reaches at least.
+        tolerance_db: Minimum SQNR in dB of a product of normally distributed operands.
     """
 
     name: str
@@ -68,18 +68,18 @@ VALUE_FORMATS = {f.name: f for f in (E4M3, E5M2)}
 
 
 def widen(q: Tensor) -> Tensor:
-    """FP8 values as float32, exactly.
+    """Convert FP8 values exactly to float32.
 
-    PyTorch's own conversion of E4M3 on a CPU takes 3 ns per element, longer than the product it feeds. The bits can be
-    moved instead: sign, exponent and mantissa go where float16 has them, whose conversion is fast, and a multiplication
-    by 2⁸ corrects the bias, subnormals included. The NaN code, the largest, carries into float16's upper exponent bit
-    when 1 is added to its mantissa, and no other does: with that bit set too the exponent is all ones.
+    PyTorch's conversion of E4M3 on a CPU takes 3 ns per element, longer than the product that follows. So this moves
+    sign, exponent and mantissa to float16's positions, whose conversion is fast, and multiplies by 2⁸ to correct the
+    bias, subnormals included. Adding 1 to the mantissa carries into float16's upper exponent bit for the NaN code only,
+    the largest one; setting that bit makes its exponent all ones.
     """
     if q.dtype != E4M3.dtype or q.device.type != "cpu":
         return q.float()
     values = torch.empty_like(q, dtype=torch.float32)
     dim = 0 if q.ndim < 2 or q.stride(0) >= q.stride(-1) else q.ndim - 1
-    step = max(ELEMENTS * q.shape[dim] // max(q.numel(), 1), 1) if q.ndim else 1
+    step = max(CHUNK_ELEMENTS * q.shape[dim] // max(q.numel(), 1), 1) if q.ndim else 1
     for codes, out in zip(q.split(step, dim), values.split(step, dim), strict=True):
         bits = codes.view(torch.int8).to(torch.int16)  # sign-extended: s…s s eeee mmm
         bits <<= 7

@@ -1,29 +1,29 @@
-"""Names for people to read: what the user probably meant, and many like names in one."""
+"""Names in messages: suggestions for misspelled names, and merged names of repeated layers."""
 
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
-def nearest(given: str, known: Iterable[str]) -> str:
-    """Return `" (did you mean 'rowwise'?)"` for a near miss among `known`, else an empty string."""
-    matches = get_close_matches(given, list(known), n=1)
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return `" (did you mean 'rowwise'?)"` if `name` resembles one of `choices`, else an empty string."""
+    matches = get_close_matches(name, list(choices), n=1)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
 def merged(names: Sequence[str]) -> str:
-    """One name for several that differ in numbers only: `"layers.0.q"`, `"layers.1.q"` → `"layers.{0-1}.q"`."""
+    """Merge names that differ in numbers only: `"layers.0.q"`, `"layers.1.q"` → `"layers.{0-1}.q"`."""
     columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
     return "".join(values[0] if len(set(values)) == 1 else "{" + _ranges(values) + "}" for values in columns)
 
 
 def pattern(name: str) -> str:
-    """What a name has in common with those that differ from it in numbers only."""
+    """Replace the numbers in a name by `#`."""
     return re.sub(r"\d+", "#", name)
 
 
 def _ranges(values: Iterable[str]) -> str:
-    """0,1,2,5 → "0-2,5"."""
+    """Format numbers as ranges: 0,1,2,5 → "0-2,5"."""
     spans: list[list[int]] = []
     for number in sorted({int(value) for value in values}):
         if spans and number == spans[-1][1] + 1:

@@ -1,7 +1,7 @@
-"""Plan: for every linear of a model, the recipe it gets or the reason it gets none; and what stores its activations.
+"""Plan: the recipe of every linear of a model or the reason for none, and how modules store activations.
 
-A plan is the only thing that passes from deciding to doing: the deciders (default rules, filters, a user) write it,
-`convert` carries it out, and `report` prints it. It is plain data, so it can be stored, compared and edited as JSON.
+Default rules, filters and users write plans; `convert` applies them; `report` prints them. A plan is data: it can be
+stored, compared and edited as JSON.
 """
 
 import json
@@ -16,15 +16,15 @@ from octavo.numerics.recipe import Recipe, get_recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What happens to one module.
+    """Decision for one module.
 
     Attributes:
-        recipe: The recipe its products run in, or None to leave them as they are.
-        reason: Why, for a person to read.
+        recipe: Recipe of its products, or None to leave them unchanged.
+        reason: Reason, human-readable.
         storage: How the module stores its activations in FP8 (`"norm"`, `"glu"`, `"activation"` or `"scope"`), or None
-            to leave them as they are.
-        gain: Predicted speed-up of the module over bf16, forward and backward, quantizing included: 1 where it is left
-            in bf16; None where nothing was predicted.
+            to leave them unchanged.
+        gain: Predicted speed-up over bf16, forward and backward with quantization; 1 if it stays in bf16; None without
+            a prediction.
     """
 
     recipe: Recipe | None
@@ -35,14 +35,14 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """One module of a plan, as tables and scripts read it.
+    """One module of a plan, for tables and scripts.
 
     Attributes:
         name: Fully qualified name; empty for the model itself.
-        converted: Whether it is to compute in FP8.
+        converted: Whether it computes in FP8.
         recipe: Name of its recipe, or None.
-        reason: Why, for a person to read.
-        gain: Predicted speed-up over bf16, 1 where it is left in bf16; None where nothing was predicted.
+        reason: Reason, human-readable.
+        gain: Predicted speed-up over bf16; 1 if it stays in bf16; None without a prediction.
     """
 
     name: str
@@ -54,13 +54,13 @@ class PlanRow:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Displayed):
-    """Decisions by fully qualified module name, in model order (the root module's own name is the empty string).
+    """Decisions by fully qualified module name, in model order (the root module's name is the empty string).
 
-    Printed, it is a table with like modules in one row.
+    `print` shows a table that merges rows of repeated layers.
 
     Attributes:
-        decisions: What happens to each module.
-        activations: How activations were asked to be stored, `"bf16"` (as given) or `"fp8"`, whatever could be.
+        decisions: Decision for each module.
+        activations: Requested storage of activations: `"bf16"` (unchanged) or `"fp8"` (where supported).
     """
 
     decisions: Mapping[str, Decision]
@@ -77,7 +77,7 @@ class Plan(Displayed):
 
     @property
     def rows(self) -> tuple[PlanRow, ...]:
-        """The decisions one by one, in model order."""
+        """Decisions in model order."""
         return tuple(
             PlanRow(
                 name=fqn,
@@ -91,7 +91,7 @@ class Plan(Displayed):
 
     @property
     def converted(self) -> list[str]:
-        """Names of the modules that get a recipe."""
+        """Names of the modules with a recipe."""
         return [fqn for fqn, decision in self.decisions.items() if decision.recipe is not None]
 
     @property
@@ -106,7 +106,7 @@ class Plan(Displayed):
         return "\n".join([*text_table(("layer", "recipe", "reason"), rows), "", summary])
 
     def to_json(self) -> str:
-        """JSON text that `from_json` reads back; recipes are written out in full, so it does not depend on defaults."""
+        """Return JSON that `from_json` reads; recipes are written in full, so it does not depend on defaults."""
         rows = [
             {"name": fqn, "recipe": d.recipe and d.recipe.to_json(), "reason": d.reason}
             | ({} if d.storage is None else {"storage": d.storage})
@@ -117,11 +117,11 @@ class Plan(Displayed):
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """Read a plan; a recipe may also be given by name. Raises ValueError where the text is not a plan."""
+        """Read a plan; recipes may also be names. Raises ValueError if the text is not a plan."""
         try:
-            found = json.loads(text)
-            rows: list[dict[str, Any]] = found["modules"]
-            return Plan({row["name"]: _decision(row) for row in rows}, found.get("activations", "bf16"))
+            content = json.loads(text)
+            rows: list[dict[str, Any]] = content["modules"]
+            return Plan({row["name"]: _decision(row) for row in rows}, content.get("activations", "bf16"))
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is not a plan in JSON ({error}); write one with Plan.to_json()") from error
 
@@ -135,11 +135,11 @@ class RecipeRow(Protocol):
 
     @property
     def recipe(self) -> str | None:
-        """What its column of recipes shows."""
+        """Text for the recipe column."""
 
     @property
     def reason(self) -> str:
-        """Why."""
+        """Reason."""
 
 
 RowT = TypeVar("RowT", bound=RecipeRow)
@@ -159,5 +159,5 @@ def _decision(row: dict[str, Any]) -> Decision:
     )
 
 
-def _recipe(given: dict[str, Any] | str | None) -> Recipe | None:
-    return Recipe.from_json(given) if isinstance(given, dict) else get_recipe(given) if given is not None else None
+def _recipe(value: dict[str, Any] | str | None) -> Recipe | None:
+    return Recipe.from_json(value) if isinstance(value, dict) else get_recipe(value) if value is not None else None

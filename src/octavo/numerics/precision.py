@@ -1,12 +1,12 @@
-"""Precision: what the user asks for, before anything is decided layer by layer.
+"""Precision: the user's precision settings for a training run.
 
-Levels are the literature's names for useful combinations; each field is also a switch of its own.
+Levels name useful combinations, as in the literature; each field can also be set on its own.
 
     level       matmul  activations  states  master
-    bf16        bf16    as given     fp32    fp32       the literature's "O2" without FP8
-    O1          fp8     as given     fp32    fp32       linear layers compute in FP8 and keep their inputs in FP8
-    O1+act      fp8     fp8          fp32    fp32       and norms, activations and attention keep theirs in FP8
-    O1+act+opt  fp8     fp8          fp8     remainder  and AdamW keeps FP8 moments and 16 bits of each master
+    bf16        bf16    unchanged    fp32    fp32       the literature's "O2" without FP8
+    O1          fp8     unchanged    fp32    fp32       linear layers compute in FP8 and save their inputs in FP8
+    O1+act      fp8     fp8          fp32    fp32       norms, activations and attention save theirs in FP8 too
+    O1+act+opt  fp8     fp8          fp8     remainder  AdamW has FP8 moments and stores 16 bits of each master
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from octavo.numerics.names import nearest
 from octavo.numerics.recipe import DEFAULT, get_recipe
 
 AUTO = "auto"
-"""In the place of a recipe's name: decided by cost."""
+"""Value of `recipe` that selects recipes by predicted cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,27 +24,28 @@ class Precision:
     """Precision of a training run.
 
     Attributes:
-        matmul: `"fp8"` or `"bf16"`: the products of the linear layers, and with them what those keep for backward.
-        recipe: Name of the recipe when `matmul` is `"fp8"`; or `"auto"`: on a GPU the fastest of each layer, where it
-            pays by predicted cost (`octavo.plan`), elsewhere the default.
-        skip: Name patterns (as in `fnmatch`, such as `"*.mlp.down_proj"`) of modules that stay as they are.
-        only: Name patterns of the linear layers to convert; all of them where empty.
+        matmul: `"fp8"` or `"bf16"`: products of linear layers, and the tensors that these save for backward.
+        recipe: Name of the recipe if `matmul` is `"fp8"`; or `"auto"`: on a GPU the fastest recipe of each layer by
+            predicted cost (`octavo.plan`), elsewhere the default.
+        skip: Name patterns (as in `fnmatch`, such as `"*.mlp.down_proj"`) of modules that stay unchanged.
+        only: Name patterns of the linear layers to convert; empty for all.
         skip_first: Blocks at the beginning of the model whose linear layers are not converted; see
             `octavo.nn.filters.last` for what counts as a block.
-        skip_last: The same at its end.
+        skip_last: The same at the end of the model.
         min_features: Smallest in_features and out_features of a linear layer that is converted.
-        activations: `"fp8"`: norms, gated MLPs, activations and attention store what backward needs in FP8, with either
-            `matmul`. `"bf16"`: in the dtype they compute in.
-        states: Moments of AdamW, `"fp32"` or `"fp8"`; and
-        master: its fp32 masters of 16-bit parameters, `"fp32"` (a copy), `"remainder"` (of bf16 ones: the 16 bits they
-            lack) or `"none"`. Read by the trainer; your own loop makes its optimizer itself, with `octavo.AdamW`.
+        activations: `"fp8"`: norms, gated MLPs, activations and attention save tensors for backward in FP8, with either
+            `matmul`. `"bf16"`: they save them unchanged.
+        states: Moments of AdamW, `"fp32"` or `"fp8"`. The trainer reads `states` and `master`; a custom loop creates
+            its own optimizer, `octavo.AdamW`.
+        master: fp32 masters of 16-bit parameters: `"fp32"` (a copy), `"remainder"` (the 16 bits that bf16 lacks) or
+            `"none"`.
         keep_weights: Quantize each weight once per forward and backward, and once for all micro-batches inside
             `octavo.nn.accumulating`: for many small micro-batches per optimizer step, at 2 bytes per parameter on a
             GPU.
 
     Raises:
-        ValueError: For an unknown value, naming the nearest known one, or a number below 0.
-        TypeError: For patterns that are no list of strings.
+        ValueError: A value is unknown (with the closest match), or a number is below 0.
+        TypeError: Patterns are not a list of strings.
     """
 
     matmul: Literal["bf16", "fp8"] = "fp8"
@@ -61,10 +62,10 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name in ("matmul", "states", "master"):
-            given, known = getattr(self, name), get_args(type(self).__annotations__[name])
-            if given not in known:
-                choices = " or ".join(map(repr, known))
-                raise ValueError(f"{name} is {choices}; got {given!r}{nearest(str(given), known)}")
+            value, choices = getattr(self, name), get_args(type(self).__annotations__[name])
+            if value not in choices:
+                hint = nearest(str(value), choices)
+                raise ValueError(f"{name} is {' or '.join(map(repr, choices))}; got {value!r}{hint}")
         check_activations(self.activations)
         if self.recipe != AUTO:
             get_recipe(self.recipe)
@@ -77,25 +78,25 @@ class Precision:
 
     @staticmethod
     def level(name: str, **overrides: Any) -> "Precision":
-        """The Precision of a level (`"bf16"`, `"O1"`, `"O1+act"`, `"O1+act+opt"`), with single fields overridden."""
+        """Return the Precision of a level (`"bf16"`, `"O1"`, `"O1+act"`, `"O1+act+opt"`), with optional overrides."""
         if name not in LEVELS:
             raise ValueError(f"unknown precision level {name!r}{nearest(name, LEVELS)}. Known: {', '.join(LEVELS)}")
         return replace(LEVELS[name], **overrides)
 
     @property
     def label(self) -> str:
-        """What it comes to, in short: `"bf16"`, `"O1 rowwise"`, `"bf16+act"`, `"O1+act+opt rowwise"`."""
+        """Short label: `"bf16"`, `"O1 rowwise"`, `"bf16+act"`, `"O1+act+opt rowwise"`."""
         label = "O1" if self.matmul == "fp8" else "bf16"
         label += "+act" if self.activations == "fp8" else ""
         label += "+opt" if self.states == "fp8" else ""
         return f"{label} {self.recipe}" if self.matmul == "fp8" else label
 
 
-def check_activations(given: str) -> None:
-    """Raise ValueError for what is no storage of activations."""
-    if given not in ("bf16", "fp8"):
-        hint = nearest(str(given), ("bf16", "fp8"))
-        raise ValueError(f"activations are stored in 'bf16' (as given) or 'fp8'; got {given!r}{hint}")
+def check_activations(value: str) -> None:
+    """Raise ValueError unless `value` is "bf16" or "fp8"."""
+    if value not in ("bf16", "fp8"):
+        hint = nearest(str(value), ("bf16", "fp8"))
+        raise ValueError(f"activations are stored in 'bf16' (unchanged) or 'fp8'; got {value!r}{hint}")
 
 
 LEVELS = {

@@ -4,19 +4,18 @@
     dgrad    ∂X = G W      G [M,N]             contracts over N
     wgrad    ∂W = Gᵀ X                         contracts over M
 
-A matrix product can only take scales out of its sum if they do not vary along the contraction. Row scales of W vary
-along N, and row scales of X along M, so in the backward products they sit in the wrong place. Other libraries then
-quantize X and W a second time. Octavo *folds* them into G before G is quantized: with X ≈ diag(a) Xq and W ≈ diag(b)
-Wq,
+Scales can move out of a product's sum only if they are constant along the contraction. Row scales of W vary along N,
+and row scales of X along M, which the backward products contract. Other libraries quantize X and W a second time.
+Octavo *folds* these scales into G before quantizing G: with X ≈ diag(a) Xq and W ≈ diag(b) Wq,
 
     ∂X = G W   ≈ (G diag(b)) Wq         quantize G diag(b) by row    ≈ diag(c) G1q     ∂X = diag(c) (G1q Wq)
     ∂W = Gᵀ X  ≈ (diag(a) G)ᵀ Xq        quantize diag(a) G by column ≈ G2q diag(d)     ∂W = diag(d) (G2qᵀ Xq)
 
-so one FP8 copy of X and one of W serve all three products. Whether an operand folds is not written in the recipe: it
-follows from its granularity (`folds_w`, `folds_x`).
+so one FP8 copy of X and one of W serve all three products. The granularity determines whether an operand folds
+(`folds_w`, `folds_x`).
 
-Scales are those of the operand's own maxima, just in time. With a `history`, those of X and G come from the maxima of
-earlier steps instead, as Transformer Engine's delayed scaling has them: `octavo.nn.delayed`.
+Scaling is just-in-time. With a `history`, scales of X and G come from an amax history instead, as in Transformer
+Engine's delayed scaling: see `octavo.nn.delayed`.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -29,20 +28,19 @@ from octavo.numerics.spec import COLUMN, ROW, TENSOR, Granularity, QuantSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One spec per operand of the three products. Where a backward operand is None, that product runs in high
-    precision.
+    """One spec per operand of the three products; a product with operands None runs in high precision.
 
     Attributes:
-        name: What users type.
+        name: Name for users.
         x: X [M,K] in the forward product.
         w: W [N,K] in the forward product.
         dgrad_g: G [M,N] in ∂X = G W.
-        dgrad_w: W [N,K] in ∂X = G W. Equal to `w` means that the forward copy is used again.
+        dgrad_w: W [N,K] in ∂X = G W. If equal to `w`, dgrad uses the same quantization.
         wgrad_g: G [M,N] in ∂W = Gᵀ X, or None for a high-precision product.
-        wgrad_x: X [M,K] in ∂W = Gᵀ X, or None. This is the form kept for backward. Equal to `x`: the forward copy.
+        wgrad_x: X [M,K] in ∂W = Gᵀ X, or None; saved for backward. If equal to `x`, wgrad uses the forward copy.
         note: One line for tables.
-        history: Forward-backward passes whose maxima of X and of G give their scales; 0 takes the present ones.
-        margin: Powers of two that such scales are larger by, against maxima that grow.
+        history: Length of the amax history of X and G, in forward-backward passes; 0 for just-in-time scales.
+        margin: Exponent of two that enlarges scales from the history, against growing maxima.
     """
 
     name: str
@@ -60,40 +58,38 @@ class Recipe:
         if (self.wgrad_g is None) != (self.wgrad_x is None):
             raise ValueError(
                 f"recipe {self.name!r}: wgrad runs in FP8 or in high precision as a whole; "
-                "give both wgrad_g and wgrad_x, or neither"
+                "set both wgrad_g and wgrad_x, or neither"
             )
         if self.history < 0 or self.margin < 0 or (self.margin and not self.history):
             raise ValueError(
-                f"recipe {self.name!r}: history is a number of passes, 0 or more, and margin powers of two of a "
-                f"recipe with a history; got history={self.history}, margin={self.margin}"
+                f"recipe {self.name!r}: history and margin must be 0 or more, and margin needs a history; "
+                f"got history={self.history}, margin={self.margin}"
             )
-        one_form = self.wgrad_x in (None, self.x) and self.wgrad_g in (None, self.dgrad_g)
-        if self.history and not (one_form and self.x.granularity == self.dgrad_g.granularity == TENSOR):
+        one_copy = self.wgrad_x in (None, self.x) and self.wgrad_g in (None, self.dgrad_g)
+        if self.history and not (one_copy and self.x.granularity == self.dgrad_g.granularity == TENSOR):
             raise ValueError(
-                f"recipe {self.name!r}: with a history X and G have one form each, by tensor; got X {self.x} and "
+                f"recipe {self.name!r}: with a history X and G need one spec each, by tensor; got X {self.x} and "
                 f"{self.wgrad_x}, G {self.dgrad_g} and {self.wgrad_g}"
             )
         if self.history and self.folds_w:
             raise ValueError(
-                f"recipe {self.name!r}: with a history G is quantized as it is, so no scales of W can be folded into "
-                f"it; got W {self.dgrad_w}: give it one scale, or blocks of rows and columns"
+                f"recipe {self.name!r}: with a history no scales of W can be folded into G; got W {self.dgrad_w}: use "
+                "one scale, or blocks of rows and columns"
             )
 
     @property
     def folds_w(self) -> bool:
-        """Whether W's scales are folded into G for dgrad (they vary along N, which dgrad contracts)."""
+        """Whether W's scales fold into G for dgrad (they vary along N, which dgrad contracts)."""
         return self.dgrad_w.folds_along(0)
 
     @property
     def folds_x(self) -> bool:
-        """Whether X's scales are folded into G for wgrad (they vary along M, which wgrad contracts)."""
+        """Whether X's scales fold into G for wgrad (they vary along M, which wgrad contracts)."""
         return self.wgrad_x is not None and self.wgrad_x.folds_along(0)
 
     @property
     def gathers_w(self) -> bool:
-        """Whether rows of W can be quantized where they are, and gathered so: one form for both products, by row or
-        tensor.
-        """
+        """Whether ranks can quantize their rows of W and gather FP8: one spec for both products, by row or tensor."""
         return self.w == self.dgrad_w and self.w.granularity in (ROW, TENSOR)
 
     @property
@@ -102,25 +98,25 @@ class Recipe:
         return self.dgrad_g == self.wgrad_g and not self.folds_w and not self.folds_x
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dictionary, specs in their text form; `from_json` reads it back."""
+        """Return a dictionary with specs as text, for `from_json`."""
         specs = ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
-        found = asdict(self) | {key: None if (spec := getattr(self, key)) is None else str(spec) for key in specs}
-        return {key: value for key, value in found.items() if value or key not in _DELAY}
+        fields = asdict(self) | {key: None if (spec := getattr(self, key)) is None else str(spec) for key in specs}
+        return {key: value for key, value in fields.items() if value or key not in _DELAY}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> "Recipe":
-        """Read what `to_json` wrote."""
+        """Read the output of `to_json`."""
         plain = {key: fields[key] for key in ("name", "note", *_DELAY) if key in fields}
         specs = {key: None if v is None else QuantSpec.parse(v) for key, v in fields.items() if key not in plain}
         return Recipe(**plain, **specs)  # type: ignore[arg-type]
 
 
 _DELAY = ("history", "margin")
-"""Fields that are written where they are not zero."""
+"""Fields that `to_json` omits if zero."""
 
 
 def _two_directions(name: str, *, x: Granularity, w: Granularity, w_t: Granularity, rule: str, note: str) -> Recipe:
-    """A recipe whose scales vary along the contraction inside a row: each operand is quantized per direction."""
+    """Return a recipe with scales that vary along the contraction, so each operand is quantized per direction."""
 
     def spec(granularity: Granularity) -> QuantSpec:
         return QuantSpec(granularity=granularity, scale_rule=rule)  # type: ignore[arg-type]
@@ -195,7 +191,7 @@ DEFAULT = ROWWISE
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
-    """Look a recipe up by name (a Recipe passes through); raises ValueError naming the nearest known one."""
+    """Look up a recipe by name (a Recipe passes through); raises ValueError with the closest match."""
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):

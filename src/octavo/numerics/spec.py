@@ -1,15 +1,15 @@
-"""QuantSpec: how one matrix becomes FP8. Format × granularity × scale rule, and nothing about execution.
+"""QuantSpec: format, granularity and scale rule of one quantized matrix.
 
-`s` is always the *dequantization* scale: x ≈ q · s. With amax the largest magnitude among the elements that share it,
+`s` is the *dequantization* scale: x ≈ q · s. With amax the largest magnitude among the elements that share it,
 
     s = max(amax / format.max, 2⁻¹²⁶)        the division in float64, then rounded to float32;
     q = round(clamp(x · (1/s), ±format.max))  the product in float32, round to nearest even.
 
 The floor 2⁻¹²⁶ is the smallest normal float32: both s and 1/s stay finite and normal, zero tensors get a scale, and no
-gradient is distorted (a scale floor of 1e-12, as seen elsewhere, flattens everything below 1e-12·448).
+gradient is distorted (a scale floor of 1e-12, as in other libraries, flattens everything below 1e-12·448).
 
-A non-finite amax gives s = 1 and q = NaN for the whole group: a NaN or Inf in the input stays visible in every product
-that reads it, never becomes a finite number, and with row scales does not leave its own row.
+A non-finite amax gives s = 1 and q = NaN for the whole group: NaN and Inf in the input propagate through every product,
+never become finite, and with row scales stay in their row.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ from octavo.numerics.formats import E4M3, E8M0, VALUE_FORMATS, Format
 from octavo.numerics.names import nearest
 
 FULL = 0
-"""A block extent that means "the whole dimension"."""
+"""Block extent for the whole dimension."""
 
 SMALLEST_SCALE = 2.0**-126
 
@@ -39,12 +39,12 @@ class Granularity(NamedTuple):
         return _GRANULARITY_NAMES.get(self, f"{self.rows}x{self.columns}")
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Extent of one block in a matrix of this shape, at least 1×1."""
+        """Return the extent of one block in a matrix of this shape, at least 1×1."""
         rows, columns = shape
         return max(self.rows or rows, 1), max(self.columns or columns, 1)
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Shape of the scales of a matrix: one per block, partial blocks counted, at least 1×1 where FULL."""
+        """Return the shape of a matrix's scales: one per block, including partial blocks; 1 along FULL dimensions."""
         rows, columns = shape
         return (
             1 if self.rows == FULL else -(-rows // self.rows),
@@ -68,8 +68,8 @@ class QuantSpec:
         granularity: Which elements share a scale.
         scale_rule: `"amax"`: float32 scales, exactly amax / max. `"pow2"`: the same rounded up to a power of two, in
             float32. `"e8m0"`: the power of two stored in one byte, as in the OCP MX formats.
-        text: Text form that `parse` reads back, such as `e4m3/row` or `e4m3/1x32/e8m0`. Torch ops take a spec as this
-            string; it is made once, here, so that `torch.compile` sees a constant.
+        text: Text that `parse` reads, such as `e4m3/row` or `e4m3/1x32/e8m0`. Torch ops take specs as this string. It
+            is computed once, so that `torch.compile` sees a constant.
     """
 
     format: Format = E4M3
@@ -86,22 +86,22 @@ class QuantSpec:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Dtype in which scales are kept: float32, or one byte for `"e8m0"`."""
+        """Dtype of the scales: float32, or one byte for `"e8m0"`."""
         return E8M0.dtype if self.scale_rule == "e8m0" else torch.float32
 
     @property
     def transposed(self) -> "QuantSpec":
-        """The spec of the same blocks seen in the transposed matrix."""
+        """Spec of the transposed matrix with the same blocks."""
         return replace(self, granularity=Granularity(self.granularity.columns, self.granularity.rows))
 
     def folds_along(self, dim: Literal[0, 1]) -> bool:
-        """Whether scales vary along `dim` and only along it, so that a product contracting it can fold them away."""
-        here, other = self.granularity if dim == 0 else reversed(self.granularity)
-        return here == 1 and other == FULL
+        """Whether scales vary only along `dim`, so products contracting it can fold them into the other operand."""
+        along, across = self.granularity if dim == 0 else reversed(self.granularity)
+        return along == 1 and across == FULL
 
     @staticmethod
     def parse(text: str) -> "QuantSpec":
-        """Read a spec from its text form; raises ValueError that says what is wrong."""
+        """Parse a spec; raises ValueError for invalid text."""
         return _parse(text)
 
 
@@ -109,7 +109,7 @@ class QuantSpec:
 def _parse(text: str) -> QuantSpec:
     fields = text.split("/")
     if len(fields) not in (2, 3):
-        raise ValueError(f"a spec reads 'format/granularity' or 'format/granularity/scale_rule'; got {text!r}")
+        raise ValueError(f"a spec has the form 'format/granularity' or 'format/granularity/scale_rule'; got {text!r}")
     format_name, granularity_name, rule = (*fields, "amax")[:3]
     if format_name not in VALUE_FORMATS:
         raise ValueError(f"unknown format {format_name!r} in spec {text!r}{nearest(format_name, VALUE_FORMATS)}")

@@ -1,4 +1,4 @@
-"""Level 4: distribute one model over many GPUs with torch's FSDP2 and DDP. `parallelize` is the entry point.
+"""Level 5: distribute one model over many GPUs with torch's FSDP2 and DDP. `parallelize` is the entry point.
 
 fsdp.py          FSDP2: sharded blocks, weights gathered in FP8, gradients scattered in FP8
 ddp.py           DDP with gradients reduced in FP8

@@ -26,11 +26,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.comm import reduce_scatter
-from octavo.runtime.blocks import find_blocks
 from octavo.nn.gathered import GatherFormat, GlobalScales, ShardedWeight, sharded_weights
 from octavo.nn.linear import Linear
 from octavo.numerics.spec import TENSOR
-from octavo.tensor import plain
+from octavo.runtime.blocks import find_blocks
+from octavo.tensor import local_tensor
 
 _SCALES: "weakref.WeakSet[GlobalScales]" = weakref.WeakSet()
 """Scales of all sharded models in the process."""
@@ -210,7 +210,7 @@ def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata
     for name, value in state.items():
         local = getattr(value, "_local_tensor", None)
         if isinstance(local, ShardedWeight):
-            state[name] = type(value)(plain(value), value._spec, requires_grad=False)
+            state[name] = type(value)(local_tensor(value), value._spec, requires_grad=False)
 
 
 def parameters_in_fp8(model: nn.Module) -> Iterable[str]:

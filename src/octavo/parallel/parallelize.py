@@ -11,12 +11,15 @@ on all.
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -29,6 +32,7 @@ from octavo.numerics.precision import Precision
 from octavo.parallel.amax_sync import sync_amax_histories
 from octavo.parallel.ddp import replicate
 from octavo.parallel.fsdp import shard
+from octavo.runtime.swap import all_or_nothing
 
 FP8_COMM = ("auto", "on", "gather", "off")
 
@@ -109,7 +113,9 @@ def parallelize(
     Raises:
         ValueError: For a mesh that does not fit the world, an unsupported combination, or different arguments on
             different ranks; on every rank.
-        TypeError: As `octavo.convert`.
+        TypeError: As `octavo.convert`, or if `dtype` or `reduce_dtype` is no floating-point type of 16 bits or more.
+
+    If an error is raised, the model is left as it was.
     """
     check_module("parallelize", model)
     if not dist.is_initialized():
@@ -118,10 +124,19 @@ def parallelize(
             "torch.distributed.init_process_group() first"
         )
     changes = {"fp8_comm": fp8_comm, "reshard_after_forward": reshard_after_forward, "cpu_offload": cpu_offload}
+    with _all_or_nothing(model):
+        return _parallelize(model, mesh, precision, _without_none(changes), dtype, reduce_dtype)
+
+
+def _parallelize(
+    model: nn.Module, mesh: DeviceMesh | Parallel | None, precision: Precision | None, changes: dict[str, Any],
+    dtype: torch.dtype | None, reduce_dtype: torch.dtype,
+) -> nn.Module:  # fmt: skip
     layout, problem = Parallel(), None
     try:
-        layout = Parallel(**(vars(mesh if isinstance(mesh, Parallel) else layout) | _without_none(changes)))
+        layout = Parallel(**(vars(mesh if isinstance(mesh, Parallel) else layout) | changes))
         replicas, shards = _sizes(mesh) if isinstance(mesh, DeviceMesh) else layout.sizes(dist.get_world_size())
+        _check_dtypes(dtype=dtype, reduce_dtype=reduce_dtype)
         _check_model(model, layout, replicas if shards == 1 else 1, dtype)
         if precision is not None:
             convert(model, precision=precision, verbose=dist.get_rank() == 0)
@@ -147,6 +162,20 @@ def parallelize(
         reshard_after_forward=layout.reshard_after_forward,
         cpu_offload=layout.cpu_offload,
     )
+
+
+@contextmanager
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """`octavo.runtime.swap.all_or_nothing`, for what FSDP2 remembers of modules as well."""
+    states = _composable_state._module_state_mapping
+    before = set(states)
+    try:
+        with all_or_nothing(model):
+            yield
+    except BaseException:
+        for module in set(model.modules()) - before:
+            states.pop(module, None)
+        raise
 
 
 def make_mesh(parallel: Parallel, device_type: str) -> DeviceMesh:
@@ -178,6 +207,14 @@ def _device_type(model: nn.Module) -> str:
 
 def _without_none(changes: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in changes.items() if value is not None}
+
+
+def _check_dtypes(**dtypes: Any) -> None:
+    """Raise TypeError unless each dtype is floating-point with 16 bits or more; `dtype=None` keeps the parameters'."""
+    for name, dtype in dtypes.items():
+        fits = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+        if not fits and (dtype is not None or name == "reduce_dtype"):
+            raise TypeError(f"{name} is a floating-point type of 16 bits or more, as torch.bfloat16; got {dtype!r}")
 
 
 def _check_model(model: nn.Module, layout: Parallel, copies: int, dtype: torch.dtype | None) -> None:

@@ -35,8 +35,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.kernels.gemm import cases_of, plain
-from octavo.kernels.gemm.torch_scaled import lacks
+from octavo.kernels.gemm import bf16_timing, cases_of
+from octavo.kernels.gemm.torch_scaled import unsupported_by_capability
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import FULL, QuantSpec
 from octavo.planner.devices import Gpu
@@ -159,14 +159,19 @@ def triton_reason(gpu: Gpu, recipe: Recipe) -> str | None:
     """
     capability = divmod(gpu.capability, 10)
     return next(
-        (why for case in cases_of(recipe).values() if gpu.capability and (why := lacks(capability, case))), None
+        (
+            why
+            for case in cases_of(recipe).values()
+            if gpu.capability and (why := unsupported_by_capability(capability, case))
+        ),
+        None,
     )
 
 
 def bf16_linear(gpu: Gpu, linear: LinearCall) -> Cost:
     """Predict a linear layer in bf16: its products."""
     timed = {
-        name: _timed(gpu, plain.MATMUL, plain.CASES[name], sizes, product(gpu, *sizes))
+        name: _timed(gpu, bf16_timing.MATMUL, bf16_timing.CASES[name], sizes, product(gpu, *sizes))
         for name, sizes in linear.named_products.items()
     }
     return _sum_cost(timed, [], [], launches=len(timed))
@@ -178,7 +183,7 @@ def fp8_linear(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> Cost:
     products = {}
     for name, sizes in linear.named_products.items():
         if name not in cases or rate is None:  # wgrad in high precision, or all products emulated
-            products[name] = _timed(gpu, plain.MATMUL, plain.CASES[name], sizes, product(gpu, *sizes))
+            products[name] = _timed(gpu, bf16_timing.MATMUL, bf16_timing.CASES[name], sizes, product(gpu, *sizes))
         else:
             predicted = product(gpu, *sizes, operand=1, rate=rate)
             products[name] = _timed(gpu, "scaled_mm", cases[name], sizes, predicted)

@@ -1,1 +1,1 @@
-"""What the rest of the package needs from the process that it runs in, and from the torch release that is installed."""
+"""Terminal output, and compatibility between torch releases."""

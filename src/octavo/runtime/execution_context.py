@@ -1,4 +1,4 @@
-"""What decides where the work on a tensor goes, so that a result remembered from elsewhere is not taken for it."""
+"""The execution context of a tensor: what must be equal for a cached result to be valid for it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whether converted modules compute, and store, in FP8: one switch for the process."""
+"""The process-wide switch that decides whether converted modules compute and store in FP8."""
 
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""What is printed for people: to the width of a terminal, and never folded where stdout is none.
+"""Terminal output: tables fit the terminal's width; pipes and files have unlimited width.
 
-A pipe or a file is read by `grep` and scripts, which need each row on one line, so there the width is unlimited. In a
-terminal, names that do not fit lose their middle, never an end: `model.layers.{0-31}.self…q_proj`.
+`grep` and scripts need each row on one line. In a terminal, long names are shortened in the middle:
+`model.layers.{0-31}.self…q_proj`.
 """
 
 import sys
@@ -13,26 +13,27 @@ if TYPE_CHECKING:
     from rich.measure import Measurement
     from rich.table import Table
 
-UNLIMITED = 100_000
-"""Columns of what is no terminal."""
-SHORTEST = 16
-"""Characters that are left of a name at least."""
+UNLIMITED_WIDTH = 100_000
+"""Console width outside a terminal."""
+MIN_NAME_WIDTH = 16
+"""Minimum characters of a shortened name."""
 
 
 def stdout() -> "Console":
-    """A console that prints to stdout."""
+    """Return a console that prints to stdout."""
     from rich.console import Console
 
-    return Console() if _is_terminal() else Console(width=UNLIMITED)
+    return Console() if _is_terminal() else Console(width=UNLIMITED_WIDTH)
 
 
 def _is_terminal() -> bool:
-    return sys.stdout.isatty()
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def show(*parts: "Table | str") -> None:
-    """Print tables and lines to stdout; a table with all of its columns: where names at their shortest leave too little
-    room for the others, the terminal folds the lines.
+    """Print tables and lines to stdout.
+
+    Tables show all columns: if shortened names leave too little room for the others, the terminal wraps lines.
     """
     from rich.table import Table
 
@@ -47,14 +48,14 @@ def _show_table(table: "Table") -> None:
     from rich.console import Console
     from rich.measure import Measurement
 
-    console, wide = stdout(), Console(width=UNLIMITED)
+    console, wide = stdout(), Console(width=UNLIMITED_WIDTH)
     names = [len(cell.text) for column in table.columns for cell in column.cells if isinstance(cell, Name)]
-    least = Measurement.get(wide, wide.options, table).maximum - max(0, max(names, default=0) - SHORTEST)
+    least = Measurement.get(wide, wide.options, table).maximum - max(0, max(names, default=0) - MIN_NAME_WIDTH)
     (console if least <= console.width else Console(width=least)).print(table, highlight=False)
 
 
 def shortened(name: str, width: int) -> str:
-    """A name of at most `width` characters, 3 or more: with its middle left out where it is longer."""
+    """Shorten a name in the middle to at most `width` characters, 3 or more."""
     if len(name) <= width:
         return name
     end = width // 2
@@ -63,14 +64,14 @@ def shortened(name: str, width: int) -> str:
 
 @dataclass(frozen=True)
 class Name:
-    """A name in a table, shortened to the width that its column gets."""
+    """A name in a table, shortened to the width of its column."""
 
     text: str
 
     def __rich_measure__(self, console: "Console", options: "ConsoleOptions") -> "Measurement":
         from rich.measure import Measurement
 
-        return Measurement(min(len(self.text), SHORTEST), len(self.text))
+        return Measurement(min(len(self.text), MIN_NAME_WIDTH), len(self.text))
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich.text import Text

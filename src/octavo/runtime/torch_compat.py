@@ -1,7 +1,7 @@
-"""The differences between supported torch releases, and the private names of torch that have no public counterpart.
+"""Differences between supported torch releases, and private torch names without a public counterpart.
 
-Each entry says which releases need it. Supported: the range in `pyproject.toml`; `make test-versions` runs the tests on
-both ends of it. An entry goes when the oldest release no longer needs it.
+Each entry names the releases that need it, and is removed when no supported release does. `pyproject.toml` has the
+range of releases; `make test-versions` runs the tests on both ends of it.
 """
 
 from collections.abc import Callable
@@ -14,39 +14,39 @@ from torch import Tensor
 
 
 def _has_autocast(device_type: str) -> bool:
-    """Whether a type of device has autocast; "meta", for one, has none, and `is_autocast_enabled` raises for it."""
+    """Whether a device type has autocast. "meta" has none, and `is_autocast_enabled` raises for it."""
     return torch.amp.is_autocast_available(device_type)
 
 
-# torch 2.11: torch.compile does not trace torch.amp.is_autocast_available; marked so, it calls this instead. The
-# answer for one type of device never changes. (torch.compiler.assume_constant_result sets the same attribute, and
-# imports the compiler, a second long, for everybody.)
+# torch 2.11: torch.compile cannot trace torch.amp.is_autocast_available; with this attribute it calls the function
+# instead. The result per device type is constant. (torch.compiler.assume_constant_result sets the same attribute, but
+# imports the compiler, which takes a second.)
 _has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype in which autocast computes products on a type of device; None where it is off. Traces under compile."""
+    """Return autocast's dtype of products on a device type, or None if it is off. Traceable by torch.compile."""
     if _has_autocast(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Switches autocast off for a type of device, if it has one."""
+    """Disable autocast for a device type, if it has autocast."""
     return torch.autocast(device_type, enabled=False) if _has_autocast(device_type) else nullcontext()
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a call of the autograd engine. All releases: there is no public way to ask."""
+    """Whether this thread runs inside the autograd engine. All releases: there is no public function for it."""
     return torch._C._current_graph_task_id() != -1
 
 
 def explain_freed_nodes(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Class decorator: `torch.autograd.grad` from a node of the function that is gone raises an error that says why.
+    """Class decorator: give `torch.autograd.grad` from a freed node of the function a clear error.
 
-    torch 2.11: a node of an autograd function written in Python goes with its output. Zero-bubble schedules of
-    `torch.distributed.pipelining` detach outputs before they compute the gradients of weights from such nodes, and
-    torch's error speaks of legacy functions. torch 2.13 keeps the node.
+    torch 2.11: the node of a Python autograd function is freed with its output. Zero-bubble schedules of
+    `torch.distributed.pipelining` detach outputs before they compute weight gradients from such nodes, and torch's
+    error mentions legacy functions instead. torch 2.13 keeps the node alive.
     """
     node: Any = function._backward_cls
 
@@ -55,9 +55,9 @@ def explain_freed_nodes(function: type[torch.autograd.Function]) -> type[torch.a
             return super(node, self)._input_metadata
         except RuntimeError as error:
             raise RuntimeError(
-                f"octavo: {node.__name__} is gone with its output, so it gives no gradients: before torch 2.13 "
-                "zero-bubble schedules cannot compute gradients of weights behind autograd functions. Use another "
-                "schedule, such as Schedule1F1B, or a newer torch"
+                f"octavo: {node.__name__} was freed with its output: before torch 2.13 zero-bubble schedules cannot "
+                "compute weight gradients of autograd functions. Use another schedule, such as Schedule1F1B, or a "
+                "newer torch"
             ) from error
 
     node._input_metadata = property(input_metadata)
@@ -65,31 +65,32 @@ def explain_freed_nodes(function: type[torch.autograd.Function]) -> type[torch.a
 
 
 class own_saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
-    """`saved_tensors_hooks` for the library's own hooks, which selective checkpointing looks past.
+    """`saved_tensors_hooks` for the library's own hooks, which selective checkpointing ignores.
 
-    torch >= 2.14: selective checkpointing holds outputs outside autograd. It warns where hooks are active around it, as
-    a later release is to pass those outputs through them. That is about offloading by the user; ours are about what
-    autograd saves. torch looks past hooks that carry these two attributes, to the user's. Older releases ignore them.
+    torch >= 2.14: selective checkpointing holds outputs outside autograd and warns if hooks are active around it, since
+    a later release will pass these outputs through hooks. That concerns a user's offloading hooks; Octavo's concern
+    only tensors that autograd saves. torch skips hooks with these two attributes and uses the user's. Older releases
+    ignore the attributes.
     """
 
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        hook: Any = partial(pack)  # takes attributes, as a bound method does not
+        hook: Any = partial(pack)  # accepts attributes, unlike a bound method
         hook._checkpoint_internal = True
         super().__init__(hook, unpack)
 
     def __enter__(self) -> None:
-        around: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if around is not None and getattr(around[0], "_checkpoint_internal", False):
-            around = around[0]._user_hooks
-        self.pack_hook._user_hooks = around  # type: ignore[attr-defined]
+        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is not None and getattr(outer[0], "_checkpoint_internal", False):
+            outer = outer[0]._user_hooks
+        self.pack_hook._user_hooks = outer  # type: ignore[attr-defined]
         super().__enter__()
 
     def __exit__(self, *args: object) -> None:
-        del self.pack_hook._user_hooks  # type: ignore[attr-defined]  # autograd keeps the hook as long as the graph
+        del self.pack_hook._user_hooks  # type: ignore[attr-defined]  # autograd holds the hook as long as the graph
         super().__exit__(*args)
 
     @property
     def in_force(self) -> bool:
-        """Whether they are the innermost hooks, which autograd calls."""
+        """Whether these are the innermost hooks, which autograd calls."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return top is not None and top[0] is self.pack_hook

@@ -14,7 +14,8 @@ nothing that is in it. What is not here needs no saving: the learning rate, the 
 functions of (seed, step).
 
 A run resumes only as itself: model, data, seed, batch and precision must be as they were, and the first difference is
-named. So must the model's own config be; the weights at `model.path` may change, as the checkpoint's replace them.
+named. So must the model's own config be; the weights and the settings of generation at `model.path` may change, as the
+checkpoint's replace them.
 The learning rate and its schedule, clipping and a few more may change, to save a run that went wrong; each such
 change is reported.
 """
@@ -37,40 +38,27 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from octavo.nn import delayed
-from octavo.optim.sharded import rows_of
-from octavo.tensor import plain
+from octavo.optim.sharded import local_rows
+from octavo.tensor import local_tensor
 from octavo.train import shards
-from octavo.train.config import ConfigError, TrainConfig, flat
+from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.digests import DIGESTS, check_digests, has_digests, write_digests
 from octavo.train.disk import same_mode, sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import CompactAdamW, MasterAdamW
-from octavo.train.pretrained import load_model_config, load_weights, save_model_configs, save_pretrained
+from octavo.train.pretrained import (
+    load_generation_config,
+    load_model_config,
+    load_weights,
+    save_model_configs,
+    save_pretrained,
+)
 from octavo.train.ranks import Ranks, SharedError
-from octavo.train.sections import SELECTION, Limits
+from octavo.train.records import first_error
 from octavo.train.shards import SHARDS
 from octavo.train.tokenizer import TextTokenizer
 
 FOLDER = "checkpoints"
-FREE = {
-    *(f"run.{key}" for key in ("name", "out", "device", "log_every", "save_every", "keep")),
-    *(f"data.{key}" for key in ("source", "cache")),
-    *(f"parallel.{key}" for key in ("async_save", "timeout")),
-    *(f"inspect.{key}" for key in ("every", "what_if")),
-}
-"""What may differ on resume without a word: names, places and what is only looked at. The data is compared by its
-fingerprint.
-"""
-TUNABLE = {
-    "run.steps",
-    *(f"optim.{key}" for key in ("lr", "clip", "schedule", "warmup", "decay", "min_lr_ratio")),
-    *(f"precision.{key}" for key in (*SELECTION, "checkpointing", "autopilot")),
-    *(f"guard.{key}" for key in ("spike", "window", "rollbacks")),
-    *(f"inspect.limits.{key}" for key in Limits.model_fields),
-    "inspect.restore_after",
-    *(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "reshard_after_forward", "cpu_offload", "fp8_comm")),
-}
-"""What may differ on resume, and is reported: the run goes on, but is no longer the uninterrupted one."""
 WRITING, REMOVING = ".writing-", ".removing-"
 """Prefixes of a checkpoint that is not complete yet, and of one that is not any more."""
 DESCRIPTIVE = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
@@ -116,6 +104,7 @@ class Saver:
         self.finish()
         made = _Checkpoint(out, step, config.run.keep if prune else None)
         if self._ranks.shared(lambda: made.target in checkpoints(out)):
+            self._ranks.shared(made.prune)  # its process may have been killed before
             return made.target
         facts = {
             "step": step,
@@ -207,14 +196,21 @@ class _Checkpoint:
                 sync(folder)
         self.scratch.rename(self.target)
         sync_entry(self.target.parent)
+        self.prune()
+
+    def prune(self) -> None:
+        """Remove the oldest."""
         for old in checkpoints(self.out)[: -self.keep] if self.keep else []:
-            _remove(old)
+            remove_checkpoint(old)
 
 
-def _remove(checkpoint: Path) -> None:
+def remove_checkpoint(checkpoint: Path) -> None:
     """Remove a checkpoint, or warn. Renamed first, so that one that is removed in part is never taken for whole."""
+    removing = checkpoint.with_name(f"{REMOVING}{checkpoint.name}")
     try:
-        shutil.rmtree(checkpoint.rename(checkpoint.with_name(f"{REMOVING}{checkpoint.name}")))
+        if removing.exists():  # a killed process has left it, of one of the same step
+            shutil.rmtree(removing)
+        shutil.rmtree(checkpoint.rename(removing))
     except OSError as error:
         warnings.warn(f"the old checkpoint {checkpoint} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
 
@@ -248,36 +244,12 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _TrainerJson.model_validate(state)
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise ConfigError(f"{path} is not the state of a trainer ({reason}): {_remedy(folder)}") from None
+        raise ConfigError(f"{path} is not the state of a trainer ({first_error(error)}): {_remedy(folder)}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): {_remedy(folder)}") from None
     if state.get("digests") and not has_digests(folder):
         raise ConfigError(f"{folder} is damaged: {DIGESTS} is missing: {_remedy(folder)}")
     return state
-
-
-def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -> list[str]:
-    """Returns what was tuned since, one line each.
-
-    Raises ConfigError naming the first setting that makes `config` another run than the one saved in `where`.
-    """
-    before = dict(_settings(saved))
-    now = dict(_settings(config.model_dump(mode="json", exclude_none=True)))
-    tuned = []
-    for key in [*now, *(key for key in before if key not in now)]:
-        old, new = before.get(key, "unset"), now.get(key, "unset")
-        if old == new:
-            continue
-        if key in TUNABLE:
-            tuned.append(f"resumed with {key} = {_shown(new)} (was {_shown(old)})")
-        else:
-            raise ConfigError(
-                f"{where} holds another run: there {key} = {_shown(old)}, here {_shown(new)}. "
-                f"Set {key} back to resume it, or choose another output folder"
-            )
-    return tuned
 
 
 def check_files(folder: Path, ranks: Ranks) -> None:
@@ -324,6 +296,7 @@ def load_checkpoint(
         else:
             weights = load_weights(folder, next(model.parameters()).dtype, ranks)
             ranks.agreed(lambda: _load_whole(folder, weights, model, optimizer))
+        ranks.agreed(lambda: load_generation_config(folder, model))
         loss_scale.load_state_dict(state["loss_scale"])
         delayed.load_state_dict(model, state.get("delayed", {}))
     except (ConfigError, KeyError, TypeError, ValueError) as error:
@@ -347,7 +320,7 @@ def _load_whole(
         if shards.has_shards(model):
             state = model.state_dict()
             for name, value in state.items():
-                plain(value).copy_(rows_of(value, weights[name]))
+                local_tensor(value).copy_(local_rows(value, weights[name]))
             model.load_state_dict(state)  # in place already; this tells the model that its weights have changed
             device = "cpu"
         else:
@@ -377,16 +350,6 @@ def no_checkpoints(out: Path) -> list[Path]:
     name = re.compile(r"step-(\d{6}|[1-9]\d{6,})", re.ASCII)
     found = sorted((out / FOLDER).glob("step-*"))
     return [path for path in found if not (name.fullmatch(path.name) and path.is_dir() and any(path.iterdir()))]
-
-
-def _settings(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The settings that decide a run's numbers, the model's first, as ("model.config.hidden_size", 256)."""
-    for section in ("model", *(name for name in tables if name != "model")):
-        yield from ((key, value) for key, value in flat(section, tables.get(section, {})) if key not in FREE)
-
-
-def _shown(value: Any) -> str:
-    return value if value == "unset" else json.dumps(value)
 
 
 def _with_remedy(folder: Path, check: Callable[[], None]) -> None:

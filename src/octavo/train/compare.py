@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.inspect.compare import check_limits
-from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS
-from octavo.train.checkpoint import FREE, latest_checkpoint, read_trainer_state
+from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, check_limits
+from octavo.train.checkpoint import latest_checkpoint, read_trainer_state
 from octavo.train.compare_report import FILES, write_comparison
 from octavo.train.compare_verdict import ArmRuns, Comparison, judge
 from octavo.train.config import ConfigError, TrainConfig, flat, load_config, parse_config
@@ -32,6 +31,7 @@ from octavo.train.loop import run
 from octavo.train.metrics import METRICS_FILE, RESULT_FILE, Progress, RunResult, read_metrics
 from octavo.train.outputs import CONFIG_FILE, TRACES
 from octavo.train.ranks import Ranks, joined
+from octavo.train.same_run import FREE
 
 SHARED = ("run", "model", "data")
 """Sections that are the same in all arms; and of the others:"""

@@ -16,6 +16,7 @@ from octavo.train.charts import FLAT, Chart, Line, draw
 from octavo.train.compare_verdict import ArmRuns, ArmVerdict, Comparison, TimeToLoss
 from octavo.train.config import TrainConfig
 from octavo.train.curves import Curves, Floats, gap_percent, smooth
+from octavo.train.outputs import check_kind
 from octavo.train.plots import write_loss_png
 from octavo.train.report import Row, config_differences
 
@@ -39,6 +40,8 @@ def write_comparison(comparison: Comparison, configs: Sequence[TrainConfig], out
         configs: A configuration of each arm, of the same seed.
         out: A folder that is there.
     """
+    for name in FILES:
+        check_kind(out / name, "a report")
     runs = comparison.runs
     means = [(run.name, mean_curves(run.curves)) for run in runs]
     drawn = [(name, curves) for name, curves in means if curves is not None and np.isfinite(curves.loss).any()]

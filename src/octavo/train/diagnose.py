@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.tensor import plain
+from octavo.tensor import local_tensor
 
 
 class NonFiniteError(RuntimeError):
@@ -118,7 +118,7 @@ class _Watch:
 
 
 def _finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(plain(tensor).detach()).all())
+    return not tensor.is_floating_point() or bool(torch.isfinite(local_tensor(tensor).detach()).all())
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -1,5 +1,5 @@
 """What happened in a run besides its steps, in `events.jsonl`: statistics that crossed a limit, layers that were moved,
-rollbacks.
+rollbacks, loss scales that were restored.
 
     {"step": 50, "event": "move", "text": "model.layers.3.mlp.down_proj: rowwise → blockwise (x: …)"}
     {"step": 23, "event": "rollback", "text": "…", "to": 20, "rollbacks": 1, "skipped_batches": 3}
@@ -12,10 +12,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
+
 from octavo.train.disk import write_file
+from octavo.train.records import read_records
 
 EVENTS_FILE = "events.jsonl"
-FINDING, MOVE, ROLLBACK = "finding", "move", "rollback"
+FINDING, MOVE, ROLLBACK, LOSS_SCALE = "finding", "move", "rollback", "loss_scale"
 
 
 def add_event(out: Path, step: int, event: str, text: str, **details: int) -> None:
@@ -27,20 +30,10 @@ def add_event(out: Path, step: int, event: str, text: str, **details: int) -> No
 def read_events(out: Path) -> list[dict[str, Any]]:
     """The events of a run, in order; [] where there were none.
 
-    A last line without its newline is one that a killed process did not finish, and is left out. Any other line that is
-    not an event raises ValueError with its number.
+    A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
+    other line that is not an event raises ValueError with its number and the field.
     """
-    path = out / EVENTS_FILE
-    if not path.exists():
-        return []
-    events = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if line.endswith(b"\n"):
-            try:
-                events.append(_event(json.loads(line)))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number} is not an event of a run: {error!r}") from None
-    return events
+    return read_records(out / EVENTS_FILE, _Event, "an event of a run")
 
 
 def last_rollback(out: Path, step: int) -> dict[str, Any] | None:
@@ -62,16 +55,20 @@ def drop_later_events(out: Path, after_step: int) -> None:
     write_file(out / EVENTS_FILE, "".join(map(_line, remaining)))
 
 
-def _event(event: dict[str, Any]) -> dict[str, Any]:
-    """The event itself. Raises one error or another where it is none."""
-    details = {key: value for key, value in event.items() if key not in ("event", "text")}
-    if not (isinstance(event["event"], str) and isinstance(event["text"], str)):
-        raise TypeError("event and text are strings")
-    if any(type(value) is not int or value < 0 for value in details.values()):
-        raise TypeError("all but event and text are whole numbers from 0 up")
-    if missing := {"step", *(("to", "skipped_batches") if "rollbacks" in event else ())} - event.keys():
-        raise KeyError(*missing)
-    return event
+class _Event(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    step: NonNegativeInt
+    event: str
+    text: str
+    to: NonNegativeInt = 0
+    rollbacks: NonNegativeInt = 0
+    skipped_batches: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _whole(self) -> "_Event":
+        if "rollbacks" in self.model_fields_set and not {"to", "skipped_batches"} <= self.model_fields_set:
+            raise ValueError("rollbacks: come with to and skipped_batches")
+        return self
 
 
 def _happened(event: dict[str, Any], step: int) -> bool:

@@ -13,7 +13,7 @@ from octavo.train.config import ConfigError
 from octavo.train.digests import DIGESTS, files_of, write_digests
 from octavo.train.disk import output_folder, same_mode
 from octavo.train.model import DTYPES
-from octavo.train.pretrained import load_model_config, load_pretrained, save_pretrained
+from octavo.train.pretrained import load_generation_config, load_model_config, load_pretrained, save_pretrained
 from octavo.train.ranks import Ranks
 from octavo.train.shards import SHARDS
 
@@ -60,13 +60,12 @@ def _read(checkpoint: Path, dtype: torch.dtype) -> Any:
     """The model of a checkpoint of either kind."""
     if not (checkpoint / SHARDS).exists():
         return load_pretrained(checkpoint, dtype)
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     shards.check(checkpoint / SHARDS)
     settings = load_model_config(checkpoint)
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
-    if (checkpoint / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(str(checkpoint), local_files_only=True)
+    load_generation_config(checkpoint, model)
     shards.read_weights(checkpoint / SHARDS, model)
     return model

@@ -23,13 +23,13 @@ of a rollback in `events.jsonl` until the next one is saved, so a run that is ki
 """
 
 import math
-import shutil
 from collections import deque
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from octavo.train.checkpoint import checkpoints
+from octavo.train.checkpoint import checkpoints, remove_checkpoint
+from octavo.train.config import ConfigError
 from octavo.train.metrics import StepMetrics
 from octavo.train.sections import GuardConfig
 
@@ -90,12 +90,12 @@ class SpikeGuard:
         return bool(self._rise)
 
     def check(self, row: StepMetrics) -> None:
-        """Count a step. One without a finite loss and gradient norm, skipped under loss scaling, does not count.
+        """Count a step. One that was skipped under loss scaling does not count.
 
         Raises:
             SpikeError: For the last step of a rise that is a spike.
         """
-        if not self.active or row.loss is None or row.grad_norm is None:
+        if not self.active or row.skipped or row.loss is None or row.grad_norm is None:
             return
         rises = self._rises(row.loss)
         if rises:
@@ -119,7 +119,9 @@ class SpikeGuard:
         if self._last and spike.step - self._last[0] <= self._config.window:
             before = [path for path in before if _step(path) < self._last[1]] or before[:1]
         for newer in everything[len(before) :]:
-            shutil.rmtree(newer)
+            remove_checkpoint(newer)
+            if newer.exists():
+                raise ConfigError(f"{newer} is from after a spike and cannot be removed: remove it, and --resume")
         return before[-1]
 
     def went_back(self, spike: int, to: int, rollbacks: int) -> None:

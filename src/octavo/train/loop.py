@@ -26,7 +26,7 @@ from octavo.train.data import Corpus, load_corpus
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.digests import check_digests, has_digests
 from octavo.train.disk import output_folder, write_file
-from octavo.train.events import FINDING, MOVE, ROLLBACK, add_event, drop_later_events, last_rollback
+from octavo.train.events import FINDING, LOSS_SCALE, MOVE, ROLLBACK, add_event, drop_later_events, last_rollback
 from octavo.train.guard import SpikeError
 from octavo.train.metrics import (
     MetricsRows,
@@ -283,13 +283,20 @@ def _tell(trainer: Trainer, row: StepMetrics, metrics: MetricsRows, progress: Pr
     _tell_statistics(trainer, row.step, metrics, progress, out)
     for move in trainer.moved:
         _note_event(trainer, out, progress, row.step, MOVE, f"autopilot, {move}")
+    scale = trainer.loss_scale
     if row.skipped:
-        scale, following = f"loss scale {row.loss_scale:g}", f"{trainer.loss_scale.value:g}"
+        at, following = f"loss scale {row.loss_scale:g}", f"(next {scale.value:g})"
         if row.loss is None:
-            reason = f"the loss is not finite, which no loss scale changes ({scale} stays)"
+            reason = f"the loss is not finite, which no loss scale changes ({at} stays)"
+        elif row.grad_norm is None:
+            reason = f"the gradient overflowed at {at} {following}"
         else:
-            reason = f"the gradient overflowed at {scale} (next {following})"
+            reason = f"the gradient is exactly zero in every parameter at {at} {following}"
         progress.note(f"step {row.step} skipped: {reason}")
+    if scale.restored_from is not None:
+        text = f"the loss scale fell to {scale.restored_from:g}, at which most gradients underflow: restored to "
+        text += f"{scale.value:g}, from before the steps that were skipped"
+        _note_event(trainer, out, progress, row.step, LOSS_SCALE, f"step {row.step}: {text}")
 
 
 def _tell_statistics(trainer: Trainer, step: int, metrics: MetricsRows, progress: Progress, out: Path) -> None:

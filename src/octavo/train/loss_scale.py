@@ -8,6 +8,14 @@ bitwise as they were.
 A loss that is not finite is no overflow, as the scale comes after it: the step is skipped and the scale stays. A run
 that skips more than 40 steps in a row stops, and saves the scale from before them: the one after them, 2⁻⁴⁰ times as
 large, would let all gradients underflow.
+
+A fault that passes (a bad link, a range of bad data) lowers the scale as an overflow does, and most gradients underflow
+long before 2000 steps per doubling have brought it back. So a scale that has fallen by more than 2⁸, at once or over
+faults that recur, is restored in the first good step to what it was before, on trial. If the next step overflows, the
+low scale was needed: it comes back at once, and the next trial, after twice as many good steps (up to 16), is at half
+the scale. A range that is really 2ⁿ smaller costs n - 8 skipped steps at most, a fault that has passed none. A gradient
+of zeros alone restores the scale as well, and its step is skipped, if the scale is below its initial value or the one
+before it fell.
 """
 
 GROWTH_INTERVAL = 2000
@@ -16,10 +24,20 @@ LARGEST = 2.0**24
 """Where a dynamic scale stops growing: 65504, the largest fp16 gradient, is then one of 0.004."""
 MOST_SKIPS = 40
 """Skipped steps in a row after which it is no question of range: a dynamic scale has fallen by 2⁴⁰ by then."""
+COLLAPSE = 2.0**8
+"""Factor by which a scale falls before it is restored on trial."""
+QUIET = 16
+"""Good steps in a row after which an overflow is the beginning of another fall, and the longest wait for a trial."""
 
 
 class LossScale:
-    """Scale of the loss: "none", "dynamic", or a fixed number."""
+    """Scale of the loss: "none", "dynamic", or a fixed number.
+
+    Attributes:
+        active: Whether a loss scale was asked for.
+        value: The scale.
+        restored_from: The scale that the step counted last has restored from; None where it has not.
+    """
 
     def __init__(self, mode: str | float) -> None:
         self.active = mode != "none"
@@ -27,7 +45,9 @@ class LossScale:
         self._good_steps = 0
         self._skips = 0
         self.value: float = INITIAL if self._dynamic else 1.0 if isinstance(mode, str) else mode
-        self._before = self.value
+        self.restored_from: float | None = None
+        self._before = self.value  # the fall
+        self._trial_from, self._wait = 0.0, 1  # the scale below one on trial; good steps until the next trial
 
     @property
     def exhausted(self) -> bool:
@@ -46,27 +66,61 @@ class LossScale:
             overflow: Whether the loss or the gradient was not finite, so that the step is skipped.
             loss_is_finite: Whether it was only the gradient; else the scale stays.
         """
-        if not overflow:
-            self._skips, self._good_steps = 0, self._good_steps + 1
-            if self._dynamic and self._good_steps >= GROWTH_INTERVAL:
-                self.value = max(self.value, min(2 * self.value, LARGEST))
-                self._good_steps = 0
+        self.restored_from = None
+        collapsed = self.value * COLLAPSE < self._before
+        if overflow:
+            if self._good_steps >= QUIET and not collapsed:
+                self._before, self._wait = max(self._before, self.value), 1
+            self._skips, self._good_steps = self._skips + 1, 0
+            if self._dynamic and loss_is_finite:
+                self._back_off()
             return
-        if not self._skips:
-            self._before = self.value
-        self._skips, self._good_steps = self._skips + 1, 0
-        if self._dynamic and loss_is_finite:
-            self.value /= 2
+        self._skips, self._good_steps = 0, self._good_steps + 1
+        if self._trial_from:
+            self._trial_from, self._wait = 0.0, 1
+        if collapsed and self._good_steps >= self._wait:
+            self._restore()
+        elif self._dynamic and self._good_steps >= GROWTH_INTERVAL:
+            self._before = max(self._before, self.value)
+            self.value = max(self.value, min(2 * self.value, LARGEST))
+            self._good_steps = 0
+
+    def lift(self) -> bool:
+        """Count a step whose gradient is exactly zero as skipped, and restore a scale that may be the cause.
+
+        Returns False, and counts nothing, where it is not: fixed, not below its initial value or that before it fell,
+        or tried in too many steps in a row.
+        """
+        before = max(self._before, INITIAL)
+        if not self._dynamic or self.value >= before or self.exhausted:
+            return False
+        self._before = before
+        self._skips += 1
+        self._restore()
+        return True
 
     def rewind(self) -> None:
-        """Go back to the scale before the steps that were skipped last."""
-        if self._skips:
-            self.value, self._skips = self._before, 0
+        """Go back to the scale before it fell: for a run that stops, and is resumed when the cause is gone."""
+        self._skips = 0
+        if self.value < self._before:
+            self.value, self._good_steps, self._trial_from, self._wait = self._before, 0, 0.0, 1
+
+    def _back_off(self) -> None:
+        if self._trial_from:
+            self.value, self._trial_from = self._trial_from, 0.0
+            self._before, self._wait = self._before / 2, min(2 * self._wait, QUIET)
+        else:
+            self.value /= 2
+
+    def _restore(self) -> None:
+        self.restored_from = self._trial_from = self.value
+        self.value, self._good_steps = self._before, 0
 
     def state_dict(self) -> dict[str, float]:
-        """The scale, good and skipped steps in a row, and the scale before the skipped ones."""
+        """The scale, good and skipped steps in a row, the scale before it fell, and what is known of trials."""
         return {
             "value": self.value, "good_steps": self._good_steps, "overflows": self._skips, "before": self._before,
+            "trial_from": self._trial_from, "wait": self._wait,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -75,3 +129,4 @@ class LossScale:
         self._good_steps = int(state["good_steps"])
         self._skips = int(state["overflows"])
         self._before = state.get("before", self.value)
+        self._trial_from, self._wait = state.get("trial_from", 0.0), int(state.get("wait", 1))

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import statistics
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from octavo.inspect.findings import Finding, Thresholds
 from octavo.inspect.stats import OperandStats
 from octavo.train.disk import write_file
+from octavo.train.records import check_order, read_record, read_records, record
 from octavo.train.statistics import StatisticsWriter
 
 if TYPE_CHECKING:
@@ -107,13 +109,13 @@ class RunResult:
         """Reads `run.json` from the output folder `out`. Raises ValueError where there is none, or it is not one."""
         path = out / RESULT_FILE
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-            losses = fields.pop("losses")
-            return cls(losses=None if losses is None else Losses(**losses), **fields)
+            content = path.read_bytes()
         except FileNotFoundError:
             raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished") from None
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is not the summary of a run: {error}") from None
+        model = record(RunResult, losses=record(Losses) | None)
+        fields = read_record(content, model, f"{path} is not the summary of a run")
+        losses = fields.pop("losses")
+        return cls(losses=None if losses is None else Losses(**losses), **fields)
 
 
 class Progress(Protocol):
@@ -154,24 +156,26 @@ class Silent:
         """Nothing."""
 
 
-def read_metrics(out: Path) -> list[StepMetrics]:
+def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
     """Reads the steps in the output folder `out`, in order; [] where there are none yet.
 
-    A last line without its newline is one that a killed process did not finish, and is left out. Any other line that is
-    not a step raises ValueError with its number.
+    A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
+    other line that is not a step, or not after the one before, raises ValueError with its number and the field. Steps
+    that are missing, of `last` at least, are a warning: a power cut takes lines that were not on disk yet.
     """
-    path = out / METRICS_FILE
-    if not path.exists():
-        return []
-    rows = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith("\n"):
-            break
-        try:
-            rows.append(StepMetrics(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is not a step of a run: {error}") from None
+    path, what = out / METRICS_FILE, "a step of a run"
+    rows = [StepMetrics(**row) for row in read_records(path, record(StepMetrics), what)]
+    steps = [row.step for row in rows]
+    check_order(path, steps, what)
+    last = max([last, *steps])
+    if len(steps) < last:
+        first = next((number for number, step in enumerate(steps, 1) if step != number), len(steps) + 1)
+        warnings.warn(
+            f"{path} lacks {last - len(steps)} of {last} steps, the first of them step {first}: curves and means are "
+            "of the others",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return rows
 
 
@@ -225,7 +229,7 @@ class MetricsWriter(MetricsRows):
 
     def __init__(self, out: Path, *, after_step: int, log_every: int, limits: Thresholds | None = None) -> None:
         super().__init__()
-        self.rows = [row for row in read_metrics(out) if row.step <= after_step]
+        self.rows = [row for row in read_metrics(out, after_step) if row.step <= after_step]
         self._log_every = log_every
         path = out / METRICS_FILE
         write_file(path, "".join(_line(row) for row in self.rows))

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from octavo.optim import AdamW
-from octavo.optim.sharded import is_sharded, like, rows_of
-from octavo.tensor import plain
+from octavo.optim.sharded import is_sharded, local_rows, shard_like
+from octavo.tensor import local_tensor
 from octavo.train.config import TrainConfig
 from octavo.train.sections import Optim
 
@@ -101,7 +101,7 @@ class MasterAdamW:
 
     def gradients(self) -> list[torch.Tensor]:
         """What the step will read: of shards, what is here."""
-        return [plain(master.grad) for master in self._masters if master.grad is not None]
+        return [local_tensor(master.grad) for master in self._masters if master.grad is not None]
 
     @torch.no_grad()
     def accumulate(self) -> None:
@@ -110,9 +110,9 @@ class MasterAdamW:
             if param is master or param.grad is None:
                 continue
             if master.grad is None:
-                master.grad = like(param, plain(param.grad).float())
+                master.grad = shard_like(param, local_tensor(param.grad).float())
             else:
-                plain(master.grad).add_(plain(param.grad))
+                local_tensor(master.grad).add_(local_tensor(param.grad))
             param.grad = None
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class MasterAdamW:
         self._adamw.step()
         for param, master in zip(self._params, self._masters, strict=True):
             if param is not master:
-                plain(param).copy_(plain(master))
+                local_tensor(param).copy_(local_tensor(master))
 
     def zero_grad(self) -> None:
         """Frees all gradients."""
@@ -148,9 +148,9 @@ class MasterAdamW:
         for name, param, master in zip(self._names, self._params, self._masters, strict=True):
             state = self._adamw.state[master]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=plain(master).device)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=local_tensor(master).device)
                 for moment in ("exp_avg", "exp_avg_sq"):
-                    state[moment] = like(master, torch.zeros_like(plain(master)))
+                    state[moment] = shard_like(master, torch.zeros_like(local_tensor(master)))
             found |= {f"{name}.{key}": value for key, value in state.items()}
             if param is not master:
                 found[f"{name}.master"] = master.detach()
@@ -165,14 +165,14 @@ class MasterAdamW:
             self._adamw.load_state_dict(state["adamw"])
         for name, param, master in zip(self._names, self._params, self._masters, strict=True):
             if param is not master:
-                plain(master).copy_(rows_of(master, state["masters"][name]))
+                local_tensor(master).copy_(local_rows(master, state["masters"][name]))
 
     def _load_rows(self, saved: dict[str, Any]) -> None:
         self.tensors()  # makes them
         for group, old in zip(self._adamw.param_groups, saved["param_groups"], strict=True):
             for number, master in zip(old["params"], group["params"], strict=True):
                 for key, value in saved["state"].get(number, {}).items():
-                    plain(self._adamw.state[master][key]).copy_(rows_of(master, value))
+                    local_tensor(self._adamw.state[master][key]).copy_(local_rows(master, value))
 
 
 class CompactAdamW:
@@ -209,7 +209,7 @@ class CompactAdamW:
 
     def gradients(self) -> list[torch.Tensor]:
         """What the step will read: of shards, what is here."""
-        return [plain(param.grad) for param in self._params if param.grad is not None]
+        return [local_tensor(param.grad) for param in self._params if param.grad is not None]
 
     def accumulate(self) -> None:
         """Nothing: backward adds to the parameters' own gradients."""
@@ -252,8 +252,8 @@ class CompactAdamW:
 
 def _master(param: torch.Tensor, exact: torch.Tensor | None) -> nn.Parameter:
     """An fp32 copy of a parameter, sharded as it is; with exact values where they are known."""
-    rows = plain(param).detach() if exact is None else rows_of(param, exact)
-    return nn.Parameter(like(param, rows.to(plain(param).device, torch.float32, copy=True)))
+    rows = local_tensor(param).detach() if exact is None else local_rows(param, exact)
+    return nn.Parameter(shard_like(param, rows.to(local_tensor(param).device, torch.float32, copy=True)))
 
 
 def _groups(

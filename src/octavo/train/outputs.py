@@ -14,10 +14,11 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.train.checkpoint import FOLDER, check_same_run, latest_checkpoint, no_checkpoints, read_trainer_state
+from octavo.train.checkpoint import FOLDER, latest_checkpoint, no_checkpoints, read_trainer_state
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.events import EVENTS_FILE
 from octavo.train.metrics import METRICS_FILE, RESULT_FILE, TENSORBOARD_DIR
+from octavo.train.same_run import check_same_run
 from octavo.train.sections import expand
 from octavo.train.statistics import STATISTICS_FILE
 
@@ -48,7 +49,7 @@ def claim_folder(out: Path, config: TrainConfig, *, resume: bool) -> Claim:
     if config.model.path is not None and expand(config.model.path).resolve() == out.resolve():
         raise ConfigError(f"{out} is model.path, the checkpoint to start from: choose another folder (--out)")
     for name in (*TRACES, *WRITTEN):
-        _check_kind(out / name)
+        check_kind(out / name)
     traces = [name for name in TRACES if (out / name).exists()]
     others = [name for name in WRITTEN if (out / name).exists()]
     if not resume:
@@ -80,15 +81,15 @@ def claim_folder(out: Path, config: TrainConfig, *, resume: bool) -> Claim:
     return Claim(checkpoint, (*passed_over, *tuned))
 
 
-def _check_kind(path: Path) -> None:
+def check_kind(path: Path, writer: str = "a run") -> None:
     """Raise ConfigError for a folder where a run writes a file, a link there, or anything but a folder where it writes
-    a folder; a link to a folder serves as one.
+    a folder; a link to a folder serves as one. `writer`: what is to write there.
     """
     folder = path.name in (FOLDER, TENSORBOARD_DIR)
     if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file() and not path.is_symlink()):
         what = f"a link to {os.readlink(path)}" if path.is_symlink() else "a folder" if path.is_dir() else "no folder"
         raise ConfigError(
-            f"{path} is {what}, and a run writes a {'folder' if folder else 'file'} there: move it away, or choose "
+            f"{path} is {what}, and {writer} writes a {'folder' if folder else 'file'} there: move it away, or choose "
             "another folder (--out)"
         )
 

@@ -44,9 +44,8 @@ from octavo.inspect.step_memory import (
     step_trace,
 )
 from octavo.nn import convert
-from octavo.runtime.blocks import find_blocks
-from octavo.nn.report import PLAN_ATTRIBUTE
 from octavo.nn.memory_audit import Audit, audit, dtype_name
+from octavo.nn.report import PLAN_ATTRIBUTE
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, LEVELS
@@ -59,6 +58,7 @@ from octavo.planner.memory_plan import BATCH, BUFFERS, PARAMETERS, STATES, Memor
 from octavo.planner.step import CHECKPOINTING, Setting, layout_settings
 from octavo.planner.tables import compare_memory, forecast_tables, plan_notes
 from octavo.planner.timeline import Timeline
+from octavo.runtime.blocks import find_blocks
 from octavo.runtime.terminal import show, stdout
 from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
 from octavo.train.data import Corpus

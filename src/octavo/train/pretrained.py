@@ -30,11 +30,19 @@ def load_model_config(folder: Path) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(
+            "it holds a PEFT adapter (adapter_config.json), which Transformers would put into the model: merge it, "
+            "peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(another), and "
+            "give the folder with the merged model"
+        )
     asked: Any = None
+    kernels: list[str] = []
     names: dict[str, Any] = {}
     problem = ""
     try:
-        asked = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map")
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        asked, kernels = config.get("auto_map"), _hub_kernels(config)
         settings = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         kind = settings.model_type
         names = {"AutoConfig": type(settings).__name__, "AutoModel": MODEL_MAPPING_NAMES.get(kind)}
@@ -50,7 +58,20 @@ def load_model_config(folder: Path) -> Any:
         )
     if problem:
         raise ConfigError(problem)
+    if kernels:
+        raise ConfigError(
+            f"the model wants attention from the hub ({kernels[0]!r}), code that Octavo never fetches nor runs: set "
+            'attn_implementation in its config.json to "sdpa" or "eager", or leave it out'
+        )
     return settings
+
+
+def _hub_kernels(config: Any, inside: bool = False) -> list[str]:
+    """What a config, or a part of it, names as attention of a repository, as "owner/kernel"."""
+    if isinstance(config, dict):
+        parts = [(value, inside or "attn_implementation" in key) for key, value in config.items()]
+        return [kernel for part in parts for kernel in _hub_kernels(*part)]
+    return [config] if inside and isinstance(config, str) and "/" in config else []
 
 
 def one_line(error: Exception) -> str:
@@ -79,6 +100,7 @@ def load_pretrained(folder: Path, dtype: torch.dtype) -> Any:
     model, info = loaded
     if missing := sorted(info["missing_keys"]):  # transformers would go on with random weights there
         raise ConfigError(f"the checkpoint lacks {missing[0]} ({len(missing)} weights in all)")
+    load_generation_config(folder, model)  # for a damaged one transformers would take the defaults
     return model
 
 
@@ -97,6 +119,17 @@ def _check_indices(folder: Path) -> None:
 def load_weights(folder: Path, dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:
     """The weights in `folder` by the names that the model has for them, on every rank; one copy on each machine."""
     return share_on_machine(lambda: load_pretrained(folder, dtype).state_dict(), ranks)
+
+
+def load_generation_config(folder: Path, model: Any) -> None:
+    """Give a model the settings of generation in `folder`, if it has any. Raises ConfigError for damaged ones."""
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").exists():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # of no common type
+            raise ConfigError(f"generation_config.json cannot be read: {one_line(error)}") from None
 
 
 def save_pretrained(model: Any, folder: Path) -> None:

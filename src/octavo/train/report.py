@@ -23,10 +23,11 @@ from octavo.inspect.findings import Finding
 from octavo.inspect.stats import OperandStats
 from octavo.train.charts import FLAT, SMALL, Chart, Line, draw
 from octavo.train.curves import Curves, gap_percent
+from octavo.train.disk import write_file
 from octavo.train.events import read_events
 from octavo.train.heatmap import Heatmap, heatmaps
 from octavo.train.metrics import RunResult, read_metrics
-from octavo.train.outputs import LAYERS_FILE
+from octavo.train.outputs import LAYERS_FILE, check_kind
 from octavo.train.plots import write_loss_png
 from octavo.train.statistics import all_findings, limits_of, read_statistics
 from octavo.train.verdict import BAND_PERCENT, Verdict, arm_name, verdict
@@ -100,7 +101,7 @@ def write_report(runs: list[Path], out: Path) -> ReportFiles:
     """Write the report of the runs in the folders `runs` into the folder `out`; the first run is the baseline.
 
     Raises:
-        ValueError: A folder holds no finished run.
+        ValueError: A folder holds no finished run, a file of one is damaged, or a link is where the report would be.
     """
     logged = _read(runs)
     verdicts = [verdict(logged[0].result, run.result) for run in logged[1:]]
@@ -111,11 +112,13 @@ def write_report(runs: list[Path], out: Path) -> ReportFiles:
     title = logged[0].label
     if verdicts:
         title = f"{' and '.join(run.label for run in logged[1:])} against {title}"
+    for path in filter(None, (files.html, files.png, files.verdict)):
+        check_kind(path, "a report")
     write_loss_png([(run.label, run.curves) for run in logged], files.png, title=title)
-    files.html.write_text(_page(logged, verdicts, title), encoding="utf-8")
+    write_file(files.html, _page(logged, verdicts, title))
     if files.verdict:
         summary = {"verdicts": [v.to_json() for v in verdicts], "runs": [asdict(run.result) for run in logged]}
-        files.verdict.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        write_file(files.verdict, json.dumps(summary, indent=2) + "\n")
     return files
 
 
@@ -162,7 +165,7 @@ def _read(folders: list[Path]) -> list[LoggedRun]:
                 label=label,
                 slot=slot % 6,
                 result=result,
-                curves=Curves.of(read_metrics(folder)),
+                curves=Curves.of(read_metrics(folder, result.steps)),
                 config=(folder / "config.toml").read_text(encoding="utf-8"),
                 layers=_layers(folder),
                 statistics=statistics,
@@ -189,8 +192,11 @@ def _labels(folders: Sequence[Path], results: Sequence[RunResult]) -> list[str]:
 def _layers(folder: Path) -> list[LayerGroup]:
     """What `octavo.report` said of the run's layers, layers of repeated blocks merged."""
     path = folder / LAYERS_FILE
-    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    groups = Counter((re.sub(r"\d+", "*", row["name"]), row["recipe"], row["reason"]) for row in rows)
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        groups = Counter((re.sub(r"\d+", "*", row["name"]), row["recipe"], row["reason"]) for row in rows)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is not what a run says of its layers: {error!r}") from None
     return [
         LayerGroup(
             pattern=name or "the model",

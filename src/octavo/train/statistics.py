@@ -15,34 +15,33 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from octavo.inspect.findings import Finding, History, Thresholds, findings
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train.disk import write_file
+from octavo.train.records import check_order, first_error, read_records, record
+from octavo.train.sections import Limits
 
 STATISTICS_FILE = "statistics.jsonl"
 CHECKPOINT = re.compile(r"step-(\d+)")
 """Folder of a checkpoint."""
+Level = float | Literal["inf"] | None
+"""dB, as JSON has them."""
 
 
 def read_statistics(out: Path) -> list[OperandStats]:
     """Reads the statistics in the output folder `out`, in order; [] where there are none.
 
-    A last line without its newline is one that a killed process did not finish, and is left out. Any other line that is
-    not a row raises ValueError with its number.
+    A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
+    other line that is not a row, or is of a step before the last line's, raises ValueError with its number.
     """
-    path = out / STATISTICS_FILE
-    if not path.exists():
-        return []
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break
-        try:
-            rows.append(OperandStats.from_json(json.loads(line)))
-        except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number} is not a row of statistics: {error}") from None
+    path, what = out / STATISTICS_FILE, "a row of statistics"
+    model = record(OperandStats, sqnr=Level, what_if=dict[str, Level])
+    rows = [OperandStats.from_json(row) for row in read_records(path, model, what)]
+    check_order(path, (row.step for row in rows), what, repeated=True)
     return rows
 
 
@@ -78,8 +77,13 @@ def run_of(folder: Path) -> Path:
 def limits_of(run: Path) -> Thresholds:
     """The limits that a run was given, in the `config.toml` of its output folder; the default ones where none is."""
     path = run / "config.toml"
-    tables = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return Thresholds(**tables.get("inspect", {}).get("limits", {}))
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return Thresholds(**Limits.model_validate(tables.get("inspect", {}).get("limits", {})).model_dump())
+    except ValidationError as error:
+        raise ValueError(f"{path} is not the configuration of a run: inspect.limits.{first_error(error)}") from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not the configuration of a run: {error}") from None
 
 
 def all_findings(rows: Sequence[OperandStats], thresholds: Thresholds | None = None) -> list[Finding]:

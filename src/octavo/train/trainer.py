@@ -6,8 +6,8 @@ equal numbers of targets: of a plain cross-entropy it is the mean over all token
 a step uses (batch, learning rate, randomness of dropout) is a function of (seed, step).
 
 A loss or gradient that is not finite never reaches the optimizer: under loss scaling the step is skipped and counted;
-otherwise the run stops, with the layer named. A gradient that is exactly zero everywhere stops the run as well. Loss
-and norm are those of all ranks, so all of them do the same.
+otherwise the run stops, with the layer named. A gradient that is exactly zero everywhere stops the run as well, unless
+a loss scale that has fallen may be the cause. Loss and norm are those of all ranks, so all of them do the same.
 """
 
 import inspect
@@ -130,21 +130,23 @@ class Trainer:
         before = self.pilot.state_dict() if self.pilot is not None else {}
         loss_value, norm = self._piloted_gradients(inputs, targets)
         norm_value = norm.item()
-        good = _are_finite(loss_value, norm_value)
+        good, vanished = _are_finite(loss_value, norm_value), norm_value == 0 and loss_value != 0
         scale = self.loss_scale.value if self.loss_scale.active else None
-        self.loss_scale.update(overflow=not good, loss_is_finite=finite(loss_value) is not None)
+        if not vanished:
+            self.loss_scale.update(overflow=not good, loss_is_finite=finite(loss_value) is not None)
         stops = not good and (not self.loss_scale.active or self.loss_scale.exhausted)
-        if stops or (norm_value == 0 and loss_value != 0):
+        if stops or (vanished and not self.loss_scale.lift()):
             if self.pilot is not None and self.moved:
                 self.pilot.load_state_dict(before)
                 self.moved = []
-            vanished = ZeroGradientError(self.step + 1, loss_value, scale)
-            error = self._diagnose(inputs, targets, loss_value) if stops else vanished
+            error: NonFiniteError = ZeroGradientError(self.step + 1, loss_value, scale)
+            error = self._diagnose(inputs, targets, loss_value) if stops else error
             self.optimizer.zero_grad()
             self.loss_scale.rewind()
             raise error
         lr = learning_rate(config.optim, self.step, config.run.steps)
-        if good:
+        taken = good and not vanished
+        if taken:
             self.optimizer.step(lr, norm)
         self.optimizer.zero_grad()
         self.step += 1
@@ -157,7 +159,7 @@ class Trainer:
             lr=lr,
             grad_norm=finite(norm_value),
             loss_scale=scale,
-            skipped=not good,
+            skipped=not taken,
             step_s=seconds,
             tokens_per_s=tokens / seconds,
         )

@@ -1,6 +1,6 @@
-"""adamw: one step on many parameters, with moments in FP8 or float32 and exact masters in 16 bits or 32.
+"""adamw: one step on many parameters, with FP8 or float32 moments and exact 16- or 32-bit masters.
 
-No torch op: it changes lists of tensors in place, and nothing differentiates or compiles through it.
+Not a torch op: it updates lists of tensors in place, and nothing differentiates or compiles through it.
 """
 
 from importlib.util import find_spec
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from octavo.kernels.adamw import reference
 from octavo.kernels.adamw.moments import GROUP, compress, expand, groups, random_bits, seed_after
-from octavo.kernels.adamw.reference import Hyper, Slot, split
+from octavo.kernels.adamw.reference import HyperParams, ParamState, split
 from octavo.kernels.registry import Backend, Case, Op, register
 from octavo.numerics.error import sqnr
 
 __all__ = [
     "ADAMW",
     "GROUP",
-    "Hyper",
-    "Slot",
+    "HyperParams",
+    "ParamState",
     "compress",
     "expand",
     "groups",
@@ -28,33 +28,33 @@ __all__ = [
     "step",
 ]
 
-Work = list[tuple[Slot, Hyper]]
+Work = list[tuple[ParamState, HyperParams]]
 
 
 def step(work: Work) -> None:
     """Take one step on each parameter, in place.
 
     Args:
-        work: Parameters with their states, and the numbers of their step. All on one device.
+        work: Parameters with their states and hyperparameters, all on one device.
     """
     if work:
         ADAMW.choose(work[0][0].param.device, ("step",)).run(work)
 
 
 def _run_triton(work: Work) -> None:
-    from octavo.kernels.adamw import triton  # imports Triton, so only once it is wanted
+    from octavo.kernels.adamw import triton  # imports Triton
 
     triton.step(work)
 
 
-def _refuses_triton(device: torch.device, case: Case) -> str | None:
+def _triton_unsupported(device: torch.device, case: Case) -> str | None:
     if device.type != "cuda":
         return f"Triton compiles for GPUs; this device is {device.type!r}"
     return None if find_spec("triton") else "Triton is not installed"
 
 
 def sample(device: torch.device) -> Work:
-    """Two small parameters of every kind there is, some steps in."""
+    """Return small parameters of every kind, with states as after some steps."""
     work = []
     for kind, shape in enumerate([(5, 200), (3, 128), (1, 70), (40, 256)]):
         generator = torch.Generator().manual_seed(kind)
@@ -66,7 +66,7 @@ def sample(device: torch.device) -> Work:
         upper, remainder = split(values)
         first, second = compress(m, True), compress(v, False)
         compact = kind % 2 == 0
-        slot = Slot(
+        state = ParamState(
             param=upper if kind < 3 else values,
             grad=random(*shape).to(torch.bfloat16 if kind < 3 else torch.float32) * 1e-3,
             exp_avg=first[0] if compact else m,
@@ -76,7 +76,7 @@ def sample(device: torch.device) -> Work:
             master=values.clone() if kind == 1 else None,
             seed=kind if compact else None,
         )
-        work.append((slot, Hyper(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=7)))
+        work.append((state, HyperParams(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=7)))
     return work
 
 
@@ -89,10 +89,10 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
             (n, getattr(want, n), getattr(got, n)) for n in ("param", "master", "exp_avg", "exp_avg_sq")
         ):
             if a is not None and not sqnr(a.float(), b.float()) > 40:
-                return f"{name} agrees with reference to {sqnr(a.float(), b.float()):.1f} dB only (40 dB wanted)"
+                return f"SQNR of {name} against reference is {sqnr(a.float(), b.float()):.1f} dB; above 40 dB expected"
     return None
 
 
 ADAMW = register(Op(name="adamw", cases={"step": ("step",)}, probe=_probe))
-ADAMW.add(Backend(name="triton", run=_run_triton, refuses=_refuses_triton))
+ADAMW.add(Backend(name="triton", run=_run_triton, unsupported_reason=_triton_unsupported))
 ADAMW.add(Backend(name="reference", run=reference.step_all))

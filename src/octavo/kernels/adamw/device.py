@@ -1,11 +1,11 @@
-"""The AdamW step as one Triton kernel for many parameters: tables say where each one's tensors are and which is next.
+"""The AdamW step as one Triton kernel for many parameters, with tables of their addresses, shapes and numbers.
 
-A program takes PER groups of 128 elements of one parameter. Groups count along rows, the last of a row may be short.
-Moments, master and parameter are read, stepped and written once: 2 + 2 bytes of a bf16 parameter, 2 of its gradient,
-2 + 2 of its remainder, 4.2 of both moments.
+A program handles PER groups of 128 elements of one parameter. Groups run along rows; the last of a row may be partial.
+Moments, master and parameter are read and written once. Bytes per element: 2 + 2 for a bf16 parameter, 2 for its
+gradient, 2 + 2 for its remainder, 4.2 for both moments.
 
-MOMENTS: whether moments are FP8. MASTER: 0 the parameter itself, 1 remainder, 2 float32. NOISE: round at random.
-ALIGNED: tensors begin at multiples of 16 bytes and rows are whole groups: elements are where their index says.
+MOMENTS: whether moments are FP8. MASTER: 0 the parameter itself, 1 remainder, 2 float32. NOISE: stochastic rounding.
+ALIGNED: tensors start at multiples of 16 bytes and rows are whole groups, so an element's index is its offset.
 """
 
 import triton
@@ -20,7 +20,7 @@ NAN_BITS = tl.constexpr(_NAN_BITS)
 
 @triton.jit
 def _random(index, seed):
-    """32 random bits for an element: its index and a seed, mixed (the finalizer of MurmurHash3)."""
+    """Hash an element's index and a seed to 32 random bits (the finalizer of MurmurHash3)."""
     bits = index.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
     bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
     bits = (bits.to(tl.uint32) ^ (bits.to(tl.uint32) >> 13)) * 0xC2B2AE35
@@ -44,16 +44,16 @@ def _exp2(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _expanded(size, hi, k, INTERPRETED: tl.constexpr):
-    """Hi · size^(16/k) for sizes from 0 to 1, k in sixteenths; NaN for a whole group whose hi is not finite."""
+    """Return hi · size^(16/k) for sizes from 0 to 1, k in sixteenths; NaN for a whole group with non-finite hi."""
     half = _exp2(_log2(tl.where(size > 0, size, 1.0), INTERPRETED) * (8.0 / k)[:, None], INTERPRETED)
     return tl.where(size > 0, half * hi[:, None] * half, hi[:, None] * 0.0)
 
 
 @triton.jit
 def _compressed(size, TOP: tl.constexpr, REACH: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Top · (size/hi)^(k/16), hi and k of each row of groups.
+    """Return TOP · (size/hi)^(k/16), hi and k of each group.
 
-    Bits of magnitudes are in the order of the numbers, NaN above all: so hi is NaN where some size is.
+    Bits of magnitudes sort like the numbers, NaN last, so hi is NaN if any size is.
     """
     hi = tl.max(magnitude(size), axis=1).to(tl.float32, bitcast=True)
     lo = tl.min(tl.where(size > 0, size, float("inf")), axis=1)
@@ -68,8 +68,8 @@ def _compressed(size, TOP: tl.constexpr, REACH: tl.constexpr, INTERPRETED: tl.co
 
 
 @triton.jit
-def _tensor(pointers, which, FIELD: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer to one tensor of a parameter."""
+def _tensor_pointer(pointers, which, FIELD: tl.constexpr, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the pointer to one tensor of a parameter."""
     pointer = tl.load(pointers + 9 * which + FIELD).to(tl.pointer_type(TYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -77,55 +77,57 @@ def _tensor(pointers, which, FIELD: tl.constexpr, TYPE: tl.constexpr, ALIGNED: t
 
 
 @triton.jit
-def _moments(
+def _load_moments(
     pointers, which, at, inside, group, real,
     MOMENTS: tl.constexpr, TOP: tl.constexpr, TOP_T: tl.constexpr, ALIGNED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Both moments in float32."""
+    """Load both moments as float32."""
     if MOMENTS:
-        q = tl.load(_tensor(pointers, which, 2, tl.float8e4nv, ALIGNED) + at, mask=inside, other=0.0).to(tl.float32)
-        hi = tl.load(_tensor(pointers, which, 4, tl.float32, ALIGNED) + group, mask=real, other=0.0)
-        k = tl.load(_tensor(pointers, which, 5, tl.uint8, ALIGNED) + group, mask=real, other=16).to(tl.float32)
+        q = tl.load(_tensor_pointer(pointers, which, 2, tl.float8e4nv, ALIGNED) + at, mask=inside, other=0.0).to(
+            tl.float32
+        )
+        hi = tl.load(_tensor_pointer(pointers, which, 4, tl.float32, ALIGNED) + group, mask=real, other=0.0)
+        k = tl.load(_tensor_pointer(pointers, which, 5, tl.uint8, ALIGNED) + group, mask=real, other=16).to(tl.float32)
         m = _expanded(tl.abs(q) * (1.0 / TOP), hi, k, INTERPRETED)
         m = tl.where(q < 0, -m, m)
-        codes = tl.load(_tensor(pointers, which, 3, tl.uint8, ALIGNED) + at, mask=inside, other=0).to(tl.int32)
-        hi = tl.load(_tensor(pointers, which, 6, tl.float32, ALIGNED) + group, mask=real, other=0.0)
-        k = tl.load(_tensor(pointers, which, 7, tl.uint8, ALIGNED) + group, mask=real, other=16).to(tl.float32)
+        codes = tl.load(_tensor_pointer(pointers, which, 3, tl.uint8, ALIGNED) + at, mask=inside, other=0).to(tl.int32)
+        hi = tl.load(_tensor_pointer(pointers, which, 6, tl.float32, ALIGNED) + group, mask=real, other=0.0)
+        k = tl.load(_tensor_pointer(pointers, which, 7, tl.uint8, ALIGNED) + group, mask=real, other=16).to(tl.float32)
         size = ((codes + (127 << 4)) << 19).to(tl.float32, bitcast=True)
         v = _expanded(tl.where(codes > 0, size, 0.0) * (1.0 / TOP_T), hi, k, INTERPRETED)
     else:
-        m = tl.load(_tensor(pointers, which, 2, tl.float32, ALIGNED) + at, mask=inside, other=0.0)
-        v = tl.load(_tensor(pointers, which, 3, tl.float32, ALIGNED) + at, mask=inside, other=0.0)
+        m = tl.load(_tensor_pointer(pointers, which, 2, tl.float32, ALIGNED) + at, mask=inside, other=0.0)
+        v = tl.load(_tensor_pointer(pointers, which, 3, tl.float32, ALIGNED) + at, mask=inside, other=0.0)
     return m, v
 
 
 @triton.jit
-def _keep_moments(
-    m, v, drawn, pointers, which, at, inside, group, real,
+def _store_moments(
+    m, v, random_bits, pointers, which, at, inside, group, real,
     MOMENTS: tl.constexpr, NOISE: tl.constexpr, TOP: tl.constexpr, REACH: tl.constexpr,
     TOP_T: tl.constexpr, REACH_T: tl.constexpr, ALIGNED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Both moments written back; `drawn` holds 16 random bits for each."""
+    """Store both moments; `random_bits` holds 16 random bits for each."""
     if MOMENTS:
         size, hi, k = _compressed(tl.abs(m), TOP, REACH, INTERPRETED)
         if NOISE:
-            random = (drawn & 0xFFFF) << 4
+            random = (random_bits & 0xFFFF) << 4
             size = ((size.to(tl.int32, bitcast=True) + random) & -0x100000).to(tl.float32, bitcast=True)
             size = tl.minimum(size, TOP)
         codes = to_fp8(tl.where(m < 0, -size, size), tl.float8e4nv, True, INTERPRETED)
-        tl.store(_tensor(pointers, which, 2, tl.float8e4nv, ALIGNED) + at, codes, mask=inside)
-        tl.store(_tensor(pointers, which, 4, tl.float32, ALIGNED) + group, hi, mask=real)
-        tl.store(_tensor(pointers, which, 5, tl.uint8, ALIGNED) + group, k.to(tl.uint8), mask=real)
+        tl.store(_tensor_pointer(pointers, which, 2, tl.float8e4nv, ALIGNED) + at, codes, mask=inside)
+        tl.store(_tensor_pointer(pointers, which, 4, tl.float32, ALIGNED) + group, hi, mask=real)
+        tl.store(_tensor_pointer(pointers, which, 5, tl.uint8, ALIGNED) + group, k.to(tl.uint8), mask=real)
         size, hi, k = _compressed(v, TOP_T, REACH_T, INTERPRETED)
-        random = ((drawn >> 16) & 0xFFFF) << 3 if NOISE else (1 << 18)
+        random = ((random_bits >> 16) & 0xFFFF) << 3 if NOISE else (1 << 18)
         codes = ((size.to(tl.int32, bitcast=True) + random) >> 19) - (127 << 4)
         codes = tl.where(size > 0, tl.minimum(tl.maximum(codes, 1), 255), 0)
-        tl.store(_tensor(pointers, which, 3, tl.uint8, ALIGNED) + at, codes.to(tl.uint8), mask=inside)
-        tl.store(_tensor(pointers, which, 6, tl.float32, ALIGNED) + group, hi, mask=real)
-        tl.store(_tensor(pointers, which, 7, tl.uint8, ALIGNED) + group, k.to(tl.uint8), mask=real)
+        tl.store(_tensor_pointer(pointers, which, 3, tl.uint8, ALIGNED) + at, codes.to(tl.uint8), mask=inside)
+        tl.store(_tensor_pointer(pointers, which, 6, tl.float32, ALIGNED) + group, hi, mask=real)
+        tl.store(_tensor_pointer(pointers, which, 7, tl.uint8, ALIGNED) + group, k.to(tl.uint8), mask=real)
     else:
-        tl.store(_tensor(pointers, which, 2, tl.float32, ALIGNED) + at, m, mask=inside)
-        tl.store(_tensor(pointers, which, 3, tl.float32, ALIGNED) + at, v, mask=inside)
+        tl.store(_tensor_pointer(pointers, which, 2, tl.float32, ALIGNED) + at, m, mask=inside)
+        tl.store(_tensor_pointer(pointers, which, 3, tl.float32, ALIGNED) + at, v, mask=inside)
 
 
 @triton.jit
@@ -135,7 +137,7 @@ def adamw_kernel(
     TOP: tl.constexpr, REACH: tl.constexpr, TOP_T: tl.constexpr, REACH_T: tl.constexpr,
     PER: tl.constexpr, ALIGNED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One step. pointers [n,9] int64: param, grad, first and second moment, hi and k of both, master or remainder.
+    """Take one step. pointers [n,9] int64: param, grad, first and second moment, hi and k of both, master or remainder.
 
     numbers [n,7] float32: 1 − lr·λ, −lr/(1 − β₁ᵗ), 1/√(1 − β₂ᵗ), ε, 1 − β₁, β₂, sign of the gradient. shapes [n,4]
     int64: rows, columns, groups per row, seed. work [programs,2] int32: parameter, first group.
@@ -153,18 +155,18 @@ def adamw_kernel(
         column = (group % across)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         at = (group // across)[:, None] * columns + column
         inside = real[:, None] & (column < columns)
-    param = _tensor(pointers, which, 0, PARAM, ALIGNED)
-    grad = _tensor(pointers, which, 1, GRAD, ALIGNED)
+    param = _tensor_pointer(pointers, which, 0, PARAM, ALIGNED)
+    grad = _tensor_pointer(pointers, which, 1, GRAD, ALIGNED)
     g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * tl.load(numbers + 7 * which + 6)
-    m, v = _moments(pointers, which, at, inside, group, real, MOMENTS, TOP, TOP_T, ALIGNED, INTERPRETED)
+    m, v = _load_moments(pointers, which, at, inside, group, real, MOMENTS, TOP, TOP_T, ALIGNED, INTERPRETED)
     m = m + tl.load(numbers + 7 * which + 4) * (g - m)
     beta2 = tl.load(numbers + 7 * which + 5)
     v = v * beta2 + g * g * (1 - beta2)
     if MASTER == 2:
-        master = _tensor(pointers, which, 8, tl.float32, ALIGNED)
+        master = _tensor_pointer(pointers, which, 8, tl.float32, ALIGNED)
         p = tl.load(master + at, mask=inside, other=0.0)
     elif MASTER == 1:
-        rest = _tensor(pointers, which, 8, tl.int16, ALIGNED)
+        rest = _tensor_pointer(pointers, which, 8, tl.int16, ALIGNED)
         upper = tl.load(param + at, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
         bits = (upper << 16) + tl.load(rest + at, mask=inside, other=0).to(tl.int32)
         p = bits.to(tl.float32, bitcast=True)
@@ -172,9 +174,9 @@ def adamw_kernel(
         p = tl.load(param + at, mask=inside, other=0.0).to(tl.float32)
     root = tl.sqrt(v) * tl.load(numbers + 7 * which + 2) + tl.load(numbers + 7 * which + 3)
     p = p * tl.load(numbers + 7 * which) + tl.load(numbers + 7 * which + 1) * (m / root)
-    drawn = _random(index, seed) if MOMENTS and NOISE else index
-    _keep_moments(
-        m, v, drawn, pointers, which, at, inside, group, real,
+    random_bits = _random(index, seed) if MOMENTS and NOISE else index
+    _store_moments(
+        m, v, random_bits, pointers, which, at, inside, group, real,
         MOMENTS, NOISE, TOP, REACH, TOP_T, REACH_T, ALIGNED, INTERPRETED,
     )  # fmt: skip
     if MASTER == 1:

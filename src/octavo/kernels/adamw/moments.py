@@ -1,22 +1,22 @@
-"""FP8 moments of AdamW: groups of 128 along a row, each stretched over the format's range before it is rounded.
+"""FP8 moments of AdamW: groups of 128 along a row, each expanded to the format's range before rounding.
 
-Dynamic range expansion (COAT, arXiv 2410.19313): the magnitudes of a group span far less than FP8 can hold, so they are
-raised to a power k ≥ 1 that spreads them over all of it, and relative errors shrink k-fold when the root is taken.
+Dynamic range expansion (COAT, arXiv 2410.19313): the magnitudes of a group span much less than the range of FP8. A
+power k ≥ 1 expands them to the full range; taking the root afterwards reduces relative errors k-fold.
 
     hi = max|m|,  lo = min|m| over non-zeros,  k = ⌊16·L / log2(hi/lo)⌋ / 16
     q  = round( sign(m) · top · (|m| / hi)^k )            m ≈ sign(q) · hi · (|q| / top)^(1/k)
 
-COAT also centres a group, by c = √(hi·lo), and stores c beside the scale of the result; with s = (hi/c)^k / top both
-cancel in the round trip, so hi (float32) and k (one byte, in sixteenths) are all there is to keep: 5 bytes per group.
+COAT also centers a group by c = √(hi·lo) and stores c next to the scale of the result. With s = (hi/c)^k / top both
+cancel in the round trip, so only hi (float32) and k (one byte, in sixteenths) are stored: 5 bytes per group.
 
     first moment     E4M3        top 448          L = log2(448² / 2)
     second moment    unsigned    top 2¹⁵·31/16    L = log2(top / (17/16))
 
-The second moment is never negative, so its sign bit goes to the mantissa: 4 exponent and 4 mantissa bits, code 0 for
-zero. That halves its error.
+The second moment is never negative, so its format has 4 exponent and 4 mantissa bits and no sign, with code 0 for zero.
+That halves its error.
 
-A group of zeros, equal values (k at its largest), one element, zeros beside non-zeros and magnitudes at either end of
-float32 all stay finite: quotients are taken as differences of logarithms. The largest magnitude of a group is exact.
+Quotients are computed as differences of logarithms, so groups of zeros, of equal values (largest k), of one element,
+with zeros next to non-zeros, and magnitudes at both ends of float32 stay finite. A group's largest magnitude is exact.
 """
 
 import math
@@ -33,24 +33,24 @@ GROUP = 128
 TOP_SIGNED, RANGE_SIGNED = E4M3.max, math.log2(E4M3.max**2 / 2)
 TOP_UNSIGNED = 2.0**15 * 31 / 16
 RANGE_UNSIGNED = math.log2(TOP_UNSIGNED * 16 / 17)
-_MOST = 255
+_MAX_K = 255
 """Largest k in sixteenths."""
 _STRIDE = 0x9E3779B1
-"""Between the seeds of one element and the next."""
+"""Difference between the seeds of consecutive elements."""
 
 
 def groups(columns: int) -> int:
-    """Groups per row of a matrix with so many columns."""
+    """Return the number of groups per row."""
     return -(-columns // GROUP)
 
 
 def compress(values: Tensor, signed: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """FP8 form of float32 moments.
+    """Compress float32 moments to FP8.
 
     Args:
         values: [R,C]; not negative unless signed.
         signed: Whether this is a first moment.
-        noise: Random bits (`random_bits`), to round up or down at random, in proportion, rather than to nearest.
+        noise: Random bits (`random_bits`) for stochastic rounding; None rounds to nearest.
 
     Returns:
         Codes [R,C] (float8_e4m3fn if signed, else uint8), hi float32 and k uint8, both [R, groups].
@@ -59,17 +59,17 @@ def compress(values: Tensor, signed: bool, noise: Tensor | None = None) -> tuple
     grouped = _grouped(values)
     size = grouped.abs()
     hi, lo = size.amax(-1, keepdim=True), size.amin(-1, keepdim=True)
-    zeros = None if bool((lo > 0).all()) else size == 0  # mostly there is none to look after
+    zeros = None if bool((lo > 0).all()) else size == 0  # rare
     if zeros is not None:
         lo = size.masked_fill(zeros, torch.inf).amin(-1, keepdim=True)
     empty = hi == 0
     log_hi = hi.masked_fill(empty, 1.0).log2()
     spread = log_hi - lo.masked_fill(empty, 1.0).log2()
     reach = RANGE_SIGNED if signed else RANGE_UNSIGNED
-    k = (16 * reach / spread).floor_().clamp_(1, _MOST)  # 255 where all are equal: the quotient is infinite
+    k = (16 * reach / spread).floor_().clamp_(1, _MAX_K)  # 255 if all are equal: the quotient is infinite
     top = TOP_SIGNED if signed else TOP_UNSIGNED
     if zeros is not None:
-        size.masked_fill_(zeros, 1.0)  # a CPU takes ten times as long for the logarithm of zero
+        size.masked_fill_(zeros, 1.0)  # the logarithm of zero is ten times slower on a CPU
     stretched = size.log2_().sub_(log_hi).mul_(k / 16).exp2_().mul_(top)
     if zeros is not None:
         stretched.masked_fill_(zeros, 0.0)
@@ -79,36 +79,36 @@ def compress(values: Tensor, signed: bool, noise: Tensor | None = None) -> tuple
 
 
 def expand(codes: Tensor, hi: Tensor, k: Tensor, signed: bool) -> Tensor:
-    """Float32 moments [R,C] from what `compress` returns."""
+    """Expand the result of `compress` to float32 moments [R,C]."""
     rows, columns = codes.shape
     grouped = _grouped(widen(codes) if signed else _unsigned_values(codes))
     root = (16.0 / k.float()).unsqueeze(-1)
     top = TOP_SIGNED if signed else TOP_UNSIGNED
     ratio = grouped.abs().div_(top).clamp_(min=2.0**-20)  # below every code: the logarithm of zero is slow
-    half = ratio.log2_().mul_(root / 2).exp2_()  # of the ratio's root: all of it may underflow
+    half = ratio.log2_().mul_(root / 2).exp2_()  # half of the root's exponent; the whole root may underflow
     size = (half * hi.unsqueeze(-1)).mul_(half).mul_(grouped != 0)
     return (size.copysign_(grouped) if signed else size).view(rows, hi.shape[1] * GROUP)[:, :columns]
 
 
 def _grouped(values: Tensor) -> Tensor:
-    """A matrix as [rows, groups, 128], zeros behind what there is of the last group."""
+    """Return a matrix as [rows, groups, 128], the last group zero-padded."""
     rows, columns = values.shape
     padded = F.pad(values, (0, -columns % GROUP)) if columns % GROUP else values
     return padded.reshape(rows, groups(columns), GROUP)
 
 
 def random_bits(rows: int, columns: int, first: int, seed: int, device: torch.device) -> Tensor:
-    """32 random bits, int32 [rows, groups, 128], for the groups of a matrix.
+    """Return 32 random bits per element, int32 [rows, groups, 128].
 
-    A number is its element's index and the seed, mixed (the finalizer of MurmurHash3), so it depends on neither the
-    order nor the pieces in which elements are handled, nor on the device.
+    Bits are a hash of the element's index and the seed (the finalizer of MurmurHash3), so they are independent of
+    order, chunking and device.
 
     Args:
-        rows: Rows of the matrix, or of a piece of it.
+        rows: Rows of the matrix, or of a part of it.
         columns: Columns of the matrix.
-        first: First row of the piece.
+        first: First row of the part.
         seed: Any integer.
-        device: Where the numbers are needed.
+        device: Device of the result.
     """
     across = groups(columns) * GROUP
     bits = torch.arange(rows * across, dtype=torch.int32, device=device)
@@ -119,17 +119,17 @@ def random_bits(rows: int, columns: int, first: int, seed: int, device: torch.de
 
 
 def seed_after(seed: int, elements: int) -> int:
-    """The seed that gives the rest of a matrix, counted from its own beginning, the random bits it has in the whole.
+    """Return the seed that gives the tail of a matrix the random bits that it has in the whole matrix.
 
     Args:
         seed: Seed of the whole.
-        elements: How many come before, with rows filled up to whole groups.
+        elements: Elements before the tail, with rows padded to whole groups.
     """
     return (seed + elements * _STRIDE) % 2**32
 
 
 def _signed(number: int) -> int:
-    """The low 32 bits as int32 has them."""
+    """Return the low 32 bits as a signed integer."""
     return ((number + 2**31) % 2**32) - 2**31
 
 
@@ -140,7 +140,7 @@ def _signed_codes(size: Tensor, values: Tensor, noise: Tensor | None) -> Tensor:
 
 
 def _unsigned_codes(size: Tensor, noise: Tensor | None, zeros: Tensor | None) -> Tensor:
-    """The four exponent and four mantissa bits of numbers from 1 to 2¹⁵·31/16, code 0 for zero."""
+    """Encode numbers from 1 to 2¹⁵·31/16 with four exponent and four mantissa bits, zero as code 0."""
     bits = (_rounded_at_random(size, 19, noise) if noise is not None else size).view(torch.int32)
     codes = (bits + (1 << 18 if noise is None else 0)).bitwise_right_shift_(19).sub_(127 << 4).clamp_(1, 255)
     return (codes if zeros is None else codes.masked_fill_(zeros, 0)).to(torch.uint8)
@@ -152,6 +152,6 @@ def _unsigned_values(codes: Tensor) -> Tensor:
 
 
 def _rounded_at_random(size: Tensor, dropped: int, noise: Tensor) -> Tensor:
-    """Float32 with `dropped` low bits cleared, up or down with the probability that keeps the mean (16 bits of it)."""
+    """Clear the `dropped` low bits of float32 values with stochastic rounding (16 random bits)."""
     bits = (noise & 0xFFFF).bitwise_left_shift_(dropped - 16).add_(size.view(torch.int32))
     return bits.bitwise_and_(-(1 << dropped)).view(torch.float32)

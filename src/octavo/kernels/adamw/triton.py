@@ -1,11 +1,11 @@
-"""The AdamW step on a GPU: one launch for all parameters of a kind, instead of dozens for each.
+"""The AdamW step on a GPU: one launch for all parameters of a kind, instead of dozens per parameter.
 
-Parameters of a kind have the same dtypes and states. Their addresses, shapes and numbers go to the GPU as three small
-tables in each step (gradients move); which program works on which groups of which parameter is a fourth, kept as long
-as the shapes stay.
+Parameters of a kind have the same dtypes and states. Each step copies their addresses, shapes and numbers to the GPU as
+three small tables, because gradients move. A fourth table assigns groups of parameters to programs; it is cached by
+shapes.
 
-Not bit for bit the reference: logarithms and powers of two are the hardware's, 2⁻²² off, so that one code in thousands
-is the neighbouring one.
+Not bit for bit the reference: the hardware's logarithms and powers of two have errors of 2⁻²², so one code in thousands
+is off by one.
 """
 
 from functools import lru_cache
@@ -17,37 +17,37 @@ from torch import Tensor
 
 from octavo.kernels.adamw.device import adamw_kernel
 from octavo.kernels.adamw.moments import GROUP, RANGE_SIGNED, RANGE_UNSIGNED, TOP_SIGNED, TOP_UNSIGNED, groups
-from octavo.kernels.adamw.reference import Hyper, Slot
+from octavo.kernels.adamw.reference import HyperParams, ParamState
 from octavo.kernels.launch import INTERPRETED, Launch, Variant
 
 PER = 16
-"""Groups of one program: 2048 elements, 16 for each of its threads."""
+"""Groups per program: 2048 elements, 16 per thread."""
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 Kind = tuple[Any, ...]
 
 
-def step(work: list[tuple[Slot, Hyper]]) -> None:
+def step(work: list[tuple[ParamState, HyperParams]]) -> None:
     """Take one step on each parameter, in place."""
-    kinds: dict[Kind, list[tuple[Slot, Hyper]]] = {}
-    for slot, hyper in work:
-        if slot.param.numel():
-            kinds.setdefault(_kind(slot), []).append((slot, hyper))
-    for kind, some in kinds.items():
-        _launch_all(kind, some)
+    kinds: dict[Kind, list[tuple[ParamState, HyperParams]]] = {}
+    for state, hyper in work:
+        if state.param.numel():
+            kinds.setdefault(_kind(state), []).append((state, hyper))
+    for kind, kind_work in kinds.items():
+        _launch_all(kind, kind_work)
 
 
-def _kind(slot: Slot) -> Kind:
-    """What decides how the kernel is compiled."""
-    master = 1 if slot.remainder is not None else 2 if slot.master is not None else 0
-    aligned = slot.param.shape[1] % GROUP == 0 and all(address % 16 == 0 for address in _pointers(slot))
-    return slot.param.dtype, slot.grad.dtype, slot.scales is not None, master, slot.seed is not None, aligned
+def _kind(state: ParamState) -> Kind:
+    """Return the properties that determine the compiled kernel."""
+    master = 1 if state.remainder is not None else 2 if state.master is not None else 0
+    aligned = state.param.shape[1] % GROUP == 0 and all(address % 16 == 0 for address in _pointers(state))
+    return state.param.dtype, state.grad.dtype, state.scales is not None, master, state.seed is not None, aligned
 
 
 @lru_cache(maxsize=64)
 def launch(kind: Kind) -> Launch:
-    """The kernel for a kind of parameters."""
+    """Return the kernel launch for a kind of parameters."""
     param, grad, moments, master, noise, aligned = kind
     constants = {
         "PARAM": _TYPES[param],
@@ -66,12 +66,12 @@ def launch(kind: Kind) -> Launch:
     return Launch(kernel=adamw_kernel, constants=constants, num_warps=4)
 
 
-def _launch_all(kind: Kind, work: list[tuple[Slot, Hyper]]) -> None:
+def _launch_all(kind: Kind, work: list[tuple[ParamState, HyperParams]]) -> None:
     device = work[0][0].param.device
-    shapes = tuple((slot.param.shape[0], slot.param.shape[1]) for slot, _ in work)
+    shapes = tuple((state.param.shape[0], state.param.shape[1]) for state, _ in work)
     programs = _programs(shapes, device)
     arguments = {
-        "pointers": _on(device, [_pointers(slot) for slot, _ in work], torch.int64),
+        "pointers": _on(device, [_pointers(state) for state, _ in work], torch.int64),
         "numbers": _on(device, [_numbers(hyper) for _, hyper in work], torch.float32),
         "shapes": _on(
             device, [[*s, groups(s[1]), w[0].seed or 0] for s, w in zip(shapes, work, strict=True)], torch.int64
@@ -88,7 +88,7 @@ def _on(device: torch.device, rows: list[list[Any]], dtype: torch.dtype) -> Tens
 
 @lru_cache(maxsize=64)
 def _programs(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """Parameter and first group of each program, int32 [programs, 2]."""
+    """Return the parameter and first group of each program, int32 [programs, 2]."""
     parts = []
     for which, (rows, columns) in enumerate(shapes):
         first = torch.arange(0, rows * groups(columns), PER, dtype=torch.int32)
@@ -96,14 +96,14 @@ def _programs(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tens
     return torch.cat(parts).to(device)
 
 
-def _pointers(slot: Slot) -> list[int]:
-    rest = slot.remainder if slot.remainder is not None else slot.master
-    scales = slot.scales or (slot.param,) * 4
-    tensors = (slot.param, slot.grad, slot.exp_avg, slot.exp_avg_sq, *scales, slot.param if rest is None else rest)
+def _pointers(state: ParamState) -> list[int]:
+    rest = state.remainder if state.remainder is not None else state.master
+    scales = state.scales or (state.param,) * 4
+    tensors = (state.param, state.grad, state.exp_avg, state.exp_avg_sq, *scales, state.param if rest is None else rest)
     return [tensor.data_ptr() for tensor in tensors]
 
 
-def _numbers(hyper: Hyper) -> list[float]:
+def _numbers(hyper: HyperParams) -> list[float]:
     correction1, correction2 = 1 - hyper.beta1**hyper.step, 1 - hyper.beta2**hyper.step
     return [
         1 - hyper.lr * hyper.weight_decay, -hyper.lr / correction1, correction2**-0.5, hyper.eps, 1 - hyper.beta1,
@@ -112,7 +112,7 @@ def _numbers(hyper: Hyper) -> list[float]:
 
 
 def variants() -> list[Variant]:
-    """The kinds that bf16 and float32 training ask for."""
+    """Return the variants that bf16 and float32 training use."""
     kinds = {
         "bf16, FP8 moments, remainder": (torch.bfloat16, torch.bfloat16, True, 1, True, True),
         "bf16, FP8 moments, float32 master": (torch.bfloat16, torch.bfloat16, True, 2, True, True),
@@ -120,15 +120,15 @@ def variants() -> list[Variant]:
         "bf16, float32 moments, remainder": (torch.bfloat16, torch.bfloat16, False, 1, False, True),
     }
     bytes_moved = {"remainder": 4, "float32 master": 8}
-    found = []
+    all_variants = []
     for case, kind in kinds.items():
         param, grad, moments, *_ = kind
         moved = 2 * param.itemsize + grad.itemsize + (4.2 if moments else 16)
         moved += next((b for name, b in bytes_moved.items() if case.endswith(name)), 0)
         types = {"pointers": "*i64", "numbers": "*fp32", "shapes": "*i64", "work": "*i32"}
-        found.append(
+        all_variants.append(
             Variant(
                 op="adamw", case=case, config=0, launch=launch(kind), types=types, tile=PER * GROUP, device_bytes=moved
             )
         )
-    return found
+    return all_variants

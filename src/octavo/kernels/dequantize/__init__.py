@@ -1,7 +1,7 @@
-"""dequantize: the matrix that an FP8 form stands for, x = q · s, multiplied in float32 and rounded once.
+"""dequantize: x = q · s, multiplied in float32 and rounded once.
 
-Must move per element: 1 byte read (and the scales), 2 written in bf16. Products read FP8 as it is; this is for what was
-stored in FP8 and is needed again as it was: see `octavo.activations.recompute`.
+Memory traffic per element: 1 byte read (plus scales), 2 written in bf16. Products read FP8 directly; this op restores
+activations that were saved for backward in FP8 (`octavo.activations.recompute`).
 """
 
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dequantize(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
-    """The values of a quantized matrix.
+    """Dequantize a matrix.
 
     Args:
         x: Row-major FP8 data [R,C] with scales.
@@ -33,29 +33,31 @@ def dequantize(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
         [R,C] of dtype, contiguous.
 
     Raises:
-        ValueError: For another dtype, unit scales, or scales that are not of the spec's shape.
+        ValueError: `dtype` is not one of these, the scales are unit scales, or their shape does not fit the spec.
     """
     if dtype not in _DTYPES:
-        raise ValueError(f"dequantize: dtype is float32, bfloat16 or float16; got {dtype}")
-    wanted = x.spec.granularity.scale_shape((x.data.shape[0], x.data.shape[1]))
-    if x.scale is None or x.scale.shape != wanted:
+        raise ValueError(f"dequantize: dtype must be float32, bfloat16 or float16; got {dtype}")
+    scale_shape = x.spec.granularity.scale_shape((x.data.shape[0], x.data.shape[1]))
+    if x.scale is None or x.scale.shape != scale_shape:
         got = None if x.scale is None else list(x.scale.shape)
-        raise ValueError(f"dequantize: scales of {list(x.data.shape)} by {x.spec} are {list(wanted)}; got {got}")
+        raise ValueError(
+            f"dequantize: scales of {list(x.data.shape)} by {x.spec} must be {list(scale_shape)}; got {got}"
+        )
     result: Tensor = torch.ops.octavo.dequantize(x.data, x.scale, x.spec.text, dtype)
     return result
 
 
 def _run_triton(data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, config: int | None = None) -> Tensor:
-    from octavo.kernels.dequantize import triton  # imports Triton, so only once it is wanted
+    from octavo.kernels.dequantize import triton  # imports Triton
 
     return triton.dequantize(data, scale, spec, dtype, config or 0)
 
 
-def _refuses_triton(device: torch.device, case: Case) -> str | None:
+def _triton_unsupported(device: torch.device, case: Case) -> str | None:
     if device.type != "cuda":
         return f"Triton compiles for GPUs; this device is {device.type!r}"
     if QuantSpec.parse(case[0]).granularity.rows != 1:
-        return "scales are by row or by block of a row"
+        return "this kernel supports scales by row or by block of a row only"
     return None if find_spec("triton") else "Triton is not installed"
 
 
@@ -75,7 +77,7 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
 _STORED = "e4m3/1x32/e8m0"
 
 DEQUANTIZE = register(Op(name="dequantize", cases={_STORED: (_STORED,)}, probe=_probe))
-DEQUANTIZE.add(Backend(name="triton", run=_run_triton, refuses=_refuses_triton))
+DEQUANTIZE.add(Backend(name="triton", run=_run_triton, unsupported_reason=_triton_unsupported))
 DEQUANTIZE.add(Backend(name="reference", run=reference.dequantize))
 
 

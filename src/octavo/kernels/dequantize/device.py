@@ -1,9 +1,9 @@
-"""The kernel of dequantize; see `triton`."""
+"""Device code of the dequantize kernel; `triton` launches it."""
 
 import triton
 import triton.language as tl
 
-from octavo.kernels.fused.device import place, rounded
+from octavo.kernels.fused.device import offsets, round_to
 
 
 @triton.jit
@@ -12,11 +12,11 @@ def dequantize_kernel(
     BLOCK: tl.constexpr, E8M0: tl.constexpr, E4M3: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One tile. BLOCK: columns that share a scale, 0 for a whole row. A power of two is its exponent byte."""
+    """Dequantize one tile. BLOCK: columns that share a scale, 0 for a whole row. E8M0: scales are exponent bytes."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    values = tl.load(q + place(row, column, q_r, q_c), mask=inside, other=0.0)
+    values = tl.load(q + offsets(row, column, q_r, q_c), mask=inside, other=0.0)
     if INTERPRETED:  # the interpreter's own cast loses NaN
         size = values.to(tl.uint8, bitcast=True) & 0x7F
         nan = size == 0x7F if E4M3 else size > 0x7C
@@ -29,5 +29,5 @@ def dequantize_kernel(
         scale = tl.load(s + row * grid_columns, mask=row < rows, other=0)[:, None]
     if E8M0:
         scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    result = rounded(values * scale, out.dtype.element_ty, INTERPRETED)
+    result = round_to(values * scale, out.dtype.element_ty, INTERPRETED)
     tl.store(out + row[:, None] * columns + column[None, :], result, mask=inside)

@@ -1,4 +1,4 @@
-"""dequantize in plain PyTorch: the definition every other backend is compared with, bit for bit."""
+"""dequantize in PyTorch operations: the reference that other backends match bit for bit."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,10 @@ from octavo.tensor import ScaledTensor
 
 
 def dequantize(data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-    """The values `data · scale` [R,C]."""
+    """Return `data · scale` [R,C]."""
     rows, columns = data.shape
     extent = spec.granularity.columns
-    if spec.granularity.rows == 1 and extent and columns % extent == 0:  # whole blocks: scales need no spreading
+    if spec.granularity.rows == 1 and extent and columns % extent == 0:  # whole blocks: scales broadcast
         blocks = widen(data.reshape(rows, columns // extent, extent))
         return blocks.mul_(scale.float()[:, :, None]).reshape(rows, columns).to(dtype)
     return ScaledTensor(data, scale, spec).dequantize(dtype).contiguous()

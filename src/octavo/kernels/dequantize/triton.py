@@ -10,11 +10,11 @@ from octavo.numerics.formats import E4M3
 from octavo.numerics.spec import QuantSpec
 
 CONFIGS = ((8, 512, 4), (4, 1024, 8), (16, 256, 4))
-"""Rows, columns, warps of a tile."""
+"""Configurations: tile rows, tile columns, warps."""
 
 
 def launch(spec: QuantSpec, config: int = 0) -> Launch:
-    """The kernel for a spec."""
+    """Return the kernel launch for a spec."""
     tile_r, tile_c, warps = CONFIGS[config]
     constants = {
         "BLOCK": spec.granularity.columns,
@@ -44,14 +44,14 @@ def dequantize(data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype,
 
 
 def variants() -> list[Variant]:
-    """The form in which activations are stored, and the other that the compiler makes different code of."""
-    found = []
+    """Return the variants for the spec of stored activations, and for row scales, which compile to different code."""
+    all_variants = []
     for text in ("e4m3/1x32/e8m0", "e4m3/row"):
         spec = QuantSpec.parse(text)
         scales = 1 / spec.granularity.columns if spec.granularity.columns else 0.0
         types = {"q": "*fp8e4nv", "s": "*u8" if spec.scale_rule == "e8m0" else "*fp32", "out": "*bf16"}
         for config, (tile_r, tile_c, _) in enumerate(CONFIGS):
-            found.append(
+            all_variants.append(
                 Variant(
                     op="dequantize",
                     case=text,
@@ -63,4 +63,4 @@ def variants() -> list[Variant]:
                     ones=("q_c",),
                 )
             )
-    return found
+    return all_variants

@@ -1,21 +1,20 @@
-"""silu, gelu_tanh and gelu with their slopes in float32, from sums, products and one reciprocal, each rounded once.
+"""silu, gelu_tanh and gelu with their derivatives in float32, from sums, products and one reciprocal.
 
-`exp`, `tanh` and `erf` round differently in PyTorch, NumPy and PTX. These do not: `device` has the same operations in
-the same order, so a GPU, the interpreter and this file agree bit for bit. With e(t) = exp(-t) for t ≥ 0,
+`exp`, `tanh` and `erf` round differently in PyTorch, NumPy and PTX. Here each operation rounds once, and `device` has
+the same operations in the same order, so GPU, interpreter and this file agree bit for bit. With e(t) = exp(-t), t ≥ 0,
 
     sigmoid(t)  = 1/(1 + e(|t|)), times e(|t|) where t < 0
     silu(g)     = g · sigmoid(g)
     gelu_tanh(g)= g · sigmoid(2u),  u = √(2/π)·(g + 0.044715·g³)       since (1 + tanh u)/2 = sigmoid(2u)
     gelu(g)     = g · Φ(g),         Φ(-a) = e(a²/2) · c·P(c),  c = 1/(1 + 0.3a),  Φ(a) = 1 - Φ(-a)
 
-Only exponentials of negative numbers are taken, so nothing overflows, and the small side of each sigmoid keeps its
-relative precision. e(t) = 2ⁿ·p(r) with t = -(n ln 2 + r): n by adding and taking away 1.5·2²³, r in two parts of ln 2,
-p of degree 5, the power of two added to the exponent bits; at most 2.4 units in the last place wrong, 0 below 2⁻¹²⁵.
-For g ≥ -5 the activations are wrong by at most 3·10⁻⁶ of their value (silu 3·10⁻⁷), a thousandth of what bf16 resolves.
-Coefficients: least maximum error on the interval, by iteratively reweighted least squares, rounded to float32.
+All exponents are negative, so nothing overflows, and the small side of each sigmoid retains its relative precision.
+e(t) = 2ⁿ·p(r) with t = -(n ln 2 + r): n by adding and subtracting 1.5·2²³, r with ln 2 in two parts, p of degree 5, and
+the power of two added to the exponent bits. The error is at most 2.4 ulp; the result is 0 below 2⁻¹²⁵. For g ≥ -5 the
+relative error of the activations is at most 3·10⁻⁶ (silu 3·10⁻⁷), a thousandth of bf16's resolution. Coefficients
+minimize the maximum error on the interval (iteratively reweighted least squares), rounded to float32.
 
-e of NaN may be any number: every user multiplies it by its own argument. silu(-∞) and gelu(-∞) are NaN, as they are in
-PyTorch: an infinity stays visible.
+e(NaN) may be any number: all callers multiply it by the argument. silu(-∞) and gelu(-∞) are NaN, as in PyTorch.
 """
 
 import torch
@@ -25,37 +24,37 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 LOG2_E = 1.44269502162933349609375
 ROUNDER = 12582912.0
-"""1.5·2²³: adding it leaves the nearest integer in the low bits; its own bits vanish when shifted left by 23."""
+"""1.5·2²³: adding it leaves the nearest integer in the low bits; a left shift by 23 drops its own bits."""
 LN2_HIGH = 0.693145751953125
-"""16 bits of ln 2, so that its product with n is exact."""
+"""Upper 16 bits of ln 2, so that its product with n is exact."""
 LN2_LOW = 1.428606765330187045037746429443359375e-06
 EXP = (0.008290305733680725, 0.0418979749083519, 0.1666763722896576, 0.4999915063381195, 0.9999997019767761, 1.0)
-"""p(r), highest power first."""
+"""Coefficients of p(r), highest power first."""
 EXP_LOWEST = -86.25
-"""Below it the result is 0: the exponent arithmetic needs 2⁻¹²⁵ or more."""
+"""Below it the result is 0, because the exponent arithmetic needs 2⁻¹²⁵ or more."""
 
 TAIL_SLOPE = 0.300000011920928955078125
 TAIL = (
     0.03603620454668999, -0.158713236451149, 0.20896399021148682, -0.056095369160175323,
     0.12984316051006317, 0.0995231345295906, 0.12081687897443771, 0.11962516605854034,
 )  # fmt: skip
-"""P(c), highest power first."""
+"""Coefficients of P(c), highest power first."""
 TANH_SCALE = 1.59576916694641113281250
 """2·√(2/π)."""
 TANH_CUBIC = 0.044714998453855514526367187500
 TANH_CUBIC_3 = 0.134144991636276245117187500
 GELU_CAP = 16.0
-"""Both gelus are g or 0 to the last bit beyond it, where the square or cube of |g| could overflow."""
+"""Beyond it both gelus are exactly g or 0; larger |g| could overflow when squared or cubed."""
 INVERSE_SQRT_2PI = 0.398942291736602783203125
 
 
 def factor(g: Tensor, activation: str) -> Tensor:
-    """What g is multiplied by: activation(g) / g, float32 of g's shape."""
+    """Return activation(g) / g, float32 of g's shape."""
     return _factor_and_slope(g, activation, False)[0]
 
 
 def factor_and_slope(g: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """What g is multiplied by, and the derivative of the activation at g; float32 of g's shape."""
+    """Return activation(g) / g and the derivative of the activation at g, float32 of g's shape."""
     return _factor_and_slope(g, activation, True)
 
 
@@ -89,7 +88,7 @@ def _gelu(g: Tensor, size: Tensor, with_slope: bool) -> tuple[Tensor, Tensor]:
 
 
 def exp_of_negative(x: Tensor) -> Tensor:
-    """exp(x) for float32 x ≤ 0, within 2.4 units in the last place; 0 below 2⁻¹²⁵."""
+    """Return exp(x) for float32 x ≤ 0, within 2.4 ulp; 0 below 2⁻¹²⁵."""
     shifted = (x * LOG2_E).add_(ROUNDER)
     n = shifted - ROUNDER
     r = (x - n * LN2_HIGH).sub_(n.mul_(LN2_LOW))
@@ -98,14 +97,14 @@ def exp_of_negative(x: Tensor) -> Tensor:
 
 
 def _negative(sign: Tensor) -> Tensor:
-    """All ones where a float32 is below zero, all zeros where it is zero or above; either for NaN. Overwrites it."""
+    """Return a mask: all ones for negative float32, all zeros otherwise, either for NaN. Overwrites its argument."""
     return sign.add_(0.0).view(torch.int32).bitwise_right_shift_(31)  # -0 + 0 is +0
 
 
 def _where_negative(sign: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """`torch.where(sign < 0, a, b)`, which branches per element on a CPU, and half of that wrongly. Overwrites a.
+    """Compute `torch.where(sign < 0, a, b)` without its per-element branches on a CPU. Overwrites a.
 
-    NaN may go either way: whatever is made of it is multiplied by NaN.
+    NaN selects either: callers multiply the result by NaN.
     """
     others = b.view(torch.int32)
     chosen = a.view(torch.int32).bitwise_xor_(others).bitwise_and_(_negative(sign.clone())).bitwise_xor_(others)

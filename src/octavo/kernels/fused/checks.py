@@ -1,11 +1,11 @@
-"""What the public functions of this package check, and how they say it."""
+"""Argument checks, probes and inputs shared by the fused ops."""
 
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from octavo.kernels.fused.forms import ORDERS, serves
+from octavo.kernels.fused.fp8_outputs import ORDERS, supports_output
 from octavo.kernels.registry import Case
 from octavo.numerics.error import first_mismatch
 from octavo.numerics.names import nearest
@@ -16,58 +16,58 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_matrix(op: str, name: str, x: Tensor) -> None:
-    """A matrix [R,C] of a supported dtype, or ValueError."""
+    """Raise ValueError unless x is a matrix [R,C] of a supported dtype."""
     if x.ndim != 2 or x.dtype not in DTYPES:
         raise ValueError(
-            f"{op}: {name} is a float32, bfloat16 or float16 matrix [R,C]; got {x.dtype} of shape {tuple(x.shape)}"
+            f"{op}: {name} must be a float32, bfloat16 or float16 matrix [R,C]; got {x.dtype} of shape {tuple(x.shape)}"
         )
 
 
 def check_like(
-    op: str, name: str, given: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], x: Tensor
+    op: str, name: str, value: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], x: Tensor
 ) -> None:
-    """An operand of this shape, of one of these dtypes, on x's device, or None; else ValueError."""
-    if given is not None and (given.shape != shape or given.dtype not in dtypes or given.device != x.device):
-        wanted = " or ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
+    """Raise ValueError unless an operand is None or has this shape, one of these dtypes, and x's device."""
+    if value is not None and (value.shape != shape or value.dtype not in dtypes or value.device != x.device):
+        expected_dtypes = " or ".join(str(dtype) for dtype in dict.fromkeys(dtypes))
         raise ValueError(
-            f"{op}: {name} is {wanted} {list(shape)} on {x.device}; "
-            f"got {given.dtype} {list(given.shape)} on {given.device}"
+            f"{op}: {name} must be {expected_dtypes} {list(shape)} on {x.device}; "
+            f"got {value.dtype} {list(value.shape)} on {value.device}"
         )
 
 
-def check_form(op: str, spec: QuantSpec | None, order: str, keep: bool) -> None:
-    """A form that producers can make, or ValueError."""
+def check_output(op: str, spec: QuantSpec | None, order: str, keep: bool) -> None:
+    """Raise ValueError unless a fused op supports this FP8 output."""
     if order not in ORDERS:
-        raise ValueError(f"{op}: order is one of {', '.join(ORDERS)}; got {order!r}{nearest(order, ORDERS)}")
+        raise ValueError(f"{op}: order must be one of {', '.join(ORDERS)}; got {order!r}{nearest(order, ORDERS)}")
     if spec is None:
         if not keep:
-            raise ValueError(f"{op}: nothing is asked for: give a spec, keep=True, or both")
+            raise ValueError(f"{op}: no output requested; pass a spec, keep=True, or both")
         return
-    if not serves(spec):
+    if not supports_output(spec):
         raise ValueError(
-            f"{op}: scales are by tensor, by row, or by block 1xN with N = 16, 32, 64 or 128; got {spec}. "
+            f"{op}: scales must be by tensor, by row, or by block 1xN with N = 16, 32, 64 or 128; got {spec}. "
             f"For others, call {op} with spec=None and quantize its result"
         )
     if spec.granularity == TENSOR and not keep:
         raise ValueError(
-            f"{op}: by tensor the FP8 form is made by quantize(y, spec, amax=...), which needs y: keep=True; got {spec}"
+            f"{op}: scales by tensor need keep=True, because quantize(y, spec, amax=...) reads y; got {spec}"
         )
 
 
 def cases_of_inputs() -> list[str]:
-    """Specs of X in the recipes: the forms that a producer is asked for."""
+    """Return the specs of X in all recipes."""
     return list(dict.fromkeys(recipe.x.text for recipe in RECIPES.values()))
 
 
-def refuses_triton(device: torch.device, case: Case) -> str | None:
-    """Why Triton does not run here."""
+def triton_unsupported(device: torch.device, case: Case) -> str | None:
+    """Return why Triton kernels cannot run on a device, or None."""
     if device.type != "cuda":
         return f"Triton compiles for GPUs; this device is {device.type!r}"
     return None if find_spec("triton") else "Triton is not installed"
 
 
 def difference(expected: list[Tensor], actual: list[Tensor]) -> str | None:
-    """The first output that differs from reference, and where."""
+    """Describe the first output that differs from `reference`, or return None."""
     for index, (e, a) in enumerate(zip(expected, actual, strict=True)):
         if (mismatch := first_mismatch(e, a)) is not None:
             return f"output {index} differs from reference: {mismatch}"
@@ -75,6 +75,6 @@ def difference(expected: list[Tensor], actual: list[Tensor]) -> str | None:
 
 
 def sample(device: torch.device, count: int) -> list[Tensor]:
-    """Matrices [48,272], sizes that fill no tile, bf16."""
+    """Return bf16 matrices [48,272], whose sizes are no multiple of a tile."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(48, 272, generator=generator, device="cpu").to(device, torch.bfloat16) for _ in range(count)]

@@ -1,6 +1,6 @@
-"""Device functions of the fused producers: what `activations` and `reference` compute, operation for operation.
+"""Device functions of the fused ops, with the operations of `activations` and `reference`, in the same order.
 
-Triton's interpreter truncates where a GPU rounds to bf16, misreads subnormal bf16 numbers, and knows no PTX, hence
+Triton's interpreter truncates to bf16 where a GPU rounds, misreads subnormal bf16 numbers, and has no PTX; hence the
 `INTERPRETED` arguments.
 """
 
@@ -11,7 +11,7 @@ from octavo.kernels.fused import activations
 from octavo.kernels.primitives import four_codes, magnitude, scale_of, store_scale, to_fp8
 
 NOTHING, AMAX, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""What becomes of y besides y: nothing, its largest magnitude, FP8 with a scale per row, or per block of a row."""
+"""Values of OUTPUT: no FP8 output, amax only, FP8 with a scale per row, or per block of a row."""
 SILU, GELU_TANH, GELU = (tl.constexpr(i) for i in range(3))
 
 _LOG2_E = tl.constexpr(activations.LOG2_E)
@@ -30,16 +30,16 @@ _INVERSE_SQRT_2PI = tl.constexpr(activations.INVERSE_SQRT_2PI)
 
 
 @triton.jit
-def widened(values, INTERPRETED: tl.constexpr):
-    """Loaded values in float32."""
+def to_float32(values, INTERPRETED: tl.constexpr):
+    """Convert loaded values to float32."""
     if INTERPRETED and values.dtype == tl.bfloat16:
         return (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return values.to(tl.float32)
 
 
 @triton.jit
-def rounded(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Float32 values in `dtype`, rounded to nearest even."""
+def round_to(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Round float32 values to `dtype`, to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = values.to(tl.int32, bitcast=True)
         bits = tl.where(values == values, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
@@ -49,7 +49,7 @@ def rounded(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def sums_of_8(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of 8 neighbours along axis 1, which one thread holds: pairs, pairs of pairs, and so on; then in float64."""
+    """Sum 8 neighbours along axis 1, held by one thread, pairwise in float32; return float64."""
     even, odd = tl.split(tl.reshape(values, (ROWS, COLUMNS // 8, 2, 2, 2)))
     even, odd = tl.split(even + odd)
     even, odd = tl.split(even + odd)
@@ -58,7 +58,7 @@ def sums_of_8(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def row_sum(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of float32 values over axis 1, as `reference` defines them."""
+    """Sum float32 values over axis 1, as `reference` does."""
     return tl.sum(sums_of_8(values, ROWS, COLUMNS), axis=1).to(tl.float32)
 
 
@@ -66,7 +66,7 @@ def row_sum(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _exp_of_negative(x):
     shifted = x * _LOG2_E + _ROUNDER
     n = shifted - _ROUNDER
-    r = tl.math.fma(n, -_LN2_HIGH, x) - n * _LN2_LOW  # the first product is exact: fused or not is one number
+    r = tl.math.fma(n, -_LN2_HIGH, x) - n * _LN2_LOW  # the first product is exact, so fusing changes nothing
     p = ((((r * _E5 + _E4) * r + _E3) * r + _E2) * r + _E1) * r + _E0
     bits = p.to(tl.int32, bitcast=True) + (shifted.to(tl.int32, bitcast=True) << 23)
     return tl.where(x < _EXP_LOWEST, 0.0, bits.to(tl.float32, bitcast=True))
@@ -74,7 +74,7 @@ def _exp_of_negative(x):
 
 @triton.jit
 def _reciprocal(x, INTERPRETED: tl.constexpr):
-    """1/x correctly rounded for x from 1 to 2¹²⁵: what rcp.rn does there, without its test for other numbers."""
+    """Return 1/x, correctly rounded, for x from 1 to 2¹²⁵: as rcp.rn, without its range check."""
     if INTERPRETED:
         return tl.math.div_rn(1.0, x)
     return tl.inline_asm_elementwise(
@@ -90,7 +90,7 @@ def _reciprocal(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def factor_and_slope(g, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """See `activations`; the slope is the factor again where it is not wanted."""
+    """See `activations`; without SLOPE, the second result is the factor."""
     size = tl.abs(g)
     if ACTIVATION != SILU:
         size = tl.where(size > _GELU_CAP, _GELU_CAP, size)
@@ -120,8 +120,8 @@ def factor_and_slope(g, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, INTERPRET
 
 
 @triton.jit
-def place(row, column, stride_r, stride_c):
-    """Offsets of a tile in a matrix of any strides, in 64 bits."""
+def offsets(row, column, stride_r, stride_c):
+    """Return 64-bit offsets of a tile in a strided matrix."""
     return row[:, None] * stride_r + column[None, :].to(tl.int64) * stride_c
 
 
@@ -134,8 +134,8 @@ def store_rows(q, scaled, row, column, rows, columns, E4M3: tl.constexpr, INTERP
 
 
 @triton.jit
-def strands_of(values, N: tl.constexpr):
-    """Elements 4i, 4i+1, 4i+2 and 4i+3 of a vector of N."""
+def split_by_4(values, N: tl.constexpr):
+    """Split a vector of N into its elements 4i, 4i+1, 4i+2 and 4i+3."""
     even, odd = tl.split(tl.reshape(values, (N // 4, 2, 2)))
     a, c = tl.split(even)
     b, d = tl.split(odd)
@@ -143,14 +143,14 @@ def strands_of(values, N: tl.constexpr):
 
 
 @triton.jit
-def store_strands(
+def store_quarters(
     q, qt, a, b, c, d, word, column, rows, columns, words,
     E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """FP8 codes of a tile of rows 4i (values a), 4i+1 (b), 4i+2 (c), 4i+3 (d), row-major and transposed; i is `word`.
+    """Store FP8 codes of a tile with rows 4i (a), 4i+1 (b), 4i+2 (c), 4i+3 (d), row-major and transposed; i is `word`.
 
-    A thread holds four elements below one another, one 32-bit word of the transposed copy, whose columns are `words`
-    long; values beyond the last row are 0.
+    A thread holds four vertically adjacent elements, one 32-bit word of the transposed copy. Columns of the copy have
+    `words` words; values past the last row are 0.
     """
     row = 4 * word
     if ROWS:
@@ -166,12 +166,12 @@ def store_strands(
 
 
 @triton.jit
-def over_block_scales(
+def divide_by_block_scales(
     y, s, row, first, rows, grid_columns,
     FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of whole blocks of 1 × BLOCK from column `first`, divided by their scales, which are written."""
+    """Divide a tile of whole 1 × BLOCK blocks, starting at column `first`, by their scales; store the scales."""
     largest = tl.max(tl.reshape(magnitude(y), (TILE_R, TILE_C // BLOCK, BLOCK)), axis=2)
     scale, inverse = scale_of(largest, FP8_MAX, POWER_OF_TWO, INTERPRETED)
     block = first // BLOCK + tl.arange(0, TILE_C // BLOCK)
@@ -182,40 +182,40 @@ def over_block_scales(
 
 
 @triton.jit
-def strands_over_block_scales(
+def divide_quarters_by_block_scales(
     a, b, c, d, s, row, first, rows, grid_columns,
     FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr,
-    STRAND_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
+    QUARTER_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """`over_block_scales` of the four strands of a tile."""
-    a = over_block_scales(
-        a, s, row, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, STRAND_R, TILE_C, INTERPRETED
+    """Apply `divide_by_block_scales` to the four quarters of a tile."""
+    a = divide_by_block_scales(
+        a, s, row, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, QUARTER_R, TILE_C, INTERPRETED
     )
-    b = over_block_scales(
-        b, s, row + 1, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, STRAND_R, TILE_C, INTERPRETED
+    b = divide_by_block_scales(
+        b, s, row + 1, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, QUARTER_R, TILE_C, INTERPRETED
     )
-    c = over_block_scales(
-        c, s, row + 2, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, STRAND_R, TILE_C, INTERPRETED
+    c = divide_by_block_scales(
+        c, s, row + 2, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, QUARTER_R, TILE_C, INTERPRETED
     )
-    d = over_block_scales(
-        d, s, row + 3, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, STRAND_R, TILE_C, INTERPRETED
+    d = divide_by_block_scales(
+        d, s, row + 3, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, QUARTER_R, TILE_C, INTERPRETED
     )
     return a, b, c, d
 
 
 @triton.jit
-def over_row_scales(
+def divide_by_row_scales(
     y, s, row, rows, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """A tile of whole rows, divided by their scales, which are written."""
+    """Divide a tile of whole rows by their scales; store the scales."""
     scale, inverse = scale_of(tl.max(magnitude(y), axis=1), FP8_MAX, POWER_OF_TWO, INTERPRETED)
     store_scale(s + row, scale, row < rows, E8M0)
     return y * inverse[:, None]
 
 
 @triton.jit
-def raise_amax(amax, y):
-    """The largest magnitude of a tile into `amax`."""
+def update_amax(amax, y):
+    """Update `amax` with the largest magnitude of a tile."""
     tl.atomic_max(amax, tl.max(tl.max(magnitude(y), axis=1), axis=0), sem="relaxed")
 
 
@@ -227,7 +227,7 @@ def _bytes_of(q, row, column, rows, columns):
 
 @triton.jit
 def transpose_kernel(q, qt, rows, words, columns, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
-    """Bytes [R,C] into columns of `words` 32-bit words, zero beyond the last row."""
+    """Transpose bytes [R,C] to columns of `words` 32-bit words, zero past the last row."""
     word = tl.program_id(0).to(tl.int64) * (TILE_R // 4) + tl.arange(0, TILE_R // 4)
     row = 4 * word
     column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)

@@ -1,14 +1,13 @@
-"""The fused producers in plain PyTorch: the definition every other backend is compared with, byte for byte.
+"""The fused ops in PyTorch operations: the reference that other backends match byte for byte.
 
-All arithmetic in float32, rounded after each operation. Sums along a row: 8 neighbours in float32, pairs first, then
-pairs of pairs; the sums of 8 in float64, rounded once. Any order of the latter gives the same float32 (two orders
-differ by 2⁻⁵⁰ of the sum; that a rounding boundary lies between them has a chance of about 2⁻²⁶), so each kernel is
-free in its order and its tiles.
-Quotients and roots are correctly rounded: PyTorch's own are not everywhere, so float64 ones are rounded to float32.
-Gradients of weights are sums down a column: in float32, row after row within bands of `BAND` rows, then over the bands
-as above.
+Arithmetic is float32, rounded after each operation. Sums along a row add 8 neighbours pairwise in float32, then these
+sums in float64, rounded once. Any order of the float64 sums gives the same float32 (two orders differ by 2⁻⁵⁰ of the
+sum, and a rounding boundary lies between them with a probability of about 2⁻²⁶), so kernels choose their own order and
+tiles. Quotients and roots are correctly rounded: they are computed in float64 and rounded to float32, because PyTorch's
+float32 ones are not correctly rounded on all devices. Gradients of weights are column sums: float32, row by row within
+bands of `BAND` rows, then over bands as above.
 
-The FP8 form is the one `quantize` makes of y after y was rounded to its dtype: fusing changes no byte.
+The FP8 output is `quantize` of y after rounding y to its dtype: fusion changes no byte.
 """
 
 import torch
@@ -16,15 +15,15 @@ from torch import Tensor
 
 from octavo.kernels.fused.activations import factor, factor_and_slope
 from octavo.kernels.quantize import reference as quantize_reference
-from octavo.numerics.bands import bands
+from octavo.numerics.row_chunks import row_chunks
 from octavo.numerics.spec import TENSOR, QuantSpec
 
 BAND = 32
-"""Rows whose contributions to the gradient of a weight are added before they are written down."""
+"""Rows whose contributions to a weight's gradient are added before they are stored."""
 
 
-def forms(y: Tensor, spec: QuantSpec | None, order: str) -> list[Tensor]:
-    """FP8 data (row-major [R,C], then transposed [C,R]) and scales; by tensor the amax [1,1]; empty without a spec."""
+def fp8_outputs(y: Tensor, spec: QuantSpec | None, order: str) -> list[Tensor]:
+    """Return FP8 data (row-major [R,C], transposed [C,R]) and scales; by tensor, amax [1,1]; empty without spec."""
     if spec is None:
         return []
     if spec.granularity == TENSOR:
@@ -36,7 +35,7 @@ def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: bool, center: bool,
     spec: QuantSpec | None, order: str, keep: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """rstd, mean if centered, x + residual if there is one, y if kept, and the forms of y."""
+    """Return rstd, mean if `center`, x + residual if there is a residual, y if `keep`, and the FP8 outputs of y."""
     total = x if residual is None else (x.float() + residual.float()).to(x.dtype).contiguous()
     values = total.float()
     mean = _row_mean(values) if center else None
@@ -45,15 +44,15 @@ def norm(
     rstd = 1.0 / (_row_mean(values * values) + torch.tensor(eps, dtype=torch.float32)).double().sqrt().float()
     y = values * rstd * _scale(weight, offset)
     y = (y if bias is None else y + bias.float()).to(x.dtype).contiguous()
-    found = [rstd, mean, None if residual is None else total, y if keep else None, *forms(y, spec, order)]
-    return [t for t in found if t is not None]
+    outputs = [rstd, mean, None if residual is None else total, y if keep else None, *fp8_outputs(y, spec, order)]
+    return [t for t in outputs if t is not None]
 
 
 def norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor | None, grad_total: Tensor | None,
     offset: bool, bias: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """dx, dweight, and dbias if there is a bias."""
+    """Return dx, dweight, and dbias if there is a bias."""
     g = grad.float()
     normalized = (x.float() if mean is None else x.float() - mean) * rstd
     weighted = g * _scale(weight, offset)
@@ -67,20 +66,20 @@ def norm_backward(
 
 
 def glu(gate: Tensor, up: Tensor, activation: str, spec: QuantSpec | None, order: str, keep: bool) -> list[Tensor]:
-    """The product h if kept, and the forms of h."""
+    """Return h if `keep`, and the FP8 outputs of h."""
     h = gate.new_empty(gate.shape)
-    for rows in bands((gate.shape[0], gate.shape[1])):
+    for rows in row_chunks((gate.shape[0], gate.shape[1])):
         g = gate[rows].float()
         h[rows] = factor(g, activation).mul_(g).mul_(up[rows])
-    return [*([h] if keep else []), *forms(h, spec, order)]
+    return [*([h] if keep else []), *fp8_outputs(h, spec, order)]
 
 
 def glu_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool) -> list[Tensor]:
-    """Gradients dgate and dup, or both side by side in one [R,2C] tensor."""
+    """Return dgate and dup, or (`joined`) both side by side in one [R,2C] tensor."""
     height, width = gate.shape
     both = [gate.new_empty((height, 2 * width))] if joined else [gate.new_empty((height, width)) for _ in range(2)]
     dgate, dup = both[0].chunk(2, dim=1) if joined else both
-    for rows in bands((gate.shape[0], gate.shape[1])):
+    for rows in row_chunks((gate.shape[0], gate.shape[1])):
         g, upstream = gate[rows].float(), grad[rows].float()
         value, slope = factor_and_slope(g, activation)
         dgate[rows] = slope.mul_(upstream * up[rows].float())

@@ -1,4 +1,4 @@
-"""How large tiles are, and what is launched on them."""
+"""Tile sizes and launches of the fused kernels."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,12 +10,12 @@ from octavo.kernels.fused.device import transpose_kernel
 from octavo.kernels.launch import Launch
 
 WIDEST_ROW = 32768
-"""Elements of a row beyond which it is not held in registers."""
+"""Longest row, in elements, that registers hold."""
 TRANSPOSE = Launch(kernel=transpose_kernel, constants={"TILE_R": 64, "TILE_C": 128}, num_warps=4)
 
 
 def rows_launch(kernel: Any, constants: dict[str, Any], columns: int, per_thread: int) -> Launch:
-    """`kernel` on tiles of whole rows: at least 128 threads with about `per_thread` elements each."""
+    """Return a launch on tiles of whole rows: at least 128 threads with about `per_thread` elements each."""
     tile_c = max(triton.next_power_of_2(columns), 128)
     tile_r = max(128 * per_thread // tile_c, 1)
     warps = min(max(tile_r * tile_c // (32 * per_thread), 1), 32)
@@ -23,14 +23,18 @@ def rows_launch(kernel: Any, constants: dict[str, Any], columns: int, per_thread
 
 
 def run(steps: list[Launch], whole_rows: tuple[Any, ...], arguments: Mapping[str, Any]) -> None:
-    """Launch steps in order: `whole_rows` are the kernels whose programs take whole rows, the others take tiles.
+    """Launch steps in order, with one program per group of whole rows for kernels in `whole_rows`, per tile for others.
 
-    What transposes reads the bytes that the step before it wrote.
+    The transpose step reads the bytes that the previous step wrote.
     """
     for step in steps:
         down = max(triton.cdiv(arguments["rows"], step.constants["TILE_R"]), 1)
         across = max(triton.cdiv(arguments["columns"], step.constants["TILE_C"]), 1)
-        given = arguments
+        step_arguments = arguments
         if step is TRANSPOSE:
-            given = {**arguments, "q": arguments["q"].view(torch.uint8), "qt": arguments["qt"].view(torch.uint8)}
-        step.run((down,) if step.kernel in whole_rows else (down, across), given)
+            step_arguments = {
+                **arguments,
+                "q": arguments["q"].view(torch.uint8),
+                "qt": arguments["qt"].view(torch.uint8),
+            }
+        step.run((down,) if step.kernel in whole_rows else (down, across), step_arguments)

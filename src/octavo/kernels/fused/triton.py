@@ -1,4 +1,4 @@
-"""Every way the fused kernels are compiled; `norm.triton` and `glu.triton` launch them."""
+"""All variants of the fused kernels; `norm.triton` and `glu.triton` launch them."""
 
 from typing import Any
 
@@ -18,11 +18,11 @@ COLUMNS = 4096
 
 
 def variants() -> list[Variant]:
-    """Every kernel, form, memory order and configuration that the recipes ask for, for rows of 4096."""
+    """Return every kernel, spec, memory order and configuration that the recipes use, for rows of 4096."""
     return [*_norms(), *_norm_gradients(), *_glus(), *_glu_gradients(), *_others()]
 
 
-def _forms() -> list[tuple[QuantSpec, str]]:
+def _fp8_outputs() -> list[tuple[QuantSpec, str]]:
     specs = [QuantSpec.parse(text) for text in cases_of_inputs()]
     return [(s, order) for s in specs for order in (("rows",) if s.granularity == TENSOR else ("rows", "both"))]
 
@@ -34,7 +34,7 @@ def _types(spec: QuantSpec | None, **more: str) -> dict[str, str]:
 
 
 def _written(spec: QuantSpec, order: str) -> float:
-    """Bytes per element of the FP8 forms and their scales."""
+    """Return the bytes per element of the FP8 outputs and their scales."""
     if spec.granularity == TENSOR:
         return 0.0
     return (2 if order == "both" else 1) + (spec.scale_dtype.itemsize / (spec.granularity.columns or COLUMNS))
@@ -51,8 +51,8 @@ def _variant(op: str, case: str, config: int, launch: Launch, device_bytes: floa
 
 def _norms() -> list[Variant]:
     matrices = dict.fromkeys(("x", "residual", "total", "y", "weight", "bias"), "*bf16")
-    found = []
-    for spec, order in _forms():
+    all_variants = []
+    for spec, order in _fp8_outputs():
         for op, residual in (("rms_norm", False), ("rms_norm", True), ("layer_norm", False)):
             center = op == "layer_norm"
             keep = residual or spec.granularity == TENSOR
@@ -64,16 +64,16 @@ def _norms() -> list[Variant]:
                 types = _types(spec, **matrices, mean="*fp32", rstd="*fp32")
                 ones = ("stride_c", "residual_c")
                 if launch.kernel is norm_rows_kernel and order == "both":
-                    continue  # compiled as the one for rows only
-                found.append(_variant(op, case, config, launch, moved, types=types, ones=ones))
-    return found
+                    continue  # same code as rows only
+                all_variants.append(_variant(op, case, config, launch, moved, types=types, ones=ones))
+    return all_variants
 
 
 def _norm_gradients() -> list[Variant]:
     matrices = dict.fromkeys(("grad", "x", "grad_total", "dx", "weight"), "*bf16")
     types = _types(None, **matrices, **dict.fromkeys(("mean", "rstd", "partial_weight", "partial_bias"), "*fp32"))
     ones = ("grad_c", "stride_c", "total_c")
-    found = []
+    all_variants = []
     for center in (False, True):
         for passed in (False, True):
             op = "layer_norm_backward" if center else "rms_norm_backward"
@@ -82,34 +82,34 @@ def _norm_gradients() -> list[Variant]:
             case = "with residual" if passed else "gradients"
             for config in range(len(norm.BACKWARD_CONFIGS)):
                 (launch,) = norm.backward_launches(COLUMNS, flags, config)
-                found.append(_variant(op, case, config, launch, moved, types=types, ones=ones, trips=BAND))
+                all_variants.append(_variant(op, case, config, launch, moved, types=types, ones=ones, trips=BAND))
             for launch in norm.backward_launches(4 * COLUMNS, flags):
                 step, moved = ("dx", 6 + 2 * passed) if launch.constants["DX"] else ("sums", 4 + moved % 1)
                 trips = launch.constants["BAND"]
-                found.append(
+                all_variants.append(
                     _variant(op, f"{case}, wide, {step}", 0, launch, moved, types=types, ones=ones, trips=trips)
                 )
     sums = {"partial": "*fp32", "sums": "*bf16"}
-    found.append(_variant("rms_norm_backward", "sums of bands", 0, norm.SUMS, 4.0, types=sums, trips=8))
-    return found
+    all_variants.append(_variant("rms_norm_backward", "sums of bands", 0, norm.SUMS, 4.0, types=sums, trips=8))
+    return all_variants
 
 
 def _glus() -> list[Variant]:
     matrices = dict.fromkeys(("gate", "up", "h"), "*bf16")
-    cases = [("silu", spec, order) for spec, order in _forms()]
-    cases += [(activation, spec, "rows") for activation in ("gelu_tanh", "gelu") for spec, _ in _forms()[:1]]
-    found = []
+    cases = [("silu", spec, order) for spec, order in _fp8_outputs()]
+    cases += [(activation, spec, "rows") for activation in ("gelu_tanh", "gelu") for spec, _ in _fp8_outputs()[:1]]
+    all_variants = []
     for activation, spec, order in dict.fromkeys(cases):
         for keep in (True,) if spec.granularity == TENSOR else (False, True):
             for config in CONFIGS:
                 launch, *_ = glu.launches(activation, spec, order, COLUMNS, keep, config)
                 if launch.kernel is glu_rows_kernel and order == "both":
-                    continue  # compiled as the one for rows only
+                    continue  # same code as rows only
                 case = f"{activation} {spec} {order}" + (" kept" if keep else "")
                 types = _types(spec, **matrices)
                 moved = 4 + 2 * keep + _written(spec, order)
-                found.append(_variant("glu", case, config, launch, moved, types=types, ones=("gate_c", "up_c")))
-    return found
+                all_variants.append(_variant("glu", case, config, launch, moved, types=types, ones=("gate_c", "up_c")))
+    return all_variants
 
 
 def _glu_gradients() -> list[Variant]:
@@ -125,7 +125,7 @@ def _glu_gradients() -> list[Variant]:
 
 
 def _others() -> list[Variant]:
-    """What follows a kernel that holds whole rows, and what replaces it where rows are too long."""
+    """The transpose step after a kernel on whole rows, and the kernel for longer rows."""
     spec = QuantSpec(granularity=ROW)
     wide = glu.launches("silu", spec, "both", WIDEST_ROW + 1, False)[0]
     types = _types(spec, **dict.fromkeys(("gate", "up", "h"), "*bf16"))

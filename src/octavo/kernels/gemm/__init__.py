@@ -1,12 +1,12 @@
-"""scaled_mm: the product of two quantized matrices, in the three layouts of a linear's three products.
+"""scaled_mm: the product of two quantized matrices, in the layouts of a linear layer's three products.
 
     nt    A [M,K] · B [N,K]ᵀ    forward   Y  = X Wᵀ
     nn    A [M,N] · B [N,K]     dgrad     ∂X = G W
     tn    A [M,N]ᵀ · B [M,K]    wgrad     ∂W = Gᵀ X
 
-The first letter says whether A is transposed, the second B, as in BLAS. Accumulation in float32; the scales, then the
-bias, are applied to the float32 sum; one rounding to the output dtype. What hardware wants beyond that (transposed
-bytes, sizes in multiples of 16) is each backend's own business.
+The letters state whether A and B are transposed, as in BLAS. Products accumulate in float32. The scales, then the bias,
+apply to the float32 sum, which is rounded once to the output dtype. Each backend meets the requirements of its hardware
+(transposed bytes, sizes in multiples of 16).
 """
 
 from importlib.util import find_spec
@@ -47,17 +47,17 @@ def scaled_mm(
         layout: Which operand is transposed.
         out_dtype: float32, bfloat16 or float16.
         bias: [n], float32, bfloat16 or float16, added to every row, or None.
-        fast_accum: Let the hardware keep partial sums in its shorter accumulator (Hopper). `reference` never does.
+        fast_accum: Let the hardware accumulate in its shorter accumulator (Hopper). `reference` ignores it.
 
     Returns:
         [m,n] of out_dtype, contiguous.
 
     Raises:
-        ValueError: Where the operands do not share the contraction, where a dtype, device or the shape of scales is
-            not what the spec or the other operand says, or the bias does not fit.
+        ValueError: The operands differ in the contracted size or the device, their dtype or scales do not fit the
+            spec, or the bias does not fit.
     """
     if layout not in _CONTRACTED:
-        raise ValueError(f"scaled_mm: layout is 'nt', 'nn' or 'tn'; got {layout!r}")
+        raise ValueError(f"scaled_mm: layout must be 'nt', 'nn' or 'tn'; got {layout!r}")
     along_a, along_b = _CONTRACTED[layout]
     a_shape, b_shape = a.data.shape, b.data.shape
     if a_shape[along_a] != b_shape[along_b]:
@@ -69,12 +69,12 @@ def scaled_mm(
     _check_operand("A", a, layout, device)
     _check_operand("B", b, layout, device)
     if out_dtype not in _HIGH_PRECISION:
-        raise ValueError(f"scaled_mm {layout}: out_dtype is float32, bfloat16 or float16; got {out_dtype}")
+        raise ValueError(f"scaled_mm {layout}: out_dtype must be float32, bfloat16 or float16; got {out_dtype}")
     if bias is not None:
         n = b_shape[1 - along_b]
         if bias.shape != (n,) or bias.dtype not in _HIGH_PRECISION or bias.device != device:
             raise ValueError(
-                f"scaled_mm {layout}: bias is [{n}], one per output column, float32, bfloat16 or float16 on {device}; "
+                f"scaled_mm {layout}: bias must be [{n}], float32, bfloat16 or float16, on {device}; "
                 f"got {tuple(bias.shape)}, {bias.dtype} on {bias.device}"
             )
     result: Tensor = torch.ops.octavo.scaled_mm.default(
@@ -85,38 +85,40 @@ def scaled_mm(
 
 
 _CONTRACTED = {"nt": (1, 1), "nn": (1, 0), "tn": (0, 0)}
-"""The dimension of A and of B that a layout contracts over."""
+"""Contracted dimensions of A and B, by layout."""
 
 _HIGH_PRECISION = (torch.bfloat16, torch.float32, torch.float16)
 
 
 def _bytes(operand: ScaledTensor, along: int) -> Tensor:
-    """The bytes contiguous along the contraction, where they are kept; a backend that wants them else makes a copy."""
-    kept = operand.along(along) if operand.copy is not None else None
-    return operand.data if kept is None else kept
+    """Return the data contiguous along the contraction if it exists, else `data`, which a backend copies if needed."""
+    data = operand.along(along) if operand.copy is not None else None
+    return operand.data if data is None else data
 
 
 def _check_operand(name: str, operand: ScaledTensor, layout: str, device: torch.device) -> None:
     data, scale, spec = operand.data, operand.scale, operand.spec
     if data.dtype != spec.format.dtype or data.ndim != 2:
         raise ValueError(
-            f"scaled_mm {layout}: {name} is a matrix of {spec.format.dtype}, as its spec {spec} says; "
+            f"scaled_mm {layout}: {name} must be a matrix of {spec.format.dtype} for its spec {spec}; "
             f"got {data.dtype} of shape {tuple(data.shape)}"
         )
     if data.device != device:
-        raise ValueError(f"scaled_mm {layout}: operands are on one device: A on {device}, {name} on {data.device}")
+        raise ValueError(
+            f"scaled_mm {layout}: operands must be on one device; got A on {device}, {name} on {data.device}"
+        )
     if scale is None:
         return
-    wanted = spec.granularity.scale_shape((data.shape[0], data.shape[1]))
-    if scale.shape != wanted or scale.dtype != spec.scale_dtype or scale.device != device:
+    scale_shape = spec.granularity.scale_shape((data.shape[0], data.shape[1]))
+    if scale.shape != scale_shape or scale.dtype != spec.scale_dtype or scale.device != device:
         raise ValueError(
-            f"scaled_mm {layout}: scales of {name} {tuple(data.shape)} by {spec} are {wanted}, {spec.scale_dtype} on "
-            f"{device}; got {tuple(scale.shape)}, {scale.dtype} on {scale.device}"
+            f"scaled_mm {layout}: scales of {name} {tuple(data.shape)} by {spec} must be {scale_shape} "
+            f"{spec.scale_dtype} on {device}; got {tuple(scale.shape)}, {scale.dtype} on {scale.device}"
         )
 
 
 def cases_of(recipe: Recipe) -> dict[str, Case]:
-    """The products of a recipe, by name."""
+    """Return the FP8 products of a recipe, by name."""
     cases: dict[str, Case] = {
         "forward": (recipe.x.text, recipe.w.text, "nt"),
         "dgrad": (recipe.dgrad_g.text, UNIT if recipe.folds_w else recipe.dgrad_w.text, "nn"),
@@ -131,7 +133,7 @@ def _cases() -> dict[str, Case]:
 
 
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
-    """The products a linear asks for, none of their sizes a multiple of 16, within bf16's rounding of `reference`."""
+    """Compare the products of a linear with `reference` within bf16 rounding; no size is a multiple of 16."""
     a_text, b_text, layout = case
     m, k, n = 33, 167, 70
     generator = torch.Generator().manual_seed(0)
@@ -148,7 +150,7 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
             expected = reference.scaled_mm(a, b, layout, dtype, bias, False)
             agreement = sqnr(expected, backend.run(a, b, layout, dtype, bias, layout == "nt"))
             if not agreement >= 45:
-                return f"agrees with reference to {agreement:.1f} dB only (45 dB wanted) for {dtype} output"
+                return f"SQNR against reference is {agreement:.1f} dB for {dtype} output; at least 45 dB expected"
     return None
 
 
@@ -156,37 +158,39 @@ def _run_triton(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
     config: int | None = None,
 ) -> Tensor:  # fmt: skip
-    from octavo.kernels.gemm import triton  # imports Triton, so only once it is wanted
+    from octavo.kernels.gemm import triton  # imports Triton
 
     return triton.scaled_mm(a, b, layout, out_dtype, bias, fast_accum, config)
 
 
-def _refuses_triton(device: torch.device, case: Case) -> str | None:
+def _triton_unsupported(device: torch.device, case: Case) -> str | None:
     if device.type != "cuda":
         return f"Triton compiles for GPUs; this device is {device.type!r}"
     if not find_spec("triton"):
         return "Triton is not installed"
     from octavo.kernels.gemm import triton
 
-    return triton.refuses(device, case)
+    return triton.unsupported_reason(device, case)
 
 
 SCALED_MM = register(Op(name="scaled_mm", cases=_cases(), probe=_probe))
-SCALED_MM.add(Backend(name="torch_scaled", run=torch_scaled.scaled_mm, refuses=torch_scaled.refuses))
-SCALED_MM.add(Backend(name="triton", run=_run_triton, refuses=_refuses_triton))
+SCALED_MM.add(
+    Backend(name="torch_scaled", run=torch_scaled.scaled_mm, unsupported_reason=torch_scaled.unsupported_reason)
+)
+SCALED_MM.add(Backend(name="triton", run=_run_triton, unsupported_reason=_triton_unsupported))
 SCALED_MM.add(Backend(name="reference", run=reference.scaled_mm))
 
 
 def wants_copies(device: torch.device) -> bool:
-    """Whether products on this device want both operands contiguous along the contraction, as FP8 matrix units do.
+    """Whether products on this device need both operands contiguous along the contraction, as FP8 matrix units do.
 
-    What is contracted over both of its dimensions (W, G and X of a linear) is then kept in both memory orders.
+    If so, operands contracted over both dimensions (W, G and X of a linear) are stored in both memory orders.
     """
     return device.type == "cuda"
 
 
 def accelerated(recipe: Recipe, device: torch.device) -> bool:
-    """Whether all FP8 products of a recipe run on matrix units of this device. True on meta, where nothing runs."""
+    """Whether all FP8 products of a recipe run on this device's matrix units; True on meta."""
     cases = cases_of(recipe).values()
     return device.type == "meta" or all(SCALED_MM.choose(device, case).name != "reference" for case in cases)
 

@@ -1,4 +1,4 @@
-"""The persistent FP8 product as Triton code; `octavo.kernels.gemm.triton` says how it is launched, and why it is so."""
+"""Device code of the persistent FP8 product; `octavo.kernels.gemm.triton` launches it and explains the design."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def _rows_of(base, first, step, rows, k, ROWS: tl.constexpr, TILE_K: tl.constexpr, TMA: tl.constexpr):
-    """Rows `first`… of an operand [rows, k] at one step of the contraction; rows beyond the last repeat some other."""
+    """Load a tile of an operand [rows, k] at one step of the contraction; indices past the last row wrap around."""
     if TMA:
         return base.load([first, step * TILE_K])
     else:
@@ -18,11 +18,11 @@ def _rows_of(base, first, step, rows, k, ROWS: tl.constexpr, TILE_K: tl.constexp
 
 @triton.jit
 def _tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Row and column of a tile, in the order in which they are computed: down a band of GROUP rows, then right."""
-    band = index // (GROUP * tiles_n)
-    height = tl.minimum(tiles_m - band * GROUP, GROUP)
+    """Row and column of a tile in launch order: down a group of GROUP tile rows, then right."""
+    group = index // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
     inside = index % (GROUP * tiles_n)
-    return band * GROUP + inside % height, inside // height
+    return group * GROUP + inside % height, inside // height
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _scales_at(
     scale, first, step, rows, stride_r, stride_k,
     ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Scales of a tile's rows at one step: a vector, or one number where a block has 128 rows and so the tile in it."""
+    """Load scales of a tile's rows at one step: a vector, or a scalar if one 128-row block contains the tile."""
     step_scale = scale + step * (TILE_K // 128) * stride_k
     if BLOCK_ROWS == 1:
         row = first + tl.arange(0, ROWS)
@@ -41,7 +41,7 @@ def _scales_at(
 
 @triton.jit
 def _halves(scale):
-    """A scale as m · p with p = 2^⌊exponent / 2⌋, exactly."""
+    """Split a scale exactly into m · p with p = 2^⌊exponent / 2⌋."""
     half = (((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127) >> 1
     inverse = ((127 - half) << 23).to(tl.float32, bitcast=True)
     return scale * inverse, ((half + 127) << 23).to(tl.float32, bitcast=True)
@@ -49,7 +49,7 @@ def _halves(scale):
 
 @triton.jit
 def _epilogue_scale(scale, index, extent, stride, BLOCK_ROWS: tl.constexpr):
-    """Scales of a tile's rows or columns, [TILE]; or one number."""
+    """Load scales of a tile's rows or columns, [TILE], or a scalar."""
     if BLOCK_ROWS == 0:
         return tl.load(scale)
     else:
@@ -60,7 +60,7 @@ def _epilogue_scale(scale, index, extent, stride, BLOCK_ROWS: tl.constexpr):
 def _scaled(
     sums, a_scale, b_scale, row, column, m, n, a_stride_r, b_stride_r, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr
 ):
-    """Sums times the scales of A and of B, as `operands.scale_sums`."""
+    """Multiply sums by the scales of A and B, as `operands.scale_sums`."""
     if A_ROWS >= 0:
         s = _epilogue_scale(a_scale, row, m, a_stride_r, A_ROWS)
         s = s[:, None] if A_ROWS == 1 else s
@@ -80,7 +80,7 @@ def _scaled(
 
 @triton.jit
 def _stored(sums, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
-    """Float32 rounded once to the output's dtype; Triton's interpreter cuts to bf16, so there it is rounded first."""
+    """Round float32 to the output dtype; ROUND_FIRST, since Triton's interpreter truncates to bf16."""
     if ROUND_FIRST:
         bits = sums.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
@@ -95,9 +95,9 @@ def product_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
     TMA: tl.constexpr, ROUND_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of out [m,n] = (A [m,k] · B [n,k]ᵀ) · scales + bias.
+    """Compute tiles of out [m,n] = (A [m,k] · B [n,k]ᵀ) · scales + bias.
 
-    A_ROWS, B_ROWS: rows that share a scale; 0 for all of them, −1 for no scale. BLOCKED: scales change every 128 of k.
+    A_ROWS, B_ROWS: rows that share a scale; 0 for all, −1 without scales. BLOCKED: scales change every 128 of k.
     """
     tiles_m = tl.cdiv(m, TILE_M)
     tiles_n = tl.cdiv(n, TILE_N)

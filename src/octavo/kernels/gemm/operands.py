@@ -1,8 +1,8 @@
-"""What the backends of scaled_mm need of an operand: where its scales lie, and bytes as the hardware reads them.
+"""Operands of scaled_mm as backends read them: one orientation, aligned bytes, scale blocks.
 
-Both operands are looked at the same way round, as [outside, contraction]: A as [M,K], B as [N,K]. FP8 matrix units read
-both contiguous along the contraction, from addresses and with row strides in multiples of 16 bytes. Where an operand is
-not kept that way it is copied here, bytes only, transposed and zero-padded in one pass; the caller never sees it.
+Both operands are oriented as [outside, contraction]: A as [M,K], B as [N,K]. FP8 matrix units read both contiguous
+along the contraction, with addresses and row strides in multiples of 16 bytes. This module copies other layouts (bytes
+only, transposed and zero-padded in one pass).
 """
 
 from functools import lru_cache
@@ -12,24 +12,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.numerics.bands import bands
+from octavo.numerics.row_chunks import row_chunks
 from octavo.numerics.spec import FULL, Granularity, QuantSpec
 from octavo.tensor import ScaledTensor
 
 ALIGNMENT = 16
-"""Rows of FP8 operands start at, and contractions come in, multiples of this many bytes."""
+"""Alignment of rows and of contractions of FP8 operands, in bytes."""
 
 UNIT = "unit"
-"""In a case: an operand whose scales were folded away."""
+"""Name in a case for an operand with unit scales (folded into the other operand)."""
 
 
 class Operand(NamedTuple):
-    """An operand of a product, as [outside, contraction].
+    """An operand of a product, oriented as [outside, contraction].
 
     Attributes:
         data: FP8 values [R,K], any strides.
-        scale: Its scales, one per block of `blocks`; None where all are 1.
-        blocks: Elements that share a scale.
+        scale: Scales, one per block; None for unit scales.
+        blocks: Extent of the scale blocks.
     """
 
     data: Tensor
@@ -39,7 +39,7 @@ class Operand(NamedTuple):
 
 @lru_cache(maxsize=256)
 def blocks(text: str, transposed: bool) -> Granularity:
-    """Extent of the scale blocks of a spec (or `UNIT`), as [outside, contraction]."""
+    """Return the scale blocks of a spec (or `UNIT`), oriented as [outside, contraction]."""
     if text == UNIT:
         return Granularity(FULL, FULL)
     rows, columns = QuantSpec.parse(text).granularity
@@ -47,13 +47,13 @@ def blocks(text: str, transposed: bool) -> Granularity:
 
 
 def blocks_of(case: tuple[str, ...]) -> tuple[Granularity, Granularity]:
-    """Scale blocks of both operands of a case of the registry, each as [outside, contraction]."""
+    """Return the scale blocks of both operands of a registry case, oriented as [outside, contraction]."""
     a_text, b_text, layout = case
     return blocks(a_text, layout[0] == "t"), blocks(b_text, layout[1] == "n")
 
 
 def oriented(a: ScaledTensor, b: ScaledTensor, layout: str) -> tuple[Operand, Operand]:
-    """Both operands as [outside, contraction], whatever the layout."""
+    """Return both operands oriented as [outside, contraction]."""
     return _oriented(a, layout[0] == "t"), _oriented(b, layout[1] == "n")
 
 
@@ -66,7 +66,7 @@ def _oriented(operand: ScaledTensor, transposed: bool) -> Operand:
 
 
 def packed(data: Tensor, rows: int, columns: int) -> Tensor:
-    """[R,C] bytes row-major and aligned, zero-padded to multiples of `rows` and `columns`; a copy only if needed."""
+    """Return [R,C] data row-major, aligned, zero-padded to multiples of `rows` and `columns`; copy only if needed."""
     below, right = -data.shape[0] % rows, -data.shape[1] % columns
     if below or right:
         # A zero byte is 0.0 in every FP8 format.
@@ -75,36 +75,36 @@ def packed(data: Tensor, rows: int, columns: int) -> Tensor:
         return data.contiguous()
     if data.data_ptr() % ALIGNMENT:
         return data.clone(memory_format=torch.contiguous_format)
-    # One row may have any stride and be contiguous; what reads it looks at the stride all the same.
+    # A single row counts as contiguous with any stride, but readers check the stride.
     return data if data.stride(0) == data.shape[1] else data.as_strided(data.shape, (data.shape[1], 1))
 
 
 def scale_sums(sums: Tensor, left: Tensor, right: Tensor) -> None:
-    """Multiply float32 sums [M,N] by scales [M or 1, 1] and [1, N or 1] in place, safe over the range of float32.
+    """Multiply float32 sums [M,N] by scales [M or 1, 1] and [1, N or 1] in place, without intermediate overflow.
 
-    Scales reach from 2⁻¹²⁶ to 2¹²⁰, so sums · left may overflow where sums · left · right does not, and left · right
-    may underflow. With each scale as m · p, p a power of two near its square root,
+    Scales range from 2⁻¹²⁶ to 2¹²⁰: sums · left may overflow although sums · left · right does not, and left · right
+    may underflow. With each scale split into m · p, p a power of two near its square root,
 
         ((sums · m_left) · m_right) · (p_left · p_right)
 
-    has no intermediate outside the range between sums and the result; the powers of two are exact, so every result in
-    the normal range has the bits of (sums · left) · right.
+    keeps all intermediates between the sums and the result. The powers of two are exact, so normal results equal
+    (sums · left) · right bit for bit.
     """
     m_left, p_left = _halves(left)
     m_right, p_right = _halves(right)
-    for band in bands((sums.shape[0], sums.shape[1]), 1):
-        rows = band if left.shape[0] > 1 else slice(None)
-        sums[band].mul_(m_left[rows]).mul_(m_right).mul_(p_left[rows] * p_right)
+    for chunk in row_chunks((sums.shape[0], sums.shape[1]), 1):
+        rows = chunk if left.shape[0] > 1 else slice(None)
+        sums[chunk].mul_(m_left[rows]).mul_(m_right).mul_(p_left[rows] * p_right)
 
 
 def _halves(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 scale as m · p with p = 2^⌊exponent / 2⌋, exactly."""
+    """Split a float32 scale exactly into m · p with p = 2^⌊exponent / 2⌋."""
     half = ((scale.view(torch.int32) >> 23) & 0xFF).sub_(127).bitwise_right_shift_(1)
     inverse = ((127 - half) << 23).view(torch.float32)
     return scale * inverse, ((half + 127) << 23).view(torch.float32)
 
 
-def nothing_to_multiply(left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """The product where some size is 0: zeros and the bias."""
+def empty_product(left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """Return the product of empty operands: zeros plus the bias."""
     zeros = left.data.new_zeros((left.data.shape[0], right.data.shape[0]), dtype=out_dtype)
     return zeros if bias is None else zeros + bias.to(out_dtype)

@@ -1,11 +1,10 @@
-"""scaled_mm in plain PyTorch: exact products, float32 sums, on any device.
+"""scaled_mm in PyTorch operations: exact products, float32 sums, on any device.
 
-Every E4M3 and E5M2 value is exact in bf16 and the product of two of them exact in float32. So the reference
-multiplies the FP8 values on the bf16 matrix units where a device has them, sums in float32, and is still exact up to
-the order of that sum. On a CPU that means float32 operands with oneDNN's bf16 arithmetic, because a product of bf16
-tensors would round its sum to bf16 (PyTorch has no bf16 → float32 product on CPU). Scales that vary along the
-contraction cannot be taken out of the sum: then the operands are dequantized to float32 and multiplied in float32,
-except that power-of-two scales leave the values exact in bf16.
+Every E4M3 and E5M2 value is exact in bf16, and the product of two is exact in float32. So the reference multiplies FP8
+values on bf16 matrix units and sums in float32; it is exact up to the order of summation. On a CPU it multiplies
+float32 operands with oneDNN's bf16 arithmetic, because a product of bf16 tensors would round its sum to bf16 (PyTorch
+has no bf16 → float32 product on CPU). Scales that vary along the contraction cannot leave the sum: then it dequantizes
+to float32 and multiplies in float32, or in bf16 if power-of-two scales keep the values exact there.
 """
 
 import threading
@@ -25,7 +24,7 @@ from octavo.tensor import ScaledTensor
 def scaled_mm(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Tensor:
-    """See `octavo.kernels.gemm.scaled_mm`; `fast_accum` is ignored, sums are float32 throughout."""
+    """See `octavo.kernels.gemm.scaled_mm`; ignores `fast_accum`, sums in float32."""
     left = a.t() if layout[0] == "t" else a
     right = b.t() if layout[1] == "t" else b
     left_outside = left.scale is None or left.spec.granularity.columns == FULL
@@ -46,12 +45,12 @@ def scaled_mm(
 
 
 def _exact(q: Tensor) -> Tensor:
-    """FP8 values in what `_matmul` takes without another copy."""
+    """Convert FP8 values exactly to the dtype that `_matmul` takes without another copy."""
     return widen(q) if q.device.type == "cpu" else q.to(torch.bfloat16)
 
 
 def _matmul(a: Tensor, b: Tensor, precision: Literal["ieee", "bf16"]) -> Tensor:
-    """Float32 product of two matrices in float32 arithmetic, or in bf16 where they are exact in that."""
+    """Multiply two matrices to float32, in float32 arithmetic or, for values exact in it, bf16."""
     device = a.device.type
     with torch.autocast(device, enabled=False):
         if precision == "bf16" and device == "cuda":
@@ -61,12 +60,12 @@ def _matmul(a: Tensor, b: Tensor, precision: Literal["ieee", "bf16"]) -> Tensor:
 
 
 _SETTING = threading.RLock()
-"""Held for a product: what float32 matrices are multiplied in is a setting of the whole process."""
+"""Guards the process-wide precision of float32 products."""
 
 
 @contextmanager
 def _arithmetic(device: str, precision: Literal["ieee", "bf16"]) -> Iterator[None]:
-    """What cuBLAS or oneDNN multiplies float32 matrices in, for the duration of one product."""
+    """Set the precision of float32 products in cuBLAS or oneDNN for the duration of the block."""
     backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
     setting = backend.matmul
     with _SETTING:

@@ -1,24 +1,24 @@
-"""scaled_mm through PyTorch's own FP8 products (cuBLASLt and CUTLASS inside), for every kind of scales they know.
+"""scaled_mm through PyTorch's FP8 products (cuBLASLt and CUTLASS), for all scale granularities that they support.
 
     tensor    torch._scaled_mm      scalars
     row       torch._scaled_mm      float32 vectors [M,1] and [1,N]; ones beside folded scales
     block     F.scaled_mm           1×128 by 128×128 or 1×128, float32; Hopper, CUDA 12.9
-    mx        F.scaled_mm           1×32, one exponent byte each, in the order tensor cores read them; Blackwell
+    mx        F.scaled_mm           1×32, exponent bytes in tensor-core order; Blackwell
 
-Output dtypes and biases that a kind takes differ between devices and versions, and documentation is not to be had. So
-the first product of a (kind, output dtype, with bias) on a device is tried on a small one whose result is known
-(`_takes`). What a kind refuses is done in float32 and finished by PyTorch ops: bias, cast; and where row scales are
-refused altogether, unit scales with a float32 result that is scaled afterwards. A bias in the product's own epilogue
-has the output's dtype, which is what autocast makes of a float32 bias in any linear.
+Supported output dtypes and biases differ between devices and versions and are undocumented. So the first product of a
+(kind, output dtype, with bias) on a device is probed on a small one with a known result (`_is_supported`). Unsupported
+combinations run with float32 output, followed by PyTorch ops for bias and cast; if row scales are unsupported, the
+product runs with unit scales and its float32 result is scaled afterwards. A bias in the product's epilogue has the
+output's dtype, as a float32 bias under autocast has in any linear.
 
-Range: reference and Triton scale sums as `operands.scale_sums` does. CUTLASS (row scales) multiplies them by the scales
-of X, then by those of W, in float32: an x of 1e36 gives infinity even where x · w is in range. How cuBLAS combines
-two scalars is not documented. Moving powers of two from one operand's scales to the other's before the call would help,
-but needs the maxima of both, which is several launches beside a product of tens of microseconds: not done. It matters
-for maxima above 1e30, and for scales whose product is below 2⁻¹²⁶; `SCALED_MM.force("triton")` computes such products.
+Range: reference and Triton scale sums as `operands.scale_sums` does. CUTLASS (row scales) multiplies by the scales of
+X, then by those of W, in float32: an x of 1e36 gives infinity even if x · w is in range. How cuBLAS combines two
+scalars is undocumented. Moving powers of two from one operand's scales to the other's would help, but needs the amax of
+both: several launches next to a product of tens of microseconds, so it is not done. It matters for maxima above 1e30,
+and for scales whose product is below 2⁻¹²⁶; `SCALED_MM.force("triton")` computes such products.
 
-Block scales want a memory order of their own, made here from scales that are 1/128 of the data: 1×128 scales outer
-dimension first in memory, 128×128 scales contraction first and padded to multiples of 4.
+Block scales need a specific memory order, produced here (scales are 1/128 of the data): 1×128 scales outer dimension
+first, 128×128 scales contraction first and padded to multiples of 4.
 """
 
 from typing import Literal
@@ -31,7 +31,7 @@ from octavo.kernels.gemm.operands import (
     ALIGNMENT,
     Operand,
     blocks_of,
-    nothing_to_multiply,
+    empty_product,
     oriented,
     packed,
     scale_sums,
@@ -48,36 +48,36 @@ BLOCK = 128
 GROUP = 32
 
 
-def refuses(device: torch.device, case: Case) -> str | None:
-    """Why this backend leaves a case to another one, or None. Says what is known without running anything."""
+def unsupported_reason(device: torch.device, case: Case) -> str | None:
+    """Return why this backend cannot run a case on a device, or None. Runs no kernel."""
     if device.type == "cpu":
-        return "on a CPU torch._scaled_mm is a slow loop; reference is exact and faster"
+        return "torch._scaled_mm is a slow loop on a CPU; reference is exact and faster"
     if device.type != "cuda":
         return f"torch._scaled_mm has no FP8 kernel for device type {device.type!r}"
-    if (reason := lacks(torch.cuda.get_device_capability(device), case)) is not None:
+    if (reason := unsupported_by_capability(torch.cuda.get_device_capability(device), case)) is not None:
         return reason
     kind = _kind(*blocks_of(case))
     if kind in ("block", "mx") and not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
     if kind == "block" and _cuda_version() < (12, 9):
-        return f"cuBLAS multiplies 128-wide blocks since CUDA 12.9; this torch was built with {torch.version.cuda}"
+        return f"cuBLAS supports 128-wide blocks since CUDA 12.9; this torch was built with {torch.version.cuda}"
     return None
 
 
-def lacks(capability: tuple[int, int], case: Case) -> str | None:
-    """Why no GPU of a compute capability has this product in PyTorch, or None where it has. Looks at no device."""
+def unsupported_by_capability(capability: tuple[int, int], case: Case) -> str | None:
+    """Return why PyTorch has no such product for a compute capability, or None. Queries no device."""
     kind = _kind(*blocks_of(case))
     if kind is None:
         return f"PyTorch has no product for scales of {case[0]} by {case[1]}, layout {case[2]}"
     if all(text.startswith(E5M2.name) for text in case[:2]):
-        return "FP8 matrix units multiply E5M2 by E4M3, not by E5M2"
-    here = "this device is sm_{}{}".format(*capability)
+        return "FP8 matrix units do not multiply E5M2 by E5M2"
+    device = "this device is sm_{}{}".format(*capability)
     if capability < (8, 9):
-        return f"FP8 matrix units come with sm_89; {here}"
+        return f"FP8 matrix units need sm_89 or later; {device}"
     if kind == "block" and capability[0] != 9:
-        return f"cuBLAS multiplies 128-wide blocks on Hopper (sm_90) only; {here}"
+        return f"cuBLAS supports 128-wide blocks on Hopper (sm_90) only; {device}"
     if kind == "mx" and capability[0] < 10:
-        return f"products with 1x32 scales come with Blackwell's matrix units (sm_100); {here}"
+        return f"products with 1x32 scales need Blackwell (sm_100); {device}"
     return None
 
 
@@ -87,17 +87,17 @@ def scaled_mm(
     """See `octavo.kernels.gemm.scaled_mm`."""
     left, right = oriented(a, b, layout)
     if left.data.numel() == 0 or right.data.numel() == 0:
-        return nothing_to_multiply(left, right, out_dtype, bias)
+        return empty_product(left, right, out_dtype, bias)
     kind, device = _kind(left.blocks, right.blocks), left.data.device
-    if kind is not None and _takes(kind, device, out_dtype, bias is not None):
+    if kind is not None and _is_supported(kind, device, out_dtype, bias is not None):
         return _product(kind, left, right, out_dtype, bias, fast_accum)
-    if kind is not None and _takes(kind, device, torch.float32, False):
+    if kind is not None and _is_supported(kind, device, torch.float32, False):
         sums = _product(kind, left, right, torch.float32, None, fast_accum)
     elif kind == "row":
         sums = _scaled_afterwards(left, right, fast_accum)
     else:
         raise NotImplementedError(
-            f"torch {torch.__version__} refuses scales of {a.spec} by {b.spec} for {out_dtype} output on {device}"
+            f"torch {torch.__version__} does not support scales of {a.spec} by {b.spec} for {out_dtype} on {device}"
         )
     if bias is not None:
         sums += bias
@@ -105,7 +105,7 @@ def scaled_mm(
 
 
 def _kind(left: Granularity, right: Granularity) -> Kind | None:
-    """What PyTorch calls a pair of scale blocks, each as [outside, contraction]."""
+    """Return PyTorch's name for a pair of scale blocks, oriented as [outside, contraction]."""
     if left.columns == right.columns == FULL:
         return "tensor" if left.rows == right.rows == FULL else "row"
     if (left, right) in (((1, BLOCK), (1, BLOCK)), ((1, BLOCK), (BLOCK, BLOCK)), ((BLOCK, BLOCK), (1, BLOCK))):
@@ -116,7 +116,7 @@ def _kind(left: Granularity, right: Granularity) -> Kind | None:
 def _product(
     kind: Kind, left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Tensor:
-    """One call into PyTorch, with the padding and the scales as it wants them."""
+    """Call PyTorch with padded operands and scales in its memory order."""
     m, n = left.data.shape[0], right.data.shape[0]
     a = packed(left.data, *_multiples(kind, left.blocks, 1))
     b = packed(right.data, *_multiples(kind, right.blocks, ALIGNMENT))
@@ -140,7 +140,7 @@ def _product(
 
 
 def _multiples(kind: Kind, blocks: Granularity, outside: int) -> tuple[int, int]:
-    """What rows and columns of an operand [outside, contraction] are padded to multiples of."""
+    """Return the multiples to which rows and columns of an operand [outside, contraction] are padded."""
     if kind in ("tensor", "row"):
         return outside, ALIGNMENT
     return (max(blocks.rows, ALIGNMENT), BLOCK) if kind == "block" else (GROUP, GROUP)
@@ -151,19 +151,19 @@ def _scalar(operand: Operand, data: Tensor) -> Tensor:
 
 
 def _vector(operand: Operand, data: Tensor) -> Tensor:
-    """Row scales as a dense [rows, 1], ones where there are none."""
+    """Return row scales as a dense [rows, 1], ones for unit scales."""
     rows, padded = operand.data.shape[0], data.shape[0]
     if operand.scale is None:
         return _ones(padded, data.device)
     scale = operand.scale
     if rows != padded or scale.shape[0] != rows or scale.stride(0) != 1:
         return F.pad(scale.expand(rows, 1), (0, 0, 0, padded - rows), value=1.0)
-    # PyTorch looks at the stride of a dimension of size 1 too.
+    # PyTorch also checks the stride of a dimension of size 1.
     return scale if scale.stride(1) == 1 else scale.as_strided((rows, 1), (1, 1))
 
 
 def _block_scales(operand: Operand, data: Tensor) -> tuple[Tensor, "F.ScalingType", "F.SwizzleType"]:
-    """Scales of blocks in the memory order that cuBLAS reads, with PyTorch's names for what they are."""
+    """Return block scales in the memory order that cuBLAS reads, with PyTorch's scaling and swizzle types."""
     assert operand.scale is not None
     if operand.blocks == (1, GROUP):
         return _swizzled(operand.scale), F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
@@ -176,7 +176,7 @@ def _block_scales(operand: Operand, data: Tensor) -> tuple[Tensor, "F.ScalingTyp
 
 
 def _padded_to(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """A dense copy [rows, columns], zeros beyond the scales; the scales themselves where they are that already."""
+    """Return scales as a dense, zero-padded [rows, columns]; a copy only if needed."""
     if scale.shape == (rows, columns) and scale.stride() == (columns, 1):
         return scale
     memory = scale.new_zeros((rows, columns))
@@ -185,7 +185,7 @@ def _padded_to(scale: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _swizzled(scale: Tensor) -> Tensor:
-    """Exponent bytes in tiles of 128 rows × 4 groups, inside a tile 32 × (4 × 4): row r at (r mod 32, r div 32)."""
+    """Reorder exponent bytes to tiles of 128 rows × 4 groups, each 32 × (4 × 4): row r at (r mod 32, r div 32)."""
     rows, groups = scale.shape
     tall, wide = -(-rows // 128), -(-groups // 4)
     padded = _padded_to(scale.view(torch.uint8), tall * 128, wide * 4)
@@ -194,7 +194,7 @@ def _swizzled(scale: Tensor) -> Tensor:
 
 
 def _scaled_afterwards(left: Operand, right: Operand, fast_accum: bool) -> Tensor:
-    """The row-wise product where PyTorch has none: unit scales inside, all scales applied to the float32 result."""
+    """Compute a row-wise product that PyTorch does not support: unit scales, then scale the float32 result."""
     unit = Granularity(FULL, FULL)
     a, b = left._replace(scale=None, blocks=unit), right._replace(scale=None, blocks=unit)
     sums = _product("tensor", a, b, torch.float32, None, fast_accum)
@@ -207,23 +207,23 @@ def _scaled_afterwards(left: Operand, right: Operand, fast_accum: bool) -> Tenso
     return sums
 
 
-_VERDICTS: dict[tuple[Kind, torch.device, torch.dtype, bool], bool] = {}
-"""What PyTorch took, as found by trying; facts about devices and libraries, which do not change in a process."""
+_SUPPORTED: dict[tuple[Kind, torch.device, torch.dtype, bool], bool] = {}
+"""Probe results; they depend on device and libraries only, so they hold for the process."""
 
 
-def _takes(kind: Kind, device: torch.device, out_dtype: torch.dtype, biased: bool) -> bool:
-    """Whether PyTorch multiplies this kind into this dtype on a device, and right."""
+def _is_supported(kind: Kind, device: torch.device, out_dtype: torch.dtype, biased: bool) -> bool:
+    """Whether PyTorch computes this kind of product correctly on a device."""
     key = (kind, device, out_dtype, biased)
-    verdict = _VERDICTS.get(key)
-    if verdict is None:
+    supported = _SUPPORTED.get(key)
+    if supported is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return out_dtype == torch.bfloat16 or (kind == "tensor" and not biased)
-        verdict = _VERDICTS[key] = _try(*key)
-    return verdict
+        supported = _SUPPORTED[key] = _matches_exact_product(*key)
+    return supported
 
 
-def _try(kind: Kind, device: torch.device, out_dtype: torch.dtype, biased: bool) -> bool:
-    """Multiply a small matrix of this kind and compare with the exact result."""
+def _matches_exact_product(kind: Kind, device: torch.device, out_dtype: torch.dtype, biased: bool) -> bool:
+    """Whether a small product of this kind agrees with the exact result."""
     generator = torch.Generator().manual_seed(0)
     m, n, k = 64, 256, 256
     extents = {"tensor": (FULL, FULL), "row": (1, FULL), "block": (1, BLOCK), "mx": (1, GROUP)}[kind]
@@ -243,25 +243,25 @@ def _try(kind: Kind, device: torch.device, out_dtype: torch.dtype, biased: bool)
     try:
         actual = _product(kind, operands[0], operands[1], out_dtype, bias, False)
     except torch.OutOfMemoryError:
-        raise  # says nothing about the product
+        raise  # unrelated to the product
     except (RuntimeError, ValueError):
         return False
     return actual.dtype == out_dtype and sqnr(expected, actual.cpu()) > 40
 
 
 _ONES: dict[tuple[int, torch.device], Tensor] = {}
-"""Unit scales: the backward products of the default recipe read a vector of them in every call."""
+"""Unit scales; the backward products of the default recipe read a vector of them in every call."""
 
 
 def _ones(size: int, device: torch.device) -> Tensor:
-    """A [size, 1] of ones that is kept, except in CUDA graph capture, where memory belongs to the graph."""
+    """Return a cached [size, 1] of ones; uncached in CUDA graph capture, where memory belongs to the graph."""
     ones = _ONES.get((size, device))
     if ones is None:
         ones = torch.ones((size, 1), device=device, dtype=torch.float32)
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 return ones
-            torch.cuda.current_stream(device).synchronize()  # whatever stream reads it next
+            torch.cuda.current_stream(device).synchronize()  # before any other stream reads it
         if len(_ONES) >= 256:
             _ONES.clear()
         _ONES[size, device] = ones

@@ -1,20 +1,18 @@
-"""scaled_mm as one persistent Triton kernel: any sizes, every kind of scales but 1×32, one rounding at the end.
+"""scaled_mm as one persistent Triton kernel: any sizes, all scale granularities except 1×32, one final rounding.
 
-As many programs as the GPU holds at once walk the tiles of the output in groups of `GROUP` rows of tiles, so that what
-is read twice is still in L2. Operands are read contiguous along the contraction, by the copy engine (TMA) on Hopper and
-datacenter Blackwell, by plain asynchronous loads elsewhere. With `flatten` the loop over tiles and the loop over the
-contraction are one pipeline: the next tile's operands are on their way while this tile is written. Two programs per
-multiprocessor (`per_sm`) hide the same by taking turns.
+As many programs as fit on the GPU walk the output tiles in groups of `GROUP` tile rows, so that operands read twice are
+still in L2. Operands are read contiguous along the contraction, through TMA on Hopper and datacenter Blackwell, through
+asynchronous loads elsewhere. With `flatten` the loops over tiles and over the contraction form one pipeline: the next
+tile's operands load while this tile is stored. Two programs per multiprocessor (`per_sm`) hide the same latency.
 
-Hopper's FP8 accumulator keeps about 14 bits. With `fast_accum` a whole dot product lives in it; else, and with block
-scales always, the partial sum of every 128 products is added to float32 registers, which takes twice the registers and
-smaller tiles. The epilogue multiplies by the scales of A and of B as `operands.scale_sums` does, without overflow or
-underflow where the result has none, and adds the bias. Block scales are multiplied with each other first: where their
-product is below 2⁻¹²⁶ (gradients of 1e-35 by weights of 1e-2, say) sums lose precision. One more multiplication per
-element and step would avoid that.
+Hopper's FP8 accumulator has about 14 bits. With `fast_accum` it accumulates a whole dot product. Otherwise, and always
+with block scales, the partial sum of every 128 products is promoted to float32 registers, which needs twice the
+registers and smaller tiles. The epilogue multiplies by the scales of A and B as `operands.scale_sums` does and adds the
+bias. Block scales are multiplied with each other first: if their product is below 2⁻¹²⁶ (for example gradients of 1e-35
+by weights of 1e-2), sums lose precision. One more multiplication per element and step would avoid that.
 
 Rejected: warp specialization (`tl.range(warp_specialize=True)`), which Triton 3.9 fails to compile for this kernel on
-sm_90; storing through TMA, which needs rows of the output in multiples of 16 bytes and is no smaller.
+sm_90; TMA stores, which need output rows in multiples of 16 bytes and save nothing.
 """
 
 from functools import lru_cache
@@ -25,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gemm.device import product_kernel
-from octavo.kernels.gemm.operands import ALIGNMENT, blocks_of, nothing_to_multiply, oriented, packed
+from octavo.kernels.gemm.operands import ALIGNMENT, blocks_of, empty_product, oriented, packed
 from octavo.kernels.launch import INTERPRETED, Launch, Variant
 from octavo.kernels.registry import Case
 from octavo.numerics.formats import E5M2
@@ -33,13 +31,13 @@ from octavo.numerics.spec import FULL, Granularity
 from octavo.tensor import ScaledTensor
 
 GROUP = 8
-"""Rows of tiles whose programs run at the same time, and so share columns of B in L2."""
+"""Tile rows processed together, which share columns of B in L2."""
 
 BLOCK = 128
 
 
 class Config(NamedTuple):
-    """How the kernel is compiled.
+    """Compile-time configuration of the kernel.
 
     Attributes:
         tile_m: Rows of the output per tile.
@@ -47,10 +45,9 @@ class Config(NamedTuple):
         tile_k: Contraction per step.
         warps: Warps per program.
         stages: Tiles of operands in flight.
-        flatten: Whether the pipeline runs on from one tile to the next.
+        flatten: Whether the pipeline continues from one tile to the next.
         per_sm: Programs that share a multiprocessor.
-        rate: Share of the matrix units' rate that a large product is expected to reach; orders configurations where
-            nothing was measured.
+        rate: Expected fraction of peak for a large product; ranks configurations without measurements.
     """
 
     tile_m: int
@@ -64,11 +61,11 @@ class Config(NamedTuple):
 
     @property
     def promotes(self) -> bool:
-        """Whether registers hold the accumulator twice, for sums that are promoted every step."""
+        """Whether registers can hold a second accumulator, for sums promoted every step."""
         return self.tile_m * self.tile_n <= 64 * 32 * self.warps
 
     def stages_within(self, shared: int) -> int:
-        """Stages that fit into this many bytes of shared memory."""
+        """Return how many stages fit into `shared` bytes of shared memory."""
         return max(1, min(self.stages, shared // ((self.tile_m + self.tile_n) * self.tile_k)))
 
 
@@ -82,17 +79,17 @@ CONFIGS = (
 )
 
 
-def refuses(device: torch.device, case: Case) -> str | None:
-    """Why this backend leaves a case to another one, or None. Says what is known without running anything."""
+def unsupported_reason(device: torch.device, case: Case) -> str | None:
+    """Return why this backend cannot run a case on a device, or None. Runs no kernel."""
     if device.type != "cuda":
         return f"Triton compiles for GPUs; this device is {device.type!r}"
-    if not serves(*blocks_of(case)):
-        return f"this kernel has no scales of {case[0]} by {case[1]}, layout {case[2]}"
+    if not supports_blocks(*blocks_of(case)):
+        return f"this kernel does not support scales of {case[0]} by {case[1]}, layout {case[2]}"
     if all(text.startswith(E5M2.name) for text in case[:2]):
-        return "FP8 matrix units multiply E5M2 by E4M3, not by E5M2"
+        return "FP8 matrix units do not multiply E5M2 by E5M2"
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
-        return "FP8 matrix units come with sm_89; this device is sm_{}{}".format(*capability)
+        return "FP8 matrix units need sm_89 or later; this device is sm_{}{}".format(*capability)
     return None
 
 
@@ -102,23 +99,24 @@ def scaled_mm(
 ) -> Tensor:  # fmt: skip
     """See `octavo.kernels.gemm.scaled_mm`; `config` is an index into `CONFIGS`.
 
-    One that was measured for another kind of product, and does not fit this one, gives way to a guess from the shape,
-    as None does.
+    None, or a configuration that does not support this product, selects one by an estimate from the shape.
     """
     left, right = oriented(a, b, layout)
     if left.data.numel() == 0 or right.data.numel() == 0:
-        return nothing_to_multiply(left, right, out_dtype, bias)
-    if not serves(left.blocks, right.blocks):
-        raise NotImplementedError(f"the Triton product has no scales of {a.spec} by {b.spec}, layout {layout}")
+        return empty_product(left, right, out_dtype, bias)
+    if not supports_blocks(left.blocks, right.blocks):
+        raise NotImplementedError(
+            f"the Triton product does not support scales of {a.spec} by {b.spec}, layout {layout}"
+        )
     m, n = left.data.shape[0], right.data.shape[0]
     device = left.data.device
     target = target_for(device)
     blocked = left.blocks.columns == BLOCK
     fast = fast_accum and target.short_sums and not blocked
     kind = target, fast, blocked, out_dtype.itemsize
-    chosen = CONFIGS[config if config in configurations(*kind) else _guess(m, n, *kind)]
+    chosen = CONFIGS[config if config in configurations(*kind) else _estimated_fastest(m, n, *kind)]
     round_first = INTERPRETED and out_dtype == torch.bfloat16
-    a_rows, b_rows = (_ABSENT if operand.scale is None else operand.blocks.rows for operand in (left, right))
+    a_rows, b_rows = (_NO_SCALE if operand.scale is None else operand.blocks.rows for operand in (left, right))
     launch = _launch(chosen, target, a_rows, b_rows, blocked, bias is not None, fast, round_first)
     left_data, right_data = packed(left.data, 1, ALIGNMENT), packed(right.data, 1, ALIGNMENT)
     out = torch.empty((m, n), dtype=out_dtype, device=device)
@@ -139,12 +137,12 @@ def scaled_mm(
     return out
 
 
-_ABSENT = -1
+_NO_SCALE = -1
 """`A_ROWS` and `B_ROWS` of an operand without scales."""
 
 
-def serves(left: Granularity, right: Granularity) -> bool:
-    """Whether the kernel has a pair of scale blocks, each as [outside, contraction]."""
+def supports_blocks(left: Granularity, right: Granularity) -> bool:
+    """Whether the kernel supports a pair of scale blocks, oriented as [outside, contraction]."""
     if left.columns == right.columns == BLOCK:
         return (left.rows, right.rows) in ((1, 1), (1, BLOCK), (BLOCK, 1))
     return left.columns == right.columns == FULL and {left.rows, right.rows} <= {FULL, 1}
@@ -155,14 +153,14 @@ def _descriptor(data: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 class Target(NamedTuple):
-    """What of a device decides how the kernel is compiled and launched.
+    """Device properties that determine compilation and launch.
 
     Attributes:
-        tma: Whether operands are copied by TMA.
-        short_sums: Whether the matrix units have a shorter accumulator to save registers with (Hopper). Elsewhere
-            accumulators are float32 anyway, and configurations with more than 64 per thread spill.
-        shared: Bytes of shared memory that a program can have.
-        multiprocessors: How many there are.
+        tma: Whether TMA loads the operands.
+        short_sums: Whether the matrix units have a shorter accumulator, which saves registers (Hopper). Elsewhere
+            accumulators are float32, and configurations with more than 64 per thread spill.
+        shared: Shared memory per program, in bytes.
+        multiprocessors: Number of multiprocessors.
     """
 
     tma: bool
@@ -173,9 +171,9 @@ class Target(NamedTuple):
 
 @lru_cache(maxsize=32)
 def target_for(device: torch.device) -> Target:
-    """What of this device decides how the kernel is compiled; without a GPU, for the interpreter."""
+    """Return the target of a device; without a GPU, one for the interpreter."""
     if device.type != "cuda":
-        # The interpreter. Few programs, so that each has several tiles to walk.
+        # The interpreter: few programs, so that each walks several tiles.
         return _target_of(90, 3)
     properties = torch.cuda.get_device_properties(device)
     return _target_of(properties.major * 10 + properties.minor, properties.multi_processor_count)
@@ -193,8 +191,8 @@ def _target_of(capability: int, multiprocessors: int) -> Target:
 
 
 @lru_cache(maxsize=4096)
-def _guess(m: int, n: int, target: Target, fast: bool, blocked: bool, out_bytes: int) -> int:
-    """The configuration that should be fastest: fewest rounds of tiles, each weighed by its size and rate."""
+def _estimated_fastest(m: int, n: int, target: Target, fast: bool, blocked: bool, out_bytes: int) -> int:
+    """Estimate the fastest configuration from the number of waves of tiles, weighted by tile size and rate."""
 
     def cost(index: int) -> float:
         config = CONFIGS[index]
@@ -206,23 +204,23 @@ def _guess(m: int, n: int, target: Target, fast: bool, blocked: bool, out_bytes:
 
 @lru_cache(maxsize=64)
 def configurations(target: Target, fast: bool, blocked: bool, out_bytes: int) -> tuple[int, ...]:
-    """Indices of the configurations that compile for a kind of product with all they keep in registers and on chip."""
+    """Return the configurations whose registers and shared memory fit, for a kind of product."""
 
     def fits(config: Config) -> bool:
         if not (fast or config.promotes):
             return False
         if not target.tma:
-            # Operands pass through registers, and 1×128 scales on both sides leave no room for the largest tile.
+            # Operands pass through registers, so with 1×128 scales on both sides the largest tile does not fit.
             return not (blocked and config.tile_m * config.tile_n > 64 * 128)
-        # A pipeline that runs on keeps its buffers while the tile is rearranged for wide stores.
+        # A flattened pipeline holds its buffers while the tile is rearranged for wide stores.
         rearranged = config.tile_m * config.tile_n * out_bytes if config.flatten else 0
         return config.stages * (config.tile_m + config.tile_n) * config.tile_k + rearranged <= target.shared
 
     return tuple(index for index, config in enumerate(CONFIGS) if fits(config))
 
 
-def usual_configurations(device: torch.device, case: Case) -> tuple[int, ...]:
-    """Those that serve a case as training asks for it: bf16 output, fast accumulation forward only."""
+def training_configurations(device: torch.device, case: Case) -> tuple[int, ...]:
+    """Return the configurations for a case in training: bf16 output, fast accumulation in forward only."""
     target, blocked = target_for(device), blocks_of(case)[0].columns == BLOCK
     return configurations(target, case[2] == "nt" and target.short_sums and not blocked, blocked, 2)
 
@@ -250,9 +248,9 @@ def _launch(
 
 
 def variants(capability: int = 90, out_bytes: int = 2) -> list[Variant]:
-    """What is launched on a device of this compute capability for bf16 (or, with 4 bytes, float32) output."""
+    """Return the variants for a compute capability and bf16 (with 4 bytes: float32) output."""
     target, out = _target_of(capability, 1), "*fp32" if out_bytes == 4 else "*bf16"
-    found = []
+    all_variants = []
     for case, a_rows, b_rows, blocked in _COMPILED:
         for fast in (True, False) if target.short_sums and not blocked else (False,):
             for index in configurations(target, fast, blocked, out_bytes):
@@ -270,18 +268,18 @@ def variants(capability: int = 90, out_bytes: int = 2) -> list[Variant]:
                     device_bytes=1.0,
                     ones=("a_stride_k", "b_stride_k") if blocked else ("a_stride_r", "b_stride_r"),
                 )
-                found.append(variant)
-    return found
+                all_variants.append(variant)
+    return all_variants
 
 
 _COMPILED = (
     ("e4m3/row e4m3/row nt", 1, 1, False),
-    ("e4m3/row unit nn", 1, _ABSENT, False),
+    ("e4m3/row unit nn", 1, _NO_SCALE, False),
     ("e5m2/tensor e4m3/tensor nn", 0, 0, False),
     ("e4m3/1x128 e4m3/128x128 nt", 1, BLOCK, True),
     ("e4m3/128x1 e4m3/128x1 tn", 1, 1, True),
 )
-"""Cases, `A_ROWS`, `B_ROWS` and `BLOCKED` that differ in code; a layout differs only in which bytes are read."""
+"""Cases that compile to different code, with `A_ROWS`, `B_ROWS` and `BLOCKED`; layouts share code."""
 
 
 def _types(case: str, config: Config, tma: bool) -> list[str]:

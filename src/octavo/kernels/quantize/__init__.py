@@ -1,10 +1,10 @@
-"""quantize: a matrix in, its FP8 form out, by the rules of `numerics.spec`.
+"""quantize: a matrix to FP8 data and scales, by the rules of `numerics.spec`.
 
-    q, s = quantize(x · fold)                               fold: the other operand's scales, [R,1] or [1,C], or none
-    q1, s1, q2, s2 = quantize_pair(x · fold, x · fold_t)    two forms from the same reads, the second column-major
+    q, s = quantize(x · fold)                               fold: the other operand's scales, [R,1] or [1,C], or None
+    q1, s1, q2, s2 = quantize_pair(x · fold, x · fold_t)    two outputs from the same reads, the second column-major
 
-Must move per element (bf16 in): 2 bytes read, and 1 written per form and memory order, by row and by block; 2 more
-read by tensor, by column and in pairs with them, where the maximum of everything is needed first.
+Memory traffic per element (bf16 input): 2 bytes read and 1 written per output and memory order, by row and by block.
+Scales by tensor or column, and pairs with them, need all maxima before the cast: 2 more bytes read.
 """
 
 from importlib.util import find_spec
@@ -44,24 +44,24 @@ def quantize(
         spec: Format, granularity and scale rule.
         fold: float32 [R,1] or [1,C], multiplied into x (in float32) first; see `numerics.recipe` for why.
         order: Memory order of the FP8 data: "rows" (contiguous rows), "columns" (contiguous columns, the transposed
-            copy that FP8 matrix units want where a product contracts over R; columns begin at multiples of 16 bytes,
-            zeros in between), or "both" from one read, the second as `ScaledTensor.copy`.
-        amax: Largest magnitudes per scale, float32 of the scales' shape, where something else has found them already
-            (a fused norm, or the history of delayed scaling). Saves the pass that looks for them.
-        scale: Scales to use, of the scales' shape and dtype: those of an earlier quantization of the same x.
+            copy that FP8 matrix units need to contract over R; columns start at multiples of 16 bytes, with zeros in
+            between), or "both" from one read, with the column-major data in `ScaledTensor.copy`.
+        amax: Precomputed largest magnitude per scale, float32 of the scales' shape, from a fused norm or an amax
+            history. Saves the amax pass.
+        scale: Precomputed scales, of the scales' shape and dtype, from an earlier quantization of the same x.
 
     Returns:
-        FP8 data [R,C] with scales of shape `spec.granularity.scale_shape((R,C))`. Where amax or scale is given and too
-        small, larger values are cut to the largest FP8 value; what is not finite becomes NaN.
+        FP8 data [R,C] with scales of shape `spec.granularity.scale_shape((R,C))`. If the given amax or
+        scale is too small, larger values saturate at the largest FP8 value. Non-finite values become NaN.
 
     Raises:
-        ValueError: Where an operand has a wrong dtype, shape or device; named, with what was wanted.
+        ValueError: An operand has a wrong dtype, shape or device.
     """
     _check(x, fold, "fold")
     if amax is not None or scale is not None:
-        _check_given(x, spec, amax, scale)
+        _check_precomputed(x, spec, amax, scale)
     if order not in ("rows", "columns", "both"):
-        raise ValueError(f"quantize: order is 'rows', 'columns' or 'both'; got {order!r}")
+        raise ValueError(f"quantize: order must be 'rows', 'columns' or 'both'; got {order!r}")
     outputs = torch.ops.octavo.quantize(x, spec.text, fold, amax, scale, order)
     copy = outputs[1].t() if order == "both" else None
     return ScaledTensor(
@@ -72,26 +72,26 @@ def quantize(
 def quantize_pair(
     x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """Quantize a matrix in two ways at once.
+    """Quantize a matrix twice from one read.
 
     Args:
         x: [R,C], as in `quantize`.
-        spec: First form, row-major.
-        fold: Factor of the first form.
-        spec_t: Second form, column-major; of the first's format and scale rule.
-        fold_t: Factor of the second form.
+        spec: Spec of the row-major output.
+        fold: Fold factor of the row-major output.
+        spec_t: Spec of the column-major output; same format and scale rule as `spec`.
+        fold_t: Fold factor of the column-major output.
 
     Returns:
-        What `quantize(x, spec, fold)` and `quantize(x, spec_t, fold_t, order="columns")` return.
+        `quantize(x, spec, fold)` and `quantize(x, spec_t, fold_t, order="columns")`.
 
     Raises:
-        ValueError: As `quantize`, and where the forms differ in format or scale rule.
+        ValueError: As `quantize`, or if the specs differ in format or scale rule.
     """
     _check(x, fold, "fold")
     _check(x, fold_t, "fold_t")
     if (spec.format, spec.scale_rule) != (spec_t.format, spec_t.scale_rule):
         raise ValueError(
-            f"quantize_pair: both forms have one format and scale rule; got {spec} and {spec_t}: call quantize twice"
+            f"quantize_pair needs specs of one format and scale rule; got {spec} and {spec_t}: call quantize twice"
         )
     q, s, q_t, s_t = torch.ops.octavo.quantize_pair(x, spec.text, fold, spec_t.text, fold_t)
     return ScaledTensor(q, s, spec), ScaledTensor(q_t.t(), s_t, spec_t)
@@ -107,25 +107,25 @@ def _check(x: Tensor, fold: Tensor | None, name: str) -> None:
     rows, columns = x.shape
     if fold.dtype != torch.float32 or fold.shape not in ((rows, 1), (1, columns)) or fold.device != x.device:
         raise ValueError(
-            f"quantize: {name} is float32 [{rows},1] or [1,{columns}] on {x.device}; "
+            f"quantize: {name} must be float32 [{rows},1] or [1,{columns}] on {x.device}; "
             f"got {fold.dtype} {list(fold.shape)} on {fold.device}"
         )
 
 
-def _check_given(x: Tensor, spec: QuantSpec, amax: Tensor | None, scale: Tensor | None) -> None:
+def _check_precomputed(x: Tensor, spec: QuantSpec, amax: Tensor | None, scale: Tensor | None) -> None:
     if amax is not None and scale is not None:
-        raise ValueError("quantize: give amax or scale, not both")
+        raise ValueError("quantize: pass amax or scale, not both")
     shape = spec.granularity.scale_shape((x.shape[0], x.shape[1]))
-    for name, given, dtype in (("amax", amax, torch.float32), ("scale", scale, spec.scale_dtype)):
-        if given is not None and (given.dtype != dtype or given.shape != shape or given.device != x.device):
+    for name, value, dtype in (("amax", amax, torch.float32), ("scale", scale, spec.scale_dtype)):
+        if value is not None and (value.dtype != dtype or value.shape != shape or value.device != x.device):
             raise ValueError(
-                f"quantize: {name} for {spec} and x {list(x.shape)} is {dtype} {list(shape)} on {x.device}; "
-                f"got {given.dtype} {list(given.shape)} on {given.device}"
+                f"quantize: {name} for {spec} and x {list(x.shape)} must be {dtype} {list(shape)} on {x.device}; "
+                f"got {value.dtype} {list(value.shape)} on {value.device}"
             )
 
 
 def _sample(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """A matrix with sizes that fill no tile, and a factor for its rows and one for its columns."""
+    """A matrix whose sizes are no multiple of a tile, with fold factors by row and by column."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(48, 272, generator=generator, device="cpu").to(device, torch.bfloat16)
     rows, columns = (torch.rand(shape, generator=generator, device="cpu").to(device) for shape in ((48, 1), (1, 272)))
@@ -155,14 +155,14 @@ def _difference(expected: list[Tensor], actual: list[Tensor], names: tuple[str, 
 
 
 def _specs() -> dict[str, Case]:
-    """Every spec that a recipe uses, labelled by its text form."""
+    """Every spec that a recipe uses, by its text."""
     fields = ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
     specs = {str(spec) for recipe in RECIPES.values() for f in fields if (spec := getattr(recipe, f)) is not None}
     return {text: (text,) for text in sorted(specs)}
 
 
 def _pairs() -> dict[str, Case]:
-    """Every pair that a recipe quantizes together: X in both directions, or G for dgrad and wgrad."""
+    """Every pair of specs that a recipe quantizes together: X in both directions, or G for dgrad and wgrad."""
     pairs = {
         (row.text, column.text)
         for r in RECIPES.values()
@@ -176,7 +176,7 @@ def _run_triton(
     x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: Order,
     config: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    from octavo.kernels.quantize import triton  # imports Triton, so only once it is wanted
+    from octavo.kernels.quantize import triton  # imports Triton
 
     return triton.quantize(x, spec, fold, amax, scale, order, config)
 
@@ -190,18 +190,18 @@ def _run_triton_pair(
     return triton.quantize_pair(x, spec, fold, spec_t, fold_t, config)
 
 
-def _refuses_triton(device: torch.device, case: Case) -> str | None:
+def _triton_unsupported(device: torch.device, case: Case) -> str | None:
     if device.type != "cuda":
         return f"Triton compiles for GPUs; this device is {device.type!r}"
     return None if find_spec("triton") else "Triton is not installed"
 
 
 QUANTIZE = register(Op(name="quantize", cases=_specs(), probe=_probe))
-QUANTIZE.add(Backend(name="triton", run=_run_triton, refuses=_refuses_triton))
+QUANTIZE.add(Backend(name="triton", run=_run_triton, unsupported_reason=_triton_unsupported))
 QUANTIZE.add(Backend(name="reference", run=reference.quantize))
 
 QUANTIZE_PAIR = register(Op(name="quantize_pair", cases=_pairs(), probe=_probe_pair))
-QUANTIZE_PAIR.add(Backend(name="triton", run=_run_triton_pair, refuses=_refuses_triton))
+QUANTIZE_PAIR.add(Backend(name="triton", run=_run_triton_pair, unsupported_reason=_triton_unsupported))
 QUANTIZE_PAIR.add(Backend(name="reference", run=reference.quantize_pair))
 
 

@@ -1,22 +1,21 @@
-"""The four kernels of quantize on a GPU; `triton` says which of them does what, and launches them.
+"""Device code of the four quantize kernels; `triton` selects and launches them.
 
-A tile is held as four *strands*, a, b, c and d: its rows 4w, 4w+1, 4w+2 and 4w+3. A thread then holds four elements
-below one another, and their FP8 codes make one 32-bit word of the transposed copy, which goes through shared memory
-and out in words instead of bytes (half the instructions; and no vectorized transposed one-byte store, which Triton
-miscompiles beside some reductions, triton-lang/triton issue 11111). All four loads are issued before the first store,
-because a compiler may not move a load over a store.
+A tile consists of four *quarters* a, b, c and d: its rows 4w, 4w+1, 4w+2 and 4w+3. The FP8 codes of four vertically
+adjacent elements, held by one thread, form one 32-bit word of the transposed copy, which is stored in words instead of
+bytes: half the instructions, and no vectorized transposed one-byte store, which Triton miscompiles beside some
+reductions (triton-lang/triton issue 11111). All loads precede the first store: a compiler may not move loads over it.
 
-The transposed copy has its leading dimension rounded up to 16 rows, zeros in the rest: words never straddle columns,
-and columns begin at addresses that matrix units can read.
+The leading dimension of the transposed copy is rounded up to 16 rows and zero-padded: words never straddle columns, and
+columns start at addresses that matrix units can read.
 
-The cast takes its tiles in reverse, so that it begins with what the maxima pass read last and L2 still holds.
+The cast walks tiles in reverse order, so it starts with the data that the amax pass left in L2.
 
-There is no clamp where the maximum was computed: |x| ≤ amax, so x · (1/s) exceeds the largest FP8 value by a rounding
-error at most, and the cast rounds that down. Where it was given, larger values are cut to the largest, which the cast
-instruction does by itself, and what is not finite becomes NaN.
+With a computed amax there is no clamp: |x| ≤ amax, so x · (1/s) exceeds the largest FP8 value by a rounding error at
+most, and the cast rounds that down. With a precomputed amax or scale, the cast instruction saturates larger values, and
+non-finite values become NaN.
 
-Compile-time arguments: FOLD 0 none, 1 by row, 2 by column; GIVEN 0 nothing, 1 maxima, 2 scales; AXIS, along which
-scales differ, 0 none (one for the tensor), 1 rows, 2 columns; ROWS and COLUMNS, which memory orders are written.
+Compile-time arguments: FOLD 0 none, 1 by row, 2 by column; PRECOMPUTED 0 nothing, 1 amax, 2 scales; AXIS along which
+scales vary: 0 none (one scale), 1 rows, 2 columns; ROWS and COLUMNS: memory orders to write.
 """
 
 import triton
@@ -36,7 +35,7 @@ from octavo.kernels.primitives import (
 
 @triton.jit
 def _tile_of(program, columns, TILE_C: tl.constexpr):
-    """Row and column of a tile; neighbours in memory come one after the other."""
+    """Row and column of a tile, in row-major order."""
     across = tl.maximum(tl.cdiv(columns, TILE_C), 1)
     return program // across, program % across
 
@@ -48,14 +47,14 @@ def _indices(tile, EXTENT: tl.constexpr):
 
 @triton.jit
 def _load(x, row, column, rows, columns, stride_r, stride_c):
-    """Elements in float32, zero outside the matrix."""
+    """Load elements as float32, zero outside the matrix."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     return tl.load(x + row[:, None] * stride_r + column[None, :] * stride_c, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _load4(x, row, column, rows, columns, stride_r, stride_c):
-    """The four strands of a tile whose strand a has the rows `row`."""
+    """Load the four quarters of a tile; `row` are the rows of quarter a."""
     a = _load(x, row, column, rows, columns, stride_r, stride_c)
     b = _load(x, row + 1, column, rows, columns, stride_r, stride_c)
     c = _load(x, row + 2, column, rows, columns, stride_r, stride_c)
@@ -70,7 +69,7 @@ def _times_rows(values, fold, row, rows):
 
 @triton.jit
 def _fold4(a, b, c, d, fold, row, column, rows, columns, FOLD: tl.constexpr):
-    """Strands times their fold factors."""
+    """Multiply quarters by their fold factors."""
     if FOLD == 1:
         a = _times_rows(a, fold, row, rows)
         b = _times_rows(b, fold, row + 1, rows)
@@ -84,15 +83,15 @@ def _fold4(a, b, c, d, fold, row, column, rows, columns, FOLD: tl.constexpr):
 
 @triton.jit
 def _largest(a, b, c, d):
-    """Elementwise largest magnitude of four strands."""
+    """Elementwise amax of four quarters."""
     return tl.maximum(tl.maximum(magnitude(a), magnitude(b)), tl.maximum(magnitude(c), magnitude(d)))
 
 
 @triton.jit
-def _scaled(values, inverse, FP8_MAX: tl.constexpr, GIVEN: tl.constexpr, INTERPRETED: tl.constexpr):
+def _scaled(values, inverse, FP8_MAX: tl.constexpr, PRECOMPUTED: tl.constexpr, INTERPRETED: tl.constexpr):
     """Values / scale, ready for the cast."""
     scaled = values * inverse
-    if GIVEN != 0:
+    if PRECOMPUTED != 0:
         if INTERPRETED:
             finite = (magnitude(values) < INFINITY_BITS) & (inverse == inverse)
             cut = tl.minimum(tl.maximum(scaled, -FP8_MAX), FP8_MAX)
@@ -114,7 +113,7 @@ def _store4(
     q, q_t, a, b, c, d, word, column, rows, columns, padded_rows,
     E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile, row-major into q, column-major into q_t (of `padded_rows` bytes a column); `word` = row / 4."""
+    """Store codes row-major in q, column-major in q_t (`padded_rows` bytes a column); `word` = row / 4."""
     row = 4 * word
     if ROWS:
         _store(q, a, row, column, rows, columns, E4M3, INTERPRETED)
@@ -128,9 +127,11 @@ def _store4(
 
 
 @triton.jit
-def _known(bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Scale and inverse from maxima, or from scales that were given (both as float32 bits)."""
-    if GIVEN == 2:
+def _scale_and_inverse(
+    bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, PRECOMPUTED: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """Compute the scale and its inverse from float32 bits of an amax, or of a precomputed scale."""
+    if PRECOMPUTED == 2:
         scale = bits.to(tl.float32, bitcast=True)
         inverse = reciprocal(scale, INTERPRETED)
     else:
@@ -140,21 +141,21 @@ def _known(bits, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.co
 
 @triton.jit
 def _block_inverse(
-    largest, s, given, block_row, block_column, grid_rows, grid_columns,
-    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, GIVEN: tl.constexpr,
+    largest, s, precomputed, block_row, block_column, grid_rows, grid_columns,
+    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, PRECOMPUTED: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Inverse scales of the blocks of R × C in `largest`, spread over their elements; stores the scales."""
+    """Store the scales of the R × C blocks of `largest` and return their inverses, broadcast over the elements."""
     DOWN: tl.constexpr = largest.shape[0] // R
     ACROSS: tl.constexpr = largest.shape[1] // C
     at = block_row[:, None] * grid_columns + block_column[None, :]
     inside = (block_row < grid_rows)[:, None] & (block_column < grid_columns)[None, :]
-    if GIVEN != 0:
-        bits = tl.load(given + at, mask=inside, other=ONE_BITS)
+    if PRECOMPUTED != 0:
+        bits = tl.load(precomputed + at, mask=inside, other=ONE_BITS)
     else:
         bits = tl.max(tl.max(tl.reshape(largest, (DOWN, R, ACROSS, C)), axis=3), axis=1)
-    scale, inverse = _known(bits, FP8_MAX, POWER_OF_TWO, GIVEN, INTERPRETED)
-    if GIVEN != 2:
+    scale, inverse = _scale_and_inverse(bits, FP8_MAX, POWER_OF_TWO, PRECOMPUTED, INTERPRETED)
+    if PRECOMPUTED != 2:
         store_scale(s + at, scale, inside, E8M0)
     spread = tl.broadcast_to(inverse[:, None, :, None], (DOWN, R, ACROSS, C))
     return tl.reshape(spread, (DOWN * R, ACROSS * C))
@@ -162,74 +163,76 @@ def _block_inverse(
 
 @triton.jit
 def _quantized_blocks(
-    a, b, c, d, q, q_t, s, given, tile_row, word, column, block_column, rows, columns, padded_rows, grid_columns,
-    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, GIVEN: tl.constexpr,
+    a, b, c, d, q, q_t, s, precomputed, tile_row, word, column, block_column, rows, columns, padded_rows, grid_columns,
+    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
+    PRECOMPUTED: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, TILE_R: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One form of a tile of whole blocks of R × C: its scales and its codes."""
+    """Quantize a tile of whole R × C blocks: store scales and codes."""
     row = 4 * word
     if R == 1:
         ia = _block_inverse(
-            magnitude(a), s, given, row, block_column, rows, grid_columns,
-            FP8_MAX, POWER_OF_TWO, E8M0, GIVEN, 1, C, INTERPRETED,
+            magnitude(a), s, precomputed, row, block_column, rows, grid_columns,
+            FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, 1, C, INTERPRETED,
         )  # fmt: skip
         ib = _block_inverse(
-            magnitude(b), s, given, row + 1, block_column, rows, grid_columns,
-            FP8_MAX, POWER_OF_TWO, E8M0, GIVEN, 1, C, INTERPRETED,
+            magnitude(b), s, precomputed, row + 1, block_column, rows, grid_columns,
+            FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, 1, C, INTERPRETED,
         )  # fmt: skip
         ic = _block_inverse(
-            magnitude(c), s, given, row + 2, block_column, rows, grid_columns,
-            FP8_MAX, POWER_OF_TWO, E8M0, GIVEN, 1, C, INTERPRETED,
+            magnitude(c), s, precomputed, row + 2, block_column, rows, grid_columns,
+            FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, 1, C, INTERPRETED,
         )  # fmt: skip
         id = _block_inverse(
-            magnitude(d), s, given, row + 3, block_column, rows, grid_columns,
-            FP8_MAX, POWER_OF_TWO, E8M0, GIVEN, 1, C, INTERPRETED,
+            magnitude(d), s, precomputed, row + 3, block_column, rows, grid_columns,
+            FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, 1, C, INTERPRETED,
         )  # fmt: skip
     else:
         ia = _block_inverse(
-            _largest(a, b, c, d), s, given, _indices(tile_row, TILE_R // R), block_column, tl.cdiv(rows, R),
-            grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, GIVEN, R // 4, C, INTERPRETED,
+            _largest(a, b, c, d), s, precomputed, _indices(tile_row, TILE_R // R), block_column, tl.cdiv(rows, R),
+            grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, R // 4, C, INTERPRETED,
         )  # fmt: skip
         ib, ic, id = ia, ia, ia
-    a, b = _scaled(a, ia, FP8_MAX, GIVEN, INTERPRETED), _scaled(b, ib, FP8_MAX, GIVEN, INTERPRETED)
-    c, d = _scaled(c, ic, FP8_MAX, GIVEN, INTERPRETED), _scaled(d, id, FP8_MAX, GIVEN, INTERPRETED)
+    a, b = _scaled(a, ia, FP8_MAX, PRECOMPUTED, INTERPRETED), _scaled(b, ib, FP8_MAX, PRECOMPUTED, INTERPRETED)
+    c, d = _scaled(c, ic, FP8_MAX, PRECOMPUTED, INTERPRETED), _scaled(d, id, FP8_MAX, PRECOMPUTED, INTERPRETED)
     _store4(q, q_t, a, b, c, d, word, column, rows, columns, padded_rows, E4M3, ROWS, COLUMNS, INTERPRETED)
 
 
 @triton.jit
 def blocks_kernel(
     x, rows, columns, padded_rows, stride_r, stride_c,
-    fold, given, q, q_t, s, grid_columns, fold_t, s_t, grid_columns_t,
-    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, GIVEN: tl.constexpr,
+    fold, precomputed, q, q_t, s, grid_columns, fold_t, s_t, grid_columns_t,
+    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
+    PRECOMPUTED: tl.constexpr,
     FOLD: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PAIR: tl.constexpr, FOLD_T: tl.constexpr, R_T: tl.constexpr, C_T: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One pass: each tile of TILE_R × TILE_C elements holds whole scale blocks of R × C (and, in a pair, R_T × C_T)."""
+    """Quantize in one pass: a TILE_R × TILE_C tile contains whole scale blocks, R × C (in a pair also R_T × C_T)."""
     tile_row, tile_column = _tile_of(tl.program_id(0), columns, TILE_C)
     word, column = _indices(tile_row, TILE_R // 4), _indices(tile_column, TILE_C)
     row = 4 * word
     a, b, c, d = _load4(x, row, column, rows, columns, stride_r, stride_c)
     a1, b1, c1, d1 = _fold4(a, b, c, d, fold, row, column, rows, columns, FOLD)
     _quantized_blocks(
-        a1, b1, c1, d1, q, q_t, s, given, tile_row, word, column, _indices(tile_column, TILE_C // C),
+        a1, b1, c1, d1, q, q_t, s, precomputed, tile_row, word, column, _indices(tile_column, TILE_C // C),
         rows, columns, padded_rows, grid_columns,
-        FP8_MAX, E4M3, POWER_OF_TWO, E8M0, GIVEN, R, C, TILE_R, ROWS, COLUMNS, INTERPRETED,
+        FP8_MAX, E4M3, POWER_OF_TWO, E8M0, PRECOMPUTED, R, C, TILE_R, ROWS, COLUMNS, INTERPRETED,
     )  # fmt: skip
     if PAIR:
         a, b, c, d = _fold4(a, b, c, d, fold_t, row, column, rows, columns, FOLD_T)
         _quantized_blocks(
-            a, b, c, d, q, q_t, s_t, given, tile_row, word, column, _indices(tile_column, TILE_C // C_T),
+            a, b, c, d, q, q_t, s_t, precomputed, tile_row, word, column, _indices(tile_column, TILE_C // C_T),
             rows, columns, padded_rows, grid_columns_t,
-            FP8_MAX, E4M3, POWER_OF_TWO, E8M0, GIVEN, R_T, C_T, TILE_R, False, True, INTERPRETED,
+            FP8_MAX, E4M3, POWER_OF_TWO, E8M0, PRECOMPUTED, R_T, C_T, TILE_R, False, True, INTERPRETED,
         )  # fmt: skip
 
 
 @triton.jit
 def _row_inverse(largest, s, row, rows, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
                  INTERPRETED: tl.constexpr):  # fmt: skip
-    """Inverse scales of rows from their elements' magnitudes; stores the scales."""
+    """Store the scales of rows and return their inverses."""
     scale, inverse = scale_of(tl.max(largest, axis=1), FP8_MAX, POWER_OF_TWO, INTERPRETED)
     store_scale(s + row, scale, row < rows, E8M0)
     return inverse[:, None]
@@ -242,7 +245,7 @@ def rows_kernel(
     FOLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A band of TILE_R rows, twice: maxima, then the cast, which finds the band in L1 or L2."""
+    """Read TILE_R whole rows twice: for the amax, then for the cast, from L1 or L2."""
     word = _indices(tl.program_id(0), TILE_R // 4)
     row = 4 * word
     ma = tl.zeros((TILE_R // 4, TILE_C), tl.int32)
@@ -268,8 +271,8 @@ def rows_kernel(
 
 
 @triton.jit
-def _sizes(a, b, c, d, fold, row, column, rows, columns, FOLD: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Magnitudes of folded strands from magnitudes, as integers; a product takes an absolute value for nothing."""
+def _magnitude_bits(a, b, c, d, fold, row, column, rows, columns, FOLD: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Fold magnitudes and return their integer bits; the multiplication takes absolute values at no cost."""
     if FOLD == 1:
         a = a * tl.abs(tl.load(fold + row, mask=row < rows, other=0.0))[:, None]
         b = b * tl.abs(tl.load(fold + row + 1, mask=row + 1 < rows, other=0.0))[:, None]
@@ -287,17 +290,17 @@ def _sizes(a, b, c, d, fold, row, column, rows, columns, FOLD: tl.constexpr, INT
 
 
 @triton.jit
-def _keep_rows(sizes, amax, row, rows):
+def _atomic_max_rows(sizes, amax, row, rows):
     tl.atomic_max(amax + row, tl.max(sizes, axis=1), mask=row < rows, sem="relaxed")
 
 
 @triton.jit
-def _keep_maxima(a, b, c, d, amax, row, column, rows, columns, AXIS: tl.constexpr):
+def _atomic_max(a, b, c, d, amax, row, column, rows, columns, AXIS: tl.constexpr):
     if AXIS == 1:
-        _keep_rows(a, amax, row, rows)
-        _keep_rows(b, amax, row + 1, rows)
-        _keep_rows(c, amax, row + 2, rows)
-        _keep_rows(d, amax, row + 3, rows)
+        _atomic_max_rows(a, amax, row, rows)
+        _atomic_max_rows(b, amax, row + 1, rows)
+        _atomic_max_rows(c, amax, row + 2, rows)
+        _atomic_max_rows(d, amax, row + 3, rows)
     else:
         largest = tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), axis=0)
         if AXIS == 2:
@@ -312,28 +315,28 @@ def maxima_kernel(
     FOLD: tl.constexpr, AXIS: tl.constexpr, PAIR: tl.constexpr, FOLD_T: tl.constexpr, AXIS_T: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Maxima by row, by column or of everything into `amax`, and those of the second form into `amax_t` (int32)."""
+    """Reduce amax by row, column or tensor into `amax`, and that of the second output into `amax_t` (int32 bits)."""
     tile_row, tile_column = _tile_of(tl.program_id(0), columns, TILE_C)
     row, column = 4 * _indices(tile_row, TILE_R // 4), _indices(tile_column, TILE_C)
     a, b, c, d = _load4(x, row, column, rows, columns, stride_r, stride_c)
     a, b, c, d = tl.abs(a), tl.abs(b), tl.abs(c), tl.abs(d)
-    a1, b1, c1, d1 = _sizes(a, b, c, d, fold, row, column, rows, columns, FOLD, INTERPRETED)
-    _keep_maxima(a1, b1, c1, d1, amax, row, column, rows, columns, AXIS)
+    a1, b1, c1, d1 = _magnitude_bits(a, b, c, d, fold, row, column, rows, columns, FOLD, INTERPRETED)
+    _atomic_max(a1, b1, c1, d1, amax, row, column, rows, columns, AXIS)
     if PAIR:
-        a1, b1, c1, d1 = _sizes(a, b, c, d, fold_t, row, column, rows, columns, FOLD_T, INTERPRETED)
-        _keep_maxima(a1, b1, c1, d1, amax_t, row, column, rows, columns, AXIS_T)
+        a1, b1, c1, d1 = _magnitude_bits(a, b, c, d, fold_t, row, column, rows, columns, FOLD_T, INTERPRETED)
+        _atomic_max(a1, b1, c1, d1, amax_t, row, column, rows, columns, AXIS_T)
 
 
 @triton.jit
 def _inverse_at(
     amax, s, index, extent, writes,
-    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, GIVEN: tl.constexpr,
+    FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, PRECOMPUTED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Inverse scales from maxima or scales at some indices; one of the tiles that read them stores the scales."""
+    """Return inverse scales from the amax or scales at `index`; only one of the tiles that read them stores scales."""
     bits = tl.load(amax + index, mask=index < extent, other=ONE_BITS)
-    scale, inverse = _known(bits, FP8_MAX, POWER_OF_TWO, GIVEN, INTERPRETED)
-    if GIVEN != 2:
+    scale, inverse = _scale_and_inverse(bits, FP8_MAX, POWER_OF_TWO, PRECOMPUTED, INTERPRETED)
+    if PRECOMPUTED != 2:
         if writes:
             store_scale(s + index, scale, index < extent, E8M0)
     return inverse
@@ -342,39 +345,43 @@ def _inverse_at(
 @triton.jit
 def _cast_tile(
     a, b, c, d, amax, q, q_t, s, tile_row, tile_column, word, column, rows, columns, padded_rows,
-    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, GIVEN: tl.constexpr,
+    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
+    PRECOMPUTED: tl.constexpr,
     AXIS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One form of a tile with known maxima or scales."""
+    """Cast a tile with precomputed amax or scales."""
     row = 4 * word
     if AXIS == 1:
         writes = tile_column == 0
-        ia = _inverse_at(amax, s, row, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, GIVEN, INTERPRETED)[:, None]
-        ib = _inverse_at(amax, s, row + 1, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, GIVEN, INTERPRETED)[:, None]
-        ic = _inverse_at(amax, s, row + 2, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, GIVEN, INTERPRETED)[:, None]
-        id = _inverse_at(amax, s, row + 3, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, GIVEN, INTERPRETED)[:, None]
+        ia = _inverse_at(amax, s, row, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
+        ib = _inverse_at(amax, s, row + 1, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
+        ic = _inverse_at(amax, s, row + 2, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
+        id = _inverse_at(amax, s, row + 3, rows, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
     elif AXIS == 2:
         writes = tile_row == 0
-        ia = _inverse_at(amax, s, column, columns, writes, FP8_MAX, POWER_OF_TWO, E8M0, GIVEN, INTERPRETED)[None, :]
+        ia = _inverse_at(amax, s, column, columns, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[
+            None, :
+        ]
         ib, ic, id = ia, ia, ia
     else:
         only, writes = tl.arange(0, 1), tile_row + tile_column == 0
-        ia = _inverse_at(amax, s, only, 1, writes, FP8_MAX, POWER_OF_TWO, E8M0, GIVEN, INTERPRETED)[:, None]
+        ia = _inverse_at(amax, s, only, 1, writes, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, INTERPRETED)[:, None]
         ib, ic, id = ia, ia, ia
-    a, b = _scaled(a, ia, FP8_MAX, GIVEN, INTERPRETED), _scaled(b, ib, FP8_MAX, GIVEN, INTERPRETED)
-    c, d = _scaled(c, ic, FP8_MAX, GIVEN, INTERPRETED), _scaled(d, id, FP8_MAX, GIVEN, INTERPRETED)
+    a, b = _scaled(a, ia, FP8_MAX, PRECOMPUTED, INTERPRETED), _scaled(b, ib, FP8_MAX, PRECOMPUTED, INTERPRETED)
+    c, d = _scaled(c, ic, FP8_MAX, PRECOMPUTED, INTERPRETED), _scaled(d, id, FP8_MAX, PRECOMPUTED, INTERPRETED)
     _store4(q, q_t, a, b, c, d, word, column, rows, columns, padded_rows, E4M3, ROWS, COLUMNS, INTERPRETED)
 
 
 @triton.jit
 def cast_kernel(
     x, rows, columns, padded_rows, stride_r, stride_c, fold, amax, q, q_t, s, fold_t, amax_t, s_t,
-    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, GIVEN: tl.constexpr,
+    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
+    PRECOMPUTED: tl.constexpr,
     FOLD: tl.constexpr, AXIS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PAIR: tl.constexpr, FOLD_T: tl.constexpr, AXIS_T: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """The cast of a tile with the maxima of an earlier pass, or with maxima or scales given; last tiles first."""
+    """Cast a tile with amax from an earlier pass, or with precomputed amax or scales; last tiles first."""
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
     tile_row, tile_column = _tile_of(last_first, columns, TILE_C)
     word, column = _indices(tile_row, TILE_R // 4), _indices(tile_column, TILE_C)
@@ -383,11 +390,11 @@ def cast_kernel(
     a1, b1, c1, d1 = _fold4(a, b, c, d, fold, row, column, rows, columns, FOLD)
     _cast_tile(
         a1, b1, c1, d1, amax, q, q_t, s, tile_row, tile_column, word, column, rows, columns, padded_rows,
-        FP8_MAX, E4M3, POWER_OF_TWO, E8M0, GIVEN, AXIS, ROWS, COLUMNS, INTERPRETED,
+        FP8_MAX, E4M3, POWER_OF_TWO, E8M0, PRECOMPUTED, AXIS, ROWS, COLUMNS, INTERPRETED,
     )  # fmt: skip
     if PAIR:
         a, b, c, d = _fold4(a, b, c, d, fold_t, row, column, rows, columns, FOLD_T)
         _cast_tile(
             a, b, c, d, amax_t, q, q_t, s_t, tile_row, tile_column, word, column, rows, columns, padded_rows,
-            FP8_MAX, E4M3, POWER_OF_TWO, E8M0, GIVEN, AXIS_T, False, True, INTERPRETED,
+            FP8_MAX, E4M3, POWER_OF_TWO, E8M0, PRECOMPUTED, AXIS_T, False, True, INTERPRETED,
         )  # fmt: skip

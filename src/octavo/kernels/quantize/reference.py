@@ -1,10 +1,10 @@
-"""quantize in plain PyTorch: the definition every other backend is compared with, byte for byte."""
+"""quantize in PyTorch operations: the reference that other backends match byte for byte."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.numerics.bands import bands
+from octavo.numerics.row_chunks import row_chunks
 from octavo.numerics.spec import FULL, SMALLEST_SCALE, QuantSpec, ScaleRule
 
 
@@ -16,52 +16,52 @@ def quantize(
     scale: Tensor | None = None,
     order: str = "rows",
 ) -> list[Tensor]:
-    """Data in the orders asked for (the column-major one as [C,R]), then scales unless given."""
-    given = scale is not None or amax is not None
+    """Return data in the requested orders (column-major as [C,R]), then scales unless `scale` is passed."""
+    precomputed = scale is not None or amax is not None
     if scale is not None:
-        used = scale.float()
-        inverse = _reciprocal(used)
+        scale_f32 = scale.float()
+        inverse = _reciprocal(scale_f32)
     else:
-        used, inverse = scale_of(_amax(x, spec, fold) if amax is None else amax, spec)
+        scale_f32, inverse = scale_of(_amax(x, spec, fold) if amax is None else amax, spec)
     data = x.new_empty(x.shape, dtype=spec.format.dtype)
-    for band in _bands(x, spec):
-        blocks = _blocks(_values(x, fold, band), spec)
-        scaled = blocks * _of_band(inverse, band, spec)[:, None, :, None]
-        if given:  # scales of its own maxima cut nothing off
+    for chunk in _block_row_chunks(x, spec):
+        blocks = _blocks(_values(x, fold, chunk), spec)
+        scaled = blocks * _chunk_of_blocks(inverse, chunk, spec)[:, None, :, None]
+        if precomputed:  # scales of x's own amax never saturate
             scaled.clamp_(-spec.format.max, spec.format.max)
             scaled.add_(blocks * 0.0)  # NaN where x is not finite; else a zero of the same sign
-        data[band] = scaled.reshape(scaled.shape[0] * scaled.shape[1], -1)[: data[band].shape[0], : x.shape[1]]
+        data[chunk] = scaled.reshape(scaled.shape[0] * scaled.shape[1], -1)[: data[chunk].shape[0], : x.shape[1]]
     outputs = [data] if order != "columns" else []
     if order != "rows":
         outputs.append(transposed(data))
-    return outputs if scale is not None else [*outputs, used.to(spec.scale_dtype)]
+    return outputs if scale is not None else [*outputs, scale_f32.to(spec.scale_dtype)]
 
 
 def quantize_pair(
     x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None
 ) -> list[Tensor]:
-    """Row-major data and scales of the first form, column-major data (as [C,R]) and scales of the second."""
+    """Return row-major data and scales for `spec`, then column-major data (as [C,R]) and scales for `spec_t`."""
     return [*quantize(x, spec, fold), *quantize(x, spec_t, fold_t, order="columns")]
 
 
 def padded(rows: int) -> int:
-    """Bytes from one column to the next in column-major data: rows, rounded up to what FP8 matrix units want.
+    """Return the column stride of column-major data in bytes: rows rounded up to 16, for FP8 matrix units.
 
-    The bytes in between are zeros.
+    The padding is zeros.
     """
     return -(-rows // 16) * 16
 
 
 def transposed(data: Tensor) -> Tensor:
-    """The transposed matrix [C,R] with rows that are `padded`."""
+    """Return the transposed matrix [C,R] with `padded` rows."""
     rows = data.shape[0]
     return F.pad(data.t().contiguous().view(torch.uint8), (0, padded(rows) - rows)).view(data.dtype)[:, :rows]
 
 
 def scale_of(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """Dequantization scales and their inverses, float32 of amax's shape, from the largest magnitudes of the blocks.
+    """Compute dequantization scales and their inverses from the amax of each block, float32 of amax's shape.
 
-    Scales are positive and finite. The inverse is NaN where amax is not finite, which makes the whole block NaN.
+    Scales are positive and finite. For a non-finite amax the inverse is NaN, which makes the whole block NaN.
     """
     scale = (amax.double() / spec.format.max).float().clamp_min(SMALLEST_SCALE)
     finite = amax.isfinite()
@@ -73,37 +73,37 @@ def _reciprocal(scale: Tensor) -> Tensor:
     return (1.0 / scale.double()).float()
 
 
-def _bands(x: Tensor, spec: QuantSpec) -> list[slice]:
-    """Bands of whole block rows."""
-    return bands((x.shape[0], x.shape[1]), spec.granularity.rows or 1)
+def _block_row_chunks(x: Tensor, spec: QuantSpec) -> list[slice]:
+    """Row chunks of whole scale blocks."""
+    return row_chunks((x.shape[0], x.shape[1]), spec.granularity.rows or 1)
 
 
-def _of_band(of_blocks: Tensor, band: slice, spec: QuantSpec) -> Tensor:
-    """What belongs to a band of something that there is one of per block."""
+def _chunk_of_blocks(per_block: Tensor, chunk: slice, spec: QuantSpec) -> Tensor:
+    """Return the block rows of a per-block tensor that belong to a row chunk."""
     extent = spec.granularity.rows
-    return of_blocks if extent == FULL else of_blocks[band.start // extent : -(-band.stop // extent)]
+    return per_block if extent == FULL else per_block[chunk.start // extent : -(-chunk.stop // extent)]
 
 
-def _values(x: Tensor, fold: Tensor | None, band: slice) -> Tensor:
+def _values(x: Tensor, fold: Tensor | None, chunk: slice) -> Tensor:
     if fold is None:
-        return x[band].float()
-    return x[band].to(torch.float32, copy=True).mul_(fold if fold.shape[0] == 1 else fold[band])
+        return x[chunk].float()
+    return x[chunk].to(torch.float32, copy=True).mul_(fold if fold.shape[0] == 1 else fold[chunk])
 
 
 def _amax(x: Tensor, spec: QuantSpec, fold: Tensor | None) -> Tensor:
-    """The largest magnitude of each block, float32 [block rows, block columns]."""
+    """Return the amax of each block, float32 [block rows, block columns]."""
     shape = (x.shape[0], x.shape[1])
-    found = []
+    amaxes = []
     bits = x.dtype == torch.bfloat16 and fold is None and spec.granularity.columns in (FULL, 1)
-    for band in _bands(x, spec):
-        if bits:  # magnitudes are in the order of their bits, NaN above all
-            largest = _blocks(x[band].view(torch.int16) & 0x7FFF, spec).amax((1, 3)).view(torch.bfloat16).float()
+    for chunk in _block_row_chunks(x, spec):
+        if bits:  # magnitudes sort like their bits, NaN last
+            largest = _blocks(x[chunk].view(torch.int16) & 0x7FFF, spec).amax((1, 3)).view(torch.bfloat16).float()
         else:
-            largest = _blocks(_values(x, fold, band).abs(), spec).amax((1, 3))
-        found.append(largest)
-    if not found:
+            largest = _blocks(_values(x, fold, chunk).abs(), spec).amax((1, 3))
+        amaxes.append(largest)
+    if not amaxes:
         return torch.zeros(spec.granularity.scale_shape(shape), device=x.device)
-    return torch.stack(found).amax(0) if spec.granularity.rows == FULL else torch.cat(found)
+    return torch.stack(amaxes).amax(0) if spec.granularity.rows == FULL else torch.cat(amaxes)
 
 
 def _blocks(values: Tensor, spec: QuantSpec) -> Tensor:

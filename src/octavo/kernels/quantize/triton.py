@@ -1,11 +1,11 @@
-"""quantize on a GPU: which kernels of `device` do what, byte for byte what `reference` computes.
+"""quantize on a GPU: selects and launches the kernels of `device`, which match `reference` byte for byte.
 
-    whole blocks (1×128, 128×128, 1×32 …)   one pass: a tile holds whole scale blocks
-    by row                                  one pass: a band of rows, read again from L1 or L2 for the cast
-    by column, by tensor, pairs with them   two passes: maxima (atomic, on integers), then the cast
-    scales or maxima given                  one pass: the cast
+    whole blocks (1×128, 128×128, 1×32 …)   one pass: a tile contains whole scale blocks
+    by row                                  one pass: whole rows, read again from L1 or L2 for the cast
+    by column, by tensor, pairs with them   two passes: amax (atomic, on integers), then the cast
+    precomputed scales or amax              one pass: the cast
 
-Each writes the FP8 bytes row-major, column-major (the transposed copy that FP8 matrix units want), or both, from one
+Each kernel writes the FP8 bytes row-major, column-major (the transposed copy for FP8 matrix units), or both, from one
 read. A *pair* is two different quantizations of one matrix in the same passes, the first row-major, the second
 column-major: G for dgrad and wgrad with the other operands' scales folded in, or X in both directions of a block
 recipe.
@@ -32,39 +32,39 @@ Order = Literal["rows", "columns", "both"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
-    """One FP8 form of a matrix: how it is quantized, and along which of its dimensions a fold factor varies."""
+class FoldedSpec:
+    """A quantization spec, and the dimension along which the fold factor varies."""
 
     spec: QuantSpec
     fold: Fold = "none"
 
     @property
     def one_pass(self) -> bool:
-        """Whether its scale blocks fit into a tile."""
+        """Whether scale blocks fit into a tile."""
         return FULL not in self.spec.granularity
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is asked for: a form in some memory order, or two forms, the first row-major and the second column-major.
+class QuantizeTask:
+    """One quantization in some memory order, or a pair: the first row-major, the second column-major.
 
     Attributes:
-        form: The only form, or the first.
-        second: The second form of a pair.
-        order: Memory orders in which the only form is written; "rows" in a pair.
-        given: What is known beforehand about a single form.
+        first: The only spec, or the first of a pair.
+        second: The second spec of a pair.
+        order: Memory orders to write; "rows" in a pair.
+        precomputed: What the caller passes in, for a single spec.
     """
 
-    form: Form
-    second: Form | None = None
+    first: FoldedSpec
+    second: FoldedSpec | None = None
     order: Order = "rows"
-    given: Literal["nothing", "amax", "scale"] = "nothing"
+    precomputed: Literal["nothing", "amax", "scale"] = "nothing"
 
     @property
     def case(self) -> tuple[str, ...]:
-        """Key of the calibration table: what decides which kernels run, folds aside."""
+        """Key in the calibration table: everything that selects kernels except folds."""
         second = () if self.second is None else (self.second.spec.text,)
-        return (self.form.spec.text, *second, self.order, self.given)
+        return (self.first.spec.text, *second, self.order, self.precomputed)
 
 
 TILES: dict[str, tuple[tuple[int, int, int], ...]] = {
@@ -75,37 +75,37 @@ TILES: dict[str, tuple[tuple[int, int, int], ...]] = {
     "rows transposed": ((32, 256, 4), (64, 128, 4), (32, 512, 8)),
     "two passes": ((64, 128, 4), (128, 64, 4), (128, 128, 8)),
 }
-"""Configurations: rows and columns of a tile, warps. The first is the default, the others are for measurement."""
+"""Configurations: tile rows, tile columns, warps. The first is the default; calibration measures the others."""
 
 
-def tiles(task: Task) -> tuple[tuple[int, int, int], ...]:
-    """The configurations of the kernels that do a task."""
-    if task.form.one_pass:
-        extents = [extent for form in (task.form, task.second) if form for extent in form.spec.granularity]
+def tiles(task: QuantizeTask) -> tuple[tuple[int, int, int], ...]:
+    """Return the configurations of a task's kernels."""
+    if task.first.one_pass:
+        extents = [extent for folded in (task.first, task.second) if folded for extent in folded.spec.granularity]
         if max(extents) <= 64:
             return TILES["blocks"]
         return TILES["blocks 128" if task.second is None else "pairs of blocks 128"]
-    if task.second is None and task.given == "nothing" and task.form.spec.granularity == ROW:
+    if task.second is None and task.precomputed == "nothing" and task.first.spec.granularity == ROW:
         return TILES["rows" if task.order == "rows" else "rows transposed"]
     return TILES["two passes"]
 
 
 @lru_cache(maxsize=4096)
-def _fastest(task: Task, device: torch.device, rows: int, columns: int) -> int:
-    """The configuration measured to be fastest; the first where none was, or where the table is of older ones."""
+def _fastest(task: QuantizeTask, device: torch.device, rows: int, columns: int) -> int:
+    """Return the fastest measured configuration; 0 without one, or if the table predates the present configurations."""
     measured = calibration.config(device, "quantize", task.case, rows, columns)
     return measured if measured < len(tiles(task)) else 0
 
 
-def launches(task: Task, config: int = 0) -> list[Launch]:
-    """The kernels that do a task, in order.
+def launches(task: QuantizeTask, config: int = 0) -> list[Launch]:
+    """Return a task's kernels, in launch order.
 
     Raises:
-        ValueError: For a pair of blocks with scales for whole rows, columns or the tensor.
+        ValueError: A pair combines block scales with scales by row, column or tensor.
     """
-    spec, second = task.form.spec, task.second
-    if second is not None and task.form.one_pass != second.one_pass:
-        raise ValueError(f"quantize_pair: {spec} and {second.spec} are not quantized together; call quantize twice")
+    spec, second = task.first.spec, task.second
+    if second is not None and task.first.one_pass != second.one_pass:
+        raise ValueError(f"quantize_pair: {spec} and {second.spec} cannot be quantized together; call quantize twice")
     tile_r, tile_c, num_warps = tiles(task)[config]
     tile = {"TILE_R": tile_r, "TILE_C": tile_c}
     rule: dict[str, Any] = {
@@ -115,23 +115,23 @@ def launches(task: Task, config: int = 0) -> list[Launch]:
         "E8M0": spec.scale_rule == "e8m0",
         "INTERPRETED": INTERPRETED,
     }
-    given = {"GIVEN": ("nothing", "amax", "scale").index(task.given)}
+    precomputed = {"PRECOMPUTED": ("nothing", "amax", "scale").index(task.precomputed)}
     orders = {"ROWS": task.order != "columns", "COLUMNS": task.order != "rows"}
-    folds: dict[str, Any] = {"FOLD": _FOLDS.index(task.form.fold)}
-    other = second or task.form
+    folds: dict[str, Any] = {"FOLD": _FOLDS.index(task.first.fold)}
+    other = second or task.first
     folds_t = {"PAIR": second is not None, "FOLD_T": _FOLDS.index(other.fold)}
-    if task.form.one_pass:
+    if task.first.one_pass:
         (r, c), (r_t, c_t) = spec.granularity, other.spec.granularity
         blocks = {"R": r, "C": c, "R_T": r_t, "C_T": c_t}
-        constants = rule | given | folds | folds_t | orders | blocks | tile
+        constants = rule | precomputed | folds | folds_t | orders | blocks | tile
         return [Launch(kernel=blocks_kernel, constants=constants, num_warps=num_warps)]
-    if second is None and task.given == "nothing" and spec.granularity == ROW:
+    if second is None and task.precomputed == "nothing" and spec.granularity == ROW:
         return [Launch(kernel=rows_kernel, constants=rule | folds | orders | tile, num_warps=num_warps)]
     axes = {"AXIS": _axis(spec), "AXIS_T": _axis(other.spec)}
     cast = Launch(
-        kernel=cast_kernel, constants=rule | given | folds | folds_t | axes | orders | tile, num_warps=num_warps
+        kernel=cast_kernel, constants=rule | precomputed | folds | folds_t | axes | orders | tile, num_warps=num_warps
     )
-    if task.given != "nothing":
+    if task.precomputed != "nothing":
         return [cast]
     maxima = folds | folds_t | axes | tile | {"INTERPRETED": INTERPRETED}
     return [Launch(kernel=maxima_kernel, constants=maxima, num_warps=num_warps), cast]
@@ -153,17 +153,17 @@ def quantize(
     x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: Order,
     config: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Data in the orders asked for (the column-major one as [C,R]), then scales unless given.
+    """Return data in the requested orders (column-major as [C,R]), then scales unless `scale` is passed.
 
     `config` is an index into `tiles`; None takes the fastest one measured by `octavo calibrate`, else the first.
     """
-    given = amax if scale is None else scale.float()
-    task = Task(
-        form=Form(spec=spec, fold=_fold_name(fold, x.shape[0])),
+    precomputed = amax if scale is None else scale.float()
+    task = QuantizeTask(
+        first=FoldedSpec(spec=spec, fold=_fold_name(fold, x.shape[0])),
         order=order,
-        given="scale" if scale is not None else "amax" if amax is not None else "nothing",
+        precomputed="scale" if scale is not None else "amax" if amax is not None else "nothing",
     )
-    q, q_t, s, _ = _run(task, x, fold, None, given, config)
+    q, q_t, s, _ = _run(task, x, fold, None, precomputed, config)
     return [q] * (order != "columns") + [q_t] * (order != "rows") + [s] * (scale is None)
 
 
@@ -171,23 +171,28 @@ def quantize_pair(
     x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None,
     config: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Row-major data and scales of the first form, column-major data (as [C,R]) and scales of the second."""
-    task = Task(
-        form=Form(spec=spec, fold=_fold_name(fold, x.shape[0])),
-        second=Form(spec=spec_t, fold=_fold_name(fold_t, x.shape[0])),
+    """Return row-major data and scales for `spec`, then column-major data (as [C,R]) and scales for `spec_t`."""
+    task = QuantizeTask(
+        first=FoldedSpec(spec=spec, fold=_fold_name(fold, x.shape[0])),
+        second=FoldedSpec(spec=spec_t, fold=_fold_name(fold_t, x.shape[0])),
     )
     q, q_t, s, s_t = _run(task, x, fold, fold_t, None, config)
     return [q, s, q_t, s_t]
 
 
 def _run(
-    task: Task, x: Tensor, fold: Tensor | None, fold_t: Tensor | None, given: Tensor | None, config: int | None
+    task: QuantizeTask,
+    x: Tensor,
+    fold: Tensor | None,
+    fold_t: Tensor | None,
+    precomputed: Tensor | None,
+    config: int | None,
 ) -> tuple[Tensor, ...]:
-    """The outputs q [R,C], q_t [C,R], s, s_t; those that the task does not ask for are some other tensor."""
+    """Return q [R,C], q_t [C,R], s, s_t; outputs that the task does not write are placeholders."""
     rows, columns = x.shape
     if config is None:
         config = _fastest(task, x.device, rows, columns)
-    spec, spec_t = task.form.spec, (task.second or task.form).spec
+    spec, spec_t = task.first.spec, (task.second or task.first).spec
     pair = task.second is not None
 
     def empty(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -202,7 +207,7 @@ def _run(
     s = scales(spec)
     s_t = scales(spec_t) if pair else s
     steps = launches(task, config)
-    maxima, second_at = given, -(-s.numel() // 4) * 4  # 16-byte aligned
+    maxima, second_at = precomputed, -(-s.numel() // 4) * 4  # 16-byte aligned
     if len(steps) == 2:
         maxima = torch.zeros(second_at + (s_t.numel() if pair else 0), dtype=torch.int32, device=x.device)
     arguments: dict[str, Any] = {
@@ -222,7 +227,7 @@ def _run(
         "grid_columns_t": s_t.shape[1],
     }
     bits = x if maxima is None else maxima.contiguous().view(torch.int32)
-    arguments |= {"given": bits, "amax": bits, "amax_t": bits[second_at:] if len(steps) == 2 and pair else bits}
+    arguments |= {"precomputed": bits, "amax": bits, "amax_t": bits[second_at:] if len(steps) == 2 and pair else bits}
     for step in steps:
         covered = rows if step.kernel is maxima_kernel else padded(rows)
         down = max(triton.cdiv(covered, step.constants["TILE_R"]), 1)
@@ -232,47 +237,51 @@ def _run(
 
 
 def variants() -> list[Variant]:
-    """Every kernel, form, memory order and configuration that the recipes ask for."""
-    found: list[Variant] = []
-    for task, case in tasks().items():
+    """Return every kernel, spec, memory order and configuration that the recipes use."""
+    all_variants: list[Variant] = []
+    for task, case in recipe_tasks().items():
         for config in range(len(tiles(task))):
-            found += [_variant(task, case, config, launch) for launch in launches(task, config)]
-    return found
+            all_variants += [_variant(task, case, config, launch) for launch in launches(task, config)]
+    return all_variants
 
 
-def tasks() -> dict[Task, str]:
-    """What recipes ask for, with its label."""
+def recipe_tasks() -> dict[QuantizeTask, str]:
+    """Return the tasks of all recipes, with their labels."""
     folds: tuple[Fold, ...] = ("none", "rows", "columns")
     orders: tuple[Order, ...] = ("rows", "columns", "both")
     recipes = RECIPES.values()
-    plain = {spec for r in recipes for spec in (r.x, r.w, r.dgrad_g, r.dgrad_w, r.wgrad_g, r.wgrad_x) if spec}
+    specs = {spec for r in recipes for spec in (r.x, r.w, r.dgrad_g, r.dgrad_w, r.wgrad_g, r.wgrad_x) if spec}
     tasks = {}
-    for spec in sorted(plain, key=str):
+    for spec in sorted(specs, key=str):
         for order in orders:
             for fold in folds if order == "rows" else folds[:1]:
-                tasks[Task(form=Form(spec=spec, fold=fold), order=order)] = f"{spec} fold={fold} {order}"
-            tasks[Task(form=Form(spec=spec), order=order, given="scale")] = f"{spec} scale given {order}"
-        tasks[Task(form=Form(spec=spec), order="both", given="amax")] = f"{spec} amax given both"
+                tasks[QuantizeTask(first=FoldedSpec(spec=spec, fold=fold), order=order)] = f"{spec} fold={fold} {order}"
+            tasks[QuantizeTask(first=FoldedSpec(spec=spec), order=order, precomputed="scale")] = (
+                f"{spec} scale given {order}"
+            )
+        tasks[QuantizeTask(first=FoldedSpec(spec=spec), order="both", precomputed="amax")] = f"{spec} amax given both"
     for r in recipes:
         for first, second in ((r.x, r.wgrad_x), (r.dgrad_g, r.wgrad_g)):
             if second is not None and first != second:
                 folded = first.granularity == ROW and first is r.dgrad_g
-                form = Form(spec=first, fold="columns" if folded else "none")
-                other = Form(spec=second, fold="rows" if folded else "none")
-                tasks[Task(form=form, second=other)] = f"{first} and {second}" + (" folded" if folded else "")
+                row_major = FoldedSpec(spec=first, fold="columns" if folded else "none")
+                column_major = FoldedSpec(spec=second, fold="rows" if folded else "none")
+                tasks[QuantizeTask(first=row_major, second=column_major)] = f"{first} and {second}" + (
+                    " folded" if folded else ""
+                )
     return tasks
 
 
-def device_bytes(task: Task, launch: Launch) -> float:
-    """Bytes per element of a bf16 matrix that one launch of a task moves through device memory."""
+def device_bytes(task: QuantizeTask, launch: Launch) -> float:
+    """Return the device-memory traffic of one launch, in bytes per element of a bf16 matrix."""
     written = 2 if task.second is not None or task.order == "both" else 1
     return 2 + (0 if launch.kernel is maxima_kernel else written)
 
 
-def _variant(task: Task, case: str, config: int, launch: Launch) -> Variant:
-    spec = task.form.spec
+def _variant(task: QuantizeTask, case: str, config: int, launch: Launch) -> Variant:
+    spec = task.first.spec
     code = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}[spec.format.name]
-    types = {"x": "*bf16", "q": code, "q_t": code, "given": "*i32", "amax": "*i32", "amax_t": "*i32"}
+    types = {"x": "*bf16", "q": code, "q_t": code, "precomputed": "*i32", "amax": "*i32", "amax_t": "*i32"}
     types |= dict.fromkeys(("s", "s_t"), "*u8" if spec.scale_rule == "e8m0" else "*fp32")
     types |= dict.fromkeys(("fold", "fold_t"), "*fp32")
     return Variant(

@@ -1,9 +1,9 @@
-"""glu: h = activation(gate) · up with its FP8 form, and its gradients.
+"""glu: h = activation(gate) · up with FP8 output, and its gradients.
 
     dgate = grad · up · activation'(gate)         dup = grad · activation(gate)
 
-in float32, each result rounded once to gate's dtype; the FP8 form is that of the rounded h. h need not be stored for
-backward: the gradients use gate and up alone, and the product that reads h keeps its FP8 form.
+in float32, each result rounded once to gate's dtype; the FP8 output quantizes the rounded h. Backward does not need h:
+the gradients use gate and up, and the product that reads h saves the FP8 output.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from octavo.kernels.fused import reference
 from octavo.kernels.fused.activations import ACTIVATIONS
 from octavo.kernels.fused.checks import (
     cases_of_inputs,
-    check_form,
     check_like,
     check_matrix,
+    check_output,
     difference,
-    refuses_triton,
     sample,
+    triton_unsupported,
 )  # fmt: skip
-from octavo.kernels.fused.forms import Order, empty_forms, parse, unpack
+from octavo.kernels.fused.fp8_outputs import Order, empty_outputs, parse_spec, unpack_outputs
 from octavo.kernels.library import define
 from octavo.kernels.registry import Backend, Case, Op, register
 from octavo.numerics.names import nearest
@@ -32,13 +32,13 @@ from octavo.tensor import ScaledTensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gated:
-    """What a gated activation makes of gate and up [R,C].
+class GluOutput:
+    """Outputs of a gated activation of gate and up [R,C].
 
     Attributes:
-        h: Result in gate's dtype, [R,C]; None unless kept.
-        quantized: FP8 form of h, as `quantize(h, spec, order=order)` gives it; None by tensor and without a spec.
-        amax: By tensor, the largest magnitude of h, float32 [1,1]: what `quantize(h, spec, amax=...)` takes.
+        h: Result in gate's dtype, [R,C]; None without `keep`.
+        quantized: `quantize(h, spec, order=order)`; None by tensor and without a spec.
+        amax: By tensor, the amax of h, float32 [1,1], for `quantize(h, spec, amax=...)`.
     """
 
     h: Tensor | None
@@ -54,27 +54,26 @@ def glu(
     order: Order = "rows",
     *,
     keep: bool = True,
-) -> Gated:
-    """Gated linear unit after its products (Shazeer, arXiv 2002.05202).
+) -> GluOutput:
+    """Gated activation of a gated linear unit (Shazeer, arXiv 2002.05202).
 
     Args:
         gate: [R,C], float32, bfloat16 or float16, any strides: it may be half of one [R,2C] tensor.
         up: [R,C] of gate's dtype, any strides.
         activation: "silu", "gelu_tanh" or "gelu".
-        spec: FP8 form wanted, with scales by tensor (only the amax is found, the cast comes later), row, or blocks of
-            1x16 to 1x128; None for none.
-        order: Memory orders of the FP8 data, as `quantize` takes them. By tensor it says nothing here.
-        keep: Write h in gate's dtype. What only products read need not be.
+        spec: Spec of the FP8 output, with scales by tensor (returns only the amax, for a later cast), row, or blocks
+            of 1x16 to 1x128; None for no FP8 output.
+        order: Memory orders of the FP8 data, as in `quantize`. Ignored by tensor.
+        keep: Return h in gate's dtype.
 
     Raises:
-        ValueError: Where an operand has a wrong dtype, shape or device, the activation is unknown, or nothing is asked
-            for.
+        ValueError: An operand has a wrong dtype, shape or device, the activation is unknown, or no output is requested.
     """
     _check("glu", gate, up, None, activation)
-    check_form("glu", spec, order, keep)
-    found = torch.ops.octavo.glu(gate, up, activation, "" if spec is None else spec.text, order, keep)
-    quantized, amax = unpack(found[1:] if keep else found, spec, order)
-    return Gated(h=found[0] if keep else None, quantized=quantized, amax=amax)
+    check_output("glu", spec, order, keep)
+    outputs = torch.ops.octavo.glu(gate, up, activation, "" if spec is None else spec.text, order, keep)
+    quantized, amax = unpack_outputs(outputs[1:] if keep else outputs, spec, order)
+    return GluOutput(h=outputs[0] if keep else None, quantized=quantized, amax=amax)
 
 
 def glu_backward(
@@ -87,18 +86,18 @@ def glu_backward(
         gate: As in `glu`.
         up: As in `glu`.
         activation: As in `glu`.
-        joined: Make the two results the halves of one contiguous [R,2C] tensor, as the backward of one joint gate and
-            up projection wants them; it is their `._base`.
+        joined: Return the two halves of one contiguous [R,2C] tensor (their `._base`), for the backward of a joint
+            gate and up projection.
 
     Returns:
         dgate and dup [R,C] of gate's dtype.
 
     Raises:
-        ValueError: Where an operand has a wrong dtype, shape or device, or the activation is unknown.
+        ValueError: An operand has a wrong dtype, shape or device, or the activation is unknown.
     """
     _check("glu_backward", gate, up, grad, activation)
-    found = torch.ops.octavo.glu_backward(grad, gate, up, activation, joined)
-    dgate, dup = found[0].split(gate.shape[1], dim=1) if joined and gate.shape[1] else (found[0], found[-1])
+    outputs = torch.ops.octavo.glu_backward(grad, gate, up, activation, joined)
+    dgate, dup = outputs[0].split(gate.shape[1], dim=1) if joined and gate.shape[1] else (outputs[0], outputs[-1])
     return dgate, dup
 
 
@@ -114,7 +113,7 @@ def _check(op: str, gate: Tensor, up: Tensor, grad: Tensor | None, activation: s
 
 
 def _triton_glu(*arguments: Any) -> list[Tensor]:
-    from octavo.kernels.fused.glu import triton  # imports Triton, so only once it is wanted
+    from octavo.kernels.fused.glu import triton  # imports Triton
 
     return triton.glu(*arguments)
 
@@ -143,27 +142,27 @@ def _probe_backward(backend: Backend, device: torch.device, case: Case) -> str |
 _CASES: dict[str, Case] = {f"{a} {text}": (a, text) for a in ACTIVATIONS for text in cases_of_inputs()}
 
 GLU = register(Op(name="glu", cases=_CASES, probe=_probe))
-GLU.add(Backend(name="triton", run=_triton_glu, refuses=refuses_triton))
+GLU.add(Backend(name="triton", run=_triton_glu, unsupported_reason=triton_unsupported))
 GLU.add(Backend(name="reference", run=reference.glu))
 
 GLU_BACKWARD = register(Op(name="glu_backward", cases={a: (a,) for a in ACTIVATIONS}, probe=_probe_backward))
-GLU_BACKWARD.add(Backend(name="triton", run=_triton_backward, refuses=refuses_triton))
+GLU_BACKWARD.add(Backend(name="triton", run=_triton_backward, unsupported_reason=triton_unsupported))
 GLU_BACKWARD.add(Backend(name="reference", run=reference.glu_backward))
 
 
 def _run(gate: Tensor, up: Tensor, activation: str, spec: str, order: str, keep: bool) -> list[Tensor]:
     backend = GLU.choose(gate.device, (activation, spec))
-    found: list[Tensor] = backend.run(gate, up, activation, parse(spec), order, keep)
-    return found
+    outputs: list[Tensor] = backend.run(gate, up, activation, parse_spec(spec), order, keep)
+    return outputs
 
 
 def _fake(gate: Tensor, up: Tensor, activation: str, spec: str, order: str, keep: bool) -> list[Tensor]:
-    return [*([gate.new_empty(gate.shape)] if keep else []), *empty_forms(gate, parse(spec), order)]
+    return [*([gate.new_empty(gate.shape)] if keep else []), *empty_outputs(gate, parse_spec(spec), order)]
 
 
 def _run_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool) -> list[Tensor]:
-    found: list[Tensor] = GLU_BACKWARD.choose(gate.device, (activation,)).run(grad, gate, up, activation, joined)
-    return found
+    outputs: list[Tensor] = GLU_BACKWARD.choose(gate.device, (activation,)).run(grad, gate, up, activation, joined)
+    return outputs
 
 
 def _fake_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool) -> list[Tensor]:

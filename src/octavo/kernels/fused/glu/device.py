@@ -1,52 +1,52 @@
-"""Kernels of the gated activations; see `triton` for which runs when and what it costs."""
+"""Device code of the gated activations; `triton` launches it."""
 
 import triton
 import triton.language as tl
 
 from octavo.kernels.fused.device import (
     AMAX,
+    divide_by_row_scales,
+    divide_quarters_by_block_scales,
     factor_and_slope,
-    over_row_scales,
-    place,
-    raise_amax,
-    rounded,
+    offsets,
+    round_to,
+    split_by_4,
+    store_quarters,
     store_rows,
-    store_strands,
-    strands_of,
-    strands_over_block_scales,
-    widened,
+    to_float32,
+    update_amax,
 )  # fmt: skip
 from octavo.kernels.primitives import magnitude, scale_of, store_scale
 
 
 @triton.jit
-def _h(
+def _glu_tile(
     gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c,
     ACTIVATION: tl.constexpr, KEEP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of activation(gate) · up, rounded to gate's dtype, in float32, 0 outside; written where kept."""
+    """Compute a tile of activation(gate) · up, rounded to gate's dtype, as float32, 0 outside; KEEP stores it."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    g = widened(tl.load(gate + place(row, column, gate_r, gate_c), mask=inside, other=0.0), INTERPRETED)
-    u = widened(tl.load(up + place(row, column, up_r, up_c), mask=inside, other=0.0), INTERPRETED)
+    g = to_float32(tl.load(gate + offsets(row, column, gate_r, gate_c), mask=inside, other=0.0), INTERPRETED)
+    u = to_float32(tl.load(up + offsets(row, column, up_r, up_c), mask=inside, other=0.0), INTERPRETED)
     value, _ = factor_and_slope(g, ACTIVATION, False, INTERPRETED)
-    out = rounded((g * value) * u, gate.dtype.element_ty, INTERPRETED)
+    out = round_to((g * value) * u, gate.dtype.element_ty, INTERPRETED)
     if KEEP:
         tl.store(h + row[:, None] * columns + column[None, :], out, mask=inside)
-    return widened(out, INTERPRETED)
+    return to_float32(out, INTERPRETED)
 
 
 @triton.jit
 def glu_flat_kernel(
     gate, up, h, amax, rows, columns, gate_r, gate_c, up_r, up_c,
-    ACTIVATION: tl.constexpr, KEEP: tl.constexpr, FORM: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
+    ACTIVATION: tl.constexpr, KEEP: tl.constexpr, OUTPUT: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One tile without FP8 forms."""
+    """Compute one tile without FP8 output."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
-    out = _h(gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
-    if FORM == AMAX:
-        raise_amax(amax, out)
+    out = _glu_tile(gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
+    if OUTPUT == AMAX:
+        update_amax(amax, out)
 
 
 @triton.jit
@@ -56,20 +56,26 @@ def glu_blocks_kernel(
     POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of whole blocks, as four strands."""
+    """Compute one tile of whole scale blocks, as four quarters."""
     word = tl.program_id(0).to(tl.int64) * (TILE_R // 4) + tl.arange(0, TILE_R // 4)
     row = 4 * word
     first = tl.program_id(1) * TILE_C
     column = first + tl.arange(0, TILE_C)
-    a = _h(gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
-    b = _h(gate, up, h, row + 1, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
-    c = _h(gate, up, h, row + 2, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
-    d = _h(gate, up, h, row + 3, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
-    a, b, c, d = strands_over_block_scales(
+    a = _glu_tile(gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
+    b = _glu_tile(
+        gate, up, h, row + 1, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED
+    )
+    c = _glu_tile(
+        gate, up, h, row + 2, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED
+    )
+    d = _glu_tile(
+        gate, up, h, row + 3, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED
+    )
+    a, b, c, d = divide_quarters_by_block_scales(
         a, b, c, d, s, row, first, rows, grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, BLOCK, TILE_R // 4, TILE_C,
         INTERPRETED,
     )  # fmt: skip
-    store_strands(q, qt, a, b, c, d, word, column, rows, columns, words, E4M3, ROWS, COLUMNS, INTERPRETED)
+    store_quarters(q, qt, a, b, c, d, word, column, rows, columns, words, E4M3, ROWS, COLUMNS, INTERPRETED)
 
 
 @triton.jit
@@ -79,18 +85,18 @@ def glu_rows_kernel(
     POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """TILE_R whole rows in registers; row-major output only."""
+    """Compute TILE_R whole rows in registers; row-major output only."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     column = tl.arange(0, TILE_C)
-    out = _h(gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
-    scaled = over_row_scales(out, s, row, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
+    out = _glu_tile(gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
+    scaled = divide_by_row_scales(out, s, row, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
     store_rows(q, scaled, row, column, rows, columns, E4M3, INTERPRETED)
 
 
 @triton.jit
 def _load_h(h, row, column, rows, columns, INTERPRETED: tl.constexpr):
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    return widened(tl.load(h + row[:, None] * columns + column[None, :], mask=inside, other=0.0), INTERPRETED)
+    return to_float32(tl.load(h + row[:, None] * columns + column[None, :], mask=inside, other=0.0), INTERPRETED)
 
 
 @triton.jit
@@ -100,28 +106,28 @@ def glu_band_kernel(
     E8M0: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A band of TILE_R rows of any length: h with its row maxima, then the cast of what was written."""
+    """Compute TILE_R rows of any length: h with its row maxima, then the cast of the stored h."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     lanes = tl.arange(0, TILE_C)
-    largest = tl.zeros((TILE_R, TILE_C // 8), tl.int32)  # of eight columns each: of every one takes too many registers
+    largest = tl.zeros((TILE_R, TILE_C // 8), tl.int32)  # per eight columns; one per column needs too many registers
     for start in range(0, columns, TILE_C):
-        out = _h(
+        out = _glu_tile(
             gate, up, h, row, start + lanes, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, True, INTERPRETED
         )
         largest = tl.maximum(largest, tl.max(tl.reshape(magnitude(out), (TILE_R, TILE_C // 8, 8)), axis=2))
     scale, inverse = scale_of(tl.max(largest, axis=1), FP8_MAX, POWER_OF_TWO, INTERPRETED)
     store_scale(s + row, scale, row < rows, E8M0)
-    ia, ib, ic, id = strands_of(inverse, TILE_R)
+    ia, ib, ic, id = split_by_4(inverse, TILE_R)
     word = tl.program_id(0).to(tl.int64) * (TILE_R // 4) + tl.arange(0, TILE_R // 4)
     row = 4 * word
-    tl.debug_barrier()  # what one thread wrote of h, another reads below
+    tl.debug_barrier()  # other threads read the stored h below
     for start in range(0, columns, TILE_C):
         column = start + lanes
         a = _load_h(h, row, column, rows, columns, INTERPRETED) * ia[:, None]
         b = _load_h(h, row + 1, column, rows, columns, INTERPRETED) * ib[:, None]
         c = _load_h(h, row + 2, column, rows, columns, INTERPRETED) * ic[:, None]
         d = _load_h(h, row + 3, column, rows, columns, INTERPRETED) * id[:, None]
-        store_strands(q, qt, a, b, c, d, word, column, rows, columns, words, E4M3, ROWS, COLUMNS, INTERPRETED)
+        store_quarters(q, qt, a, b, c, d, word, column, rows, columns, words, E4M3, ROWS, COLUMNS, INTERPRETED)
 
 
 @triton.jit
@@ -129,14 +135,14 @@ def glu_backward_kernel(
     grad, gate, up, dgate, dup, rows, columns, grad_r, grad_c, gate_r, gate_c, up_r, up_c, out_r,
     ACTIVATION: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of both gradients."""
+    """Compute one tile of both gradients."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
     column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    upstream = widened(tl.load(grad + place(row, column, grad_r, grad_c), mask=inside, other=0.0), INTERPRETED)
-    g = widened(tl.load(gate + place(row, column, gate_r, gate_c), mask=inside, other=0.0), INTERPRETED)
-    u = widened(tl.load(up + place(row, column, up_r, up_c), mask=inside, other=0.0), INTERPRETED)
+    upstream = to_float32(tl.load(grad + offsets(row, column, grad_r, grad_c), mask=inside, other=0.0), INTERPRETED)
+    g = to_float32(tl.load(gate + offsets(row, column, gate_r, gate_c), mask=inside, other=0.0), INTERPRETED)
+    u = to_float32(tl.load(up + offsets(row, column, up_r, up_c), mask=inside, other=0.0), INTERPRETED)
     value, slope = factor_and_slope(g, ACTIVATION, True, INTERPRETED)
     where = row[:, None] * out_r + column[None, :]
-    tl.store(dgate + where, rounded((upstream * u) * slope, dgate.dtype.element_ty, INTERPRETED), mask=inside)
-    tl.store(dup + where, rounded(upstream * (g * value), dup.dtype.element_ty, INTERPRETED), mask=inside)
+    tl.store(dgate + where, round_to((upstream * u) * slope, dgate.dtype.element_ty, INTERPRETED), mask=inside)
+    tl.store(dup + where, round_to(upstream * (g * value), dup.dtype.element_ty, INTERPRETED), mask=inside)

@@ -1,11 +1,10 @@
 """Gated activations on a GPU.
 
-by tensor, by block, nothing   one pass over tiles: 2 + 2 bytes read per element, 2 written where h is kept, 1 per
-                               FP8 copy
-by row, rows only              one program per row, which stays in registers: the same bytes
+by tensor, by block, no FP8    one pass over tiles: 2 + 2 bytes read per element, 2 written with `keep`, 1 per FP8 copy
+by row, rows only              one program per row, held in registers: the same bytes
 by row, transposed copy        one program per band of rows in two passes: h and its maxima, then the cast. h always
-                               goes through memory, as computing it twice would cost more instructions than the
-                               second pass has time for: 2 + 2 read, 2 written, up to 2 read again, 1 per copy
+                               goes through memory, because computing it twice costs more time than the second read:
+                               2 + 2 read, 2 written, up to 2 read again, 1 per copy
 backward                       one pass over tiles: 2 + 2 + 2 read, 2 + 2 written
 """
 
@@ -14,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo.kernels.fused.activations import ACTIVATIONS
-from octavo.kernels.fused.forms import arguments_of, constants_of, empty_forms
+from octavo.kernels.fused.fp8_outputs import empty_outputs, kernel_arguments, kernel_constants
 from octavo.kernels.fused.glu.device import (
     glu_backward_kernel,
     glu_band_kernel,
@@ -41,15 +40,15 @@ BACKWARD_CONFIGS = ((8, 256, 4), (4, 256, 4))
 def launches(
     activation: str, spec: QuantSpec | None, order: str, columns: int, keep: bool, config: int = 0
 ) -> list[Launch]:
-    """The kernels for a case and row length, in order."""
+    """Return the kernels for a case and row length, in launch order."""
     own = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERPRETED": INTERPRETED}
     orders = {"ROWS": order != "columns", "COLUMNS": order != "rows"}
-    rule = constants_of(spec)
-    if rule["FORM"] < 2:
+    rule = kernel_constants(spec)
+    if rule["OUTPUT"] < 2:
         tile_r, tile_c, warps = FLAT_CONFIGS[config]
-        constants = {**own, "FORM": rule["FORM"], "KEEP": keep, "TILE_R": tile_r, "TILE_C": tile_c}
+        constants = {**own, "OUTPUT": rule["OUTPUT"], "KEEP": keep, "TILE_R": tile_r, "TILE_C": tile_c}
         return [Launch(kernel=glu_flat_kernel, constants=constants, num_warps=warps)]
-    if rule.pop("FORM") == 3:
+    if rule.pop("OUTPUT") == 3:
         tile_r, tile_c, warps = BLOCKS_CONFIGS[config]
         constants = {**own, **orders, **rule, "KEEP": keep, "TILE_R": tile_r, "TILE_C": tile_c}
         return [Launch(kernel=glu_blocks_kernel, constants=constants, num_warps=warps)]
@@ -63,7 +62,7 @@ def launches(
 
 
 def backward_launch(activation: str, config: int = 0) -> Launch:
-    """The kernel of the gradients."""
+    """Return the launch of the backward kernel."""
     tile_r, tile_c, warps = BACKWARD_CONFIGS[config]
     own = {"ACTIVATION": ACTIVATIONS.index(activation), "INTERPRETED": INTERPRETED}
     return Launch(kernel=glu_backward_kernel, constants={**own, "TILE_R": tile_r, "TILE_C": tile_c}, num_warps=warps)
@@ -80,15 +79,15 @@ def glu(
     rows, columns = gate.shape
     steps = launches(activation, spec, order, columns, keep, config)
     h = gate.new_empty((rows, columns)) if keep or steps[0].kernel is glu_band_kernel else gate
-    forms = empty_forms(gate, spec, order)
+    outputs = empty_outputs(gate, spec, order)
     arguments: dict[str, Any] = {
         "gate": gate, "up": up, "h": h, "rows": rows, "columns": columns, **_strides(gate=gate, up=up),
-        **arguments_of(forms, spec, order, gate),
+        **kernel_arguments(outputs, spec, order, gate),
     }  # fmt: skip
     if steps[-1] is TRANSPOSE and order == "columns":
         arguments["q"] = gate.new_empty((rows, columns), dtype=arguments["qt"].dtype)
     run(steps, (glu_rows_kernel, glu_band_kernel), arguments)
-    return [*([h] if keep else []), *forms]
+    return [*([h] if keep else []), *outputs]
 
 
 def glu_backward(
@@ -97,13 +96,13 @@ def glu_backward(
     """See `reference.glu_backward`."""
     rows, columns = gate.shape
     if joined:
-        found = [gate.new_empty((rows, 2 * columns))]
-        dgate, dup = found[0][:, :columns], found[0][:, columns:]
+        gradients = [gate.new_empty((rows, 2 * columns))]
+        dgate, dup = gradients[0][:, :columns], gradients[0][:, columns:]
     else:
-        found = [dgate, dup] = [gate.new_empty((rows, columns)), gate.new_empty((rows, columns))]
+        gradients = [dgate, dup] = [gate.new_empty((rows, columns)), gate.new_empty((rows, columns))]
     arguments: dict[str, Any] = {
         "grad": grad, "gate": gate, "up": up, "dgate": dgate, "dup": dup, "rows": rows, "columns": columns,
         **_strides(grad=grad, gate=gate, up=up), "out_r": dgate.stride(0),
     }  # fmt: skip
     run([backward_launch(activation, config)], (), arguments)
-    return found
+    return gradients

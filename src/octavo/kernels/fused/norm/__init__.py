@@ -1,10 +1,10 @@
-"""rms_norm and layer_norm with the FP8 form of their result, and their gradients.
+"""rms_norm and layer_norm with FP8 output, and their gradients.
 
-    total = x + residual                          where a residual is given, rounded to x's dtype
+    total = x + residual                          with a residual, rounded to x's dtype
     rms_norm    y = total·rstd · w                rstd = 1/√(mean(total²) + eps)          w = weight, or 1 + weight
     layer_norm  y = (total - mean)·rstd · w + b   rstd = 1/√(mean((total - mean)²) + eps)
 
-in float32, y rounded once to x's dtype, and the FP8 form that of the rounded y. With n = (total - mean)·rstd and
+in float32. y is rounded once to x's dtype, then quantized. With n = (total - mean)·rstd and
 h = grad·w, gradients are dx = (h - [mean(h)] - n·mean(h·n))·rstd (+ the gradient of total), dweight = Σ grad·n,
 dbias = Σ grad.
 """
@@ -19,14 +19,14 @@ from octavo.kernels.fused import reference
 from octavo.kernels.fused.checks import (
     DTYPES,
     cases_of_inputs,
-    check_form,
     check_like,
     check_matrix,
+    check_output,
     difference,
-    refuses_triton,
     sample,
+    triton_unsupported,
 )  # fmt: skip
-from octavo.kernels.fused.forms import Order, empty_forms, parse, unpack
+from octavo.kernels.fused.fp8_outputs import Order, empty_outputs, parse_spec, unpack_outputs
 from octavo.kernels.library import define
 from octavo.kernels.registry import Backend, Case, Op, register
 from octavo.numerics.spec import QuantSpec
@@ -36,13 +36,13 @@ _F32 = (torch.float32,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Normed:
-    """What a norm makes of x [R,C].
+class NormOutput:
+    """Outputs of a norm of x [R,C].
 
     Attributes:
-        y: Result in x's dtype, [R,C]; None unless kept.
-        quantized: FP8 form of y, as `quantize(y, spec, order=order)` gives it; None by tensor and without a spec.
-        amax: By tensor, the largest magnitude of y, float32 [1,1]: what `quantize(y, spec, amax=...)` takes.
+        y: Result in x's dtype, [R,C]; None without `keep`.
+        quantized: `quantize(y, spec, order=order)`; None by tensor and without a spec.
+        amax: By tensor, the amax of y, float32 [1,1], for `quantize(y, spec, amax=...)`.
         total: x + residual in x's dtype, [R,C]; None without a residual.
         rstd: float32 [R,1], for backward.
         mean: float32 [R,1], for backward; None for rms_norm.
@@ -66,27 +66,27 @@ def rms_norm(
     *,
     offset: bool = False,
     keep: bool = True,
-) -> Normed:
+) -> NormOutput:
     """Root-mean-square norm over the last dimension of a matrix (Zhang and Sennrich, arXiv 1910.07467).
 
     Args:
         x: [R,C], float32, bfloat16 or float16, any strides.
         weight: [C], x's dtype or float32.
         eps: Added to the mean square.
-        spec: FP8 form wanted, with scales by tensor (only the amax is found, the cast comes later), row, or blocks of
-            1x16 to 1x128; None for none.
-        order: Memory orders of the FP8 data, as `quantize` takes them. By tensor it says nothing here.
+        spec: Spec of the FP8 output, with scales by tensor (returns only the amax, for a later cast), row, or blocks
+            of 1x16 to 1x128; None for no FP8 output.
+        order: Memory orders of the FP8 data, as in `quantize`. Ignored by tensor.
         residual: [R,C] of x's dtype, added to x first.
         offset: Multiply by 1 + weight, as Gemma does.
-        keep: Write y in x's dtype. What only products read need not be: 2 bytes per element less.
+        keep: Return y in x's dtype. False saves 2 bytes per element if only products read the result.
 
     Raises:
-        ValueError: Where an operand has a wrong dtype, shape or device, or nothing is asked for.
+        ValueError: An operand has a wrong dtype, shape or device, or no output is requested.
     """
     _check_norm("rms_norm", x, residual, weight, None, spec, order, keep)
     text = "" if spec is None else spec.text
-    found = torch.ops.octavo.rms_norm(x, residual, weight, eps, offset, text, order, keep)
-    return _normed(found, residual is not None, False, spec, order, keep)
+    outputs = torch.ops.octavo.rms_norm(x, residual, weight, eps, offset, text, order, keep)
+    return _normed(outputs, residual is not None, False, spec, order, keep)
 
 
 def layer_norm(
@@ -99,12 +99,12 @@ def layer_norm(
     residual: Tensor | None = None,
     *,
     keep: bool = True,
-) -> Normed:
-    """Layer norm over the last dimension of a matrix; arguments as `rms_norm`, and bias [C] of weight's dtype."""
+) -> NormOutput:
+    """Layer norm over the last dimension of a matrix; arguments as `rms_norm`, plus bias [C] of weight's dtype."""
     _check_norm("layer_norm", x, residual, weight, bias, spec, order, keep)
     text = "" if spec is None else spec.text
-    found = torch.ops.octavo.layer_norm(x, residual, weight, bias, eps, text, order, keep)
-    return _normed(found, residual is not None, True, spec, order, keep)
+    outputs = torch.ops.octavo.layer_norm(x, residual, weight, bias, eps, text, order, keep)
+    return _normed(outputs, residual is not None, True, spec, order, keep)
 
 
 def rms_norm_backward(
@@ -120,17 +120,17 @@ def rms_norm_backward(
 
     Args:
         grad: ∂L/∂y [R,C] of x's dtype.
-        x: What was normed: `total` where there was a residual.
+        x: Input of the norm: `total` with a residual.
         weight: [C].
-        rstd: As returned.
-        grad_total: ∂L/∂total [R,C] of x's dtype that arrived along the residual stream, added to dx.
+        rstd: From the forward result.
+        grad_total: ∂L/∂total [R,C] of x's dtype from the residual stream, added to dx.
         offset: As in `rms_norm`.
 
     Returns:
-        dx [R,C] (of x and residual alike) and dweight [C], of x's and weight's dtypes. The same bits in every run.
+        dx [R,C] (for x and residual) and dweight [C], in x's and weight's dtypes. Deterministic.
 
     Raises:
-        ValueError: Where an operand has a wrong dtype, shape or device.
+        ValueError: An operand has a wrong dtype, shape or device.
     """
     _check_backward("rms_norm_backward", grad, x, weight, rstd, rstd, grad_total)
     dx, dweight = torch.ops.octavo.rms_norm_backward(grad, x, weight, rstd, grad_total, offset)
@@ -159,7 +159,7 @@ def _check_norm(
     check_like(op, "residual", residual, tuple(x.shape), (x.dtype,), x)
     check_like(op, "weight", weight, (x.shape[1],), (x.dtype, torch.float32), x)
     check_like(op, "bias", bias, (x.shape[1],), (weight.dtype,), x)
-    check_form(op, spec, order, keep)
+    check_output(op, spec, order, keep)
 
 
 def _check_backward(
@@ -175,19 +175,19 @@ def _check_backward(
 
 
 def _normed(
-    found: list[Tensor], residual: bool, center: bool, spec: QuantSpec | None, order: str, keep: bool
-) -> Normed:
-    outputs = iter(found)
-    rstd = next(outputs)
-    mean = next(outputs) if center else None
-    total = next(outputs) if residual else None
-    y = next(outputs) if keep else None
-    quantized, amax = unpack(list(outputs), spec, order)
-    return Normed(y=y, quantized=quantized, amax=amax, total=total, rstd=rstd, mean=mean)
+    outputs: list[Tensor], residual: bool, center: bool, spec: QuantSpec | None, order: str, keep: bool
+) -> NormOutput:
+    remaining = iter(outputs)
+    rstd = next(remaining)
+    mean = next(remaining) if center else None
+    total = next(remaining) if residual else None
+    y = next(remaining) if keep else None
+    quantized, amax = unpack_outputs(list(remaining), spec, order)
+    return NormOutput(y=y, quantized=quantized, amax=amax, total=total, rstd=rstd, mean=mean)
 
 
 def _triton_norm(*arguments: Any) -> list[Tensor]:
-    from octavo.kernels.fused.norm import triton  # imports Triton, so only once it is wanted
+    from octavo.kernels.fused.norm import triton  # imports Triton
 
     return triton.norm(*arguments)
 
@@ -199,7 +199,7 @@ def _triton_backward(*arguments: Any) -> list[Tensor]:
 
 
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
-    """With all that can be asked for at once, so that one run says whether the case works."""
+    """Probe all options at once."""
     kind, text = case
     x, residual, weights = sample(device, 3)
     bias = weights[1] if kind == "layer_norm" else None
@@ -220,10 +220,10 @@ def _probe_backward(backend: Backend, device: torch.device, case: Case) -> str |
 
 def _register(kind: str) -> tuple[Op, Op]:
     forward = Op(name=kind, cases={text: (kind, text) for text in cases_of_inputs()}, probe=_probe)
-    forward.add(Backend(name="triton", run=_triton_norm, refuses=refuses_triton))
+    forward.add(Backend(name="triton", run=_triton_norm, unsupported_reason=triton_unsupported))
     forward.add(Backend(name="reference", run=reference.norm))
     backward = Op(name=f"{kind}_backward", cases={"gradients": (kind,)}, probe=_probe_backward)
-    backward.add(Backend(name="triton", run=_triton_backward, refuses=refuses_triton))
+    backward.add(Backend(name="triton", run=_triton_backward, unsupported_reason=triton_unsupported))
     backward.add(Backend(name="reference", run=reference.norm_backward))
     return register(forward), register(backward)
 
@@ -236,8 +236,8 @@ def _run_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, spec: str, order: str, keep: bool
 ) -> list[Tensor]:
     backend = RMS_NORM.choose(x.device, ("rms_norm", spec))
-    found: list[Tensor] = backend.run(x, residual, weight, None, eps, offset, False, parse(spec), order, keep)
-    return found
+    outputs: list[Tensor] = backend.run(x, residual, weight, None, eps, offset, False, parse_spec(spec), order, keep)
+    return outputs
 
 
 def _run_layer_norm(
@@ -245,15 +245,15 @@ def _run_layer_norm(
     keep: bool,
 ) -> list[Tensor]:  # fmt: skip
     backend = LAYER_NORM.choose(x.device, ("layer_norm", spec))
-    found: list[Tensor] = backend.run(x, residual, weight, bias, eps, False, True, parse(spec), order, keep)
-    return found
+    outputs: list[Tensor] = backend.run(x, residual, weight, bias, eps, False, True, parse_spec(spec), order, keep)
+    return outputs
 
 
 def _fake_norm(x: Tensor, residual: Tensor | None, center: bool, spec: str, order: str, keep: bool) -> list[Tensor]:
     rows, columns = x.shape
     statistics = [x.new_empty((rows, 1), dtype=torch.float32) for _ in range(1 + center)]
     matrices = [x.new_empty((rows, columns)) for _ in range((residual is not None) + keep)]
-    return [*statistics, *matrices, *empty_forms(x, parse(spec), order)]
+    return [*statistics, *matrices, *empty_outputs(x, parse_spec(spec), order)]
 
 
 def _fake_rms_norm(
@@ -273,16 +273,16 @@ def _run_rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_total: Tensor | None, offset: bool
 ) -> list[Tensor]:
     backend = RMS_NORM_BACKWARD.choose(x.device, ("rms_norm",))
-    found: list[Tensor] = backend.run(grad, x, weight, rstd, None, grad_total, offset, False)
-    return found
+    outputs: list[Tensor] = backend.run(grad, x, weight, rstd, None, grad_total, offset, False)
+    return outputs
 
 
 def _run_layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, grad_total: Tensor | None
 ) -> list[Tensor]:
     backend = LAYER_NORM_BACKWARD.choose(x.device, ("layer_norm",))
-    found: list[Tensor] = backend.run(grad, x, weight, rstd, mean, grad_total, False, True)
-    return found
+    outputs: list[Tensor] = backend.run(grad, x, weight, rstd, mean, grad_total, False, True)
+    return outputs
 
 
 def _fake_rms_norm_backward(

@@ -1,21 +1,20 @@
 """Norms on a GPU.
 
-    rows only          one program per row (several, where rows are short): the row stays in registers, one read
-    transposed copy    up to 4096 columns: one program per band of 16 rows, as many as make a 16-byte store down a
-                       column; the band is read again for each pass (sums, [centered sums], [row maxima], the cast),
-                       from L2 where the bands in flight fit it: 264 programs × 16 rows × 4096 × 2 bytes = 35 MB;
-                       beyond: two steps, rows only, then the transposed copy of the bytes
-    backward           one program per 32 rows, one row after the other in registers with the next one on its way; the
-                       gradient of the weight is summed in registers and written once per band, then summed over bands.
-                       Beyond 8192 columns (4096 with a bias) dx first, then the sums
+    rows only          one program per row (or per several short rows), held in registers: one read
+    transposed copy    up to 4096 columns: one program per band of 16 rows, for 16-byte stores down a column. Each pass
+                       (sums, [centered sums], [row maxima], cast) reads the band again, from L2 if the bands in flight
+                       fit: 264 programs × 16 rows × 4096 × 2 bytes = 35 MB. Longer rows: two steps, rows only, then
+                       a transpose of the bytes
+    backward           one program per band of 32 rows, row by row in registers with the next row prefetched; weight
+                       gradients are summed in registers, stored once per band, then summed over bands. Beyond 8192
+                       columns (4096 with a bias): dx first, then the sums
 
-Bytes per element of bf16, with L2 holding the bands: 2 read, plus 2 for a residual and 2 for the sum written back, plus
-2 where y is kept, plus 1 per FP8 copy; the two steps 1 more. Backward: 2 + 2 read, 2 written, 8/32 for the bands; 2 + 2
-more where dx and the sums are apart.
+Bytes per bf16 element, with the bands in L2: 2 read, plus 2 for a residual and 2 for the sum written back, plus 2 for y
+with `keep`, plus 1 per FP8 copy; the two steps add 1. Backward: 2 + 2 read, 2 written, 8/32 for the bands; 2 + 2 more
+if dx and the sums are separate.
 
-Of a row's sums one in 8 additions is in float64 (see `reference`): nothing beside Hopper's memory; on consumer GPUs,
-with 1/64 of the rate, about a tenth of the time that the reads take. Maxima are taken over integers
-(`primitives.magnitude`).
+One in 8 additions of a row sum is in float64 (see `reference`): negligible next to memory time on Hopper; on consumer
+GPUs, with 1/64 of the rate, about a tenth of the read time. Amax reduces integers (`primitives.magnitude`).
 """
 
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.kernels.fused.forms import arguments_of, constants_of, empty_forms
+from octavo.kernels.fused.fp8_outputs import empty_outputs, kernel_arguments, kernel_constants
 from octavo.kernels.fused.norm.device import (
     column_sums_kernel,
     norm_backward_kernel,
@@ -39,19 +38,19 @@ from octavo.numerics.spec import QuantSpec
 ROWS_CONFIGS = (32, 16)
 """Elements per thread of `norm_rows_kernel`."""
 BAND_CONFIGS = ((16, 512, 4), None)
-"""With a transposed copy: rows, columns, warps of a tile of `norm_band_kernel`; None for two steps instead."""
+"""With a transposed copy: rows, columns, warps of a tile of `norm_band_kernel`; None for the two steps."""
 WIDEST_BAND = 4096
-"""Elements of a row up to which the bands in flight fit into L2, and two steps are not the default."""
+"""Longest row, in elements, whose bands in flight fit into L2; longer rows default to two steps."""
 
 
 def launches(spec: QuantSpec | None, order: str, columns: int, flags: dict[str, bool], config: int = 0) -> list[Launch]:
-    """The kernels for a case and row length, in order. `flags`: CENTER, OFFSET, RESIDUAL, BIAS, KEEP."""
-    constants = {**constants_of(spec), **flags, "INTERPRETED": INTERPRETED}
-    transposed = constants["FORM"] > 1 and order != "rows"
+    """Return the kernels for a case and row length, in launch order. `flags`: CENTER, OFFSET, RESIDUAL, BIAS, KEEP."""
+    constants = {**kernel_constants(spec), **flags, "INTERPRETED": INTERPRETED}
+    transposed = constants["OUTPUT"] > 1 and order != "rows"
     band = BAND_CONFIGS[config] if transposed else None
     if band is not None and config == 0 and WIDEST_BAND < columns <= WIDEST_ROW:
         band = None
-    if band is None and (columns <= WIDEST_ROW or constants["FORM"] < 2):
+    if band is None and (columns <= WIDEST_ROW or constants["OUTPUT"] < 2):
         per_thread = ROWS_CONFIGS[0 if transposed else config]
         return [rows_launch(norm_rows_kernel, constants, columns, per_thread), *([TRANSPOSE] if transposed else [])]
     tile_r, tile_c, warps = band or (16, 512, 4)
@@ -70,7 +69,7 @@ def norm(
     mean = torch.empty_like(rstd) if center else None
     total = None if residual is None else x.new_empty((rows, columns))
     y = x.new_empty((rows, columns)) if keep else None
-    forms = empty_forms(x, spec, order)
+    outputs = empty_outputs(x, spec, order)
     added = x if residual is None else residual
     arguments: dict[str, Any] = {
         "x": x, "residual": added, "weight": weight.contiguous(),
@@ -79,7 +78,7 @@ def norm(
         "rstd": rstd, "rows": rows, "columns": columns, "stride_r": x.stride(0), "stride_c": x.stride(1),
         "residual_r": added.stride(0), "residual_c": added.stride(1), "eps": eps,
         "count": float(max(columns, 1)),
-        **arguments_of(forms, spec, order, x),
+        **kernel_arguments(outputs, spec, order, x),
     }  # fmt: skip
     flags = {
         "CENTER": center, "OFFSET": offset, "RESIDUAL": residual is not None, "BIAS": bias is not None, "KEEP": keep,
@@ -88,7 +87,7 @@ def norm(
     if steps[-1] is TRANSPOSE and order == "columns":
         arguments["q"] = x.new_empty((rows, columns), dtype=arguments["qt"].dtype)
     run(steps, (norm_rows_kernel, norm_band_kernel), arguments)
-    return [t for t in (rstd, mean, total, y) if t is not None] + forms
+    return [t for t in (rstd, mean, total, y) if t is not None] + outputs
 
 
 BACKWARD_CONFIGS = (16, 8)
@@ -99,11 +98,11 @@ SUMS = Launch(
 
 
 WIDEST_SUMS = 8192
-"""Elements of a row beyond which sums down the columns do not fit into registers beside it; half, with a bias."""
+"""Longest row, in elements, that fits into registers next to column sums; half of it with a bias."""
 
 
 def backward_launches(columns: int, flags: dict[str, bool], config: int = 0) -> list[Launch]:
-    """The kernels for a row length: dx and the bands' sums at once, or one after the other for long rows.
+    """Return the backward kernels for a row length: dx and column sums together, or one after the other for long rows.
 
     `flags`: CENTER, OFFSET, BIAS, TOTAL.
     """

@@ -1,4 +1,4 @@
-"""What `octavo doctor --deep` shows."""
+"""`octavo doctor --deep`: compare all kernels with the reference and show the results."""
 
 import json
 from dataclasses import asdict
@@ -10,25 +10,25 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from octavo.kernels.deep.cases import checks, unavailable
-from octavo.kernels.deep.compare import Outcome, compare
-from octavo.kernels.deep.draw import GPU, INTERPRETER
+from octavo.kernels.conformance.cases import checks, unavailable_reason
+from octavo.kernels.conformance.compare import Outcome, compare
+from octavo.kernels.conformance.random_inputs import GPU, INTERPRETER
 from octavo.runtime.terminal import stdout
 
 
-def doctor(device: torch.device, *, as_json: bool, seconds: float, seed: int, only: str) -> bool:
-    """Compare, with a progress bar on stderr, and print a row per case; whether all bytes are equal.
+def doctor_deep(device: torch.device, *, as_json: bool, seconds: float, seed: int, only: str) -> bool:
+    """Compare with a progress bar on stderr, print a row per case, and return whether all outputs agree.
 
     Raises:
-        ValueError: Where nothing can be compared on the device, or nothing is called `only`.
+        ValueError: No kernels can run on the device, or no case matches `only`.
     """
-    if (reason := unavailable(device)) is not None:
+    if (reason := unavailable_reason(device)) is not None:
         raise ValueError(f"doctor --deep: {reason}")
     budget = GPU if device.type == "cuda" else INTERPRETER
-    wanted = checks(device, only)
-    kinds = f"{sum(len(check.configs[: budget.configs]) for check in wanted)} configurations of {len(wanted)} cases"
+    selected = checks(device, only)
+    kinds = f"{sum(len(check.configs[: budget.configs]) for check in selected)} configurations of {len(selected)} cases"
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        first = progress.add_task(f"compiling and comparing {kinds}", total=len(wanted))
+        first = progress.add_task(f"compiling and comparing {kinds}", total=len(selected))
         more = progress.add_task(f"new inputs for {seconds:g} s", total=seconds, start=False, visible=False)
         begin = progress.get_time()
 
@@ -38,7 +38,7 @@ def doctor(device: torch.device, *, as_json: bool, seconds: float, seed: int, on
             else:
                 progress.update(more, completed=progress.get_time() - begin, visible=True)
 
-        outcomes = compare(wanted, device, seconds=seconds, seed=seed, budget=budget, after=advance)
+        outcomes = compare(selected, device, seconds=seconds, seed=seed, budget=budget, after=advance)
     if as_json:
         print(json.dumps({"device": str(device), "seed": seed, "outcomes": [asdict(o) for o in outcomes]}, indent=2))
     else:
@@ -50,10 +50,10 @@ def _show(console: Console, device: torch.device, seed: int, outcomes: list[Outc
     table = Table(box=ROUNDED, border_style="dim", header_style="bold")
     for heading in ("op", "case", "runs in each configuration"):
         table.add_column(heading)
-    for (op, case), its in groupby(outcomes, key=lambda outcome: (outcome.op, outcome.case)):
+    for (op, case), group in groupby(outcomes, key=lambda outcome: (outcome.op, outcome.case)):
         cells = [
             f"[red]{o.config}: {o.mismatches} of {o.runs} differ[/red]" if o.mismatches else f"{o.config}: {o.runs} ok"
-            for o in its
+            for o in group
         ]
         table.add_row(op, case, "  ".join(cells))
     console.print(table)

@@ -1,7 +1,6 @@
-"""The products of a linear in bf16, timed by `octavo calibrate` beside those in FP8: what the planner weighs them
-against.
+"""Time bf16 products of linears, for `octavo calibrate`. The planner compares FP8 times with them.
 
-There is one backend, torch's; nothing at run time looks these times up.
+There is one backend, torch. Only the planner reads these times.
 """
 
 import math
@@ -13,21 +12,21 @@ import torch
 
 from octavo.kernels.calibration import Entry
 from octavo.kernels.registry import Shape
-from octavo.kernels.timing import CALLS, Call, Result, Timer, cache_bytes
+from octavo.kernels.timing import CALLS, Call, Timer, TimingResult, cache_bytes
 
 MATMUL = "matmul"
-"""Op of these entries in the calibration table."""
+"""Op name of these entries in the calibration table."""
 CASES = {"forward": ("bf16", "bf16", "nt"), "dgrad": ("bf16", "bf16", "nn"), "wgrad": ("bf16", "bf16", "tn")}
-"""Their cases, by product; layouts as in `octavo.kernels.gemm`."""
+"""Cases by product; layouts as in `octavo.kernels.gemm`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plain:
-    """One product to measure.
+class Bf16Product:
+    """One bf16 product to measure.
 
     Attributes:
         name: Such as `"bf16 dgrad"`.
-        case: Key of the calibration table, beside the op.
+        case: Key in the calibration table, next to the op.
         shape: m, n, k of the product.
     """
 
@@ -36,23 +35,23 @@ class Plain:
     shape: Shape
 
     def rate(self, microseconds: float) -> str:
-        """What a time means, for tables."""
+        """Format the achieved rate."""
         return f"{2 * math.prod(self.shape) / microseconds / 1e6:.0f} TFLOP/s"
 
 
-def products(shapes: list[tuple[int, int, int]]) -> list[Plain]:
-    """The products of linears of these sizes (tokens, in_features, out_features)."""
-    found = []
+def bf16_products(shapes: list[tuple[int, int, int]]) -> list[Bf16Product]:
+    """Return the products of linears of these sizes (tokens, in_features, out_features)."""
+    products = []
     for tokens, inner, outer in shapes:
         sizes = {"forward": (tokens, outer, inner), "dgrad": (tokens, inner, outer), "wgrad": (outer, inner, tokens)}
-        found += [Plain(name=f"bf16 {name}", case=CASES[name], shape=sizes[name]) for name in CASES]
-    return found
+        products += [Bf16Product(name=f"bf16 {name}", case=CASES[name], shape=sizes[name]) for name in CASES]
+    return products
 
 
-def measure(what: Plain, device: torch.device, time: Timer) -> Result:
+def time_bf16_product(product: Bf16Product, device: torch.device, time: Timer) -> TimingResult:
     """Time one product on random operands from device memory."""
-    m, n, k = what.shape
-    layout = what.case[2]
+    m, n, k = product.shape
+    layout = product.case[2]
     copies = max(1, min(CALLS, cache_bytes(device) // (m * k + n * k) + 1))
 
     def operand(rows: int, columns: int, transposed: bool) -> torch.Tensor:
@@ -61,6 +60,8 @@ def measure(what: Plain, device: torch.device, time: Timer) -> Result:
 
     pairs = [(operand(m, k, layout[0] == "t"), operand(k, n, layout[1] == "t")) for _ in range(copies)]
     calls: list[Call] = [partial(torch.mm, *pairs[i % copies]) for i in range(CALLS)]
-    took = median(time(calls))
-    entry = Entry(op=MATMUL, case=what.case, shape=what.shape, backend="torch", config=None, microseconds=took)
-    return Result(task=what, times={"torch": took}, entry=entry)
+    microseconds = median(time(calls))
+    entry = Entry(
+        op=MATMUL, case=product.case, shape=product.shape, backend="torch", config=None, microseconds=microseconds
+    )
+    return TimingResult(task=product, times={"torch": microseconds}, entry=entry)

@@ -1,8 +1,7 @@
-"""Which backend and configuration is fastest for a product on this GPU: what `octavo calibrate` runs.
+"""Time backends and configurations of FP8 products, for `octavo calibrate`.
 
-A product is timed as training meets it: operands from device memory, forward with fast accumulation and the backward
-products without, bf16 output, bytes contiguous along the contraction as quantizers write them. A configuration that
-does not compute what the reference computes is left out.
+Conditions are those of training: operands from device memory, fast accumulation in forward only, bf16 output, bytes
+contiguous along the contraction as quantizers write them. Configurations that differ from the reference are left out.
 """
 
 import math
@@ -17,7 +16,7 @@ from octavo.kernels.calibration import Entry
 from octavo.kernels.gemm import SCALED_MM, UNIT, cases_of
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import Backend, Case, Shape
-from octavo.kernels.timing import CALLS, Call, Result, Timer, cache_bytes
+from octavo.kernels.timing import CALLS, Call, Timer, TimingResult, cache_bytes
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -34,16 +33,16 @@ SHAPES = (
     (16384, 8192, 8192),
     (16384, 8192, 28672),
 )
-"""Tokens, in_features, out_features of linears to measure where none are named: those of Llama models."""
+"""Default linears to measure, those of Llama models: tokens, in_features, out_features."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """One product to measure.
+class Fp8Product:
+    """One FP8 product to measure.
 
     Attributes:
         name: Recipe and product, such as `"rowwise dgrad"`.
-        case: As the registry has it.
+        case: Case of the registry.
         shape: m, n, k of the product.
     """
 
@@ -52,13 +51,13 @@ class Task:
     shape: Shape
 
     def rate(self, microseconds: float) -> str:
-        """What a time means, for tables."""
+        """Format the achieved rate."""
         return f"{2 * math.prod(self.shape) / microseconds / 1e6:.0f} TFLOP/s"
 
 
-def tasks(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Task]:
-    """The products of linears of these sizes (tokens, in_features, out_features)."""
-    found = []
+def fp8_products(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Fp8Product]:
+    """Return the products of linears of these sizes (tokens, in_features, out_features)."""
+    products = []
     for tokens, inner, outer in shapes:
         sizes = {
             "forward": (tokens, outer, inner),
@@ -66,27 +65,27 @@ def tasks(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Task]:
             "wgrad": (outer, inner, tokens),
         }
         for product, case in cases_of(recipe).items():
-            found.append(Task(name=f"{recipe.name} {product}", case=case, shape=sizes[product]))
-    return found
+            products.append(Fp8Product(name=f"{recipe.name} {product}", case=case, shape=sizes[product]))
+    return products
 
 
-def measure(task: Task, device: torch.device, time: Timer) -> Result:
+def time_fp8_product(product: Fp8Product, device: torch.device, time: Timer) -> TimingResult:
     """Time every candidate on one product."""
     left_out: dict[str, str] = {}
     runs: list[tuple[str, Backend, int | None]] = []
-    for label, backend, config in _candidates(device, task.case):
+    for label, backend, config in _candidates(device, product.case):
         configured = backend.configured(config)
-        reason = SCALED_MM.why_not(backend, device, task.case)
+        reason = SCALED_MM.unavailable_reason(backend, device, product.case)
         if reason is None and config is not None:
-            reason = SCALED_MM.tried(configured, device, task.case)
+            reason = SCALED_MM.run_probe(configured, device, product.case)
         if reason is None:
             runs.append((label, configured, config))
         else:
             left_out[label] = reason
-    operands = _operands(task, device)
-    layout, fast = task.case[2], task.case[2] == "nt"
+    operands = _operands(product, device)
+    layout, fast = product.case[2], product.case[2] == "nt"
     medians: dict[str, float] = {}
-    found: dict[str, tuple[str, int | None]] = {}
+    choices: dict[str, tuple[str, int | None]] = {}
     for label, backend, config in runs:
         calls: list[Call] = [
             lambda a=a, b=b, run=backend.run: run(a, b, layout, torch.bfloat16, None, fast)  # type: ignore[misc]
@@ -94,7 +93,7 @@ def measure(task: Task, device: torch.device, time: Timer) -> Result:
         ]
         try:
             medians[label] = median(time(calls))
-            found[label] = backend.name, config
+            choices[label] = backend.name, config
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -105,40 +104,40 @@ def measure(task: Task, device: torch.device, time: Timer) -> Result:
         fastest, *rest = times
         entry = Entry(
             op=SCALED_MM.name,
-            case=task.case,
-            shape=task.shape,
-            backend=found[fastest][0],
-            config=found[fastest][1],
+            case=product.case,
+            shape=product.shape,
+            backend=choices[fastest][0],
+            config=choices[fastest][1],
             microseconds=times[fastest],
             others={label: times[label] for label in rest},
         )
-    return Result(task=task, times=times, entry=entry, left_out=left_out)
+    return TimingResult(task=product, times=times, entry=entry, left_out=left_out)
 
 
 def _candidates(device: torch.device, case: Case) -> Iterator[tuple[str, Backend, int | None]]:
-    """Every backend but the emulating one, in every configuration that serves the case."""
+    """Every backend except `reference`, in every configuration that supports the case."""
     for name, backend in SCALED_MM.backends.items():
         if name == "triton" and find_spec("triton"):
-            from octavo.kernels.gemm.triton import CONFIGS, usual_configurations
+            from octavo.kernels.gemm.triton import CONFIGS, training_configurations
 
-            for index in usual_configurations(device, case):
+            for index in training_configurations(device, case):
                 yield f"triton {CONFIGS[index].tile_m}x{CONFIGS[index].tile_n} #{index}", backend, index
         elif name != "reference":
             yield name, backend, None
 
 
-def _operands(task: Task, device: torch.device) -> list[tuple[ScaledTensor, ScaledTensor]]:
-    """Random operands as quantizers leave them, in as many copies as L2 cannot hold."""
-    m, n, k = task.shape
-    a_text, b_text, layout = task.case
+def _operands(product: Fp8Product, device: torch.device) -> list[tuple[ScaledTensor, ScaledTensor]]:
+    """Return copies of random operands in the memory order that quantizers write, together larger than L2."""
+    m, n, k = product.shape
+    a_text, b_text, layout = product.case
     shapes = ((k, m) if layout[0] == "t" else (m, k), (n, k) if layout[1] == "t" else (k, n))
-    made = []
+    operands = []
     for text, shape, row_major in zip((a_text, b_text), shapes, (layout[0] == "n", layout[1] == "t"), strict=True):
         values = torch.randn(shape, device=device, dtype=torch.bfloat16)
         quantized = quantize(values, QuantSpec.parse("e4m3/tensor" if text == UNIT else text))
         data = quantized.data if row_major else quantized.data.t().contiguous().t()
-        made.append(ScaledTensor(data, None if text == UNIT else quantized.scale, quantized.spec))
-    a, b = made
+        operands.append(ScaledTensor(data, None if text == UNIT else quantized.scale, quantized.spec))
+    a, b = operands
     copies = max(1, min(CALLS, 2 * cache_bytes(device) // (a.data.numel() + b.data.numel())))
     return [(a, b), *((_copy(a), _copy(b)) for _ in range(copies - 1))]
 

@@ -1,4 +1,4 @@
-"""`octavo doctor --deep`: that it runs what there is, and finds what is wrong."""
+"""`octavo doctor --deep` runs all kernels and finds mismatches."""
 
 import json
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo.kernels import deep
+from octavo.kernels import conformance
 
 pytest.importorskip("triton", reason="Triton is not installed (macOS, Windows)")
 
@@ -21,16 +21,16 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="on a GPU: octavo doctor
 CPU = torch.device("cpu")
 
 
-ALL_CONFIGS = deep.INTERPRETER._replace(configs=None)
+ALL_CONFIGS = conformance.INTERPRETER._replace(configs=None)
 
 
-def compare(only, seed=0, budget=deep.INTERPRETER):
-    return deep.compare(deep.checks(CPU, only), CPU, seconds=0, seed=seed, budget=budget)
+def compare(only, seed=0, budget=conformance.INTERPRETER):
+    return conformance.compare(conformance.checks(CPU, only), CPU, seconds=0, seed=seed, budget=budget)
 
 
 @pytest.mark.slow
 def test_all_kernels_equal_the_reference():
-    """Each case of each op on one small input; `octavo doctor --deep` draws more."""
+    """Each case of each op on one small input; `octavo doctor --deep` runs more."""
     outcomes = compare("")
     assert {outcome.op for outcome in outcomes} == {
         "quantize", "quantize_pair", "scaled_mm", "rms_norm", "layer_norm", "rms_norm_backward", "layer_norm_backward",
@@ -42,7 +42,7 @@ def test_all_kernels_equal_the_reference():
 
 def test_every_variant_that_can_be_launched_is_compared():
     """The same ops and configurations as in `variants`, which the cross-compilation looks at too."""
-    compared = {(c.op, c.case, config) for c in deep.checks(CPU) for config in c.configs}
+    compared = {(c.op, c.case, config) for c in conformance.checks(CPU) for config in c.configs}
     assert {(v.op, v.case, v.config) for v in quantizers.variants()} <= compared
     others = {(v.op, v.config) for module in (products, fused, optimizer, dequantizer) for v in module.variants()}
     assert others == {(op, config) for op, _, config in compared} - {(v.op, v.config) for v in quantizers.variants()}
@@ -71,14 +71,16 @@ def test_a_configuration_that_raises_is_found(monkeypatch):
     def fails(*arguments):
         raise RuntimeError("out of resource: shared memory\nand more lines")
 
-    (check,) = deep.checks(CPU, "quantize e4m3/tensor fold=none columns")
-    (outcome,) = deep.compare([replace(check, actual=fails)], CPU, seconds=0, seed=0, budget=deep.INTERPRETER)
+    (check,) = conformance.checks(CPU, "quantize e4m3/tensor fold=none columns")
+    (outcome,) = conformance.compare(
+        [replace(check, actual=fails)], CPU, seconds=0, seed=0, budget=conformance.INTERPRETER
+    )
     assert (outcome.runs, outcome.mismatches) == (1, 1)
     assert outcome.first.endswith("RuntimeError: out of resource: shared memory")
 
 
 def test_one_run_in_many_that_differs_is_counted():
-    (check,) = deep.checks(CPU, "quantize e4m3/1x128 fold=none both")
+    (check,) = conformance.checks(CPU, "quantize e4m3/1x128 fold=none both")
     calls = []
 
     def sometimes(*arguments):
@@ -88,43 +90,43 @@ def test_one_run_in_many_that_differs_is_counted():
             outputs[1].view(torch.uint8)[0, 0] ^= 1
         return outputs
 
-    budget = deep.INTERPRETER._replace(repeats=6)
-    (outcome,) = deep.compare([replace(check, actual=sometimes)], CPU, seconds=0, seed=0, budget=budget)
+    budget = conformance.INTERPRETER._replace(repeats=6)
+    (outcome,) = conformance.compare([replace(check, actual=sometimes)], CPU, seconds=0, seed=0, budget=budget)
     assert (outcome.mismatches, outcome.runs, len(calls)) == (1, 6, 6)
     assert outcome.first.startswith("round 0, ") and "output 1 of 3: 1 of" in outcome.first
 
 
-def test_it_goes_on_with_new_inputs_until_the_time_is_over():
+def test_new_inputs_follow_until_the_time_is_over():
     rounds, seen = [], []
-    (check,) = deep.checks(CPU, "quantize e4m3/1x128 fold=none both")
+    (check,) = conformance.checks(CPU, "quantize e4m3/1x128 fold=none both")
     actual = check.actual
     watched = replace(check, actual=lambda x, *rest: seen.append(x) or actual(x, *rest))
-    arguments = {"seconds": 0.3, "seed": 0, "budget": deep.INTERPRETER, "after": rounds.append}
-    (outcome,) = deep.compare([watched], CPU, **arguments)
+    arguments = {"seconds": 0.3, "seed": 0, "budget": conformance.INTERPRETER, "after": rounds.append}
+    (outcome,) = conformance.compare([watched], CPU, **arguments)
     assert outcome.mismatches == 0 and outcome.runs == len(seen) >= 1
     assert rounds == list(range(len(seen)))
     assert len({(x.shape, x.dtype, x.double().sum().item()) for x in seen}) >= len(seen) - 1
 
 
-def test_inputs_depend_on_nothing_but_seed_round_and_case():
-    def drawn(seed):
-        found = []
-        for check in deep.checks(CPU, "e4m3/row"):
-            draw = deep.Draw(f"{seed}/0/{check.op}/{check.case}", deep.GPU)
-            check.draw(draw)
-            found.append(draw.notes)
-        return found
+def test_inputs_depend_on_seed_round_and_case_only():
+    def notes_of(seed):
+        notes = []
+        for check in conformance.checks(CPU, "e4m3/row"):
+            rng = conformance.RandomInputs(f"{seed}/0/{check.op}/{check.case}", conformance.GPU)
+            check.inputs(rng)
+            notes.append(rng.notes)
+        return notes
 
-    assert drawn(0) == drawn(0) != drawn(1)
+    assert notes_of(0) == notes_of(0) != notes_of(1)
 
 
 def test_inputs_are_of_every_kind():
-    """Values, strides and sizes that have broken kernels: all are drawn, and what is drawn is what the note says."""
+    """Inputs cover the values, strides and sizes that have broken kernels, and notes describe them."""
     notes, kinds = [], set()
     for number in range(150):
-        draw = deep.Draw(str(number), deep.GPU._replace(side=40))
-        x = draw.matrix()
-        notes.append(draw.notes[0])
+        rng = conformance.RandomInputs(str(number), conformance.GPU._replace(size=40))
+        x = rng.matrix()
+        notes.append(rng.notes[0])
         values, limits = x.float(), torch.finfo(x.dtype)
         largest = values.abs().max()
         kinds |= {
@@ -138,7 +140,7 @@ def test_inputs_are_of_every_kind():
 
 
 def test_moved_inputs_keep_strides_and_alignment():
-    from octavo.kernels.deep.compare import _on
+    from octavo.kernels.conformance.compare import _on
 
     base = torch.arange(60.0).reshape(6, 10)
     for view in (base, base.t(), base[:, ::2], base[1:, 3:]):
@@ -150,35 +152,35 @@ def test_moved_inputs_keep_strides_and_alignment():
 def test_difference_ignores_the_sign_of_nan_and_nothing_else():
     e4m3 = torch.tensor([0x7F, 0xFF, 0x00, 0x38], dtype=torch.uint8)
     as_fp8 = [t.view(torch.float8_e4m3fn) for t in (e4m3, e4m3 ^ torch.tensor([0x80, 0x80, 0, 0], dtype=torch.uint8))]
-    assert deep.difference([as_fp8[0]], [as_fp8[1]]) is None
-    assert "1 of 4" in deep.difference(
+    assert conformance.difference([as_fp8[0]], [as_fp8[1]]) is None
+    assert "1 of 4" in conformance.difference(
         [as_fp8[0]], [(e4m3 ^ torch.tensor([0, 0, 0x80, 0])).byte().view(as_fp8[0].dtype)]
     )
     nan = torch.tensor([torch.nan, 1.0])
-    assert deep.difference([nan], [-nan * torch.tensor([1.0, -1.0])]) is None
-    assert "expected nan, got 1.0" in deep.difference([nan], [torch.ones(2)])
+    assert conformance.difference([nan], [-nan * torch.tensor([1.0, -1.0])]) is None
+    assert "expected nan, got 1.0" in conformance.difference([nan], [torch.ones(2)])
     with pytest.raises(ValueError, match="zip"):
-        deep.difference([nan], [])
+        conformance.difference([nan], [])
 
 
-def test_without_a_gpu_it_says_so(monkeypatch):
+def test_without_a_gpu_there_is_a_reason(monkeypatch):
     monkeypatch.setattr("octavo.kernels.launch.INTERPRETED", False)
-    reason = deep.unavailable(CPU)
+    reason = conformance.unavailable_reason(CPU)
     assert "'cpu'" in reason and "TRITON_INTERPRET=1" in reason and "NVIDIA GPU" in reason
-    monkeypatch.setattr("octavo.kernels.deep.cases.find_spec", lambda name: None)
-    assert "pip install triton" in deep.unavailable(CPU)
+    monkeypatch.setattr("octavo.kernels.conformance.cases.find_spec", lambda name: None)
+    assert "pip install triton" in conformance.unavailable_reason(CPU)
 
 
-def test_the_console_shows_each_configuration_and_exits_by_what_it_found(broken_launches, monkeypatch, capsys):
-    from octavo.kernels.deep.console import doctor
+def test_the_command_shows_each_configuration_and_returns_agreement(broken_launches, monkeypatch, capsys):
+    from octavo.kernels.conformance.doctor_deep import doctor_deep
 
-    monkeypatch.setattr("octavo.kernels.deep.console.INTERPRETER", ALL_CONFIGS)
+    monkeypatch.setattr("octavo.kernels.conformance.doctor_deep.INTERPRETER", ALL_CONFIGS)
 
     arguments = {"seconds": 0, "seed": 3, "only": "quantize e4m3/row fold=none both"}
-    assert not doctor(CPU, as_json=False, **arguments)
+    assert not doctor_deep(CPU, as_json=False, **arguments)
     shown = capsys.readouterr().out
     assert "0: 1 ok" in shown and "1: 1 of 1 differ" in shown
     assert "configuration 1: round 0" in shown and "seed 3: 1 of" in shown
-    assert not doctor(CPU, as_json=True, **arguments)
-    found = json.loads(capsys.readouterr().out)
-    assert found["seed"] == 3 and [o["mismatches"] for o in found["outcomes"]][:2] == [0, 1]
+    assert not doctor_deep(CPU, as_json=True, **arguments)
+    report = json.loads(capsys.readouterr().out)
+    assert report["seed"] == 3 and [o["mismatches"] for o in report["outcomes"]][:2] == [0, 1]

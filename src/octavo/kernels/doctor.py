@@ -1,4 +1,4 @@
-"""What `octavo doctor` shows: the device, the versions, and what serves each op."""
+"""`octavo doctor`: device, versions and the backend of each op."""
 
 import json
 import platform
@@ -20,27 +20,27 @@ from octavo.runtime.terminal import stdout
 
 
 def doctor(device: torch.device, *, as_json: bool) -> None:
-    """Try every backend of every op on a device, and print what serves it."""
-    found = _examine(device)
+    """Probe every backend of every op on a device and print the results."""
+    status_report = _examine(device)
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(status_report, indent=2))
         return
     console = stdout()
     facts = Table.grid(padding=(0, 2))
-    for name, value in {"device": found["device"], **found["gpu"], **found["versions"]}.items():
+    for name, value in {"device": status_report["device"], **status_report["gpu"], **status_report["versions"]}.items():
         facts.add_row(f"[bold]{name}[/bold]", str(value))
     console.print(facts)
     table = Table(box=ROUNDED, border_style="dim", header_style="bold")
     for heading in ("op", "case", "runs on", "why not the others"):
         table.add_column(heading)
-    for op, cases, chosen, refusals in _merged(found["ops"]):
-        table.add_row(op, cases, chosen, refusals)
+    for op, cases, chosen, reasons in _merged(status_report["ops"]):
+        table.add_row(op, cases, chosen, reasons)
     console.print(table)
-    console.print(found["summary"], style="bold", markup=False, highlight=False)
+    console.print(status_report["summary"], style="bold", markup=False, highlight=False)
 
 
 def _examine(device: torch.device) -> dict[str, Any]:
-    """Everything `octavo doctor` shows, ready for JSON."""
+    """Collect everything `octavo doctor` shows, JSON serializable."""
     gpu: dict[str, Any] = {}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -75,31 +75,31 @@ def _version(package: str) -> str:
 
 def _summary(kind: str, native: list[str], recipes: int) -> str:
     if kind == "cpu":
-        return "On this CPU FP8 runs exactly, but emulated: right numbers and FP8's memory, no speed-up."
+        return "On this CPU FP8 is emulated: exact numbers and FP8 memory savings, no speed-up."
     if not native:
-        return "This device serves no FP8 product: FP8 runs exactly, but emulated, with no speed-up."
+        return "This device has no FP8 products: FP8 is emulated, with exact numbers and no speed-up."
     if len(native) == recipes:
-        return "Every recipe's products run on this device's FP8 matrix units."
+        return "The products of every recipe run on this device's FP8 matrix units."
     return (
         f"On this device's FP8 matrix units: {', '.join(native)}. The other recipes are emulated: exact, no speed-up."
     )
 
 
 def _merged(ops: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Rows of the table: op, the cases served alike, the chosen backend, and why the others do not serve."""
+    """Return table rows: op, cases with equal results, chosen backend, why the others do not run."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for label, rows in groupby(ops, key=lambda row: row["op"]):
         backends = list(rows)
         op, _, case = label.partition(" ")
         chosen = next(row["backend"] for row in backends if row["chosen"])
-        refusals = "\n".join(
-            f"{row['backend']}: {row['reason'] or 'serves too, but is slower'}"
+        reasons = "\n".join(
+            f"{row['backend']}: {row['reason'] or 'available, but slower'}"
             for row in backends
             if row["backend"] != chosen
         )
-        groups.setdefault((op, chosen, refusals), []).append(case)
+        groups.setdefault((op, chosen, reasons), []).append(case)
     alone = {op for op, *_ in groups if sum(key[0] == op for key in groups) == 1}
     return [
-        (op, f"all {len(cases)}" if op in alone else "\n".join(cases), chosen, refusals or "there is no other")
-        for (op, chosen, refusals), cases in groups.items()
+        (op, f"all {len(cases)}" if op in alone else "\n".join(cases), chosen, reasons or "no other backend")
+        for (op, chosen, reasons), cases in groups.items()
     ]

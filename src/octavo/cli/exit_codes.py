@@ -1,0 +1,110 @@
+"""Exit codes of `octavo`, for shells and CI, and what becomes of output that nobody reads.
+
+    0, 1, 3, 4   from a command itself: done, or a verdict; each command's help lists its own
+    2            a mistake of the user, or an output that cannot be written
+    70           Octavo failed: a traceback is on stderr
+    130          interrupted, as 128 + SIGINT
+    141          stdout or stderr was closed before the end, as 128 + SIGPIPE
+
+Python, Click and Rich exit with 1 for tracebacks and closed pipes, which `octavo compare` would mean as "an arm is
+worse", and Python with 120 where it cannot flush stdout at the end. Here 0, 1, 3 and 4 come from `typer.Exit` alone.
+"""
+
+import os
+import select
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
+
+import typer
+
+MISTAKE = 2
+INTERNAL = 70
+INTERRUPTED = 130
+CLOSED = 141
+
+
+def run(command: Callable[[], object]) -> int:
+    """Run a Typer app on the arguments of the command line; return its exit code, with all output written."""
+    code = _code(command)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except BrokenPipeError:
+            discard(stream)
+            code = code or CLOSED
+        except OSError as error:
+            discard(stream)
+            code = code if code == MISTAKE else _unwritten(error)  # a mistake has its message
+    return code
+
+
+def _code(command: Callable[[], object]) -> int:
+    try:
+        command()
+    except SystemExit as end:
+        cause = end.__context__  # what Click or Rich exited for
+        if isinstance(cause, typer.Exit) or end.code == MISTAKE:
+            return int(end.code or 0)
+        if isinstance(cause, BrokenPipeError):
+            return CLOSED
+        if isinstance(cause, typer.Abort) and isinstance(cause.__cause__, KeyboardInterrupt):
+            return INTERRUPTED
+        _show(end)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as error:  # of help and the version; commands turn theirs into a message
+        return _unwritten(error)
+    except BaseException as error:
+        _show(error)
+    return INTERNAL
+
+
+def _unwritten(error: OSError) -> int:
+    with suppress(OSError):
+        print(f"error: the output cannot be written: {error}", file=sys.stderr)
+    return MISTAKE
+
+
+def _show(error: BaseException) -> None:
+    with suppress(OSError):
+        traceback.print_exception(error)
+
+
+@contextmanager
+def verdict(code: int) -> Iterator[None]:
+    """Print a verdict in this context and exit with its code, whether all of it is read or not."""
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as error:
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        for stream in (sys.stdout, sys.stderr):
+            if is_closed(stream):
+                discard(stream)
+    raise typer.Exit(code)
+
+
+def is_closed(stream: TextIO | None) -> bool:
+    """Whether a stream is a pipe that nobody reads any more."""
+    if stream is None or not hasattr(select, "poll"):
+        return stream is not None
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), 0)
+    except (OSError, ValueError):  # a stream of no file, as in tests
+        return False
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def discard(stream: TextIO) -> None:
+    """Drop what a stream could not write, and all that comes: Python tries once more when it exits."""
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)

@@ -1,0 +1,148 @@
+"""Losses of any library as floats, each checked, and how finely they are rounded.
+
+Rounded losses tie: two gaps that are equal because both lost their digits have no deviation, and any test would take
+them for a sure effect. `resolution` finds the unit to which losses were rounded from the losses alone: fixed decimals
+(3.02), significant digits, whole numbers, and formats of fewer bits than a float has (3.015625 in bf16, also where it
+was printed as 3.0156). Losses that were transformed after they were rounded (bits per byte of bf16 nats) it cannot see.
+"""
+
+import math
+import operator
+import reprlib
+import sys
+from collections.abc import Iterable, Mapping, Set
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+FEWEST_BITS = 8
+"""Significant bits of the coarsest format that losses are rounded to: bf16."""
+FLOAT_BITS = 53
+
+
+def losses_of(whose: str, values: Any) -> list[float]:
+    """Return the values as floats above zero, with NaN for each that is not finite: such a run diverged.
+
+    Args:
+        whose: The arm, as in "arm 'fp8'".
+        values: A sequence of numbers, or an array or a tensor of one dimension.
+
+    Raises:
+        ValueError: The values have no order, or one of them is no loss.
+    """
+    losses = []
+    for index, value in _items(whose, values):
+        try:
+            losses.append(_loss(value))
+        except ValueError as error:
+            raise ValueError(f"{whose} holds {shown(value)} at index {index}: {error}") from None
+    return losses
+
+
+def seed_names(values: Any, count: int) -> tuple[int, ...]:
+    """Return the names of so many seeds.
+
+    Raises:
+        ValueError: There are more or fewer, one is not a whole number, or one is there twice.
+    """
+    names = []
+    for index, value in _items("seeds", values):
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            names.append(operator.index(value))
+        except TypeError:
+            raise ValueError(f"seeds holds {shown(value)} at index {index}: a seed is a whole number") from None
+    if len(names) != count:
+        raise ValueError(f"there are {len(names)} seeds and {count} losses of the baseline: name one seed per loss")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"seed {twice[0]} is named twice: the losses of one seed are one pair. Name each seed once")
+    return tuple(names)
+
+
+def resolution(losses: list[float]) -> float:
+    """Return the unit to which losses were rounded, in decimal or in binary digits, whichever is larger.
+
+    Digits are counted from the first of the largest loss: 0.01 for 3.0 and 3.02, 2⁻⁶ for numbers of bf16 from 2 to 4.
+
+    Args:
+        losses: Finite and above zero.
+    """
+    largest = max(losses)
+    numbers = dict(zip(losses, _decimals(losses), strict=True))
+    digits = max(number.adjusted() - int(number.as_tuple().exponent) for number in numbers.values())
+    decimal = 10.0 ** (numbers[largest].adjusted() - digits)
+    exact, printed = (_spacing(losses, digit) for digit in (0.0, decimal))
+    if printed < 2 * decimal:  # any decimal is close to such a number
+        printed = decimal
+    return max(decimal, exact, printed)
+
+
+def _spacing(losses: list[float], digit: float) -> float:
+    """Spacing, at the largest loss, of numbers of the fewest bits that hold all losses up to half a decimal digit."""
+    bits = next(bits for bits in range(FEWEST_BITS, FLOAT_BITS + 1) if all(_has(bits, x, digit) for x in losses))
+    return math.ldexp(1.0, math.frexp(max(losses))[1] - bits)
+
+
+def _decimals(losses: list[float]) -> list[Decimal]:
+    """The shortest decimals of losses, in the smallest format that holds all of them: 3.02 of fp32 has two places."""
+    values = np.array(losses)
+    with np.errstate(over="ignore", under="ignore"):
+        kinds = (np.float16, np.float32, np.float64)
+        values = next(few for kind in kinds if ((few := values.astype(kind)) == values).all())
+    return [Decimal(str(value).removesuffix(".0")) for value in values]
+
+
+def _has(bits: int, loss: float, digit: float) -> bool:
+    """Whether a loss is a number of so many significant bits, up to half a decimal digit and what fp32 makes of it."""
+    mantissa, exponent = math.frexp(loss)
+    scaled = math.ldexp(mantissa, bits)
+    return bits == FLOAT_BITS or abs(scaled - round(scaled)) <= math.ldexp(digit / 2, bits - exponent) * 1.01
+
+
+def _items(whose: str, values: Any) -> "enumerate[Any]":
+    """The values in order, with their indices."""
+    try:
+        items = _python(values)
+    except ValueError as error:
+        raise ValueError(f"{whose} is {shown(values)}: {error}") from None
+    if isinstance(items, (str, bytes, bytearray, Set, Mapping)) or not isinstance(items, Iterable):
+        raise ValueError(f"{whose} is a list with one number per seed, in order; got {shown(values)}")
+    return enumerate(items)
+
+
+def _python(value: Any) -> Any:
+    """Numbers of Python for those of an array or a tensor."""
+    if not hasattr(value, "tolist"):
+        return value
+    try:
+        return value.tolist()
+    except (RuntimeError, TypeError) as error:  # a tensor without data; a class
+        raise ValueError(f"there are no numbers in it to compare: {error}") from None
+
+
+def _loss(value: Any) -> float:
+    number = _python(value)
+    if isinstance(number, bool) or not isinstance(number, (Real, Decimal)):
+        raise ValueError("a loss is a number, or nan for a run that diverged")
+    try:
+        loss = float(number)
+    except OverflowError:
+        loss = math.inf
+    except ValueError:  # a signaling NaN of Decimal
+        return math.nan
+    if loss < sys.float_info.min:
+        raise ValueError(f"a loss is above zero ({sys.float_info.min:.2g} or more), as gaps are in percent of it")
+    if loss == math.inf and number != math.inf:
+        raise ValueError("that is beyond the range of floats; a loss is finite, or nan")
+    return loss if math.isfinite(loss) else math.nan
+
+
+def shown(value: Any) -> str:
+    """A value in a message: shortened, and whatever it is."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # a whole number of more digits than Python prints
+        return "a huge number"

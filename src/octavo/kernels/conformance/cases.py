@@ -1,0 +1,302 @@
+"""Ops, cases and configurations to compare, and their inputs."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.conformance.compare import Check, Inputs
+from octavo.kernels.conformance.random_inputs import RandomInputs
+from octavo.numerics.error import sqnr
+from octavo.numerics.spec import FULL, TENSOR, QuantSpec
+from octavo.tensor import ScaledTensor
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """Return why kernels cannot be compared on a device and what to do, or None."""
+    if not find_spec("triton"):
+        return "Triton is not installed, so there are no kernels to compare; run pip install triton (Linux)"
+    from octavo.kernels.launch import INTERPRETED
+
+    if device.type == "cuda" or INTERPRETED:
+        return None
+    return (
+        f"Triton kernels run on GPUs and this device is {str(device)!r}. Run this on a machine with an NVIDIA GPU of "
+        "compute capability 8.9 or later, or set TRITON_INTERPRET=1 to compare a small set in Triton's interpreter, "
+        "which finds bugs of the kernels but not of the compiler"
+    )
+
+
+def checks(device: torch.device, only: str = "") -> list[Check]:
+    """Return all cases of all ops with Triton kernels on a device whose "op case" contains `only`."""
+    all_checks = [
+        *_quantizers(), *_products(device), *_norms(), *_norm_gradients(), *_glus(), *_glu_gradients(),
+        *_dequantizers(), *_optimizers(),
+    ]  # fmt: skip
+    selected = [check for check in all_checks if only in f"{check.op} {check.case}"]
+    if not selected:
+        raise ValueError(f"no op and case contains {only!r}; ops are {', '.join(sorted({c.op for c in all_checks}))}")
+    return selected
+
+
+def _quantizers() -> Iterator[Check]:
+    from octavo.kernels.quantize import reference, triton
+
+    def factor(rng: RandomInputs, kind: str, rows: int, columns: int) -> Tensor | None:
+        shapes = {"rows": (rows, 1), "columns": (1, columns)}
+        return rng.positive(*shapes[kind]) if kind != "none" else None
+
+    def single(task: Any, case: str) -> Check:
+        spec = task.first.spec
+
+        def inputs(rng: RandomInputs) -> Inputs:
+            x = rng.matrix()
+            amax = rng.positive(*spec.granularity.scale_shape(tuple(x.shape)))
+            scale = reference.scale_of(amax, spec)[0].to(spec.scale_dtype)
+            precomputed = {"nothing": (None, None), "amax": (amax, None), "scale": (None, scale)}[task.precomputed]
+            return x, spec, factor(rng, task.first.fold, *x.shape), *precomputed, task.order
+
+        configs = tuple(range(len(triton.tiles(task))))
+        return Check(
+            op="quantize",
+            case=case,
+            configs=configs,
+            inputs=inputs,
+            expected=reference.quantize,
+            actual=triton.quantize,
+        )
+
+    def pair(task: Any, case: str) -> Check:
+        def inputs(rng: RandomInputs) -> Inputs:
+            x = rng.matrix()
+            folds = [factor(rng, folded.fold, *x.shape) for folded in (task.first, task.second)]
+            return x, task.first.spec, folds[0], task.second.spec, folds[1]
+
+        return Check(
+            op="quantize_pair", case=case, configs=tuple(range(len(triton.tiles(task)))), inputs=inputs,
+            expected=reference.quantize_pair, actual=triton.quantize_pair,
+        )  # fmt: skip
+
+    for task, case in triton.recipe_tasks().items():
+        yield single(task, case) if task.second is None else pair(task, case)
+
+
+def _products(device: torch.device) -> Iterator[Check]:
+    from octavo.kernels.gemm import SCALED_MM, triton
+    from octavo.kernels.gemm.operands import UNIT, blocks_of
+
+    target = triton.target_for(device)
+    for case in dict.fromkeys(SCALED_MM.cases.values()):
+        two_e5m2 = all(text.startswith("e5m2") for text in case[:2])
+        if two_e5m2 or not triton.supports_blocks(*blocks_of(case)):
+            continue
+        blocked = blocks_of(case)[0].columns != FULL
+        for fast in (True, False) if target.short_sums and not blocked else (False,):
+            for dtype in (torch.bfloat16, torch.float32):
+                configs = triton.configurations(target, fast, blocked, dtype.itemsize)
+                yield _product(case, fast, dtype, configs, UNIT)
+
+
+def _product(case: tuple[str, ...], fast: bool, dtype: torch.dtype, configs: tuple[int, ...], unit: str) -> Check:
+    from octavo.kernels.gemm import reference, triton
+
+    a_text, b_text, layout = case
+
+    def inputs(rng: RandomInputs) -> Inputs:
+        m, n = rng.size(), rng.size()
+        k = min(rng.size(), 1024)  # sums of up to 1024 such products are exact in every accumulator
+        bias = rng.normal(n).bfloat16() if rng.random.random() < 0.5 else None
+        rng.notes.append(f"M {m} N {n} K {k}{' bias' if bias is not None else ''}")
+        a = _operand(rng, a_text, (k, m) if layout[0] == "t" else (m, k), unit)
+        b = _operand(rng, b_text, (n, k) if layout[1] == "t" else (k, n), unit)
+        return a, b, layout, dtype, bias, fast
+
+    def expected(*operands: Any) -> list[Tensor]:
+        return [reference.scaled_mm(*operands) + 0.0]  # -0.0 becomes 0.0
+
+    def actual(*operands: Any) -> list[Tensor]:
+        return [triton.scaled_mm(*operands) + 0.0]
+
+    label = f"{' '.join(case)} {'fast' if fast else 'promoted'} {str(dtype).removeprefix('torch.')}"
+    return Check(op="scaled_mm", case=label, configs=configs, inputs=inputs, expected=expected, actual=actual)
+
+
+def _operand(rng: RandomInputs, text: str, shape: tuple[int, int], unit: str) -> ScaledTensor:
+    """Small integers with scales; powers of two if the scales multiply inside the sum."""
+    spec = QuantSpec.parse("e4m3/tensor" if text == unit else text)
+    values = rng.integers(-2, 2, shape)
+    data = values.float().to(spec.format.dtype)
+    if rng.random.random() < 0.5:
+        data = data.t().contiguous().t()
+        rng.notes.append("column-major")
+    if text == unit:
+        return ScaledTensor(data, None, spec)
+    scales = spec.granularity.scale_shape(shape)
+    outside = FULL in spec.granularity
+    scale = rng.positive(*scales) if outside else 2.0 ** rng.integers(-1, 1, scales)
+    return ScaledTensor(data, scale.to(spec.scale_dtype), spec)
+
+
+def _fp8_outputs() -> Iterator[tuple[QuantSpec | None, str, str]]:
+    """FP8 outputs that recipes request of a fused op: spec, memory order, label."""
+    from octavo.kernels.fused.checks import cases_of_inputs
+
+    yield None, "rows", "no FP8 output"
+    for spec in map(QuantSpec.parse, cases_of_inputs()):
+        for order in ("rows",) if spec.granularity == TENSOR else ("rows", "columns", "both"):
+            yield spec, order, f"{spec} {order}"
+
+
+def _keep(rng: RandomInputs, spec: QuantSpec | None) -> bool:
+    return spec is None or spec.granularity == TENSOR or rng.random.random() < 0.5
+
+
+def _like(rng: RandomInputs, x: Tensor) -> Tensor:
+    return rng.matrix(x.shape[0], x.shape[1], x.dtype)
+
+
+def _norm_inputs(rng: RandomInputs, center: bool, residual: bool, spec: QuantSpec | None, order: str) -> Inputs:
+    x = rng.matrix()
+    weight = rng.normal(x.shape[1]).to(rng.random.choice((x.dtype, torch.float32)))
+    bias = rng.normal(x.shape[1]).to(weight.dtype) if center and rng.random.random() < 0.5 else None
+    offset = not center and rng.random.random() < 0.5
+    added = _like(rng, x) if residual else None
+    return x, added, weight, bias, 1e-5, offset, center, spec, order, _keep(rng, spec)
+
+
+def _norms() -> Iterator[Check]:
+    from octavo.kernels.fused import reference
+    from octavo.kernels.fused.norm import triton
+
+    for spec, order, label in _fp8_outputs():
+        for op, center in (("rms_norm", False), ("layer_norm", True)):
+            for residual in (False, True):
+                yield Check(
+                    op=op, case=label + " residual" * residual, configs=tuple(range(len(triton.ROWS_CONFIGS))),
+                    inputs=partial(_norm_inputs, center=center, residual=residual, spec=spec, order=order),
+                    expected=reference.norm, actual=triton.norm,
+                )  # fmt: skip
+
+
+def _norm_gradients() -> Iterator[Check]:
+    from octavo.kernels.fused import reference
+    from octavo.kernels.fused.norm import triton
+
+    def inputs(rng: RandomInputs, center: bool, residual: bool) -> Inputs:
+        x, _, weight, bias, eps, offset, *_ = _norm_inputs(rng, center, False, None, "rows")
+        rstd, *means = reference.norm(x, None, weight, bias, eps, offset, center, None, "rows", False)
+        grad, passed = _like(rng, x), _like(rng, x) if residual else None
+        return grad, x, weight, rstd, means[0] if center else None, passed, offset, center
+
+    for op, center in (("rms_norm_backward", False), ("layer_norm_backward", True)):
+        for case, residual in (("gradients", False), ("with residual", True)):
+            yield Check(
+                op=op, case=case, configs=tuple(range(len(triton.BACKWARD_CONFIGS))),
+                inputs=partial(inputs, center=center, residual=residual),
+                expected=reference.norm_backward, actual=triton.norm_backward,
+            )  # fmt: skip
+
+
+def _glus() -> Iterator[Check]:
+    from octavo.kernels.fused import reference
+    from octavo.kernels.fused.activations import ACTIVATIONS
+    from octavo.kernels.fused.glu import triton
+
+    def inputs(rng: RandomInputs, activation: str, spec: QuantSpec | None, order: str) -> Inputs:
+        gate = rng.matrix()
+        return gate, _like(rng, gate), activation, spec, order, _keep(rng, spec)
+
+    for activation in ACTIVATIONS:
+        for spec, order, label in _fp8_outputs():
+            yield Check(
+                op="glu", case=f"{activation} {label}", configs=tuple(range(len(triton.ROWS_CONFIGS))),
+                inputs=partial(inputs, activation=activation, spec=spec, order=order),
+                expected=reference.glu, actual=triton.glu,
+            )  # fmt: skip
+
+
+def _glu_gradients() -> Iterator[Check]:
+    from octavo.kernels.fused import reference
+    from octavo.kernels.fused.activations import ACTIVATIONS
+    from octavo.kernels.fused.glu import triton
+
+    def inputs(rng: RandomInputs, activation: str) -> Inputs:
+        gate = rng.matrix()
+        return _like(rng, gate), gate, _like(rng, gate), activation, rng.random.random() < 0.5
+
+    for activation in ACTIVATIONS:
+        yield Check(
+            op="glu_backward", case=activation, configs=tuple(range(len(triton.BACKWARD_CONFIGS))),
+            inputs=partial(inputs, activation=activation),
+            expected=reference.glu_backward, actual=triton.glu_backward,
+        )  # fmt: skip
+
+
+def _dequantizers() -> Iterator[Check]:
+    from octavo.kernels.dequantize import DEQUANTIZE, reference, triton
+    from octavo.kernels.quantize import reference as quantize_reference
+
+    def inputs(rng: RandomInputs, spec: QuantSpec) -> Inputs:
+        x = rng.matrix()
+        return *quantize_reference.quantize(x, spec, None), spec, rng.random.choice((x.dtype, torch.float32))
+
+    def outputs(run: Any, *operands: Any) -> list[Tensor]:
+        return [run(*operands)]
+
+    for (text,) in dict.fromkeys(DEQUANTIZE.cases.values()):
+        yield Check(
+            op="dequantize", case=text, configs=tuple(range(len(triton.CONFIGS))),
+            inputs=partial(inputs, spec=QuantSpec.parse(text)), expected=partial(outputs, reference.dequantize),
+            actual=partial(outputs, triton.dequantize),
+        )  # fmt: skip
+
+
+def _optimizers() -> Iterator[Check]:
+    """One step on a parameter of each kind. Not byte for byte: see `octavo.kernels.adamw.triton`."""
+    from octavo.kernels.adamw import ADAMW, ParamState, reference, split, triton
+    from octavo.kernels.adamw.moments import compress
+    from octavo.kernels.adamw.reference import HyperParams
+
+    def inputs(rng: RandomInputs, master: str, compact: bool) -> Inputs:
+        rows, columns = rng.size(), rng.size()
+        rng.notes.append(f"{rows} rows {columns} columns")
+        values, m, v = rng.normal(rows, columns), rng.normal(rows, columns) * 1e-3, rng.normal(rows, columns) ** 2
+        upper, remainder = split(values)
+        first, second = (compress(m, True), compress(v, False)) if compact else ((m,), (v,))
+        stored = {"remainder": remainder, "fp32": values.clone(), "none": upper}[master]
+        return upper, rng.normal(rows, columns).bfloat16(), stored, *first, *second
+
+    def stepped(run: Any, master: str, *operands: Tensor) -> list[Tensor]:
+        param, grad, stored, *states = (operand.clone() for operand in operands)
+        compact = len(states) > 2
+        state = ParamState(
+            param=param, grad=grad, exp_avg=states[0], exp_avg_sq=states[3 if compact else 1],
+            scales=(states[1], states[2], states[4], states[5]) if compact else None,
+            remainder=stored if master == "remainder" else None, master=stored if master == "fp32" else None,
+            seed=3 if compact else None,
+        )  # fmt: skip
+        run([(state, HyperParams(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=7))])
+        return [param, states[0], states[3 if compact else 1]]
+
+    def actual(master: str, *operands: Any) -> list[Tensor]:
+        return stepped(triton.step, master, *operands[:-1])
+
+    for master in ("remainder", "fp32", "none"):
+        for compact in (True, False):
+            yield Check(
+                op=ADAMW.name, case=f"master={master} states={'fp8' if compact else 'fp32'}", configs=(0,),
+                inputs=partial(inputs, master=master, compact=compact),
+                expected=partial(stepped, reference.step_all, master), actual=partial(actual, master),
+                differs=_low_sqnr,
+            )  # fmt: skip
+
+
+def _low_sqnr(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> str | None:
+    """Describe the first output with an SQNR of 40 dB or less."""
+    for position, (want, got) in enumerate(zip(expected, actual, strict=True)):
+        if want.numel() and not (ratio := sqnr(want.float(), got.cpu().float())) > 40:
+            return f"output {position} of {len(expected)} has an SQNR of {ratio:.1f} dB, above 40 expected"
+    return None

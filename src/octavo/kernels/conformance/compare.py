@@ -1,0 +1,144 @@
+"""Run kernels and their reference on the same inputs and count mismatches."""
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.conformance.random_inputs import GPU, Budget, RandomInputs
+from octavo.numerics.error import first_mismatch
+from octavo.tensor import ScaledTensor
+
+Inputs = tuple[Any, ...]
+"""Arguments of a kernel and its reference; tensors are on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One case of an op: its inputs, and the two functions to compare.
+
+    Attributes:
+        op: Name in `torch.ops.octavo`.
+        case: Label within the op.
+        configs: Indices of the configurations to run.
+        inputs: Makes the inputs.
+        expected: Computes the reference's outputs.
+        actual: Computes the kernel's outputs in one configuration.
+        differs: Describes how actual outputs differ from expected ones, or returns None. None: `difference`, byte for
+            byte. Kernels that use the hardware's logarithms have a tolerance instead.
+    """
+
+    op: str
+    case: str
+    configs: tuple[int, ...]
+    inputs: Callable[[RandomInputs], Inputs]
+    expected: Callable[..., Sequence[Tensor]]
+    actual: Callable[..., Sequence[Tensor]]
+    differs: Callable[[Sequence[Tensor], Sequence[Tensor]], str | None] | None = None
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """Result of one case in one configuration.
+
+    Attributes:
+        op: Name in `torch.ops.octavo`.
+        case: Label within the op.
+        config: Index of the configuration.
+        runs: Number of runs.
+        mismatches: Runs that differed from the reference, or raised.
+        first: Input and difference of the first mismatch; empty without one.
+    """
+
+    op: str
+    case: str
+    config: int
+    runs: int = 0
+    mismatches: int = 0
+    first: str = ""
+
+
+def compare(
+    checks: Sequence[Check],
+    device: torch.device,
+    *,
+    seconds: float,
+    seed: int,
+    budget: Budget = GPU,
+    after: Callable[[int], None] = lambda round_: None,
+) -> list[Outcome]:
+    """Run every configuration once, then continue with new inputs until `seconds` have passed.
+
+    Args:
+        checks: Cases to compare.
+        device: Device of the kernels.
+        seconds: After the first round, no new case starts later than this, counted from the start.
+        seed: Seed of the inputs.
+        budget: Sizes of inputs and numbers of runs.
+        after: Called after each case with the number of the round, from 0.
+
+    Returns:
+        One outcome per case and configuration.
+    """
+    outcomes = [[Outcome(op=c.op, case=c.case, config=i) for i in c.configs[: budget.configs]] for c in checks]
+    end = time.monotonic() + seconds
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, in the interpreter, where huge values overflow
+        round_ = 0
+        while True:
+            for check, check_outcomes in zip(checks, outcomes, strict=True):
+                if round_ and time.monotonic() >= end:
+                    return [outcome for of_check in outcomes for outcome in of_check]
+                rng = RandomInputs(f"{seed}/{round_}/{check.op}/{check.case}", budget)
+                _compare_once(check, check_outcomes, rng, device, round_)
+                after(round_)
+            round_ += 1
+
+
+def _compare_once(check: Check, outcomes: list[Outcome], rng: RandomInputs, device: torch.device, round_: int) -> None:
+    inputs = check.inputs(rng)
+    expected = check.expected(*inputs)
+    device_inputs = tuple(_on(device, value) for value in inputs)
+    for outcome in outcomes:
+        for _ in range(rng.budget.repeats):
+            outcome.runs += 1
+            try:
+                actual = check.actual(*device_inputs, outcome.config)
+                mismatch = (check.differs or difference)(expected, actual)
+            except Exception as error:  # anything that a compiler, driver or kernel raises counts
+                mismatch = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+            if mismatch is not None:
+                outcome.mismatches += 1
+                outcome.first = outcome.first or f"round {round_}, {'; '.join(rng.notes)}: {mismatch}"
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """Move a tensor to a device, with the same strides and alignment; return anything else unchanged."""
+    if isinstance(value, ScaledTensor):
+        return ScaledTensor(_on(device, value.data), _on(device, value.scale), value.spec)
+    if not isinstance(value, Tensor):
+        return value
+    elements = value.untyped_storage().nbytes() // value.element_size()
+    return value.as_strided((elements,), (1,), 0).to(device).as_strided(
+        value.shape, value.stride(), value.storage_offset()
+    )  # fmt: skip
+
+
+def difference(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> str | None:
+    """Describe the first output that differs in a byte, ignoring the sign of NaNs, or return None."""
+    for position, (reference, output) in enumerate(zip(expected, actual, strict=True)):
+        mismatch = first_mismatch(_canonical_nan(reference), _canonical_nan(output.cpu()))
+        if mismatch is not None:
+            return f"output {position} of {len(expected)}: {mismatch}"
+    return None
+
+
+def _canonical_nan(values: Tensor) -> Tensor:
+    """Replace NaNs by one bit pattern, all ones, which is NaN in every format."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[values.element_size()]
+    values = values.contiguous()
+    return values.view(integer).masked_fill(values.float().isnan(), -1).view(values.dtype)

@@ -1,0 +1,99 @@
+"""Random inputs as a function of a seed: sizes, strides, alignment and values, with notes."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Budget(NamedTuple):
+    """Sizes of inputs and numbers of runs.
+
+    Attributes:
+        size: Largest size of an input.
+        repeats: Runs of a configuration on one input.
+        configs: Configurations per case; None for all.
+        bf16_subnormals: Whether bf16 inputs may be subnormal; Triton's interpreter converts those wrongly.
+    """
+
+    size: int
+    repeats: int
+    configs: int | None = None
+    bf16_subnormals: bool = True
+
+
+GPU = Budget(size=1500, repeats=2)
+INTERPRETER = Budget(size=40, repeats=1, configs=1, bf16_subnormals=False)
+"""Triton's interpreter takes a second where a GPU takes microseconds, and configurations differ only in their tile."""
+
+
+@dataclass
+class RandomInputs:
+    """Generator of random sizes, values and strides; `notes` describes the results."""
+
+    seed: str
+    budget: Budget
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.generator = torch.Generator().manual_seed(self.random.getrandbits(63))
+
+    def size(self) -> int:
+        """Return a size of 1 or more, log-uniform; every other one is a multiple of 16."""
+        size = int(self.budget.size ** self.random.random())
+        return -(-size // 16) * 16 if self.random.random() < 0.5 else size
+
+    def normal(self, *shape: int) -> Tensor:
+        """Float32, standard normal."""
+        return torch.randn(shape, generator=self.generator)
+
+    def integers(self, low: int, high: int, shape: tuple[int, ...]) -> Tensor:
+        """Int64 from low to high, both included."""
+        return torch.randint(low, high + 1, shape, generator=self.generator)
+
+    def positive(self, *shape: int) -> Tensor:
+        """Float32, log-normal."""
+        return torch.exp(2 * self.normal(*shape))
+
+    def matrix(self, rows: int | None = None, columns: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a matrix of random size, dtype, memory layout and kind of values."""
+        rows, columns = rows or self.size(), columns or self.size()
+        dtype = dtype or self.random.choice((torch.bfloat16, torch.bfloat16, torch.float32, torch.float16))
+        layout = self.random.choice(("contiguous", "contiguous", "transposed", "every other column", "not aligned"))
+        kind = self.random.choice(tuple(_VALUES))
+        if kind == "subnormal" and dtype == torch.bfloat16 and not self.budget.bf16_subnormals:
+            kind = "normal"
+        self.notes.append(f"{str(dtype).removeprefix('torch.')} [{rows},{columns}] {layout} {kind}")
+        if layout == "transposed":
+            return self._values(kind, columns, rows, dtype).t()
+        if layout == "every other column":
+            return self._values(kind, rows, 2 * columns, dtype)[:, ::2]
+        if layout == "not aligned":
+            return self._values(kind, rows + 1, columns + 3, dtype)[1:, 3:]
+        return self._values(kind, rows, columns, dtype)
+
+    def _values(self, kind: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        values = _VALUES[kind](self, rows, columns)
+        if kind == "subnormal":
+            values *= torch.finfo(dtype).smallest_normal / 10
+        if kind == "huge":
+            values = (values * (torch.finfo(dtype).max / 4)).clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+        if kind == "not finite":
+            for special in (torch.nan, -torch.nan, torch.inf, -torch.inf):
+                values[self.random.randrange(rows), self.random.randrange(columns)] = special
+        return values.to(dtype)
+
+
+_VALUES: dict[str, Callable[[RandomInputs, int, int], Tensor]] = {
+    "normal": lambda rng, r, c: rng.normal(r, c),
+    "log-normal": lambda rng, r, c: rng.normal(r, c) * rng.positive(r, c),
+    "outlier rows and columns": lambda rng, r, c: rng.normal(r, c) * rng.positive(r, 1) * rng.positive(1, c),
+    "zeros": lambda rng, r, c: rng.normal(r, c) * (rng.normal(r, 1) > 0) * (rng.normal(1, c) > 0),
+    "subnormal": lambda rng, r, c: rng.normal(r, c),
+    "huge": lambda rng, r, c: rng.normal(r, c),
+    "not finite": lambda rng, r, c: rng.normal(r, c),
+}

@@ -1,0 +1,91 @@
+"""`octavo calibrate`: time the FP8 products, bf16 products and quantizations of linears, and save the fastest choices.
+
+The planner compares FP8 times with the bf16 times.
+"""
+
+import torch
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from octavo.kernels import calibration
+from octavo.kernels.gemm import bf16_timing
+from octavo.kernels.gemm.fp8_timing import SHAPES, Fp8Product, fp8_products, time_fp8_product
+from octavo.kernels.timing import TimingResult, TimingTask, time_on_gpu
+from octavo.numerics.recipe import RECIPES, get_recipe
+from octavo.runtime.terminal import stdout
+
+
+def calibrate(device: torch.device, recipe: str, shapes: list[str]) -> None:
+    """Time products and quantizations on a GPU and write its calibration table.
+
+    Args:
+        device: The GPU.
+        recipe: Name of the recipe to measure, or `"all"`.
+        shapes: Linears as `"M,K,N"`: tokens, in_features, out_features. Empty: those of Llama models.
+
+    Raises:
+        ValueError: A recipe or shape is invalid, or the device has nothing to measure.
+        OSError: The table cannot be written; raised before anything is measured.
+    """
+    recipes = list(RECIPES.values()) if recipe == "all" else [get_recipe(recipe)]
+    sizes = [_sizes(text) for text in shapes] or list(SHAPES)
+    if device.type != "cuda":
+        raise ValueError(
+            f"there is nothing to calibrate on device type {device.type!r}: FP8 products have one backend there. "
+            "Run this on a machine with a GPU"
+        )
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    calibration.make_folder(device)
+    # Recipes share products; each is measured once.
+    from octavo.kernels.quantize import quantize_timing  # imports Triton
+
+    todo: dict[object, TimingTask] = {(task.case, task.shape): task for task in bf16_timing.bf16_products(sizes)}
+    for r in recipes:
+        recipe_tasks: list[TimingTask] = [*fp8_products(r, sizes), *quantize_timing.quantizations(r, sizes)]
+        for task in recipe_tasks:
+            todo.setdefault((task.case, task.shape), task)
+    results = []
+    with Progress(console=Console(stderr=True), transient=True) as progress, torch.cuda.device(device):
+        for task in progress.track(list(todo.values()), description="measuring"):
+            if isinstance(task, bf16_timing.Bf16Product):
+                results.append(bf16_timing.time_bf16_product(task, device, time_on_gpu))
+            elif isinstance(task, Fp8Product):
+                results.append(time_fp8_product(task, device, time_on_gpu))
+            elif isinstance(task, quantize_timing.Quantization):
+                results.append(quantize_timing.time_quantization(task, device, time_on_gpu))
+    console = stdout()
+    console.print(table(results))
+    entries = [result.entry for result in results if result.entry is not None]
+    if not entries:
+        raise ValueError("no backend supports these products on this GPU; `octavo doctor` shows why")
+    written = f"{len(entries)} choices saved in {calibration.save(device, entries)}"
+    console.print(written, markup=False, highlight=False, soft_wrap=True)
+
+
+def table(results: list[TimingResult]) -> Table:
+    """Build a table of the fastest candidate, its rate and its lead over the next one."""
+    shown = Table(box=ROUNDED, border_style="dim", header_style="bold")
+    for heading in ("task", "m, n, k or rows, columns", "fastest", "µs", "rate", "next", "slower by"):
+        shown.add_column(heading, justify="right" if heading in ("µs", "rate", "slower by") else "left")
+    for result in results:
+        sizes = ", ".join(map(str, result.task.shape))
+        if result.entry is None:
+            reasons = "; ".join(sorted(set(result.left_out.values())))
+            shown.add_row(result.task.name, sizes, "reference", "", "", f"no other backend available: {reasons}", "")
+            continue
+        (first, time), *rest = result.times.items()
+        behind = (rest[0][0], f"{100 * (rest[0][1] / time - 1):.0f} %") if rest else ("", "")
+        shown.add_row(result.task.name, sizes, first, f"{time:.1f}", result.task.rate(time), *behind)
+    return shown
+
+
+def _sizes(text: str) -> tuple[int, int, int]:
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(
+            f"--shapes takes M,K,N: tokens, in_features, out_features, for example 8192,4096,14336; got {text!r}"
+        )
+    tokens, inner, outer = (int(part) for part in parts)
+    return tokens, inner, outer

@@ -1,0 +1,70 @@
+"""Files of one JSON object a line, which are written while a run goes on: how they are read, whatever is in them.
+
+A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any other
+line that is not what was written raises ValueError with the file, the line and the field.
+"""
+
+import json
+import warnings
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""What a run counts."""
+
+
+def read_records(path: Path, model: type[BaseModel], what: str) -> list[dict[str, Any]]:
+    """The objects in a file, in order, each checked by `model`; [] where there is no file. `what`: as "a step"."""
+    if not path.exists():
+        return []
+    *lines, torn = path.read_bytes().split(b"\n")
+    if torn:
+        warnings.warn(
+            f"{path}, line {len(lines) + 1} is left out: it has no end, as a process leaves it that is killed",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return [read_record(line, model, f"{path}, line {number} is not {what}") for number, line in enumerate(lines, 1)]
+
+
+def read_record(text: bytes, model: type[BaseModel], problem: str) -> dict[str, Any]:
+    """One object. Raises ValueError that begins with `problem` and names the field."""
+    try:
+        model.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError(f"{problem}: {first_error(error)}") from None
+    fields: dict[str, Any] = json.loads(text)
+    return fields
+
+
+def check_order(path: Path, steps: Iterable[int], what: str, *, repeated: bool = False) -> None:
+    """Raise ValueError where the steps of a file do not rise from line to line; `repeated`: several may be equal."""
+    before = 0
+    for number, step in enumerate(steps, 1):
+        if step < before + (not repeated):
+            raise ValueError(f"{path}, line {number} is not {what}: step {step} comes after step {before}")
+        before = step
+
+
+def first_error(error: ValidationError) -> str:
+    """The first thing that is wrong, as "loss: Input should be a valid number"."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else str(first["msg"])
+
+
+@cache
+def record(kind: type, **special: Any) -> type[BaseModel]:
+    """A model of the fields of a dataclass: all of them and no others, without conversions; `special`: other types.
+
+    An int is a `Count`.
+    """
+    hints = {name: Count if hint is int else hint for name, hint in get_type_hints(kind).items()} | special
+    fields: dict[str, Any] = {name: (hint, ...) for name, hint in hints.items()}
+    config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model: type[BaseModel] = create_model(kind.__name__, __config__=config, **fields)
+    return model

@@ -1,0 +1,307 @@
+"""Classes of modules are swapped together or not at all, and nothing that is the user's is lost."""
+
+import copy
+import functools
+import importlib
+import pickle
+
+import pytest
+import torch
+from models import MLP, llama
+from torch import nn
+
+import octavo
+from octavo.activations import modules as activations
+from octavo.nn import change, filters
+from octavo.nn.change import change_recipe
+from octavo.nn.linear import Linear
+
+convert = importlib.import_module("octavo.nn.convert")  # octavo.nn has a function of that name
+
+
+class ClassAttribute(nn.Linear):
+    keeps_weight = 7
+
+
+class InstanceAttribute(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.recipe = "soup"
+
+
+class Child(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.recipe = nn.Identity()
+
+
+class Buffer(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("amax_history", torch.zeros(2))
+
+
+class ReadOnly(nn.Linear):
+    @property
+    def recipe(self):
+        return "soup"
+
+
+class Slot(nn.Linear):
+    __slots__ = ("keeps_weight",)
+
+
+class Tagged(nn.Linear):
+    def __init_subclass__(cls, tag):
+        pass
+
+
+class FixedMeta(type):
+    def __new__(cls, name, bases, members):
+        made = [base for base in bases if isinstance(base, FixedMeta)]
+        return made[0] if made else super().__new__(cls, name, bases, members)
+
+
+class Fixed(nn.Linear, metaclass=FixedMeta):
+    pass
+
+
+class Wrapping(nn.Linear):
+    def __init_subclass__(cls):
+        inner = cls.forward
+        cls.forward = lambda self, input: inner(self, input)
+
+
+class Copied(nn.Linear):
+    def __deepcopy__(self, memo):
+        return type(self)(self.in_features, self.out_features)
+
+
+class Pickled(nn.Linear):
+    def __getstate__(self):
+        return {key: value for key, value in vars(self).items() if key in vars(nn.Linear(1, 1))}
+
+
+class Refusing(nn.Linear):
+    def __setattr__(self, name, value):
+        if name in ("recipe", "__class__", "octavo_plan", "amax_history"):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name):
+        raise AttributeError(name)
+
+
+class Slotted(nn.Linear):
+    __slots__ = ("note",)
+
+
+class Registry(nn.Linear, metaclass=type("Meta", (type,), {})):
+    def __class_getitem__(cls, item):
+        raise TypeError(item)
+
+
+def state(model):
+    return [(module, type(module), dict(vars(module))) for module in model.modules()]
+
+
+@pytest.mark.parametrize(
+    ("owner", "reason"),
+    [
+        (ClassAttribute, "attribute 'keeps_weight' of its own"),
+        (InstanceAttribute, "attribute 'recipe' of its own"),
+        (Child, "attribute 'recipe' of its own"),
+        (Buffer, "attribute 'amax_history' of its own"),
+        (ReadOnly, "attribute 'recipe' of its own"),
+        (Slot, "attribute 'keeps_weight' of its own"),
+        (Tagged, "raises TypeError: .*'tag'"),
+        (Fixed, "raises TypeError: .*not made as Python makes one"),
+        (Wrapping, "raises TypeError: .*not made as Python makes one"),
+        (Copied, "copies itself in its own way"),
+        (Pickled, "copies itself in its own way"),
+    ],
+)
+def test_a_linear_that_would_lose_something_is_left_alone_with_the_reason(owner, reason):
+    model = nn.Sequential(nn.Linear(32, 32), owner(32, 32))
+    before, x = state(model), torch.randn(3, 32)
+    alone = model[1](x)
+    octavo.convert(model, verbose=False)
+    rows = octavo.report(model).rows
+    assert rows[0].converted and not rows[1].converted
+    with pytest.raises(ValueError, match=reason):
+        octavo.convert(model[1], verbose=False)
+    assert torch.equal(model[1](x), alone)
+    octavo.revert(model)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("owner", [Refusing, Slotted, Registry])
+def test_a_class_with_odd_ways_is_converted_and_reverted(owner):
+    model = nn.Sequential(nn.Linear(32, 32), owner(32, 32))
+    before = state(model)
+    octavo.convert(model, "mxfp8", verbose=False)
+    assert [row.recipe for row in octavo.report(model)] == ["mxfp8", "mxfp8"]
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin[1]) is type(model[1]) and twin[1].recipe == model[1].recipe
+    octavo.revert(model)
+    assert state(model) == before
+    octavo.convert(model[1], "delayed", verbose=False)
+    model(torch.randn(3, 32)).sum().backward()
+    octavo.revert(model[1])
+    assert state(model) == before
+
+
+def failing(function, call, error):
+    """A function that raises at its n-th call."""
+    calls = iter(range(call))
+
+    def failed(*args, **keywords):
+        if next(calls, None) is None:
+            raise error
+        return function(*args, **keywords)
+
+    return failed
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("error", [RuntimeError("full"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [(convert, "become", 2), (activations, "become", 1), (convert, "make_storing", 2), (convert, "report", 0)],
+)
+def test_a_conversion_that_stops_midway_leaves_the_model_as_it_was(module, name, call, error, monkeypatch):
+    model = llama(num_hidden_layers=1)
+    if name == "report":
+        model.scripted = torch.jit.script(nn.Linear(8, 8))  # which holds its parameters in no dict
+    before = state(model)
+    octavo.revert(octavo.convert(copy.deepcopy(model), activations="fp8", verbose=False))  # classes are made now
+    monkeypatch.setattr(module, name, failing(getattr(module, name), call, error))
+    with pytest.raises(type(error)):
+        octavo.convert(model, activations="fp8")
+    assert state(model) == before
+    monkeypatch.undo()
+    octavo.convert(model, activations="fp8", verbose=False)
+
+
+@pytest.mark.parametrize("name", ["make_exact", "make_plain"])
+def test_a_revert_that_stops_midway_leaves_the_model_converted(name, monkeypatch):
+    model = octavo.convert(llama(num_hidden_layers=1), activations="fp8", verbose=False)
+    before = state(model)
+    monkeypatch.setattr(convert, name, failing(getattr(convert, name), 2, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        octavo.revert(model)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_a_change_that_stops_midway_leaves_the_recipe(recipe, monkeypatch):
+    model = octavo.convert(MLP(), verbose=False)
+    before = state(model)
+    monkeypatch.setattr(change, "_note", failing(change._note, 0, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        change_recipe(model, "up_proj", recipe, reason="test")
+    assert state(model) == before
+
+
+def hook(module):
+    """As `accelerate.hooks.add_hook_to_module`."""
+    module._old_forward, module._hf_hook = module.forward, object()
+
+    def forward(module, *args):
+        return module._old_forward(*args)
+
+    module.forward = functools.update_wrapper(functools.partial(forward, module), module._old_forward)
+
+
+def unhook(module):
+    """As `accelerate.hooks.remove_hook_from_module`, which leaves a bound method on the instance."""
+    module.forward = module._old_forward
+    del module._old_forward, module._hf_hook
+
+
+@pytest.mark.parametrize("arguments", [{}, {"precision": octavo.Precision(matmul="bf16", activations="fp8")}])
+def test_a_forward_put_on_the_instance_since_is_to_be_taken_off_first(arguments):
+    model, x = nn.Sequential(MLP(), nn.Linear(64, 64)), torch.randn(4, 64)
+    exact = model(x)
+    octavo.convert(model, verbose=False, **arguments)
+    converted = [m for m in model.modules() if type(m).__module__.startswith("octavo.")]
+    for module in converted:
+        hook(module)
+    before, result = state(model), model(x)
+    with pytest.raises(ValueError, match=r"forward that was put on the instance.*remove_hook_from_submodules"):
+        octavo.revert(model)
+    if not arguments:
+        with pytest.raises(ValueError, match="change_recipe: '1' has a forward that was put on the instance"):
+            change_recipe(model, "1", None, reason="test")
+    assert state(model) == before and torch.equal(model(x), result)
+    if not arguments:
+        change_recipe(model, "1", "mxfp8", reason="test")  # which keeps the class
+        assert model[1].recipe.name == "mxfp8" and not torch.equal(model(x), result)
+    for module in converted:
+        unhook(module)
+    octavo.revert(model)
+    assert torch.equal(model(x), exact)
+
+
+def test_a_hook_that_was_taken_off_stands_in_no_way():
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(4, 64)
+    exact = model(x)
+    hook(model[0])
+    unhook(model[0])
+    octavo.convert(model, verbose=False)
+    assert isinstance(model[0], Linear) and not torch.equal(model(x), exact)
+
+
+class Wrapper(nn.Module):
+    """As PEFT's and torch.compile's, which have the attributes of what they wrap."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+
+def test_a_wrapper_is_reported_and_reverted_as_what_it_wraps():
+    model = MLP()
+    before = state(model)
+    octavo.convert(model, skip=["up_proj"], verbose=False)
+    rows = {row.name: row.reason for row in octavo.report(Wrapper(model))}
+    assert rows == {f"inner.{row.name}": row.reason for row in octavo.report(model)}
+    octavo.revert(Wrapper(model))
+    assert state(model) == before
+
+
+def test_a_linear_with_several_names_is_decided_by_all_of_them():
+    shared, other = nn.Linear(128, 32), nn.Linear(128, 128)
+    names = {"proj": shared, "lora_A": shared, "other": other, "last": other}
+    for order in (names, dict(reversed(names.items()))):
+        rows = octavo.report(octavo.convert(copy.deepcopy(nn.ModuleDict(order)), verbose=False))
+        told = {row.name: row.reason for row in rows if not row.converted}
+        assert len(told) == 1 and "adapter of low rank" in next(iter(told.values()))
+    for order in (names, dict(reversed(names.items()))):
+        for rule in (filters.name("other"), lambda module, name: name != "last"):
+            with pytest.raises(ValueError, match="excluded by filter") as refused:
+                octavo.convert(nn.ModuleDict(order), filter=rule, verbose=False)
+            first = next(name for name in order if order[name] is other)
+            assert ("(as 'last')" in str(refused.value)) == (first != "last")
+    model = nn.ModuleDict({"x": other, "y": other})
+    rows = octavo.report(octavo.convert(model, {filters.name("y"): "mxfp8"}, verbose=False))
+    assert rows[0].recipe == "mxfp8" and "(as 'y')" in rows[0].reason
+    change_recipe(model, "y", None, reason="by its second name")
+    assert [(row.recipe, row.reason) for row in octavo.report(model)] == [(None, "by its second name")]
+
+
+def test_a_head_that_peft_has_split_is_still_one():
+    model = llama(num_hidden_layers=1)
+    head = nn.ModuleDict({"original_module": model.lm_head, "default": copy.deepcopy(model.lm_head)})
+    model.lm_head = head
+    for whole in (model, Wrapper(model), nn.Sequential(model)):
+        rows = octavo.report(octavo.convert(whole, verbose=False))
+        kept = [row.reason.startswith("vocabulary head") for row in rows if not row.converted]
+        assert kept == [True, True]
+        octavo.revert(whole)

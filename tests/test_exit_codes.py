@@ -1,0 +1,136 @@
+"""Exit codes of the command: a verdict's come from a verdict alone, whatever becomes of the output."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo import cli
+from octavo.cli import app, exit_codes
+
+TABLES = {"pass": [3.0005, 3.0195, 2.9803], "worse": [3.03, 3.051, 3.0103], "inconclusive": [3.02, 3.0, 2.9803]}
+CODES = {"pass": 0, "worse": 1, "inconclusive": 3}
+
+
+@pytest.fixture
+def losses(tmp_path: Path) -> dict[str, str]:
+    paths = {}
+    for name, arm in TABLES.items():
+        paths[name] = str(tmp_path / f"{name}.json")
+        Path(paths[name]).write_text(json.dumps({"baseline": [3.0001, 3.0202, 2.9807], "arms": {"a": arm}}))
+    return paths
+
+
+CLOSED, ABSENT, FULL = "a closed pipe", "no stdout", "a full disk"
+DRIVER = """
+import json, os, sys
+import octavo.inspect
+from octavo import cli
+
+ends = []
+for where, words in json.loads(sys.argv[1]):
+    errors, messages = os.pipe()
+    if not (child := os.fork()):
+        os.dup2(messages, 2)
+        if where == "no stdout":
+            sys.stdout = None
+        elif where == "a full disk":
+            os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        else:
+            read, write = os.pipe()
+            os.close(read)
+            os.dup2(write, 1)
+            if where != "a closed pipe":
+                os.dup2(write, 2)
+        sys.argv = ["octavo", *words]
+        cli.main()  # and out, as the command does
+    os.close(messages)
+    with os.fdopen(errors) as file:
+        ends.append([file.read(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])])
+print(json.dumps(ends))
+"""
+
+
+def ends(cases: list[tuple[str, list[str]]]) -> list[tuple[int, str]]:
+    """Exit codes and stderr of the command with a stdout that takes nothing; of all cases from one start of Python."""
+    command = [sys.executable, "-c", DRIVER, json.dumps(cases)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
+    return [(code, message) for message, code in json.loads(done.stdout)]
+
+
+@pytest.mark.slow
+def test_what_becomes_of_output_nobody_reads(losses: dict[str, str]) -> None:
+    """A verdict keeps its code; all else is 141, and nothing is a traceback."""
+    verdicts = [("pass", []), ("worse", []), ("worse", ["--json"]), ("inconclusive", ["--json"])]
+    cases = [(CLOSED, ["compare", "--losses", losses[name], *form]) for name, form in verdicts]
+    cases += [(CLOSED, ["compare", "--help"]), (CLOSED, ["--version"])]
+    cases += [
+        ("both closed", ["compare", "--losses", losses["pass"]]),
+        (ABSENT, ["compare", "--losses", losses["worse"]]),
+    ]
+    cases += [("both closed", ["compare", "--losses", "none.json"])]
+    expected = [CODES[name] for name, _ in verdicts] + [141, 141, 0, 1, 141]
+    for case, code, end in zip(cases, expected, ends(cases), strict=True):
+        assert end == (code, ""), case
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+@pytest.mark.slow
+def test_an_output_that_cannot_be_written_is_a_mistake(losses: dict[str, str]) -> None:
+    cases = [(FULL, ["compare", "--losses", losses["worse"], "--json"]), (FULL, ["--version"])]
+    for code, message in ends(cases):
+        assert code == 2 and message.count("No space left") == 1 and "Exception ignored" not in message
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RuntimeError("broken"), 70),
+        (MemoryError(), 70),
+        (EOFError(), 70),
+        (AttributeError("x"), 70),
+        (RecursionError(), 70),
+        (BrokenPipeError("of a worker"), 70),
+        (SystemExit(0), 70),
+        (SystemExit(1), 70),
+        (SystemExit("bye"), 70),
+        (GeneratorExit(), 70),
+        (KeyboardInterrupt(), 130),
+        (ValueError("yours"), 2),
+        (FileNotFoundError("yours"), 2),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("show", [[], ["--traceback"]])
+def test_no_failure_is_taken_for_a_verdict(
+    error: BaseException, code: int, show: list[str], losses: dict[str, str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    from octavo.cli import comparing
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(comparing, "read_losses", fail)
+    monkeypatch.setattr(sys, "argv", ["octavo", *show, "compare", "--losses", losses["pass"]])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == code
+    message = capsys.readouterr().err
+    assert ("Traceback" in message) == (code == 70 or (code == 2 and bool(show)))
+    assert type(error).__name__ in message or code in (2, 130)
+
+
+def test_codes_of_commands_stay(losses: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, code in CODES.items():
+        monkeypatch.setattr(sys, "argv", ["octavo", "compare", "--losses", losses[name]])
+        assert exit_codes.run(app) == code
+    monkeypatch.setattr(sys, "argv", ["octavo", "compare", "--nothing"])
+    assert exit_codes.run(app) == 2
+
+
+def test_a_foreign_exit_while_printing_a_verdict_is_no_verdict() -> None:
+    with pytest.raises(SystemExit), exit_codes.verdict(0):
+        raise SystemExit(7)

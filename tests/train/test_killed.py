@@ -1,0 +1,303 @@
+"""Runs that are killed at a named point, in and around rollbacks, moves and skipped steps, and resumed: the same runs.
+
+A kill is an exception that nothing catches in the process of the test, and `os._exit` in a rank of two. Compared with
+the undisturbed run are the weights, masters, moments, state, curve and the bytes of `events.jsonl`.
+"""
+
+import os
+import shutil
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from tiny_runs import LLAMA, assert_same, curve
+from torch import distributed as dist
+
+from octavo.inspect import Autopilot, Move
+from octavo.train import checkpoint, loop, metrics, parse_config, run
+from octavo.train.checkpoint import checkpoints, read_trainer_state
+from octavo.train.digests import digests_of
+from octavo.train.guard import steps_in_a_row
+from octavo.train.trainer import Trainer
+from processes import Failed, gloo  # noqa: F401  a fixture
+
+LAYER = "model.layers.0.mlp.up_proj"
+LASTING = steps_in_a_row(16)
+BAD = {*range(22, 22 + LASTING), *range(32, 32 + LASTING)}
+"""Batches of two spikes, the second of which goes back further."""
+MODEL = {"type": "llama", "config": LLAMA | {"num_hidden_layers": 1}}
+GUARDED = {
+    "run": {"steps": 36, "save_every": 5, "keep": 2},
+    "model": MODEL,
+    "guard": {"spike": 8.0, "window": 16},
+    "optim": {"lr": 1e-2, "schedule": "constant"},
+    "precision": {"level": "O1", "autopilot": True},
+}
+FP16 = {
+    "run": {"steps": 32, "save_every": 4, "keep": 2},
+    "model": MODEL,
+    "optim": {"lr": 3e-3, "schedule": "constant"},
+    "precision": {"parameters": "fp16", "loss_scale": "dynamic"},
+}
+OVERFLOWS = {5, *range(10, 22), 26}
+"""Steps before which gradients overflow: the scale falls, collapses and is restored."""
+
+
+class Killed(BaseException):
+    """What ends a process."""
+
+
+def die():
+    if dist.is_initialized():
+        os._exit(9)
+    raise Killed
+
+
+def remove_half(folder, ignore_errors=False):
+    """What `shutil.rmtree` has done when it is killed."""
+    if Path(folder).exists():
+        for path in sorted(Path(folder).iterdir())[::2]:
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+        die()
+
+
+POINTS = {
+    "event": (loop, "add_event"),
+    "event shown": (loop, "_note_event"),
+    "state put": (loop, "_put"),
+    "row": (metrics.MetricsWriter, "write"),
+    "removal": (checkpoint, "remove_checkpoint"),
+    "save": (checkpoint.Saver, "save"),
+    "save begun": (checkpoint._Checkpoint, "begin"),
+    "save published": (checkpoint._Checkpoint, "publish"),
+    "prune": (checkpoint._Checkpoint, "prune"),
+    "beginning of rows": (loop, "drop_later_events"),
+}
+
+
+@contextmanager
+def killed_at(point, number, after):
+    """Die before or after call `number` of a point, 1, 2, …; number 0 for never. Gives a list of the calls."""
+    owner, name = POINTS[point]
+    function, calls = getattr(owner, name), []
+
+    def counted(*args, **options):
+        calls.append(args)
+        if len(calls) == number and not after:
+            die()
+        result = function(*args, **options)
+        if len(calls) == number:
+            die()
+        return result
+
+    with mock.patch.object(owner, name, counted):
+        yield calls
+
+
+@contextmanager
+def half_removed():
+    """Die in the middle of the first removal of a checkpoint, and in no other removal of this process."""
+    with mock.patch.object(checkpoint, "shutil", SimpleNamespace(rmtree=remove_half)):
+        yield []
+
+
+@contextmanager
+def faults():
+    """Spikes in `BAD` batches, moves before and in them; overflows in `OVERFLOWS` of fp16."""
+    loss, act = Trainer.loss, Autopilot.act
+
+    def spoiled(trainer, *batch):
+        if trainer.loss_scale.active:
+            return loss(trainer, *batch) * (1e30 if trainer.step in OVERFLOWS else 1.0)
+        return loss(trainer, *batch) * (6.0 if trainer.step + trainer.skipped_batches in BAD else 1.0)
+
+    def moving(pilot, *args, **options):
+        moves = act(pilot, *args, **options)
+        for step, after in ((6, "blockwise"), (24, "tensorwise")):
+            if pilot.watch.number == step:
+                move = Move(step=step, layer=LAYER, before="rowwise", after=after, why="test")
+                pilot._move(move)
+                moves = [*moves, move]
+        return moves
+
+    with mock.patch.object(Trainer, "loss", spoiled), mock.patch.object(Autopilot, "act", moving):
+        yield
+
+
+def events(out):
+    path = out / "events.jsonl"
+    return path.read_bytes() if path.exists() else b""
+
+
+def names(out):
+    return [path.name for path in checkpoints(out)]
+
+
+def check_same(whole, out):
+    assert events(out) == events(whole)
+    assert names(out) == names(whole)
+    assert not list((out / "checkpoints").glob(".*"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run of each kind, trained once, and how often it comes past each point."""
+    trained = {}
+
+    def get(name, config):
+        if name not in trained:
+            out = tmp_path_factory.mktemp("undisturbed") / name
+            with faults(), ExitStack() as stack:
+                calls = {point: stack.enter_context(killed_at(point, 0, False)) for point in POINTS}
+                run(config, out=out)
+            trained[name] = out, {point: len(each) for point, each in calls.items()}
+        return trained[name]
+
+    return get
+
+
+def run_killed(config, out, kills):
+    """Train, killed at these points one after the other, and resumed to the end."""
+    for kill in (*kills, None):
+        try:
+            with faults(), ExitStack() as stack:
+                if kill is not None:
+                    stack.enter_context(half_removed() if kill == "half" else killed_at(*kill))
+                run(config, out=out, resume=out.exists())
+                assert kill is None, "not killed"
+        except Killed:
+            assert kill is not None
+
+
+GUARD_KILLS = [
+    *(("event", number, after) for number in (2, 3) for after in (False, True)),
+    *(("state put", number, after) for number in (1, 2) for after in (False, True)),
+    *(("removal", number, after) for number in (1, 3, 4) for after in (False, True)),
+    *(("save begun", number, True) for number in (5, 6)),
+    *(("save published", number, after) for number in (5, 6) for after in (False, True)),
+    ("beginning of rows", 2, False), ("beginning of rows", 2, True), ("prune", 4, False),
+    ("row", 6, False), ("row", 6, True), ("row", 24, True), ("row", 22 + LASTING, True),
+]  # fmt: skip
+
+
+def test_what_the_undisturbed_run_goes_through(undisturbed, make_config):
+    out, calls = undisturbed("guard", make_config(**GUARDED))
+    text = events(out).decode()
+    assert text.count('"rollback"') == 2 and text.count('"move"') >= 2 and "taken back" in text
+    assert calls["state put"] == 2 and calls["removal"] >= 4 and calls["beginning of rows"] == 3
+    out, calls = undisturbed("fp16", make_config(**FP16))
+    assert events(out).decode().count('"loss_scale"') == 1
+    assert sum(row[-1] for row in curve(out)) == len(OVERFLOWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", GUARD_KILLS, ids=str)
+def test_killed_around_rollbacks_and_moves(kill, undisturbed, make_config, tmp_path):
+    config = make_config(**GUARDED)
+    whole, _ = undisturbed("guard", config)
+    run_killed(config, tmp_path / "out", [kill])
+    assert_same(whole, tmp_path / "out")
+    check_same(whole, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "kills", [["half", "half", "half"], [("event", 2, True), ("removal", 1, True), ("save published", 1, False)]]
+)
+def test_killed_again_and_again(kills, undisturbed, make_config, tmp_path):
+    """In the middle of removals; after an event and before anything is saved, and in what follows."""
+    config = make_config(**GUARDED)
+    whole, _ = undisturbed("guard", config)
+    run_killed(config, tmp_path / "out", kills)
+    assert_same(whole, tmp_path / "out")
+    check_same(whole, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "kills", [[("row", 6, True), ("row", 9, False)], [("save published", 4, True), ("event", 1, False)]], ids=str
+)
+def test_killed_around_skipped_steps(kills, undisturbed, make_config, tmp_path):
+    config = make_config(**FP16)
+    whole, _ = undisturbed("fp16", config)
+    run_killed(config, tmp_path / "out", kills)
+    assert_same(whole, tmp_path / "out")
+    check_same(whole, tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", range(5, 28))
+def test_killed_at_any_skipped_step(step, undisturbed, make_config, tmp_path):
+    config = make_config(**FP16)
+    whole, _ = undisturbed("fp16", config)
+    run_killed(config, tmp_path / "out", [("row", step, True)])
+    assert_same(whole, tmp_path / "out")
+    check_same(whole, tmp_path / "out")
+
+
+# --- two ranks ---
+
+
+PATIENCE = 300.0
+"""Seconds that a run of two ranks may take, on a busy machine."""
+
+
+def ranks_job(tables, out, kill=None, rank=0):
+    """One rank of a run, which one of them does not survive."""
+    with faults(), ExitStack() as stack:
+        if kill is not None and dist.get_rank() == rank:
+            stack.enter_context(half_removed() if kill == "half" else killed_at(*kill))
+        return run(parse_config(tables), out=Path(out), resume=Path(out).exists()).steps
+
+
+@pytest.fixture(scope="module")
+def undisturbed_ranks(tmp_path_factory):
+    trained = {}
+
+    def get(name, tables, gloo):  # noqa: F811
+        if name not in trained:
+            trained[name] = tmp_path_factory.mktemp("undisturbed") / name
+            gloo.run(ranks_job, 2, tables, str(trained[name]), timeout=PATIENCE)
+        return trained[name]
+
+    return get
+
+
+def check_same_shards(whole, out):
+    check_same(whole, out)
+    assert curve(whole) == curve(out)
+    for one, other in zip(checkpoints(whole), checkpoints(out), strict=True):
+        files = [f"shards/__{rank}_0.distcp" for rank in (0, 1)]
+        assert digests_of(one, files) == digests_of(other, files)
+        assert read_trainer_state(one) == read_trainer_state(other)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("kind", "kill", "rank"),
+    [
+        ("guard", "half", 0),
+        ("guard", ("event", 3, True), 0),
+        ("guard", ("event shown", 3, True), 1),
+        ("guard", ("event", 2, False), 0),
+        ("guard", ("removal", 4, True), 0),
+        ("guard", ("state put", 1, True), 1),
+        ("guard", ("save", 6, False), 1),
+        ("guard", ("save begun", 6, True), 0),
+        ("guard", ("save published", 6, True), 0),
+        ("guard", ("row", 6, True), 0),
+        ("fp16", ("row", 14, True), 0),
+        ("fp16", ("event", 1, False), 0),
+        ("fp16", ("save", 3, False), 1),
+        ("fp16", ("save published", 4, True), 0),
+    ],
+    ids=str,
+)
+def test_a_rank_is_killed(kind, kill, rank, gloo, undisturbed_ranks, make_config, tmp_path):  # noqa: F811
+    tables = make_config(**{"guard": GUARDED, "fp16": FP16}[kind]).model_dump(exclude_none=True)
+    whole, out = undisturbed_ranks(kind, tables, gloo), tmp_path / "out"
+    with pytest.raises(Failed, match=f"rank {rank}: its process died"):
+        gloo.run(ranks_job, 2, tables, str(out), kill, rank, timeout=PATIENCE)
+    assert gloo.run(ranks_job, 2, tables, str(out), timeout=PATIENCE) == [tables["run"]["steps"]] * 2
+    check_same_shards(whole, out)
