@@ -166,9 +166,9 @@ def test_gpu_chunks_are_whole_block_rows(monkeypatch):
     monkeypatch.setattr(accumulator_module, "GPU_CHUNK", 1000)
     monkeypatch.setattr("octavo.numerics.row_chunks.CHUNK_ELEMENTS", 100)
     on_gpu = torch.empty(1000, 7, device="meta")
-    cut = accumulator_module._bands(on_gpu, 128)
+    cut = accumulator_module._row_chunks(on_gpu, 128)
     assert all(band.start % 128 == 0 for band in cut)
-    assert len(accumulator_module._bands(on_gpu, 1)) == 8  # 142 rows of 7 each
+    assert len(accumulator_module._row_chunks(on_gpu, 1)) == 8  # 142 rows of 7 each
 
 
 def test_what_is_multiplied_by_zeros_is_not_lost():
