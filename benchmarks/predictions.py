@@ -1,9 +1,9 @@
-"""The planner against what others published, and docs/planner.md, which shows both. Needs no GPU.
+"""Compare the planner with published measurements, and generate docs/planner.md. Needs no GPU.
 
-Each row is a speed-up of FP8 over bf16 that somebody measured and described well enough to be predicted: the shapes, or
-the model, and the GPU. It is predicted with what *their* code moves (`TABLES`), from the device table that
-`octavo plan` uses. One row is marked as fitted: the share of the FP8 peak in that table comes from its 22.64 ms, and it
-is no test. Nothing was adjusted to any other row; those that miss say why, and stay.
+Each row is a published speed-up of FP8 over bf16 whose shapes, or model, and GPU are known. The prediction uses the
+bytes that *their* code moves (`TABLES`) and the device table of `octavo plan`. One row is fitted: its 22.64 ms set the
+share of the FP8 peak in that table, so it tests nothing. No other row was used for fitting. Rows that miss stay, with
+the reason.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from typing import Any
 from benchmarks.environment import write_text
 from octavo.planner.decide import break_even, candidates
 from octavo.planner.devices import DEVICES, Gpu
-from octavo.planner.roofline import Cost, Linear, Passes, bf16_linear, cost, moving
+from octavo.planner.roofline import Cost, LinearCall, Passes, bf16_linear, fp8_cost, memory_time
 from octavo.planner.step import Recompute, Setting, step_time
 from octavo.planner.trace import Trace, trace
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "planner.md"
 WITHIN = 0.10
-"""How far a prediction may be from the published speed-up over bf16: 10 points."""
+"""Maximum difference between a close prediction and the published speed-up over bf16: 10 points."""
 
 TABLES: Mapping[str, tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]] = {
     "by tensor": ((2, 4), (2, 4), (2, 4)),
@@ -44,13 +44,13 @@ class Row:
     """A published figure.
 
     Attributes:
-        who: Whose.
+        who: Its author.
         what: What was measured.
-        gpu: Where, a name in `DEVICES`.
-        published: The speed-up over bf16; None where only its sign was published: slower.
-        predict: The same, predicted.
-        source: Where the figure and the sizes are from.
-        misses: Why the prediction is off, for those that are; empty for the others.
+        gpu: GPU, a key of `DEVICES`.
+        published: Speed-up over bf16; None if only its sign was published: slower.
+        predict: Predicts the speed-up.
+        source: Source of the figure and the sizes.
+        misses: Reason for a miss; empty for the others.
         fitted: Whether the device table was fitted to this row.
     """
 
@@ -70,44 +70,44 @@ class Row:
 
     @property
     def sign_is_right(self) -> bool:
-        """Whether faster was predicted as faster, and slower as slower."""
+        """Whether the prediction has the right sign."""
         return (self.predicted > 1) == (self.published is not None and self.published > 1)
 
     @property
     def is_close(self) -> bool:
-        """Whether the prediction is within `WITHIN`, or has the right sign where no size was published."""
+        """Whether the prediction is within `WITHIN`, or has the right sign if only the sign was published."""
         if self.published is None:
             return self.sign_is_right
         return abs(self.predicted - self.published) <= WITHIN
 
 
-def fp8(gpu: Gpu, linear: Linear, table: str) -> Cost:
-    """A linear with another library's quantizers."""
+def fp8(gpu: Gpu, linear: LinearCall, table: str) -> Cost:
+    """Predict a linear layer with another library's quantizers."""
     elements = (linear.m * linear.k, linear.n * linear.k, linear.m * linear.n)
     x, w, g = (tuple(size * count for size in sizes) for sizes, count in zip(TABLES[table], elements, strict=True))
     share = gpu.block_efficiency if table == "by block" else gpu.fp8_efficiency
-    return cost(gpu, linear, Passes(forward=x + w, backward=g), gpu.fp8_tflops * 1e12 * share)
+    return fp8_cost(gpu, linear, Passes(forward=x + w, backward=g), gpu.fp8_tflops * 1e12 * share)
 
 
 def linears(shapes: list[tuple[int, int, int]], table: str) -> Callable[[Gpu], float]:
-    """Linears (M, K, N), forward and backward."""
+    """Predict the speed-up of linear layers (M, K, N), forward and backward."""
 
     def predict(gpu: Gpu) -> float:
-        calls = [Linear(m=m, k=k, n=n) for m, k, n in shapes]
+        calls = [LinearCall(m=m, k=k, n=n) for m, k, n in shapes]
         return sum(bf16_linear(gpu, c).total for c in calls) / sum(fp8(gpu, c, table).total for c in calls)
 
     return predict
 
 
 def block(side: int) -> Callable[[Gpu], float]:
-    """The block of torchao, layer norm → linear → sigmoid, all sides equal: 20 bytes an element beside the linear.
+    """Predict torchao's block, layer norm → linear → sigmoid, all sides equal: 20 bytes per element besides the linear.
 
-    Timed by the clock, so no shorter than the host takes.
+    It was timed by the clock, so the host time is a lower bound.
     """
 
     def predict(gpu: Gpu) -> float:
-        call = Linear(m=side, k=side, n=side)
-        rest = 2 * moving(gpu, 4 * side**2) + 2 * moving(gpu, 6 * side**2)
+        call = LinearCall(m=side, k=side, n=side)
+        rest = 2 * memory_time(gpu, 4 * side**2) + 2 * memory_time(gpu, 6 * side**2)
         bf16 = bf16_linear(gpu, call)
         host = (bf16.launches + 4) * gpu.host_us * 1e-6
         return max(bf16.total + rest, host) / max(fp8(gpu, call, "by tensor").total + rest, HOST)
@@ -204,17 +204,16 @@ ROWS = (
 
 
 UNPREDICTED = (
-    "ColossalAI, Command-R 35B on 16 H800 (+10 %): how tensor parallelism cuts it is not stated, nor is it modelled",
-    "torchao, the same blocks in eager mode: its casts are then a dozen operations each, which no table here describes",
+    "ColossalAI, Command-R 35B on 16 H800 (+10 %): its tensor parallelism is neither described nor modelled",
+    "torchao, the same blocks in eager mode: each cast is a dozen operations, which no table here describes",
     "COAT, MS-AMP, VILA, nanochat, torchtitan at 70B and 405B: no batch, no shapes, or more than one thing changed",
 )
 """Published figures without a prediction, and why."""
 
-INTRODUCTION = """# The planner: what FP8 will gain and take, before it is run
+INTRODUCTION = """# The planner: predict the gain and memory of FP8 before a run
 
 Generated by `python -m benchmarks predictions`; edit nothing here. **Every figure of Octavo on this page is a
-prediction**; no GPU was used. What a step's memory goes to, layer by layer, has a page of its own:
-[memory.md](memory.md).
+prediction**; no GPU was used. [memory.md](memory.md) describes the memory of a step layer by layer.
 
 ```
 octavo plan configs/llama3-70b-64gpu.toml --gpu h100 --gpus 64    # linears; a step as configured, in bf16, at its best
@@ -229,94 +228,95 @@ plan.fits, plan.largest_batch                                       # and .plann
 octavo.convert(model, plan=plan)                                    # leaves in bf16 what is predicted to lose
 ```
 
-What `octavo.plan` returns is a `Plan`: `.rows` with `.name`, `.converted`, `.recipe`, `.reason` and `.gain` of each
-linear, and with the predictions beside them. Its JSON is read back by `octavo.Plan.from_json`.
+`octavo.plan` returns a `Plan` with predictions: `.rows` has `.name`, `.converted`, `.recipe`, `.reason` and `.gain` of
+each linear layer. `octavo.Plan.from_json` reads its JSON.
 
-`octavo plan CONFIG --gpu h100` shows three steps: in bf16, as the configuration has it, which converts exactly what
-`octavo train` converts on that GPU, and the best plan, each linear in the recipe that gains most or in bf16. A recipe
-that is named in the configuration converts layers that lose, too: the columns show what that costs. Products that
-PyTorch does not have on a GPU (scales by block on Blackwell and Ada) are those of Octavo's Triton kernel, at an
-assumed rate. In a pipe no line is folded.
+`octavo plan CONFIG --gpu h100` shows three steps: in bf16; as configured, which converts exactly what `octavo train`
+converts on that GPU; and the best plan, with each layer in the recipe that gains most, or in bf16. A recipe named in
+the configuration also converts layers that lose; the columns show the cost. Octavo's Triton kernel computes products
+that PyTorch lacks on a GPU (scales by block on Blackwell and Ada), at an assumed rate. Piped output is not wrapped.
 
-Each linear is decided by its predicted cost, forward and backward, quantizing included, against bf16: narrow layers,
-few tokens and LoRA ranks stay in bf16 where they would lose, and the reason says by how much. Vocabulary heads stay in
-bf16 for the sake of the loss, as in `octavo.convert`, and the reason says what they would gain (`heads=True` takes
-them). The models are stated in `src/octavo/planner/roofline.py` (products and quantizing), `src/octavo/planner/wire.py`
-(collectives) and `src/octavo/planner/step.py` (the rest of a step). How often and at what sizes a linear is called is
-found by one forward without storage, so that any model works; Llama 3 70B takes seconds. Where blocks are alike, their
-settings included, two and three of them are run and the rest is worked out; where they are not, all are.
+Predicted cost decides for each layer: forward and backward, quantization included, against bf16. Narrow layers, few
+tokens and LoRA ranks stay in bf16 if they would lose, and the reason states by how much. Vocabulary heads stay in bf16
+to protect the loss, as in `octavo.convert`, and the reason states their gain (`heads=True` converts them). The models
+are in `src/octavo/planner/roofline.py` (products and quantization), `src/octavo/planner/collective_cost.py`
+(collectives) and `src/octavo/planner/step.py` (the rest of a step). One forward on fake tensors counts the calls of
+each layer and their sizes, so any model works; Llama 3 70B takes seconds. If the blocks are equal, settings included,
+only two and three of them run and the rest is extrapolated; otherwise all run.
 
-**Where a GPU is present `octavo.convert(model)` decides so by itself**, for 8192 tokens (`tokens=`), with what `octavo
-calibrate` measured there before anything predicted. A recipe that is named is taken everywhere, whatever it gains:
-`octavo.convert(model, "rowwise")`. On a GPU that the table below does not have, every linear is converted, and the
-report says that no cost was known. LoRA adapters of rank 64 and less, and linears with at most 64 features on one
-side and eight times as many on the other (routers, small classifiers), stay as they are on every machine, with or
-without a GPU, and whatever recipe is named; `octavo.convert(model.score, "rowwise")` converts one all the same. A run
-does the same with `precision.recipe = "auto"`, for its own batch.
+**With a GPU present `octavo.convert(model)` decides the same way**, for 8192 tokens (`tokens=`); times that `octavo
+calibrate` measured there take precedence. A named recipe applies to all layers, whatever it gains:
+`octavo.convert(model, "rowwise")`. On a GPU that is missing from the table below every layer is converted, and the
+report notes that the cost is unknown. LoRA adapters of rank 64 or less, and layers with at most 64 features on one
+side and at least eight times as many on the other (routers, small classifiers), are never converted by default, with
+or without a GPU and for every recipe; `octavo.convert(model.score, "rowwise")` converts one. A run does the same with
+`precision.recipe = "auto"`, for its own batch.
 
 ## Memory
 
-Parameters, gradients, optimizer states, activations and temporaries at the worst moment of a step, of each GPU where
-several share a model; whether they fit; and the largest batch that does. A step is followed on copies without storage
-that have two and three of the model's blocks. What 80 of them take follows from the difference, moment by moment, and
-is to the byte what following all of them gives (`pytest tests/planner/test_timeline_moments.py`); where blocks are not
-alike, all are followed. The largest batch is found from two or three batches: a peak grows by no less from each
-sequence to the next. The shares of FSDP2's ranks are rules (`src/octavo/planner/shards.py`), within 5 % of steps of
-FSDP2 that were followed storage by storage, for four models on 8, 64 and 512 ranks (`pytest
-tests/planner/test_shards.py`, all of them with `-m ""`). Against PyTorch's memory tracker the whole is within 5 % on
-ten settings (`pytest tests/inspect/test_footprints.py`), and on the steps of six configurations, of models of up to 8B
-parameters, that the trainer takes on all blocks (`pytest tests/train/test_plan.py -m slow`; the largest difference is
-0.01 %). A step of `octavo.AdamW` is taken to need nothing beside its states. On a GPU none of it has been compared yet.
+The planner predicts parameters, gradients, optimizer states, activations and temporaries at the peak of a step, per
+GPU if several share a model; whether they fit; and the largest batch that does. The step runs on fake copies with two
+and three of the model's blocks. The difference extrapolates to, say, 80 blocks, event by event, and equals a run of
+all blocks to the byte (`pytest tests/planner/test_memory_extrapolation.py`); if the blocks differ, all run. The
+largest batch takes two or three plans, because the peak is convex in the batch. Rules predict the shares of FSDP2's
+ranks (`src/octavo/planner/sharded_memory.py`), within 5 % of FSDP2 steps recorded storage by storage, for four models
+on 8, 64 and 512 ranks (`pytest tests/planner/test_sharded_memory.py`, all of them with `-m ""`). The total is within
+5 % of PyTorch's memory tracker on ten settings (`pytest tests/inspect/test_step_memory.py`), and of the trainer's
+steps on all blocks for six configurations, of models of up to 8B parameters (`pytest tests/train/test_plan.py -m slow`;
+the largest difference is 0.01 %). Steps of `octavo.AdamW` are assumed to need no memory besides its states. None of
+this has been compared with a GPU yet.
 
 ## Measured times
 
-`octavo calibrate` keeps the time of each product, in FP8 and in bf16, and of each quantization, by shape. With a table
-of the GPU that is planned for these times go before the roofline; the reason of a linear says which of its times were
-measured. Between two measured shapes that differ in one dimension, by at most a factor of two, a time is interpolated;
-nothing is extrapolated, nor carried over from one GPU to another.
+`octavo calibrate` stores the time of each product, in FP8 and in bf16, and of each quantization, by shape. With a table
+of the planned GPU these times replace the roofline, and the reason of a layer states which of its times are measured.
+Between two measured shapes that differ in one dimension, by at most a factor of two, times are interpolated; they are
+never extrapolated, nor transferred between GPUs.
 
-## Predicted beside published
+## Predictions and published measurements
 
-Speed-up over bf16 of the same code. Predicted with what that code's quantizers move, from the same device table;
-*close* is within 10 points, or the right sign where only that was published. `tests/test_benchmarks_predictions.py`
-holds every line, and those that miss as expected failures. *Fitted*: the share of the FP8 peak was set by that row's
-22.64 ms, so it tests nothing.
+Speed-up over bf16 of the same code, predicted from the bytes that that code's quantizers move, with the same device
+table; *close* is within 10 points, or the right sign if only that was published. `tests/test_benchmarks_predictions.py`
+checks every line; misses are expected failures. *Fitted*: that row's 22.64 ms set the share of the FP8 peak, so it
+tests nothing.
 """
 
-LIMITS = """## What is not in a prediction
+LIMITS = """## What predictions leave out
 
-* Clocks that fall under load, collectives that take multiprocessors away, stragglers, data loading, clipping. Published
-  steps are longer than predicted ones in bf16 and in FP8; what is there in both makes the gain smaller.
-* The CPU time of compiled code. Small compiled layers are predicted as faster than they are.
-* Tensor, sequence, pipeline and expert parallelism, in time and in memory: a model is shared by FSDP2, HSDP or DDP.
-  A model that is spread so already is refused. Experts of a mixture, whose products are grouped, stay in bf16.
-* Latency of collectives, and the first and last of a step, which nothing hides; [scaling.md](scaling.md) has both.
-* The CUDA context and workspaces, for which 1 GiB of a GPU is set aside, and what the caching allocator cannot use.
+* Clocks that drop under load, multiprocessors that collectives use, stragglers, data loading, clipping. Published
+  steps are longer than predicted ones in bf16 and in FP8; costs that both have reduce the gain.
+* The CPU time of compiled code. Small compiled layers are slower than predicted.
+* Tensor, sequence, pipeline and expert parallelism, in time and in memory: GPUs share a model by FSDP2, HSDP or DDP.
+  A model that is already distributed raises an error. Experts of a mixture, whose products are grouped, stay in bf16.
+* Latency of collectives, and those at the start and end of a step, which nothing hides; [scaling.md](scaling.md) has
+  both.
+* The CUDA context and workspaces, for which 1 GiB of a GPU is reserved, and what the caching allocator cannot use.
 """
 
 
 def document() -> str:
-    """The text of docs/planner.md."""
-    lines = [INTRODUCTION, "| whose | what | on | published | predicted | |", "|---|---|---|---:|---:|---|"]
+    """Return the text of docs/planner.md."""
+    lines = [INTRODUCTION, "| source | what | on | published | predicted | |", "|---|---|---|---:|---:|---|"]
     for row in ROWS:
         published = "slower" if row.published is None else f"{row.published:.2f}"
         verdict = "fitted" if row.fitted else "close" if row.is_close else "miss"
         gpu = DEVICES[row.gpu].name
         lines.append(f"| {row.who} | {row.what} | {gpu} | {published} | {row.predicted:.2f} | {verdict} |")
-    lines += ["", "The misses:", ""]
+    lines += ["", "Misses:", ""]
     lines += [f"* {row.who}, {row.what}: {row.misses}." for row in ROWS if row.misses]
     lines += ["", "Sources: " + "; ".join(dict.fromkeys(row.source for row in ROWS)) + ".", ""]
-    lines += ["Published, and not predicted:", "", *(f"* {text}." for text in UNPREDICTED), "", *_sizes(), "", *_gpus()]
+    lines += ["Published, without a prediction:", "", *(f"* {text}." for text in UNPREDICTED), ""]
+    lines += [*_sizes(), "", *_gpus()]
     return "\n".join([*lines, "", LIMITS])
 
 
 def _sizes() -> list[str]:
-    """Where FP8 begins to pay, on every GPU that has it."""
+    """Table of break-even sizes on every GPU with FP8."""
     lines = [
-        "## Where FP8 begins to pay",
+        "## Break-even sizes",
         "",
-        "Smallest K = N from which on `rowwise` gains 2 % or more, predicted: time of the GPU / of eager PyTorch,",
-        "whose host takes as long as its launches do.",
+        "Smallest K = N from which `rowwise` is predicted to gain 2 % or more: compiled / in eager mode, including the",
+        "host's launch time.",
         "",
         "| tokens | " + " | ".join(gpu.name for gpu in DEVICES.values() if gpu.fp8_tflops) + " |",
         "|---:|" + "---:|" * sum(bool(gpu.fp8_tflops) for gpu in DEVICES.values()),
@@ -335,8 +335,8 @@ def _gpus() -> list[str]:
     lines = [
         "## GPUs",
         "",
-        "Dense rates, and the shares of them that large products and copies are taken to reach. Another GPU is a table",
-        'in TOML with the fields of `octavo.planner.devices.Gpu`; `like = "h100"` takes the rest from a known one.',
+        "Dense rates, and the assumed shares of them that large products and copies reach. Describe another GPU by a",
+        'TOML table with the fields of `octavo.planner.devices.Gpu`; `like = "h100"` takes the rest from a known one.',
         "",
         "| `--gpu` | bf16, FP8 TFLOP/s | reached | memory | reached | links GB/s | rates from | shares |",
         "|---|---:|---:|---:|---:|---:|---|---|",

@@ -23,7 +23,7 @@ from benchmarks.environment import RESULTS, environment, unfinished, write_json,
 from benchmarks.scaling_document import document, draw
 from benchmarks.scaling_time import Rates
 from benchmarks.scaling_trace import ARMS, build, facts, fake_world, sharded, trace
-from octavo.planner.wire import MACHINE
+from octavo.planner.collective_cost import GPUS_PER_MACHINE
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent
@@ -59,8 +59,8 @@ def wanted(worlds: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
     for world in worlds:
         yield world, 1, False
         yield world, 1, True
-        if world > MACHINE:
-            yield world, world // MACHINE, True
+        if world > GPUS_PER_MACHINE:
+            yield world, world // GPUS_PER_MACHINE, True
 
 
 def traced(name: str, worlds: Sequence[int], arms: Sequence[str]) -> Iterator[Row]:
@@ -82,8 +82,8 @@ def main(arguments: list[str]) -> None:
         given = getattr(options, name)
         if min(given if isinstance(given, list) else [given]) <= 0:
             parser.error(f"--{name} is above 0; got {given}")
-    if any(world % MACHINE or world < MACHINE for world in options.worlds):
-        parser.error(f"--worlds are whole machines of {MACHINE} ranks; got {options.worlds}")
+    if any(world % GPUS_PER_MACHINE or world < GPUS_PER_MACHINE for world in options.worlds):
+        parser.error(f"--worlds are whole machines of {GPUS_PER_MACHINE} ranks; got {options.worlds}")
     if options.out is None and (set(options.models) != set(MODELS) or set(options.worlds) != set(WORLDS)):
         parser.error("the document needs all models and worlds; for some of them give --out")
     path = (options.out or RESULTS / "simulated") / FILE

@@ -1,7 +1,7 @@
 """How long collectives would take, and how much of it computing would hide: a model, nothing of it measured.
 
-Collectives take what `octavo.planner.wire` says, which the planner uses too; FP8 gradients, an all-to-all, also in two
-stages (`STAGED`), inside a machine first.
+Collectives take the time of `octavo.planner.collective_cost`, as in the planner; FP8 gradients, an all-to-all, also in
+two stages (`STAGED`), inside a machine first.
 
 A step is computing, plus what no computing hides. Forward hides its gathers, backward its gathers and scatters, up to
 its own duration. Nothing hides the first two gathers (the rest of the model, and the first block) and the last two
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.planner.wire import Links, collective
+from octavo.planner.collective_cost import Links, collective
 
 Row = Mapping[str, Any]
 BASELINE = "bf16"

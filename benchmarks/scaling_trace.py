@@ -28,12 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.inspect.memory import GRANULES, make_states
+from octavo.inspect.memory import ALLOCATION_GRANULARITY, make_states
 from octavo.nn.causal import chunked_loss
 from octavo.nn.report import is_converted
 from octavo.parallel import Parallel, parallelize
 from octavo.planner.fake import fake_tensors
-from octavo.planner.memory import BATCH, BUFFERS, PARAMETERS, STATES
+from octavo.planner.memory_plan import BATCH, BUFFERS, PARAMETERS, STATES
 from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, TEMPORARIES, Timeline
 from octavo.runtime.blocks import find_blocks
 
@@ -114,11 +114,11 @@ class Wire(TorchDispatchMode):
             backward = torch._C._current_graph_task_id() != -1
             self.calls.append(Call(op, sum(t.nbytes for t in given), len(ranks), apart, backward))
             if self._timeline is not None:
-                self._timeline.rename([*_flat(args[0]), *given], MESSAGES)
+                self._timeline.relabel([*_flat(args[0]), *given], MESSAGES)
         elif self._timeline is not None and func.namespace == "fsdp" and name == "chunk_cat":
-            self._timeline.rename(args[0], WHOLE)
+            self._timeline.relabel(args[0], WHOLE)
         elif self._timeline is not None and name == "split_with_sizes_copy":
-            self._timeline.rename((kwargs or {}).get("out", []), GATHERED)
+            self._timeline.relabel((kwargs or {}).get("out", []), GATHERED)
         return func(*args, **(kwargs or {}))
 
 
@@ -191,7 +191,7 @@ def sharded(converted: nn.Module, arm: Arm, *, replicas: int = 1, recompute: boo
     return model
 
 
-def trace(model: nn.Module, arm: Arm, *, tokens: int, granule: int = GRANULES["cuda"]) -> Row:
+def trace(model: nn.Module, arm: Arm, *, tokens: int, granule: int = ALLOCATION_GRANULARITY["cuda"]) -> Row:
     """Follow one step of rank 0 of the world there is.
 
     Args:
@@ -212,16 +212,16 @@ def trace(model: nn.Module, arm: Arm, *, tokens: int, granule: int = GRANULES["c
         wire = Wire(timeline)
         optimizer = make_optimizer(model, arm)
         ids = torch.zeros(1, tokens, dtype=torch.int64)
-        timeline.hold(model.parameters(), PARAMETERS)
-        timeline.hold(model.buffers(), BUFFERS)
-        timeline.hold([ids], BATCH)
-        timeline.hold(make_states(optimizer), STATES)
+        timeline.label(model.parameters(), PARAMETERS)
+        timeline.label(model.buffers(), BUFFERS)
+        timeline.label([ids], BATCH)
+        timeline.label(make_states(optimizer), STATES)
         held = timeline.peak()[1]
         timeline.follow(model)
         with timeline, wire:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            timeline.are_gradients([p.grad for p in model.parameters() if p.grad is not None])
-            timeline.phase("optimizer step")
+            timeline.label_gradients([p.grad for p in model.parameters() if p.grad is not None])
+            timeline.set_phase("optimizer step")
             if not arm.compact:  # a step of ours takes no memory beside its states
                 optimizer.step()
         phase, at_peak = timeline.peak()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from octavo import runtime as runtime
     from octavo import train as train
     from octavo.inspect import plan
-    from octavo.inspect.deciding import convert
+    from octavo.inspect.auto_convert import convert
     from octavo.nn import disabled, report, revert
     from octavo.numerics import RECIPES, Plan, Precision, Recipe
     from octavo.optim import AdamW
@@ -56,7 +56,7 @@ _PACKAGES = {
     "Plan": "numerics",
     "Precision": "numerics",
     "Recipe": "numerics",
-    "convert": "inspect.deciding",
+    "convert": "inspect.auto_convert",
     "disabled": "nn",
     "parallelize": "parallel",
     "plan": "inspect",

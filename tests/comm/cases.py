@@ -23,7 +23,7 @@ def values(shape, rank=None, seed=0, dtype=torch.float32):
 
 
 def bound(x, spec, parts=1):
-    """Largest distance of what arrives from each element of x, as `octavo.comm.wire` has it, and of its dtype."""
+    """Largest distance of what arrives from each element of x, as `octavo.comm.encoding` has it, and of its dtype."""
     spec = QuantSpec.parse(spec)
     exact = x.double()
     rows = exact.reshape(parts, -1) if x.ndim < 2 else exact.reshape(x.shape[0], math.prod(x.shape[1:]))
@@ -53,9 +53,9 @@ def assert_within(result, exact, limit, what):
 
 def assert_equal_on_all_ranks(x, what, group=None):
     mine = x.detach().contiguous().view(-1).view(torch.uint8)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, mine, group=group)
-    assert all(torch.equal(mine, other) for other in found), f"{what}: ranks have different bits"
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    assert all(torch.equal(mine, other) for other in gathered), f"{what}: ranks have different bits"
 
 
 def same_bits(a, b):

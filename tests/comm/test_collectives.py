@@ -16,8 +16,8 @@ WORLDS = (2, 3, 4)
 
 def cases(shapes):
     """Every spec and dtype with some shapes, every shape with the default spec."""
-    found = [(spec, dtype, shape) for spec in SPECS for dtype in DTYPES for shape in shapes[:3]]
-    return found + [(comm.WIRE, torch.float32, shape) for shape in shapes]
+    cases = [(spec, dtype, shape) for spec in SPECS for dtype in DTYPES for shape in shapes[:3]]
+    return cases + [(comm.WIRE, torch.float32, shape) for shape in shapes]
 
 
 def everyones(shape, dtype, seed=0):
@@ -185,10 +185,10 @@ def strides_job():
         tall, dense_tall = strided.repeat(world, 1).t().contiguous().t(), dense.repeat(world, 1)
         assert same_bits(comm.reduce_scatter(tall), comm.reduce_scatter(dense_tall))
         assert same_bits(comm.all_to_all_single(tall), comm.all_to_all_single(dense_tall))
-    changing, wanted = dense.clone(), comm.all_gather(dense)
+    changing, expected = dense.clone(), comm.all_gather(dense)
     first, second = comm.all_gather(changing, async_op=True), comm.all_gather(2 * dense, async_op=True)
     changing.zero_()
-    assert same_bits(first.wait(), wanted) and same_bits(second.wait(), comm.all_gather(2 * dense))
+    assert same_bits(first.wait(), expected) and same_bits(second.wait(), comm.all_gather(2 * dense))
 
 
 def nonfinite_job():
@@ -300,10 +300,10 @@ def gradient_job():
             with torch.no_grad():
                 assert same_bits(forward(x_, **settings), y), what
                 if what == "reduce_scatter avg":
-                    wanted = backward(weights, spec=used) / world
+                    expected = backward(weights, spec=used) / world
                 else:
-                    wanted = backward(weights, spec=used, **settings)
-            assert same_bits(leaf.grad, wanted), f"{what}, backward in {used}"
+                    expected = backward(weights, spec=used, **settings)
+            assert same_bits(leaf.grad, expected), f"{what}, backward in {used}"
 
 
 def exact_gradient_job():
@@ -379,8 +379,8 @@ def error_job():
         (lambda: comm.all_gather(x, spec="e4m3/8x8"), "by row, 1xN or tensor"),
         (lambda: comm.all_gather(x, spec="e4m3/rows"), "unknown granularity 'rows'"),
         (lambda: comm.all_gather(x, backward_spec="e4m3/column"), "by row, 1xN or tensor"),
-        (lambda: comm.all_gather(recorded, async_op=True), "async_op is for tensors that autograd does not record"),
-        (lambda: comm.reduce_scatter(x[1:]), "cut into 2 equal pieces, one per rank; got shape [3, 8]: pad it"),
+        (lambda: comm.all_gather(recorded, async_op=True), "async_op does not support autograd"),
+        (lambda: comm.reduce_scatter(x[1:]), "into 2 equal pieces, one per rank; got shape [3, 8]: pad it"),
         (lambda: comm.reduce_scatter(torch.ones(())), "got shape []"),
         (lambda: comm.reduce_scatter(x, op="mean"), "op is 'sum' or 'avg'; got 'mean'"),
         (lambda: comm.all_reduce(x, op="sums"), "did you mean 'sum'"),
@@ -388,15 +388,15 @@ def error_job():
         (lambda: comm.all_to_all_single(torch.ones(3)), "3 rows are not 2 equal parts"),
         (lambda: comm.all_to_all_single(torch.ones(4), [2, 2], [3, 2]), "that add up to 4; got [3, 2]"),
         (lambda: comm.all_to_all_single(x[1:]), "3 rows are not 2 equal parts"),
-        (lambda: comm.all_to_all_single(x, input_split_sizes=[1, 3]), "give output_split_sizes with input_split_sizes"),
+        (lambda: comm.all_to_all_single(x, input_split_sizes=[1, 3]), "input_split_sizes needs output_split_sizes"),
         (lambda: comm.all_to_all_single(x, [2, 2], [1, 2]), "2 numbers of rows that add up to 4; got [1, 2]"),
         (lambda: comm.all_to_all_single(x, [2, -2], [2, 2]), "output_split_sizes is 2 numbers of rows; got [2, -2]"),
         (lambda: comm.all_to_all_single(x, [4], [2, 2]), "output_split_sizes is 2 numbers of rows; got [4]"),
-        (lambda: comm.all_to_all([x], [x, x]), "outputs has one tensor per rank, 2; got 1"),
-        (lambda: comm.all_to_all([x, x], [x] * 3), "inputs has one tensor per rank, 2; got 3"),
+        (lambda: comm.all_to_all([x], [x, x]), "outputs must hold one tensor per rank, 2; got 1"),
+        (lambda: comm.all_to_all([x, x], [x] * 3), "inputs must hold one tensor per rank, 2; got 3"),
         (lambda: comm.all_to_all([x, x], [x, x.long()]), "all_to_all takes float32"),
         (lambda: comm.send(x.long(), 1), "send takes float32"),
-        (lambda: comm.recv((2, 2), 0, dtype=torch.int32), "recv gives float32, bfloat16 or float16; got torch.int32"),
+        (lambda: comm.recv((2, 2), 0, dtype=torch.int32), "recv returns float32, bfloat16 or float16; got torch.int32"),
     ):
         try:
             call()

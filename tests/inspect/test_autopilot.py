@@ -48,7 +48,7 @@ def outlier(model, factor):
 
 
 def recipes(model):
-    return {found.name: found.recipe for found in octavo.report(model)}
+    return {row.name: row.recipe for row in octavo.report(model)}
 
 
 # --- decisions ---
@@ -86,7 +86,7 @@ def test_harm_behind_each_limit_moves_a_layer(changes, why):
     (move,) = suspected(pilot, row(UP), row(**changes), row(operand="w"), tensorwise=0.5, rowwise=0.1)
     assert str(move) == f"step 7: {DOWN}: tensorwise → rowwise ({why}, product error 0.5 (limit 0.25))"
     assert pilot.again and recipes(model) | {DOWN: "rowwise"} == recipes(model) and recipes(model)[UP] == "tensorwise"
-    assert str(move) in next(found.reason for found in octavo.report(model) if found.name == DOWN)
+    assert str(move) in next(row.reason for row in octavo.report(model) if row.name == DOWN)
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ LIMITS = Thresholds()
     ],
 )
 def test_each_limit(changes, what, text):
-    (found,) = findings([replace(ROW, **changes)], LIMITS)
-    assert (found.step, found.layer, found.operand, found.what) == (50, ROW.layer, "x", what)
-    assert str(found) == f"step 50: model.layers.3.mlp.down_proj x: {text}"
+    (finding,) = findings([replace(ROW, **changes)], LIMITS)
+    assert (finding.step, finding.layer, finding.operand, finding.what) == (50, ROW.layer, "x", what)
+    assert str(finding) == f"step 50: model.layers.3.mlp.down_proj x: {text}"
 
 
 def test_at_the_limit_is_within_it():
@@ -40,13 +40,13 @@ def test_at_the_limit_is_within_it():
 
 def test_gradients_may_underflow_twice_as_much():
     rows = [replace(ROW, operand=operand, underflow=0.4) for operand in ("x", "w", "dgrad_g", "wgrad_g")]
-    assert [found.operand for found in findings(rows, LIMITS)] == ["x", "w"]
-    (found,) = findings([replace(rows[2], underflow=0.41)], LIMITS)
-    assert found.measured == "underflow 41 % (limit 40)"
+    assert [finding.operand for finding in findings(rows, LIMITS)] == ["x", "w"]
+    (finding,) = findings([replace(rows[2], underflow=0.41)], LIMITS)
+    assert finding.measured == "underflow 41 % (limit 40)"
 
 
 @pytest.mark.parametrize(
-    ("limit", "wanted"),
+    ("limit", "expected"),
     [
         ({"sqnr": math.nan}, "sqnr = nan is not a number of dB"),
         ({"underflow": 1.5}, "underflow = 1.5 is not a share, 0 to 1"),
@@ -55,8 +55,8 @@ def test_gradients_may_underflow_twice_as_much():
         ({"nonfinite": -1}, "nonfinite = -1 is not a number of elements"),
     ],
 )
-def test_limits_out_of_range(limit, wanted):
-    with pytest.raises(ValueError, match=wanted):
+def test_limits_out_of_range(limit, expected):
+    with pytest.raises(ValueError, match=expected):
         Thresholds(**limit)
 
 
@@ -69,9 +69,9 @@ def samples(*amaxes):
 
 @pytest.mark.parametrize(("amax", "text"), [(801.0, "rose 200-fold"), (0.004, "fell 1e+03-fold"), (0.0, "fell inf")])
 def test_jumps_both_ways(amax, text):
-    (found,) = findings([replace(ROW, amax=amax)], LIMITS, samples(4.0, 3.0, 5.0))
-    assert found.what == "amax_jump"
-    assert text in str(found)
+    (finding,) = findings([replace(ROW, amax=amax)], LIMITS, samples(4.0, 3.0, 5.0))
+    assert finding.what == "amax_jump"
+    assert text in str(finding)
 
 
 def test_jumps_need_a_past_and_outlive_one_odd_step():
@@ -115,7 +115,7 @@ def run(recipe, fault=None, steps=60, every=10):
     model = octavo.convert(nn.Sequential(*(Residual() for _ in range(3))), recipe, verbose=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     target = torch.randn(64, 64) / 8
-    watch, found = Watch(model, every=every), []
+    watch, crossings = Watch(model, every=every), []
     for step in range(1, steps + 1):
         if step == 50 and fault is not None:
             fault(model[1].mlp.down_proj)
@@ -123,11 +123,11 @@ def run(recipe, fault=None, steps=60, every=10):
         optimizer.zero_grad()
         with watch.step():
             nn.functional.mse_loss(model(x), x @ target).backward()
-        found += watch.findings()
+        crossings += watch.findings()
         if any(not p.grad.isfinite().all() for p in model.parameters()):
             break
         optimizer.step()
-    return found
+    return crossings
 
 
 def outliers(linear):

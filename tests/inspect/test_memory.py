@@ -14,7 +14,7 @@ import octavo
 from octavo.inspect import memory
 from octavo.nn.causal import chunked_loss
 from octavo.nn.memory_audit import kept_for_backward
-from octavo.planner.memory import KINDS
+from octavo.planner.memory_plan import KINDS
 
 SIZES = {
     "hidden_size": 128, "intermediate_size": 352, "vocab_size": 1000, "num_hidden_layers": 3,
@@ -64,11 +64,11 @@ def test_the_peak_is_what_the_allocator_hands_out(dtype, chunked):
 
 @pytest.mark.parametrize("precision", ["bf16", "O1"])
 def test_categories_are_what_is_there(precision):
-    asked = octavo.Precision.level(precision)
+    requested = octavo.Precision.level(precision)
     model = llama(**SIZES).bfloat16()
-    plan = memory(model, batch(), optimizer=octavo.AdamW, precision=asked, device="cpu")
-    if asked.matmul == "fp8":
-        octavo.convert(model, precision=asked, verbose=False)
+    plan = memory(model, batch(), optimizer=octavo.AdamW, precision=requested, device="cpu")
+    if requested.matmul == "fp8":
+        octavo.convert(model, precision=requested, verbose=False)
     optimizer = octavo.AdamW(model.parameters())
     with kept_for_backward(model) as kept:
         loss = model(**batch()).loss
@@ -108,7 +108,7 @@ def test_largest_batch_fits_and_the_next_does_not():
     limit = 64 << 20
     most = plan.largest_batch(limit)
     assert most > 2
-    assert plan.again(most).peak <= limit < plan.again(most + 1).peak
+    assert plan.replan(most).peak <= limit < plan.replan(most + 1).peak
     assert plan.largest_batch(plan.peak) == 2
     assert plan.largest_batch(1000) == 0
 
@@ -150,10 +150,10 @@ def test_end_to_end_peak_of_llama_2_7b_layers_is_below_055_of_plain_training():
     ("change", "error", "message"),
     [
         ({"batch": {"input_ids": (4, 128, 3)}}, ValueError, "cannot run a batch of shapes"),
-        ({"batch": {"use_cache": False}}, ValueError, "holds no tensor and no shape"),
+        ({"batch": {"use_cache": False}}, ValueError, "contains no tensor and no shape"),
         ({"device": "tpu"}, (ValueError, RuntimeError), "tpu"),
-        ({"device": "meta"}, ValueError, "planned for cuda or cpu"),
-        ({"optimizer": list}, TypeError, "it made a list"),
+        ({"device": "meta"}, ValueError, "memory plans for cuda or cpu"),
+        ({"optimizer": list}, TypeError, "must return a torch.optim.Optimizer; got a list"),
     ],
 )
 def test_mistakes_are_named(change, error, message):
@@ -164,5 +164,5 @@ def test_mistakes_are_named(change, error, message):
 
 def test_nothing_trainable():
     model = MLP().requires_grad_(False)
-    with pytest.raises(ValueError, match="nothing that has a gradient"):
+    with pytest.raises(ValueError, match="nothing that requires a gradient"):
         memory(model, torch.zeros(5, 64))

@@ -63,10 +63,10 @@ def assert_unchanged(make, step=train, what_if=("tensorwise", "mxfp8")):
         assert no_hooks(model)
         assert bool(watch.rows) == (watch.number == 2)
         rows += watch.rows
-    wanted = step(make())
-    for loss, found in results:
-        assert loss == wanted[0]
-        assert_same(wanted[1], found)
+    reference = step(make())
+    for loss, actual in results:
+        assert loss == reference[0]
+        assert_same(reference[1], actual)
     return rows
 
 
@@ -149,18 +149,18 @@ def test_figures_are_those_of_the_forms_that_products_read(recipe):
     watch = Watch(linear, every=1)
     with watch.step():
         linear(x).backward(g)
-    found = {row.operand: row.sqnr for row in watch.rows}
+    actual = {row.operand: row.sqnr for row in watch.rows}
     x_MK, g_MN, w_NK = x.detach().flatten(0, 1), g.flatten(0, 1), linear.weight.detach()
     x_q, kept = _quantized_input(x_MK, recipe, True, None)
     w_q, w_back = octavo.kernels.quantize(w_NK, recipe.w), octavo.kernels.quantize(w_NK, recipe.dgrad_w)
     g_dgrad, g_wgrad = _quantized_gradient(g_MN, w_back, kept, recipe, None)
-    wanted = {"x": sqnr(x_MK, x_q.dequantize()), "w": sqnr(w_NK, w_q.dequantize())}
-    wanted["dgrad_g"] = sqnr(g_MN * w_back.scale.t() if recipe.folds_w else g_MN, g_dgrad.dequantize())
+    reference = {"x": sqnr(x_MK, x_q.dequantize()), "w": sqnr(w_NK, w_q.dequantize())}
+    reference["dgrad_g"] = sqnr(g_MN * w_back.scale.t() if recipe.folds_w else g_MN, g_dgrad.dequantize())
     if g_wgrad is not None:
-        wanted["wgrad_g"] = sqnr(g_MN * kept.scale if recipe.folds_x else g_MN, g_wgrad.dequantize())
-    assert list(found) == list(wanted)
-    for operand, level in wanted.items():
-        assert found[operand] == pytest.approx(level, abs=1e-4), operand
+        reference["wgrad_g"] = sqnr(g_MN * kept.scale if recipe.folds_x else g_MN, g_wgrad.dequantize())
+    assert list(actual) == list(reference)
+    for operand, level in reference.items():
+        assert actual[operand] == pytest.approx(level, abs=1e-4), operand
 
 
 def test_scales_of_earlier_steps_saturate():
@@ -282,11 +282,14 @@ def test_layers_called_twice_or_with_a_keyword_or_on_nothing():
 def test_layers_in_high_precision_on_request():
     model = MLP()
     octavo.convert(model, skip=["up_proj"], verbose=False)
-    for high_precision, wanted in ((False, {"gate_proj", "down_proj"}), (True, {"gate_proj", "up_proj", "down_proj"})):
+    for high_precision, reference in (
+        (False, {"gate_proj", "down_proj"}),
+        (True, {"gate_proj", "up_proj", "down_proj"}),
+    ):
         watch = Watch(model, every=1, what_if=("rowwise",), high_precision=high_precision)
         with watch.step():
             model(torch.randn(8, 64)).sum().backward()
-        assert {row.layer for row in watch.rows} == wanted
+        assert {row.layer for row in watch.rows} == reference
     kept = [row for row in watch.rows if row.recipe == "bf16"]
     assert {row.layer for row in kept} == {"up_proj"}
     assert all(row.sqnr == row.what_if["rowwise"] for row in kept)  # measured by the default recipe
@@ -299,13 +302,13 @@ def test_conv1d_has_its_weight_the_other_way_round():
     plain = GPT2LMHeadModel(GPT2Config(**GPT2 | {"n_layer": 1}))
     with torch.no_grad():  # rows of W, columns of the parameter, differ in size
         plain.transformer.h[0].mlp.c_fc.weight.mul_(torch.rand(512) + 0.01)
-    wanted = octavo.kernels.quantize(plain.transformer.h[0].mlp.c_fc.weight.detach().t(), RECIPES["rowwise"].w)
+    reference = octavo.kernels.quantize(plain.transformer.h[0].mlp.c_fc.weight.detach().t(), RECIPES["rowwise"].w)
     model = octavo.convert(plain, verbose=False)
     watch = Watch(model, every=1)
     with watch.step():
         model(input_ids=tokens() % 64).logits.sum().backward()
     row = next(row for row in watch.rows if named(row) == ("transformer.h.0.mlp.c_fc", "w"))
-    assert row.scale_spread == pytest.approx((wanted.scale.max() / wanted.scale.min()).item())
+    assert row.scale_spread == pytest.approx((reference.scale.max() / reference.scale.min()).item())
     assert {row.operand for row in watch.rows} == set(OPERANDS)
 
 
@@ -364,9 +367,9 @@ class TestCompiled:
             results.append((y.detach(), gradients(model)))
             assert bool(watch.rows) == (watch.number % 3 == 0)
         assert counts == [1] * 7
-        for y, found in results:
+        for y, actual in results:
             assert torch.equal(y, results[0][0])
-            assert_same(results[0][1], found)
+            assert_same(results[0][1], actual)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])

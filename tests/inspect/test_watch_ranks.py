@@ -81,10 +81,10 @@ def test_rows_are_those_of_one_process(gloo, settings, world, fp8_comm, recipe):
     ranks = gloo.run(watched, world, settings, fp8_comm, recipe)
     rows = ranks[0][0]
     assert all(other == rows for other, _ in ranks)
-    wanted = {named(row): row for row in alone(recipe, world)}
-    assert {named(row) for row in rows} == set(wanted)
+    reference = {named(row): row for row in alone(recipe, world)}
+    assert {named(row) for row in rows} == set(reference)
     for row in rows:
-        expected = wanted[named(row)]
+        expected = reference[named(row)]
         scaled = world if "_g" in row.operand else 1  # one process divides the loss where ranks average gradients
         assert row.amax == pytest.approx(expected.amax * scaled, rel=1e-5), named(row)
         assert row.smallest == pytest.approx(expected.smallest * scaled, rel=1e-5), named(row)
@@ -98,18 +98,18 @@ def test_rows_are_those_of_one_process(gloo, settings, world, fp8_comm, recipe):
 def test_a_sampled_step_computes_what_an_unsampled_one_does(gloo, settings, fp8_comm):
     for recipe in ("rowwise", "tensorwise"):
         ours, theirs = (gloo.run(watched, 2, settings, fp8_comm, recipe, ("blockwise",), every) for every in (2, 0))
-        for (rows, found), (nothing, expected) in zip(ours, theirs, strict=True):
+        for (rows, actual), (nothing, expected) in zip(ours, theirs, strict=True):
             assert rows and not nothing
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_what_if_of_weights_gathered_in_fp8(gloo):
     """By tensor with the scale of the whole, though no rank has the whole in high precision."""
     rows = gloo.run(watched, 2, FSDP, "gather", "rowwise", ("tensorwise", "rowwise"))[0][0]
-    wanted = {named(row): row for row in alone("rowwise", 2, ("tensorwise", "rowwise"))}
+    reference = {named(row): row for row in alone("rowwise", 2, ("tensorwise", "rowwise"))}
     for row in rows:
         for name, level in row.what_if.items():
-            assert level == pytest.approx(wanted[named(row)].what_if[name], abs=0.02), (named(row), name)
+            assert level == pytest.approx(reference[named(row)].what_if[name], abs=0.02), (named(row), name)
 
 
 def faulty(settings, operand):
@@ -131,15 +131,15 @@ def faulty(settings, operand):
     watch = Watch(model, every=1)
     with watch.step():
         called(tokens(dist.get_rank())).square().sum().backward()
-    return [(found.layer, found.operand, found.what) for found in watch.findings()]
+    return [(finding.layer, finding.operand, finding.what) for finding in watch.findings()]
 
 
 @pytest.mark.parametrize("operand", ["x", "dgrad_g"])
 @pytest.mark.parametrize("settings", [FSDP, DDP])
 def test_a_nan_on_one_rank_is_named_on_all(gloo, settings, operand):
-    for found in gloo.run(faulty, 2, settings, operand):
-        assert found[0] == ("2.down_proj", operand, "nonfinite")
-        assert [what for *_, what in found].count("nonfinite") == 1
+    for crossings in gloo.run(faulty, 2, settings, operand):
+        assert crossings[0] == ("2.down_proj", operand, "nonfinite")
+        assert [what for *_, what in crossings].count("nonfinite") == 1
 
 
 def exchanges():

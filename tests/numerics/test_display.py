@@ -8,7 +8,7 @@ from octavo.inspect import Watch
 from octavo.numerics.display import MAX_LINES
 from octavo.numerics.plan import Decision
 from octavo.planner.forecast import Forecast
-from octavo.planner.memory import MemoryPlan
+from octavo.planner.memory_plan import MemoryPlan
 
 
 def test_a_plan_of_many_unlike_layers_shows_a_screen_of_them() -> None:

@@ -49,11 +49,11 @@ def changed_alone(begin, end, **model):
 @pytest.mark.parametrize("mode", ["gather", "off", "ddp"])
 def test_a_layer_changes(gloo, begin, end, mode):
     settings = {"dp_replicate": 2, "dp_shard": 1} if mode == "ddp" else {"fp8_comm": mode}
-    wanted, parameters = changed_alone(begin, end)
+    expected, parameters = changed_alone(begin, end)
     ranks = gloo.run(changing_job, 2, settings, begin, end, {})
-    assert [losses for losses, *_ in ranks] == wanted
-    for _, found, before, after, shown in ranks:
-        assert all(torch.equal(found[name], parameters[name]) for name in parameters)
+    assert [losses for losses, *_ in ranks] == expected
+    for _, actual, before, after, shown in ranks:
+        assert all(torch.equal(actual[name], parameters[name]) for name in parameters)
         if mode == "gather":
             assert {f"{name}.weight" for name in LAYERS} <= before
             assert before - after == ({f"{name}.weight" for name in LAYERS} if end in (None, "blockwise") else set())
@@ -61,9 +61,9 @@ def test_a_layer_changes(gloo, begin, end, mode):
 
 
 def test_a_layer_of_uneven_shards_changes(gloo):
-    wanted, _ = changed_alone("rowwise", None, hidden=63)
+    expected, _ = changed_alone("rowwise", None, hidden=63)
     ranks = gloo.run(changing_job, 2, {"fp8_comm": "gather"}, "rowwise", None, {"model": {"hidden": 63}})
-    assert [losses for losses, *_ in ranks] == wanted
+    assert [losses for losses, *_ in ranks] == expected
 
 
 def test_a_shared_weight_is_gathered_plain_while_its_layers_differ(gloo):

@@ -29,13 +29,13 @@ def averages_job(settings):
     loss_of(exact, tokens).backward()
     with Wiretap() as tap:
         loss_of(hooked, tokens).backward()
-    world, wanted = dist.get_world_size(), gradients(exact)
-    for name, found in gradients(hooked).items():
-        assert found.dtype == wanted[name].dtype
-        others = [torch.empty_like(found) for _ in range(world)]
-        dist.all_gather(others, found)
-        assert all(torch.equal(found, other) for other in others), name
-    flat = [torch.cat([g.flatten() for g in grads.values()]) for grads in (wanted, gradients(hooked))]
+    world, expected = dist.get_world_size(), gradients(exact)
+    for name, actual in gradients(hooked).items():
+        assert actual.dtype == expected[name].dtype
+        others = [torch.empty_like(actual) for _ in range(world)]
+        dist.all_gather(others, actual)
+        assert all(torch.equal(actual, other) for other in others), name
+    flat = [torch.cat([g.flatten() for g in grads.values()]) for grads in (expected, gradients(hooked))]
     calls = {call.name for call in tap.calls if call.dtype == torch.uint8}
     assert calls == {"alltoall_base_", "_allgather_base_"} and len(tap.calls) == len(tap.named("alltoall_base_")) * 2
     sent = sum(call.bytes for call in tap.calls)
@@ -115,7 +115,7 @@ def parallelize_job():
     """`parallelize` makes DDP of a mesh of copies, by name or by size."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    found = []
+    losses = []
     for mesh in (
         Parallel(dp_replicate=2, fp8_comm="on"),
         init_device_mesh("cpu", (2,), mesh_dim_names=("dp_replicate",)),
@@ -123,9 +123,9 @@ def parallelize_job():
         model = parallelize(make(), mesh, fp8_comm="on")
         assert isinstance(model, DistributedDataParallel)
         with Wiretap() as tap:
-            found.append(train(model, 3))
+            losses.append(train(model, 3))
         assert not tap.named("allreduce_") and tap.named("alltoall_base_")
-    assert found[0] == found[1]
+    assert losses[0] == losses[1]
 
 
 def test_parallelize_makes_ddp(gloo):

@@ -38,7 +38,7 @@ def test_rows_that_do_not_divide(gloo, world, hidden, recipe):
     """63 rows on 2 ranks, 65 on 4, 3 rows on 4: a shard is padded on the wire, or empty."""
     options = {"hidden": hidden, "recipe": recipe, "width": min(WIDTH, 4 * hidden)}  # else they are too narrow for FP8
     names = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
-    wanted, parameters = one_process(world, steps=5, **options)
+    expected, parameters = one_process(world, steps=5, **options)
     by_gather = {}
     for comm in ("off", "gather"):
         ranks = gloo.run(awkward_job, world, {"fp8_comm": comm}, options, names if comm == "gather" else [])
@@ -47,8 +47,8 @@ def test_rows_that_do_not_divide(gloo, world, hidden, recipe):
             assert value.shape == parameters[name].shape
     assert by_gather["off"] == by_gather["gather"]
     if world == 2:
-        assert by_gather["gather"] == wanted
-    assert torch.tensor(by_gather["gather"]) == pytest.approx(torch.tensor(wanted), abs=2e-3)
+        assert by_gather["gather"] == expected
+    assert torch.tensor(by_gather["gather"]) == pytest.approx(torch.tensor(expected), abs=2e-3)
 
 
 def empty_shard_job():
@@ -68,11 +68,11 @@ def test_empty_shards(gloo):
 def test_frozen_parameters(gloo, frozen):
     options = {"frozen": frozen}
     names = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
-    wanted, parameters = one_process(2, steps=5, **options)
+    expected, parameters = one_process(2, steps=5, **options)
     for comm in ("off", "gather", "on"):
         ranks = gloo.run(awkward_job, 2, {"fp8_comm": comm}, options, [] if comm == "off" else names)
         if comm != "on":
-            assert [losses for losses, _ in ranks] == wanted
+            assert [losses for losses, _ in ranks] == expected
             assert all(torch.equal(ranks[1][1][name], value) for name, value in parameters.items())
         untouched = make().state_dict()
         for name, value in ranks[0][1].items():
@@ -89,9 +89,9 @@ def test_tied_parameters(gloo, tie):
         names.remove("blocks.1.up.weight")
     if tie == "inside":
         names.remove("blocks.0.down.weight")
-    wanted, parameters = one_process(2, steps=5, **options)
+    expected, parameters = one_process(2, steps=5, **options)
     ranks = gloo.run(awkward_job, 2, {"fp8_comm": "gather"}, options, names)
-    assert [losses for losses, _ in ranks] == wanted
+    assert [losses for losses, _ in ranks] == expected
     assert all(torch.equal(ranks[1][1][name], value) for name, value in parameters.items())
 
 
@@ -205,19 +205,19 @@ def test_misuse_of_a_gathered_model(gloo):
 
 def divide_job():
     """Gradients of one backward, averaged by FSDP's own factor and divided by others."""
-    found = {}
+    gradients = {}
     for factor in (None, 1.0, 2.0, 4.0, 3.0):
         model = parallelize(make(), Parallel(fp8_comm="on"))
         for module in model.modules():
             if factor is not None and isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(factor)
         loss_of(model, share(0, 0, 0)).backward()
-        found[factor] = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        gradients[factor] = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     for factor in (1.0, 2.0, 4.0):
-        for name, average in found[None].items():
-            assert torch.equal(found[factor][name], average * 2 / factor), (factor, name)
-    for name, average in found[None].items():
-        torch.testing.assert_close(found[3.0][name], average * 2 / 3, rtol=2**-22, atol=0)
+        for name, average in gradients[None].items():
+            assert torch.equal(gradients[factor][name], average * 2 / factor), (factor, name)
+    for name, average in gradients[None].items():
+        torch.testing.assert_close(gradients[3.0][name], average * 2 / 3, rtol=2**-22, atol=0)
 
 
 def test_any_gradient_divide_factor(gloo):
@@ -260,11 +260,11 @@ def test_other_recipes(gloo):
 def no_blocks_job():
     torch.manual_seed(0)
     model = octavo.convert(nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10)), verbose=False)
-    wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     model = parallelize(model, Parallel(fp8_comm="on"))
     model(torch.ones(3, 64)).sum().backward()
     assert {name: tuple(p.grad.full_tensor().shape) for name, p in model.named_parameters()} == {
-        name: tuple(p.shape) for name, p in wanted.items()
+        name: tuple(p.shape) for name, p in expected.items()
     }
 
 

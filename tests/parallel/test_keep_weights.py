@@ -96,8 +96,8 @@ def same_losses_job(kind, recipes, steps, micros, checkpointing=False):
         without, none = train(kind, recipe, False, False, steps, micros, checkpointing)
         assert none == 0 and len(set(without)) == len(without)
         for accumulate in (False, True):
-            found, casts = train(kind, recipe, True, accumulate, steps, micros, checkpointing)
-            assert found == without, (kind, recipe, accumulate, micros)
+            result, casts = train(kind, recipe, True, accumulate, steps, micros, checkpointing)
+            assert result == without, (kind, recipe, accumulate, micros)
             assert (casts > 0) == (kind in UNSHARDED), (kind, recipe, casts)
 
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import loss_of, make, optimizer_of, share, train
 
-from octavo.nn.gathered import GatheredWeight
+from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
 from wiretap import Wiretap
@@ -18,12 +18,12 @@ def traffic_job(recipe, comm, micros, optimizer="torch", sync_each=False, **sett
     """Collectives [per step] of steps 2 and 3."""
     model = parallelize(make(recipe), Parallel(fp8_comm=comm, **settings))
     stepper = optimizer_of(optimizer, model.parameters())
-    found = []
+    calls = []
     for step in range(3):
         with Wiretap() as tap:
             train(model, 1, micros, first=step, stepper=stepper, sync_each=sync_each)
-        found.append([(call.name, str(call.dtype)) for call in tap.calls])
-    return found
+        calls.append([(call.name, str(call.dtype)) for call in tap.calls])
+    return calls
 
 
 @pytest.mark.parametrize(("micros", "reshard"), [(1, True), (1, False), (4, True)])
@@ -109,11 +109,11 @@ def memory_job(recipe, comm):
     def look(module, *_):
         for name in ("up", "down"):
             weight = getattr(module, name).weight
-            tensors = [weight.data_, weight.scale] if isinstance(weight, GatheredWeight) else [weight]
+            tensors = [weight.data_, weight.scale] if isinstance(weight, Fp8AllGatherOutput) else [weight]
             inside[name] = [tensor.untyped_storage() for tensor in tensors]
-        found.append(sum(storage.nbytes() for storages in inside.values() for storage in storages))
+        sizes.append(sum(storage.nbytes() for storages in inside.values() for storage in storages))
 
-    found = []
+    sizes = []
     model.blocks[0].up.register_forward_pre_hook(lambda *_: look(model.blocks[0]))
     tokens = share(0, 0, 0)
     with torch.no_grad(), _Wide() as made:
@@ -121,15 +121,15 @@ def memory_job(recipe, comm):
         model(tokens)
     freed = sum(storage.nbytes() for storages in inside.values() for storage in storages)
     whole_in_bf16 = {(torch.Tensor, shape) for shape in ((512, 256), (256, 512))} & made.shapes
-    return found, freed, whole_in_bf16
+    return sizes, freed, whole_in_bf16
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_memory_of_a_gathered_layer(gloo, recipe):
     bf16 = gloo.run(memory_job, 2, recipe, "off")[0]
-    found, freed, whole_in_bf16 = gloo.run(memory_job, 2, recipe, "gather")[0]
+    sizes, freed, whole_in_bf16 = gloo.run(memory_job, 2, recipe, "gather")[0]
     assert bf16[2] and not whole_in_bf16, "the weight was made in bf16 on the way"
     assert bf16[0][0] == 2 * 2 * 512 * 256
-    print(f"{recipe}: {found[0] / bf16[0][0]:.4f} of bf16")
-    assert all(0.5 <= here / there <= 0.55 for here, there in zip(found, bf16[0], strict=True))
+    print(f"{recipe}: {sizes[0] / bf16[0][0]:.4f} of bf16")
+    assert all(0.5 <= here / there <= 0.55 for here, there in zip(sizes, bf16[0], strict=True))
     assert freed <= 8  # a scale by tensor belongs to nobody's gather

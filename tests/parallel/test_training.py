@@ -57,35 +57,35 @@ def test_losses_are_those_of_one_process(gloo, mode, recipe, fp8_comm, checkpoin
     options = {"recipe": recipe, "checkpointing": checkpointing, "micros": micros}
     if compiled:
         options["backend"] = "inductor"
-    wanted, parameters = one_process(world=world, pairs=True, **options)
+    expected, parameters = one_process(world=world, pairs=True, **options)
     ranks = gloo.run(run, world, {**settings, "fp8_comm": fp8_comm}, options)
     losses = [losses for losses, _ in ranks]
     if fp8_comm != "on":
-        assert losses == wanted
-        for _, found in ranks:
-            assert found.keys() == parameters.keys()
-            assert all(torch.equal(found[name], parameters[name]) for name in found)
+        assert losses == expected
+        for _, actual in ranks:
+            assert actual.keys() == parameters.keys()
+            assert all(torch.equal(actual[name], parameters[name]) for name in actual)
         return
-    found, exact = torch.tensor(losses), torch.tensor(wanted)
-    assert torch.equal(found[:, 0], exact[:, 0])  # FP8 weights are the same ones; gradients come after
-    assert not torch.equal(found, exact)
-    assert (found - exact).abs().max() < 0.05 and found[:, -1].mean() < 0.6 * found[:, 0].mean()
+    actual, exact = torch.tensor(losses), torch.tensor(expected)
+    assert torch.equal(actual[:, 0], exact[:, 0])  # FP8 weights are the same ones; gradients come after
+    assert not torch.equal(actual, exact)
+    assert (actual - exact).abs().max() < 0.05 and actual[:, -1].mean() < 0.6 * actual[:, 0].mean()
     assert all(torch.equal(ranks[0][1][name], other[name]) for _, other in ranks for name in other)
 
 
 @pytest.mark.parametrize("recipe", [None, "rowwise", "tensorwise"])
 def test_four_ranks_are_within_the_noise_of_adding_in_another_order(gloo, recipe):
-    wanted = torch.tensor(one_process(world=4, recipe=recipe)[0])
+    expected = torch.tensor(one_process(world=4, recipe=recipe)[0])
     reverse = torch.tensor(one_process(world=4, recipe=recipe, reverse=True)[0])
     results = {}
     for fp8_comm in ("off",) if recipe is None else ("off", "gather"):
         results[fp8_comm] = [x for x, _ in gloo.run(run, 4, {"fp8_comm": fp8_comm}, {"recipe": recipe})]
-    apart = (torch.tensor(results["off"]) - wanted).abs().amax(0)
+    apart = (torch.tensor(results["off"]) - expected).abs().amax(0)
     assert apart[:6].max() < 2e-6
     if recipe is None:
         assert apart.max() < 1e-5
     else:  # a last bit that differs moves a value to the next FP8 one, now or some steps later
-        assert apart.max() < max(4 * (reverse - wanted).abs().max(), 0.02)
+        assert apart.max() < max(4 * (reverse - expected).abs().max(), 0.02)
         assert results["gather"] == results["off"]
 
 
@@ -104,20 +104,20 @@ def test_gathering_in_bf16_of_fp32_shards(gloo, recipe):
 @pytest.mark.slow
 def test_gradients_may_be_added_in_every_micro_batch(gloo):
     """The same sum in another order: of averages over ranks."""
-    wanted = one_process(world=2, micros=4, recipe="rowwise")[0]
+    expected = one_process(world=2, micros=4, recipe="rowwise")[0]
     each = gloo.run(run, 2, {"fp8_comm": "gather"}, {"micros": 4, "sync_each": True})
     for rank in range(2):
-        assert each[rank][0][:4] == pytest.approx(wanted[rank][:4], abs=2e-6)
-        assert each[rank][0] == pytest.approx(wanted[rank], abs=0.02)
+        assert each[rank][0][:4] == pytest.approx(expected[rank][:4], abs=2e-6)
+        assert each[rank][0] == pytest.approx(expected[rank], abs=0.02)
 
 
 @pytest.mark.parametrize("optimizer", ["torch", "octavo"])
 def test_fp8_moments_make_no_difference_between_one_process_and_shards(gloo, optimizer):
     options = {"recipe": "rowwise", "optimizer": optimizer}
-    wanted, parameters = one_process(world=2, **options)
-    for losses, found in gloo.run(run, 2, {"fp8_comm": "gather"}, options):
-        assert losses in wanted
-        assert all(torch.equal(found[name], parameters[name]) for name in parameters)
+    expected, parameters = one_process(world=2, **options)
+    for losses, actual in gloo.run(run, 2, {"fp8_comm": "gather"}, options):
+        assert losses in expected
+        assert all(torch.equal(actual[name], parameters[name]) for name in parameters)
 
 
 @pytest.mark.slow
@@ -125,8 +125,8 @@ def test_300_steps_with_gradients_in_fp8_end_where_those_in_fp32_do(gloo):
     """The gap of the mean over the last 30 steps, against that between seeds."""
     tails = {comm: [] for comm in ("off", "on")}
     for seed in range(3):
-        for comm, found in tails.items():
+        for comm, tail in tails.items():
             ranks = gloo.run(run, 2, {"fp8_comm": comm}, {"seed": seed, "steps": 300, "parameters": False})
-            found.append(torch.tensor([losses for losses, _ in ranks])[:, -30:].mean().item())
+            tail.append(torch.tensor([losses for losses, _ in ranks])[:, -30:].mean().item())
     off, on = (torch.tensor(tails[comm]) for comm in ("off", "on"))
     assert (on - off).mean().abs() < off.std(), (tails, off.std())

@@ -69,7 +69,7 @@ def make(recipe="rowwise", checkpointing=False, frozen=(), seed=0, dtype=torch.f
 
 
 @contextmanager
-def told(backend):
+def backend_options(backend):
     """A compiler starts afresh; its warnings, which are not ours to answer for, stay warnings."""
     with warnings.catch_warnings():
         if backend is not None:
@@ -110,18 +110,18 @@ def alone(world, steps=20, micros=1, optimizer="torch", reverse=False, pairs=Fal
     for step in range(steps):
         if between and step in between:
             between[step](model)
-        found = []
+        gradients = []
         for rank in range(world):
             losses[rank].append(0.0)
             for micro in range(micros):
                 loss = loss_of(model, share(step, rank, micro), micros)
                 loss.backward()
                 losses[rank][-1] += loss.item()
-            found.append([p.grad for p in parameters])
+            gradients.append([p.grad for p in parameters])
             stepper.zero_grad()
         if pairs:
-            found = [[a + b for a, b in zip(*found[i : i + 2], strict=True)] for i in range(0, world, 2)]
-        for parameter, *grads in zip(parameters, *(reversed(found) if reverse else found), strict=True):
+            gradients = [[a + b for a, b in zip(*gradients[i : i + 2], strict=True)] for i in range(0, world, 2)]
+        for parameter, *grads in zip(parameters, *(reversed(gradients) if reverse else gradients), strict=True):
             parameter.grad = sum(grads[1:], grads[0]) / world
         stepper.step()
         stepper.zero_grad()
@@ -134,7 +134,7 @@ def one_process(*args, **options):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with told(options.get("backend")):
+        with backend_options(options.get("backend")):
             return alone(*args, **options)
     finally:
         torch.set_num_threads(threads)
@@ -175,6 +175,6 @@ def run(settings, options=None):
     of_training = {name: options.pop(name) for name in ("steps", "micros", "optimizer", "sync_each") if name in options}
     dtype, parameters = options.pop("dtype", None), options.pop("parameters", True)
     model = parallelize(make(**options), Parallel(**settings), dtype=dtype)
-    with told(options.get("backend")):
+    with backend_options(options.get("backend")):
         losses = train(model, **of_training)
     return losses, whole(model) if parameters else {}

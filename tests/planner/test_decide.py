@@ -4,24 +4,24 @@ import pytest
 
 from octavo.numerics import RECIPES, Plan
 from octavo.numerics.plan import Decision
-from octavo.planner.decide import EQUAL, WORTH, break_even, candidates, decide
+from octavo.planner.decide import MIN_SPEEDUP, TIE_FACTOR, break_even, candidates, decide
 from octavo.planner.devices import DEVICES
-from octavo.planner.roofline import Linear, bf16_linear, fp8_linear
+from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear
 
 H100, ALL = DEVICES["h100"], candidates("auto")
 
 
-def verdict(m, k, n, gpu=H100, recipes=ALL, eager=False, **flags):
-    return decide(gpu, [Linear(m=m, k=k, n=n, **flags)], recipes, eager=eager)
+def decide_call(m, k, n, gpu=H100, recipes=ALL, eager=False, **flags):
+    return decide(gpu, [LinearCall(m=m, k=k, n=n, **flags)], recipes, eager=eager)
 
 
 def test_a_large_linear_gains_and_says_how_much():
-    found = verdict(16384, 4096, 14336)
-    assert found.decision.recipe is RECIPES["rowwise"]
-    assert found.decision.gain == pytest.approx(found.bf16 / found.planned)
-    assert 1.4 < found.decision.gain < 1.7
-    for text in (f"{found.decision.gain:.2f}×: 16384×4096×14336", "bf16 7.", "rowwise ", "quantizing"):
-        assert text in found.decision.reason
+    decided = decide_call(16384, 4096, 14336)
+    assert decided.decision.recipe is RECIPES["rowwise"]
+    assert decided.decision.gain == pytest.approx(decided.bf16 / decided.planned)
+    assert 1.4 < decided.decision.gain < 1.7
+    for text in (f"{decided.decision.gain:.2f}×: 16384×4096×14336", "bf16 7.", "rowwise ", "quantizing"):
+        assert text in decided.decision.reason
 
 
 @pytest.mark.parametrize(
@@ -36,62 +36,62 @@ def test_a_large_linear_gains_and_says_how_much():
 )
 @pytest.mark.parametrize("device", sorted(DEVICES))
 def test_what_would_lose_stays(shape, words, device):
-    found = verdict(*shape, gpu=DEVICES[device], eager=True)
-    assert found.decision.recipe is None
-    assert found.decision.gain == 1.0 and found.planned == found.bf16
+    decided = decide_call(*shape, gpu=DEVICES[device], eager=True)
+    assert decided.decision.recipe is None
+    assert decided.decision.gain == 1.0 and decided.planned == decided.bf16
     if DEVICES[device].fp8_tflops:
-        assert "would be 0." in found.decision.reason or "would be 1.0" in found.decision.reason
-        assert found.decision.reason.endswith(words)
+        assert "would be 0." in decided.decision.reason or "would be 1.0" in decided.decision.reason
+        assert decided.decision.reason.endswith(words)
 
 
 def test_cost_decides_and_not_the_rule_of_thumb():
     """Narrow by the rule, and still worth it where the other dimension is large."""
-    found = verdict(65536, 16384, 512)
-    assert found.decision.recipe is not None
-    assert "narrow" not in found.decision.reason
+    decided = decide_call(65536, 16384, 512)
+    assert decided.decision.recipe is not None
+    assert "narrow" not in decided.decision.reason
 
 
 def test_without_fp8_units_everything_stays():
-    found = verdict(16384, 8192, 8192, gpu=DEVICES["a100"])
-    assert found.decision.recipe is None and "no FP8 matrix units" in found.decision.reason
+    decided = decide_call(16384, 8192, 8192, gpu=DEVICES["a100"])
+    assert decided.decision.recipe is None and "no FP8 matrix units" in decided.decision.reason
 
 
 def test_an_emulated_recipe_is_not_taken():
-    found = verdict(16384, 8192, 8192, recipes=candidates("mxfp8"))
-    assert found.decision.recipe is None and "mxfp8 would be emulated on H100 SXM" in found.decision.reason
-    assert verdict(16384, 8192, 8192, gpu=DEVICES["b200"], recipes=candidates("mxfp8")).decision.recipe is not None
+    decided = decide_call(16384, 8192, 8192, recipes=candidates("mxfp8"))
+    assert decided.decision.recipe is None and "mxfp8 is only emulated on H100 SXM" in decided.decision.reason
+    assert decide_call(16384, 8192, 8192, gpu=DEVICES["b200"], recipes=candidates("mxfp8")).decision.recipe is not None
 
 
 def test_the_preferred_recipe_among_equals():
     for shape in ((16384, 4096, 4096), (8192, 8192, 28672)):
         for gpu in (H100, DEVICES["b200"]):
-            call = Linear(m=shape[0], k=shape[1], n=shape[2])
-            chosen = verdict(*shape, gpu=gpu)
+            call = LinearCall(m=shape[0], k=shape[1], n=shape[2])
+            chosen = decide_call(*shape, gpu=gpu)
             usable = [r for r in ALL if gpu.blocks_of_32 or r.name != "mxfp8"]
             fastest = min(fp8_linear(gpu, call, recipe).total for recipe in usable)
-            assert fastest <= chosen.planned <= fastest * EQUAL
+            assert fastest <= chosen.planned <= fastest * TIE_FACTOR
 
 
 def test_several_calls_of_one_linear_are_decided_together():
-    calls = [Linear(m=16384, k=4096, n=4096), Linear(m=1, k=4096, n=4096)]
-    found = decide(H100, calls, ALL, eager=False)
-    assert found.bf16 == pytest.approx(sum(bf16_linear(H100, call).total for call in calls))
-    assert found.decision.recipe is not None and "and 1 others" in found.decision.reason
+    calls = [LinearCall(m=16384, k=4096, n=4096), LinearCall(m=1, k=4096, n=4096)]
+    decided = decide(H100, calls, ALL, eager=False)
+    assert decided.bf16 == pytest.approx(sum(bf16_linear(H100, call).total for call in calls))
+    assert decided.decision.recipe is not None and "and 1 others" in decided.decision.reason
 
 
 def test_the_host_is_counted_in_eager_code():
     shape = (2048, 1280, 1280)
-    assert verdict(*shape).decision.recipe is not None
-    found = verdict(*shape, eager=True)
-    assert found.decision.recipe is None and "the host's launches take that long" in found.decision.reason
+    assert decide_call(*shape).decision.recipe is not None
+    decided = decide_call(*shape, eager=True)
+    assert decided.decision.recipe is None and "bound by the host's launches" in decided.decision.reason
 
 
 @pytest.mark.parametrize("tokens", [2048, 16384])
 def test_break_even_is_where_decisions_change(tokens):
     side = break_even(H100, tokens, ALL, eager=False)
     assert side is not None and side % 64 == 0 and 256 < side < 4096
-    assert verdict(tokens, side, side).decision.gain >= WORTH
-    assert verdict(tokens, side - 64, side - 64).decision.recipe is None
+    assert decide_call(tokens, side, side).decision.gain >= MIN_SPEEDUP
+    assert decide_call(tokens, side - 64, side - 64).decision.recipe is None
     assert break_even(H100, 16, ALL, eager=False) is None
     assert break_even(DEVICES["a100"], tokens, ALL, eager=False) is None
 

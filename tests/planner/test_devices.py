@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.planner.devices import DEVICES, DRIVER_NAMES, Gpu, by_driver, find_gpu
+from octavo.planner.devices import DEVICES, DRIVER_NAMES, Gpu, find_gpu, gpu_by_driver_name
 
 
 def test_every_gpu_says_where_its_figures_are_from():
@@ -51,7 +51,7 @@ def test_other_spellings_are_other_gpus():
     ],
 )
 def test_names_that_drivers_give(name, key):
-    assert by_driver(name) is (None if key is None else DEVICES[key])
+    assert gpu_by_driver_name(name) is (None if key is None else DEVICES[key])
 
 
 def test_every_gpu_has_a_name_that_drivers_give():
@@ -85,7 +85,7 @@ def test_a_gpu_described_in_toml(tmp_path):
     [
         ("h10", "unknown GPU 'h10'.*did you mean 'h100'.*Known: h100,.*TOML file.*like = \"h100\".*memory_tbs"),
         ("Tesla T4", "unknown GPU 'Tesla T4'. Known: "),
-        ("missing.toml", "cannot be read from missing.toml"),
+        ("missing.toml", "cannot read the description of a GPU from missing.toml"),
         ({"like": "h100", "memory_tb": 4}, r"has no 'memory_tb' \(did you mean 'memory_tbs'\?\)"),
         ({"like": "h100", "memory_tbs": "fast"}, "memory_tbs is a number; got 'fast'"),
         ({"like": "h100", "memory_tbs": True}, "memory_tbs is a number; got True"),

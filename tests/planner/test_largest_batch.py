@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.planner.memory import largest_fitting
+from octavo.planner.memory_plan import largest_fitting
 
 LINES = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**8)), min_size=1, max_size=4)
 """Bytes at moments of a step: what is held, and what each sequence takes."""
@@ -12,7 +12,7 @@ LINES = st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**8)), min_si
 
 @settings(max_examples=300, deadline=None)
 @given(LINES, st.integers(1, 10**9), st.integers(1, 3000), st.floats(0, 1e8))
-def test_any_step(lines, limit, known, slope):
+def test_any_step(lines, limit, first, slope):
     lines.append((0, 1 + limit // 10**6))  # it grows
 
     def peak(batch):
@@ -20,16 +20,16 @@ def test_any_step(lines, limit, known, slope):
         return max(held + each * batch for held, each in lines)
 
     looked = []
-    peaks = {known: peak(known)}
+    peaks = {first: peak(first)}
     most = largest_fitting(peak, peaks, limit, slope)
     assert len(looked) == len(set(looked)) <= 25
     assert most == 0 or peak(most) <= limit
     assert peak(most + 1) > limit
 
 
-@pytest.mark.parametrize(("known", "slope"), [(1, 1000), (1, 1500), (64, 1000), (10, 1000)])
-def test_an_even_growth_takes_two(known, slope):
-    peaks = {known: 7000 + 1000 * known}
+@pytest.mark.parametrize(("first", "slope"), [(1, 1000), (1, 1500), (64, 1000), (10, 1000)])
+def test_an_even_growth_takes_two(first, slope):
+    peaks = {first: 7000 + 1000 * first}
     assert largest_fitting(lambda batch: 7000 + 1000 * batch, peaks, 40_500, slope) == 33
     assert len(peaks) <= 3
 

@@ -12,19 +12,19 @@ from octavo.numerics import RECIPES
 from octavo.planner.decide import candidates, decide
 from octavo.planner.devices import DEVICES
 from octavo.planner.measured import Measurements, read_measurements
-from octavo.planner.roofline import Linear, bf16_linear, fp8_linear, quantizations
+from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear, quantizations
 
 H100 = DEVICES["h100"]
 SHAPE = (8192, 4096, 14336)
-CALL = Linear(m=SHAPE[0], k=SHAPE[1], n=SHAPE[2])
+CALL = LinearCall(m=SHAPE[0], k=SHAPE[1], n=SHAPE[2])
 
 
 def entries(recipe, shape, microseconds, bf16=None):
     """A table in which everything that a linear takes was measured at the same time."""
-    found = [("scaled_mm", t) for t in fp8_products(recipe, [shape])]
-    found += [("quantize", q) for q in measured_quantizations(recipe, [shape])]
+    cases = [("scaled_mm", t) for t in fp8_products(recipe, [shape])]
+    cases += [("quantize", q) for q in measured_quantizations(recipe, [shape])]
     made = [Entry(op=op, case=what.case, shape=what.shape, backend="x", config=None, microseconds=microseconds)
-            for op, what in found]  # fmt: skip
+            for op, what in cases]  # fmt: skip
     for what in bf16_timing.bf16_products([shape]) if bf16 is not None else ():
         made.append(Entry(op="matmul", case=what.case, shape=what.shape, backend="x", config=None, microseconds=bf16))
     return made
@@ -37,23 +37,23 @@ def gpu(*tables):
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if not recipe.history])
 def test_everything_that_a_linear_takes_is_found_under_the_keys_of_calibrate(name):
     if name == "mxfp8":
-        found = fp8_linear(
+        cost = fp8_linear(
             replace(DEVICES["b200"], measured=gpu(entries(RECIPES[name], SHAPE, 100.0)).measured), CALL, RECIPES[name]
         )
     else:
-        found = fp8_linear(gpu(entries(RECIPES[name], SHAPE, 100.0)), CALL, RECIPES[name])
+        cost = fp8_linear(gpu(entries(RECIPES[name], SHAPE, 100.0)), CALL, RECIPES[name])
     wgrad = name == "rowwise_hp_wgrad"
-    assert found.measured == pytest.approx((6 if wgrad else 7) * 100e-6)  # X, W, W again and G; the FP8 products
-    assert found.total == pytest.approx(found.measured) or wgrad
+    assert cost.measured == pytest.approx((6 if wgrad else 7) * 100e-6)  # X, W, W again and G; the FP8 products
+    assert cost.total == pytest.approx(cost.measured) or wgrad
 
 
 def test_bf16_too_and_both_decide_together():
     rowwise = RECIPES["rowwise"]
     fast = gpu(entries(rowwise, SHAPE, 100.0, bf16=500.0))
     assert bf16_linear(fast, CALL).total == bf16_linear(fast, CALL).measured == pytest.approx(1500e-6)
-    verdict = decide(fast, [CALL], (rowwise,), eager=False)
-    assert verdict.decision.gain == pytest.approx(1500 / 700)
-    assert "bf16 1.5 ms measured, rowwise 0.7 ms measured, of it quantizing 0.4 ms" in verdict.decision.reason
+    decided = decide(fast, [CALL], (rowwise,), eager=False)
+    assert decided.decision.gain == pytest.approx(1500 / 700)
+    assert "bf16 1.5 ms measured, rowwise 0.7 ms measured, of it quantizing 0.4 ms" in decided.decision.reason
     slow = decide(gpu(entries(rowwise, SHAPE, 300.0, bf16=500.0)), [CALL], (rowwise,), eager=False)
     assert slow.decision.recipe is None and "rowwise would be 0.71×" in slow.decision.reason
     half = decide(gpu(entries(rowwise, SHAPE, 100.0)), [CALL], (rowwise,), eager=False)
@@ -62,18 +62,18 @@ def test_bf16_too_and_both_decide_together():
 
 def test_a_part_that_was_measured_is_told_as_a_part():
     table = [e for e in entries(RECIPES["rowwise"], SHAPE, 100.0) if e.op == "scaled_mm"]
-    verdict = decide(gpu(table), [CALL], candidates("rowwise"), eager=False)
-    assert "% measured)" in verdict.decision.reason
+    decided = decide(gpu(table), [CALL], candidates("rowwise"), eager=False)
+    assert "% measured)" in decided.decision.reason
     unknown = decide(gpu(table), [replace(CALL, k=1024)], candidates("rowwise"), eager=False)
     assert "measured" not in unknown.decision.reason
     assert unknown == decide(H100, [replace(CALL, k=1024)], candidates("rowwise"), eager=False)
 
 
 def test_times_are_interpolated_along_one_dimension_between_neighbours_and_nowhere_else():
-    known = {(1024, 64, 64): 10.0, (2048, 64, 64): 30.0, (8192, 64, 64): 90.0, (2048, 64, 128): 50.0}
-    found = Measurements("x", [
+    times_by_shape = {(1024, 64, 64): 10.0, (2048, 64, 64): 30.0, (8192, 64, 64): 90.0, (2048, 64, 128): 50.0}
+    measurements = Measurements("x", [
         Entry(op="matmul", case=("c",), shape=shape, backend="x", config=None, microseconds=time)
-        for shape, time in known.items()
+        for shape, time in times_by_shape.items()
     ])  # fmt: skip
     times = {
         (1024, 64, 64): 10, (1536, 64, 64): 20, (2048, 64, 96): 40, (2048, 64, 128): 50,
@@ -82,9 +82,9 @@ def test_times_are_interpolated_along_one_dimension_between_neighbours_and_nowhe
         (1536, 64, 96): None, (1024, 32, 64): None,  # two dimensions, or none of these
     }  # fmt: skip
     for shape, time in times.items():
-        seconds = found.seconds("matmul", ("c",), shape)
+        seconds = measurements.seconds("matmul", ("c",), shape)
         assert seconds == (None if time is None else pytest.approx(time * 1e-6)), shape
-    assert found.seconds("matmul", ("d",), (1024, 64, 64)) is None and len(found) == 4
+    assert measurements.seconds("matmul", ("d",), (1024, 64, 64)) is None and len(measurements) == 4
 
 
 def test_frozen_weights_and_siblings_have_keys_of_their_own():
@@ -99,9 +99,9 @@ def test_frozen_weights_and_siblings_have_keys_of_their_own():
 def test_files_that_are_no_tables(tmp_path, text):
     file = tmp_path / "table.json"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"table\.json is no table of `octavo calibrate`"):
+    with pytest.raises(ValueError, match=r"table\.json is not a table of `octavo calibrate`"):
         read_measurements(file)
-    with pytest.raises(ValueError, match="cannot be read from"):
+    with pytest.raises(ValueError, match="cannot read the calibration from"):
         read_measurements(tmp_path / "none.json")
 
 
@@ -111,6 +111,6 @@ def test_a_file_is_read(tmp_path):
     file = tmp_path / "table.json"
     made = entries(RECIPES["rowwise"], SHAPE, 7.0)
     file.write_text(json.dumps({"format": 1, "device": "NVIDIA H100 80GB HBM3", "entries": [asdict(e) for e in made]}))
-    found = read_measurements(file)
-    assert found.device == "NVIDIA H100 80GB HBM3" and len(found) == len(made)
-    assert found.seconds("scaled_mm", made[0].case, made[0].shape) == pytest.approx(7e-6)
+    measurements = read_measurements(file)
+    assert measurements.device == "NVIDIA H100 80GB HBM3" and len(measurements) == len(made)
+    assert measurements.seconds("scaled_mm", made[0].case, made[0].shape) == pytest.approx(7e-6)

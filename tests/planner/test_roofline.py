@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from octavo.numerics import RECIPES
 from octavo.planner.devices import DEVICES, Gpu
-from octavo.planner.roofline import Linear, bf16_linear, fp8_linear, fp8_rate, moving, passes, product
+from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear, fp8_rate, memory_time, passes, product
 
 PLAIN = Gpu(
     name="plain", bf16_tflops=100, fp8_tflops=200, memory_tbs=1, memory_gb=10, link_gbs=10, multiprocessors=64,
@@ -35,9 +35,9 @@ def test_a_thin_product_takes_its_bytes_and_a_tiny_one_its_launch():
     assert product(PLAIN, 1, 8192, 8192) == pytest.approx(2 * (8192**2 + 2 * 8192) / 1e12)
     assert product(PLAIN, 16, 16, 16) == 2e-6
     assert product(PLAIN, 0, 16, 16) == 0
-    assert moving(PLAIN, 5e6) == pytest.approx(5e-6)
-    assert moving(PLAIN, 1.0) == 2e-6
-    assert moving(PLAIN, 0.0) == 0
+    assert memory_time(PLAIN, 5e6) == pytest.approx(5e-6)
+    assert memory_time(PLAIN, 1.0) == 2e-6
+    assert memory_time(PLAIN, 0.0) == 0
 
 
 @pytest.mark.parametrize(
@@ -53,31 +53,31 @@ def test_a_thin_product_takes_its_bytes_and_a_tiny_one_its_launch():
 )
 def test_what_quantizing_moves_is_the_table(recipe, x, w, w_again, g):
     """Beside scales: at most 4 bytes in 32 elements of each form."""
-    call = Linear(m=4096, k=2048, n=1024)
+    call = LinearCall(m=4096, k=2048, n=1024)
     sizes = {"x": 4096 * 2048, "w": 2048 * 1024, "g": 4096 * 1024}
-    found = passes(call, RECIPES[recipe])
+    moved = passes(call, RECIPES[recipe])
     forward = [b * sizes["x"] for b in x] + [b * sizes["w"] for b in w]
     backward = [b * sizes["w"] for b in w_again] + [b * sizes["g"] for b in g]
-    assert found.forward == pytest.approx(forward, rel=0.03)
-    assert found.backward == pytest.approx(backward, rel=0.03)
+    assert moved.forward == pytest.approx(forward, rel=0.03)
+    assert moved.backward == pytest.approx(backward, rel=0.03)
 
 
 def test_siblings_and_frozen_operands_move_less():
     rowwise = RECIPES["rowwise"]
-    whole = passes(Linear(m=512, k=256, n=128), rowwise)
-    sibling = passes(Linear(m=512, k=256, n=128, first=False), rowwise)
+    whole = passes(LinearCall(m=512, k=256, n=128), rowwise)
+    sibling = passes(LinearCall(m=512, k=256, n=128, first=False), rowwise)
     assert sibling.forward == whole.forward[1:] and sibling.backward == whole.backward
-    frozen = passes(Linear(m=512, k=256, n=128, wgrad=False), rowwise)
+    frozen = passes(LinearCall(m=512, k=256, n=128, wgrad=False), rowwise)
     assert frozen.forward[0] == pytest.approx(3 * 512 * 256, rel=0.01)  # no second memory order of X
     assert len(frozen.backward) == 2 and frozen.backward[1] == pytest.approx(3 * 512 * 128, rel=0.02)
-    first_layer = passes(Linear(m=512, k=256, n=128, dgrad=False), rowwise)
+    first_layer = passes(LinearCall(m=512, k=256, n=128, dgrad=False), rowwise)
     assert len(first_layer.backward) == 2  # maxima of columns, and their cast
-    inference = passes(Linear(m=512, k=256, n=128, dgrad=False, wgrad=False), rowwise)
+    inference = passes(LinearCall(m=512, k=256, n=128, dgrad=False, wgrad=False), rowwise)
     assert inference.backward == ()
 
 
 def test_a_linear_by_hand():
-    call = Linear(m=8192, k=8192, n=8192)
+    call = LinearCall(m=8192, k=8192, n=8192)
     cube = 2 * 8192**3 / 50e12 * (1 + 32 / 4096)
     bf16 = bf16_linear(PLAIN, call)
     assert (bf16.forward, bf16.backward, bf16.launches) == (pytest.approx(cube), pytest.approx(2 * cube), 3)
@@ -90,7 +90,7 @@ def test_a_linear_by_hand():
 
 
 def test_eager_code_takes_at_least_its_launches():
-    tiny = bf16_linear(PLAIN, Linear(m=16, k=16, n=16))
+    tiny = bf16_linear(PLAIN, LinearCall(m=16, k=16, n=16))
     assert tiny.wall(PLAIN, eager=False) == pytest.approx(6e-6)
     assert tiny.wall(PLAIN, eager=True) == pytest.approx(30e-6)
 
@@ -108,7 +108,7 @@ def test_more_work_never_takes_less_time(m, k, n, recipe, device, which):
     gpu = DEVICES[device]
     small = (m, k, n)
     large = tuple(size + (1000 if i == which else 0) for i, size in enumerate(small))
-    calls = [Linear(m=m, k=k, n=n) for m, k, n in (small, large)]
+    calls = [LinearCall(m=m, k=k, n=n) for m, k, n in (small, large)]
     for cost in (lambda c: bf16_linear(gpu, c), lambda c: fp8_linear(gpu, c, RECIPES[recipe])):
         less, more = (cost(call) for call in calls)
         assert more.forward >= less.forward * (1 - 1e-9)
@@ -117,7 +117,7 @@ def test_more_work_never_takes_less_time(m, k, n, recipe, device, which):
 
 @given(SIZES, SIZES, SIZES, st.sampled_from(sorted(RECIPES)))
 def test_a_better_gpu_is_never_slower(m, k, n, recipe):
-    call = Linear(m=m, k=k, n=n)
+    call = LinearCall(m=m, k=k, n=n)
     slow = DEVICES["h100"]
     for better in (replace(slow, memory_tbs=5), replace(slow, bf16_tflops=1200, fp8_tflops=2400)):
         assert bf16_linear(better, call).total <= bf16_linear(slow, call).total

@@ -15,10 +15,10 @@ KILO = 256 * 4
 def test_a_step_by_hand():
     weight = torch.nn.Parameter(torch.ones(256))
     timeline = Timeline()
-    timeline.hold([weight], "parameters")
-    weight.register_post_accumulate_grad_hook(lambda p: timeline.are_gradients([p.grad]))
+    timeline.label([weight], "parameters")
+    weight.register_post_accumulate_grad_hook(lambda p: timeline.label_gradients([p.grad]))
     with timeline:
-        timeline.phase("forward")
+        timeline.set_phase("forward")
         passing = torch.zeros(4 * 256)  # gone before the next
         del passing
         y = weight.exp()  # exp keeps its output
@@ -36,8 +36,8 @@ def test_a_step_by_hand():
 def test_what_is_held_has_one_name_and_views_are_their_storage():
     x = torch.zeros(256)
     timeline = Timeline()
-    timeline.hold([x, x[:3]], "batch")
-    timeline.hold([x], "parameters")
+    timeline.label([x, x[:3]], "batch")
+    timeline.label([x], "parameters")
     with timeline:
         x.view(16, 16).t()
         x.add_(1)
@@ -46,15 +46,15 @@ def test_what_is_held_has_one_name_and_views_are_their_storage():
 
 def test_sizes_are_rounded_up_to_the_granule():
     timeline = Timeline(512)
-    timeline.hold([torch.zeros(1), torch.zeros(129)], "parameters")
+    timeline.label([torch.zeros(1), torch.zeros(129)], "parameters")
     assert timeline.largest() == {"parameters": 512 + 1024}
 
 
 def test_gradients_of_an_earlier_micro_batch_are_no_activations():
     weight = torch.nn.Parameter(torch.ones(256))
     timeline = Timeline()
-    timeline.hold([weight], "parameters")
-    weight.register_post_accumulate_grad_hook(lambda p: timeline.are_gradients([p.grad]))
+    timeline.label([weight], "parameters")
+    weight.register_post_accumulate_grad_hook(lambda p: timeline.label_gradients([p.grad]))
     with timeline:
         for _ in range(3):
             weight.exp().sum().backward()
@@ -70,7 +70,7 @@ def test_the_peak_is_that_of_pytorchs_memory_tracker(faked):
         model = real if mode is None else fake_copy(real, mode, torch.device("cpu"))
         ids = torch.zeros(2, 32, dtype=torch.int64)
         timeline, tracker = Timeline(), MemTracker()
-        timeline.hold([*model.parameters(), *model.buffers(), ids], "held")
+        timeline.label([*model.parameters(), *model.buffers(), ids], "held")
         tracker.track_external(model, ids)
         with timeline, tracker:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from models import llama
 from torch import nn
 
-from octavo.inspect.footprints import with_blocks
+from octavo.inspect.step_memory import copy_with_blocks
 from octavo.numerics import RECIPES
 from octavo.parallel import Parallel
+from octavo.planner.collective_cost import bytes_saved_by_fp8_gather
 from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
-from octavo.planner.roofline import Linear, bf16_linear
-from octavo.planner.step import CHECKPOINTING, Setting, linear_costs, spread, step_time
-from octavo.planner.trace import Trace, Work, of_more_blocks, trace
-from octavo.planner.wire import saved_by_gathering
+from octavo.planner.roofline import LinearCall, bf16_linear
+from octavo.planner.step import CHECKPOINTING, Setting, layout_settings, linear_costs, step_time
+from octavo.planner.trace import Trace, Work, extrapolate_trace, trace
 
 H100 = DEVICES["h100"]
 
@@ -36,18 +36,18 @@ class Parts(nn.Module):
         return self.out(torch.mm(y, y.t() @ y)), self.out(x)
 
 
-def found(module, *inputs):
+def actual(module, *inputs):
     linears = {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear)}
     return trace(module, linears, lambda: module(*inputs))
 
 
 def test_linears_attention_and_products():
     module = Parts()
-    got = found(module, torch.ones(2, 16, 64, requires_grad=True))
+    got = actual(module, torch.ones(2, 16, 64, requires_grad=True))
     assert got.calls == {
-        "q": (Linear(m=32, k=64, n=64, wgrad=False),),
-        "k": (Linear(m=32, k=64, n=64, first=False),),
-        "out": (Linear(m=32, k=64, n=32), Linear(m=32, k=64, n=32)),
+        "q": (LinearCall(m=32, k=64, n=64, wgrad=False),),
+        "k": (LinearCall(m=32, k=64, n=64, first=False),),
+        "out": (LinearCall(m=32, k=64, n=32), LinearCall(m=32, k=64, n=32)),
     }
     assert got.attention == 4 * 2 * 4 * 16 * 16 * 16 / 2  # half of it is masked
     assert [p.flops for p in got.products] == [2 * 64 * 32 * 64, 2 * 32 * 64 * 64]
@@ -58,7 +58,7 @@ def test_linears_attention_and_products():
 
 def some_blocks(model, ids, count):
     with fake_tensors() as mode:
-        copy = with_blocks(model, count, mode, torch.device("cpu"))
+        copy = copy_with_blocks(model, count, mode, torch.device("cpu"))
         linears = {name: m for name, m in copy.named_modules() if isinstance(m, nn.Linear)}
         return trace(copy, linears, lambda: copy(input_ids=torch.zeros(ids, dtype=torch.int64)))
 
@@ -73,24 +73,24 @@ def test_many_blocks_from_two_and_three(frozen):
     names = [f"model.layers.{number}" for number in range(11)]
     few, more, whole = (some_blocks(model, (2, 16), count) for count in (2, 3, None))
     assert len(whole.calls) == 11 * 7 + 1 and len(whole.rest) > len(more.rest)
-    assert of_more_blocks(few, more, 2, names) == whole
+    assert extrapolate_trace(few, more, 2, names) == whole
     assert whole.calls["model.layers.0.self_attn.q_proj"][0].dgrad is not frozen
     assert whole.calls["model.layers.10.self_attn.q_proj"][0].dgrad
 
 
 def test_traces_that_differ_by_more_than_one_block_are_no_basis():
     names = [str(number) for number in range(5)]
-    calls = {f"{number}.up": (Linear(m=8, k=4, n=4),) for number in range(3)}
+    calls = {f"{number}.up": (LinearCall(m=8, k=4, n=4),) for number in range(3)}
     few = Trace(calls=dict(list(calls.items())[:2]), attention=2, products=(), rest=(1, 2, 2), regions=(), parameters=8,
                 trained=8)  # fmt: skip
     more = replace(few, calls=calls, attention=3, rest=(1, 2, 2, 2), parameters=12)
-    found = of_more_blocks(few, more, 2, names)
-    assert (found.attention, found.rest, found.parameters, found.trained) == (5, (1, 2, 2, 2, 2, 2), 20, 8)
-    assert found.calls == {f"{number}.up": calls["0.up"] for number in range(5)}
-    assert of_more_blocks(few, replace(more, rest=(1, 2, 3, 3)), 2, names) is None
-    other = (Linear(m=8, k=4, n=8),)
-    assert of_more_blocks(few, replace(more, calls=calls | {"2.up": other}), 2, names) is None  # another block
-    assert of_more_blocks(few, replace(more, calls=calls | {"0.up": other}), 2, names) is None  # changes the first
+    actual = extrapolate_trace(few, more, 2, names)
+    assert (actual.attention, actual.rest, actual.parameters, actual.trained) == (5, (1, 2, 2, 2, 2, 2), 20, 8)
+    assert actual.calls == {f"{number}.up": calls["0.up"] for number in range(5)}
+    assert extrapolate_trace(few, replace(more, rest=(1, 2, 3, 3)), 2, names) is None
+    other = (LinearCall(m=8, k=4, n=8),)
+    assert extrapolate_trace(few, replace(more, calls=calls | {"2.up": other}), 2, names) is None  # another block
+    assert extrapolate_trace(few, replace(more, calls=calls | {"0.up": other}), 2, names) is None  # changes the first
 
 
 def test_the_rest_in_eager_code_and_fused():
@@ -108,7 +108,7 @@ def test_the_rest_in_eager_code_and_fused():
 
 def test_products_of_every_kind():
     conv = nn.Conv2d(3, 8, 4, stride=4, bias=False)
-    assert [p.flops for p in found(conv, torch.zeros(2, 3, 8, 8)).products] == [2 * (2 * 8 * 2 * 2) * (3 * 4 * 4)]
+    assert [p.flops for p in actual(conv, torch.zeros(2, 3, 8, 8)).products] == [2 * (2 * 8 * 2 * 2) * (3 * 4 * 4)]
     a, b, c = torch.zeros(5, 4, 3), torch.zeros(5, 3, 2), torch.zeros(2)
     got = trace(nn.Identity(), {}, lambda: (torch.bmm(a, b), torch.addmm(c, a[0], b[0]), torch.baddbmm(c, a, b)))
     assert [p.flops for p in got.products] == [2 * 5 * 4 * 3 * 2, 2 * 4 * 3 * 2, 2 * 5 * 4 * 3 * 2]
@@ -116,12 +116,12 @@ def test_products_of_every_kind():
 
 def test_a_lookup_reads_what_it_writes():
     table, ids = nn.Embedding(1000, 8), torch.zeros(2, 5, dtype=torch.int64)
-    assert found(table, ids).rest == (2 * 2 * 5 * 8 * 4,)
+    assert actual(table, ids).rest == (2 * 2 * 5 * 8 * 4,)
 
 
 def test_a_llama_is_seen_whole():
     model = llama()
-    got = found(model, torch.zeros(2, 8, dtype=torch.int64))
+    got = actual(model, torch.zeros(2, 8, dtype=torch.int64))
     linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     assert list(got.calls) == linears
     assert all(len(calls) == 1 and calls[0].m == 16 for calls in got.calls.values())
@@ -132,7 +132,7 @@ def test_a_llama_is_seen_whole():
 
 
 TRACE = Trace(
-    calls={"a": (Linear(m=8192, k=4096, n=4096),)}, attention=1e12, products=(Work(flops=1e12, bytes=1.0),),
+    calls={"a": (LinearCall(m=8192, k=4096, n=4096),)}, attention=1e12, products=(Work(flops=1e12, bytes=1.0),),
     rest=(3e9, 3e9), regions=(3e9,), parameters=10**9, trained=10**9,
 )  # fmt: skip
 
@@ -195,9 +195,9 @@ def test_several_gpus_share_the_optimizer_and_talk():
 def test_gathering_in_fp8_saves_a_byte_of_each_converted_weight():
     calls = TRACE.calls
     rowwise, blockwise = {"a": RECIPES["rowwise"]}, {"a": RECIPES["blockwise"]}
-    saved = saved_by_gathering(calls, rowwise)
+    saved = bytes_saved_by_fp8_gather(calls, rowwise)
     assert saved == 4096 * 4096 - 4 * 4096
-    assert saved_by_gathering(calls, {}) == saved_by_gathering(calls, blockwise) == 0
+    assert bytes_saved_by_fp8_gather(calls, {}) == bytes_saved_by_fp8_gather(calls, blockwise) == 0
     slow, setting = replace(H100, link_gbs=0.001), Setting(gpus=8, fp8_gather=True, reduce_bytes=2)
     costs = linear_costs(slow, TRACE, rowwise)
     steps = [step_time(slow, TRACE, costs, each, 8192, saved) for each in (setting, replace(setting, fp8_gather=False))]
@@ -205,7 +205,7 @@ def test_gathering_in_fp8_saves_a_byte_of_each_converted_weight():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "asked", "wanted"),
+    ("gpus", "asked", "expected"),
     [
         (1, {}, {"copies": 1, "fp8_gather": False, "fp8_reduce": False}),
         (8, {}, {"copies": 1, "fp8_gather": False, "fp8_reduce": False}),
@@ -217,17 +217,17 @@ def test_gathering_in_fp8_saves_a_byte_of_each_converted_weight():
         (8, {"reshard_after_forward": False}, {"keeps_gathered": True}),
     ],
 )
-def test_a_model_is_spread_as_parallelize_would(gpus, asked, wanted):
-    setting = Setting(**spread(gpus, Parallel(**asked)))
-    assert wanted.items() <= vars(setting).items()
+def test_a_model_is_spread_as_parallelize_would(gpus, asked, expected):
+    setting = Setting(**layout_settings(gpus, Parallel(**asked)))
+    assert expected.items() <= vars(setting).items()
     assert setting.shards * setting.copies == gpus
     if not asked:
-        assert Setting(**spread(gpus, None)) == setting
+        assert Setting(**layout_settings(gpus, None)) == setting
 
 
 def test_gpus_that_copies_do_not_divide():
     with pytest.raises(ValueError, match="dp_replicate = 3"):
-        spread(8, Parallel(dp_replicate=3))
+        layout_settings(8, Parallel(dp_replicate=3))
 
 
 def test_eager_code_waits_for_its_host():
@@ -239,5 +239,5 @@ def test_eager_code_waits_for_its_host():
 
 @pytest.mark.parametrize("setting", [{"gpus": 0}, {"micro_batches": 0}, {"gpus": 1.5}, {"gpus": True}])
 def test_impossible_settings(setting):
-    with pytest.raises(ValueError, match="is a number of 1 or more"):
+    with pytest.raises(ValueError, match="is an integer of 1 or more"):
         Setting(**setting)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import octavo
 from octavo import train as train_package
 from octavo.cli import app
-from octavo.inspect import deciding
+from octavo.inspect import auto_convert
 from octavo.inspect.memory import make_gradients, make_states
 from octavo.nn.memory_audit import kept_for_backward
 from octavo.numerics import LEVELS
@@ -109,7 +109,7 @@ def test_within_5_percent_of_pytorchs_tracker(path: Path, overrides: list[str]):
     """The trainer's own step on all blocks, seen by PyTorch's tracker; the forecast follows two and three of them."""
     config = load_config(path, overrides)
     forecast = plan_step(config, gpu="h100")
-    assert forecast.memory.followed == (2, config.model.config["num_hidden_layers"])
+    assert forecast.memory.traced_blocks == (2, config.model.config["num_hidden_layers"])
     cpu, size = torch.device("cpu"), config.optim.batch // config.optim.micro_batches
     with fake_tensors():
         model = _build(config, _vocabulary(config))
@@ -184,10 +184,10 @@ def test_the_command_as_json(config_file: Path):
     [
         ([], "say what to plan: octavo plan --memory"),
         (["--gpu", "h10"], "unknown GPU 'h10' (did you mean 'h100'?)"),
-        (["--gpu", "h100", "--gpus", "0"], "gpus is a number of 1 or more; got 0"),
+        (["--gpu", "h100", "--gpus", "0"], "gpus is an integer of 1 or more; got 0"),
         (["--gpu", "h100", "--gpus", "3", "optim.batch=8"], "cannot be shared by 3 GPUs evenly"),
         (["--gpu", "h100", "--memory", "--json"], "--json is for one of them at a time"),
-        (["--gpu", "h100", "--calibration", "none.json"], "the calibration cannot be read from none.json"),
+        (["--gpu", "h100", "--calibration", "none.json"], "cannot read the calibration from none.json"),
         (["--memory", "--calibration", "none.json"], "--calibration is of a GPU: say which with --gpu"),
         (["--gpu", "h100", "optim.btach=8"], "did you mean 'batch'"),
         (["--memory", "--device", "gpu"], "device is cuda or cpu; got 'gpu'"),
@@ -230,7 +230,7 @@ DRIVER = {"h100": "NVIDIA H100 80GB HBM3", "b200": "NVIDIA B200", "a100": "NVIDI
 
 def converted_by_train(config: TrainConfig, gpu: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What the trainer converts on a GPU, in which recipe."""
-    monkeypatch.setattr(deciding, "present_gpu", lambda: DRIVER.get(gpu, gpu))
+    monkeypatch.setattr(auto_convert, "local_gpu_name", lambda: DRIVER.get(gpu, gpu))
     with torch.device("meta"):
         model = _build(config, _vocabulary(config))
     with warnings.catch_warnings():
@@ -343,7 +343,7 @@ def test_the_memory_of_a_step_is_that_of_plan_memory(make_config: MakeConfig):
     ):
         config = make_config(model=sizes, **changes)
         found = plan_step(config, gpu="h100").memory
-        assert found.followed == (blocks, 6) and found.peak == plan_memory(config).peak, changes
+        assert found.traced_blocks == (blocks, 6) and found.peak == plan_memory(config).peak, changes
 
 
 def test_many_gpus_share_the_model_as_the_configuration_says(make_config: MakeConfig):
@@ -357,7 +357,7 @@ def test_many_gpus_share_the_model_as_the_configuration_says(make_config: MakeCo
 
 
 def test_recipe_auto_on_a_gpu_is_decided_by_cost(make_config: MakeConfig, monkeypatch):
-    monkeypatch.setattr(deciding, "present_gpu", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(auto_convert, "local_gpu_name", lambda: "NVIDIA H100 80GB HBM3")
     wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 2}
     config = make_config(
         model={"type": "llama", "config": LLAMA | wide | {"vocab_size": 300}},
@@ -371,8 +371,8 @@ def test_recipe_auto_on_a_gpu_is_decided_by_cost(make_config: MakeConfig, monkey
             model = LlamaForCausalLM(LlamaConfig(**LLAMA | wide, vocab_size=300)).bfloat16()
         return {row.name: row for row in _convert(model, config, torch.device(device), 1, None) or ()}
 
-    by_cost = rows("cuda")
-    up, narrow = by_cost["model.layers.0.mlp.up_proj"], by_cost["model.layers.0.self_attn.k_proj"]
+    decide_by_cost = rows("cuda")
+    up, narrow = decide_by_cost["model.layers.0.mlp.up_proj"], decide_by_cost["model.layers.0.self_attn.k_proj"]
     assert up.converted and f"{tokens} tokens assumed on H100 SXM" in up.reason
     assert not narrow.converted and "narrow" in narrow.reason
     assert all(row.recipe == "rowwise" for name, row in rows("cpu").items() if name != "lm_head")

@@ -1,13 +1,13 @@
-"""Level 3: collectives whose payload is FP8, on `torch.distributed`.
+"""Level 3: collectives with FP8 payloads on `torch.distributed`.
 
-wire.py          what a matrix looks like in a message: FP8 bytes, and its scales behind them
+encoding.py      the encoding of a matrix in a message: FP8 bytes followed by scales
 collectives.py   all_gather, reduce_scatter, all_reduce, all_to_all, all_to_all_single; async, and differentiable
 p2p.py           send, recv, isend, irecv
 """
 
 from octavo.comm.collectives import all_gather, all_reduce, all_to_all, all_to_all_single, reduce_scatter
+from octavo.comm.encoding import WIRE
 from octavo.comm.p2p import irecv, isend, recv, send
-from octavo.comm.wire import WIRE
 
 __all__ = [
     "WIRE",

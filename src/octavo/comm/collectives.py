@@ -1,16 +1,16 @@
-"""Collectives whose payload is FP8: quantize, exchange bytes, dequantize.
+"""Collectives with FP8 payloads: quantize, exchange bytes, dequantize.
 
-    all_gather        every rank's x, one after the other; rounded once, the same bytes for all ranks
-    reduce_scatter    an all-to-all of the pieces, added in float32 in the order of the ranks; each summand rounded once
+    all_gather        concatenates every rank's x; rounded once, the same bytes on all ranks
+    reduce_scatter    an all-to-all of the pieces, summed in float32 in rank order; each summand rounded once
     all_reduce        reduce_scatter, the sum rounded once more, all_gather: all ranks get the same bits
-    all_to_all        pieces to their ranks; rounded once
+    all_to_all        sends pieces to their ranks; rounded once
 
-A sum is never taken in FP8, so its error is no more than those of its summands together, each max(|v|/16, s/2¹⁰) in
-e4m3 (`octavo.comm.wire`); all_reduce rounds what comes of it once more.
+Sums are never taken in FP8, so their error is at most the sum of the summands' errors, each max(|v|/16, s/2¹⁰) in e4m3
+(`octavo.comm.encoding`); all_reduce rounds the sum once more.
 
-Each takes and returns tensors and changes none, except `all_to_all`, which fills its outputs. Where autograd records,
-the gradient takes the way back in FP8 too, in `backward_spec`: e5m2, whose range is wider, can be asked for there.
-With `async_op=True` (no autograd) the exchange has begun when the call returns, and `.wait()` gives the result.
+Each takes and returns tensors and changes none, except `all_to_all`, which fills its outputs. Under autograd the
+gradient travels back in FP8 too, in `backward_spec`, for example e5m2 for its wider range. With `async_op=True` (no
+autograd) the call returns when the exchange has started, and `.wait()` returns the result.
 """
 
 import math
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.comm.wire import DTYPES, WIRE, as_rows, pack, parse, unpack, width
+from octavo.comm.encoding import DTYPES, WIRE, as_rows, pack, parse_spec, unpack, width
 from octavo.numerics.names import nearest
 from octavo.numerics.spec import QuantSpec
 
@@ -30,17 +30,17 @@ T = TypeVar("T")
 Op = Literal["sum", "avg"]
 Group = dist.ProcessGroup | None
 
-_gather_bytes = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+_gather_bytes = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 
 
 class Pending(Generic[T]):
-    """A collective that has begun."""
+    """A collective that has started."""
 
     def __init__(self, work: Any, finish: Callable[[], T]) -> None:
         self._work, self._finish = work, finish
 
     def wait(self) -> T:
-        """Wait for the bytes, and return what they say. Once."""
+        """Wait for the bytes and return the decoded result. Call once."""
         if self._work is not None:
             self._work.wait()
         return self._finish()
@@ -53,21 +53,22 @@ def all_gather(
 
     Args:
         x: [R, ...], float32, bfloat16 or float16, of the same shape on all ranks.
-        group: Process group; the default one where None.
-        spec: FP8 form on the wire, with scales by `1xN`, `row` or `tensor`.
-        backward_spec: The same for the gradient, whose way back is a reduce_scatter; `spec` where None.
-        async_op: Return a `Pending` whose `wait()` gives the result.
+        group: Process group; None for the default group.
+        spec: FP8 format of the message, with scales by `1xN`, `row` or `tensor`.
+        backward_spec: FP8 format of the gradient, which a reduce_scatter returns; None for `spec`.
+        async_op: Return a `Pending` whose `wait()` returns the result.
 
     Returns:
-        [W·R, ...] of x's dtype; each rank's part within the error of `octavo.comm.wire`, bitwise equal on all ranks.
+        [W·R, ...] of x's dtype; each rank's part within the error of `octavo.comm.encoding`, bitwise equal on all
+        ranks.
 
     Raises:
-        ValueError: For a wrong dtype or spec, no process group, or async_op on what autograd records.
+        ValueError: For a wrong dtype or spec, no process group, or async_op on a tensor that autograd records.
     """
-    form, back = _checked("all_gather", x, spec, backward_spec, async_op)
-    if _records(x):
-        return _AllGather.apply(x, group, form, back)
-    return _started(_all_gather(x, group, form), async_op)
+    quant_spec, grad_spec = _check_args("all_gather", x, spec, backward_spec, async_op)
+    if _needs_grad(x):
+        return _AllGather.apply(x, group, quant_spec, grad_spec)
+    return _start(_all_gather(x, group, quant_spec), async_op)
 
 
 def reduce_scatter(
@@ -79,33 +80,33 @@ def reduce_scatter(
     backward_spec: str | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Add up the ranks' tensors and give each rank its piece of the sum.
+    """Sum the ranks' tensors and give each rank its piece of the sum.
 
     Args:
         x: [W·R, ...], float32, bfloat16 or float16, of the same shape on all ranks; W is the size of the group.
-        group: Process group; the default one where None.
+        group: Process group; None for the default group.
         op: `"sum"`, or `"avg"` to divide by W.
-        spec: FP8 form on the wire.
-        backward_spec: The same for the gradient, whose way back is an all_gather; `spec` where None.
-        async_op: Return a `Pending` whose `wait()` gives the result.
+        spec: FP8 format of the message.
+        backward_spec: FP8 format of the gradient, which an all_gather returns; None for `spec`.
+        async_op: Return a `Pending` whose `wait()` returns the result.
 
     Returns:
-        [R, ...] of x's dtype: piece number rank of the sum, added in float32, rounded once to the dtype.
+        [R, ...] of x's dtype: the piece of this rank, summed in float32, rounded once to the dtype.
 
     Raises:
-        ValueError: As `all_gather`, or where the first dimension is not a multiple of W.
+        ValueError: As `all_gather`, or if the first dimension is not a multiple of W.
     """
-    form, back = _checked("reduce_scatter", x, spec, backward_spec, async_op)
-    world = _world(group)
+    quant_spec, grad_spec = _check_args("reduce_scatter", x, spec, backward_spec, async_op)
+    world = _world_size(group)
     _check_op(op)
     if x.ndim == 0 or x.shape[0] % world:
         raise ValueError(
-            f"reduce_scatter: dimension 0 is cut into {world} equal pieces, one per rank; got shape {list(x.shape)}: "
+            f"reduce_scatter splits dimension 0 into {world} equal pieces, one per rank; got shape {list(x.shape)}: "
             "pad it to a multiple"
         )
-    if _records(x):
-        return _ReduceScatter.apply(x, group, op, form, back)
-    return _started(_reduce_scatter(x, group, op, form), async_op)
+    if _needs_grad(x):
+        return _ReduceScatter.apply(x, group, op, quant_spec, grad_spec)
+    return _start(_reduce_scatter(x, group, op, quant_spec), async_op)
 
 
 def all_reduce(
@@ -117,15 +118,15 @@ def all_reduce(
     backward_spec: str | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Add up the ranks' tensors for all of them.
+    """Sum the ranks' tensors on all ranks.
 
     Args:
         x: Any shape, float32, bfloat16 or float16, the same on all ranks.
-        group: Process group; the default one where None.
+        group: Process group; None for the default group.
         op: `"sum"`, or `"avg"` to divide by the group's size.
-        spec: FP8 form on the wire, both ways.
-        backward_spec: The same for the gradient, which is added up over the ranks as well; `spec` where None.
-        async_op: Return a `Pending`; its `wait()` does the second half, the all_gather.
+        spec: FP8 format of both messages.
+        backward_spec: FP8 format of the gradient, which is summed over the ranks as well; None for `spec`.
+        async_op: Return a `Pending`; its `wait()` runs the second half, the all_gather.
 
     Returns:
         A tensor like x, bitwise equal on all ranks. The sum is taken in float32 and rounded once more to FP8.
@@ -133,11 +134,11 @@ def all_reduce(
     Raises:
         ValueError: As `all_gather`.
     """
-    form, back = _checked("all_reduce", x, spec, backward_spec, async_op)
+    quant_spec, grad_spec = _check_args("all_reduce", x, spec, backward_spec, async_op)
     _check_op(op)
-    if _records(x):
-        return _AllReduce.apply(x, group, op, form, back)
-    return _started(_all_reduce(x, group, op, form), async_op)
+    if _needs_grad(x):
+        return _AllReduce.apply(x, group, op, quant_spec, grad_spec)
+    return _start(_all_reduce(x, group, op, quant_spec), async_op)
 
 
 def all_to_all_single(
@@ -153,14 +154,14 @@ def all_to_all_single(
     """Send rows to every rank and receive rows from every rank.
 
     Args:
-        x: [R, ...] with one dimension or more, float32, bfloat16 or float16: the rows for rank 0, then those for
-            rank 1, and so on. A vector's rows are its elements; what goes to one rank is quantized as one row.
-        output_split_sizes: Rows to come from each rank; equal parts where None or empty.
-        input_split_sizes: Rows to go to each rank; equal parts where None or empty.
-        group: Process group; the default one where None.
-        spec: FP8 form on the wire.
-        backward_spec: The same for the gradient, which goes the same way back; `spec` where None.
-        async_op: Return a `Pending` whose `wait()` gives the result.
+        x: [R, ...] with one dimension or more, float32, bfloat16 or float16: the rows for rank 0, then those for rank
+            1, and so on. A vector's rows are its elements; the part for one rank is quantized as one row.
+        output_split_sizes: Rows to receive from each rank; equal parts if None or empty.
+        input_split_sizes: Rows to send to each rank; equal parts if None or empty.
+        group: Process group; None for the default group.
+        spec: FP8 format of the message.
+        backward_spec: FP8 format of the gradient, which travels the same way back; None for `spec`.
+        async_op: Return a `Pending` whose `wait()` returns the result.
 
     Returns:
         [sum of output_split_sizes, ...] of x's dtype.
@@ -168,48 +169,50 @@ def all_to_all_single(
     Raises:
         ValueError: As `all_gather`, and for splits that do not add up.
     """
-    form, back = _checked("all_to_all_single", x, spec, backward_spec, async_op)
-    world = _world(group)
+    quant_spec, grad_spec = _check_args("all_to_all_single", x, spec, backward_spec, async_op)
+    world = _world_size(group)
     if x.ndim == 0:
         raise ValueError("all_to_all_single sends parts of dimension 0; got a tensor without dimensions: use x.view(1)")
     sent = _splits("input_split_sizes", input_split_sizes, x.shape[0], world)
     equal = not output_split_sizes and not input_split_sizes
     received = sent if equal else _splits("output_split_sizes", output_split_sizes, None, world)
-    if _records(x):
-        return _AllToAll.apply(x, group, sent, received, form, back)
-    return _started(_all_to_all(x, group, sent, received, form), async_op)
+    if _needs_grad(x):
+        return _AllToAll.apply(x, group, sent, received, quant_spec, grad_spec)
+    return _start(_all_to_all(x, group, sent, received, quant_spec), async_op)
 
 
 def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group = None, *, spec: str = WIRE) -> None:
     """Send a tensor to every rank and fill a tensor from every rank. Not differentiable.
 
     Args:
-        outputs: What to fill: one tensor per rank, of the shape that the rank sends.
+        outputs: Tensors to fill: one per rank, of the shape that the rank sends.
         inputs: One tensor per rank; shapes and dtypes may differ.
-        group: Process group; the default one where None.
-        spec: FP8 form on the wire.
+        group: Process group; None for the default group.
+        spec: FP8 format of the messages.
 
     Raises:
-        ValueError: As `all_gather`, or for another number of tensors than ranks.
+        ValueError: As `all_gather`, or if there is not one tensor per rank.
     """
-    world = _world(group)
+    world = _world_size(group)
     for name, tensors in (("inputs", inputs), ("outputs", outputs)):
         if len(tensors) != world:
-            raise ValueError(f"all_to_all: {name} has one tensor per rank, {world}; got {len(tensors)}")
+            raise ValueError(f"all_to_all: {name} must hold one tensor per rank, {world}; got {len(tensors)}")
         for tensor in tensors:
-            form, _ = _checked("all_to_all", tensor, spec, None, False)
-    coming, going = ([_bytes(tensor, form) for tensor in tensors] for tensors in (outputs, inputs))
-    message = torch.cat([pack(as_rows(tensor), form).flatten() for tensor in inputs])
+            quant_spec, _ = _check_args("all_to_all", tensor, spec, None, False)
+    coming, going = ([_bytes(tensor, quant_spec) for tensor in tensors] for tensors in (outputs, inputs))
+    message = torch.cat([pack(as_rows(tensor), quant_spec).flatten() for tensor in inputs])
     received = message.new_empty(sum(coming))
     dist.all_to_all_single(received, message, coming, going, group=group)
     for output, part in zip(outputs, received.split(coming), strict=True):
         rows = as_rows(output)
-        found = unpack(part.view(rows.shape[0], -1), rows.shape[1], form, output.dtype) if part.numel() else rows
-        output.detach().copy_(found.view(output.shape))
+        decoded = (
+            unpack(part.view(rows.shape[0], -1), rows.shape[1], quant_spec, output.dtype) if part.numel() else rows
+        )
+        output.detach().copy_(decoded.view(output.shape))
 
 
 def _all_gather(x: Tensor, group: Group, spec: QuantSpec) -> Pending[Tensor]:
-    world, rows = _world(group), as_rows(x)
+    world, rows = _world_size(group), as_rows(x)
     message = pack(rows, spec)
     gathered = message.new_empty(world * message.shape[0], message.shape[1])
     work = _gather_bytes(gathered, message, group=group, async_op=True)
@@ -218,7 +221,7 @@ def _all_gather(x: Tensor, group: Group, spec: QuantSpec) -> Pending[Tensor]:
 
 
 def _reduce_scatter(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> Pending[Tensor]:
-    world = _world(group)
+    world = _world_size(group)
     rows = as_rows(x, world)
     message = pack(rows, spec)
     received = torch.empty_like(message)
@@ -228,7 +231,7 @@ def _reduce_scatter(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> Pending
 
 
 def _sum(message: Tensor, world: int, columns: int, op: Op, spec: QuantSpec) -> Tensor:
-    """Float32 sum of what came from the ranks, in their order."""
+    """Sum the ranks' messages in float32, in rank order."""
     first, *others = message.chunk(world) if message.numel() else [message] * world
     total = unpack(first, columns, spec, torch.float32)
     for part in others:
@@ -237,7 +240,7 @@ def _sum(message: Tensor, world: int, columns: int, op: Op, spec: QuantSpec) -> 
 
 
 def _all_reduce(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> Pending[Tensor]:
-    world, count = _world(group), x.numel()
+    world, count = _world_size(group), x.numel()
     unit = world * (spec.granularity.columns or 1)
     flat = torch.nn.functional.pad(x.detach().reshape(-1), (0, -count % unit)).view(world, -1)
     message = pack(flat, spec)
@@ -268,7 +271,7 @@ def _all_to_all(
 def _all_to_all_vector(
     x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int], spec: QuantSpec
 ) -> Pending[Tensor]:
-    """Each rank's elements as one row of a message."""
+    """Exchange a vector; each rank's elements are one row of a message."""
     parts = [pack(part.view(1, -1), spec) for part in x.detach().contiguous().split(list(sent)) if part.numel()]
     message = torch.cat(parts, dim=1).view(-1) if parts else x.new_empty(0, dtype=torch.uint8)
     going, coming = ([width(size, spec) if size else 0 for size in sizes] for sizes in (sent, received))
@@ -276,8 +279,8 @@ def _all_to_all_vector(
     work = dist.all_to_all_single(arriving, message, coming, going, group=group, async_op=True)
 
     def finish() -> Tensor:
-        found = zip(arriving.split(coming), received, strict=True)
-        rows = [unpack(part.view(1, -1), size, spec, x.dtype).view(-1) for part, size in found if size]
+        parts = zip(arriving.split(coming), received, strict=True)
+        rows = [unpack(part.view(1, -1), size, spec, x.dtype).view(-1) for part, size in parts if size]
         return torch.cat(rows) if rows else x.new_empty(0)
 
     return Pending(work, finish)
@@ -285,85 +288,87 @@ def _all_to_all_vector(
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, spec: QuantSpec, back: QuantSpec) -> Tensor:
-        ctx.way_back = group, back
+    def forward(ctx: Any, x: Tensor, group: Group, spec: QuantSpec, grad_spec: QuantSpec) -> Tensor:
+        ctx.saved_args = group, grad_spec
         return _all_gather(x, group, spec).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, back = ctx.way_back
-        return _reduce_scatter(grad, group, "sum", back).wait(), None, None, None
+        group, grad_spec = ctx.saved_args
+        return _reduce_scatter(grad, group, "sum", grad_spec).wait(), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, op: Op, spec: QuantSpec, back: QuantSpec) -> Tensor:
-        ctx.way_back = group, op, back
+    def forward(ctx: Any, x: Tensor, group: Group, op: Op, spec: QuantSpec, grad_spec: QuantSpec) -> Tensor:
+        ctx.saved_args = group, op, grad_spec
         return _reduce_scatter(x, group, op, spec).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, op, back = ctx.way_back
-        gathered = _all_gather(grad, group, back).wait()
-        return gathered.div_(_world(group)) if op == "avg" else gathered, None, None, None, None
+        group, op, grad_spec = ctx.saved_args
+        gathered = _all_gather(grad, group, grad_spec).wait()
+        return gathered.div_(_world_size(group)) if op == "avg" else gathered, None, None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, op: Op, spec: QuantSpec, back: QuantSpec) -> Tensor:
-        ctx.way_back = group, op, back
+    def forward(ctx: Any, x: Tensor, group: Group, op: Op, spec: QuantSpec, grad_spec: QuantSpec) -> Tensor:
+        ctx.saved_args = group, op, grad_spec
         return _all_reduce(x, group, op, spec).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, op, back = ctx.way_back
-        return _all_reduce(grad, group, op, back).wait(), None, None, None, None
+        group, op, grad_spec = ctx.saved_args
+        return _all_reduce(grad, group, op, grad_spec).wait(), None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Group, sent: list[int], received: list[int], spec: QuantSpec, back: QuantSpec
+        ctx: Any, x: Tensor, group: Group, sent: list[int], received: list[int], spec: QuantSpec, grad_spec: QuantSpec
     ) -> Tensor:
-        ctx.way_back = group, sent, received, back
+        ctx.saved_args = group, sent, received, grad_spec
         return _all_to_all(x, group, sent, received, spec).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, sent, received, back = ctx.way_back
-        return _all_to_all(grad, group, received, sent, back).wait(), None, None, None, None, None
+        group, sent, received, grad_spec = ctx.saved_args
+        return _all_to_all(grad, group, received, sent, grad_spec).wait(), None, None, None, None, None
 
 
-def _records(x: Tensor) -> bool:
+def _needs_grad(x: Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
 
 
-def _started(pending: Pending[Tensor], async_op: bool) -> Any:
+def _start(pending: Pending[Tensor], async_op: bool) -> Any:
     return pending if async_op else pending.wait()
 
 
-def _world(group: Group) -> int:
+def _world_size(group: Group) -> int:
     if not dist.is_initialized():
         raise ValueError(
             "octavo.comm needs a process group: call torch.distributed.init_process_group() first, under torchrun"
         )
     world = dist.get_world_size(group)
     if world < 1:
-        raise ValueError("octavo.comm: this process is not in the group that it was given")
+        raise ValueError("octavo.comm: this process is not a member of the given group")
     return world
 
 
-def _checked(name: str, x: Tensor, spec: str, backward_spec: str | None, async_op: bool) -> tuple[QuantSpec, QuantSpec]:
+def _check_args(
+    name: str, x: Tensor, spec: str, backward_spec: str | None, async_op: bool
+) -> tuple[QuantSpec, QuantSpec]:
     if x.dtype not in DTYPES:
         raise ValueError(f"{name} takes float32, bfloat16 or float16; got {x.dtype}: use torch.distributed for others")
-    if async_op and _records(x):
-        raise ValueError(f"{name}: async_op is for tensors that autograd does not record: detach, or wait at once")
-    form = parse(spec)
-    return form, form if backward_spec is None else parse(backward_spec)
+    if async_op and _needs_grad(x):
+        raise ValueError(f"{name}: async_op does not support autograd: detach the tensor, or call without async_op")
+    quant_spec = parse_spec(spec)
+    return quant_spec, quant_spec if backward_spec is None else parse_spec(backward_spec)
 
 
 def _check_op(op: str) -> None:
@@ -374,16 +379,16 @@ def _check_op(op: str) -> None:
 def _splits(name: str, sizes: Sequence[int] | None, rows: int | None, world: int) -> list[int]:
     if not sizes:
         if rows is None:
-            raise ValueError("all_to_all_single: give output_split_sizes with input_split_sizes, the rows to come")
+            raise ValueError("all_to_all_single: input_split_sizes needs output_split_sizes, the rows to receive")
         if rows % world:
             raise ValueError(
-                f"all_to_all_single: {rows} rows are not {world} equal parts: give input_split_sizes and "
+                f"all_to_all_single: {rows} rows are not {world} equal parts: pass input_split_sizes and "
                 "output_split_sizes"
             )
         return [rows // world] * world
     if len(sizes) != world or min(sizes) < 0 or (rows is not None and sum(sizes) != rows):
-        wanted = f"{world} numbers of rows" + ("" if rows is None else f" that add up to {rows}")
-        raise ValueError(f"all_to_all_single: {name} is {wanted}; got {list(sizes)}")
+        expected = f"{world} numbers of rows" + ("" if rows is None else f" that add up to {rows}")
+        raise ValueError(f"all_to_all_single: {name} is {expected}; got {list(sizes)}")
     return list(sizes)
 
 

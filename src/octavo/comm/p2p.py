@@ -1,7 +1,7 @@
-"""A tensor from one rank to another in FP8, as pipeline stages hand on activations and their gradients.
+"""Send a tensor from one rank to another in FP8, as pipeline stages pass activations and their gradients.
 
-The receiver says shape and dtype, as with `torch.distributed`. Not recorded by autograd: pipeline engines send the
-gradient themselves.
+The receiver passes shape and dtype, as with `torch.distributed`. Autograd does not record these calls: pipeline engines
+send the gradient themselves.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.comm.collectives import Group, Pending, _checked, _world
-from octavo.comm.wire import DTYPES, WIRE, as_rows, pack, parse, unpack, width
+from octavo.comm.collectives import Group, Pending, _check_args, _world_size
+from octavo.comm.encoding import DTYPES, WIRE, as_rows, pack, parse_spec, unpack, width
 
 
 def send(x: Tensor, dst: int, group: Group = None, *, spec: str = WIRE, tag: int = 0) -> None:
-    """Send a tensor; returns when the message may be dropped. See `isend`."""
+    """Send a tensor; return when the message may be freed. See `isend`."""
     isend(x, dst, group, spec=spec, tag=tag).wait()
 
 
@@ -35,27 +35,27 @@ def recv(
 
 
 def isend(x: Tensor, dst: int, group: Group = None, *, spec: str = WIRE, tag: int = 0) -> Pending[None]:
-    """Begin to send a tensor.
+    """Start to send a tensor.
 
     Args:
         x: Any shape, float32, bfloat16 or float16.
         dst: Global rank that calls `recv` with this shape and spec.
-        group: Process group; the default one where None.
-        spec: FP8 form on the wire.
-        tag: Told apart by, where several are under way (Gloo).
+        group: Process group; None for the default group.
+        spec: FP8 format of the message.
+        tag: Distinguishes several messages in flight (Gloo).
 
     Returns:
-        What to wait for before the program ends; x may be changed at once.
+        A `Pending` to wait for before the program ends; x may be changed at once.
 
     Raises:
         ValueError: For a wrong dtype or spec, or no process group.
     """
-    _world(group)
-    form, _ = _checked("send", x.detach(), spec, None, False)
-    message = pack(as_rows(x.detach()), form)
+    _world_size(group)
+    quant_spec, _ = _check_args("send", x.detach(), spec, None, False)
+    message = pack(as_rows(x.detach()), quant_spec)
     work: Any = dist.isend(message, dst, group=group, tag=tag)
 
-    def sent(message: Tensor = message) -> None:  # which is kept until then
+    def sent(message: Tensor = message) -> None:  # the default keeps the message alive until then
         return None
 
     return Pending(work, sent)
@@ -71,28 +71,28 @@ def irecv(
     spec: str = WIRE,
     tag: int = 0,
 ) -> Pending[Tensor]:
-    """Begin to receive a tensor.
+    """Start to receive a tensor.
 
     Args:
-        shape: Shape that the sender has.
+        shape: Shape of the sender's tensor.
         src: Global rank of the sender.
-        group: Process group; the default one where None.
-        dtype: Of the result: float32, bfloat16 or float16; it may differ from the sender's.
-        device: Of the result.
-        spec: FP8 form on the wire, the sender's.
-        tag: The sender's.
+        group: Process group; None for the default group.
+        dtype: Dtype of the result: float32, bfloat16 or float16; it may differ from the sender's.
+        device: Device of the result.
+        spec: FP8 format of the message, the sender's.
+        tag: The sender's tag.
 
     Returns:
-        A `Pending` whose `wait()` gives the tensor.
+        A `Pending` whose `wait()` returns the tensor.
 
     Raises:
         ValueError: For a wrong dtype or spec, or no process group.
     """
-    _world(group)
+    _world_size(group)
     if dtype not in DTYPES:
-        raise ValueError(f"recv gives float32, bfloat16 or float16; got {dtype}")
-    form = parse(spec)
+        raise ValueError(f"recv returns float32, bfloat16 or float16; got {dtype}")
+    quant_spec = parse_spec(spec)
     rows = as_rows(torch.empty(tuple(shape), device="meta"))
-    message = torch.empty((rows.shape[0], width(rows.shape[1], form)), dtype=torch.uint8, device=device)
+    message = torch.empty((rows.shape[0], width(rows.shape[1], quant_spec)), dtype=torch.uint8, device=device)
     work: Any = dist.irecv(message, src, group=group, tag=tag)
-    return Pending(work, lambda: unpack(message, rows.shape[1], form, dtype).view(tuple(shape)))
+    return Pending(work, lambda: unpack(message, rows.shape[1], quant_spec, dtype).view(tuple(shape)))

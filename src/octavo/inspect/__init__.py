@@ -1,6 +1,4 @@
-"""Level 5: looking at a model in training, or before it: what its memory and its time go to, what FP8 does to its
-numbers.
-"""
+"""Level 5: inspect a model before or during training: memory, time, and the effect of FP8 on its numerics."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,7 +9,7 @@ if TYPE_CHECKING:
     from octavo.inspect.autopilot import Autopilot, Move
     from octavo.inspect.compare import compare_losses
     from octavo.inspect.findings import Finding, History, Thresholds
-    from octavo.inspect.forecast import plan
+    from octavo.inspect.planning import plan
     from octavo.inspect.stats import OperandStats
     from octavo.inspect.watch import Watch
 
@@ -37,12 +35,12 @@ _ON_FIRST_USE = {
     "Thresholds": "findings",
     "Watch": "watch",
     "compare_losses": "compare",
-    "plan": "forecast",
+    "plan": "planning",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """The rest, on first use: `import octavo` stays as quick as without it."""
+    """Import the other names on first use, so that `import octavo` stays fast."""
     if name in _ON_FIRST_USE:
         return getattr(import_module(f"octavo.inspect.{_ON_FIRST_USE[name]}"), name)
     raise AttributeError(f"module 'octavo.inspect' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Autopilot: linears that FP8 harms are moved to a recipe that does not, between two steps.
+"""Autopilot: between two steps, switch linear layers that FP8 harms to a recipe that does not.
 
     pilot = octavo.inspect.Autopilot(model, every=50)
     for batch in batches:
@@ -9,29 +9,29 @@
                 print(move)
             if not pilot.again:
                 break
-            optimizer.zero_grad()           # the same step again, looked at more closely, or with layers moved
+            optimizer.zero_grad()           # repeat the step: to measure products, or with layers moved
         optimizer.step()
 
     suspicion   an operand of a sampled step crosses a limit: SQNR, underflow or saturation (`octavo.inspect.findings`)
-    harm        the step is taken again, and the products of that layer are compared with those in high precision
-                (`octavo.inspect.product_error`): by its own recipe, and by each of `RUNGS`
-    move        if the error of its own recipe exceeds `product_error`, the layer moves to the first of `RUNGS` with an
-                error of at most half of that; the last, high precision, has none. The step is taken again
-    trial       the next step is sampled: if the recipe before the move has at most half of the limit there, it was the
-                batch, and the layer moves back
-    way back    with `restore_after`, a layer moves back to the recipe that it began with after so many samples in a row
-                in which that would have had at most half of the limit; at any time on request (`restore`)
+    harm        the step is repeated, and the products of that layer are compared with those in high precision
+                (`octavo.inspect.product_error`): for its own recipe, and for each of `RUNGS`
+    move        if the error of its own recipe exceeds `product_error`, the layer switches to the first of `RUNGS` with
+                an error of at most half of that; the last, high precision, has none. The step is repeated
+    trial       the next step is sampled: if the previous recipe has at most half of the limit there, the batch was the
+                cause, and the layer switches back
+    restore     with `restore_after`, a layer returns to its first recipe after that many consecutive samples in which
+                that recipe has at most half of the limit; at any time on request (`restore`)
 
-Limits alone move nothing: what underflows may not matter. What is not finite moves nothing either. Operands are counted
-before they are quantized, so it was there before FP8, and a step that has it says nothing of recipes. A jump of an amax
-moves nothing, as scales follow it.
+Crossing a limit alone moves no layer: underflow may be harmless. Nor do non-finite values: operands are counted before
+quantization, so FP8 did not cause them, and such a step is no basis to judge recipes. Jumps of an amax move no layer,
+because scales follow them.
 
-The first step without such values is sampled. A step in which layers were moved should be taken again, its gradients
-dropped: where numbers are bad from the beginning, what the first steps do to the weights is not made good by hundreds
-of others (docs/adversarial.md measures both ways). The trainer does so.
+The first step without non-finite values is sampled. Repeat a step in which layers moved, with its gradients dropped: if
+numbers are bad from the start, the first steps do damage that hundreds of later ones do not undo (docs/adversarial.md
+measures both ways). The trainer does this.
 
-Statistics and errors are the same on all ranks, and so is every move. `state_dict` has all of it, so that a resumed run
-is the same run; loading one takes back moves that are not in it.
+Statistics and errors are the same on all ranks, and so are the moves. `state_dict` holds all state, so a resumed run
+matches an uninterrupted one; `load_state_dict` undoes moves that are not in it.
 """
 
 import warnings
@@ -52,22 +52,22 @@ from octavo.numerics.names import nearest
 from octavo.numerics.recipe import Recipe
 
 RUNGS = ("tensorwise", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad")
-"""Recipes that a layer may be moved to, what costs least first; then high precision."""
+"""Recipes that a layer may switch to, cheapest first; high precision comes last."""
 MOVING = ("saturation", "underflow", "sqnr")
-"""Limits whose crossing raises the suspicion that a layer is harmed, the gravest first."""
+"""Limits that make a layer a suspect when crossed, most severe first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A layer that was moved.
+    """A change of a layer's recipe.
 
     Attributes:
-        step: After which step, 1, 2, …
-        layer: Name of the linear.
-        before: Recipe it computed in, `"bf16"` for none.
-        after: Recipe it computes in now.
-        why: What crossed which limit.
-        back: Whether it was moved back.
+        step: The step after which it happened, 1, 2, …
+        layer: Name of the linear layer.
+        before: Previous recipe; `"bf16"` for none.
+        after: New recipe.
+        why: The statistic that crossed a limit, and the product error.
+        back: Whether the layer switched back.
     """
 
     step: int
@@ -83,23 +83,23 @@ class Move:
 
 
 class Autopilot:
-    """Watches a model and moves layers.
+    """Watches a model and moves layers to other recipes.
 
     Args:
         model: A converted model, sharded or not.
-        every: Steps from one sample to the next.
+        every: Steps between samples.
         thresholds: Limits; None for the defaults.
-        watch: Watches the model already, instead of `every`.
-        restore_after: Samples in a row in which a layer's first recipe would have done no harm, after which the layer
-            is moved back to it; 0 for never.
-        rungs: Names of recipes that a layer may be moved to, the most wanted first; high precision comes after them.
+        watch: An existing `Watch` of the model, instead of `every`.
+        restore_after: Number of consecutive samples without harm by a layer's first recipe after which the layer
+            returns to it; 0 for never.
+        rungs: Names of recipes that a layer may switch to, most preferred first; high precision comes after them.
 
     Attributes:
-        watch: What samples.
-        found: What crossed a limit in the step just taken.
-        moved: Moves of the step just taken.
-        moves: All moves, the first one first.
-        again: Whether the step just taken is to be taken again, its gradients dropped.
+        watch: The sampler.
+        found: Findings of the last step.
+        moved: Moves of the last step.
+        moves: All moves, in order.
+        again: Whether to repeat the last step, with its gradients dropped.
 
     Raises:
         ValueError: For a model without converted layers, `every` below 1, or `restore_after` below 0.
@@ -132,20 +132,20 @@ class Autopilot:
         self._rungs = tuple(rungs)
         self._began: dict[str, Recipe] = {}
         self._acted = 0  # the step of the last `act`
-        self._due = True  # the first look
+        self._due = True  # whether the first sample is still to come
         self._trials: dict[str, str] = {}  # layers moved in the last step, and their recipe before
-        self._calm: dict[str, int] = {}  # samples in a row in which the first recipe of a layer would have done no harm
+        self._calm: dict[str, int] = {}  # consecutive samples without harm by a layer's first recipe
         self._stuck: set[str] = set()  # layers that could not be moved
-        self._suspects: dict[str, set[str]] = {}  # of the step at hand, with the recipes that were left in it
+        self._suspects: dict[str, set[str]] = {}  # of the current step, with the recipes that were rejected in it
 
     @contextmanager
     def step(self, number: int | None = None, *, force: bool = False) -> Iterator[None]:
-        """Take a step inside, all of its forwards and backwards; layers are moved when it ends.
+        """Run a step inside, with all of its forwards and backwards; layers move when it ends.
 
         Args:
-            number: Which step it is, 1, 2, …; where not given the one after the last, or the last if that is taken
-                `again`.
-            force: Sample it whatever `every` says.
+            number: Number of the step, 1, 2, …; default: the one after the last, or the last if that is repeated
+                (`again`).
+            force: Sample the step regardless of `every`.
         """
         number = self.watch.number + (not self.again) if number is None else number
         with self.watch.step(number, force=force or self.wants_sample, measure=self.measures):
@@ -154,23 +154,23 @@ class Autopilot:
 
     @property
     def wants_sample(self) -> bool:
-        """Whether what comes next is to be sampled whatever `every` says."""
+        """Whether to sample the next step regardless of `every`."""
         return self._due or self.again or bool(self._trials)
 
     @property
     def measures(self) -> dict[str, list[str | Recipe]]:
-        """Recipes by layer, for `Watch.step` to measure in what comes next if that is sampled."""
-        wanted: dict[str, list[str | Recipe]] = {}
+        """Recipes by layer that `Watch.step` should measure in the next step if it is sampled."""
+        recipes_by_layer: dict[str, list[str | Recipe]] = {}
         if self.again:
             names = dict(self._model.named_modules())
             for layer in self._suspects:
                 own = getattr(names[layer], "recipe", None)
-                wanted[layer] = [*([own] if own is not None else []), *self._rungs]
+                recipes_by_layer[layer] = [*([own] if own is not None else []), *self._rungs]
         for layer, before in self._trials.items():
-            wanted.setdefault(layer, []).append(self._recipe(layer, before) or before)
+            recipes_by_layer.setdefault(layer, []).append(self._recipe(layer, before) or before)
         for layer in self._began if self._restore_after else ():
-            wanted.setdefault(layer, []).append(self._began[layer])
-        return {layer: _without_duplicates(recipes) for layer, recipes in wanted.items()}
+            recipes_by_layer.setdefault(layer, []).append(self._began[layer])
+        return {layer: _without_duplicates(recipes) for layer, recipes in recipes_by_layer.items()}
 
     def act(
         self,
@@ -179,23 +179,23 @@ class Autopilot:
         *,
         finite: bool = True,
     ) -> list[Move]:
-        """Move layers as the step just taken shows; nothing for a step that was not sampled, or was not finite.
+        """Move layers according to the last step; do nothing if it was not sampled or not finite.
 
         Args:
             rows: Its statistics; None for those of `watch`.
-            errors: The errors of products in it, by layer and recipe; None for those of `watch`.
-            finite: Whether its loss and gradient are.
+            errors: Its product errors by layer and recipe; None for those of `watch`.
+            finite: Whether its loss and gradient are finite.
         """
         rows = self.watch.rows if rows is None else rows
         errors = self.watch.errors if errors is None else errors
         self.found = findings(rows, self._thresholds)
         self.moved = []
         step = rows[0].step if rows else self.watch.number
-        retaken = self.again and step == self._acted
+        repeated = self.again and step == self._acted
         self.again, self._acted = False, step
         if (not rows and not errors) or not finite or any(row.nonfinite for row in rows):
             return []
-        if not retaken:
+        if not repeated:
             self._suspects = {}
             self._move_back(step, errors)
         recipes = {row.layer: row.recipe for row in rows}
@@ -209,7 +209,7 @@ class Autopilot:
         return self.moved
 
     def restore(self, layer: str | None = None, *, step: int) -> list[Move]:
-        """Move a layer back to the recipe that it began with; all that were moved where None is given.
+        """Return a layer to its first recipe; None for all moved layers.
 
         Raises:
             ValueError: For a layer that was not moved.
@@ -225,19 +225,19 @@ class Autopilot:
         return self.moved
 
     def state_dict(self) -> dict[str, Any]:
-        """The moves, the step, and what the next step is to show, as plain lists and dictionaries."""
+        """Return the moves, the step number and the pending trials as plain lists and dictionaries."""
         return {
             "moves": [asdict(move) for move in self.moves], "step": self.watch.number, "due": self._due,
             "trials": dict(self._trials), "calm": dict(self._calm),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Move the layers to where a checkpoint's moves had taken them, and others back to what they began with.
+        """Move layers as in a checkpoint, and return all others to their first recipe.
 
-        Layers that are not converted any more stay as they are.
+        Layers that are no longer converted stay as they are.
 
         Raises:
-            ValueError: For moves of another model, which is left as it was.
+            ValueError: For moves of another model; this one is unchanged.
         """
         moves = [Move(**fields) for fields in state["moves"]]
         names = dict(self._model.named_modules())
@@ -257,7 +257,7 @@ class Autopilot:
         self._calm = dict(state.get("calm", {}))
 
     def _suspicions(self) -> list[tuple[str, Finding]]:
-        """Layers in FP8 of which an operand crossed a limit, and the gravest."""
+        """Return the FP8 layers with an operand that crossed a limit, with their most severe finding."""
         worst: dict[str, Finding] = {}
         for what in MOVING:
             for finding in self.found:
@@ -268,13 +268,13 @@ class Autopilot:
         return list(worst.items())
 
     def _judge(self, finding: Finding, recipe: str, errors: Mapping[str, float]) -> None:
-        """Move a layer that is harmed to a recipe that does not harm it, by what each makes of its operands."""
+        """Switch a harmed layer to a recipe that does not harm it, by the measured product errors."""
         layer, limit = finding.layer, self._thresholds.product_error
         if errors[recipe] <= limit:
             return
-        left = self._suspects.setdefault(layer, set())
-        left.add(recipe)
-        harmless = (name for name in self._rungs if name not in left and errors.get(name, 1.0) <= limit / 2)
+        rejected = self._suspects.setdefault(layer, set())
+        rejected.add(recipe)
+        harmless = (name for name in self._rungs if name not in rejected and errors.get(name, 1.0) <= limit / 2)
         after = next(harmless, HIGH_PRECISION)
         why = f"{finding.operand}: {finding.measured}, product error {errors[recipe]:.2g} (limit {limit:g})"
         if self._move(Move(step=finding.step, layer=layer, before=recipe, after=after, why=why)):
@@ -282,7 +282,7 @@ class Autopilot:
             self._calm.pop(layer, None)
 
     def _move_back(self, step: int, errors: Mapping[str, Mapping[str, float]]) -> None:
-        """Move back what one batch alone moved, and what has long been without need of it."""
+        """Undo moves that one batch caused, and those that have not been needed for `restore_after` samples."""
         limit = self._thresholds.product_error
         for layer, before in list(self._trials.items()):
             if before in errors.get(layer, ()):
@@ -296,13 +296,13 @@ class Autopilot:
                     self._back(layer, recipe.name, step, f"no harm in {self._restore_after} samples")
 
     def _back(self, layer: str, recipe: str, step: int, why: str) -> None:
-        now = next(move.after for move in reversed(self.moves) if move.layer == layer)
+        current = next(move.after for move in reversed(self.moves) if move.layer == layer)
         self._trials.pop(layer, None)
         self._calm.pop(layer, None)
-        self._move(Move(step=step, layer=layer, before=now, after=recipe, why=why, back=True))
+        self._move(Move(step=step, layer=layer, before=current, after=recipe, why=why, back=True))
 
     def _recipe(self, layer: str, name: str) -> Recipe | str | None:
-        """The recipe of a layer by its name; the one it began with may be the user's own."""
+        """Return a layer's recipe by name; its first recipe may be the user's own."""
         if layer in self._began and self._began[layer].name == name:
             return self._began[layer]
         return None if name == HIGH_PRECISION else name
@@ -326,7 +326,7 @@ class Autopilot:
 
 
 def _without_duplicates(recipes: Sequence[str | Recipe]) -> list[str | Recipe]:
-    """One of each name, the first."""
+    """Keep the first recipe of each name."""
     by_name: dict[str, str | Recipe] = {}
     for recipe in recipes:
         by_name.setdefault(recipe if isinstance(recipe, str) else recipe.name, recipe)

@@ -1,11 +1,11 @@
 """Findings: statistics that crossed a limit, each with its layer and operand.
 
-What is not finite is reported where it began. Rows come in the order in which operands were computed (forward, then
-backward), so the first one with a NaN or an infinity is the origin, and what follows from it is left out; weights that
-are not finite are origins of their own.
+Non-finite values are reported at their origin. Rows are in the order in which operands were computed (forward, then
+backward), so the first row with a NaN or an infinity is the origin and later ones are left out. Non-finite weights are
+origins of their own.
 
-An amax is compared with the median of its last samples, both ways: a thousandfold rise is an outlier or a divergence, a
-thousandfold fall a gradient on its way to vanish. A median, so that one odd step does not move it.
+An amax is compared with the median of its last samples in both directions: a thousandfold rise is an outlier or a
+divergence, a thousandfold fall a vanishing gradient. The median ignores a single odd step.
 """
 
 import math
@@ -16,38 +16,39 @@ from statistics import median
 
 from octavo.inspect.stats import OperandStats
 
-REMEMBERED = 16
-"""Earlier samples of an operand that the median is taken of, at most."""
-FEWEST = 2
-"""Earlier samples below which no jump is reported."""
+HISTORY_LENGTH = 16
+"""Maximum number of earlier samples in the median."""
+MIN_HISTORY = 2
+"""Minimum number of earlier samples for a jump to be reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """Limits that statistics must not cross.
+    """Limits of the statistics.
 
     Raises:
         ValueError: For a limit out of its range, with the range.
     """
 
     sqnr: float = 18.0
-    """Fewest dB; -inf for no limit."""
+    """Minimum in dB; -inf for no limit."""
     underflow: float = 0.2
-    """Largest share of X and W, 0 to 1; of G twice that, as a token with a gradient that small says little: healthy
-    runs reach 0.004 for X and 0.29 for G (`docs/inspect.md`)."""
+    """Maximum share for X and W, 0 to 1; G may have twice that, because tiny gradients of a token matter little:
+    healthy runs reach 0.004 for X and 0.29 for G (`docs/inspect.md`).
+    """
     saturation: float = 0.01
-    """Largest share, 0 to 1."""
+    """Maximum share, 0 to 1."""
     amax_jump: float = 100.0
-    """Largest factor, above 1, by which an amax may exceed the median of its earlier samples, or fall below it; inf for
-    no limit."""
+    """Maximum factor, above 1, between an amax and the median of its earlier samples, up or down; inf for no limit."""
     nonfinite: int = 0
-    """Most elements that may be NaN or infinite."""
+    """Maximum number of NaN or infinite elements."""
     product_error: float = 0.25
-    """Largest error of the products of a layer, 0 to 1; beyond it the autopilot moves the layer. Healthy ones have 0.03
-    to 0.10 (`octavo.inspect.product_error`)."""
+    """Maximum error of the products of a layer, 0 to 1; above it the autopilot changes the layer's recipe. Healthy
+    layers have 0.03 to 0.10 (`octavo.inspect.product_error`).
+    """
 
     def __post_init__(self) -> None:
-        for name, good, wanted in (
+        for name, valid, expected in (
             ("sqnr", self.sqnr < math.inf, "a number of dB, below infinity"),
             ("underflow", 0 <= self.underflow <= 1, "a share, 0 to 1"),
             ("saturation", 0 <= self.saturation <= 1, "a share, 0 to 1"),
@@ -55,34 +56,34 @@ class Thresholds:
             ("nonfinite", self.nonfinite >= 0, "a number of elements, 0 or more"),
             ("product_error", 0 <= self.product_error <= 1, "an error, 0 to 1"),
         ):
-            if not good:
-                raise ValueError(f"Thresholds: {name} = {getattr(self, name)} is not {wanted}")
+            if not valid:
+                raise ValueError(f"Thresholds: {name} = {getattr(self, name)} is not {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One figure of one operand that crossed its limit."""
+    """One statistic of one operand that crossed its limit."""
 
     step: int
-    """As the trainer counts: 1, 2, …"""
+    """Step number as the trainer counts: 1, 2, …"""
     layer: str
-    """Name of the linear."""
+    """Name of the linear layer."""
     operand: str
     """"x", "w", "dgrad_g" or "wgrad_g"."""
     what: str
-    """Which limit, a field of `Thresholds`: "sqnr", "underflow", "saturation", "amax_jump" or "nonfinite"."""
+    """The limit, a field of `Thresholds`: "sqnr", "underflow", "saturation", "amax_jump" or "nonfinite"."""
     value: float
-    """What was measured, in the limit's unit; an amax that fell has a jump below 1."""
+    """The measured value, in the limit's unit; an amax that fell has a jump below 1."""
     limit: float
     """The limit it crossed."""
 
     def __str__(self) -> str:
-        """As "step 50: model.layers.3.mlp.down_proj x: SQNR 11.2 dB (limit 18)"."""
+        """Format as "step 50: model.layers.3.mlp.down_proj x: SQNR 11.2 dB (limit 18)"."""
         return f"step {self.step}: {self.layer} {self.operand}: {self.measured}"
 
     @property
     def measured(self) -> str:
-        """What was measured, and the limit."""
+        """The measured value and the limit, as text."""
         if self.what == "nonfinite":
             return f"{self.value:.0f} values are NaN or infinite" + (f" (limit {self.limit:g})" if self.limit else "")
         if self.what == "sqnr":
@@ -95,50 +96,50 @@ class Finding:
 
 
 class History:
-    """The last amax of each operand, for jumps."""
+    """Recent amax values of each operand, to detect jumps."""
 
     def __init__(self) -> None:
         self._amax: dict[tuple[str, str], deque[float]] = {}
 
     def add(self, rows: Iterable[OperandStats]) -> None:
-        """Remember samples, in the order of steps."""
+        """Add samples, in the order of steps."""
         for row in rows:
             if row.elements > row.nonfinite:
-                self._amax.setdefault((row.layer, row.operand), deque(maxlen=REMEMBERED)).append(row.amax)
+                self._amax.setdefault((row.layer, row.operand), deque(maxlen=HISTORY_LENGTH)).append(row.amax)
 
     def median(self, row: OperandStats) -> float | None:
-        """The median amax of earlier samples of this operand; None where there are too few, or it is zero."""
+        """Return the median amax of earlier samples of this operand; None if there are too few or it is zero."""
         earlier = self._amax.get((row.layer, row.operand), ())
-        return (median(earlier) or None) if len(earlier) >= FEWEST else None
+        return (median(earlier) or None) if len(earlier) >= MIN_HISTORY else None
 
 
 def findings(rows: Sequence[OperandStats], thresholds: Thresholds, history: History | None = None) -> list[Finding]:
-    """What crossed a limit in the rows of one step, in their order.
+    """Return the statistics of one step that crossed a limit, in the order of the rows.
 
     Args:
         rows: `Watch.rows`.
         thresholds: The limits.
-        history: Earlier samples, for jumps of an amax; not changed. None: jumps are not looked for.
+        history: Earlier samples, to detect jumps of an amax; not changed. None: no jumps.
     """
-    found = _nonfinite(rows, thresholds.nonfinite)
+    crossings = _nonfinite(rows, thresholds.nonfinite)
     for row in rows:
-        starved = thresholds.underflow if row.operand in ("x", "w") else min(2 * thresholds.underflow, 1.0)
+        underflow_limit = thresholds.underflow if row.operand in ("x", "w") else min(2 * thresholds.underflow, 1.0)
         checks = [
             ("sqnr", row.sqnr, thresholds.sqnr, row.sqnr < thresholds.sqnr),
-            ("underflow", row.underflow, starved, row.underflow > starved),
+            ("underflow", row.underflow, underflow_limit, row.underflow > underflow_limit),
             ("saturation", row.saturation, thresholds.saturation, row.saturation > thresholds.saturation),
         ]
-        usual = history.median(row) if history is not None else None
-        if usual is not None and row.elements > row.nonfinite:
-            jump = row.amax / usual
+        typical = history.median(row) if history is not None else None
+        if typical is not None and row.elements > row.nonfinite:
+            jump = row.amax / typical
             crossed = jump > thresholds.amax_jump or jump * thresholds.amax_jump < 1
             checks.append(("amax_jump", jump, thresholds.amax_jump, crossed))
-        found += [_finding(row, what, value, limit) for what, value, limit, crossed in checks if crossed]
-    return found
+        crossings += [_finding(row, what, value, limit) for what, value, limit, crossed in checks if crossed]
+    return crossings
 
 
 def _nonfinite(rows: Sequence[OperandStats], limit: int) -> list[Finding]:
-    """Where values that are not finite came from."""
+    """Return findings for the origins of non-finite values."""
     bad = [row for row in rows if row.nonfinite > limit]
     origins = [row for row in bad if row.operand == "w" or row is bad[0]]
     return [_finding(row, "nonfinite", row.nonfinite, limit) for row in origins]

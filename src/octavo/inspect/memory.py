@@ -1,10 +1,10 @@
-"""memory: what a training step of any model takes, before a byte is allocated.
+"""memory: predict the memory of a training step of any model before allocating a byte.
 
     print(octavo.inspect.memory(model, {"input_ids": (4, 2048), "labels": (4, 2048)}, optimizer=octavo.AdamW,
                                 precision=octavo.Precision.level("O1")))
 
-The model is copied onto tensors without storage, converted as asked for, and one whole step is run on the copy:
-forward, backward, optimizer. A 7B model takes about a second. The model given is not touched, and may be on meta.
+It copies the model to fake tensors, converts the copy as requested, and runs one whole step on it: forward, backward,
+optimizer. A 7B model takes about a second. The original model is not changed and may be on meta.
 """
 
 import inspect
@@ -19,13 +19,13 @@ from octavo.nn import convert
 from octavo.nn.memory_audit import audit, call, dtype_name
 from octavo.numerics.precision import Precision
 from octavo.optim import AdamW
-from octavo.planner.fake import fake_batch, fake_copy, fake_tensors, stand_in
-from octavo.planner.memory import BATCH, BUFFERS, PARAMETERS, STATES, MemoryPlan, summarize
+from octavo.planner.fake import fake_batch, fake_copy, fake_device, fake_tensors
+from octavo.planner.memory_plan import BATCH, BUFFERS, PARAMETERS, STATES, MemoryPlan, summarize
 from octavo.planner.timeline import Timeline
 
 Loss = Callable[[nn.Module, Any], Tensor]
-GRANULES = {"cuda": 512, "cpu": 1}
-"""Devices that can be planned for, and the bytes in whole multiples of which their allocators hand out memory."""
+ALLOCATION_GRANULARITY = {"cuda": 512, "cpu": 1}
+"""Supported devices, and the granularity of their allocators in bytes."""
 
 
 def memory(
@@ -41,31 +41,32 @@ def memory(
     """Predict the memory of a training step.
 
     Args:
-        model: Any module, on any device including meta; not changed. In training mode if it is to be trained so.
-        batch: What the model is called with: a mapping (keyword arguments), a tuple, or a tensor; of tensors, of which
-            only shape and dtype are read, or of shapes, as `{"input_ids": (4, 2048)}` (int64 where the name says so:
-            ids, mask, labels; else the dtype of the model's parameters).
-        optimizer: What makes one from the parameters, as `octavo.AdamW` or a `functools.partial` of it; or one, whose
-            type and defaults are taken. None: no states. The states are there from the beginning, as from the second
-            step on. Steps of `octavo.AdamW` take no more than its states; of others temporaries are counted.
-        precision: Converts the copy first; a model that is converted already needs none.
-        loss: `loss(model, batch)`; by default the model's `.loss` where it returns one, else the sum of its outputs.
-        micro_batches: Forwards and backwards of one step. One is run; with more, the gradients of those before are
-            there already.
-        device: `"cuda"`, `"cpu"`: what the prediction is for. None has to be there.
+        model: Any module, on any device including meta; not changed. Put it in training mode to plan training.
+        batch: Input of the model: a mapping (keyword arguments), a tuple, or a tensor; of tensors, of which only shape
+            and dtype are read, or of shapes, such as `{"input_ids": (4, 2048)}` (int64 for names that end with ids,
+            mask or labels; else the dtype of the model's parameters).
+        optimizer: A callable that makes an optimizer from the parameters, such as `octavo.AdamW` or a
+            `functools.partial` of it; or an optimizer, whose type and defaults are used. None: no states. The states
+            exist from the start, as from the second step on. Steps of `octavo.AdamW` need no memory beyond its states;
+            for other optimizers temporaries are counted.
+        precision: Converts the copy first; leave it out if the model is converted already.
+        loss: `loss(model, batch)`; by default the model's `.loss` if it returns one, else the sum of its outputs.
+        micro_batches: Forwards and backwards of one step. One runs; with more, the gradients of the earlier ones exist
+            already.
+        device: Device of the prediction, `"cuda"` or `"cpu"`; it need not be present.
 
     Returns:
-        A `MemoryPlan`: `.peak`, `.at_peak`, `.kept_by_layer`, `.largest_batch(limit_bytes)`; a table when printed.
+        A `MemoryPlan`: `.peak`, `.at_peak`, `.kept_by_layer`, `.largest_batch(limit_bytes)`; prints as a table.
 
     Raises:
-        ValueError: Where the model cannot run the batch, with the reason.
+        ValueError: If the model cannot run the batch, with the reason.
         TypeError: For a batch in another form.
     """
     device = torch.device(device)
-    if device.type not in GRANULES:
-        raise ValueError(f"memory is planned for {' or '.join(GRANULES)}; got device {str(device)!r}")
+    if device.type not in ALLOCATION_GRANULARITY:
+        raise ValueError(f"memory plans for {' or '.join(ALLOCATION_GRANULARITY)}; got device {str(device)!r}")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    place = stand_in(device)
+    place = fake_device(device)
 
     def plan(size: int | None) -> MemoryPlan:
         with fake_tensors() as mode:
@@ -75,53 +76,56 @@ def memory(
             inputs = fake_batch(batch, size, dtype, place)
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
             if not tensors:
-                raise ValueError(f"the batch holds no tensor and no shape: {batch!r}")
+                raise ValueError(f"the batch contains no tensor and no shape: {batch!r}")
             stepper = _optimizer(optimizer, copy)
-            kept = _run(lambda: audit(copy, inputs, loss=loss or own_loss), inputs)
-            timeline = follow(copy, inputs, stepper, loss or own_loss, micro_batches, GRANULES[device.type])
+            saved = _run(lambda: audit(copy, inputs, loss=loss or default_loss), inputs)
+            timeline = trace_step_memory(
+                copy, inputs, stepper, loss or default_loss, micro_batches, ALLOCATION_GRANULARITY[device.type]
+            )
             return summarize(
                 timeline,
                 label=_label(precision),
                 device=device,
                 batch=tensors[0].shape[0] if tensors[0].ndim else 1,
                 tokens=max(tensors[0].numel(), 1),
-                kept_by_dtype={dtype_name(name): size for name, size in kept.by_dtype.items()},
-                kept_by_layer=kept.by_owner,
+                kept_by_dtype={dtype_name(name): size for name, size in saved.by_dtype.items()},
+                kept_by_layer=saved.by_owner,
                 notes=(),
-                again=plan,
+                replan=plan,
             )
 
     return plan(None)
 
 
-def follow(
+def trace_step_memory(
     model: nn.Module, inputs: Any, stepper: torch.optim.Optimizer | None, loss: Loss, micro_batches: int, granule: int,
     blocks: Iterable[nn.Module] = (),
 ) -> Timeline:  # fmt: skip
-    """The timeline of a step of a model without storage, under FakeTensorMode, gradients of `blocks` told from others.
+    """Record the timeline of a step of a fake model under FakeTensorMode, with the gradients of `blocks` labelled
+    separately.
 
     Raises:
-        ValueError: Where the model cannot run.
+        ValueError: If the model cannot run.
     """
     timeline = Timeline(granule)
-    timeline.hold(model.parameters(), PARAMETERS)
-    timeline.hold(model.buffers(), BUFFERS)
-    timeline.hold([leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)], BATCH)
+    timeline.label(model.parameters(), PARAMETERS)
+    timeline.label(model.buffers(), BUFFERS)
+    timeline.label([leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)], BATCH)
     if stepper is not None:
-        timeline.hold(make_states(stepper), STATES)
+        timeline.label(make_states(stepper), STATES)
         if micro_batches > 1:
-            timeline.are_gradients(make_gradients(stepper))
+            timeline.label_gradients(make_gradients(stepper))
     timeline.follow(model, blocks)
     with timeline:
         _run(lambda: loss(model, inputs).backward(), inputs)
-        timeline.phase("optimizer step")
+        timeline.set_phase("optimizer step")
         if stepper is not None and not isinstance(stepper, AdamW):
             stepper.step()
     return timeline
 
 
-def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The model's `.loss` where it returns one, else the sum of its outputs that have a gradient."""
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Return the model's `.loss` if it has one, else the sum of its outputs that require a gradient."""
     outputs = call(model, batch)
     loss = getattr(outputs, "loss", None)
     if isinstance(loss, Tensor):
@@ -130,14 +134,14 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
               if isinstance(leaf, Tensor) and leaf.requires_grad]  # fmt: skip
     if not leaves:
         raise ValueError(
-            f"{type(model).__name__} returns nothing that has a gradient: give loss=, or unfreeze something"
+            f"{type(model).__name__} returns nothing that requires a gradient: pass loss=, or unfreeze a parameter"
         )
     total: Tensor = sum(leaf.sum() for leaf in leaves)  # type: ignore[assignment]
     return total
 
 
 def _run(step: Callable[[], Any], batch: Any) -> Any:
-    """What goes wrong inside is a matter of the model and the batch."""
+    """Run a step; report errors inside it as errors of the model and the batch."""
     try:
         return step()
     except (RuntimeError, TypeError, IndexError) as error:
@@ -146,22 +150,24 @@ def _run(step: Callable[[], Any], batch: Any) -> Any:
         raise ValueError(f"the model cannot run a batch of shapes {shapes}: {reason}") from error
 
 
-def _optimizer(wanted: Any, model: nn.Module) -> torch.optim.Optimizer | None:
+def _optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer | None:
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if wanted is None or not parameters:
+    if optimizer is None or not parameters:
         return None
-    if isinstance(wanted, torch.optim.Optimizer):
-        known = inspect.signature(type(wanted)).parameters
-        made = type(wanted)(parameters, **{k: v for k, v in wanted.defaults.items() if k in known})
+    if isinstance(optimizer, torch.optim.Optimizer):
+        names = inspect.signature(type(optimizer)).parameters
+        copy = type(optimizer)(parameters, **{k: v for k, v in optimizer.defaults.items() if k in names})
     else:
-        made = wanted(parameters)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"optimizer(parameters) makes a torch.optim.Optimizer; it made a {type(made).__name__}")
-    return made
+        copy = optimizer(parameters)
+    if not isinstance(copy, torch.optim.Optimizer):
+        raise TypeError(f"optimizer(parameters) must return a torch.optim.Optimizer; got a {type(copy).__name__}")
+    return copy
 
 
 def make_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The states of all parameters, made now. Under FakeTensorMode: other optimizers than ours take a step for it."""
+    """Allocate the states of all parameters and return them. Optimizers other than Octavo's take a step, so call it
+    under FakeTensorMode.
+    """
     if isinstance(optimizer, AdamW):
         optimizer.make_states()
     else:
@@ -172,7 +178,7 @@ def make_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def make_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Gradients of all parameters, made now, as an earlier micro-batch leaves them."""
+    """Allocate gradients of all parameters, as an earlier micro-batch leaves them."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)

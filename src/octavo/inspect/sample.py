@@ -1,19 +1,19 @@
-"""Sample: the hooks of one sampled step (see `octavo.inspect.watch`), and how each operand gets its FP8 forms.
+"""Sample: the hooks of one sampled step (see `octavo.inspect.watch`), and how each operand is quantized in them.
 
-X and W are those that the linear is called with. G's forms have row scales of X and W folded in where the recipe folds
-them, so these are kept from a linear's forward to the hook on its output: a number per token and per output feature.
-What-if recipes have factors of their own. Where all of a row of X or W is zero, what G has for it is multiplied by
-zeros: it counts to no loss.
+X and W are the arguments of the layer's call. Recipes may fold row scales of X and W into G, so these scales, one
+number per token and per output feature, are saved from a layer's forward to the hook on its output. What-if recipes
+have factors of their own. If a whole row of X or W is zero, G's values for it are multiplied by zeros, so they do not
+count as lost.
 
-Activation checkpointing forwards again in backward. A reentrant one made its first forward without autograd, so G is
-waited for at the outputs of the second; another waits at those of the first.
+Activation checkpointing runs forward again in backward. The reentrant variant runs its first forward without autograd,
+so the gradient hook goes on the outputs of the second; otherwise it goes on those of the first.
 
-Scales of earlier maxima (`octavo.nn.delayed`) are those that the layer uses; a what-if recipe has no past here, so it
-has the scales of the present.
+Delayed recipes (`octavo.nn.delayed`) are measured with the scales that the layer uses; a what-if recipe has no amax
+history and uses the current amax.
 
-W that FSDP gathers in FP8 is not there in high precision. Its shards are: each rank counts its rows, by row with the
-scales of the whole matrix, by tensor with the one that was gathered. What-if recipes with blocks that reach over
-several rows have the blocks of the shard.
+W that FSDP gathers in FP8 is not available in high precision, but its shards are: each rank counts its own rows, by row
+with the scales of the whole matrix, by tensor with the gathered scale. What-if recipes with blocks over several rows
+use the blocks of the shard.
 """
 
 import math
@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from octavo.inspect.accumulator import Accumulators, OperandFormat
 from octavo.inspect.product_error import Operands, ProductErrors, is_transposed
-from octavo.inspect.tally import Form, Tallies
 from octavo.kernels import dequantize, quantize
 from octavo.nn.delayed import G, X, scale_now
-from octavo.nn.gathered import GatheredWeight, ShardedWeight
+from octavo.nn.gathered import Fp8AllGatherOutput, ShardedWeight
 from octavo.nn.linear import SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import TENSOR, QuantSpec
@@ -40,11 +40,11 @@ from octavo.tensor import ScaledTensor
 
 @dataclass(frozen=True)
 class Factors:
-    """What X or W is to G, float32 [M,1] or [1,N].
+    """The factors that X or W contributes to G, float32 [M,1] or [1,N].
 
     Attributes:
-        folds: What is folded into G, for the layer's own recipe and each what-if recipe; None where nothing is.
-        read: 1 where a row of X or W has any value but zeros, else 0.
+        folds: Factors folded into G, for the layer's own recipe and each what-if recipe; None for no factor.
+        read: 1 for rows of X or W with any non-zero value, else 0.
     """
 
     folds: list[Tensor | None]
@@ -52,35 +52,38 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A linear, the recipe it is measured by, and the name to show for that."""
+class WatchedLayer:
+    """A linear layer, the recipe to measure it with, and the recipe name to report."""
 
     name: str
     module: nn.Module
     recipe: Recipe
     label: str
     counted: bool = True
-    """Whether statistics are wanted, and not only the errors of its products."""
+    """Whether to collect statistics, not only product errors."""
 
 
 class Sample:
     """The hooks of one step.
 
     Args:
-        layers: The linears to watch.
+        layers: Layers to watch.
         what_if: Other recipes for the same tensors.
         measure: Recipes whose products are compared with high precision, by layer.
 
     Attributes:
-        tallies: What has been counted.
-        errors: How far products were from high precision.
+        accumulators: The statistics so far.
+        errors: The product errors so far.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], what_if: Sequence[Recipe], measure: Mapping[str, Sequence[Recipe]] | None = None
+        self,
+        layers: Sequence[WatchedLayer],
+        what_if: Sequence[Recipe],
+        measure: Mapping[str, Sequence[Recipe]] | None = None,
     ) -> None:
         self.layers = layers
-        self.tallies = Tallies([recipe.name for recipe in what_if])
+        self.accumulators = Accumulators([recipe.name for recipe in what_if])
         self.errors = ProductErrors(measure or {})
         self._what_if = what_if
         self._handles: list[Any] = []
@@ -91,38 +94,38 @@ class Sample:
 
     @property
     def device(self) -> torch.device:
-        """Where ranks exchange what was counted, if this one has counted nothing."""
+        """Device for the exchange between ranks if this rank has counted nothing."""
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
     def install(self) -> None:
-        """Put the hooks on."""
+        """Register the hooks."""
         for layer in self.layers:
             self._handles.append(layer.module.register_forward_pre_hook(self._before(layer), with_kwargs=True))
             self._handles.append(layer.module.register_forward_hook(self._after(layer), with_kwargs=True))
 
     def remove(self) -> None:
-        """Take the hooks off, those on outputs too."""
+        """Remove all hooks, including those on outputs."""
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, layer: Layer) -> Callable[..., None]:
+    def _before(self, layer: WatchedLayer) -> Callable[..., None]:
         def count_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
             x = _input(args, kwargs)
-            again = in_backward()
-            if x.dtype not in SUPPORTED_DTYPES or (again and not self._without_graph[layer.name]):
+            recomputed = in_backward()
+            if x.dtype not in SUPPORTED_DTYPES or (recomputed and not self._without_graph[layer.name]):
                 return
             with torch.no_grad(), _disable_current_modes():
                 if layer.counted:
-                    self._of_inputs[layer.name] = self._count_x(layer, _matrix(x), counted=not again)
+                    self._of_inputs[layer.name] = self._count_x(layer, _matrix(x), counted=not recomputed)
                     if layer.name not in self._of_weights:
                         self._of_weights[layer.name] = self._count_w(layer)
-                self.errors.keep(layer.name, layer.module, _matrix(x))
+                self.errors.save_operands(layer.name, layer.module, _matrix(x))
 
         return count_inputs
 
-    def _after(self, layer: Layer) -> Callable[..., None]:
-        def wait_for_gradient(module: nn.Module, args: Any, kwargs: Any, y: Tensor) -> None:
-            of_x, operands = self._of_inputs.pop(layer.name, None), self.errors.kept(layer.name)
+    def _after(self, layer: WatchedLayer) -> Callable[..., None]:
+        def hook_output(module: nn.Module, args: Any, kwargs: Any, y: Tensor) -> None:
+            of_x, operands = self._of_inputs.pop(layer.name, None), self.errors.pop_operands(layer.name)
             if of_x is None and operands is None:
                 return
             if not y.requires_grad:
@@ -137,9 +140,9 @@ class Sample:
             if operands is not None:
                 self._handles.append(y.register_hook(self._on_products(layer, operands, needs)))
 
-        return wait_for_gradient
+        return hook_output
 
-    def _on_gradient(self, layer: Layer, of_w: Factors | None, of_x: Factors | None) -> Callable[[Tensor], None]:
+    def _on_gradient(self, layer: WatchedLayer, of_w: Factors | None, of_x: Factors | None) -> Callable[[Tensor], None]:
         def count_gradient(g: Tensor) -> None:
             with torch.no_grad(), _disable_current_modes():
                 g_MN = _matrix(g)
@@ -148,90 +151,95 @@ class Sample:
                     spec = getattr(layer.recipe, operand)
                     if factors is None or spec is None:
                         continue
-                    own = Form(spec, factors.folds[0], scale, read=factors.read)
+                    own = OperandFormat(spec, factors.folds[0], scale, read=factors.read)
                     folds = zip(self._what_if, factors.folds[1:], strict=True)
-                    others = [Form(getattr(recipe, operand), fold, read=factors.read) for recipe, fold in folds]
-                    self.tallies.count((layer.name, operand), g_MN, own, others)
+                    others = [
+                        OperandFormat(getattr(recipe, operand), fold, read=factors.read) for recipe, fold in folds
+                    ]
+                    self.accumulators.count((layer.name, operand), g_MN, own, others)
 
         return count_gradient
 
-    def _on_products(self, layer: Layer, operands: Operands, needs: tuple[bool, bool]) -> Callable[[Tensor], None]:
+    def _on_products(
+        self, layer: WatchedLayer, operands: Operands, needs: tuple[bool, bool]
+    ) -> Callable[[Tensor], None]:
         def measure(g: Tensor) -> None:
             with torch.no_grad(), _disable_current_modes():
                 self.errors.measure(layer.name, layer.module, operands, _matrix(g), needs)
 
         return measure
 
-    def _count_x(self, layer: Layer, x_MK: Tensor, *, counted: bool) -> Factors:
+    def _count_x(self, layer: WatchedLayer, x_MK: Tensor, *, counted: bool) -> Factors:
         recipes = [layer.recipe, *self._what_if]
         forms: Sequence[ScaledTensor | None] = [None] * len(recipes)
         if counted:
-            own = Form(layer.recipe.x, scale=scale_now(layer.module, X, x_MK))
-            others = [Form(recipe.x) for recipe in self._what_if]
-            forms = self.tallies.count((layer.name, "x"), x_MK, own, others)
+            own = OperandFormat(layer.recipe.x, scale=scale_now(layer.module, X, x_MK))
+            others = [OperandFormat(recipe.x) for recipe in self._what_if]
+            forms = self.accumulators.count((layer.name, "x"), x_MK, own, others)
         folds = [
             _row_scales(x_MK, r.wgrad_x, form) if r.folds_x else None for r, form in zip(recipes, forms, strict=True)
         ]
         return Factors(folds, _read(x_MK))
 
-    def _count_w(self, layer: Layer) -> Factors:
+    def _count_w(self, layer: WatchedLayer) -> Factors:
         recipes = [layer.recipe, *self._what_if]
         weight: Tensor = layer.module.weight  # type: ignore[assignment]
         forms: Sequence[ScaledTensor | None]
-        if isinstance(weight, GatheredWeight):
+        if isinstance(weight, Fp8AllGatherOutput):
             w_NK = self._count_shard(layer, weight)
             forms = [ScaledTensor(weight.data_, weight.scale, weight.spec)] * len(recipes)
         else:
             w_NK = weight.detach().t() if is_transposed(layer.module) else weight.detach()
-            own, *others = (Form(recipe.w) for recipe in recipes)
-            forms = self.tallies.count((layer.name, "w"), w_NK, own, others)
-        found = [
+            own, *others = (OperandFormat(recipe.w) for recipe in recipes)
+            forms = self.accumulators.count((layer.name, "w"), w_NK, own, others)
+        row_scales = [
             _row_scales(w_NK, r.dgrad_w, form) if r.folds_w else None for r, form in zip(recipes, forms, strict=True)
         ]
-        return Factors([None if scales is None else scales.t() for scales in found], _read(w_NK).t())
+        return Factors([None if scales is None else scales.t() for scales in row_scales], _read(w_NK).t())
 
-    def _count_shard(self, layer: Layer, weight: GatheredWeight) -> Tensor:
-        """Count this rank's rows. Returns the whole, to find scales in."""
+    def _count_shard(self, layer: WatchedLayer, weight: Fp8AllGatherOutput) -> Tensor:
+        """Count this rank's rows. Return the whole weight, to compute scales from."""
         if layer.name not in self._shards:
             raise RuntimeError(
                 f"Watch: the weight of {layer.name} was gathered before the step began: enter watch.step() before the "
                 "first forward of a step"
             )
         shard = self._shards[layer.name]
-        w_NK = shard.form.rounded(shard.local.detach()).to(weight.device)
+        w_NK = shard.gather_format.rounded(shard.local.detach()).to(weight.device)
         whole = dequantize(ScaledTensor(weight.data_, weight.scale, weight.spec), weight.dtype)
-        own = Form(layer.recipe.w, scale=weight.scale if layer.recipe.w.granularity == TENSOR else None)
+        own = OperandFormat(layer.recipe.w, scale=weight.scale if layer.recipe.w.granularity == TENSOR else None)
         others = [
-            Form(r.w, scale=quantize(whole, r.w).scale if r.w.granularity == TENSOR else None) for r in self._what_if
+            OperandFormat(r.w, scale=quantize(whole, r.w).scale if r.w.granularity == TENSOR else None)
+            for r in self._what_if
         ]
-        self.tallies.count((layer.name, "w"), w_NK, own, others)
+        self.accumulators.count((layer.name, "w"), w_NK, own, others)
         return whole
 
 
 def _shard(module: nn.Module) -> ShardedWeight | None:
-    """This rank's rows of a weight that FSDP gathers in FP8."""
+    """Return this rank's rows of a weight that FSDP gathers in FP8."""
     local = getattr(module.weight, "_local_tensor", None)
     return local if isinstance(local, ShardedWeight) else None
 
 
 def _read(x: Tensor) -> Tensor:
-    """float32 [R,1]: 0 for rows of zeros, else 1; a row that is not finite is read."""
+    """Return float32 [R,1]: 0 for rows of zeros, else 1; non-finite rows count as read."""
     return (x != 0).any(1, keepdim=True).float()
 
 
 def _input(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """The one argument of a linear."""
+    """Return the single argument of a linear layer."""
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     return x
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """[tokens, features], all leading dimensions flattened."""
+    """Flatten all leading dimensions: [tokens, features]."""
     return x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _row_scales(x: Tensor, spec: QuantSpec | None, form: ScaledTensor | None = None) -> Tensor | None:
-    """Scales [R,1] of a matrix by row, as a factor of G; those of its form if that is of the spec."""
+    """Return the row scales [R,1] of a matrix as a factor of G; reuse those of `form` if its spec matches."""
     assert spec is not None
     q = form if form is not None and form.spec == spec else quantize(x, spec)
     return None if q.scale is None else q.scale.float()

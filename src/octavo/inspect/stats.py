@@ -1,13 +1,13 @@
-"""Statistics of operands: how well a matrix fits the FP8 form that a product reads it in.
+"""Statistics of operands: how well a matrix fits the FP8 format that a product reads it in.
 
-    x  the operand, in high precision (for G with the other operand's scales folded in: what is quantized)
-    q  its FP8 form, s its scales, x' = q · s
+    x  the operand in high precision (for G: after folding in the other operand's scales, as it is quantized)
+    q  its FP8 values, s its scales, x' = q · s
 
     underflow   = #(x ≠ 0, x' = 0) / #(x ≠ 0)
-    saturation  = #(|x| > s · fp8_max) / #x              of finite x; scales of x's own maxima saturate nothing
-    SQNR        = 10 log10( Σ x² / Σ (x − x')² )         where x and x' are finite
+    saturation  = #(|x| > s · fp8_max) / #x              of finite x; scales from x's own amax saturate nothing
+    SQNR        = 10 log10( Σ x² / Σ (x − x')² )         over finite x and x'
 
-They are counted by `octavo.inspect.tally`, in the steps that `octavo.inspect.watch` samples.
+`octavo.inspect.accumulator` counts them in the steps that `octavo.inspect.watch` samples.
 """
 
 import math
@@ -16,54 +16,56 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 OPERANDS = ("x", "w", "dgrad_g", "wgrad_g")
-"""X and W of the forward product, and G in the form of each backward product."""
+"""X and W of the forward product, and G as each backward product reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperandStats:
-    """One operand of one linear in one step: of all calls and micro-batches, over all ranks, and the same on each."""
+    """Statistics of one operand of one linear layer in one step, over all calls, micro-batches and ranks; equal on all
+    ranks.
+    """
 
     step: int
-    """As the trainer counts: 1, 2, …"""
+    """Step number as the trainer counts: 1, 2, …"""
     layer: str
-    """Name of the linear in the model."""
+    """Name of the layer in the model."""
     operand: str
-    """"x", "w", "dgrad_g" or "wgrad_g"; G as it is quantized for each product, with scales folded in as the recipe
-    says."""
+    """"x", "w", "dgrad_g" or "wgrad_g"; G as quantized for each product, with scales folded in as the recipe defines.
+    """
     recipe: str
-    """Name of the recipe; "bf16" for a linear in high precision, measured as the default recipe would have it."""
+    """Name of the recipe; "bf16" for a layer in high precision, measured with the default recipe."""
     elements: int
-    """Elements measured: of W its own, of the others those of all tokens of the step."""
+    """Number of elements: of W its own, of the others those of all tokens of the step."""
     nonfinite: int
     """Elements that are NaN or infinite."""
     amax: float
-    """Largest finite magnitude in high precision; 0 where there is none."""
+    """Largest finite magnitude in high precision; 0 if there is none."""
     smallest: float
-    """Smallest finite magnitude above zero; 0 where there is none."""
+    """Smallest finite magnitude above zero; 0 if there is none."""
     scale_spread: float
-    """Largest over smallest scale; 1 for one scale."""
+    """Ratio of the largest to the smallest scale; 1 for a single scale."""
     underflow: float
     """Share of non-zero values that quantize to zero."""
     saturation: float
-    """Share of finite values that were cut to the largest FP8 value: happens only with scales of earlier maxima."""
+    """Share of finite values clamped to the largest FP8 value; only with scales from an amax history."""
     sqnr: float
-    """Signal to quantization noise in dB; inf where nothing is lost, nan where nothing finite could be compared."""
+    """Signal to quantization noise ratio in dB; inf for no error, nan without finite values to compare."""
     what_if: Mapping[str, float] = field(default_factory=dict)
-    """Recipe name → SQNR in dB of the same tensor under that recipe."""
+    """SQNR in dB of the same tensor under other recipes, by recipe name."""
 
     @property
     def dynamic_range(self) -> float:
-        """Powers of two between the smallest and the largest magnitude; 0 where there is none above zero."""
+        """Powers of two between the smallest and the largest magnitude; 0 without a value above zero."""
         return math.log2(self.amax) - math.log2(self.smallest) if self.smallest else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dictionary that strict JSON can hold: NaN is null and infinity "inf"; `from_json` reads it back."""
+        """Return a plain dictionary for strict JSON: NaN is null and infinity "inf". `from_json` reads it back."""
         fields = asdict(self) | {"what_if": {name: _plain(value) for name, value in self.what_if.items()}}
         return fields | {"sqnr": _plain(self.sqnr)}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> "OperandStats":
-        """Read what `to_json` wrote. Raises TypeError or KeyError for anything else."""
+        """Read the output of `to_json`. Raises TypeError or KeyError for anything else."""
         what_if = {name: _number(value) for name, value in fields["what_if"].items()}
         return OperandStats(**fields | {"sqnr": _number(fields["sqnr"]), "what_if": what_if})
 

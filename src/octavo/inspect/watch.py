@@ -1,28 +1,27 @@
-"""Watch: statistics of the operands of every FP8 linear, in one step of many.
+"""Watch: statistics of the operands of every FP8 linear layer, in sampled steps.
 
     watch = octavo.inspect.Watch(model, every=50, what_if=("blockwise",))
     for batch in batches:
         with watch.step():                  # forward and backward, all micro-batches
             model(batch).loss.backward()
-        for row in watch.rows:              # of the step just taken if it was sampled, else none
+        for row in watch.rows:              # rows of the last step if it was sampled, else none
             print(row.layer, row.operand, f"{row.sqnr:.1f} dB")
-        for finding in watch.findings():    # what crossed a limit
+        for finding in watch.findings():    # statistics that crossed a limit
             print(finding)
 
-In a step that is not sampled there is no hook on any module and nothing is done. In one that is, each linear has two:
-before forward X and W are counted (`octavo.inspect.tally`), after it a hook on the output waits for G. G's FP8 forms
-have scales of X and W folded in, and those row scales are all that is kept in between. Hooks look and return nothing,
-outside of dispatch modes, autograd and the copies that layers share, so a sampled step computes bitwise what it
-computes unsampled.
+Steps that are not sampled have no hooks and no cost. In a sampled step each layer has two hooks: before forward, X and
+W are counted (`octavo.inspect.accumulator`); after forward, a hook on the output waits for G. G is quantized with
+scales of X and W folded in, and only those row scales are saved in between. Hooks return nothing and run outside of
+dispatch modes, autograd and the caches that layers share, so a sampled step computes bitwise the same as any other.
 
     recomputed forwards     activation checkpointing runs a forward again in backward: not counted twice
     micro-batches           all of the step are counted, W once
-    torch.compile           a sampled step runs eagerly, so that hooks are called; what was compiled stays valid
+    torch.compile           a sampled step runs eagerly, so that hooks are called; compiled code stays valid
     ranks                   one sum and one maximum over the group at the end of the step; rows are the same on all
-    weights in FP8          FSDP gathers them so (`octavo.nn.gathered`): each rank counts its own rows
+    weights in FP8          gathered so by FSDP (`octavo.nn.gathered`): each rank counts its own rows
 
-Not seen: a linear whose forward is not called (the head under the chunked loss), and that wgrad's X was made again from
-FP8 where activations are stored so: its row scales, folded into G, are taken as those of forward.
+Not covered: a layer whose forward is not called (the head under the chunked loss), and the recomputation of wgrad's X
+from FP8 under `activations="fp8"`: its row scales, folded into G, are those of forward.
 """
 
 import sys
@@ -35,10 +34,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from octavo.inspect.accumulator import as_stats
 from octavo.inspect.findings import Finding, History, Thresholds, findings
-from octavo.inspect.sample import Layer, Sample
+from octavo.inspect.sample import Sample, WatchedLayer
 from octavo.inspect.stats import OPERANDS, OperandStats
-from octavo.inspect.tally import as_stats
 from octavo.nn.report import is_converted
 from octavo.nn.select import is_linear
 from octavo.numerics.display import Displayed
@@ -46,26 +45,25 @@ from octavo.numerics.names import nearest
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
 
 HIGH_PRECISION = "bf16"
-"""Name, in place of a recipe's, of linears that are not converted."""
+"""Recipe name of layers that are not converted."""
 
 
 class Watch(Displayed):
-    """Statistics of a model's linears, sampled.
+    """Sampled statistics of a model's linear layers.
 
     Args:
-        model: A converted model, sharded or not; its linears are looked up anew in each sampled step.
-        every: Steps from one sample to the next: steps `every`, 2·`every`, …; 0 for only those that are forced.
-        what_if: Names of recipes whose SQNR on the same tensors is wanted as well.
-        high_precision: Also linears that were not converted, measured as the default recipe would have them.
-        group: The ranks that train the model; None for the default group, where there is one.
+        model: A converted model, sharded or not; each sampled step looks up its layers anew.
+        every: Steps between samples: steps `every`, 2·`every`, … are sampled; 0 for forced samples only.
+        what_if: Names of recipes whose SQNR on the same tensors is measured as well.
+        high_precision: Also measure layers that are not converted, with the default recipe.
+        group: Ranks that train the model; None for the default group, if there is one.
 
     Attributes:
-        rows: Statistics of the step just taken, in the order in which operands were computed; empty where it was not
-            sampled.
-        errors: Of the layers that `step` was to measure in the step just taken, the errors of their products by layer
-            and recipe: see `octavo.inspect.product_error`.
-        number: Number of the step just taken, 1, 2, …
-        history: Earlier samples, for jumps of an amax.
+        rows: Statistics of the last step, in the order in which operands were computed; empty if it was not sampled.
+        errors: Product errors of the last step by layer and recipe, for the layers that `step` measured: see
+            `octavo.inspect.product_error`.
+        number: Number of the last step, 1, 2, …
+        history: Earlier samples, to detect jumps of an amax.
 
     Raises:
         ValueError: For a negative `every` or an unknown recipe.
@@ -93,18 +91,18 @@ class Watch(Displayed):
         self._what_if = [get_recipe(name) for name in dict.fromkeys(what_if)]
         self._high_precision = high_precision
         self._group = group
-        self._agreed: list[str] | None = None
+        self._compared_names: list[str] | None = None
 
     def __str__(self) -> str:
         sampled = f"{len(self.rows)} operands sampled" if self.rows else "not sampled"
         return "\n".join([f"Watch: step {self.number}, {sampled}", *map(str, self.findings())])
 
     def due(self, number: int) -> bool:
-        """Whether a step is sampled without being forced."""
+        """Return whether a step is sampled without `force`."""
         return self._every > 0 and number % self._every == 0
 
     def findings(self, thresholds: Thresholds | None = None) -> list[Finding]:
-        """What crossed a limit in the step just taken; the default limits where none are given."""
+        """Return the statistics of the last step that crossed a limit; default limits if None."""
         return findings(self.rows, thresholds or Thresholds(), self.history)
 
     @contextmanager
@@ -115,20 +113,20 @@ class Watch(Displayed):
         force: bool = False,
         measure: Mapping[str, Sequence[str | Recipe]] | None = None,
     ) -> Iterator[None]:
-        """Take a step inside: all of its forwards and backwards.
+        """Run a step inside, with all of its forwards and backwards.
 
         Args:
-            number: Which step it is, 1, 2, …; the one after the last where not given. A resumed run says so here.
-            force: Sample it whatever `every` says; on all ranks alike.
+            number: Number of the step, 1, 2, …; default: the one after the last. A resumed run sets it.
+            force: Sample the step regardless of `every`; the same on all ranks.
             measure: Recipes whose products are compared with high precision on the operands of this step, by layer,
-                converted or not; where it is sampled. The same on all ranks.
+                converted or not; only if it is sampled. The same on all ranks.
 
         Raises:
             ValueError: For an unknown layer or recipe to measure.
-            RuntimeError: Where ranks watch different layers, or weights were gathered before the step began.
+            RuntimeError: If ranks watch different layers, or weights were gathered before the step began.
         """
         number = self.number + 1 if number is None else number
-        if number != self.number:  # a step that is taken again counts once
+        if number != self.number:  # a repeated step counts once
             self.history.add(self.rows)
         self.number, self.rows, self.errors = number, [], {}
         if not (force or self.due(self.number)):
@@ -144,30 +142,30 @@ class Watch(Displayed):
                 sample.remove()
         self.rows = self._rows(sample)
 
-    def _layers(self, measured: Collection[str]) -> list[Layer]:
-        """What is watched now."""
-        found, names = [], set()
+    def _layers(self, measured: Collection[str]) -> list[WatchedLayer]:
+        """Return the layers to watch now."""
+        layers, names = [], set()
         for name, module in self._model.named_modules():
             if is_converted(module):
                 recipe = module.recipe
                 assert isinstance(recipe, Recipe)
-                found.append(Layer(name, module, recipe, recipe.name))
+                layers.append(WatchedLayer(name, module, recipe, recipe.name))
             elif is_linear(module) and (self._high_precision or name in measured):
-                found.append(Layer(name, module, DEFAULT, HIGH_PRECISION, counted=self._high_precision))
+                layers.append(WatchedLayer(name, module, DEFAULT, HIGH_PRECISION, counted=self._high_precision))
             names.add(name)
         if unknown := next((name for name in measured if name not in names), None):
             raise ValueError(f"Watch: there is no layer {unknown!r} to measure{nearest(unknown, names)}")
-        return found
+        return layers
 
     def _rows(self, sample: Sample) -> list[OperandStats]:
         layers = {layer.name: layer for layer in sample.layers if layer.counted}
-        group = self._several(list(layers), sample.device)
+        group = self._multi_rank_group(list(layers), sample.device)
         keys = [(name, operand) for name in layers for operand in OPERANDS]
-        found = sample.tallies.reduced(keys, group, sample.device)
+        accumulators = sample.accumulators.reduced(keys, group, sample.device)
         self.errors = sample.errors.reduced(group, sample.device)
-        names = sample.tallies.what_if
+        names = sample.accumulators.what_if
         rows = []
-        for (name, operand), counted in sorted(found.items(), key=lambda item: -item[1].maxima[-1].item()):
+        for (name, operand), counted in sorted(accumulators.items(), key=lambda item: -item[1].maxima[-1].item()):
             layer = layers[name]
             whole = layer.module.weight.numel()  # type: ignore[operator]
             copies = counted.sums[0].item() / whole if operand == "w" else 1.0
@@ -175,14 +173,14 @@ class Watch(Displayed):
             rows.append(row)
         return rows
 
-    def _several(self, names: list[str], device: torch.device) -> dist.ProcessGroup | None:
-        """The group, if it has more ranks than this one. Their layers are compared when they differ from the last."""
+    def _multi_rank_group(self, names: list[str], device: torch.device) -> dist.ProcessGroup | None:
+        """Return the group if it has more than one rank. Compare the ranks' layers whenever they change."""
         if not (dist.is_available() and dist.is_initialized()):
             return None
         group = self._group or dist.group.WORLD
         if dist.get_world_size(group) == 1:
             return None
-        if names != self._agreed:
+        if names != self._compared_names:
             own = zlib.crc32("\n".join(names).encode())
             extremes = torch.tensor([own, -own], dtype=torch.int64, device=device)
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
@@ -191,12 +189,12 @@ class Watch(Displayed):
                     f"Watch: ranks watch different layers (here {len(names)}, {', '.join(names[:2])}, …): give the "
                     "group of ranks that hold the same ones, Watch(model, group=…)"
                 )
-            self._agreed = names
+            self._compared_names = names
         return group
 
 
 def _eager() -> AbstractContextManager[Any]:
-    """Inside, compiled modules run as they were written, where anything may be compiled at all."""
+    """Run compiled modules eagerly inside, if torch.compile is in use."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

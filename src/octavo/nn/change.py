@@ -60,7 +60,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
         _note(modules, fqn, wanted, reason)
         local = getattr(weight, "_local_tensor", None)
         if isinstance(local, ShardedWeight):
-            local.form.follow()
+            local.gather_format.follow()
 
 
 def _note(modules: dict[str, nn.Module], fqn: str, recipe: Recipe | None, reason: str) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from octavo.activations.candidates import storable
 from octavo.activations.modules import Scoped, Storage, is_storing, make_plain, make_storing, storing_class
-from octavo.nn.filters import Filter, Plain, both, of_precision
+from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
 from octavo.nn.linear_subclasses import change_since, fp8_class, make_exact
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, is_converted, report
 from octavo.nn.select import checked_weight, default_plan, exact_linears, obstacle
@@ -33,12 +33,12 @@ _HINTS = {
 
 def convert(
     model: M,
-    recipe: str | Recipe | Mapping[Filter | Plain, str | Recipe] | None = None,
+    recipe: str | Recipe | Mapping[Filter | ModuleFilter, str | Recipe] | None = None,
     *,
     precision: Precision | None = None,
     plan: Plan | None = None,
     skip: Sequence[str] = (),
-    filter: Filter | Plain | None = None,
+    filter: Filter | ModuleFilter | None = None,
     keep_weights: bool = False,
     activations: Literal["bf16", "fp8"] = "bf16",
     verbose: bool = True,
@@ -176,10 +176,10 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
 
 def _plan(
     model: nn.Module,
-    recipe: str | Recipe | Mapping[Filter | Plain, str | Recipe] | None,
+    recipe: str | Recipe | Mapping[Filter | ModuleFilter, str | Recipe] | None,
     precision: Precision | None,
     skip: Sequence[str],
-    filter: Filter | Plain | None,
+    filter: Filter | ModuleFilter | None,
     keep_weights: bool,
     activations: str,
 ) -> Plan:

@@ -25,14 +25,27 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
-from octavo.nn.rules import AtEnd, Filter, Given, Layer, Named, OfKind, Plain, Shaped, Verdict, as_filter, sizes, where
+from octavo.nn.rules import (
+    AtEnd,
+    Filter,
+    FilterLike,
+    Layer,
+    ModuleFilter,
+    Named,
+    OfKind,
+    Shaped,
+    Verdict,
+    as_filter,
+    sizes,
+    where,
+)
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
 from octavo.runtime.blocks import find_stacks
 
 __all__ = [
-    "Filter", "Given", "Layer", "Plain", "Verdict", "as_filter", "both", "first", "kind", "last", "layers_of", "name",
-    "names_of", "of_precision", "shape", "sizes", "where",
+    "Filter", "FilterLike", "Layer", "ModuleFilter", "Verdict", "as_filter", "both", "first", "kind", "last",
+    "layers_of", "name", "names_of", "of_precision", "shape", "sizes", "where",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -118,7 +131,7 @@ def of_precision(precision: Precision) -> Filter | None:
     return both(*rules)
 
 
-def both(*given: Given | None) -> Filter | None:
+def both(*given: FilterLike | None) -> Filter | None:
     """All of several filters, some of which may be None; None where all are."""
     found: Filter | None = None
     for each in given:

@@ -1,7 +1,7 @@
 """Weights that FSDP2 gathers in FP8: what a shard says of itself, and what the gathered weight is.
 
     ShardedWeight    a rank's rows of W in their own dtype. When FSDP gathers, it hands over their FP8 bytes and scales.
-    GatheredWeight   the whole W as those bytes and scales, which products read as they are. Never gathered in bf16.
+    Fp8AllGatherOutput   the whole W as those bytes and scales, which products read as they are. Never gathered in bf16.
 
 FSDP2 asks a tensor for both through `fsdp_pre_all_gather` and `fsdp_post_all_gather`; attributes on a plain tensor are
 lost where FSDP pads, pins or moves the shard, so it takes a subclass. It has no arithmetic of its own: every operation
@@ -50,14 +50,16 @@ class GlobalScales:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.stale = True
         self._group = group
-        self._weights: list[tuple[Tensor, Form]] = []  # no weak references: `module.to` swaps none that has some
+        self._weights: list[
+            tuple[Tensor, GatherFormat]
+        ] = []  # no weak references: `module.to` swaps none that has some
 
-    def add(self, parameter: Tensor, form: "Form") -> None:
+    def add(self, parameter: Tensor, form: "GatherFormat") -> None:
         """Keep the scale of a sharded parameter (a DTensor), from the next forward on."""
         self._weights.append((parameter, form))
         self.stale = True
 
-    def drop(self, form: "Form") -> None:
+    def drop(self, form: "GatherFormat") -> None:
         """Forget a weight."""
         self._weights = [(parameter, other) for parameter, other in self._weights if other is not form]
 
@@ -80,7 +82,7 @@ class GlobalScales:
 
 
 @dataclass
-class Form:
+class GatherFormat:
     """How a sharded weight is gathered.
 
     Attributes:
@@ -108,29 +110,29 @@ class ShardedWeight(Tensor):
     """A rank's rows of a weight; see the module."""
 
     local: Tensor
-    form: Form
+    gather_format: GatherFormat
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, local: Tensor, form: Form) -> "ShardedWeight":
+    def __new__(cls, local: Tensor, form: GatherFormat) -> "ShardedWeight":
         """As seen from outside, a tensor like `local`."""
         made: ShardedWeight = Tensor._make_wrapper_subclass(
             cls, local.size(), local.stride(), local.storage_offset(), dtype=local.dtype, device=local.device,
             layout=local.layout, requires_grad=local.requires_grad,
         )  # fmt: skip
-        made.local, made.form = local, form
+        made.local, made.gather_format = local, form
         return made
 
-    def __init__(self, local: Tensor, form: Form) -> None: ...
+    def __init__(self, local: Tensor, form: GatherFormat) -> None: ...
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedWeight({self.local}, gathered as {self.form.spec})"
+        return f"ShardedWeight({self.local}, gathered as {self.gather_format.spec})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], Form]:
-        return ["local"], self.form
+    def __tensor_flatten__(self) -> tuple[list[str], GatherFormat]:
+        return ["local"], self.gather_format
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], form: Form, size: Any, stride: Any) -> "ShardedWeight":
+    def __tensor_unflatten__(inner: dict[str, Tensor], form: GatherFormat, size: Any, stride: Any) -> "ShardedWeight":
         return ShardedWeight(inner["local"], form)
 
     @classmethod
@@ -143,12 +145,14 @@ class ShardedWeight(Tensor):
         if owner is None:
             return out
         if func in _STAYS_SHARDED:
-            return tree_map(lambda value: ShardedWeight(value, owner.form) if isinstance(value, Tensor) else value, out)
+            return tree_map(
+                lambda value: ShardedWeight(value, owner.gather_format) if isinstance(value, Tensor) else value, out
+            )
         return owner if out is owner.local else out  # in place
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """FP8 bytes of the rows, and their scales where each row has its own, padded to what every rank sends."""
-        form, local = self.form, self.form.rounded(self.local)
+        form, local = self.gather_format, self.gather_format.rounded(self.local)
         sent = -(-form.rows // mesh.size())
         if form.spec is None:
             return (_padded(local, sent),), None
@@ -170,18 +174,18 @@ class ShardedWeight(Tensor):
     ) -> Any:
         """The whole weight, made once of the memory that every later gather fills again."""
         if out is not None:
-            if isinstance(out, GatheredWeight) and metadata is not None:
+            if isinstance(out, Fp8AllGatherOutput) and metadata is not None:
                 out.scale = metadata
             return None
-        form = self.form
+        form = self.gather_format
         if form.spec is None:
             return outputs[0][: form.rows], ()
         scale = metadata if metadata is not None else outputs[1][: form.rows]
         data = outputs[0].view(form.spec.format.dtype)[: form.rows]
-        return GatheredWeight(data, scale, form.spec, form.dtype or self.local.dtype), ()
+        return Fp8AllGatherOutput(data, scale, form.spec, form.dtype or self.local.dtype), ()
 
 
-class GatheredWeight(Tensor):
+class Fp8AllGatherOutput(Tensor):
     """A whole weight [N,K] in FP8; to anything but our products a tensor of a wider dtype with its values.
 
     What else reads it gets the values of the FP8 form, with a warning unless `octavo.disabled()` asks for it.
@@ -193,9 +197,9 @@ class GatheredWeight(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> "GatheredWeight":
+    def __new__(cls, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> "Fp8AllGatherOutput":
         """As seen from outside, a tensor of the shape of `data`."""
-        made: GatheredWeight = Tensor._make_wrapper_subclass(
+        made: Fp8AllGatherOutput = Tensor._make_wrapper_subclass(
             cls, data.size(), data.stride(), dtype=dtype, device=data.device
         )
         made.data_, made.scale, made.spec = data, scale, spec
@@ -204,14 +208,14 @@ class GatheredWeight(Tensor):
     def __init__(self, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> None: ...
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"GatheredWeight({list(self.shape)}, {self.spec})"
+        return f"Fp8AllGatherOutput({list(self.shape)}, {self.spec})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["data_", "scale"], (self.spec, self.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "GatheredWeight":
-        return GatheredWeight(inner["data_"], inner["scale"], *context)
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "Fp8AllGatherOutput":
+        return Fp8AllGatherOutput(inner["data_"], inner["scale"], *context)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -219,10 +223,10 @@ class GatheredWeight(Tensor):
             (weight, *rest) = args
             same = not rest or list(rest[0]) == list(weight.shape)
             if same and weight.data_.is_contiguous():
-                return GatheredWeight(weight.data_, weight.scale, weight.spec, weight.dtype)
+                return Fp8AllGatherOutput(weight.data_, weight.scale, weight.spec, weight.dtype)
 
         def widened(value: Any) -> Any:
-            if not isinstance(value, GatheredWeight):
+            if not isinstance(value, Fp8AllGatherOutput):
                 return value
             return dequantize(ScaledTensor(value.data_, value.scale, value.spec), value.dtype)
 
@@ -235,7 +239,7 @@ class GatheredWeight(Tensor):
         return func(*tree_map(widened, args), **tree_map(widened, kwargs or {}))
 
 
-def quantized_as(weight: GatheredWeight, spec: QuantSpec) -> ScaledTensor:
+def quantized_as(weight: Fp8AllGatherOutput, spec: QuantSpec) -> ScaledTensor:
     """What products read of a gathered weight. A function, as torch.compile passes no spec to a tensor's method.
 
     Raises:

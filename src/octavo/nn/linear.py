@@ -43,7 +43,7 @@ from octavo.activations.saved_tensors import source_of, unhooked
 from octavo.kernels import quantize, quantize_pair, scaled_mm, wants_copies
 from octavo.nn.delayed import Past, X, past_of
 from octavo.nn.engine import wanted_gradients
-from octavo.nn.gathered import GatheredWeight, for_dgrad, quantized_as
+from octavo.nn.gathered import Fp8AllGatherOutput, for_dgrad, quantized_as
 from octavo.nn.weights import cast_weight, keeps_weight
 from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.numerics.spec import QuantSpec
@@ -143,8 +143,8 @@ class _LinearFunction(torch.autograd.Function):
         out_dtype: torch.dtype, keeps_weight: bool, past: Past | None,
     ) -> Tensor:  # fmt: skip
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
-        gathered, w_t = isinstance(w_NK, GatheredWeight), None
-        if isinstance(w_NK, GatheredWeight):
+        gathered, w_t = isinstance(w_NK, Fp8AllGatherOutput), None
+        if isinstance(w_NK, Fp8AllGatherOutput):
             w = w_t = quantized_as(w_NK, recipe.w)
         elif keeps_weight:
             w, w_t = cast_weight(w_NK, recipe, needs_dgrad)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from octavo.activations.saved_tensors import Saved
-from octavo.nn.gathered import GatheredWeight
+from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.numerics.names import merged, pattern
 from octavo.runtime.torch_compat import own_saved_tensors_hooks
 from octavo.tensor import local_tensor
@@ -242,7 +242,7 @@ def _summed(holdings: Any, by: Callable[[Holding], Any]) -> dict[Any, int]:
 def _own(model: nn.Module) -> Iterator[int]:
     """Storages of parameters and buffers: those that are there now, of shards or of the gathered whole."""
     for tensor in (*model.parameters(), *model.buffers()):
-        parts = (tensor.data_, tensor.scale) if isinstance(tensor, GatheredWeight) else (local_tensor(tensor),)
+        parts = (tensor.data_, tensor.scale) if isinstance(tensor, Fp8AllGatherOutput) else (local_tensor(tensor),)
         yield from map(_key, parts)
 
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from octavo.numerics.names import nearest
 
-Plain = Callable[[nn.Module, str], bool]
+ModuleFilter = Callable[[nn.Module, str], bool]
 """Takes a linear and its fully qualified name; True means convert."""
-Given = Union["Filter", Plain]
+FilterLike = Union["Filter", ModuleFilter]
 """What is taken for a filter."""
 
 
@@ -63,16 +63,16 @@ class Filter(ABC):
         """
         return None
 
-    def __and__(self, other: Given) -> "Filter":
+    def __and__(self, other: FilterLike) -> "Filter":
         return _All(self, as_filter(other))
 
-    def __rand__(self, other: Given) -> "Filter":
+    def __rand__(self, other: FilterLike) -> "Filter":
         return _All(as_filter(other), self)
 
-    def __or__(self, other: Given) -> "Filter":
+    def __or__(self, other: FilterLike) -> "Filter":
         return _Any(self, as_filter(other))
 
-    def __ror__(self, other: Given) -> "Filter":
+    def __ror__(self, other: FilterLike) -> "Filter":
         return _Any(as_filter(other), self)
 
     def __invert__(self) -> "Filter":
@@ -82,12 +82,12 @@ class Filter(ABC):
         raise TypeError("a filter is neither true nor false: combine filters with &, | and ~, not with and, or and not")
 
 
-def as_filter(given: Given) -> Filter:
+def as_filter(given: FilterLike) -> Filter:
     """A filter as it is, and any other callable as `where` takes it. Raises TypeError for anything else."""
     return given if isinstance(given, Filter) else where(given)
 
 
-def where(function: Plain, reason: str = "") -> Filter:
+def where(function: ModuleFilter, reason: str = "") -> Filter:
     """Layers of which `function(module, fqn)` returns True; `reason` says what that means, as "wide enough".
 
     Raises:
@@ -256,7 +256,7 @@ class AtEnd(Filter):
 
 @dataclass(frozen=True)
 class _Where(Filter):
-    function: Plain
+    function: ModuleFilter
     fact: str
 
     def judge(self, layer: Layer) -> Verdict:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.activations.candidates import storable
-from octavo.nn.filters import Filter, Given, Layer, as_filter, layers_of, names_of, sizes
+from octavo.nn.filters import Filter, FilterLike, Layer, as_filter, layers_of, names_of, sizes
 from octavo.nn.linear import SUPPORTED_DTYPES
 from octavo.nn.linear_subclasses import computes_linear, is_conv1d, lossy_subclass
 from octavo.numerics.names import nearest
@@ -66,9 +66,9 @@ def default_plan(
     model: nn.Module,
     recipe: Recipe | None,
     skip: Sequence[str] = (),
-    filter: Given | None = None,
+    filter: FilterLike | None = None,
     activations: str = "bf16",
-    recipes: Mapping[Given, Recipe] | None = None,
+    recipes: Mapping[FilterLike, Recipe] | None = None,
 ) -> Plan:
     """Decide for every linear of a model, and for every module whose activations could be stored in FP8.
 

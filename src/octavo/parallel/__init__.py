@@ -1,8 +1,9 @@
-"""Level 5: one model on many GPUs. `parallelize` is the front door; the engine is torch's own.
+"""Level 5: distribute one model over many GPUs with torch's FSDP2 and DDP. `parallelize` is the entry point.
 
-fsdp.py        FSDP2: blocks sharded, weights gathered in FP8, gradients scattered in FP8
-ddp.py         DDP, with gradients added up in FP8
-parallelize.py which of them, on which mesh, and what does not go together
+fsdp.py          FSDP2: sharded blocks, weights gathered in FP8, gradients scattered in FP8
+ddp.py           DDP with gradients reduced in FP8
+amax_sync.py     one amax history for all ranks
+parallelize.py   selects one of them for a mesh, and checks the combination
 """
 
 from octavo.parallel.ddp import Fp8AllReduce

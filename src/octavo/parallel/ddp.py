@@ -1,9 +1,9 @@
 """DDP with gradients in FP8: a communication hook for `torch.nn.parallel.DistributedDataParallel`.
 
 Each bucket is an FP8 all_reduce (`octavo.comm`): an all-to-all, a sum in float32, and an all-gather of the sum, divided
-by the group's size. With error feedback a rank adds what rounding took, from its bucket and from its piece of the sum,
-to those of the next step, so that nothing is lost in the long run (1-bit SGD, Seide et al. 2014); it costs a copy of
-the gradients in float32, and 1/W of one.
+by the group's size. With error feedback a rank adds the rounding errors of its bucket and of its piece of the sum to
+those of the next step, so that nothing is lost in the long run (1-bit SGD, Seide et al. 2014). That costs a float32
+copy of the gradients, and 1/W of one.
 """
 
 from dataclasses import dataclass
@@ -17,65 +17,67 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo.comm import WIRE, all_gather, all_reduce, reduce_scatter
-from octavo.comm.wire import pack, parse, unpack
+from octavo.comm.encoding import pack, parse_spec, unpack
 
 
 class Fp8AllReduce:
     """State of the hook.
 
     Args:
-        group: Process group; the default one where None.
-        spec: FP8 form on the wire.
-        error_feedback: Carry what rounding takes over to the next step.
+        group: Process group; None for the default group.
+        spec: FP8 format of the messages.
+        error_feedback: Carry rounding errors over to the next step.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, spec: str = WIRE, error_feedback: bool = False
     ) -> None:
-        parse(spec)
+        parse_spec(spec)
         self.group, self.spec, self.error_feedback = group, spec, error_feedback
-        self._lost: dict[int, _Lost] = {}
+        self._residuals: dict[int, _Residuals] = {}
         self._stream: torch.cuda.Stream | None = None
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Where buckets are averaged."""
+        """Return the stream that averages buckets."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return self._stream
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Use it for a model's gradients, from the next backward on."""
+        """Use the hook for a model's gradients, from the next backward on."""
         model.register_comm_hook(self, _hook)
 
     def reduce(self, gradient: Tensor) -> Tensor:
-        """The average [n] of a bucket over the ranks."""
+        """Return the average [n] of a bucket over the ranks."""
         result: Tensor = all_reduce(gradient, self.group, op="avg", spec=self.spec)
         return result
 
-    def reduce_and_remember(self, index: int, gradient: Tensor, contents: tuple[int, ...]) -> Tensor:
-        """The same, with what earlier steps lost, for bucket number `index` with these contents."""
+    def reduce_with_feedback(self, index: int, gradient: Tensor, contents: tuple[int, ...]) -> Tensor:
+        """Return the average of bucket number `index`, with the rounding errors of earlier steps added."""
         world = dist.get_world_size(self.group)
-        unit = world * (parse(self.spec).granularity.columns or 1)
+        unit = world * (parse_spec(self.spec).granularity.columns or 1)
         flat = F.pad(gradient.float(), (0, -gradient.numel() % unit)).view(world, -1)
-        lost = self._lost.get(index)
-        if lost is None or lost.contents != contents:  # DDP fills buckets anew after its first backward
-            lost = self._lost[index] = _Lost(contents, torch.zeros_like(flat), flat.new_zeros(1, flat.shape[1]))
-        flat += lost.bucket
-        lost.bucket = flat - self._arriving(flat)
-        piece = reduce_scatter(flat, self.group, op="avg", spec=self.spec) + lost.piece
-        lost.piece = piece - self._arriving(piece)
+        residuals = self._residuals.get(index)
+        if residuals is None or residuals.contents != contents:  # DDP rebuilds its buckets after the first backward
+            residuals = self._residuals[index] = _Residuals(
+                contents, torch.zeros_like(flat), flat.new_zeros(1, flat.shape[1])
+            )
+        flat += residuals.bucket
+        residuals.bucket = flat - self._dequantized(flat)
+        piece = reduce_scatter(flat, self.group, op="avg", spec=self.spec) + residuals.piece
+        residuals.piece = piece - self._dequantized(piece)
         gathered: Tensor = all_gather(piece, self.group, spec=self.spec)
         return gathered.view(-1)[: gradient.numel()].to(gradient.dtype)
 
-    def _arriving(self, rows: Tensor) -> Tensor:
-        """What others will read of a float32 matrix."""
-        form = parse(self.spec)
-        return unpack(pack(rows, form), rows.shape[1], form, torch.float32)
+    def _dequantized(self, rows: Tensor) -> Tensor:
+        """Return a float32 matrix as the other ranks will decode it."""
+        quant_spec = parse_spec(self.spec)
+        return unpack(pack(rows, quant_spec), rows.shape[1], quant_spec, torch.float32)
 
 
 @dataclass
-class _Lost:
-    """What rounding took in a bucket's last step: from this rank's gradients, and from its piece of the average."""
+class _Residuals:
+    """Rounding errors of a bucket's last step: of this rank's gradients, and of its piece of the average."""
 
     contents: tuple[int, ...]
     bucket: Tensor
@@ -83,16 +85,16 @@ class _Lost:
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh, *, fp8: str | None) -> nn.Module:
-    """A model in DDP over the ranks of a mesh, with gradients in an FP8 form or their own."""
+    """Wrap a model in DDP over the ranks of a mesh, with gradients in this FP8 format or their own dtype."""
     group = mesh.get_group("dp_replicate") if mesh.mesh_dim_names else mesh.get_group()
-    made = DistributedDataParallel(model, process_group=group)
+    ddp_model = DistributedDataParallel(model, process_group=group)
     if fp8 is not None:
-        Fp8AllReduce(group, spec=fp8).register(made)
-    return made
+        Fp8AllReduce(group, spec=fp8).register(ddp_model)
+    return ddp_model
 
 
 def _hook(state: Fp8AllReduce, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """The gradients of a bucket, averaged: on a GPU in a stream of its own, while backward goes on."""
+    """Average the gradients of a bucket; on a GPU in a stream of its own, while backward continues."""
     gradient = bucket.buffer()
     if gradient.device.type != "cuda":
         future: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -103,7 +105,7 @@ def _hook(state: Fp8AllReduce, bucket: dist.GradBucket) -> torch.futures.Future[
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         gradient.record_stream(stream)
-        future.set_result(_average(state, bucket))  # whose reader waits for this stream
+        future.set_result(_average(state, bucket))  # its reader waits for this stream
     return future
 
 
@@ -111,4 +113,4 @@ def _average(state: Fp8AllReduce, bucket: Any) -> Tensor:
     if not state.error_feedback:
         return state.reduce(bucket.buffer())
     contents = tuple(id(parameter) for parameter in bucket.parameters())
-    return state.reduce_and_remember(bucket.index(), bucket.buffer(), contents)
+    return state.reduce_with_feedback(bucket.index(), bucket.buffer(), contents)

@@ -1,15 +1,16 @@
-"""FSDP2 with FP8 on the wire: what `torch.distributed.fsdp.fully_shard` shards, and in which form it travels.
+"""FSDP2 with FP8 communication: what `torch.distributed.fsdp.fully_shard` shards, and in which format it is
+communicated.
 
     weights of converted linears    gathered as FP8 bytes and scales, which the products read (`octavo.nn.gathered`)
-    everything else                 gathered in the dtype of computation, as FSDP2 does
+    everything else                 gathered in the compute dtype, as FSDP2 does
     gradients                       FP8 all-to-all and a sum in float32, through FSDP2's own reduce-scatter hook
 
-With copies of the shards (HSDP), what a shard group has added up is added up over the copies in `reduce_dtype`: FSDP2
-lets nobody else do that.
+With copies of the shards (HSDP), the sums of a shard group are reduced over the copies in `reduce_dtype`; FSDP2 offers
+no hook for that.
 
-Weights travel in FP8 where one form serves all products and each rank can make its rows of it: recipes by row, without
-another exchange, and by tensor, with one of the largest magnitudes of all weights per optimizer step. Other recipes
-(blocks across rows, other blocks for dgrad) are gathered as they would be without.
+Weights are gathered in FP8 if one format serves all products and each rank can quantize its rows alone: recipes by row,
+without further communication, and by tensor, with one all_reduce of the amax of all weights per optimizer step. Other
+recipes (blocks across rows, other blocks for dgrad) are gathered in high precision.
 """
 
 import weakref
@@ -25,28 +26,28 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.comm import reduce_scatter
-from octavo.nn.gathered import Form, GlobalScales, ShardedWeight, sharded_weights
+from octavo.nn.gathered import GatherFormat, GlobalScales, ShardedWeight, sharded_weights
 from octavo.nn.linear import Linear
 from octavo.numerics.spec import TENSOR
 from octavo.runtime.blocks import find_blocks
 from octavo.tensor import local_tensor
 
 _SCALES: "weakref.WeakSet[GlobalScales]" = weakref.WeakSet()
-"""Of the sharded models there are."""
+"""Scales of all sharded models in the process."""
 
 
 class Fp8ReduceScatter:
-    """What `FSDPModule.set_custom_reduce_scatter` takes: gradients leave in FP8 and are added up in float32.
+    """Reduce-scatter for `FSDPModule.set_custom_reduce_scatter`: sends gradients in FP8 and sums them in float32.
 
     Args:
-        spec: FP8 form on the wire; see `octavo.comm`.
+        spec: FP8 format of the messages; see `octavo.comm`.
     """
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what FSDP2 copies the gradients into, and for their sum."""
+        """Allocate memory for FSDP2's copy of the gradients, or for their sum."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -54,14 +55,14 @@ class Fp8ReduceScatter:
     ) -> None:
         """Reduce [W·n] to this rank's [n].
 
-        `set_gradient_divide_factor(f)` makes FSDP ask for a sum of what is multiplied by 1/f. The sum is multiplied
-        here, in float32: the factor adds no error but its own rounding, and none where it is a power of two.
+        With `set_gradient_divide_factor(f)` FSDP requests a sum of values multiplied by 1/f. Here the sum is
+        multiplied, in float32: the factor adds only its own rounding error, and none if it is a power of two.
 
         Raises:
-            ValueError: For an operation that is no sum.
+            ValueError: For an operation that is not a sum.
         """
-        if not any(op == known for known in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)):
-            raise ValueError(f"gradients in FP8 are added up or averaged; FSDP asks for {op}: use fp8_comm='gather'")
+        if not any(op == sum_op for sum_op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)):
+            raise ValueError(f"gradients in FP8 support sum and average; FSDP requests {op}: use fp8_comm='gather'")
         with torch.no_grad():
             result = reduce_scatter(input_tensor, group, op="avg" if op == dist.ReduceOp.AVG else "sum", spec=self.spec)
             if op == dist.ReduceOp.PREMUL_SUM:
@@ -80,31 +81,31 @@ def shard(
     reshard_after_forward: bool,
     cpu_offload: bool,
 ) -> nn.Module:
-    """`fully_shard` the repeated blocks of a model, then the rest of it, in place.
+    """Apply `fully_shard` to the repeated blocks of a model, then to the rest, in place.
 
-    Blocks that share parameters with anything else belong to the rest, as one group of FSDP2 has to own them.
+    Blocks that share parameters with other modules belong to the rest, because one FSDP2 group must own them.
 
     Args:
         model: Converted or not.
         mesh: [dp_shard], or [dp_replicate, dp_shard] for HSDP.
-        fp8_gather: Gather the weights of converted linears in FP8 where their recipe allows it.
-        fp8_reduce: FP8 form in which gradients travel; None for `reduce_dtype`.
-        dtype: What parameters are computed in, as FSDP2's `param_dtype`; None for their own.
-        reduce_dtype: What gradients are added up in.
-        reshard_after_forward: Free gathered weights of blocks between forward and backward (ZeRO-3), or keep them
-            (ZeRO-2). The rest, which backward begins with, is kept.
-        cpu_offload: Shards, gradients and optimizer states stay in host memory.
+        fp8_gather: Gather the weights of converted layers in FP8 if their recipe allows it.
+        fp8_reduce: FP8 format for gradients; None for `reduce_dtype`.
+        dtype: Compute dtype of parameters, as FSDP2's `param_dtype`; None for their own.
+        reduce_dtype: Dtype in which gradients are reduced.
+        reshard_after_forward: Free gathered weights of blocks between forward and backward (ZeRO-3), or not (ZeRO-2).
+            The rest, which backward needs first, stays gathered.
+        cpu_offload: Keep shards, gradients and optimizer states in host memory.
     """
     scales = None
     if fp8_gather:
         group = mesh.get_group(mesh.ndim - 1)
         scales = GlobalScales(group)
-        _mark(model, dtype, scales)
+        _mark_fp8_weights(model, dtype, scales)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     sharded = []
-    for block in _alone(model, find_blocks(model)):
+    for block in _unshared_blocks(model, find_blocks(model)):
         sharded.append(fully_shard(block, reshard_after_forward=reshard_after_forward, **options))
     sharded.append(fully_shard(model, reshard_after_forward=False, **options))
     if fp8_reduce is not None:
@@ -112,12 +113,12 @@ def shard(
         for module in sharded:
             module.set_custom_reduce_scatter(reducer)
     if scales is not None:
-        _keep_up(model, scales)
+        _register_hooks(model, scales)
     return model
 
 
-def _alone(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Blocks that share no parameter with another or with what is around them."""
+def _unshared_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Return the blocks that share no parameter with another module."""
     owners: dict[int, set[int]] = {}
     for place, block in enumerate([*blocks, model]):
         inside = {id(module) for other in blocks for module in other.modules()} if block is model else set()
@@ -128,8 +129,8 @@ def _alone(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
     return [block for block in blocks if all(len(owners[id(p)]) == 1 for p in block.parameters())]
 
 
-def _mark(model: nn.Module, dtype: torch.dtype | None, scales: GlobalScales) -> None:
-    """Make the weights that can be gathered in FP8 say so, before they are sharded."""
+def _mark_fp8_weights(model: nn.Module, dtype: torch.dtype | None, scales: GlobalScales) -> None:
+    """Replace weights that can be gathered in FP8 by `ShardedWeight`, before sharding."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -138,63 +139,63 @@ def _mark(model: nn.Module, dtype: torch.dtype | None, scales: GlobalScales) -> 
         linears = [module for module, name in places if isinstance(module, Linear) and name == "weight"]
         recipes = {linear.recipe for linear in linears}
         if len(linears) != len(places) or len(recipes) != 1:
-            continue  # of no converted linear, or of other modules as well
+            continue  # not a converted layer's, or shared with other modules
         recipe, weight = recipes.pop(), linears[0].weight
         if recipe.gathers_w:
             by_tensor = scales if recipe.w.granularity == TENSOR else None
-            form = Form(recipe.w, dtype, weight.shape[0], by_tensor)
-            form.follow = partial(_follow_recipes, weakref.ref(model), form, linears, scales)
-            marked = nn.Parameter(ShardedWeight(weight.detach(), form), requires_grad=weight.requires_grad)
+            gather_format = GatherFormat(recipe.w, dtype, weight.shape[0], by_tensor)
+            gather_format.follow = partial(_update_recipe, weakref.ref(model), gather_format, linears, scales)
+            marked = nn.Parameter(ShardedWeight(weight.detach(), gather_format), requires_grad=weight.requires_grad)
             for linear in linears:
                 linear.weight = marked
 
 
-def _follow_recipes(
-    model: "weakref.ref[nn.Module]", form: Form, linears: Iterable[nn.Module], scales: GlobalScales
+def _update_recipe(
+    model: "weakref.ref[nn.Module]", gather_format: GatherFormat, linears: Iterable[nn.Module], scales: GlobalScales
 ) -> None:
-    """Gather a weight as the recipe that its layers have now reads it: in high precision where that is none."""
+    """Gather a weight in the format of its layers' current recipe, or in high precision without one."""
     recipes = {linear.recipe if isinstance(linear, Linear) else None for linear in linears}
     recipe = recipes.pop() if len(recipes) == 1 else None
     spec = recipe.w if recipe is not None and recipe.gathers_w else None
     root = model()
-    if spec == form.spec or root is None:
+    if spec == gather_format.spec or root is None:
         return
     for module in root.modules():
         state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
         group = state and state._fsdp_param_group
         for parameter in group.fsdp_params if group else []:
-            if getattr(parameter._sharded_local_tensor, "form", None) is form:
+            if getattr(parameter._sharded_local_tensor, "gather_format", None) is gather_format:
                 cast(FSDPModule, module).reshard()
-                # What it has been gathered into has another size: FSDP makes both anew where there are none.
+                # The new format has another size. FSDP reallocates both if they are missing.
                 parameter.all_gather_outputs = []
                 parameter._unsharded_inner_tensors = []
                 vars(parameter).pop("_unsharded_param", None)
                 sharded = parameter.sharded_param
-    scales.drop(form)
+    scales.drop(gather_format)
     by_tensor = spec is not None and spec.granularity == TENSOR
-    form.spec, form.scale, form.scales = spec, None, scales if by_tensor else None
+    gather_format.spec, gather_format.scale, gather_format.scales = spec, None, scales if by_tensor else None
     if by_tensor:
-        scales.add(sharded, form)
+        scales.add(sharded, gather_format)
 
 
-def _keep_up(model: nn.Module, scales: GlobalScales) -> None:
-    """Keep plain tensors in `state_dict`, and the scales by tensor up to date."""
+def _register_hooks(model: nn.Module, scales: GlobalScales) -> None:
+    """Register hooks that return plain tensors in `state_dict` and refresh scales by tensor."""
     model.register_state_dict_post_hook(_plain_state)
     for _, parameter in sharded_weights(model):
-        form = parameter._local_tensor.form  # type: ignore[attr-defined]
-        if form.scales is not None:
-            scales.add(parameter, form)
-    _follow_optimizers()
+        gather_format = parameter._local_tensor.gather_format  # type: ignore[attr-defined]
+        if gather_format.scales is not None:
+            scales.add(parameter, gather_format)
+    _watch_optimizers()
     _SCALES.add(scales)
     model.register_load_state_dict_post_hook(lambda *_: setattr(scales, "stale", True))
     model.register_forward_pre_hook(lambda *_: scales.refresh(), prepend=True)
 
 
 @cache
-def _follow_optimizers() -> None:
-    """Make scales by tensor stale when an optimizer has stepped, with one hook for all models of the process.
+def _watch_optimizers() -> None:
+    """Mark scales by tensor as stale after an optimizer step, with one hook for all models of the process.
 
-    Which optimizer steps which model is not known when the model is sharded.
+    When a model is sharded, its optimizer is not known yet.
     """
 
     def changed(*_: Any) -> None:
@@ -205,7 +206,7 @@ def _follow_optimizers() -> None:
 
 
 def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A checkpoint's tensors are plain shards: what gathers them is no business of who reads it."""
+    """Replace `ShardedWeight`s in a checkpoint by plain shards."""
     for name, value in state.items():
         local = getattr(value, "_local_tensor", None)
         if isinstance(local, ShardedWeight):
@@ -213,5 +214,5 @@ def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata
 
 
 def parameters_in_fp8(model: nn.Module) -> Iterable[str]:
-    """Names of the parameters that are gathered in FP8."""
-    return [name for name, p in sharded_weights(model) if p._local_tensor.form.spec is not None]  # type: ignore[attr-defined]
+    """Return the names of the parameters that are gathered in FP8."""
+    return [name for name, p in sharded_weights(model) if p._local_tensor.gather_format.spec is not None]  # type: ignore[attr-defined]

@@ -1,3 +1,5 @@
-"""Level 3: what a training step will take, before it is run. Memory: found by running it on tensors without storage.
-Time: predicted from one such run and a table of GPUs, linear by linear, in bf16 and in FP8.
+"""Level 3: predict the memory and time of a training step without running it.
+
+Memory comes from running the step on fake tensors, which have no storage. Time comes from one such run and a table of
+GPUs, layer by layer, in bf16 and in FP8.
 """

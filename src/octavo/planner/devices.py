@@ -1,17 +1,17 @@
-"""Gpu: what a prediction needs to know of a GPU, the table of known ones, and how to describe another.
+"""Gpu: the properties of a GPU that predictions use, a table of known GPUs, and a way to describe another one.
 
-Rates are dense ones (without sparsity, float32 accumulation) of the vendors' data sheets: the most a GPU can do. What
-large products and copies reach of them is the `efficiency` beside them, and where that comes from is said in words:
+Rates are dense peaks (no sparsity, float32 accumulation) from the vendors' data sheets. An `efficiency` next to each
+rate is the share that large products and copies reach. `efficiency_from` names its source:
 
     measured    on this GPU, published: 8192³ bf16 products at 788 TFLOP/s and copies at 4.3 TB/s on an H200
     fitted      to torchao's published block at dim 16384 on an H100 (34.18 ms in bf16, 22.64 ms in FP8): the FP8 share.
                 That row is therefore no test of a prediction; the others are
-    assumed     Hopper's shares, where nothing was published that we could check. Right for the sign of a gain at large
+    assumed     Hopper's shares, where we gpu no published figure we could check. Good for the sign of a gain at large
                 sizes, not for its last ten points
 
-Another GPU, or a correction of a known one, is a table in TOML, given as the path of a file or as a dictionary:
+Describe another GPU, or correct a known one, by a TOML table, passed as a file path or a dictionary:
 
-    like = "h100"             # what is not given is this GPU's; without it everything is to be given
+    like = "h100"             # missing fields come from this GPU; without it all fields are required
     name = "H100 at 500 W"
     bf16_tflops = 780
     fp8_tflops = 1560
@@ -30,34 +30,34 @@ from octavo.planner.measured import Measurements
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU, as a roofline sees it.
+    """The properties of a GPU that the roofline uses.
 
     Attributes:
-        name: For tables.
+        name: Name in tables.
         bf16_tflops: Peak dense bf16 rate, TFLOP/s.
-        fp8_tflops: Peak dense FP8 rate; 0 without FP8 matrix units.
-        memory_tbs: Bandwidth of its memory, TB/s.
-        memory_gb: Size of its memory: what is left of the size that it is sold with after its error correction, if that
-            takes some of it. Drivers count these in GiB.
-        link_gbs: To other GPUs of its machine, GB/s in each direction.
-        network_gbs: To other machines, GB/s in each direction: what machines with it usually have.
-        multiprocessors: Their number: output tiles that are computed at a time.
+        fp8_tflops: Peak dense FP8 rate, TFLOP/s; 0 without FP8 matrix units.
+        memory_tbs: Memory bandwidth, TB/s.
+        memory_gb: Memory size in GiB, as drivers report it: the advertised size minus what error correction takes.
+        link_gbs: Bandwidth to other GPUs of the machine, GB/s per direction.
+        network_gbs: Bandwidth to other machines, GB/s per direction: the usual value for machines with this GPU.
+        multiprocessors: Number of multiprocessors: output tiles computed at a time.
         blocks_of_32: Whether its matrix units apply MX scales themselves.
-        capability: Compute capability times ten, as 90 for sm_90: which products PyTorch has there. 0 for no GPU of
-            NVIDIA's; it is then taken to have all of them.
+        capability: Compute capability times ten, such as 90 for sm_90; it decides which scaled products PyTorch has. 0
+            for GPUs of other vendors, which are assumed to have all of them.
         bf16_efficiency: Share of the peak that large bf16 products reach.
-        fp8_efficiency: Share of the peak that large FP8 products reach, scales by tensor or by row.
+        fp8_efficiency: Share of the peak that large FP8 products reach with scales by tensor or by row.
         block_efficiency: The same with scales by block along the contraction.
-        triton_efficiency: Most of the peak that FP8 products reach which PyTorch does not have on this GPU, so that
-            Octavo's Triton product computes them.
+        triton_efficiency: Upper bound on the share of the peak for FP8 products that PyTorch lacks on this GPU, so that
+            Octavo's Triton kernel computes them.
         attention_efficiency: Share of the bf16 peak that fused attention reaches.
         memory_efficiency: Share of the bandwidth that large copies reach.
         link_efficiency: Share of a link's rate that collectives reach.
-        launch_us: Time of the smallest kernel when launches queue up, µs.
-        host_us: Time of the host per operation of eager PyTorch, µs.
-        rates_from: Where the rates come from.
-        efficiency_from: Where the efficiencies come from.
-        measured: Times of products and quantizations on it, which go before all of the above; from `octavo calibrate`.
+        launch_us: Time of the smallest kernel when launches are queued, µs.
+        host_us: Host time per operation of eager PyTorch, µs.
+        rates_from: Source of the rates.
+        efficiency_from: Source of the efficiencies.
+        measured: Measured times of products and quantizations, from `octavo calibrate`; they take precedence over the
+            fields above.
     """
 
     name: str
@@ -91,26 +91,26 @@ class Gpu:
                 raise ValueError(f"{self.name}: {key} is a share of the peak, above 0 and at most 1; got {value!r}")
             if key in _MAY_BE_ZERO and value == 0:
                 continue
-            least = 1 if key == "memory_gb" else 0  # 1 GiB is set aside
+            least = 1 if key == "memory_gb" else 0  # `usable` reserves 1 GiB
             if not least < value < math.inf:
-                wanted = "0 or more" if key in _MAY_BE_ZERO else f"above {least}"
-                raise ValueError(f"{self.name}: {key} is a finite number, {wanted}; got {value!r}")
+                bound = "0 or more" if key in _MAY_BE_ZERO else f"above {least}"
+                raise ValueError(f"{self.name}: {key} is a finite number, {bound}; got {value!r}")
         for key in ("multiprocessors", "capability"):
             if getattr(self, key) != int(getattr(self, key)):
                 raise ValueError(f"{self.name}: {key} is a whole number; got {getattr(self, key)!r}")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dictionary of all but what was measured; as TOML, it describes this GPU."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "measured"}
+        """Return all fields but the measurements as a dictionary; as TOML, it describes this GPU."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "measured"}
 
     @property
     def usable(self) -> int:
-        """Bytes of its memory that tensors can have: all but 1 GiB, for the CUDA context and workspaces."""
+        """Bytes of memory available to tensors: all but 1 GiB for the CUDA context and workspaces."""
         return int((self.memory_gb - 1.0) * 2**30)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s that large copies reach, read and written."""
+        """Bytes/s, read and written, that large copies reach."""
         return self.memory_tbs * 1e12 * self.memory_efficiency
 
 
@@ -175,45 +175,45 @@ DEVICES: dict[str, Gpu] = {
         efficiency_from="assumed: lower than Hopper's; Octavo was not tried on it",
     ),
 }  # fmt: skip
-"""Known GPUs, by the name that users give."""
+"""Known GPUs by their short name."""
 
 _ALIASES = {"h100-sxm": "h100", "h200-sxm": "h200", "4090": "rtx4090", "5090": "rtx5090", "a100-sxm": "a100"}
 
 
 def find_gpu(device: str | Path | Mapping[str, Any] | Gpu) -> Gpu:
-    """The GPU that is meant.
+    """Return the GPU for a name, a file, a table or a `Gpu`.
 
     Args:
-        device: A name in `DEVICES` ("H100 PCIe" and "h100_pcie" are "h100-pcie"), or one that a driver gives; the path
-            of a TOML file that describes one; such a table; or a `Gpu`, which passes through.
+        device: A key of `DEVICES` ("H100 PCIe" and "h100_pcie" also find "h100-pcie"), or a driver's name for a GPU;
+            the path of a TOML file that describes one; such a table; or a `Gpu`, returned as is.
 
     Raises:
-        ValueError: For a name that is not known, with the nearest ones; for a file that cannot be read, and for a table
-            with an unknown, missing or wrong entry.
-        TypeError: For anything else.
+        ValueError: For an unknown name, with the nearest known ones; for an unreadable file; and for a table with an
+            unknown, missing or wrong entry.
+        TypeError: For any other type.
     """
     if isinstance(device, Gpu):
         return device
     if isinstance(device, Mapping):
-        return _described(device, "the table")
+        return _gpu_from_table(device, "the table")
     if not isinstance(device, str | Path):
         raise TypeError(f"a device is a name, the path of a TOML file, or a table; got {type(device).__name__}")
     if isinstance(device, Path) or device.endswith(".toml"):
-        return _described(_read(Path(device)), str(device))
-    found = _named(device)
-    if found is None:
+        return _gpu_from_table(_read(Path(device)), str(device))
+    gpu = _gpu_by_name(device)
+    if gpu is None:
         raise ValueError(
             f"unknown GPU {device!r}{nearest(device.lower(), DEVICES)}. Known: {', '.join(DEVICES)}. Any other is "
             'described by a TOML file, whose path is given instead of a name; its lines are like = "h100", '
             f'name = "Other", bf16_tflops = 800, and so on for what differs of: {", ".join(_fields())}'
         )
-    return found
+    return gpu
 
 
-def _named(name: str) -> Gpu | None:
+def _gpu_by_name(name: str) -> Gpu | None:
     key = "-".join(name.lower().replace("_", " ").replace("-", " ").removeprefix("nvidia ").split())
     key = _ALIASES.get(key, key if key in DEVICES else key.replace("-", ""))
-    return DEVICES.get(key) or by_driver(name)
+    return DEVICES.get(key) or gpu_by_driver_name(name)
 
 
 DRIVER_NAMES = (
@@ -224,50 +224,51 @@ DRIVER_NAMES = (
     (("rtx", "5090", "laptop"), ""), (("rtx", "5090", "d"), ""), (("rtx", "5090"), "rtx5090"),
     (("b200",), "b200"), (("mi300x",), "mi300x"),
 )  # fmt: skip
-"""Words of a driver's name for a GPU, and the key in `DEVICES`: the first of which all are there; empty for one that is
-sold under a name like another's and is not in the table."""
+"""Words of a driver's name for a GPU, and the key in `DEVICES`. The first entry whose words all occur wins. The key is
+empty for a GPU whose name resembles a known one but that is not in the table.
+"""
 
 
-def by_driver(name: str) -> Gpu | None:
-    """The GPU that a driver names so, as "NVIDIA H100 80GB HBM3"; None for one that is not in the table."""
+def gpu_by_driver_name(name: str) -> Gpu | None:
+    """Return the GPU with this driver name, such as "NVIDIA H100 80GB HBM3"; None if the table lacks it."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    key = next((key for wanted, key in DRIVER_NAMES if words.issuperset(wanted)), "")
+    key = next((key for required, key in DRIVER_NAMES if words.issuperset(required)), "")
     return DEVICES.get(key)
 
 
 def _fields() -> dict[str, Any]:
-    """What describes a GPU, and the type of each."""
-    return {each.name: each.type for each in fields(Gpu) if each.name != "measured"}
+    """Names and types of the fields that describe a GPU."""
+    return {field.name: field.type for field in fields(Gpu) if field.name != "measured"}
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    import tomllib  # its regular expressions take longer to compile than all of this package to import
+    import tomllib  # slow to import: it compiles large regular expressions
 
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"the description of a GPU cannot be read from {path}: {error}") from None
+        raise ValueError(f"cannot read the description of a GPU from {path}: {error}") from None
 
 
-def _described(table: Mapping[str, Any], where: str) -> Gpu:
-    known, given = _fields(), dict(table)
-    like = given.pop("like", None)
-    base = _named(str(like))
+def _gpu_from_table(table: Mapping[str, Any], where: str) -> Gpu:
+    types, entries = _fields(), dict(table)
+    like = entries.pop("like", None)
+    base = _gpu_by_name(str(like))
     if like is not None and base is None:
         hint = nearest(str(like).lower(), DEVICES)
         raise ValueError(f"{where}: like is one of {', '.join(DEVICES)}; got {like!r}{hint}")
-    for key, value in given.items():
-        if key not in known:
-            raise ValueError(f"{where}: a GPU has no {key!r}{nearest(key, known)}. It has: like, {', '.join(known)}")
-        wanted = "a string" if known[key] is str else "true or false" if known[key] is bool else "a number"
-        if not isinstance(value, _TYPES[wanted]) or (isinstance(value, bool) and wanted != "true or false"):
-            raise ValueError(f"{where}: {key} is {wanted}; got {value!r}")
+    for key, value in entries.items():
+        if key not in types:
+            raise ValueError(f"{where}: a GPU has no {key!r}{nearest(key, types)}. It has: like, {', '.join(types)}")
+        expected = "a string" if types[key] is str else "true or false" if types[key] is bool else "a number"
+        if not isinstance(value, _TYPES[expected]) or (isinstance(value, bool) and expected != "true or false"):
+            raise ValueError(f"{where}: {key} is {expected}; got {value!r}")
     if base is not None:
-        return replace(base, **{"rates_from": "given", "name": f"like {like}", **given})
-    required = [name for name in known if name in _REQUIRED]
-    if missing := [name for name in required if name not in given]:
+        return replace(base, **{"rates_from": "given", "name": f"like {like}", **entries})
+    required = [name for name in types if name in _REQUIRED]
+    if missing := [name for name in required if name not in entries]:
         raise ValueError(f'{where}: {", ".join(missing)} missing; give them, or like = "h100" to take them from there')
-    return Gpu(**given)
+    return Gpu(**entries)
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"a string": (str,), "true or false": (bool,), "a number": (int, float)}

@@ -1,4 +1,4 @@
-"""Models and batches without storage: the same modules on tensors that have a shape, dtype and device, and no bytes."""
+"""Fake models and batches: the same modules on tensors with a shape, dtype and device but no storage."""
 
 import copy
 import sys
@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 M = TypeVar("M", bound=nn.Module)
 
 INTEGER_INPUTS = ("ids", "mask", "labels", "positions", "targets")
-"""Endings of the names of arguments that hold integers, where a batch gives shapes only."""
+"""Argument names with these endings hold integers if a batch gives only shapes."""
 
 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
-    """FakeTensorMode that takes real tensors too, and leaves the process's random numbers as they were."""
+    """FakeTensorMode that also accepts real tensors and restores the random number state on exit."""
     state = torch.get_rng_state()
     try:
         with _unpacked_sequences(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -29,41 +29,42 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
 
 @contextmanager
 def _unpacked_sequences() -> Iterator[None]:
-    """Transformers looks at position ids to see whether sequences are packed. Of fake ones it assumes so, and makes a
-    mask of [sequences, length, length], which takes attention off its flash kernel; here they are taken for what they
-    are in nearly every run.
+    """Keep Transformers from taking a fake batch for packed sequences.
+
+    It reads position ids to detect packing. For fake ones it assumes packing and builds a mask of [sequences, length,
+    length], which disables flash attention. Most runs do not pack.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"
-    looks = getattr(masks, name, None)
-    if looks is not None:
+    original = getattr(masks, name, None)
+    if original is not None:
         setattr(masks, name, lambda position_ids: None)
     try:
         yield
     finally:
-        if looks is not None:
-            setattr(masks, name, looks)
+        if original is not None:
+            setattr(masks, name, original)
 
 
-def stand_in(device: torch.device) -> torch.device:
-    """Where fake tensors for a device live: on it, or on the CPU if this PyTorch has no such device.
+def fake_device(device: torch.device) -> torch.device:
+    """Return the device for fake tensors: the given one, or the CPU if this PyTorch has no such device.
 
-    Attention and the FP8 ops have shape functions of their own, equal on both, so what is kept is the same.
+    Attention and the FP8 ops have the same shape functions on both, so they save the same tensors.
     """
     return device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
 
 
 def fake_copy(model: M, mode: FakeTensorMode, device: torch.device, *, without: Iterable[nn.Module] = ()) -> M:
-    """A copy of a model without storage. Real and meta parameters become fake ones; ties stay ties.
+    """Copy a model without storage. Real and meta parameters become fake ones; tied parameters stay tied.
 
     Args:
-        model: Any module; it is not changed.
-        mode: The mode that is active when the copy is used.
-        device: Where the copy is said to be.
-        without: Modules in whose place the copy has an `nn.Identity`.
+        model: Any module; not changed.
+        mode: The FakeTensorMode that is active when the copy runs.
+        device: Device that the copy reports.
+        without: Modules that the copy replaces with an `nn.Identity`.
     """
     memo: dict[int, Any] = {id(module): nn.Identity() for module in without}
-    parts = _parts(model, set(memo))
+    parts = _modules(model, set(memo))
     with mode:
         for tensor in (t for part in parts for kind in (part._parameters, part._buffers) for t in kind.values()):
             if tensor is not None and id(tensor) not in memo:
@@ -74,24 +75,24 @@ def fake_copy(model: M, mode: FakeTensorMode, device: torch.device, *, without: 
         return copy.deepcopy(model, memo)
 
 
-def _parts(model: nn.Module, without: set[int]) -> list[nn.Module]:
-    """A module and all in it, but some and what is in those."""
-    found = [model]
+def _modules(model: nn.Module, without: set[int]) -> list[nn.Module]:
+    """List a module and its descendants, leaving out some subtrees."""
+    modules = [model]
     for child in model.children():
         if id(child) not in without:
-            found += _parts(child, without)
-    return found
+            modules += _modules(child, without)
+    return modules
 
 
 def fake_batch(batch: Any, size: int | None, dtype: torch.dtype, device: torch.device) -> Any:
-    """A batch without storage, in the form it was given: a mapping, a tuple or list, or one tensor.
+    """Build a batch without storage in the form of the given one: a mapping, a tuple or list, or one tensor.
 
     Args:
-        batch: Holds tensors, of which only shape and dtype are read, or shapes (tuples of int), whose dtype is int64
-            where the name says so (`INTEGER_INPUTS`) and else `dtype`. Other values stay as they are.
-        size: Replaces the first dimension of every tensor; None keeps it.
-        dtype: Of floating-point inputs given as shapes.
-        device: Where the tensors are said to be.
+        batch: Holds tensors, of which only shape and dtype are read, or shapes (tuples of int); a shape's dtype is
+            int64 if its name ends with one of `INTEGER_INPUTS`, else `dtype`. Other values stay as they are.
+        size: Replaces the first dimension of every tensor; None leaves it.
+        dtype: Dtype of floating-point inputs given as shapes.
+        device: Device that the tensors report.
     """
 
     def make(name: str, value: Any) -> Any:

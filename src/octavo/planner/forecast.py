@@ -1,10 +1,10 @@
-"""Forecast: a plan that was made by predicted cost, with the predictions: time and memory of a step, bf16 beside it.
+"""Forecast: a plan made by predicted cost, with the predicted time and memory of a step next to those of bf16.
 
-It is a `Plan`, so that what was decided can be carried out (`octavo.convert(model, plan=forecast)`) and stored
-(`Plan.from_json(forecast.to_json())` reads the decisions back); what it adds is for people. Everything is a prediction,
-from the table of `octavo.planner.devices`, the models of `octavo.planner.roofline` and `octavo.planner.step`, and a
-step on tensors without storage, except times that `octavo calibrate` measured on such a GPU, which are marked.
-docs/planner.md holds what others measured beside what these models say of it.
+A `Forecast` is a `Plan`, so `octavo.convert(model, plan=forecast)` carries it out and
+`Plan.from_json(forecast.to_json())` reads the decisions back. Every figure is a prediction from the GPU table in
+`octavo.planner.devices`, the models in `octavo.planner.roofline` and `octavo.planner.step`, and a run on fake tensors.
+Times that `octavo calibrate` measured on such a GPU replace predictions and are marked. docs/planner.md compares
+predictions with published measurements.
 """
 
 import json
@@ -15,27 +15,27 @@ from typing import Any, NamedTuple
 
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe
+from octavo.planner.collective_cost import bytes_saved_by_fp8_gather
 from octavo.planner.decide import break_even, decide
 from octavo.planner.devices import Gpu
 from octavo.planner.footprint import Footprint
 from octavo.planner.step import Setting, StepTime, linear_costs, step_time
 from octavo.planner.trace import Trace
-from octavo.planner.wire import saved_by_gathering
 
-NONE: Mapping[str, Recipe | None] = {}
-"""The recipes of a model in bf16."""
+ALL_BF16: Mapping[str, Recipe | None] = {}
+"""The recipes of a model in bf16: none."""
 
 
-class Seconds(NamedTuple):
-    """Predicted seconds of a linear, forward and backward: in bf16, and as decided."""
+class LinearTimes(NamedTuple):
+    """Predicted seconds of a linear layer, forward and backward: in bf16 and as decided."""
 
     bf16: float
     planned: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Configured:
-    """What a run's own configuration comes to: the plan that its trainer carries out, and time and memory of a step."""
+class ConfiguredRun:
+    """The plan that a run's own configuration carries out, with the time and memory of its step."""
 
     plan: Plan
     time: StepTime
@@ -44,35 +44,35 @@ class Configured:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Forecast(Plan):
-    """A plan with its predictions. Printed, it is three tables.
+    """A plan with its predictions. Prints as three tables.
 
-    `Plan.rows` has each linear's `.name`, `.converted`, `.recipe`, `.reason` and `.gain`.
+    `Plan.rows` has each layer's `.name`, `.converted`, `.recipe`, `.reason` and `.gain`.
 
     Attributes:
-        gpu: What it is predicted for.
-        setting: How the step is run.
-        tokens: Of one micro-batch of one GPU.
+        gpu: GPU of the prediction.
+        setting: How the step runs.
+        tokens: Tokens of one micro-batch on one GPU.
         parameters: Elements of all parameters.
-        times: Of every linear.
-        planned: The step as decided.
-        bf16: The same run at precision level bf16: every linear in bf16, float32 moments, nothing in FP8 on the wire.
-        memory: Of one GPU, as decided.
-        bf16_memory: The same at level bf16.
-        break_even: Smallest K = N from which on FP8 pays at these tokens; None if it does not up to 16384.
-        configured: The run as its configuration has it; None where it is no configuration that was planned.
+        times: Times of every linear layer.
+        planned: Time of the step as decided.
+        bf16: Time of the same step at precision level bf16: every layer in bf16, float32 moments, no FP8 communication.
+        memory: Memory of one GPU as decided.
+        bf16_memory: Memory of one GPU at level bf16.
+        break_even: Smallest K = N from which FP8 pays at this number of tokens; None if none does up to 16384.
+        configured: The run as configured; None if the plan was not made from a configuration.
     """
 
     gpu: Gpu
     setting: Setting
     tokens: int
     parameters: int
-    times: Mapping[str, Seconds]
+    times: Mapping[str, LinearTimes]
     planned: StepTime
     bf16: StepTime
     memory: Footprint
     bf16_memory: Footprint
     break_even: int | None
-    configured: Configured | None = None
+    configured: ConfiguredRun | None = None
 
     @property
     def gain(self) -> float:
@@ -81,21 +81,21 @@ class Forecast(Plan):
 
     @property
     def fits(self) -> bool:
-        """Whether a step as decided fits into the memory of the GPU."""
+        """Whether a step as decided fits in the GPU's memory."""
         return self.memory.peak <= self.gpu.usable
 
     @property
     def largest_batch(self) -> int:
-        """Sequences of one forward on one GPU that fit; 0 where none does."""
+        """Largest number of sequences of one forward on one GPU that fits; 0 if none does."""
         return self.memory.largest_batch(self.gpu.usable)
 
     @property
     def summary(self) -> str:
-        """One line: what is converted, and what it gains."""
+        """One line: the converted layers and the gain."""
         return self.summary_of(self, self.planned)
 
     def summary_of(self, plan: Plan, time: StepTime) -> str:
-        """The same of another plan for this model, whose step takes this time."""
+        """Return the same line for another plan of this model whose step takes `time`."""
         done = [plan[name] for name in plan.converted]
         recipes = ", ".join(sorted({decision.recipe.name for decision in done if decision.recipe}))
         text = f"{len(done)} of {len(self.times)} linear layers" + (f" in {recipes}" if done else "")
@@ -105,12 +105,12 @@ class Forecast(Plan):
         )
 
     def to_json(self) -> str:
-        """Everything as JSON, which `Plan.from_json` reads as a plan."""
+        """Return everything as JSON; `Plan.from_json` reads it as a plan."""
         rows = []
         for row in self.rows:
             rows.append(asdict(row))
-            if (known := self.times.get(row.name)) is not None:
-                rows[-1] |= {"bf16_ms": 1e3 * known.bf16, "planned_ms": 1e3 * known.planned}
+            if (times := self.times.get(row.name)) is not None:
+                rows[-1] |= {"bf16_ms": 1e3 * times.bf16, "planned_ms": 1e3 * times.planned}
         content: dict[str, Any] = json.loads(super().to_json()) | {
             "gpu": self.gpu.to_json(),
             "setting": asdict(self.setting),
@@ -128,9 +128,9 @@ class Forecast(Plan):
         return json.dumps(content, indent=1)
 
     def __str__(self) -> str:
-        from rich.console import Console  # printing is all that needs it
+        from rich.console import Console  # imported only for printing
 
-        from octavo.planner.console import forecast_tables
+        from octavo.planner.tables import forecast_tables
 
         text = StringIO()
         Console(file=text, width=140).print(*forecast_tables(self), sep="\n", highlight=False)
@@ -138,70 +138,76 @@ class Forecast(Plan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decided:
-    """Linears decided by cost: the decisions, and seconds of each linear."""
+class CostDecisions:
+    """Decisions by cost, and the times of each linear layer."""
 
     decisions: Mapping[str, Decision]
-    times: Mapping[str, Seconds]
+    times: Mapping[str, LinearTimes]
 
 
-def by_cost(
-    gpu: Gpu, trace: Trace, names: Sequence[str], kept: Mapping[str, str], recipes: Sequence[Recipe], *, eager: bool
-) -> Decided:
-    """Decide every linear of a traced forward.
+def decide_by_cost(
+    gpu: Gpu,
+    trace: Trace,
+    names: Sequence[str],
+    forced_bf16: Mapping[str, str],
+    recipes: Sequence[Recipe],
+    *,
+    eager: bool,
+) -> CostDecisions:
+    """Decide for every linear layer of a traced forward.
 
     Args:
-        gpu: Where it will run.
+        gpu: GPU to predict for.
         trace: One forward.
-        names: All linears, in model order.
-        kept: Those that stay in bf16 whatever they cost, with the reason.
-        recipes: To choose from, in the order of preference.
-        eager: Count the host's time per launch, where that is longer.
+        names: All linear layers, in model order.
+        forced_bf16: Layers that stay in bf16 whatever they cost, with the reason.
+        recipes: Recipes to choose from, in order of preference.
+        eager: Count the host's launch time where it exceeds the GPU time.
     """
-    decisions, times, known = {}, {}, {}
+    decisions, times, by_calls = {}, {}, {}
     for name in names:
         calls = trace.calls.get(name, ())
-        if calls not in known:
-            known[calls] = decide(gpu, calls, recipes, eager=eager) if calls else None
-        verdict = known[calls]
-        if verdict is None:
+        if calls not in by_calls:
+            by_calls[calls] = decide(gpu, calls, recipes, eager=eager) if calls else None
+        decided = by_calls[calls]
+        if decided is None:
             decisions[name] = Decision(recipe=None, reason="not called by this batch: bf16", gain=1.0)
-            times[name] = Seconds(0.0, 0.0)
-        elif name in kept:
-            reason = f"{kept[name]}; by cost: {verdict.decision.reason}"
-            decisions[name] = replace(verdict.decision, recipe=None, reason=reason, gain=1.0)
-            times[name] = Seconds(verdict.bf16, verdict.bf16)
+            times[name] = LinearTimes(0.0, 0.0)
+        elif name in forced_bf16:
+            reason = f"{forced_bf16[name]}; by cost: {decided.decision.reason}"
+            decisions[name] = replace(decided.decision, recipe=None, reason=reason, gain=1.0)
+            times[name] = LinearTimes(decided.bf16, decided.bf16)
         else:
-            decisions[name] = verdict.decision
-            times[name] = Seconds(verdict.bf16, verdict.planned)
-    return Decided(decisions=decisions, times=times)
+            decisions[name] = decided.decision
+            times[name] = LinearTimes(decided.bf16, decided.planned)
+    return CostDecisions(decisions=decisions, times=times)
 
 
 def forecast(
-    plan: Plan, times: Mapping[str, Seconds], gpu: Gpu, trace: Trace, recipes: Sequence[Recipe], setting: Setting,
+    plan: Plan, times: Mapping[str, LinearTimes], gpu: Gpu, trace: Trace, recipes: Sequence[Recipe], setting: Setting,
     tokens: int, *, memory: Footprint, bf16_memory: Footprint, configured: tuple[Plan, Footprint] | None = None,
 ) -> Forecast:  # fmt: skip
     """Predict the step of a plan.
 
     Args:
-        plan: What was decided.
-        times: Of every linear, as `by_cost` gives them.
-        gpu: Where it will run.
+        plan: The decisions.
+        times: Times of every linear layer, as `decide_by_cost` returns them.
+        gpu: GPU to predict for.
         trace: One forward.
-        recipes: That there were to choose from.
-        setting: How the step is run.
-        tokens: Of one micro-batch of one GPU.
-        memory: Of the step as decided.
-        bf16_memory: Of the same at level bf16.
-        configured: The plan that the run's configuration asks for, and its memory.
+        recipes: Recipes that were available.
+        setting: How the step runs.
+        tokens: Tokens of one micro-batch on one GPU.
+        memory: Memory of the step as decided.
+        bf16_memory: Memory of the step at level bf16.
+        configured: The plan of the run's configuration, and its memory.
     """
 
-    def timed(recipes: Mapping[str, Recipe | None], how: Setting) -> StepTime:
+    def predict_time(recipes: Mapping[str, Recipe | None], setting: Setting) -> StepTime:
         costs = linear_costs(gpu, trace, recipes)
-        return step_time(gpu, trace, costs, how, tokens, saved_by_gathering(trace.calls, recipes))
+        return step_time(gpu, trace, costs, setting, tokens, bytes_saved_by_fp8_gather(trace.calls, recipes))
 
-    def of(wanted: Plan) -> dict[str, Recipe | None]:
-        return {name: wanted[name].recipe for name in times if name in wanted.decisions}
+    def recipes_of(plan: Plan) -> dict[str, Recipe | None]:
+        return {name: plan[name].recipe for name in times if name in plan.decisions}
 
     return Forecast(
         plan.decisions,
@@ -211,12 +217,12 @@ def forecast(
         tokens=tokens,
         parameters=trace.parameters,
         times=times,
-        planned=timed(of(plan), setting),
-        bf16=timed(NONE, setting.plain),
+        planned=predict_time(recipes_of(plan), setting),
+        bf16=predict_time(ALL_BF16, setting.bf16),
         memory=memory,
         bf16_memory=bf16_memory,
         break_even=break_even(gpu, tokens, recipes, eager=setting.eager),
-        configured=None if configured is None else Configured(
-            plan=configured[0], time=timed(of(configured[0]), setting), memory=configured[1]
+        configured=None if configured is None else ConfiguredRun(
+            plan=configured[0], time=predict_time(recipes_of(configured[0]), setting), memory=configured[1]
         ),
     )  # fmt: skip

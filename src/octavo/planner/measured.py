@@ -1,8 +1,8 @@
-"""Measurements: times of products and quantizations on one GPU, as `octavo calibrate` keeps them, for the roofline.
+"""Measurements: times of products and quantizations on one GPU, written by `octavo calibrate` and read by the roofline.
 
-A time holds for the shape it was measured at. Between two measured shapes that differ in one dimension only, by at most
-`BETWEEN` in all, it is interpolated along that dimension: so few tiles apart times are nearly straight lines. Nothing
-is extrapolated, and no time is scaled from one GPU to another; where nothing was measured the roofline answers.
+A time holds for its measured shape. Between two measured shapes that differ in one dimension only, by a factor of at
+most `MAX_INTERPOLATION_FACTOR`, it is interpolated along that dimension; over so few tiles times are nearly linear.
+Nothing is extrapolated, and no time is scaled from one GPU to another. Without a measurement the roofline predicts.
 """
 
 from bisect import bisect_left
@@ -14,16 +14,16 @@ from octavo.kernels.calibration import Entry, read
 Case = tuple[str, ...]
 Shape = tuple[int, ...]
 
-BETWEEN = 2.0
-"""Largest factor between two measured sizes between which a time is interpolated."""
+MAX_INTERPOLATION_FACTOR = 2.0
+"""Largest ratio of two neighbouring measured sizes to interpolate between."""
 
 
 class Measurements:
     """Times by op, case and shape.
 
     Args:
-        device: Name of the GPU, as its driver gives it.
-        entries: What was measured there.
+        device: Name of the GPU, as its driver reports it.
+        entries: The measurements.
     """
 
     def __init__(self, device: str, entries: Iterable[Entry]) -> None:
@@ -36,35 +36,39 @@ class Measurements:
         return sum(map(len, self._times.values()))
 
     def seconds(self, op: str, case: Case, shape: Shape) -> float | None:
-        """The time of one call; None where it was measured neither at this shape nor around it."""
-        known = self._times.get((op, case), {})
-        if shape in known:
-            return known[shape]
+        """Return the time of one call; None without a measurement at or around this shape."""
+        times = self._times.get((op, case), {})
+        if shape in times:
+            return times[shape]
         for dim in range(len(shape)):
-            alike = {s[dim]: t for s, t in known.items() if s[:dim] == shape[:dim] and s[dim + 1 :] == shape[dim + 1 :]}
-            if (found := _between(alike, shape[dim])) is not None:
-                return found
+            line = {s[dim]: t for s, t in times.items() if s[:dim] == shape[:dim] and s[dim + 1 :] == shape[dim + 1 :]}
+            if (seconds := _interpolated(line, shape[dim])) is not None:
+                return seconds
         return None
 
 
 def read_measurements(path: Path) -> Measurements:
-    """The table of a file that `octavo calibrate` wrote. Raises ValueError for any other."""
+    """Read a file that `octavo calibrate` wrote.
+
+    Raises:
+        ValueError: If the file cannot be read or is not such a table.
+    """
     try:
         device, entries = read(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the calibration cannot be read from {path}: {error}") from None
+        raise ValueError(f"cannot read the calibration from {path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is no table of `octavo calibrate` ({type(error).__name__}: {error}); the last line that it prints "
-            "says where it keeps one"
+            f"{path} is not a table of `octavo calibrate` ({type(error).__name__}: {error}); the last line that it "
+            "prints names its table"
         ) from None
     return Measurements(device, entries)
 
 
-def _between(known: dict[int, float], size: int) -> float | None:
-    sizes: Sequence[int] = sorted(known)
+def _interpolated(times: dict[int, float], size: int) -> float | None:
+    sizes: Sequence[int] = sorted(times)
     at = bisect_left(sizes, size)
-    if not 0 < at < len(sizes) or sizes[at] > BETWEEN * sizes[at - 1]:
+    if not 0 < at < len(sizes) or sizes[at] > MAX_INTERPOLATION_FACTOR * sizes[at - 1]:
         return None
     low, high = sizes[at - 1], sizes[at]
-    return known[low] + (known[high] - known[low]) * (size - low) / (high - low)
+    return times[low] + (times[high] - times[low]) * (size - low) / (high - low)

@@ -1,35 +1,34 @@
-"""The roofline of a linear layer: how long its products and quantizing passes take on a GPU. Predictions, all of it.
+"""The roofline of a linear layer: predicted times of its products and quantization passes on a GPU.
 
     product [m,k]·[k,n]   max( 2·m·n·k / (peak · eff), bytes / bandwidth, launch )
                           eff = efficiency · tiles / (tiles + multiprocessors / 2)
-                          tiles = m·n / 128², times k / 512 where the output has fewer than there are multiprocessors
-    quantizing pass       max( bytes / bandwidth, launch )
-    in eager PyTorch      at least host time · operations, for a layer and for a step
+                          tiles = m·n / 128², times k / 512 if the output has fewer tiles than the GPU multiprocessors
+    quantization pass     max( bytes / bandwidth, launch )
+    in eager PyTorch      at least host time · operations, per layer and per step
 
-Tiles are computed in waves, one on each multiprocessor, and on average half of the last wave is idle; a small output is
-split along what it contracts. That is all of the dependence on shape here. It is the same for bf16 and FP8, so that at
-small shapes the passes, which do not shrink as fast as the products, decide.
+Tiles run in waves, one per multiprocessor, and on average half of the last wave is idle; small outputs are split along
+the contraction. Shape enters only this way, for bf16 and FP8 alike, so at small shapes the passes decide: they do not
+shrink as fast as the products.
 
-Forward, dgrad and wgrad are [M,K]·[K,N], [M,N]·[N,K], [N,M]·[M,K]. What quantizing moves, per element, beside scales
-(`octavo.nn.linear` on a GPU; bf16 is read at 2 bytes, FP8 written at 1 per memory order):
+Forward, dgrad and wgrad are [M,K]·[K,N], [M,N]·[N,K], [N,M]·[M,K]. Bytes that quantization moves per element, besides
+scales (`octavo.nn.linear` on a GPU; bf16 is read at 2 bytes, FP8 written at 1 per memory order):
 
     operand                       by tensor       by row (rowwise)     by block (blockwise, mxfp8)
     X, read by several linears    2 + 2 + 1 + 1   2 + 1 + 1            2 + 1 + 1      once for all of them
     W in forward                  2 + 2 + 1       2 + 1                2 + 1
-    W again in backward           2 + 1           2 + 1                2 + 1          its scales are known
+    W again in backward           2 + 1           2 + 1                2 + 1          with known scales
     G for dgrad and wgrad         2 + 2 + 1 + 1   2 + 2 + 1 + 1        2 + 1 + 1
 
-The maximum of a whole tensor, or of columns, is a pass of its own that reads everything once more. A frozen W has no
-wgrad, so X needs no second memory order; an input without gradient has no dgrad.
+The amax of a whole tensor, or of columns, is a separate pass that reads everything once more. A frozen W has no wgrad,
+so X needs no second memory order; an input without gradient has no dgrad.
 
-Where products and passes were measured on the GPU (`Gpu.measured`), these times take the place of the formulas, and a
-cost says how much of it was measured.
+Measured times (`Gpu.measured`) replace the formulas, and a cost reports its measured share.
 
-Products that PyTorch does not have on a GPU, by what its backend says of the compute capability (scales by block on
-Blackwell and Ada), are those of Octavo's Triton kernel, at `triton_efficiency`: assumed, and not measured there.
+Octavo's Triton kernel computes products that PyTorch's backend lacks for the GPU's compute capability (scales by block
+on Blackwell and Ada), at `triton_efficiency`, which is assumed.
 
-MX scales on a GPU whose matrix units do not know them are emulated: the products then run in bf16 at best. Nothing
-here looks at a device or a tensor.
+MX scales on a GPU whose matrix units lack them are emulated: products then run in bf16 at best. This module reads no
+device and no tensor.
 """
 
 import math
@@ -46,11 +45,11 @@ Timed = tuple[float, bool]
 """Seconds, and whether they were measured."""
 
 TILE, SPLIT = 128, 512
-"""Sides of an output tile, and the least of a contraction that is worth a multiprocessor of its own."""
+"""Sides of an output tile, and the shortest contraction worth a multiprocessor of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear:
+class LinearCall:
     """One call of a linear layer: X [M,K], W [N,K].
 
     Attributes:
@@ -58,8 +57,8 @@ class Linear:
         k: in_features.
         n: out_features.
         dgrad: Whether X needs a gradient.
-        wgrad: Whether W does.
-        first: Whether this call is the first that reads its X, so that it quantizes it.
+        wgrad: Whether W needs a gradient.
+        first: Whether this call is the first to read its X and therefore quantizes it.
     """
 
     m: int
@@ -71,21 +70,26 @@ class Linear:
 
     @property
     def named_products(self) -> dict[str, tuple[int, int, int]]:
-        """(m, n, k) of the products that it makes, by name, k being what is contracted: forward first."""
+        """(m, n, k) of the call's products by name, forward first; k is the contracted dimension."""
         forward, dgrad, wgrad = (self.m, self.n, self.k), (self.m, self.k, self.n), (self.n, self.k, self.m)
-        found = {"forward": forward} | ({"dgrad": dgrad} if self.dgrad else {})
-        return found | ({"wgrad": wgrad} if self.wgrad else {})
+        sizes = {"forward": forward} | ({"dgrad": dgrad} if self.dgrad else {})
+        return sizes | ({"wgrad": wgrad} if self.wgrad else {})
 
     @property
     def products(self) -> tuple[tuple[int, int, int], ...]:
-        """The same without their names."""
+        """The same without names."""
         return tuple(self.named_products.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Seconds of a linear layer, of forward and of backward, and operations that the host launches for it; and how many
-    of the seconds were measured on such a GPU.
+    """Predicted seconds of a linear layer in forward and backward.
+
+    Attributes:
+        forward: Seconds of forward.
+        backward: Seconds of backward.
+        launches: Operations that the host launches.
+        measured: Seconds of the total that were measured on such a GPU.
     """
 
     forward: float
@@ -95,32 +99,32 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """Seconds of the GPU."""
+        """GPU seconds."""
         return self.forward + self.backward
 
     def wall(self, gpu: Gpu, *, eager: bool) -> float:
-        """Seconds of the GPU, or of the host where eager launches take longer than what they launch."""
+        """Return the GPU seconds, or in eager mode the host's launch time if that is longer."""
         return max(self.total, self.launches * gpu.host_us * 1e-6) if eager else self.total
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """Bytes of each pass that quantizes, of one linear: those before forward's product, and those in backward."""
+    """Bytes of each quantization pass of one linear layer: before forward's product, and in backward."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
 
 
 def product(gpu: Gpu, m: int, n: int, k: int, *, operand: int = 2, rate: float | None = None) -> float:
-    """Seconds of [m,k]·[k,n] with a bf16 result.
+    """Predict the seconds of [m,k]·[k,n] with a bf16 result.
 
     Args:
-        gpu: Where.
+        gpu: The GPU.
         m: Rows of the result.
         n: Columns of the result.
-        k: What is contracted.
+        k: Contracted dimension.
         operand: Bytes per element of the operands.
-        rate: FLOP/s of a large product; that of bf16 where None.
+        rate: FLOP/s of a large product; None for the bf16 rate.
     """
     if not m * n * k:
         return 0.0
@@ -133,25 +137,25 @@ def product(gpu: Gpu, m: int, n: int, k: int, *, operand: int = 2, rate: float |
     return max(compute, (operand * (m * k + k * n) + 2 * m * n) / gpu.bandwidth, gpu.launch_us * 1e-6)
 
 
-def moving(gpu: Gpu, moved: float) -> float:
-    """Seconds of a kernel that reads and writes so many bytes."""
+def memory_time(gpu: Gpu, moved: float) -> float:
+    """Predict the seconds of a kernel that reads and writes this many bytes."""
     return max(moved / gpu.bandwidth, gpu.launch_us * 1e-6) if moved else 0.0
 
 
 def fp8_rate(gpu: Gpu, recipe: Recipe) -> float | None:
-    """FLOP/s of large FP8 products of a recipe; None where they are emulated in bf16."""
+    """Return the FLOP/s of large FP8 products of a recipe; None if they are emulated in bf16."""
     if not gpu.fp8_tflops or (recipe.x.scale_rule == "e8m0" and not gpu.blocks_of_32):
         return None
     inside = recipe.x.granularity.columns != FULL
     share = gpu.block_efficiency if inside else gpu.fp8_efficiency
-    if triton_alone(gpu, recipe) is not None:
+    if triton_reason(gpu, recipe) is not None:
         share = min(share, gpu.triton_efficiency)
     return gpu.fp8_tflops * 1e12 * share
 
 
-def triton_alone(gpu: Gpu, recipe: Recipe) -> str | None:
-    """Why products of a recipe are Triton's on this GPU, as the backend of PyTorch's own puts it; None where they are
-    PyTorch's.
+def triton_reason(gpu: Gpu, recipe: Recipe) -> str | None:
+    """Return why Triton computes products of this recipe on this GPU, as PyTorch's backend reports it; None if PyTorch
+    does.
     """
     capability = divmod(gpu.capability, 10)
     return next(
@@ -164,128 +168,135 @@ def triton_alone(gpu: Gpu, recipe: Recipe) -> str | None:
     )
 
 
-def bf16_linear(gpu: Gpu, linear: Linear) -> Cost:
-    """A linear layer in bf16: its products."""
+def bf16_linear(gpu: Gpu, linear: LinearCall) -> Cost:
+    """Predict a linear layer in bf16: its products."""
     timed = {
         name: _timed(gpu, bf16_timing.MATMUL, bf16_timing.CASES[name], sizes, product(gpu, *sizes))
         for name, sizes in linear.named_products.items()
     }
-    return _cost(timed, [], [], launches=len(timed))
+    return _sum_cost(timed, [], [], launches=len(timed))
 
 
-def fp8_linear(gpu: Gpu, linear: Linear, recipe: Recipe) -> Cost:
-    """A linear layer in FP8, quantizing included, as Octavo runs it."""
+def fp8_linear(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> Cost:
+    """Predict a linear layer in FP8 as Octavo runs it, quantization included."""
     rate, cases = fp8_rate(gpu, recipe), cases_of(recipe)
     products = {}
     for name, sizes in linear.named_products.items():
-        if name not in cases or rate is None:  # wgrad in high precision; or all of it emulated
+        if name not in cases or rate is None:  # wgrad in high precision, or all products emulated
             products[name] = _timed(gpu, bf16_timing.MATMUL, bf16_timing.CASES[name], sizes, product(gpu, *sizes))
         else:
             predicted = product(gpu, *sizes, operand=1, rate=rate)
             products[name] = _timed(gpu, "scaled_mm", cases[name], sizes, predicted)
-    forward, backward = quantizing(gpu, linear, recipe)
+    forward, backward = quantization_times(gpu, linear, recipe)
     moved = passes(linear, recipe)
     launches = len(products) + len(moved.forward) + len(moved.backward)
-    return _cost(products, forward, backward, launches=launches)
+    return _sum_cost(products, forward, backward, launches=launches)
 
 
-def quantizing(gpu: Gpu, linear: Linear, recipe: Recipe) -> tuple[list[Timed], list[Timed]]:
-    """Times of what is quantized for a linear, in forward and in backward."""
+def quantization_times(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> tuple[list[Timed], list[Timed]]:
+    """Predict the times of a linear layer's quantizations, in forward and in backward."""
     forward, backward = (
-        [_timed(gpu, "quantize", q.case, q.shape, sum(moving(gpu, size) for size in q.bytes)) for q in found]
-        for found in quantizations(linear, recipe)
+        [_timed(gpu, "quantize", q.case, q.shape, sum(memory_time(gpu, size) for size in q.bytes)) for q in phase]
+        for phase in quantizations(linear, recipe)
     )
     return forward, backward
 
 
 def _timed(gpu: Gpu, op: str, case: tuple[str, ...], shape: tuple[int, ...], predicted: float) -> Timed:
-    found = None if gpu.measured is None else gpu.measured.seconds(op, case, shape)
-    return (predicted, False) if found is None else (found, True)
+    measured = None if gpu.measured is None else gpu.measured.seconds(op, case, shape)
+    return (predicted, False) if measured is None else (measured, True)
 
 
-def _cost(products: dict[str, Timed], forward: list[Timed], backward: list[Timed], *, launches: int) -> Cost:
+def _sum_cost(products: dict[str, Timed], forward: list[Timed], backward: list[Timed], *, launches: int) -> Cost:
     early = [products["forward"], *forward]
     late = [*(timed for name, timed in products.items() if name != "forward"), *backward]
     return Cost(
         forward=sum(seconds for seconds, _ in early),
         backward=sum(seconds for seconds, _ in late),
         launches=launches,
-        measured=sum(seconds for seconds, known in (*early, *late) if known),
+        measured=sum(seconds for seconds, is_measured in (*early, *late) if is_measured),
     )
 
 
-def cost(gpu: Gpu, linear: Linear, moved: Passes, rate: float) -> Cost:
-    """A linear layer in FP8 whose quantizing passes are given, as of another library; nothing of it measured.
+def fp8_cost(gpu: Gpu, linear: LinearCall, moved: Passes, rate: float) -> Cost:
+    """Predict a linear layer in FP8 from given quantization passes, such as those of another library; ignores
+    measurements.
 
     Args:
-        gpu: Where.
-        linear: Its sizes.
-        moved: What quantizing moves.
+        gpu: The GPU.
+        linear: Sizes of the layer.
+        moved: Bytes that quantization moves.
         rate: FLOP/s of large FP8 products.
     """
     times = [product(gpu, *sizes, operand=1, rate=rate) for sizes in linear.products]
     return Cost(
-        forward=times[0] + sum(moving(gpu, size) for size in moved.forward),
-        backward=sum(times[1:]) + sum(moving(gpu, size) for size in moved.backward),
+        forward=times[0] + sum(memory_time(gpu, size) for size in moved.forward),
+        backward=sum(times[1:]) + sum(memory_time(gpu, size) for size in moved.backward),
         launches=len(times) + len(moved.forward) + len(moved.backward),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantization:
-    """One matrix that is quantized: its case as calibration tables have it, its shape, bytes of each pass."""
+    """Quantization of one matrix: its case in calibration tables, its shape, and the bytes of each pass."""
 
     case: tuple[str, ...]
     shape: tuple[int, int]
     bytes: tuple[float, ...]
 
 
-def passes(linear: Linear, recipe: Recipe) -> Passes:
-    """What Octavo's quantizers move for one linear."""
+def passes(linear: LinearCall, recipe: Recipe) -> Passes:
+    """Return the bytes that Octavo's quantizers move for one linear layer."""
     forward, backward = (
-        tuple(size for what in found for size in what.bytes) for found in quantizations(linear, recipe)
+        tuple(size for quantization in phase for size in quantization.bytes) for phase in quantizations(linear, recipe)
     )
     return Passes(forward=forward, backward=backward)
 
 
-def quantizations(linear: Linear, recipe: Recipe) -> tuple[list[Quantization], list[Quantization]]:
-    """What Octavo quantizes for one linear, in forward and in backward."""
+def quantizations(linear: LinearCall, recipe: Recipe) -> tuple[list[Quantization], list[Quantization]]:
+    """Return what Octavo quantizes for one linear layer, in forward and in backward."""
     x, w, g = (linear.m, linear.k), (linear.n, linear.k), (linear.m, linear.n)
     if not math.prod((*x, linear.n)):
         return [], []
-    kept = recipe.wgrad_x if linear.wgrad else None
-    forward = [_one(x, (recipe.x,) if kept is None else (recipe.x, kept))] if linear.first else []
-    forward.append(_one(w, (recipe.w,)))
+    wgrad_x = recipe.wgrad_x if linear.wgrad else None
+    forward = [_quantization(x, (recipe.x,) if wgrad_x is None else (recipe.x, wgrad_x))] if linear.first else []
+    forward.append(_quantization(w, (recipe.w,)))
     backward = []
     if linear.dgrad:
-        backward.append(_one(w, (recipe.dgrad_w,), again=True, given=recipe.dgrad_w == recipe.w))
-    wanted = [recipe.dgrad_g] if linear.dgrad else []
-    wanted += [recipe.wgrad_g] if linear.wgrad and recipe.wgrad_g is not None else []
-    if wanted:
-        backward.append(_one(g, wanted, alike=recipe.shares_g))
+        backward.append(_quantization(w, (recipe.dgrad_w,), columns=True, has_scale=recipe.dgrad_w == recipe.w))
+    g_specs = [recipe.dgrad_g] if linear.dgrad else []
+    g_specs += [recipe.wgrad_g] if linear.wgrad and recipe.wgrad_g is not None else []
+    if g_specs:
+        backward.append(_quantization(g, g_specs, shared=recipe.shares_g))
     return forward, backward
 
 
-def _one(
-    shape: tuple[int, int], forms: Sequence[QuantSpec], *, again: bool = False, given: bool = False, alike: bool = True
+def _quantization(
+    shape: tuple[int, int],
+    specs: Sequence[QuantSpec],
+    *,
+    columns: bool = False,
+    has_scale: bool = False,
+    shared: bool = True,
 ) -> Quantization:
-    """One quantization: of one form in one memory order, of one in both (two that are `alike`), or of two forms."""
-    both = len(forms) == 2 and forms[0] == forms[1] and alike
-    texts = [forms[0].text] if both else [form.text for form in forms]
-    order = "both" if both else "columns" if again else "rows"
+    """Return one quantization: to one spec in one order, to one `shared` spec in both orders, or to two specs."""
+    both = len(specs) == 2 and specs[0] == specs[1] and shared
+    texts = [specs[0].text] if both else [spec.text for spec in specs]
+    order = "both" if both else "columns" if columns else "rows"
     return Quantization(
-        case=(*texts, order, "scale" if given else "nothing"),
+        case=(*texts, order, "scale" if has_scale else "nothing"),
         shape=shape,
-        bytes=tuple(_quantizing(shape, forms, given=given)),
+        bytes=tuple(_pass_bytes(shape, specs, has_scale=has_scale)),
     )
 
 
-def _quantizing(shape: tuple[int, int], forms: Sequence[QuantSpec], *, given: bool = False) -> list[float]:
-    """Bytes of the passes that make these forms of one matrix: a look for maxima where one is needed, and the cast."""
+def _pass_bytes(shape: tuple[int, int], specs: Sequence[QuantSpec], *, has_scale: bool = False) -> list[float]:
+    """Return the bytes of the passes that cast one matrix to these specs: an amax pass if needed, and the cast."""
     elements = shape[0] * shape[1]
-    looks = not given and any(spec.granularity.rows == FULL for spec in forms)  # by tensor or column: not held on chip
+    # Scales by tensor or column need an amax over more than one tile holds on chip.
+    amax_pass = not has_scale and any(spec.granularity.rows == FULL for spec in specs)
     scales = sum(
-        math.prod(spec.granularity.scale_shape(shape)) * (1 if spec.scale_rule == "e8m0" else 4) for spec in set(forms)
+        math.prod(spec.granularity.scale_shape(shape)) * (1 if spec.scale_rule == "e8m0" else 4) for spec in set(specs)
     )
-    cast = (2.0 + len(forms)) * elements + scales
-    return [2.0 * elements, cast] if looks else [cast]
+    cast = (2.0 + len(specs)) * elements + scales
+    return [2.0 * elements, cast] if amax_pass else [cast]

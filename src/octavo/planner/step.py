@@ -1,18 +1,20 @@
-"""The time of a training step, from a trace of one forward: linears by the roofline, the rest by simple models.
+"""Predict the time of a training step from a trace of one forward: linear layers by the roofline, the rest by simple
+models.
 
     linears          `octavo.planner.roofline`, as decided
     attention        operations / (bf16 peak · attention efficiency); backward 2.5 times forward
     other products   max(operations / large bf16 products, bytes / bandwidth); backward twice forward
-    the rest         bytes / bandwidth, at least a launch each: every operation by itself in eager code, fused between
+    the rest         bytes / bandwidth, at least one launch each: every operation separately in eager mode, fused
+                     between
                      products when compiled; backward twice forward
-    recomputation    forward once more of what activation checkpointing does not keep
+    recomputation    forward again, for what activation checkpointing discards
     optimizer        bytes per parameter of a rank's shard / bandwidth
-    communication    of sharded data parallelism: gather in forward, gather and scatter in backward, copies added up
-                     (`octavo.planner.wire`); what computing of the same direction does not hide
-    host             eager code takes at least its launches, backward two for one of forward
+    communication    of sharded data parallelism: gather in forward; gather, scatter and reduction over copies in
+                     backward (`octavo.planner.collective_cost`); only what compute of the same direction does not hide
+    host             eager mode takes at least its launches, two in backward for each in forward
 
-Left out: the data, clipping, stragglers, clocks that fall under load, and that collectives take multiprocessors away.
-So a predicted step is too short; and where what is left out is there in bf16 too, a predicted gain is too large.
+Left out: data loading, clipping, stragglers, clocks that drop under load, and the multiprocessors that collectives use.
+So a predicted step is too short, and since bf16 pays these costs too, a predicted gain can be too large.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,15 +22,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 from octavo.numerics.recipe import Recipe
+from octavo.planner.collective_cost import FP8_BYTES_PER_ELEMENT, GPUS_PER_MACHINE, Links, Traffic, collective
 from octavo.planner.decide import total
 from octavo.planner.devices import Gpu
-from octavo.planner.roofline import Cost, bf16_linear, fp8_linear, moving
+from octavo.planner.roofline import Cost, bf16_linear, fp8_linear, memory_time
 from octavo.planner.trace import Trace
-from octavo.planner.wire import MACHINE, MESSAGE, Links, Traffic, collective
 
 OPTIMIZER_BYTES = {"fp32": 28.0, "fp8": 14.2}
-"""Moved per parameter by AdamW: moments and master in float32, read and written, a bf16 gradient and parameter; and
-with FP8 moments and 16 bits of a master."""
+"""Bytes that AdamW moves per parameter: float32 moments and master, read and written, a bf16 gradient and parameter;
+and the same with FP8 moments and a 16-bit master.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +48,12 @@ CHECKPOINTING = {
     "selective": Recompute(rest=1.0),
     "full": Recompute(linears=1.0, attention=1.0, rest=1.0),
 }
-"""By the names of `precision.checkpointing`."""
+"""Recomputation by the values of `precision.checkpointing`."""
 
 
 @runtime_checkable
 class Layout(Protocol):
-    """What the planner reads of an `octavo.parallel.Parallel`."""
+    """The fields of `octavo.parallel.Parallel` that the planner reads."""
 
     @property
     def reshard_after_forward(self) -> bool: ...  # noqa: D102
@@ -62,21 +65,21 @@ class Layout(Protocol):
     def fp8_comm(self) -> str: ...  # noqa: D102
 
     def sizes(self, world: int) -> tuple[int, int]:
-        """(copies, ranks of each) for a world; raises ValueError where they do not divide it."""
+        """Return (copies, ranks of each) for a world size; raise ValueError if they do not divide it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a step is run.
+    """How a step runs.
 
     Attributes:
-        gpus: All GPUs, each with a batch of its own.
-        copies: Of the model, each shared by `gpus / copies` of them (FSDP2).
+        gpus: Number of GPUs, each with its own batch.
+        copies: Copies of the model, each shared by `gpus / copies` GPUs (FSDP2).
         keeps_gathered: Whether gathered weights stay from forward to backward (ZeRO-2).
-        fp8_gather: Whether the weights of converted linears are gathered in FP8.
-        fp8_reduce: Whether gradients travel in FP8.
-        reduce_bytes: Bytes per element of gradients that travel otherwise, and are added up.
-        micro_batches: Forwards and backwards of a step.
+        fp8_gather: Whether the weights of converted layers are gathered in FP8.
+        fp8_reduce: Whether gradients are communicated in FP8.
+        reduce_bytes: Bytes per element of gradients that are communicated and reduced in another dtype.
+        micro_batches: Forwards and backwards per step.
         eager: Without torch.compile.
         recompute: Activation checkpointing.
         states: Moments of AdamW, a key of `OPTIMIZER_BYTES`.
@@ -97,7 +100,7 @@ class Setting:
         for name in ("gpus", "micro_batches"):
             value = getattr(self, name)
             if not is_count(value):
-                raise ValueError(f"{name} is a number of 1 or more; got {value!r}")
+                raise ValueError(f"{name} is an integer of 1 or more; got {value!r}")
 
     @property
     def shards(self) -> int:
@@ -105,30 +108,31 @@ class Setting:
         return self.gpus // self.copies
 
     @property
-    def plain(self) -> "Setting":
-        """The same in bf16: on the wire, and with float32 moments."""
+    def bf16(self) -> "Setting":
+        """The same step with bf16 communication and float32 moments."""
         return replace(self, fp8_gather=False, fp8_reduce=False, states="fp32")
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number of 1 or more."""
+    """Return whether a value is an integer of 1 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def spread(gpus: int, layout: Layout | None) -> dict[str, Any]:
-    """The settings that say how a model is spread over GPUs, with FP8 on the wire as `octavo.parallelize` decides it.
+def layout_settings(gpus: int, layout: Layout | None) -> dict[str, Any]:
+    """Return the `Setting` fields that describe how a model is distributed over GPUs, with the FP8 communication that
+    `octavo.parallelize` would choose.
 
-    `"auto"` gathers in FP8 where weights leave a machine, of `MACHINE` GPUs. Gradients it sends in FP8 where each
-    machine has one rank, which is not what a machine is here.
+    `"auto"` gathers in FP8 if weights cross machines of `GPUS_PER_MACHINE` GPUs. It sends gradients in FP8 only with
+    one rank per machine, which does not occur here.
 
     Raises:
-        ValueError: For copies that do not divide the GPUs, or no number of them; and for copies in host memory.
-        TypeError: For a layout of another kind.
+        ValueError: If the copies do not divide the GPUs, `gpus` is not a count, or copies without shards are offloaded.
+        TypeError: For another type of layout.
     """
     if not is_count(gpus):
-        raise ValueError(f"gpus is a number of 1 or more; got {gpus!r}")
+        raise ValueError(f"gpus is an integer of 1 or more; got {gpus!r}")
     if layout is None:
-        return {"gpus": gpus, "fp8_gather": gpus > MACHINE}
+        return {"gpus": gpus, "fp8_gather": gpus > GPUS_PER_MACHINE}
     if not isinstance(layout, Layout):
         raise TypeError(
             f"parallel is an octavo.parallel.Parallel: shards, copies, or both (FSDP2, DDP, HSDP); got {layout!r}. "
@@ -136,8 +140,8 @@ def spread(gpus: int, layout: Layout | None) -> dict[str, Any]:
         )
     copies, shards = layout.sizes(gpus)
     if layout.cpu_offload and copies > 1 and shards == 1:
-        raise ValueError("cpu_offload needs shards, and this layout has copies only: give it a dp_shard above 1")
-    gather = layout.fp8_comm in ("on", "gather") or (layout.fp8_comm == "auto" and gpus > MACHINE)
+        raise ValueError("cpu_offload needs shards, and this layout has copies only: set dp_shard above 1")
+    gather = layout.fp8_comm in ("on", "gather") or (layout.fp8_comm == "auto" and gpus > GPUS_PER_MACHINE)
     return {
         "gpus": gpus, "copies": copies, "keeps_gathered": not layout.reshard_after_forward,
         "fp8_gather": gather and shards > 1, "fp8_reduce": layout.fp8_comm == "on" and gpus > 1,
@@ -146,18 +150,18 @@ def spread(gpus: int, layout: Layout | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Predicted seconds of a step, by what they go to.
+    """Predicted seconds of a step by part.
 
     Attributes:
-        linears: Products of linears, and quantizing.
+        linears: Products of linear layers, and quantization.
         attention: Fused attention.
         products: Other matrix products.
         rest: Everything else in forward and backward.
         optimizer: AdamW.
-        communication: What computing does not hide.
-        waiting: For the host, where eager launches take longer than what they launch.
-        tokens: Tokens of a step of all GPUs.
-        flops: Operations of the model of all GPUs, without recomputation.
+        communication: Communication that compute does not hide.
+        waiting: Waiting for the host, in eager mode.
+        tokens: Tokens per step of all GPUs.
+        flops: Operations of the model on all GPUs, without recomputation.
         peak: bf16 FLOP/s of all GPUs.
     """
 
@@ -174,21 +178,21 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Sum of the parts."""
         return sum(getattr(self, part) for part in PARTS)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs."""
+        """Tokens per second of all GPUs."""
         return self.tokens / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Share of the bf16 peak that the model's own operations take."""
+        """Model FLOPs utilization: the share of the bf16 peak that the model's own operations use."""
         return self.flops / self.seconds / self.peak
 
     def to_json(self) -> dict[str, float]:
-        """Plain dictionary."""
+        """Return a plain dictionary."""
         return asdict(self) | {
             "seconds": self.seconds, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu,
         }  # fmt: skip
@@ -198,7 +202,7 @@ PARTS = ("linears", "attention", "products", "rest", "optimizer", "communication
 
 
 def linear_costs(gpu: Gpu, trace: Trace, recipes: Mapping[str, Recipe | None]) -> list[Cost]:
-    """The cost of every call of a linear; those without a recipe are in bf16."""
+    """Return the cost of every call of a linear layer; layers without a recipe run in bf16."""
     costs = []
     for name, calls in trace.calls.items():
         recipe = recipes.get(name)
@@ -209,44 +213,44 @@ def linear_costs(gpu: Gpu, trace: Trace, recipes: Mapping[str, Recipe | None]) -
 def step_time(
     gpu: Gpu, trace: Trace, costs: Sequence[Cost], setting: Setting, tokens: int, saved: float = 0.0
 ) -> StepTime:
-    """Predict a step.
+    """Predict the time of a step.
 
     Args:
         gpu: Each GPU.
         trace: One forward of one micro-batch.
-        costs: Of every linear in it, as `linear_costs` gives them.
-        setting: How the step is run.
-        tokens: Of one micro-batch of one GPU.
-        saved: Bytes that gathering in FP8 saves, as `saved_by_gathering` gives them.
+        costs: Costs of all its linear layers, as `linear_costs` returns them.
+        setting: How the step runs.
+        tokens: Tokens of one micro-batch on one GPU.
+        saved: Bytes that gathering in FP8 saves, as `bytes_saved_by_fp8_gather` returns them.
     """
-    again, linears = setting.recompute, total(costs)
+    recompute, linears = setting.recompute, total(costs)
     rate = gpu.bf16_tflops * 1e12
     attention = trace.attention / (rate * gpu.attention_efficiency)
     products = sum(max(p.flops / (rate * gpu.bf16_efficiency), p.bytes / gpu.bandwidth) for p in trace.products)
-    rest = sum(moving(gpu, size) for size in (trace.rest if setting.eager else trace.regions))
+    rest = sum(memory_time(gpu, size) for size in (trace.rest if setting.eager else trace.regions))
     forward = linears.forward + attention + products + rest
     backward = (
         linears.backward + 2.5 * attention + 2 * (products + rest)
-        + again.linears * (linears.forward + products) + again.attention * attention + again.rest * rest
+        + recompute.linears * (linears.forward + products) + recompute.attention * attention + recompute.rest * rest
     )  # fmt: skip
     exposed = _exposed(gpu, _traffic(trace, setting, saved), setting, forward, backward)
-    # Frozen parameters are gathered too; only trained ones are updated.
+    # Frozen parameters are gathered too, but not updated.
     optimizer = trace.trained / setting.shards * OPTIMIZER_BYTES[setting.states] / gpu.bandwidth
     launches = linears.launches + 3 * (len(trace.rest) + len(trace.products))
     host = launches * gpu.host_us * 1e-6 if setting.eager else 0.0
-    many = setting.micro_batches
+    micro_batches = setting.micro_batches
     model_flops = 3 * trace.attention + 3 * sum(p.flops for p in trace.products)
     model_flops += sum(2 * m * n * k for calls in trace.calls.values() for c in calls for m, n, k in c.products)
     return StepTime(
-        linears=many * (linears.total + again.linears * linears.forward),
-        attention=many * attention * (3.5 + again.attention),
-        products=many * products * (3 + again.linears),
-        rest=many * rest * (3 + again.rest),
+        linears=micro_batches * (linears.total + recompute.linears * linears.forward),
+        attention=micro_batches * attention * (3.5 + recompute.attention),
+        products=micro_batches * products * (3 + recompute.linears),
+        rest=micro_batches * rest * (3 + recompute.rest),
         optimizer=optimizer,
-        communication=many * exposed,
-        waiting=many * max(0.0, host - forward - backward),
-        tokens=tokens * many * setting.gpus,
-        flops=model_flops * many * setting.gpus,
+        communication=micro_batches * exposed,
+        waiting=micro_batches * max(0.0, host - forward - backward),
+        tokens=tokens * micro_batches * setting.gpus,
+        flops=model_flops * micro_batches * setting.gpus,
         peak=rate * setting.gpus,
     )
 
@@ -254,17 +258,17 @@ def step_time(
 def _traffic(trace: Trace, setting: Setting, saved: float) -> Traffic:
     weights = 2.0 * trace.parameters - (saved if setting.fp8_gather else 0.0)
     reduced = trace.trained * setting.reduce_bytes
-    copied = trace.trained * (MESSAGE if setting.fp8_reduce else 2)
+    copied = trace.trained * (FP8_BYTES_PER_ELEMENT if setting.fp8_reduce else 2)
     return Traffic(
         weights=weights,
-        gradients=trace.trained * MESSAGE if setting.fp8_reduce else reduced,
+        gradients=trace.trained * FP8_BYTES_PER_ELEMENT if setting.fp8_reduce else reduced,
         summed=reduced / setting.shards if setting.shards > 1 else copied,
         fp8_gradients=setting.fp8_reduce,
     )
 
 
 def _exposed(gpu: Gpu, traffic: Traffic, setting: Setting, forward: float, backward: float) -> float:
-    """Seconds of collectives that computing does not hide."""
+    """Return the seconds of collectives that compute does not hide."""
     links = Links(inside=gpu.link_gbs * 1e9 * gpu.link_efficiency, between=gpu.network_gbs * 1e9 * gpu.link_efficiency)
     shards, copies = setting.shards, setting.copies
     gather = collective("all-gather", traffic.weights, links, ranks=shards)
@@ -272,5 +276,5 @@ def _exposed(gpu: Gpu, traffic: Traffic, setting: Setting, forward: float, backw
         "all-to-all" if traffic.fp8_gradients else "reduce-scatter", traffic.gradients, links, ranks=shards
     )
     between = collective("all-reduce", traffic.summed, links, ranks=copies, apart=shards)
-    again = 0.0 if setting.keeps_gathered else gather
-    return max(0.0, gather - forward) + max(0.0, again + scatter + between - backward)
+    second_gather = 0.0 if setting.keeps_gathered else gather
+    return max(0.0, gather - forward) + max(0.0, second_gather + scatter + between - backward)

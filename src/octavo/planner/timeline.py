@@ -1,19 +1,19 @@
-"""Timeline: every storage that a training step makes, from its first operation to its death, and the peak of their sum.
+"""Timeline: record every storage that a training step allocates, its size over time, and the peak of the sum.
 
-A dispatch mode sees the outputs of every operation, below autograd, with real tensors and under FakeTensorMode alike. A
-storage that is new begins; the end of the Python object that stands for it is its end; between them it may be resized,
-which is how FSDP2 frees what it has gathered, and which no operation shows: the method itself is followed. Subclasses
-that wrap tensors (DTensor) are seen as what they hold. What a storage was for is decided afterwards, which is why the
-whole line is kept (some thousand events for a 7B model) rather than a running sum:
+A dispatch mode sees the outputs of every operation below autograd, with real tensors and under FakeTensorMode alike. A
+storage starts when it first appears and ends when its Python object dies. In between it may be resized: FSDP2 frees
+gathered weights that way, which no operation shows, so `UntypedStorage.resize_` is wrapped. Tensor subclasses that wrap
+tensors (DTensor) count as their inner tensors. Storages are classified afterwards, so the timeline keeps all events (a
+few thousand for a 7B model) rather than a running sum:
 
-    what was held before        as it was named: parameters, optimizer, batch
-    gradients                   what a parameter's `.grad` was seen to be
-    activations                 alive when a backward begins: kept for it, by autograd or by anything else
+    held before the step        labelled by the caller: parameters, optimizer states, batch
+    gradients                   storages that a parameter's `.grad` used
+    activations                 alive when a backward begins: saved by autograd or anything else
     temporaries                 the rest
 
-`torch.distributed._tools.mem_tracker` counts the same bytes (the tests hold the two peaks equal) but calls everything
-made in forward an activation, so that what backward waits for and what a forward used up in passing are one number.
-Seen by neither: what a kernel takes inside itself, the CUDA context, and fragmentation.
+`torch.distributed._tools.mem_tracker` counts the same bytes (the tests compare the two peaks) but calls everything
+allocated in forward an activation, so tensors saved for backward and forward's temporaries share one number. Neither
+sees memory inside kernels, the CUDA context, or fragmentation.
 """
 
 import math
@@ -31,36 +31,36 @@ from torch.utils.weak import WeakIdKeyDictionary
 from octavo.runtime.torch_compat import in_backward
 
 GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
-OF_BLOCKS = "gradients of blocks"
-"""Gradients of what belongs to a block, where these are told from the rest's."""
+BLOCK_GRADIENTS = "gradients of blocks"
+"""Gradients of blocks, if they are distinguished from the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """Every event of a timeline, and where the parts of a step begin among them.
+class StorageEvents:
+    """All events of a timeline, and the indices at which the parts of a step start.
 
     Attributes:
-        kinds: What the storage of each event was for.
-        changes: By how many bytes it grew or shrank.
-        phases: When that was.
-        began: Index of the first event of the step; those before are of what was held.
-        turned: Index of the first event of backward.
-        ended: Index of the first event after backward.
+        kinds: Category of the storage of each event.
+        changes: Change of its size in bytes.
+        phases: Phase of each event.
+        step_start: Index of the first event of the step; earlier ones are tensors held before it.
+        backward_start: Index of the first event of backward.
+        backward_end: Index of the first event after backward.
     """
 
     kinds: Sequence[str]
     changes: Sequence[int]
     phases: Sequence[str]
-    began: int
-    turned: int
-    ended: int
+    step_start: int
+    backward_start: int
+    backward_end: int
 
 
 class Timeline(TorchDispatchMode):
-    """Follows storages while it is active.
+    """Records storages while it is active.
 
     Args:
-        granule: Bytes in whole multiples of which an allocator hands out memory: 512 on CUDA.
+        granule: Allocation granularity of the allocator in bytes: 512 on CUDA.
     """
 
     def __init__(self, granule: int = 1) -> None:
@@ -75,55 +75,54 @@ class Timeline(TorchDispatchMode):
         self._in_backward = False
         self._marks: dict[str, int] = {}
 
-    def hold(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Names tensors that are there from the beginning; one that has a name already keeps it."""
-        for tensor in _inside(tensors):
+    def label(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Set the category of tensors that have none yet."""
+        for tensor in _plain_tensors(tensors):
             self._kinds.setdefault(self._number(tensor), kind)
 
-    def rename(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Names tensors, whatever they were taken for."""
-        for tensor in _inside(tensors):
+    def relabel(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Set the category of tensors, replacing any earlier one."""
+        for tensor in _plain_tensors(tensors):
             self._kinds[self._number(tensor)] = kind
 
-    def are_gradients(self, tensors: Iterable[Tensor], kind: str = GRADIENTS) -> None:
-        """Names tensors as gradients, whatever they were taken for: that of a head whose loss is computed in chunks is
-        there before backward begins.
-        """
-        self.rename(tensors, kind)
+    def label_gradients(self, tensors: Iterable[Tensor], kind: str = GRADIENTS) -> None:
+        """Set the category of gradients, replacing any earlier one.
 
-    def phase(self, name: str) -> None:
-        """What happens from now on, for the peak to be told by."""
+        With a chunked loss the head's gradient exists before backward begins and looks like an activation.
+        """
+        self.relabel(tensors, kind)
+
+    def set_phase(self, name: str) -> None:
+        """Set the phase of the events that follow."""
         self._phase = name
 
     def follow(self, model: nn.Module, blocks: Iterable[nn.Module] = ()) -> None:
-        """Puts hooks on a model that tell when its forward begins and recognise gradients as they arrive; those of the
-        parameters of `blocks` as `OF_BLOCKS`.
-        """
+        """Hook a model to mark the start of forward and to label gradients; those of `blocks` as `BLOCK_GRADIENTS`."""
         inside = {id(parameter) for block in blocks for parameter in block.parameters()}
 
-        def arrived(parameter: Tensor) -> None:
+        def label_gradient(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self.are_gradients([parameter.grad], OF_BLOCKS if id(parameter) in inside else GRADIENTS)
+            self.label_gradients([parameter.grad], BLOCK_GRADIENTS if id(parameter) in inside else GRADIENTS)
 
-        model.register_forward_pre_hook(lambda *_: self.phase("forward"))
+        model.register_forward_pre_hook(lambda *_: self.set_phase("forward"))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(arrived)
+                parameter.register_post_accumulate_grad_hook(label_gradient)
 
-    def line(self) -> "Line":
-        """The step event by event, for `octavo.planner.moments`. One that had a backward, once it is over."""
-        events = self._events[: self._marks["over"]]
-        return Line(
+    def events(self) -> "StorageEvents":
+        """Return the events of a finished step with a backward, for `octavo.planner.memory_extrapolation`."""
+        events = self._events[: self._marks["step end"]]
+        return StorageEvents(
             kinds=[self._kinds.get(number, TEMPORARIES) for number, _, _ in events],
             changes=[change for _, change, _ in events],
             phases=[phase for _, _, phase in events],
-            began=self._marks["began"],
-            turned=self._marks["turned"],
-            ended=self._marks.get("ended", len(events)),
+            step_start=self._marks["step start"],
+            backward_start=self._marks["backward start"],
+            backward_end=self._marks.get("backward end", len(events)),
         )
 
     def largest(self) -> dict[str, int]:
-        """The most bytes of each kind at any one time."""
+        """Return the maximum bytes of each category over time."""
         now: dict[str, int] = {}
         most: dict[str, int] = {}
         for number, change, _ in self._events:
@@ -133,7 +132,7 @@ class Timeline(TorchDispatchMode):
         return most
 
     def peak(self) -> tuple[str, dict[str, int]]:
-        """When the sum was largest (the phase), and bytes by kind at that time."""
+        """Return the phase with the largest sum, and bytes by category at that time."""
         total, highest, at, phase = 0, 0, 0, ""
         for index, (_, change, during) in enumerate(self._events):
             total += change
@@ -156,25 +155,25 @@ class Timeline(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
-        self._mark("began")
+        self._mark("step start")
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._mark("over")
+        self._mark("step end")
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # it takes itself apart, and what it holds comes by here
+            return NotImplemented  # the subclass runs on its inner tensors, which arrive here
         backward = in_backward()
         if backward and not self._in_backward:
             for number in self._alive:
                 self._kinds.setdefault(number, ACTIVATIONS)
         if backward != self._in_backward:
             self._in_backward = backward
-            self._mark("turned" if backward else "ended")
+            self._mark("backward start" if backward else "backward end")
             self._phase = "backward" if backward else "after backward"
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
@@ -183,17 +182,17 @@ class Timeline(TorchDispatchMode):
         return out
 
     def _mark(self, name: str) -> None:
-        self._marks[name] = len(self._events)  # the last time counts: a loss in chunks goes backward by itself before
+        self._marks[name] = len(self._events)  # the last time counts: a chunked loss runs its own backward earlier
 
     def _number(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage, which begins now if it is new."""
+        """Return the number of a tensor's storage; a new storage starts now."""
         storage = tensor.untyped_storage()
         number: int | None = self._numbers.get(storage)
         if number is None:
             number = len(self._sizes)
             self._numbers[storage] = number
             self._sizes.append(0)
-            self._alive[number] = weakref.ref(storage, self._ending(number))
+            self._alive[number] = weakref.ref(storage, self._end_callback(number))
             self._change(number, self._rounded(storage))
         return number
 
@@ -204,7 +203,7 @@ class Timeline(TorchDispatchMode):
         self._events.append((number, size - self._sizes[number], self._phase))
         self._sizes[number] = size
 
-    def _ending(self, number: int) -> Callable[[Any], None]:
+    def _end_callback(self, number: int) -> Callable[[Any], None]:
         def end(_: Any) -> None:
             del self._alive[number]
             self._change(number, 0)
@@ -212,12 +211,12 @@ class Timeline(TorchDispatchMode):
         return end
 
 
-def _inside(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Plain tensors that tensors are, or are made of."""
+def _plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield plain tensors, and the inner tensors of wrapper subclasses."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
             parts = [getattr(tensor, name) for name in names]
-            yield from _inside(part for part in parts if isinstance(part, Tensor))  # a DTensor's mesh is none
+            yield from _plain_tensors(part for part in parts if isinstance(part, Tensor))  # a DTensor's mesh is not
         else:
             yield tensor

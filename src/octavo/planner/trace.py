@@ -1,14 +1,14 @@
-"""Trace: what one forward of a model does, read off a run on tensors without storage, for `octavo.planner.step`.
+"""Trace: the operations of one forward of a model, recorded on fake tensors, for `octavo.planner.step`.
 
 Every operation is one of
 
-    a linear's product   a call of a module that was named: its sizes, its gradients, whether its input is new
-    attention            a fused one: its operations, half of them where it is causal
-    another product      of matrices, or a convolution: its operations and bytes
-    the rest             bytes read and written, of each operation as eager code runs it
+    a linear layer       a call of a named module: its sizes, its gradients, whether its input is new
+    attention            fused attention: its operations, half of them if causal
+    another product      a matrix product or convolution: its operations and bytes
+    the rest             bytes read and written by each operation, as eager mode runs it
 
-and, as a compiler runs the rest, bytes by region: operations between two products become one kernel, which reads what
-comes from outside of it and writes what is read after it. What an inductor fuses is less regular than that.
+For compiled models the rest is also counted in bytes by region: the operations between two products form one kernel
+that reads its outside inputs and writes the outputs that are read later. Inductor's fusions are less regular.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from octavo.planner.moments import common
-from octavo.planner.roofline import Linear
+from octavo.planner.memory_extrapolation import common_prefix
+from octavo.planner.roofline import LinearCall
 
 LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
-"""Operations that read as much of their first input as they write."""
+"""Operations that read only as many bytes of their first input as they write."""
 
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_grouped_mm": 0}
-"""Matrix products, and which argument is the left operand, whose last dimension is contracted."""
+"""Matrix products, with the index of the leave operand, whose last dimension is contracted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +43,16 @@ class Trace:
     """One forward of a model.
 
     Attributes:
-        calls: Calls of linears by the module's name.
+        calls: Calls of linear layers by module name.
         attention: Operations of fused attention.
-        products: Matrix products outside of linears.
+        products: Matrix products outside of linear layers.
         rest: Bytes of each other operation.
         regions: Bytes of the same, fused between products.
         parameters: Elements of all parameters, tied ones once.
-        trained: Elements of those with a gradient.
+        trained: Elements of those that require a gradient.
     """
 
-    calls: Mapping[str, tuple[Linear, ...]]
+    calls: Mapping[str, tuple[LinearCall, ...]]
     attention: float
     products: tuple[Work, ...]
     rest: tuple[float, ...]
@@ -62,12 +62,12 @@ class Trace:
 
 
 def trace(model: nn.Module, linears: Mapping[str, nn.Module], forward: Callable[[], Any]) -> Trace:
-    """Follow one forward.
+    """Record one forward.
 
     Args:
-        model: The model; on tensors without storage nothing is computed.
-        linears: Modules with a weight [N,K] (or [K,N], told by the input) to be taken for linears, by name.
-        forward: Runs it.
+        model: The model; on fake tensors nothing is computed.
+        linears: Modules to count as linear layers, by name; their weight is [N,K], or [K,N] as the input shows.
+        forward: Runs the model.
     """
     tracer = _Tracer()
     with _hooked(tracer, linears), tracer:
@@ -84,23 +84,23 @@ def trace(model: nn.Module, linears: Mapping[str, nn.Module], forward: Callable[
     )
 
 
-def of_more_blocks(few: Trace, more: Trace, count: int, blocks: Sequence[str]) -> Trace | None:
-    """One forward of a model of many equal blocks, from those of two copies with few: what following all of them gives.
+def extrapolate_trace(few: Trace, more: Trace, count: int, blocks: Sequence[str]) -> Trace | None:
+    """Return the trace of a model of many equal blocks, from those of two copies with few blocks.
 
     Args:
-        few: Of a copy that has the first blocks.
-        more: Of one that has one block more.
+        few: Trace of a copy with the first blocks.
+        more: Trace of a copy with one more block.
         count: Blocks of `few`.
         blocks: Names of all blocks of the model.
 
     Returns:
-        The trace; None where the two differ by something else than one block like the one before.
+        The trace that a run of the whole model gives; None if the two differ by anything but one equal block.
     """
-    before, added = (_of_block(more, blocks[at]) for at in (count - 1, count))
+    before, added = (_block_calls(more, blocks[index]) for index in (count - 1, count))
     if before != added or any(more.calls.get(name) != calls for name, calls in few.calls.items()):
         return None
     extra = len(blocks) - count
-    parts = {name: _lengthened(getattr(few, name), getattr(more, name), extra) for name in _PARTS}
+    parts = {name: _repeat_difference(getattr(few, name), getattr(more, name), extra) for name in _PARTS}
     if None in parts.values():
         return None
     numbers = {name: getattr(few, name) + extra * (getattr(more, name) - getattr(few, name)) for name in _NUMBERS}
@@ -111,25 +111,25 @@ def of_more_blocks(few: Trace, more: Trace, count: int, blocks: Sequence[str]) -
 _PARTS, _NUMBERS = ("products", "rest", "regions"), ("attention", "parameters", "trained")
 
 
-def _of_block(found: Trace, block: str) -> dict[str, tuple[Linear, ...]]:
-    """Calls of a block's linears, by what their names have after the block's."""
-    return {name[len(block) :]: calls for name, calls in found.calls.items() if f"{name}.".startswith(f"{block}.")}
+def _block_calls(trace: Trace, block: str) -> dict[str, tuple[LinearCall, ...]]:
+    """Return the calls of a block's linear layers, by their names within the block."""
+    return {name[len(block) :]: calls for name, calls in trace.calls.items() if f"{name}.".startswith(f"{block}.")}
 
 
-def _lengthened(few: tuple[Any, ...], more: tuple[Any, ...], extra: int) -> tuple[Any, ...] | None:
-    """`few` with what `more` has between two parts of it put there so many times."""
-    begins, ends = common(few, more), common(few[::-1], more[::-1])
-    if begins + ends < len(few):
+def _repeat_difference(few: tuple[Any, ...], more: tuple[Any, ...], extra: int) -> tuple[Any, ...] | None:
+    """Insert into `few` what `more` has beyond it, `extra` times; None if the two differ elsewhere."""
+    prefix, suffix = common_prefix(few, more), common_prefix(few[::-1], more[::-1])
+    if prefix + suffix < len(few):
         return None
-    return (*few[:begins], *more[begins : begins + len(more) - len(few)] * extra, *few[begins:])
+    return (*few[:prefix], *more[prefix : prefix + len(more) - len(few)] * extra, *few[prefix:])
 
 
 @contextmanager
 def _hooked(tracer: "_Tracer", linears: Mapping[str, nn.Module]) -> Iterator[None]:
     handles = []
     for name, module in linears.items():
-        handles.append(module.register_forward_pre_hook(tracer.entering(name)))
-        handles.append(module.register_forward_hook(tracer.left, always_call=True))
+        handles.append(module.register_forward_pre_hook(tracer.enter_hook(name)))
+        handles.append(module.register_forward_hook(tracer.leave, always_call=True))
     try:
         yield
     finally:
@@ -140,24 +140,24 @@ def _hooked(tracer: "_Tracer", linears: Mapping[str, nn.Module]) -> Iterator[Non
 class _Tracer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[str, list[Linear]] = {}
+        self.calls: dict[str, list[LinearCall]] = {}
         self.attention = 0.0
         self.products: list[Work] = []
         self.rest: list[float] = []
         self._inside = 0
         self._input: Tensor | None = None
-        self._region = 0  # odd ones are products
-        self._alive: list[Any] = []  # so that no two storages have one id
+        self._region = 0  # odd numbers are products
+        self._alive: list[Any] = []  # keeps storages alive so that their ids stay unique
         self._sizes: dict[int, float] = {}
-        self._made: dict[int, int] = {}
+        self._written: dict[int, int] = {}
         self._read: dict[int, set[int]] = {}
 
-    def entering(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def enter_hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             x, weight = inputs[0], module.weight
             assert isinstance(x, Tensor) and isinstance(weight, Tensor)
             k = x.shape[-1]
-            call = Linear(
+            call = LinearCall(
                 m=x.numel() // max(k, 1),
                 k=k,
                 n=weight.numel() // max(k, 1),
@@ -173,16 +173,16 @@ class _Tracer(TorchDispatchMode):
 
         return enter
 
-    def left(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._makes([output])
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._writes([output])
         self._inside -= 1
         self._region += 1
 
     def regions(self) -> Iterator[float]:
-        """Bytes of each region of operations that are no products."""
+        """Yield the bytes of each region between products."""
         moved: dict[int, float] = {}
         for storage, readers in self._read.items():
-            made = self._made.get(storage)
+            made = self._written.get(storage)
             outside = readers - {made}
             for region in outside:
                 moved[region] = moved.get(region, 0.0) + self._sizes[storage]
@@ -196,34 +196,34 @@ class _Tracer(TorchDispatchMode):
             return out
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        known = {t.untyped_storage()._cdata for t in inputs}
-        made = [t for t in outputs if t.untyped_storage()._cdata not in known]
+        input_storages = {t.untyped_storage()._cdata for t in inputs}
+        created = [t for t in outputs if t.untyped_storage()._cdata not in input_storages]
         name = func._schema.name
-        if not made and not func._schema.is_mutable:
+        if not created and not func._schema.is_mutable:
             return out  # a view
         if "scaled_dot_product" in name or name in PRODUCTS or name == "aten::convolution":
             self._product(func, args, kwargs or {}, inputs, outputs)
             return out
-        moved = sum(_size(t) for t in made) or sum(_size(t) for t in outputs)
+        moved = sum(_size(t) for t in created) or sum(_size(t) for t in outputs)
         moved += moved if name in LOOKUPS else sum(_size(t) for t in inputs)
         if inputs:
             self.rest.append(moved)
-        self._reads(made if name in LOOKUPS else inputs)
-        self._makes(made)
+        self._reads(created if name in LOOKUPS else inputs)
+        self._writes(created)
         return out
 
     def _product(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         self._region += 1
         self._reads(inputs)
-        self._makes(outputs)
+        self._writes(outputs)
         self._region += 1
         name = func._schema.name
         if "scaled_dot_product" in name:
             q, k, v = inputs[:3]
             names = [argument.name for argument in func._schema.arguments]
-            given = dict(zip(names, args, strict=False)) | kwargs
-            share = 0.5 if given.get("is_causal") and q.shape[-2] == k.shape[-2] else 1.0
-            scores = q.numel() // q.shape[-1] * k.shape[-2]  # of every head of q, however many k has
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            share = 0.5 if arguments.get("is_causal") and q.shape[-2] == k.shape[-2] else 1.0
+            scores = q.numel() // q.shape[-1] * k.shape[-2]  # per head of q; k may have fewer heads
             self.attention += share * 2 * scores * (q.shape[-1] + v.shape[-1])
             return
         contracted = args[1][0].numel() if name == "aten::convolution" else args[PRODUCTS[name]].shape[-1]
@@ -232,14 +232,14 @@ class _Tracer(TorchDispatchMode):
 
     def _reads(self, tensors: Any) -> None:
         for tensor in tensors:
-            self._read.setdefault(self._known(tensor), set()).add(self._region)
+            self._read.setdefault(self._storage_id(tensor), set()).add(self._region)
 
-    def _makes(self, tensors: Any) -> None:
+    def _writes(self, tensors: Any) -> None:
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
-                self._made.setdefault(self._known(tensor), self._region)
+                self._written.setdefault(self._storage_id(tensor), self._region)
 
-    def _known(self, tensor: Tensor) -> int:
+    def _storage_id(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number not in self._sizes:
@@ -249,5 +249,5 @@ class _Tracer(TorchDispatchMode):
 
 
 def _size(tensor: Tensor) -> float:
-    """Bytes that are read or written of a tensor; an expanded one is no larger than what it is expanded from."""
+    """Return the bytes that reading or writing a tensor moves; an expanded tensor counts as its base."""
     return float(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()))

@@ -24,18 +24,25 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from octavo.inspect.deciding import decide_on
-from octavo.inspect.footprints import Followed, are_equal, followed, of_step, part_of, with_blocks
-from octavo.inspect.forecast import (
-    asked_of,
+from octavo.inspect.auto_convert import plan_on_gpu
+from octavo.inspect.memory import ALLOCATION_GRANULARITY, make_gradients, make_states
+from octavo.inspect.planning import (
     check_gathered,
-    decided_plan,
-    linears_of,
-    traced,
-    undecided,
+    default_decisions,
+    plan_from_costs,
+    plan_request,
+    planned_linears,
+    trace_model,
     with_measurements,
 )
-from octavo.inspect.memory import GRANULES, make_gradients, make_states
+from octavo.inspect.step_memory import (
+    StepTrace,
+    blocks_are_equal,
+    copy_with_blocks,
+    restrict_plan,
+    step_footprint,
+    step_trace,
+)
 from octavo.nn import convert
 from octavo.nn.memory_audit import Audit, audit, dtype_name
 from octavo.nn.report import PLAN_ATTRIBUTE
@@ -43,13 +50,13 @@ from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, LEVELS
 from octavo.optim import AdamW
-from octavo.planner.console import forecast_tables, notes_of, side_by_side
 from octavo.planner.devices import Gpu, find_gpu
-from octavo.planner.fake import fake_tensors, stand_in
+from octavo.planner.fake import fake_device, fake_tensors
 from octavo.planner.footprint import Footprint
-from octavo.planner.forecast import Forecast, by_cost, forecast
-from octavo.planner.memory import BATCH, BUFFERS, PARAMETERS, STATES, MemoryPlan, summarize
-from octavo.planner.step import CHECKPOINTING, Setting, spread
+from octavo.planner.forecast import Forecast, decide_by_cost, forecast
+from octavo.planner.memory_plan import BATCH, BUFFERS, PARAMETERS, STATES, MemoryPlan, summarize
+from octavo.planner.step import CHECKPOINTING, Setting, layout_settings
+from octavo.planner.tables import compare_memory, forecast_tables, plan_notes
 from octavo.planner.timeline import Timeline
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.terminal import show, stdout
@@ -103,7 +110,7 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
     check_model(config.model)
-    place = stand_in(torch.device(device))
+    place = fake_device(torch.device(device))
 
     def plan(size: int, *, first: bool = False) -> MemoryPlan:
         with fake_tensors():
@@ -115,7 +122,7 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
             batch = tuple(torch.zeros(shape, dtype=torch.int64, device=place) for _ in range(2))
             of_loss = partial(audit, trainer.model, batch, loss=lambda _, its: trainer.loss(*its))
             kept = _run(of_loss, size) if first else Audit(rows=())  # other sizes are planned for their peaks
-            timeline = _followed(trainer, batch, GRANULES[device])
+            timeline = _trace_step(trainer, batch, ALLOCATION_GRANULARITY[device])
             return summarize(
                 timeline,
                 label=label or config.arm,
@@ -125,7 +132,7 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
                 kept_by_dtype={dtype_name(name): held for name, held in kept.by_dtype.items()},
                 kept_by_layer=kept.by_owner,
                 notes=_notes(trainer),
-                again=plan,
+                replan=plan,
             )
 
     return plan(config.optim.batch // config.optim.micro_batches, first=True)
@@ -181,7 +188,7 @@ def plan_step(
     found, asked = with_measurements(find_gpu(gpu), calibration), config.asked
     parts, layout = config.optim.micro_batches, config.parallel.asked
     setting = Setting(
-        **spread(gpus, layout), micro_batches=parts, recompute=CHECKPOINTING[config.precision.checkpointing],
+        **layout_settings(gpus, layout), micro_batches=parts, recompute=CHECKPOINTING[config.precision.checkpointing],
         states=asked.states,
     )  # fmt: skip
     if config.optim.batch % (parts * gpus):
@@ -190,15 +197,15 @@ def plan_step(
             f"evenly: set optim.batch to a multiple of {parts * gpus}"
         )
     check_model(config.model)
-    about = asked_of(replace(asked, matmul="fp8", recipe=AUTO))
+    about = plan_request(replace(asked, matmul="fp8", recipe=AUTO))
     if layout.fp8_comm in ("on", "gather"):
         about = replace(about, recipes=tuple(recipe for recipe in about.recipes if recipe.gathers_w))
-    place = stand_in(torch.device("cuda"))
+    place = fake_device(torch.device("cuda"))
     shape = config.optim.batch // (parts * gpus), config.data.sequence_length
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = _build(config, cast(TextTokenizer, _vocabulary(config)))
     progress(f"the linear layers on {found.name}")
-    rule, kept = undecided(model, about)
+    rule, kept = default_decisions(model, about)
     own = _configured(model, config, found, shape[0] * shape[1])
     check_gathered(own, layout)
 
@@ -207,22 +214,22 @@ def plan_step(
         with torch.autocast(place.type, torch.bfloat16, enabled=config.precision.parameters == "fp32"):
             return copy(input_ids=ids, labels=ids, use_cache=False)
 
-    trace = _run(lambda: traced(model, forward, [shape], place), shape[0])
-    cost = by_cost(found, trace, linears_of(model, rule), kept, about.recipes, eager=setting.eager)
-    best = decided_plan(rule, cost)
+    trace = _run(lambda: trace_model(model, forward, [shape], place), shape[0])
+    cost = decide_by_cost(found, trace, planned_linears(model, rule), kept, about.recipes, eager=setting.eager)
+    best = plan_from_costs(rule, cost)
     blocks = len(find_blocks(model))
 
     def memory(what: str, run: TrainConfig, plan: Plan, how: Setting) -> Footprint:
         progress(f"the memory of {what}")
         steps = partial(_step_on_blocks, run, model, plan, how)
-        equal = are_equal(model, plan)
-        return of_step(steps, blocks, how, shape[0], equal=equal, offloaded=layout.cpu_offload)
+        equal = blocks_are_equal(model, plan)
+        return step_footprint(steps, blocks, how, shape[0], equal=equal, offloaded=layout.cpu_offload)
 
     of_own = memory("this configuration", config, own, setting)
     return forecast(
         best, cost.times, found, trace, about.recipes, setting, shape[0] * shape[1],
         memory=of_own if _same(own, best) else memory("the best plan", config, best, setting),
-        bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), setting.plain), configured=(own, of_own),
+        bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), setting.bf16), configured=(own, of_own),
     )  # fmt: skip
 
 
@@ -232,7 +239,7 @@ def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu, tokens: i
     if "fp8" not in (asked.matmul, asked.activations):
         return Plan({})
     if asked.recipe == AUTO and asked.matmul == "fp8":
-        return decide_on(model, gpu, asked, None, tokens)
+        return plan_on_gpu(model, gpu, asked, None, tokens)
     done: Plan = getattr(convert(deepcopy(model), precision=asked, verbose=False), PLAN_ATTRIBUTE)
     return done
 
@@ -246,17 +253,17 @@ def _same(one: Plan, other: Plan) -> bool:
 
 def _step_on_blocks(
     config: TrainConfig, model: torch.nn.Module, plan: Plan, setting: Setting, blocks: int | None, size: int
-) -> Followed:
+) -> StepTrace:
     """A step of the run's trainer, with so many of the model's blocks and a batch of one micro-batch of so many."""
-    place = stand_in(torch.device("cuda"))
+    place = fake_device(torch.device("cuda"))
     with fake_tensors() as mode:
-        copy = with_blocks(model, blocks, mode, place)
+        copy = copy_with_blocks(model, blocks, mode, place)
         corpus = cast(Corpus, _NoData(_vocabulary(config)))
-        trainer = Trainer(config, corpus, place, copy, plan=part_of(plan, copy))
+        trainer = Trainer(config, corpus, place, copy, plan=restrict_plan(plan, copy))
         shape = size, config.data.sequence_length
         batch = tuple(torch.zeros(shape, dtype=torch.int64, device=place) for _ in range(2))
-        timeline = _run(lambda: _followed(trainer, batch, GRANULES["cuda"], find_blocks(copy)), size)
-        return followed(trainer.model, timeline, setting)
+        timeline = _run(lambda: _trace_step(trainer, batch, ALLOCATION_GRANULARITY["cuda"], find_blocks(copy)), size)
+        return step_trace(trainer.model, timeline, setting)
 
 
 def console(
@@ -290,8 +297,10 @@ def console(
 def _show_memory(
     path: Path, overrides: Sequence[str], *, device: str, limit: float, layers: bool, as_json: bool
 ) -> None:
-    if device not in GRANULES:
-        raise ValueError(f"device is {' or '.join(GRANULES)}; got {device!r}{nearest(device, GRANULES)}")
+    if device not in ALLOCATION_GRANULARITY:
+        raise ValueError(
+            f"device is {' or '.join(ALLOCATION_GRANULARITY)}; got {device!r}{nearest(device, ALLOCATION_GRANULARITY)}"
+        )
     limit_bytes, fitting = int(limit * 2**30), []
     with _progress() as progress:
         plans = plan_arms(load_config(path, overrides), device=device, progress=progress)
@@ -303,8 +312,8 @@ def _show_memory(
         return
     if layers:
         print(plans[0])
-    table = side_by_side(plans, baseline="bf16", fitting=fitting, limit_bytes=limit_bytes)
-    show(table, *notes_of(plans))
+    table = compare_memory(plans, baseline="bf16", fitting=fitting, limit_bytes=limit_bytes)
+    show(table, *plan_notes(plans))
 
 
 @contextmanager
@@ -318,24 +327,24 @@ def _progress() -> Iterator[Progress]:
         yield lambda what: status.update(f"planning {what}")
 
 
-def _followed(
+def _trace_step(
     trainer: Trainer, batch: Sequence[Tensor], granule: int, blocks: Iterable[torch.nn.Module] = ()
 ) -> Timeline:
     """The timeline of one step, gradients of `blocks` told from others."""
     optimizer = trainer.optimizer
     timeline = Timeline(granule)
-    timeline.hold(trainer.model.parameters(), PARAMETERS)
-    timeline.hold(trainer.model.buffers(), BUFFERS)
-    timeline.hold(batch, BATCH)
+    timeline.label(trainer.model.parameters(), PARAMETERS)
+    timeline.label(trainer.model.buffers(), BUFFERS)
+    timeline.label(batch, BATCH)
     make_states(optimizer.adamw)
-    timeline.hold([t for t in tree_leaves(optimizer.state_dict()) if isinstance(t, Tensor)], STATES)
+    timeline.label([t for t in tree_leaves(optimizer.state_dict()) if isinstance(t, Tensor)], STATES)
     if trainer.config.optim.micro_batches > 1:
-        timeline.are_gradients(make_gradients(optimizer.adamw))
+        timeline.label_gradients(make_gradients(optimizer.adamw))
     timeline.follow(trainer.model, blocks)
     with timeline:
         trainer.accumulate(*batch, targets=batch[1].numel())
-        timeline.are_gradients(optimizer.gradients())
-        timeline.phase("optimizer step")
+        timeline.label_gradients(optimizer.gradients())
+        timeline.set_phase("optimizer step")
         norm = optimizer.gradient_norm(1.0)
         if not isinstance(optimizer.adamw, AdamW):  # a step of ours takes no memory beside its states
             optimizer.step(0.0, norm)

@@ -27,8 +27,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo._version import __version__
+from octavo.inspect.auto_convert import convert as convert_by_cost
 from octavo.inspect.autopilot import Autopilot, Move
-from octavo.inspect.deciding import convert as convert_by_cost
 from octavo.inspect.watch import Watch
 from octavo.nn import Report, accumulating, convert, report
 from octavo.nn.report import is_converted

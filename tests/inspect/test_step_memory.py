@@ -16,8 +16,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.inspect.footprints import are_equal, with_blocks
 from octavo.inspect.memory import make_gradients, make_states
+from octavo.inspect.step_memory import blocks_are_equal, copy_with_blocks
 from octavo.nn.causal import chunked_loss
 from octavo.numerics.plan import Decision, Plan
 from octavo.parallel import Parallel
@@ -95,13 +95,13 @@ def test_within_5_percent_of_pytorchs_tracker(case):
         model, batch, 512, device=FAST, precision=level, checkpointing="full" if recompute else "none",
         micro_batches=case.get("micro_batches", 1),
     )  # fmt: skip
-    assert plan.memory.followed == (2, len(find_blocks(model)))
+    assert plan.memory.traced_blocks == (2, len(find_blocks(model)))
     assert bool(plan.converted) == (case["level"] != "bf16")
     whole = tracked(model, plan, level, recompute=recompute, micro_batches=case.get("micro_batches", 1), batch=batch)
     assert plan.memory.peak == pytest.approx(whole, rel=0.05)
     if case is CASES["O1+act"]:
         again = tracked(model, plan, level, recompute=recompute, micro_batches=1, batch=batch + 3)
-        assert plan.memory.again(batch + 3).peak == pytest.approx(again, rel=0.05)
+        assert plan.memory.replan(batch + 3).peak == pytest.approx(again, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -134,39 +134,39 @@ def test_within_5_percent_of_pytorchs_tracker_for_fsdp2(recompute):
 def test_blocks_that_are_not_equal_are_followed_whole():
     model = make("llama")
     skipped = octavo.plan(model, 2, 128, device=FAST, skip=["model.layers.0"])
-    assert skipped.memory.followed == (4, 4)
-    assert octavo.plan(model, 2, 128, device=FAST).memory.followed == (2, 4)
-    assert octavo.plan(MLP(), torch.zeros(5, 64)).memory.followed == (0, 0)
+    assert skipped.memory.traced_blocks == (4, 4)
+    assert octavo.plan(model, 2, 128, device=FAST).memory.traced_blocks == (2, 4)
+    assert octavo.plan(MLP(), torch.zeros(5, 64)).memory.traced_blocks == (0, 0)
     rowwise = Decision(recipe=octavo.RECIPES["rowwise"], reason="")
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "layers" in name]
     plan = Plan(dict.fromkeys(names, rowwise))
-    assert are_equal(model, plan) and not are_equal(model, Plan(dict.fromkeys(names[1:], rowwise)))
+    assert blocks_are_equal(model, plan) and not blocks_are_equal(model, Plan(dict.fromkeys(names[1:], rowwise)))
     model.model.layers[2].mlp.up_proj.weight.requires_grad_(False)
-    assert not are_equal(model, plan)
+    assert not blocks_are_equal(model, plan)
 
 
 def test_blocks_of_equal_shapes_may_still_differ():
     model = make("llama")
-    assert are_equal(model, Plan({}))
+    assert blocks_are_equal(model, Plan({}))
     for layer in model.model.layers:
         layer.self_attn.window = 4
-    assert are_equal(model, Plan({}))  # also where a number is that of a block
+    assert blocks_are_equal(model, Plan({}))  # also where a number is that of a block
     model.model.layers[3].self_attn.window = None  # as Gemma's, which look at all tokens in every so many blocks
-    assert not are_equal(model, Plan({}))
+    assert not blocks_are_equal(model, Plan({}))
     shared = make("llama")
     shared.model.layers = nn.ModuleList([shared.model.layers[0]] * 4)
-    assert not are_equal(shared, Plan({}))
-    assert octavo.plan(shared, 2, 128, device=FAST).memory.followed == (4, 4)
+    assert not blocks_are_equal(shared, Plan({}))
+    assert octavo.plan(shared, 2, 128, device=FAST).memory.traced_blocks == (4, 4)
     tied = make("llama")
     tied.model.layers[2].mlp.up_proj.weight = tied.model.layers[1].mlp.up_proj.weight
-    assert not are_equal(tied, Plan({}))
+    assert not blocks_are_equal(tied, Plan({}))
 
 
 def test_a_copy_with_fewer_blocks_leaves_the_model_as_it_was():
     model = make("llama")
     with fake_tensors() as mode:
-        copy = with_blocks(model, 2, mode, CPU)
-        whole = with_blocks(model, None, mode, CPU)
+        copy = copy_with_blocks(model, 2, mode, CPU)
+        whole = copy_with_blocks(model, None, mode, CPU)
     assert len(find_blocks(copy)) == 2 and len(find_blocks(whole)) == len(find_blocks(model)) == 4
     left = {name for name, _ in copy.named_parameters()}
     assert left == {name for name, _ in model.named_parameters() if "layers." not in name or name.split(".")[2] in "01"}

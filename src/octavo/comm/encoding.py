@@ -1,18 +1,19 @@
-"""What a matrix looks like in a message: each row its FP8 bytes, and right behind them its scales.
+"""Encode a matrix for a message: each row holds its FP8 bytes followed by its scales.
 
     [M,K] bf16  ──pack──▶  uint8 [M, K + bytes of scales]  ──unpack──▶  [M,K]
 
-One message, so that data and scales cannot be mixed up and a collective is one call; whole rows, so that a message is
-cut (for one rank and the next) where the tensor is. uint8, because Gloo and older NCCL know no FP8. Scales by row, by
-group of a row, or one for all: that one is then repeated in each row, as a row may travel alone.
+Data and scales travel in one message, so they cannot be mixed up and a collective is one call. Rows are whole, so a
+message splits between ranks where the tensor does. The dtype is uint8, because Gloo and older NCCL do not support FP8.
+Scales are by row, by group of a row, or one for the whole tensor; the last is repeated in each row, because a row may
+travel alone.
 
-Error: with s the scale of a group, its largest magnitude a over 448 (e4m3) or 57344 (e5m2), or up to twice that where
-scales are powers of two, a value v arrives within
+Error: let s be the scale of a group, that is, its amax over 448 (e4m3) or 57344 (e5m2), or up to twice that for
+power-of-two scales. A value v arrives within
 
     e4m3    |v|/16, or s/2¹⁰ where |v| is below s/2⁶         32 dB for Gaussian values
     e5m2    |v|/8, or s/2¹⁷ where |v| is below s/2¹⁴         26 dB
 
-before it is rounded to the dtype of the result. What is not finite makes its whole group NaN.
+before rounding to the dtype of the result. A non-finite value makes its whole group NaN.
 
     e4m3/1x128       1.03 bytes per element, 0.52 of bf16
     e4m3/row         1 byte, and 4 per row
@@ -29,15 +30,15 @@ from octavo.numerics.spec import FULL, ROW, QuantSpec
 from octavo.tensor import ScaledTensor
 
 WIRE = "e4m3/1x128"
-"""The form in which tensors travel unless another is asked for."""
+"""The default FP8 format of messages."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def parse(spec: str) -> QuantSpec:
-    """The spec of a message.
+def parse_spec(spec: str) -> QuantSpec:
+    """Parse the FP8 spec of a message.
 
     Raises:
-        ValueError: For one whose scales are shared by rows, which travel alone, other than by all of them.
+        ValueError: If several but not all rows share a scale, because rows travel alone.
     """
     parsed = QuantSpec.parse(spec)
     rows, columns = parsed.granularity
@@ -49,7 +50,7 @@ def parse(spec: str) -> QuantSpec:
 
 
 def width(columns: int, spec: QuantSpec) -> int:
-    """Bytes of a row in a message."""
+    """Return the bytes of a row in a message."""
     scales = 1 if spec.granularity.columns == FULL else -(-columns // spec.granularity.columns)
     return columns + scales * spec.scale_dtype.itemsize
 
@@ -64,17 +65,17 @@ def pack(x_MK: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def unpack(message: Tensor, columns: int, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-    """The matrix [M, columns] that a message carries, in `dtype`."""
+    """Decode the matrix [M, columns] of a message, in `dtype`."""
     data = message[:, :columns].contiguous().view(spec.format.dtype)
     count = (message.shape[1] - columns) // spec.scale_dtype.itemsize
-    scale = message.new_empty((message.shape[0], count), dtype=spec.scale_dtype)  # aligned, as bytes in a row are not
+    scale = message.new_empty((message.shape[0], count), dtype=spec.scale_dtype)  # bytes within a row are not aligned
     scale.view(torch.uint8).copy_(message[:, columns:])
     by_row = spec if spec.granularity.rows == 1 else replace(spec, granularity=ROW)
     return dequantize(ScaledTensor(data, scale, by_row), dtype)
 
 
 def as_rows(x: Tensor, parts: int = 1) -> Tensor:
-    """A tensor as a matrix of which each of `parts` equal pieces of dimension 0 is whole rows: [parts·R, rest], or
-    [parts, n/parts] of a vector.
+    """View a tensor as a matrix in which each of `parts` equal pieces of dimension 0 is whole rows: [parts·R, rest], or
+    [parts, n/parts] for a vector.
     """
     return x.reshape(parts, -1) if x.ndim < 2 else x.reshape(x.shape[0], math.prod(x.shape[1:]))

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-import octavo.inspect.tally as tally_module
-from octavo.inspect.tally import Form, Tallies, as_stats
+import octavo.inspect.accumulator as accumulator_module
+from octavo.inspect.accumulator import Accumulators, OperandFormat, as_stats
 from octavo.kernels import quantize
 from octavo.numerics.spec import QuantSpec
 
@@ -15,13 +15,13 @@ KEY = ("layer", "x")
 
 
 def stats(x, form, others=(), calls=1):
-    tallies = Tallies([f"other{i}" for i in range(len(others))])
+    accumulators = Accumulators([f"other{i}" for i in range(len(others))])
     for _ in range(calls):
-        tallies.count(KEY, x, form, others)
-    found = tallies.reduced([KEY], None, x.device)
-    if not found:
+        accumulators.count(KEY, x, form, others)
+    reduced = accumulators.reduced([KEY], None, x.device)
+    if not reduced:
         return None
-    return as_stats(KEY, found[KEY], step=1, recipe="r", what_if=tallies.what_if, copies=1)
+    return as_stats(KEY, reduced[KEY], step=1, recipe="r", what_if=accumulators.what_if, copies=1)
 
 
 def wide(rows=150, columns=300, dtype=torch.bfloat16):
@@ -54,7 +54,7 @@ def by_formula(x, spec, fold=None, scale=None):
 def test_figures_are_those_of_the_formulas(text, dtype, monkeypatch):
     monkeypatch.setattr("octavo.numerics.row_chunks.CHUNK_ELEMENTS", 10000)  # more bands than one
     x, spec = wide(dtype=dtype), QuantSpec.parse(text)
-    row = stats(x, Form(spec))
+    row = stats(x, OperandFormat(spec))
     for name, value in by_formula(x, spec).items():
         assert getattr(row, name) == pytest.approx(value, rel=1e-9), name
     assert (row.elements, row.nonfinite, row.saturation) == (x.numel(), 0, 0)
@@ -67,7 +67,7 @@ def test_the_folded_matrix_is_what_is_counted(text, shape, monkeypatch):
     monkeypatch.setattr("octavo.numerics.row_chunks.CHUNK_ELEMENTS", 10000)
     fold = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.1
     x, spec = wide(), QuantSpec.parse(text)
-    row = stats(x, Form(spec, fold))
+    row = stats(x, OperandFormat(spec, fold))
     for name, value in by_formula(x, spec, fold).items():
         assert getattr(row, name) == pytest.approx(value, rel=1e-9), name
 
@@ -75,7 +75,11 @@ def test_the_folded_matrix_is_what_is_counted(text, shape, monkeypatch):
 def test_what_if_is_what_the_other_form_would_have():
     x, fold = wide(), torch.rand(1, 300, generator=torch.Generator().manual_seed(1)) + 0.1
     specs = [QuantSpec.parse(text) for text in ("e5m2/tensor", "e4m3/1x128")]
-    row = stats(x, Form(QuantSpec.parse("e4m3/row")), [Form(specs[0]), Form(specs[1], fold), Form(None)])
+    row = stats(
+        x,
+        OperandFormat(QuantSpec.parse("e4m3/row")),
+        [OperandFormat(specs[0]), OperandFormat(specs[1], fold), OperandFormat(None)],
+    )
     assert row.what_if["other0"] == pytest.approx(by_formula(x, specs[0])["sqnr"], rel=1e-9)
     assert row.what_if["other1"] == pytest.approx(by_formula(x, specs[1], fold)["sqnr"], rel=1e-9)
     assert row.what_if["other2"] == math.inf  # high precision loses nothing
@@ -85,7 +89,9 @@ def test_tiny_values_have_figures_too():
     """Squares of gradients of 1e-30 are zeros in float32."""
     x = wide(dtype=torch.float32) * 2.0**-90
     spec = QuantSpec.parse("e4m3/row")
-    assert stats(x, Form(spec)).sqnr == pytest.approx(stats(wide(dtype=torch.float32), Form(spec)).sqnr, rel=1e-9)
+    assert stats(x, OperandFormat(spec)).sqnr == pytest.approx(
+        stats(wide(dtype=torch.float32), OperandFormat(spec)).sqnr, rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -95,22 +101,22 @@ def test_what_is_not_finite_is_counted_and_left_out(bad):
     x[3, 5] = bad
     others = x.clone()
     others[3] = 0
-    row = stats(x, Form(QuantSpec.parse("e4m3/row")), [Form(QuantSpec.parse("e4m3/tensor"))])
+    row = stats(x, OperandFormat(QuantSpec.parse("e4m3/row")), [OperandFormat(QuantSpec.parse("e4m3/tensor"))])
     assert row.nonfinite == 1
     assert row.sqnr == pytest.approx(by_formula(others, QuantSpec.parse("e4m3/row"))["sqnr"], rel=1e-9)
     assert row.amax == x[x.isfinite()].abs().max()
     assert math.isnan(row.what_if["other0"])
-    assert math.isnan(stats(x, Form(QuantSpec.parse("e4m3/tensor"))).sqnr)
+    assert math.isnan(stats(x, OperandFormat(QuantSpec.parse("e4m3/tensor"))).sqnr)
 
 
 def test_nothing_finite():
-    row = stats(torch.full((4, 8), math.nan), Form(QuantSpec.parse("e4m3/row")))
+    row = stats(torch.full((4, 8), math.nan), OperandFormat(QuantSpec.parse("e4m3/row")))
     assert (row.nonfinite, row.amax, row.smallest, row.underflow, row.scale_spread) == (32, 0, 0, 0, 1)
     assert math.isnan(row.sqnr)
 
 
 def test_zeros_are_exact():
-    row = stats(torch.zeros(4, 8), Form(QuantSpec.parse("e4m3/row")))
+    row = stats(torch.zeros(4, 8), OperandFormat(QuantSpec.parse("e4m3/row")))
     assert (row.sqnr, row.amax, row.smallest, row.underflow, row.scale_spread) == (math.inf, 0, 0, 0, 1)
     assert row.dynamic_range == 0
 
@@ -118,24 +124,27 @@ def test_zeros_are_exact():
 def test_rows_of_zeros_do_not_spread_the_scales():
     x = torch.ones(4, 8)
     x[0], x[1] = 0, 4
-    assert stats(x, Form(QuantSpec.parse("e4m3/row"))).scale_spread == 4
-    assert stats(x, Form(QuantSpec.parse("e4m3/tensor"))).scale_spread == 1
+    assert stats(x, OperandFormat(QuantSpec.parse("e4m3/row"))).scale_spread == 4
+    assert stats(x, OperandFormat(QuantSpec.parse("e4m3/tensor"))).scale_spread == 1
 
 
 def test_scales_that_are_given_saturate():
     x = torch.tensor([[1.0, -2.0, 500.0, -1000.0, 448.0, 0.0, math.inf, 3.0]])
     spec = QuantSpec.parse("e4m3/tensor")
-    row = stats(x, Form(spec, scale=torch.ones(1, 1)))
+    row = stats(x, OperandFormat(spec, scale=torch.ones(1, 1)))
     assert (row.saturation, row.nonfinite) == (2 / 7, 1)
-    assert stats(x, Form(spec)).saturation == 0
+    assert stats(x, OperandFormat(spec)).saturation == 0
     for amax in (*torch.linspace(7, 8, 200).tolist(), 7.8436):  # not its own maximum, however its scale was rounded
         own = torch.tensor([[amax, -1.0]])
-        assert stats(own, Form(spec, scale=quantize(own, spec).scale)).saturation == 0
+        assert stats(own, OperandFormat(spec, scale=quantize(own, spec).scale)).saturation == 0
 
 
 def test_calls_add_up():
     x, spec = wide(), QuantSpec.parse("e4m3/row")
-    once, twice = stats(x, Form(spec), [Form(spec)]), stats(x, Form(spec), [Form(spec)], calls=2)
+    once, twice = (
+        stats(x, OperandFormat(spec), [OperandFormat(spec)]),
+        stats(x, OperandFormat(spec), [OperandFormat(spec)], calls=2),
+    )
     assert twice.elements == 2 * once.elements
     assert twice.sqnr == pytest.approx(once.sqnr) == pytest.approx(twice.what_if["other0"])
     assert (twice.underflow, twice.amax, twice.smallest) == (once.underflow, once.amax, once.smallest)
@@ -143,28 +152,35 @@ def test_calls_add_up():
 
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0), (0, 0)])
 def test_an_operand_without_elements_is_no_row(shape):
-    assert stats(torch.zeros(shape), Form(QuantSpec.parse("e4m3/row")), [Form(QuantSpec.parse("e4m3/1x128"))]) is None
+    assert (
+        stats(
+            torch.zeros(shape),
+            OperandFormat(QuantSpec.parse("e4m3/row")),
+            [OperandFormat(QuantSpec.parse("e4m3/1x128"))],
+        )
+        is None
+    )
 
 
-def test_gpu_bands_are_whole_block_rows(monkeypatch):
-    monkeypatch.setattr(tally_module, "GPU_BAND", 1000)
+def test_gpu_chunks_are_whole_block_rows(monkeypatch):
+    monkeypatch.setattr(accumulator_module, "GPU_CHUNK", 1000)
     monkeypatch.setattr("octavo.numerics.row_chunks.CHUNK_ELEMENTS", 100)
     on_gpu = torch.empty(1000, 7, device="meta")
-    cut = tally_module._bands(on_gpu, 128)
+    cut = accumulator_module._row_chunks(on_gpu, 128)
     assert all(band.start % 128 == 0 for band in cut)
-    assert len(tally_module._bands(on_gpu, 1)) == 8  # 142 rows of 7 each
+    assert len(accumulator_module._row_chunks(on_gpu, 1)) == 8  # 142 rows of 7 each
 
 
 def test_what_is_multiplied_by_zeros_is_not_lost():
     x, spec = wide(dtype=torch.float32), QuantSpec.parse("e5m2/tensor")
     read = (torch.arange(150) % 3 == 0).float().view(-1, 1)
-    assert stats(x, Form(spec, read=torch.ones(150, 1))) == stats(x, Form(spec))
+    assert stats(x, OperandFormat(spec, read=torch.ones(150, 1))) == stats(x, OperandFormat(spec))
     x[1::3] *= 1e-30
     x[2::3] *= 1e-30
-    row, of_read = stats(x, Form(spec, read=read)), stats(x[::3], Form(spec))
+    row, of_read = stats(x, OperandFormat(spec, read=read)), stats(x[::3], OperandFormat(spec))
     assert (row.underflow, row.sqnr, row.amax, row.smallest) == pytest.approx(
         (of_read.underflow, of_read.sqnr, of_read.amax, of_read.smallest)
     )
-    assert stats(x, Form(spec)).underflow > 0.6
+    assert stats(x, OperandFormat(spec)).underflow > 0.6
     x[1] = torch.inf
-    assert stats(x, Form(spec, read=read)).nonfinite == 300
+    assert stats(x, OperandFormat(spec, read=read)).nonfinite == 300

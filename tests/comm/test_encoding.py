@@ -4,12 +4,12 @@ from cases import DTYPES, SHAPES, SPECS, assert_within, bound, values
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.comm.wire import as_rows, pack, parse, unpack, width
+from octavo.comm.encoding import as_rows, pack, parse_spec, unpack, width
 from octavo.numerics.error import sqnr
 
 
 def arrived(x, spec):
-    rows, form = as_rows(x), parse(spec)
+    rows, form = as_rows(x), parse_spec(spec)
     message = pack(rows, form)
     assert message.dtype == torch.uint8 and message.shape == (rows.shape[0], width(rows.shape[1], form))
     return unpack(message, rows.shape[1], form, x.dtype).view(x.shape)
@@ -44,11 +44,11 @@ def test_what_is_not_finite_makes_its_group_nan_and_no_other():
     x = torch.ones(3, 300)
     x[1, 5], x[2, 299] = torch.nan, -torch.inf
     for spec, spoilt in (("e4m3/1x128", {(1, 0): 128, (2, 256): 44}), ("e5m2/row", {(1, 0): 300, (2, 0): 300})):
-        wanted = torch.zeros(3, 300, dtype=torch.bool)
+        expected = torch.zeros(3, 300, dtype=torch.bool)
         for (row, first), count in spoilt.items():
-            wanted[row, first : first + count] = True
-        assert torch.equal(arrived(x, spec).isnan(), wanted), spec
-        assert torch.equal(arrived(x, spec)[~wanted], x[~wanted])
+            expected[row, first : first + count] = True
+        assert torch.equal(arrived(x, spec).isnan(), expected), spec
+        assert torch.equal(arrived(x, spec)[~expected], x[~expected])
     assert arrived(x, "e4m3/tensor").isnan().all()
 
 
@@ -56,17 +56,17 @@ def test_decibels_and_bytes_are_those_of_the_documentation():
     x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
     assert sqnr(x, arrived(x, "e4m3/1x128")) == pytest.approx(32, abs=0.7)
     assert sqnr(x, arrived(x, "e5m2/1x128")) == pytest.approx(26, abs=0.7)
-    assert width(1024, parse("e4m3/1x128")) == 1024 + 8 * 4
-    assert width(1024, parse("e4m3/1x32/e8m0")) == 1024 + 32
-    assert width(1024, parse("e4m3/row")) == width(1024, parse("e4m3/tensor")) == 1024 + 4
+    assert width(1024, parse_spec("e4m3/1x128")) == 1024 + 8 * 4
+    assert width(1024, parse_spec("e4m3/1x32/e8m0")) == 1024 + 32
+    assert width(1024, parse_spec("e4m3/row")) == width(1024, parse_spec("e4m3/tensor")) == 1024 + 4
 
 
 @pytest.mark.parametrize("spec", ["e4m3/128x128", "e4m3/column", "e4m3/2x0"])
 def test_scales_shared_by_rows_that_travel_alone_are_refused(spec):
     with pytest.raises(ValueError, match=r"by row, 1xN or tensor; got"):
-        parse(spec)
+        parse_spec(spec)
 
 
 def test_a_misspelt_spec_is_refused():
     with pytest.raises(ValueError, match="did you mean 'e4m3'"):
-        parse("e4m4/row")
+        parse_spec("e4m4/row")

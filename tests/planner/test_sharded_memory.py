@@ -1,4 +1,4 @@
-"""Memory of a rank of many: within 5 % of steps of FSDP2 that were followed storage by storage."""
+"""Memory of a rank of many: within 5 % of FSDP2 steps recorded storage by storage."""
 
 import json
 
@@ -8,15 +8,15 @@ from benchmarks import scaling
 from benchmarks.scaling_trace import ARMS, build
 
 import octavo
-from octavo.inspect.footprints import followed, with_blocks
-from octavo.inspect.memory import follow, own_loss
+from octavo.inspect.memory import default_loss, trace_step_memory
+from octavo.inspect.step_memory import copy_with_blocks, step_trace
 from octavo.nn.causal import chunked_loss
 from octavo.planner.fake import fake_batch, fake_tensors
-from octavo.planner.memory import PARAMETERS, STATES
-from octavo.planner.moments import Moments, of_more_blocks
-from octavo.planner.shards import GATHERED, Group, Shards, per_rank
+from octavo.planner.memory_extrapolation import MemorySeries, extrapolate_blocks
+from octavo.planner.memory_plan import PARAMETERS, STATES
+from octavo.planner.sharded_memory import GATHERED, Group, Shards, memory_per_rank
 from octavo.planner.step import Setting
-from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, OF_BLOCKS, TEMPORARIES
+from octavo.planner.timeline import ACTIVATIONS, BLOCK_GRADIENTS, GRADIENTS, TEMPORARIES
 from octavo.runtime.blocks import find_blocks
 
 TRACED = json.loads((scaling.RESULTS / "simulated" / scaling.FILE).read_text())
@@ -24,30 +24,30 @@ CPU = torch.device("cpu")
 
 
 def predicted(name, arm, recompute):
-    """Moments of a whole step in bf16, groups, and blocks, of a model of docs/scaling.md."""
+    """Memory series of a whole step in bf16, groups, and blocks, of a model of docs/scaling.md."""
     from functools import partial
 
     from torch.utils.checkpoint import checkpoint
 
-    about, arm = TRACED["models"][name], ARMS[arm]
-    blocks = about["config"]["num_hidden_layers"]
-    model = build(about["kind"], about["config"] | {"num_hidden_layers": 3}, arm).bfloat16()
+    entry, arm = TRACED["models"][name], ARMS[arm]
+    blocks = entry["config"]["num_hidden_layers"]
+    model = build(entry["kind"], entry["config"] | {"num_hidden_layers": 3}, arm).bfloat16()
     chunked_loss(model)
     fp8 = {"gather": {"fp8_gather": True}, "on": {"fp8_gather": True, "fp8_reduce": True}, "off": {}}[arm.fp8_comm]
     steps = []
     for count in (2, 3):
         with fake_tensors() as mode:
-            copy = with_blocks(model, count, mode, CPU)
+            copy = copy_with_blocks(model, count, mode, CPU)
             for block in find_blocks(copy) if recompute else ():
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
             stepper = octavo.AdamW(copy.parameters()) if arm.compact else None
             batch = fake_batch({"input_ids": (1, 8192), "labels": (1, 8192), "use_cache": False}, None, None, CPU)
-            timeline = follow(copy, batch, stepper, own_loss, 1, 512, find_blocks(copy))
-            steps.append(followed(copy, timeline, Setting(reduce_bytes=2, **fp8)))
-    return of_more_blocks(steps[0].line, steps[1].line, blocks - 2), steps[0], blocks
+            timeline = trace_step_memory(copy, batch, stepper, default_loss, 1, 512, find_blocks(copy))
+            steps.append(step_trace(copy, timeline, Setting(reduce_bytes=2, **fp8)))
+    return extrapolate_blocks(steps[0].events, steps[1].events, blocks - 2), steps[0], blocks
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["accumulated", "recomputed"])
 @pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "Llama-3-8B" else []) for name in TRACED["models"]]
@@ -55,7 +55,7 @@ def predicted(name, arm, recompute):
 @pytest.mark.slow
 def test_a_rank_of_fsdp2(name, arm, recompute):
     whole, groups, blocks = predicted(name, arm, recompute)
-    if not ARMS[arm].compact:  # shards and both moments in float32
+    if not ARMS[arm].compact:  # shards and both memory_series in float32
         whole.table[:, whole.kinds.index(PARAMETERS)] *= 6
     rows = [r for r in TRACED["rows"] if (r["model"], r["arm"], r["recompute"]) == (name, arm, recompute)]
     assert len(rows) > 2
@@ -64,13 +64,13 @@ def test_a_rank_of_fsdp2(name, arm, recompute):
             ranks=row["world"], block=groups.block, rest=groups.rest, blocks=blocks,
             widened=1 if ARMS[arm].compact else 2,
         )  # fmt: skip
-        worst = per_rank(whole, shards).worst
+        worst = memory_per_rank(whole, shards).peak
         assert worst.total == pytest.approx(row["peak"], rel=0.05), (row["world"], worst)
 
 
 def test_by_hand():
     block, rest = Group(gathered=10, gradients=20, reduced=40), Group(gathered=100, gradients=200, reduced=400)
-    kinds = (PARAMETERS, STATES, ACTIVATIONS, TEMPORARIES, GRADIENTS, OF_BLOCKS)
+    kinds = (PARAMETERS, STATES, ACTIVATIONS, TEMPORARIES, GRADIENTS, BLOCK_GRADIENTS)
     rows = {
         "forward": (800, 1600, 5, 6, 0, 0),
         "backward": (800, 1600, 3, 6, 200, 5),  # the last block
@@ -79,15 +79,17 @@ def test_by_hand():
         "backward   ": (800, 1600, 1, 6, 200, 80),  # it is through
         "optimizer step": (800, 1600, 0, 16, 200, 80),
     }
-    whole = Moments(kinds, [phase.strip() for phase in rows], torch.tensor(list(rows.values())))
-    found = [m.bytes for m in per_rank(whole, Shards(ranks=8, block=block, rest=rest, blocks=4))]
-    assert [m[PARAMETERS] + m[STATES] for m in found] == [300] * 7
-    assert [m[GATHERED] for m in found] == [120, 120, 160, 150, 140, 0, 400]
-    assert [m[GRADIENTS] for m in found] == [0, 205, 200 + 5 + 3, 200 + 19 + 8, 200 + 10, 35, 235]
-    assert [m[TEMPORARIES] for m in found] == [6, 6, 6, 6, 6, 2, 0]
-    kept = per_rank(whole, Shards(ranks=8, block=block, rest=rest, blocks=4, keeps=True, accumulating=True))
-    assert [m.bytes[GATHERED] for m in kept][:2] == [140, 140 + 40]
-    assert [m.bytes[GRADIENTS] for m in kept][:3] == [0, 220 + 26, 220 + 29]
-    away = per_rank(whole, Shards(ranks=8, block=block, rest=rest, blocks=4, offloaded=True))
+    whole = MemorySeries(kinds, [phase.strip() for phase in rows], torch.tensor(list(rows.values())))
+    samples = [m.bytes for m in memory_per_rank(whole, Shards(ranks=8, block=block, rest=rest, blocks=4))]
+    assert [m[PARAMETERS] + m[STATES] for m in samples] == [300] * 7
+    assert [m[GATHERED] for m in samples] == [120, 120, 160, 150, 140, 0, 400]
+    assert [m[GRADIENTS] for m in samples] == [0, 205, 200 + 5 + 3, 200 + 19 + 8, 200 + 10, 35, 235]
+    assert [m[TEMPORARIES] for m in samples] == [6, 6, 6, 6, 6, 2, 0]
+    accumulated = memory_per_rank(
+        whole, Shards(ranks=8, block=block, rest=rest, blocks=4, keeps=True, accumulating=True)
+    )
+    assert [m.bytes[GATHERED] for m in accumulated][:2] == [140, 140 + 40]
+    assert [m.bytes[GRADIENTS] for m in accumulated][:3] == [0, 220 + 26, 220 + 29]
+    away = memory_per_rank(whole, Shards(ranks=8, block=block, rest=rest, blocks=4, offloaded=True))
     assert all(m.bytes[PARAMETERS] == m.bytes[STATES] == 0 for m in away)
     assert [m.bytes[GRADIENTS] for m in away] == [0, 205, 205, 219, 200, 0, 200]

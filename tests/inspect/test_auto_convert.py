@@ -10,8 +10,8 @@ from torch import nn
 
 import octavo
 from octavo import Precision
-from octavo.inspect import deciding
-from octavo.nn import convert as convert_as_told
+from octavo.inspect import auto_convert
+from octavo.nn import convert as convert_linears
 from octavo.nn import filters
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -22,7 +22,7 @@ def gpu(monkeypatch):
     """Makes this machine say that it has a GPU."""
 
     def present(name=H100):
-        monkeypatch.setattr(deciding, "present_gpu", lambda: name)
+        monkeypatch.setattr(auto_convert, "local_gpu_name", lambda: name)
 
     present()
     return present
@@ -40,14 +40,14 @@ def converted(model):
 
 def test_without_a_gpu_it_is_the_same_as_before():
     ours, theirs = llama(), llama()
-    assert deciding.present_gpu() is None or torch.cuda.is_available()
+    assert auto_convert.local_gpu_name() is None or torch.cuda.is_available()
     octavo.convert(ours, verbose=False)
-    convert_as_told(theirs, verbose=False)
+    convert_linears(theirs, verbose=False)
     assert ours.octavo_plan == theirs.octavo_plan and converted(ours)
 
 
 def test_it_takes_the_arguments_of_the_other_and_tokens():
-    ours, theirs = (inspect.signature(f).parameters for f in (octavo.convert, convert_as_told))
+    ours, theirs = (inspect.signature(f).parameters for f in (octavo.convert, convert_linears))
     assert [p for p in ours if p != "tokens"] == list(theirs)
     assert all(ours[name].default == theirs[name].default for name in theirs)
 
@@ -79,7 +79,7 @@ def test_tokens_decide(gpu):
     with pytest.warns(UserWarning, match="with 256 tokens"):
         few = converted(octavo.convert(wide(), tokens=256, verbose=False))
     assert many and not few
-    with pytest.raises(ValueError, match="tokens is a number of 1 or more; got 0"):
+    with pytest.raises(ValueError, match="tokens is an integer of 1 or more; got 0"):
         octavo.convert(wide(), tokens=0)
 
 
@@ -109,15 +109,15 @@ def test_an_unknown_gpu_is_said_and_the_rule_holds(gpu):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "arguments",
     [{"recipe": r} for r in ("rowwise", "tensorwise", {filters.first(1): "rowwise"})] + [{"precision": Precision()}],
     ids=str,
 )
-def test_what_is_named_is_done(gpu, given):
-    told = llama()
-    octavo.convert(told, **given, verbose=False)
+def test_what_is_named_is_done(gpu, arguments):
+    named = llama()
+    octavo.convert(named, **arguments, verbose=False)
     linears = {name for name, module in llama().named_modules() if type(module) is nn.Linear}
-    assert converted(told) == linears - {"lm_head"}
+    assert converted(named) == linears - {"lm_head"}
 
 
 def test_recipe_auto_and_precision_auto_leave_it_to_cost(gpu):
@@ -126,13 +126,13 @@ def test_recipe_auto_and_precision_auto_leave_it_to_cost(gpu):
     assert converted(octavo.convert(wide(), precision=Precision(recipe="auto"), verbose=False)) == by_default
     last = converted(octavo.convert(wide(), precision=Precision(recipe="auto", skip_last=1), verbose=False))
     assert last == {name for name in by_default if "layers.0" in name}
-    with pytest.raises(ValueError, match="precision holds the recipe"):
+    with pytest.raises(ValueError, match="precision includes recipe"):
         octavo.convert(wide(), precision=Precision(recipe="auto"), skip=["*"])
 
 
 def test_without_a_gpu_auto_is_the_default_recipe():
-    for given in ({"recipe": "auto"}, {"precision": Precision(recipe="auto")}):
-        model = octavo.convert(llama(), **given, verbose=False)
+    for arguments in ({"recipe": "auto"}, {"precision": Precision(recipe="auto")}):
+        model = octavo.convert(llama(), **arguments, verbose=False)
         assert {row.recipe for row in octavo.report(model) if row.converted} == {"rowwise"}
 
 

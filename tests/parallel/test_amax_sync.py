@@ -26,8 +26,8 @@ def delayed_job(settings, checkpointing):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_ranks_have_one_history(gloo, checkpointing):
-    found = {name: gloo.run(delayed_job, 2, SETTINGS[name], checkpointing) for name in ("off", "gather", "ddp")}
-    for (losses, mine, _), (others, theirs, _) in found.values():
+    results = {name: gloo.run(delayed_job, 2, SETTINGS[name], checkpointing) for name in ("off", "gather", "ddp")}
+    for (losses, mine, _), (others, theirs, _) in results.values():
         assert losses != others  # each of its own data
         assert len(mine) == 4
         for name in mine:
@@ -35,5 +35,5 @@ def test_ranks_have_one_history(gloo, checkpointing):
                 assert [value > 0 for value in x_or_g] == [False] + 6 * [True] + 10 * [False]
                 assert x_or_g[2:] == other[2:]  # the last pass is put together when the next begins
         assert any(mine[name][0][1] != theirs[name][0][1] for name in mine)
-    assert [losses for losses, *_ in found["gather"]] == [losses for losses, *_ in found["off"]]
-    assert found["gather"][0][2] and not found["off"][0][2]
+    assert [losses for losses, *_ in results["gather"]] == [losses for losses, *_ in results["off"]]
+    assert results["gather"][0][2] and not results["off"][0][2]

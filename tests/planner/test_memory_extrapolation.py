@@ -1,4 +1,4 @@
-"""Steps of models with many equal blocks, from those with two and three: to the byte those that were followed whole."""
+"""Memory extrapolated from two and three blocks equals, to the byte, that of the whole model."""
 
 import functools
 
@@ -11,8 +11,8 @@ import octavo
 from octavo.inspect.memory import make_gradients, make_states
 from octavo.nn.causal import chunked_loss
 from octavo.planner.fake import fake_copy, fake_tensors
-from octavo.planner.moments import moments, of_more_blocks
-from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, TEMPORARIES, Line, Timeline
+from octavo.planner.memory_extrapolation import extrapolate_blocks, memory_series
+from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, TEMPORARIES, StorageEvents, Timeline
 from octavo.runtime.blocks import find_blocks
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ STEPS = {
 }
 
 
-def followed(blocks, *, level="O1", chunked=True, vocabulary=500, optimizer=octavo.AdamW, recompute=False,
+def run_step(blocks, *, level="O1", chunked=True, vocabulary=500, optimizer=octavo.AdamW, recompute=False,
              accumulated=False):  # fmt: skip
     model = llama(num_hidden_layers=blocks, vocab_size=vocabulary, max_position_embeddings=256).bfloat16()
     if chunked:
@@ -38,44 +38,51 @@ def followed(blocks, *, level="O1", chunked=True, vocabulary=500, optimizer=octa
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         stepper = optimizer(copy.parameters())
         timeline = Timeline(512)
-        timeline.hold(copy.parameters(), "parameters")
-        timeline.hold(make_states(stepper), "states")
+        timeline.label(copy.parameters(), "parameters")
+        timeline.label(make_states(stepper), "states")
         if accumulated:
-            timeline.are_gradients(make_gradients(stepper))
+            timeline.label_gradients(make_gradients(stepper))
         timeline.follow(copy)
         ids = torch.zeros(2, 256, dtype=torch.int64)
         with timeline:
             copy(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            timeline.phase("optimizer step")
+            timeline.set_phase("optimizer step")
             if not isinstance(stepper, octavo.AdamW):
                 stepper.step()
-        return timeline.line(), timeline.peak()
+        return timeline.events(), timeline.peak()
 
 
 @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
 def test_eleven_blocks_from_two_and_three(options):
-    (few, _), (more, _), (whole, (phase, at_peak)) = (followed(blocks, **options) for blocks in (2, 3, 11))
-    found = of_more_blocks(few, more, 9).worst
-    assert {kind: size for kind, size in found.bytes.items() if size} == at_peak
-    assert found.phase == phase == moments(whole).worst.phase
-    assert moments(whole).worst.total == found.total == sum(at_peak.values())
+    (few, _), (more, _), (whole, (phase, at_peak)) = (run_step(blocks, **options) for blocks in (2, 3, 11))
+    predicted = extrapolate_blocks(few, more, 9).peak
+    assert {kind: size for kind, size in predicted.bytes.items() if size} == at_peak
+    assert predicted.phase == phase == memory_series(whole).peak.phase
+    assert memory_series(whole).peak.total == predicted.total == sum(at_peak.values())
 
 
 def test_the_worst_moment_of_many_blocks_need_not_be_that_of_few():
     """Logits decide for two blocks, activations or gradients for many."""
-    (few, (_, at_peak)), (more, _) = (followed(blocks, chunked=False, vocabulary=4000) for blocks in (2, 3))
+    (few, (_, at_peak)), (more, _) = (run_step(blocks, chunked=False, vocabulary=4000) for blocks in (2, 3))
     assert at_peak[TEMPORARIES] > at_peak[ACTIVATIONS] and GRADIENTS not in at_peak
-    many = of_more_blocks(few, more, 200).worst
+    many = extrapolate_blocks(few, more, 200).peak
     assert many.bytes[ACTIVATIONS] > many.bytes[TEMPORARIES]
 
 
-def line(changes, turned, ended):
+def events(changes, backward_start, backward_end):
     kinds = ["held" if index == 0 else "temporaries" for index in range(len(changes))]
-    return Line(kinds=kinds, changes=changes, phases=[""] * len(changes), began=1, turned=turned, ended=ended)
+    return StorageEvents(
+        kinds=kinds,
+        changes=changes,
+        phases=[""] * len(changes),
+        step_start=1,
+        backward_start=backward_start,
+        backward_end=backward_end,
+    )
 
 
 def test_steps_that_differ_by_more_than_one_block_are_no_basis():
-    regular = line([9, 1, 2, 2, 3, -3, -2, -2, -1], 5, 9), line([9, 1, 2, 2, 2, 3, -3, -2, -2, -2, -1], 6, 11)
-    assert of_more_blocks(*regular, 10).worst.total == 9 + 1 + 12 * 2 + 3
-    other = line([9, 1, 2, 2, 2, 4, -4, -2, -2, -2, -1], 6, 11)  # the last one takes more, too
-    assert of_more_blocks(regular[0], other, 10) is None
+    regular = events([9, 1, 2, 2, 3, -3, -2, -2, -1], 5, 9), events([9, 1, 2, 2, 2, 3, -3, -2, -2, -2, -1], 6, 11)
+    assert extrapolate_blocks(*regular, 10).peak.total == 9 + 1 + 12 * 2 + 3
+    other = events([9, 1, 2, 2, 2, 4, -4, -2, -2, -2, -1], 6, 11)  # the last one takes more, too
+    assert extrapolate_blocks(regular[0], other, 10) is None

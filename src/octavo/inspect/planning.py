@@ -1,0 +1,353 @@
+"""plan: find out, before renting a GPU, which linear layers of a model gain from FP8 on it, in which recipe, what the
+step gains, and how much memory it needs.
+
+    plan = octavo.plan(model, 4, 2048, device="h100", world=8)
+    print(plan)
+    octavo.convert(model, plan=plan)
+
+One forward runs on fake copies of the model, to count the calls of each linear layer, their sizes and the other work.
+Steps run on such copies for their memory (`octavo.inspect.step_memory`). If the blocks are equal, the copies have two
+and three of them and the rest is extrapolated. The model may be on meta. A GPU is read only if the device is this
+machine's and `octavo calibrate` has measured it.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from octavo.inspect.memory import ALLOCATION_GRANULARITY, default_loss, trace_step_memory
+from octavo.inspect.step_memory import (
+    TRACED_BLOCKS,
+    StepTrace,
+    blocks_are_equal,
+    copy_with_blocks,
+    restrict_plan,
+    step_footprint,
+    step_trace,
+)
+from octavo.nn import convert
+from octavo.nn.filters import FilterLike, both, of_precision
+from octavo.nn.memory_audit import call
+from octavo.nn.report import check_module, is_converted
+from octavo.nn.select import HEAD_KEPT, default_plan, is_linear
+from octavo.numerics.names import nearest
+from octavo.numerics.plan import Plan
+from octavo.numerics.precision import LEVELS, Precision
+from octavo.numerics.recipe import Recipe
+from octavo.optim import AdamW
+from octavo.planner.decide import candidates
+from octavo.planner.devices import Gpu, find_gpu, gpu_by_driver_name
+from octavo.planner.fake import fake_batch, fake_device, fake_tensors
+from octavo.planner.footprint import Footprint
+from octavo.planner.forecast import CostDecisions, Forecast, decide_by_cost, forecast
+from octavo.planner.measured import Measurements, read_measurements
+from octavo.planner.step import CHECKPOINTING, Layout, Setting, is_count, layout_settings
+from octavo.planner.trace import Trace, extrapolate_trace, trace
+from octavo.runtime.blocks import find_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What to decide: the recipes to choose from, and the layers in question."""
+
+    recipes: tuple[Recipe, ...]
+    precision: Precision
+    filter: FilterLike | None
+    heads: bool
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    seq: int | None = None,
+    *,
+    device: str | Path | Mapping[str, Any] | Gpu = "h100",
+    world: int = 1,
+    parallel: Layout | None = None,
+    precision: Precision | None = None,
+    recipe: str | Recipe = "auto",
+    skip: Sequence[str] = (),
+    filter: FilterLike | None = None,
+    heads: bool = False,
+    compiled: bool = False,
+    checkpointing: str = "none",
+    micro_batches: int = 1,
+    calibration: str | Path | None = None,
+) -> Forecast:
+    """Decide for each linear layer whether FP8 pays on a GPU, and predict the time and memory of a training step.
+
+    Args:
+        model: Any module that is not converted yet, on any device including meta; not changed.
+        batch: Sequences of one forward on one GPU, with `seq`; or the input of the model, as `octavo.inspect.memory`
+            takes it.
+        seq: Tokens of a sequence: the model is then called with `input_ids`, and with `labels` if it takes them.
+        device: A GPU: "h100", "h200", "l40s", "rtx4090", "b200", "mi300x", …; the path of a TOML file that describes
+            one; or such a table. See `octavo.planner.devices`.
+        world: Number of GPUs, each with its own batch.
+        parallel: How they share the model, an `octavo.parallel.Parallel`; None: all share one copy (FSDP2). Tensor,
+            sequence, pipeline and expert parallelism are not predicted.
+        precision: The whole request in one object, instead of `recipe` and `skip`. Its `states` and `master` configure
+            an `octavo.AdamW`. Default: level O1.
+        recipe: `"auto"` for the fastest one, or the recipe to use wherever it pays.
+        skip: Name patterns of layers to leave as they are.
+        filter: A filter of `octavo.nn.filters`, or a callable; layers that it does not match stay as they are.
+        heads: Decide vocabulary heads by cost too. By default they stay in bf16 to protect the loss, as in
+            `octavo.convert`; the reason states what they would gain.
+        compiled: Predict the time under torch.compile: no host time, and the work between products fused.
+        checkpointing: `"none"`, `"selective"` or `"full"` recomputation of blocks. The memory of `"selective"` is only
+            predicted for a configuration (`octavo plan`); here it is that without recomputation, with a note.
+        micro_batches: Forwards and backwards of a step.
+        calibration: A table of `octavo calibrate`, whose times replace predictions; default: this machine's.
+
+    Returns:
+        A plan that `octavo.convert(model, plan=...)` carries out: `.rows` with `.name`, `.converted`, `.recipe`,
+        `.reason` and `.gain`. With its predictions: `.planned` and `.bf16`, times of a step; `.memory` and
+        `.bf16_memory`, `.fits`, `.largest_batch`; `.break_even`; prints as tables; `.to_json()`.
+
+    Raises:
+        ValueError: For an unknown GPU or recipe, a calibration of another GPU, GPUs that cannot share the model so, a
+            model that cannot run the batch, or one that is already converted or distributed.
+        TypeError: For a batch, a device or `parallel` in another form.
+    """
+    _check(model, checkpointing)
+    gpu = with_measurements(find_gpu(device), calibration)
+    request = _request(precision, recipe, skip, filter, heads)
+    setting = Setting(
+        **layout_settings(world, parallel), micro_batches=micro_batches, eager=not compiled,
+        recompute=CHECKPOINTING[checkpointing], states=request.precision.states,
+    )  # fmt: skip
+    shapes = _shapes(model, batch, seq)
+    rule, forced_bf16 = default_decisions(model, request)
+    traced, size = _trace(model, shapes, batch)
+    tokens = seq * batch if seq is not None else max((c.m for cs in traced.calls.values() for c in cs), default=1)
+    cost = decide_by_cost(gpu, traced, planned_linears(model, rule), forced_bf16, request.recipes, eager=setting.eager)
+    decided = plan_from_costs(rule, cost)
+    check_gathered(decided, parallel)
+    offloaded = parallel is not None and parallel.cpu_offload
+
+    def memory(plan: Plan, level: Precision, setting: Setting) -> Footprint:
+        trace_step = partial(_trace_blocks, model, shapes, plan, level, checkpointing, setting)
+        equal = blocks_are_equal(model, plan)
+        predicted = step_footprint(trace_step, len(find_blocks(model)), setting, size, equal=equal, offloaded=offloaded)
+        return replace(predicted, note=_SELECTIVE_NOTE) if checkpointing == "selective" else predicted
+
+    return forecast(
+        decided, cost.times, gpu, traced, request.recipes, setting, tokens,
+        memory=memory(decided, request.precision, setting), bf16_memory=memory(Plan({}), LEVELS["bf16"], setting.bf16),
+    )  # fmt: skip
+
+
+_SELECTIVE_NOTE = (
+    "Memory is without recomputation, so an overestimate: octavo plan CONFIG --gpu predicts what selective "
+    "checkpointing frees."
+)
+
+
+def check_gathered(decided: Plan, parallel: Layout | None) -> None:
+    """Raise ValueError if weights shall be gathered in FP8 but their recipe cannot, as parallelize does."""
+    gathers = parallel is not None and parallel.fp8_comm in ("on", "gather")
+    recipes = {row.recipe.name for row in decided.decisions.values() if row.recipe and not row.recipe.gathers_w}
+    if gathers and recipes and parallel is not None:
+        raise ValueError(
+            f"fp8_comm={parallel.fp8_comm!r} with recipe {', '.join(sorted(recipes))}: its weights cannot be gathered "
+            "in FP8. Nearest: recipe 'rowwise'; or fp8_comm='off'"
+        )
+
+
+def _check(model: nn.Module, checkpointing: str) -> None:
+    """Raise for an argument that is not a model, a frozen or distributed model, or an unknown name."""
+    from torch.distributed.tensor import DTensor
+
+    check_module("plan", model, ". For a file: octavo plan CONFIG")
+    if checkpointing not in CHECKPOINTING:
+        names = " or ".join(map(repr, CHECKPOINTING))
+        raise ValueError(f"checkpointing is {names}; got {checkpointing!r}{nearest(checkpointing, CHECKPOINTING)}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("no parameter of this model requires a gradient: plan predicts training, unfreeze a parameter")
+    parts = (name for name, p in model.named_parameters() if isinstance(p, DTensor))
+    if (name := next(parts, None)) is not None:
+        raise ValueError(
+            f"{name} is a DTensor, distributed over ranks: plan the model before parallelize, fully_shard or "
+            "parallelize_module; tensor, sequence, pipeline and expert parallelism are not predicted"
+        )
+
+
+def with_measurements(gpu: Gpu, calibration: str | Path | None) -> Gpu:
+    """Add measured times to a GPU: those of a file, or this machine's if this is its GPU.
+
+    Raises:
+        ValueError: For a file that cannot be read, or measurements of another GPU.
+    """
+    if calibration is not None:
+        measured = read_measurements(Path(calibration))
+        measured_gpu = gpu_by_driver_name(measured.device)
+        if measured_gpu is not None and measured_gpu.name != gpu.name:
+            raise ValueError(
+                f"{calibration} was measured on {measured.device}, not on {gpu.name}: pass the table of that GPU, or "
+                f"plan for {measured_gpu.name}"
+            )
+        return replace(gpu, measured=measured)
+    if torch.cuda.is_available():
+        from octavo.kernels import calibration as tables
+
+        name, local = torch.cuda.get_device_name(), torch.device("cuda", torch.cuda.current_device())
+        if gpu_by_driver_name(name) == gpu and (entries := tables.entries(local)):
+            return replace(gpu, measured=Measurements(name, entries))
+    return gpu
+
+
+def default_decisions(model: nn.Module, request: PlanRequest) -> tuple[Plan, dict[str, str]]:
+    """Return the plan of the default rules, and the layers that stay in bf16 whatever they cost, with the reason."""
+    if any(is_converted(module) for module in model.modules()):
+        raise ValueError("this model is converted already: octavo.revert(model) first, or plan before converting")
+    rule = _default_plan(model, request, request.filter)
+    reasons = {name: rule[name].reason for name in planned_linears(model, rule) if rule[name].recipe is None}
+    return rule, {name: why for name, why in reasons.items() if not (request.heads and why.startswith(HEAD_KEPT))}
+
+
+def planned_linears(model: nn.Module, rule: Plan) -> list[str]:
+    """Return the names of the linear layers in a plan, which may also list modules that store activations."""
+    return [name for name in rule if is_linear(model.get_submodule(name))]
+
+
+def plan_from_costs(rule: Plan, cost: CostDecisions) -> Plan:
+    """Return the plan of layers decided by cost, with the stored activations of the default plan."""
+    decisions = dict(rule.decisions)
+    for name, decision in cost.decisions.items():
+        decisions[name] = replace(decision, storage=decisions[name].storage)
+    return Plan(decisions, rule.activations)
+
+
+def trace_model(
+    model: nn.Module, forward: Callable[[nn.Module], Any], shapes: Sequence[tuple[int, ...]], place: torch.device
+) -> Trace:
+    """Trace one forward of a model on fake copies, with only a few of its blocks if these are equal.
+
+    Args:
+        model: On any device; not changed.
+        forward: Runs a copy.
+        shapes: Shapes of its input.
+        place: Device that the copies report.
+
+    Raises:
+        ValueError: If the model cannot run.
+    """
+
+    def trace_copy(count: int | None) -> Trace:
+        with fake_tensors() as mode:
+            copy = copy_with_blocks(model, count, mode, place)
+            linears = {name: module for name, module in copy.named_modules() if is_linear(module)}
+            try:
+                return trace(copy, linears, lambda: forward(copy))
+            except (RuntimeError, TypeError, IndexError) as error:
+                reason = " ".join(str(error).split())
+                listed = [list(shape) for shape in shapes]
+                raise ValueError(f"the model cannot run a batch of shapes {listed}: {reason}") from error
+
+    if blocks_are_equal(model, Plan({})):
+        names = {id(module): name for name, module in model.named_modules()}
+        blocks = [names[id(block)] for block in find_blocks(model)]
+        if len(blocks) > TRACED_BLOCKS + 1 and (
+            traced := extrapolate_trace(trace_copy(TRACED_BLOCKS), trace_copy(TRACED_BLOCKS + 1), TRACED_BLOCKS, blocks)
+        ):
+            return traced
+    return trace_copy(None)
+
+
+def plan_request(precision: Precision, filter: FilterLike | None = None, *, heads: bool = False) -> PlanRequest:
+    """Return the plan request of a precision."""
+    recipes = candidates(precision.recipe if precision.matmul == "fp8" else "auto")
+    return PlanRequest(recipes=recipes, precision=precision, filter=both(of_precision(precision), filter), heads=heads)
+
+
+def _request(
+    precision: Precision | None, recipe: str | Recipe, skip: Sequence[str], filter: FilterLike | None, heads: bool
+) -> PlanRequest:
+    if precision is not None:
+        if not isinstance(precision, Precision):
+            raise TypeError(
+                f"precision is an octavo.Precision, as Precision.level('O1', recipe='auto'); got {precision!r}"
+            )
+        if recipe != "auto" or skip:
+            raise ValueError("precision includes recipe and skip: set them there, or pass them without precision")
+        return plan_request(precision, filter, heads=heads)
+    if isinstance(skip, str):
+        raise TypeError(f"skip is a list of name patterns; got the string {skip!r}: write skip=[{skip!r}]")
+    return replace(plan_request(Precision(skip=tuple(skip)), filter, heads=heads), recipes=candidates(recipe))
+
+
+def _default_plan(model: nn.Module, request: PlanRequest, filter: FilterLike | None) -> Plan:
+    recipe = request.recipes[0] if request.precision.matmul == "fp8" else None
+    return default_plan(model, recipe, request.precision.skip, filter, request.precision.activations)
+
+
+def _trace(model: nn.Module, shapes: Any, batch: Any) -> tuple[Trace, int]:
+    """Trace one forward; return it with its number of sequences."""
+    dtype, place = _dtype(model), fake_device(torch.device("cuda"))
+    with fake_tensors():
+        tensors = [leaf for leaf in tree_leaves(fake_batch(shapes, None, dtype, place)) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise ValueError(
+            f"the batch contains no tensor and no shape: {batch!r}. Pass tensors, or shapes by name, such as "
+            "{'input_ids': (4, 2048)}; or sequences and tokens, such as plan(model, 4, 2048)"
+        )
+    sizes = [tuple(t.shape) for t in tensors]
+    traced = trace_model(model, lambda copy: call(copy, fake_batch(shapes, None, dtype, place)), sizes, place)
+    return traced, sizes[0][0] if sizes[0] else 1
+
+
+def _trace_blocks(
+    model: nn.Module, shapes: Any, plan: Plan, precision: Precision, checkpointing: str, setting: Setting,
+    blocks: int | None, size: int,
+) -> StepTrace:  # fmt: skip
+    place = fake_device(torch.device("cuda"))
+    with fake_tensors() as mode:
+        copy = copy_with_blocks(model, blocks, mode, place)
+        part = restrict_plan(plan, copy)
+        if part.converted or part.storing:
+            convert(copy, plan=part, keep_weights=precision.keep_weights, verbose=False)
+        if checkpointing == "full":
+            for block in find_blocks(copy):
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        parameters = [p for p in copy.parameters() if p.requires_grad]
+        # 16-bit masters extend bf16 parameters only.
+        master: Any = "fp32" if any(p.dtype == torch.float16 for p in parameters) else precision.master
+        make = partial(AdamW, states=precision.states, master=None if precision.master == "none" else master)
+        inputs = fake_batch(shapes, size, _dtype(model), place)
+        stepper = make(parameters) if parameters else None
+        timeline = trace_step_memory(
+            copy,
+            inputs,
+            stepper,
+            default_loss,
+            setting.micro_batches,
+            ALLOCATION_GRANULARITY["cuda"],
+            find_blocks(copy),
+        )
+        return step_trace(copy, timeline, setting)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _shapes(model: nn.Module, batch: Any, seq: int | None) -> Any:
+    """Return the batch as `fake_batch` takes it."""
+    if seq is None:
+        if isinstance(batch, int):
+            raise TypeError("plan takes batch and seq, as in plan(model, 4, 2048), or the input of the model")
+        return batch
+    for name, value in (("batch", batch), ("seq", seq)):
+        if not is_count(value):
+            raise ValueError(f"{name} is an integer of 1 or more; got {value!r}")
+    parameters = inspect.signature(model.forward).parameters
+    shapes = {"input_ids": (batch, seq)} | ({"labels": (batch, seq)} if "labels" in parameters else {})
+    return shapes | ({"use_cache": False} if "use_cache" in parameters else {})

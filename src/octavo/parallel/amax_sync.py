@@ -1,0 +1,38 @@
+"""Share one amax history among all ranks, for recipes with delayed scaling (`octavo.nn.delayed`).
+
+When the model's forward begins in training, the ranks combine the amax values of X and G from the previous pass, for
+all layers in one exchange, as Transformer Engine does. All ranks then have the same scales, and one rank's history is
+valid for all ranks in a checkpoint.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from octavo.nn.delayed import histories, reduced
+
+
+def sync_amax_histories(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Synchronize the amax histories of a model's layers over the ranks of a mesh, if any layer has one.
+
+    Args:
+        model: The module that every rank calls, equally often, in training.
+        mesh: The ranks that share its data.
+    """
+    if next(histories(model), None) is None:
+        return
+    groups = [group for group in mesh.get_all_groups() if dist.get_world_size(group) > 1]
+    device = torch.device(mesh.device_type)
+
+    def all_reduce_max(maxima: Tensor) -> None:
+        for group in groups:
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
+
+    def before_forward(module: nn.Module, inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            reduced((history for _, history in histories(module)), all_reduce_max, device)
+
+    model.register_forward_pre_hook(before_forward, prepend=True)

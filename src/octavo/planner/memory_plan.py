@@ -1,0 +1,221 @@
+"""MemoryPlan: the memory of one training step by category, predicted without allocating anything.
+
+    peak = parameters + buffers + optimizer states + batch        held throughout
+         + gradients + activations + temporaries                  at the peak
+
+The three on the second line do not peak at the same time: activations shrink while gradients grow. So the peak is not a
+sum of maxima; the step runs once on fake tensors (`octavo.planner.timeline`), and the plan reports its peak. Not
+counted: the CUDA context (0.5 GB), workspaces inside kernels, and what the caching allocator cannot use.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from io import StringIO
+
+import torch
+
+from octavo.numerics.display import Displayed
+from octavo.numerics.names import merged, pattern
+from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, TEMPORARIES, Timeline
+
+PARAMETERS, BUFFERS, STATES, BATCH = "parameters", "buffers", "optimizer states", "batch"
+KINDS = (PARAMETERS, BUFFERS, STATES, BATCH, GRADIENTS, ACTIVATIONS, TEMPORARIES)
+"""Categories, in the order of tables."""
+
+MOST_LAYERS = 12
+"""Maximum rows of layers in a printed table; the rest is summed."""
+MOST_SEQUENCES = 2**30
+"""Upper bound on the batch in searches."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MemoryPlan(Displayed):
+    """Memory of a training step, in bytes. Prints as a table.
+
+    Attributes:
+        label: What was planned, such as "O1 rowwise".
+        device: Device of the prediction.
+        batch: Sequences (first dimension of the batch) of one forward.
+        tokens: Elements of the batch's first tensor: for a language model, tokens of one forward.
+        peak: Largest sum at any one time.
+        phase: Phase of the peak: "forward", "backward", "after backward" or "optimizer step".
+        at_peak: Bytes by category at the peak.
+        largest: Maximum of each category over time.
+        kept_by_dtype: Bytes that one forward saves for backward, by dtype.
+        kept_by_layer: The same by the module that saves them.
+        notes: Remarks for the reader.
+    """
+
+    label: str
+    device: str
+    batch: int
+    tokens: int
+    peak: int
+    phase: str
+    at_peak: Mapping[str, int]
+    largest: Mapping[str, int]
+    kept_by_dtype: Mapping[str, int]
+    kept_by_layer: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+    replan: Callable[[int], "MemoryPlan"] | None = field(default=None, compare=False)
+    """Plans the peak of the same step for another number of sequences."""
+
+    @property
+    def kept(self) -> int:
+        """Bytes that one forward saves for backward."""
+        return sum(self.kept_by_dtype.values())
+
+    def largest_batch(self, limit_bytes: int) -> int:
+        """Return the largest number of sequences in one forward whose peak is at most `limit_bytes`; 0 if none fits.
+
+        Plans a few sizes: the peak grows with the batch, by nearly the same amount per sequence.
+        """
+        if self.replan is None:
+            raise ValueError("this plan was read from a file or built by hand: make a new plan to vary the batch")
+        replan = self.replan
+        return largest_fitting(
+            lambda size: replan(size).peak,
+            {self.batch: self.peak},
+            limit_bytes,
+            bytes_per_sequence(self.at_peak, self.batch),
+        )
+
+    def to_json(self) -> str:
+        """Return the plan as JSON."""
+        return json.dumps(asdict(replace(self, replan=None)) | {"kept": self.kept}, indent=1)
+
+    def __str__(self) -> str:
+        from rich.console import Console  # imported only for printing
+
+        text = StringIO()
+        Console(file=text, width=110).print(*_tables(self), sep="\n")
+        return text.getvalue().rstrip()
+
+
+def largest_fitting(peak: Callable[[int], int], peaks: dict[int, int], limit_bytes: int, slope: float) -> int:
+    """Return the largest batch whose peak is at most `limit_bytes`; 0 if none fits.
+
+    A peak is a maximum of sums that are linear in the batch, so it is convex: it never grows by less from one sequence
+    to the next. Two known peaks bound all others, from above between them and from below outside. A few evaluations
+    suffice.
+
+    Args:
+        peak: Returns the peak of a batch.
+        peaks: Known peaks, at least one; evaluated ones are added.
+        limit_bytes: Available memory.
+        slope: Approximate bytes per sequence.
+
+    Raises:
+        ValueError: If the peak does not grow with the batch.
+    """
+    while True:
+        low, high = _bounds(peaks, limit_bytes)
+        if high is not None and high - low <= 1:
+            return low
+        if low >= MOST_SEQUENCES:
+            raise ValueError(
+                "the peak does not grow with the batch: every batch fits, or the first dimension is not the batch"
+            )
+        if len(peaks) == 1:
+            ((batch, size),) = peaks.items()
+            guess = batch + int((limit_bytes - size) // max(slope, 1.0))
+            guess = max(guess, batch + 1) if high is None else min(max(guess, 1), batch - 1)
+        elif high is None:
+            guess = 2 * low
+        else:  # if `high` comes from extrapolation only, high - 1 is the most likely answer
+            guess = high - 1 if high not in peaks else (low + high) // 2
+        guess = min(guess, MOST_SEQUENCES)
+        peaks[guess] = peak(guess)
+
+
+def _bounds(peaks: Mapping[int, int], limit_bytes: int) -> tuple[int, int | None]:
+    """Return the largest batch known to fit, 0 for none, and the smallest known not to fit, None for none."""
+    fitting = sorted(size for size, peak_bytes in peaks.items() if peak_bytes <= limit_bytes)
+    others = sorted(size for size, peak_bytes in peaks.items() if peak_bytes > limit_bytes)
+
+    def last(one: int, other: int) -> int | None:
+        """Return the last batch within the limit on the line through two known ones; None if the line does not rise."""
+        grown = peaks[other] - peaks[one]
+        return one + (limit_bytes - peaks[one]) * (other - one) // grown if grown > 0 else None
+
+    low = max(fitting, default=0)
+    if fitting and others and (between := last(fitting[-1], others[0])) is not None:
+        low = max(low, between)
+    lasts = [last(*some) for some in (fitting[-2:], others[:2]) if len(some) == 2]
+    ends = [*others[:1], *(batch + 1 for batch in lasts if batch is not None)]
+    return low, min(ends, default=None)
+
+
+def bytes_per_sequence(at_peak: Mapping[str, int], batch: int) -> float:
+    """Estimate the bytes that each sequence adds to a peak, rather too many than too few."""
+    return sum(at_peak[kind] for kind in (ACTIVATIONS, TEMPORARIES)) / batch
+
+
+def summarize(
+    timeline: Timeline, *, label: str, device: torch.device, batch: int, tokens: int,
+    kept_by_dtype: Mapping[str, int], kept_by_layer: Mapping[str, int], notes: tuple[str, ...],
+    replan: Callable[[int], MemoryPlan],
+) -> MemoryPlan:  # fmt: skip
+    """Build the plan of a step that a timeline recorded."""
+    phase, at_peak = timeline.peak()
+    largest = timeline.largest()
+    return MemoryPlan(
+        label=label,
+        device=str(device),
+        batch=batch,
+        tokens=tokens,
+        peak=sum(at_peak.values()),
+        phase=phase,
+        at_peak={kind: at_peak.get(kind, 0) for kind in KINDS},
+        largest={kind: largest.get(kind, 0) for kind in KINDS},
+        kept_by_dtype=dict(sorted(kept_by_dtype.items(), key=lambda item: -item[1])),
+        kept_by_layer=dict(kept_by_layer),
+        notes=notes,
+        replan=replan,
+    )
+
+
+def merge_like_layers(sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """Merge layers with like names: (name, layers, bytes), largest first."""
+    groups: dict[str, list[str]] = {}
+    for name in sizes:
+        groups.setdefault(pattern(name), []).append(name)
+    rows = [(merged(names) or "(the model)", len(names), sum(sizes[n] for n in names)) for names in groups.values()]
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def gib(size: int) -> str:
+    """Format bytes for a table: in GiB, or in MiB below one GiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _tables(plan: MemoryPlan) -> list[object]:
+    from rich.box import ROUNDED
+    from rich.table import Table
+
+    table = Table(
+        box=ROUNDED,
+        title_justify="left",
+        title=f"{plan.label}, {plan.batch} sequences, {plan.tokens} tokens, {plan.device}",
+    )
+    for heading in ("memory", f"at the peak ({plan.phase})", "at its largest"):
+        table.add_column(heading, justify="left" if heading == "memory" else "right")
+    for kind in KINDS:
+        table.add_row(kind, gib(plan.at_peak[kind]), gib(plan.largest[kind]))
+    table.add_section()
+    table.add_row("total", gib(plan.peak), "")
+    saved = Table(box=ROUNDED)
+    for heading in ("saved for backward", "layers", "total", "bytes/token"):
+        saved.add_column(heading, justify="left" if heading == "saved for backward" else "right")
+    rows = merge_like_layers(plan.kept_by_layer)
+    for name, count, size in rows[:MOST_LAYERS]:
+        saved.add_row(name, str(count), gib(size), f"{size / plan.tokens:,.0f}")
+    if rest := rows[MOST_LAYERS:]:
+        size = sum(row[2] for row in rest)
+        saved.add_row("all others", str(sum(row[1] for row in rest)), gib(size), f"{size / plan.tokens:,.0f}")
+    saved.add_section()
+    for name, size in plan.kept_by_dtype.items():
+        saved.add_row(f"as {name}", "", gib(size), f"{size / plan.tokens:,.0f}")
+    saved.add_row("total", "", gib(plan.kept), f"{plan.kept / plan.tokens:,.0f}")
+    return [table, saved, *plan.notes]

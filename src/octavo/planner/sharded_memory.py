@@ -1,0 +1,116 @@
+"""Predict the memory of one rank of many that share a model (FSDP2), from that of one process with the whole model.
+
+    held                 parameters, optimizer states and finished gradients: 1 / ranks of each
+    gathered             parameters outside the blocks (embedding, head), throughout; the weights of the current block;
+                         and those of the next block, prefetched, if there is one
+    whole gradients      of parameters outside the blocks, until backward ends; of the current block
+    in flight            gradients of the previous block, in the dtype of the reduction
+    activations, …       as in one process with the same batch
+
+These are the rules of torch 2.13's FSDP2. The tests compare them with FSDP2 steps recorded storage by storage
+(docs/scaling.md). Padding of shards that do not divide evenly is left out.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.planner.memory_extrapolation import MemorySeries
+from octavo.planner.memory_plan import PARAMETERS, STATES
+from octavo.planner.timeline import BLOCK_GRADIENTS, GRADIENTS, TEMPORARIES
+
+GATHERED = "gathered"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Parameters that FSDP2 gathers together, in bytes.
+
+    Attributes:
+        gathered: Their weights, in the form in which they are gathered.
+        gradients: Their whole gradients.
+        reduced: Their gradients in the dtype of the reduction.
+    """
+
+    gathered: int
+    gradients: int
+    reduced: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """How a model is sharded.
+
+    Attributes:
+        ranks: Ranks that share one copy.
+        block: The largest block.
+        rest: Parameters outside the blocks.
+        blocks: Number of blocks.
+        keeps: Whether gathered weights of blocks stay until backward has used them (ZeRO-2).
+        accumulating: Whether gradients of earlier micro-batches exist already.
+        offloaded: Whether shards, with their gradients and states, are in host memory.
+        widened: Bytes of a sharded gradient's element over those of a whole gradient's: 2 for float32 shards of a model
+            that computes in bf16.
+    """
+
+    ranks: int
+    block: Group
+    rest: Group
+    blocks: int
+    keeps: bool = False
+    accumulating: bool = False
+    offloaded: bool = False
+    widened: int = 1
+
+
+def memory_per_rank(whole: MemorySeries, shards: Shards) -> MemorySeries:
+    """Convert the memory series of one process into that of a rank with the same batch."""
+    kinds = tuple(kind for kind in whole.kinds if kind != BLOCK_GRADIENTS)
+    columns = {kind: whole.table[:, index] for index, kind in enumerate(whole.kinds)}
+    zeros = torch.zeros(len(whole.phases), dtype=torch.int64)
+    of_blocks = columns.pop(BLOCK_GRADIENTS, zeros)
+    backward, computing = (torch.tensor([phase in names for phase in whole.phases]) for names in _COMPUTING)
+    result = {kind: _split(size, shards) if kind in (PARAMETERS, STATES) else size for kind, size in columns.items()}
+    result[TEMPORARIES] = torch.where(computing, columns[TEMPORARIES], _split(columns[TEMPORARIES], shards))
+    all_gradients = columns.get(GRADIENTS, zeros) + of_blocks
+    finished = of_blocks >= shards.blocks * max(shards.block.gradients, 1)  # gradients of all blocks
+    current = torch.where((of_blocks > 0) & ~finished, (of_blocks - 1) % max(shards.block.gradients, 1) + 1, 0)
+    if shards.accumulating:
+        gradients = _reduced(all_gradients, shards) + backward * (shards.rest.gradients + shards.block.gradients)
+        in_flight, prefetching, finished = backward, computing, torch.zeros_like(computing)
+    else:
+        gradients = columns.get(GRADIENTS, zeros) + current + _reduced(of_blocks - current, shards)
+        in_flight = of_blocks > shards.block.gradients
+        prefetching = computing & (of_blocks < (shards.blocks - 1) * shards.block.gradients)
+    result[GRADIENTS] = torch.where(computing, gradients, _reduced(all_gradients, shards))
+    result[GATHERED] = (
+        computing * shards.rest.gathered
+        + (computing & ~finished) * shards.block.gathered * (shards.blocks if shards.keeps else 1)
+        + (prefetching * shards.block.gathered if not shards.keeps else 0)
+        + (computing & in_flight) * shards.block.reduced
+    )
+    names = (*kinds, *(kind for kind in (TEMPORARIES, GRADIENTS, GATHERED) if kind not in kinds))
+    table = torch.stack([result[kind] for kind in names], dim=1)
+    return _add_last_scatter(MemorySeries(names, whole.phases, table), _reduced(all_gradients, shards)[-1], shards)
+
+
+_COMPUTING = (("backward",), ("forward", "backward"))
+
+
+def _split(size: Tensor, shards: Shards) -> Tensor:
+    return torch.zeros_like(size) if shards.offloaded else -(-size // shards.ranks)
+
+
+def _reduced(gradients: Tensor, shards: Shards) -> Tensor:
+    return _split(gradients * shards.widened, shards)
+
+
+def _add_last_scatter(series: MemorySeries, gradients: Tensor, shards: Shards) -> MemorySeries:
+    """Append the time after backward at which gradients outside the blocks are scattered."""
+    column = {kind: index for index, kind in enumerate(series.kinds)}
+    last = series.table[-1].clone()
+    last[column[TEMPORARIES]] = 0
+    last[column[GRADIENTS]] = gradients + shards.rest.gradients
+    last[column[GATHERED]] = shards.rest.reduced
+    return MemorySeries(series.kinds, [*series.phases, "end of backward"], torch.cat([series.table, last[None]]))
