@@ -39,7 +39,7 @@ TEXT = "A leaf folds eight times before a printer cuts it into pages and binds t
 
 
 def reason_not_run(command: str) -> str | None:
-    command = command.partition("#")[0].strip()
+    command = command.partition("#")[0].partition(" | ")[0].removesuffix(" …").strip()
     return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command)), None)
 
 
