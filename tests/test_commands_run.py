@@ -24,6 +24,8 @@ SMALL = (
     "data.sequence_length=64", "optim.batch=4", "run.steps=6",
 )  # fmt: skip
 TRAINING = ("train", "demo", "compare")
+PLACES = {"CHECKPOINT": "runs/demo/checkpoints/step-000200", "OUT": "exported"}
+"""What this command leaves open, beside `test_commands.PLACES`."""
 NOT_RUN = {
     r"train configs/llama2-7b-80gb": "needs a GPU of 80 GB; `octavo plan` of it runs",
     r"--nnodes": "needs four machines",
@@ -71,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runnable(command: str) -> list[str]:
-    words = words_of(command)
+    words = [PLACES.get(word, word) for word in words_of(command)]
     if "--gpus" in words:
         words = [word.replace("configs/demo.toml", "configs/llama3-70b-64gpu.toml") for word in words]
     words = ["2" if before == "--nproc-per-node" else word for before, word in zip(["", *words], words, strict=False)]
