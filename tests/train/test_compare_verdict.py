@@ -169,7 +169,7 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def config(make_config):
-    return [make_config(run={"steps": STEPS}), make_config(run={"steps": STEPS}, precision={"level": "O1"})]
+    return [make_config(run={"steps": STEPS}), make_config(run={"steps": STEPS}, precision={"level": "fp8"})]
 
 
 def test_the_files_say_what_was_found(config, tmp_path):
@@ -183,7 +183,7 @@ def test_the_files_say_what_was_found(config, tmp_path):
         "Planned maximum: 40 seeds",
         "Loss above base",
         "precision.level",
-        "O1",
+        "fp8",
         "3.0613",
         "95 %",
     ):
