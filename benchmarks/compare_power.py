@@ -5,7 +5,7 @@ it. Four arms on many seeds:
 
   bf16     the baseline
   again    BF16 with the batch cut into two micro-batches: the same sums in another order, so only rounding differs
-  rowwise  FP8 (O1), as it should be
+  rowwise  FP8 (fp8), as it should be
   damaged  FP8 whose 3-bit mantissas are rounded to 1 bit after every quantization; a backend that only this file has
 
 Two BF16 runs of one seed are equal to the last bit on a CPU, so `again` is what a pair without an effect looks like:
@@ -46,8 +46,8 @@ BASELINE = "bf16"
 ARMS: dict[str, dict[str, dict[str, Any]]] = {
     BASELINE: {},
     "again": {"optim": {"micro_batches": 2}},
-    "damaged": {"precision": {"level": "O1"}},
-    "rowwise": {"precision": {"level": "O1"}},
+    "damaged": {"precision": {"level": "fp8"}},
+    "rowwise": {"precision": {"level": "fp8"}},
 }
 LABELS = {"again": "BF16, other rounding", "rowwise": "FP8 rowwise", "damaged": "FP8 rowwise, 1-bit mantissas"}
 COMPARISONS, SEEDS_OF_ONE = 40, 3

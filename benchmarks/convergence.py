@@ -38,11 +38,11 @@ STEPS, LONG_STEPS, LONG_SEED = 200, 1000, 1
 OPTIMIZER = ("optim.states=fp8", "precision.master=remainder")
 ARMS: dict[str, tuple[str, ...]] = {
     "bf16": (),
-    "products": ("precision.level=O1",),
+    "products": ("precision.level=fp8",),
     "activations": ("precision.activations=fp8",),
     "optimizer": OPTIMIZER,
-    "products + activations": ("precision.level=O1+act",),
-    "everything": ("precision.level=O1+act+opt",),
+    "products + activations": ("precision.level=fp8+activations",),
+    "everything": ("precision.level=fp8+activations+optimizer",),
 }
 """What is in FP8, and the settings that ask for it. The first is the baseline of the others."""
 LONG_ARMS = ("bf16", "optimizer")

@@ -82,7 +82,7 @@ def octavo_train(session: Session, model: Model, arm: Arm) -> Callable[[], Any]:
     from octavo.train.config import parse_config
     from octavo.train.trainer import Trainer
 
-    precision = {"level": "O1", "recipe": arm.recipe} if arm.recipe else {"level": "bf16"}
+    precision = {"level": "fp8", "recipe": arm.recipe} if arm.recipe else {"level": "bf16"}
     config = parse_config(
         {
             "run": {"steps": 1000, "device": session.device.type},

@@ -27,9 +27,9 @@ def check(content):
 def test_arms_are_what_they_say():
     asked = {arm: convergence.configuration(arm, 1, STEPS).asked for arm in ARMS}
     assert asked[BASELINE].label == "bf16"
-    assert asked["everything"].label == "O1+act+opt rowwise"
+    assert asked["everything"].label == "fp8+activations+optimizer rowwise"
     assert (asked["activations"].matmul, asked["activations"].activations) == ("bf16", "fp8")
-    assert (asked["optimizer"].label, asked["optimizer"].master) == ("bf16+opt", "remainder")
+    assert (asked["optimizer"].label, asked["optimizer"].master) == ("bf16+optimizer", "remainder")
     assert len(set(asked.values())) == len(ARMS)
 
 
@@ -55,7 +55,7 @@ def test_runs_are_not_repeated_and_stopped_ones_go_on(tmp_path, capsys):
     assert [(row["arm"], row["steps"]) for row in content["rows"]] == [
         *((arm, 4) for arm in ARMS), (BASELINE, 5), ("optimizer", 5)
     ]  # fmt: skip
-    assert "| everything | `O1+act+opt rowwise` |" in convergence.document(content)
+    assert "| everything | `fp8+activations+optimizer rowwise` |" in convergence.document(content)
     times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/run.json")}
     assert len(times) == 8
     convergence.main(words)

@@ -150,7 +150,7 @@ def test_a_missing_config_is_named(here: Path) -> None:
         (["optin.lr=1"], ["optin", "'optim'"]),
         (["run.steps=0"], ["run.steps"]),
         (["run.steps=ten"], ["run.steps", "'ten'"]),
-        (["precision.level=O1", "precision.recipe=rowise"], ["rowise", "'rowwise'"]),
+        (["precision.level=fp8", "precision.recipe=rowise"], ["rowise", "'rowwise'"]),
         (["precision.level=01"], ["01"]),
         (["model.type=lama"], ["lama", "'llama'"]),
         (["model.config.hiden_size=64"], ["hiden_size", "'hidden_size'"]),
@@ -244,7 +244,7 @@ def test_a_demo_compares_both_arms(config: Path, here: Path, cache: Path) -> Non
     assert result.exit_code == 0, result.output
     found = json.loads((here / "out/verdict.json").read_text())
     (verdict,), (bf16, fp8) = found["verdicts"], found["runs"]
-    assert (bf16["arm"], fp8["arm"]) == ("bf16", "O1 tensorwise")
+    assert (bf16["arm"], fp8["arm"]) == ("bf16", "fp8 tensorwise")
     assert verdict["tail_gap"] == fp8["losses"]["tail_mean"] - bf16["losses"]["tail_mean"] != 0
     assert (
         abs(bf16["losses"]["first"] - fp8["losses"]["first"]) < 0.02 * bf16["losses"]["first"]
@@ -256,9 +256,9 @@ def test_a_demo_compares_both_arms(config: Path, here: Path, cache: Path) -> Non
     for number in (bf16["losses"]["final"], fp8["losses"]["tail_mean"]):
         assert f"{number:.4f}" in shown
     left = files(here / "out")
-    assert {"report.html", "loss.png", "bf16/metrics.jsonl", "O1/metrics.jsonl"} <= set(left)
-    configs = [tomllib.loads(left[f"{arm}/config.toml"].decode()) for arm in ("bf16", "O1")]
-    assert [c["precision"].pop("level") for c in configs] == ["bf16", "O1"]
+    assert {"report.html", "loss.png", "bf16/metrics.jsonl", "fp8/metrics.jsonl"} <= set(left)
+    configs = [tomllib.loads(left[f"{arm}/config.toml"].decode()) for arm in ("bf16", "fp8")]
+    assert [c["precision"].pop("level") for c in configs] == ["bf16", "fp8"]
     assert configs[0] == configs[1] and configs[0]["run"]["seed"] == 3
 
 
@@ -350,8 +350,8 @@ def test_the_default_folder_of_a_demo_is_the_next_that_is_free(tmp_path: Path) -
         (["--recipe", "rowise"], ["rowise", "'rowwise'"]),
         (["--steps", "0"], ["run.steps"]),
         (["--device", "gpu"], ["run.device", "gpu"]),
-        (["precision.level=O1"], ["precision.level", "--level", "octavo train"]),
-        (["--level", "O1+atc"], ["O1+atc", "'O1+act'"]),
+        (["precision.level=fp8"], ["precision.level", "--level", "octavo train"]),
+        (["--level", "fp8+activation"], ["fp8+activation", "'fp8+activations'"]),
         (["--level", "bf16"], ["bf16", "--level"]),
         (["optim.warmpu=1"], ["optim.warmpu", "'warmup'"]),
     ],

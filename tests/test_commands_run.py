@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (folder / name / f"{number}.txt").write_text(text)
     losses = {"baseline": [3.00, 3.02, 2.99], "arms": {"fp8": [3.01, 3.02, 3.0]}}
     (folder / "losses.json").write_text(json.dumps(losses))
-    done = octavo(folder, "train", "configs/demo.toml", *SMALL, "precision.level=O1", "inspect.every=50",
+    done = octavo(folder, "train", "configs/demo.toml", *SMALL, "precision.level=fp8", "inspect.every=50",
                   "run.steps=200", "run.save_every=100", "--out", "runs/looked")  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "runs").rename(folder / "made")

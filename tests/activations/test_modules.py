@@ -21,7 +21,7 @@ from octavo.numerics import RECIPES, sqnr
 
 by_family = pytest.mark.parametrize("family", FAMILIES)
 ONLY_ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
-BOTH = octavo.Precision.level("O1+act")
+BOTH = octavo.Precision.level("fp8+activations")
 by_matmul = pytest.mark.parametrize("precision", [ONLY_ACTIVATIONS, BOTH], ids=["bf16", "fp8"])
 KINDS = {
     "gpt2": {"norm": 3, "scope": 2, "activation": 1},
@@ -89,7 +89,7 @@ def test_with_fp8_products_gradients_stay_near_those_that_keep_fp8_inputs(family
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_llama_2_7b_keeps_at_most_66_kb_per_token_and_layer(recipe):
-    kept = _llama_2_7b(octavo.Precision.level("O1+act", recipe=recipe))
+    kept = _llama_2_7b(octavo.Precision.level("fp8+activations", recipe=recipe))
     limit = 66_000 if recipe != "rowwise_hp_wgrad" else 105_000  # which keeps the inputs of linears exactly
     assert kept <= limit
     if recipe == "rowwise":

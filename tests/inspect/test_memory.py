@@ -62,7 +62,7 @@ def test_the_peak_is_what_the_allocator_hands_out(dtype, chunked):
     assert real == pytest.approx(plan.peak - held, rel=0.02)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "O1"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_categories_are_what_is_there(precision):
     requested = octavo.Precision.level(precision)
     model = llama(**SIZES).bfloat16()
@@ -141,7 +141,7 @@ def test_end_to_end_peak_of_llama_2_7b_layers_is_below_055_of_plain_training():
     plain = memory(model, inputs, optimizer=functools.partial(octavo.AdamW, states="fp32", master="fp32"))
     without_master = memory(model, inputs, optimizer=functools.partial(octavo.AdamW, states="fp32", master=None))
     chunked_loss(model)
-    ours = memory(model, inputs, optimizer=octavo.AdamW, precision=octavo.Precision.level("O1+act"))
+    ours = memory(model, inputs, optimizer=octavo.AdamW, precision=octavo.Precision.level("fp8+activations"))
     assert ours.peak <= 0.55 * plain.peak
     assert ours.peak <= 0.55 * without_master.peak
 

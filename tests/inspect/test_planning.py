@@ -73,7 +73,7 @@ def test_settings_reach_the_step(wide):
     assert plan(wide, 1, 1024, checkpointing="full").bf16.linears > plain.bf16.linears
     assert plan(wide, 1, 1024, micro_batches=4).bf16.tokens == 4096
     assert plan(wide, 1, 1024, compiled=True).bf16.rest < plain.bf16.rest
-    lean = plan(wide, 1, 1024, precision=Precision.level("O1+act+opt", recipe="auto"))
+    lean = plan(wide, 1, 1024, precision=Precision.level("fp8+activations+optimizer", recipe="auto"))
     assert lean.planned.optimizer < lean.bf16.optimizer == plain.bf16.optimizer
     assert plan(wide, 1, 1024, world=8).bf16.tokens == 8192
     assert {row.recipe for row in plan(wide, 8, 2048, recipe="tensorwise").rows} == {"tensorwise", None}
@@ -195,7 +195,7 @@ def test_filters_and_precision_say_what_stays(wide):
 def test_stored_activations_are_part_of_the_plan():
     with torch.device("meta"):
         model = llama(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_hidden_layers=2).bfloat16()
-    stored = plan(model, 4, 4096, precision=Precision.level("O1+act", recipe="auto"))
+    stored = plan(model, 4, 4096, precision=Precision.level("fp8+activations", recipe="auto"))
     assert stored.activations == "fp8" and stored.storing and stored.converted
     plain = plan(model, 4, 4096)
     assert stored.memory.at_peak["activations"] < 0.5 * plain.memory.at_peak["activations"]
@@ -269,7 +269,7 @@ def test_llama_3_70b_takes_seconds():
         "                     num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192)\n"
         "start = time.process_time()\n"
         "with torch.device('meta'): model = LlamaForCausalLM(config).bfloat16()\n"
-        "level = octavo.Precision.level('O1+act+opt', recipe='auto')\n"
+        "level = octavo.Precision.level('fp8+activations+optimizer', recipe='auto')\n"
         "plan = octavo.plan(model, 1, 8192, device='h100', world=64, precision=level, checkpointing='full')\n"
         "text = str(plan)\n"
         "print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, plan.fits,\n"

@@ -68,17 +68,21 @@ FAST = {"like": "h100", "launch_us": 0, "host_us": 0, "memory_tbs": 1000}
 """A GPU on which small layers gain, so that they are converted."""
 CASES = {
     "bf16": {"level": "bf16"},
-    "O1, logits whole": {"level": "O1", "chunked": False},
-    "O1+act": {"level": "O1+act"},
-    "O1+act+opt": {"level": "O1+act+opt"},
-    "O1, recomputed": {"level": "O1", "recompute": True},
-    "O1+act+opt, accumulated, recomputed": {"level": "O1+act+opt", "recompute": True, "micro_batches": 4},
-    "GPT-2, O1+opt": {"level": "O1", "states": "fp8", "family": "gpt2", "chunked": False},
-    "float32 parameters": {"level": "O1", "family": "fp32", "batch": 1},
+    "fp8, logits whole": {"level": "fp8", "chunked": False},
+    "fp8+activations": {"level": "fp8+activations"},
+    "fp8+activations+optimizer": {"level": "fp8+activations+optimizer"},
+    "fp8, recomputed": {"level": "fp8", "recompute": True},
+    "fp8+activations+optimizer, accumulated, recomputed": {
+        "level": "fp8+activations+optimizer",
+        "recompute": True,
+        "micro_batches": 4,
+    },
+    "GPT-2, fp8+opt": {"level": "fp8", "states": "fp8", "family": "gpt2", "chunked": False},
+    "float32 parameters": {"level": "fp8", "family": "fp32", "batch": 1},
 }
 
 
-SLOW = ("O1+act+opt, accumulated, recomputed", "GPT-2, O1+opt", "float32 parameters")
+SLOW = ("fp8+activations+optimizer, accumulated, recomputed", "GPT-2, fp8+opt", "float32 parameters")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ def test_within_5_percent_of_pytorchs_tracker(case):
     assert bool(plan.converted) == (case["level"] != "bf16")
     whole = tracked(model, plan, level, recompute=recompute, micro_batches=case.get("micro_batches", 1), batch=batch)
     assert plan.memory.peak == pytest.approx(whole, rel=0.05)
-    if case is CASES["O1+act"]:
+    if case is CASES["fp8+activations"]:
         again = tracked(model, plan, level, recompute=recompute, micro_batches=1, batch=batch + 3)
         assert plan.memory.replan(batch + 3).peak == pytest.approx(again, rel=0.05)
 

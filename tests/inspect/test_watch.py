@@ -48,7 +48,7 @@ def no_hooks(model):
     )
 
 
-def converted(level="O1", recipe="rowwise", dtype=torch.bfloat16, **options):
+def converted(level="fp8", recipe="rowwise", dtype=torch.bfloat16, **options):
     return octavo.convert(llama(**options).to(dtype), precision=Precision.level(level, recipe=recipe), verbose=False)
 
 
@@ -70,7 +70,7 @@ def assert_unchanged(make, step=train, what_if=("tensorwise", "mxfp8")):
     return rows
 
 
-@pytest.mark.parametrize("level", ["O1", "O1+act"])
+@pytest.mark.parametrize("level", ["fp8", "fp8+activations"])
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_a_sampled_step_computes_what_an_unsampled_one_does(recipe, level):
     rows = assert_unchanged(lambda: converted(level, recipe))
@@ -84,7 +84,7 @@ def test_a_sampled_step_computes_what_an_unsampled_one_does(recipe, level):
     assert all(20 < row.sqnr < 40 and row.nonfinite == 0 for row in rows)
 
 
-@pytest.mark.parametrize("level", ["O1", "O1+act"])
+@pytest.mark.parametrize("level", ["fp8", "fp8+activations"])
 @pytest.mark.parametrize("mode", ["full", "selective", "reentrant"])
 def test_checkpointing_counts_once_and_computes_the_same(mode, level):
     def make():

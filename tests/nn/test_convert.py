@@ -328,7 +328,7 @@ def test_a_plan_can_be_stored_edited_and_carried_out():
 
 
 def test_precision_says_it_all():
-    precision = octavo.Precision.level("O1", recipe="tensorwise", skip=("*.v_proj",))
+    precision = octavo.Precision.level("fp8", recipe="tensorwise", skip=("*.v_proj",))
     model = octavo.convert(llama(), precision=precision, verbose=False)
     assert {row.recipe for row in octavo.report(model).rows if row.name.endswith("v_proj")} == {None}
     assert {row.recipe for row in octavo.report(model).rows if row.converted} == {"tensorwise"}
@@ -393,7 +393,7 @@ def raising(module, fqn):
         (lambda: octavo.convert(llama(), verbose=False), {}, ValueError, "converted already.*octavo.revert"),
         (lambda: nn.ReLU(), {}, ValueError, "it has no nn.Linear"),
         (llama, {"plan": octavo.Plan({}), "recipe": "rowwise"}, ValueError, "give plan alone"),
-        (llama, {"precision": "O1"}, TypeError, r"precision is an octavo.Precision; got 'O1': make one with"),
+        (llama, {"precision": "fp8"}, TypeError, r"precision is an octavo.Precision; got 'fp8': make one with"),
         (llama, {"plan": "plan.json"}, TypeError, r"plan is an octavo.Plan; got 'plan.json': read one with"),
         (llama, {"precision": octavo.Precision(), "recipe": "rowwise"}, ValueError, "precision holds the recipe"),
     ],

@@ -27,7 +27,7 @@ def test_every_storage_of_a_small_model():
     assert kept_by_layer(model, torch.ones(3, 4)) == {"1": 96, "0": 48}
 
 
-@pytest.mark.parametrize("level", ["bf16", "O1", "O1+act"])
+@pytest.mark.parametrize("level", ["bf16", "fp8", "fp8+activations"])
 def test_the_rows_sum_up_to_what_is_kept(level):
     model = llama().bfloat16()
     octavo.convert(model, precision=octavo.Precision.level(level), verbose=False)

@@ -54,17 +54,19 @@ def test_plan_json_round_trips():
 
 def test_precision_levels_and_switches():
     assert Precision.level("bf16").matmul == "bf16"
-    assert Precision.level("O1", recipe="mxfp8") == Precision(matmul="fp8", recipe="mxfp8")
-    assert set(LEVELS) == {"bf16", "O1", "O1+act", "O1+act+opt"}
-    assert Precision.level("O1+act") == Precision(matmul="fp8", activations="fp8")
+    assert Precision.level("fp8", recipe="mxfp8") == Precision(matmul="fp8", recipe="mxfp8")
+    assert set(LEVELS) == {"bf16", "fp8", "fp8+activations", "fp8+activations+optimizer"}
+    assert Precision.level("fp8+activations") == Precision(matmul="fp8", activations="fp8")
     everything = Precision(matmul="fp8", activations="fp8", states="fp8", master="remainder")
-    assert Precision.level("O1+act+opt") == everything
+    assert Precision.level("fp8+activations+optimizer") == everything
     assert [Precision.level(name).label for name in LEVELS] == [
-        "bf16", "O1 rowwise", "O1+act rowwise", "O1+act+opt rowwise",
+        "bf16", "fp8 rowwise", "fp8+activations rowwise", "fp8+activations+optimizer rowwise",
     ]  # fmt: skip
-    assert Precision(matmul="bf16", states="fp8").label == "bf16+opt"
-    with pytest.raises(ValueError, match=r"unknown precision level 'O11' \(did you mean 'O1'\?\)"):
-        Precision.level("O11")
+    assert Precision(matmul="bf16", states="fp8").label == "bf16+optimizer"
+    for alias, name in {"O1": "fp8", "O1+act": "fp8+activations", "O1+act+opt": "fp8+activations+optimizer"}.items():
+        assert Precision.level(alias) == Precision.level(name)
+    with pytest.raises(ValueError, match=r"unknown precision level 'fp8\+act' \(did you mean 'fp8\+activations'\?\)"):
+        Precision.level("fp8+act")
     with pytest.raises(ValueError, match=r"states is 'fp32' or 'fp8'; got 'fp4' \(did you mean 'fp8'\?\)"):
         Precision(states="fp4")
     with pytest.raises(ValueError, match="master is 'fp32' or 'remainder' or 'none'; got 'reminder'.*'remainder'"):

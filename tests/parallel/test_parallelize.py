@@ -58,7 +58,7 @@ def mistakes_job():
     fully_shard(inside.blocks[0])
     refused(lambda: parallelize(inside), "blocks.0 is a FSDPBlock already")
     refused(
-        lambda: parallelize(make(), precision=octavo.Precision.level("O1")),
+        lambda: parallelize(make(), precision=octavo.Precision.level("fp8")),
         "layers of this model are converted already",
     )
     refused(lambda: parallelize(nn.Sequential(Old()), fp8_comm="off"), "0 is a FullyShardedDataParallel (FSDP1)")
@@ -98,7 +98,7 @@ def different_job():
 
 
 def one_converts_job():
-    precision = octavo.Precision.level("O1")
+    precision = octavo.Precision.level("fp8")
     model = make("rowwise" if dist.get_rank() == 1 else None)
     before = classes(model)
     refused(
@@ -114,13 +114,13 @@ def stops_midway_job():
     model.scalar = nn.Parameter(torch.tensor(1.0))
     before = classes(model), [(id(p), p.clone()) for p in model.parameters()]
     for _ in range(2):
-        refused(lambda: parallelize(model, precision=octavo.Precision.level("O1"), fp8_comm="gather"), "scalar")
+        refused(lambda: parallelize(model, precision=octavo.Precision.level("fp8"), fp8_comm="gather"), "scalar")
         assert classes(model) == before[0]
         assert all(id(p) == i and torch.equal(p, q) for p, (i, q) in zip(model.parameters(), before[1], strict=True))
     assert torch.equal(loss_of(model, tokens), loss_of(whole, tokens))
     del model.scalar
     octavo.convert(whole, verbose=False)
-    parallelize(model, precision=octavo.Precision.level("O1"), fp8_comm="gather")
+    parallelize(model, precision=octavo.Precision.level("fp8"), fp8_comm="gather")
     assert list(parameters_in_fp8(model)) and torch.equal(loss_of(model, tokens), loss_of(whole, tokens))
 
 
@@ -166,7 +166,7 @@ def test_sizes():
 def doors_job():
     """Every way to say the same thing."""
     names = ("dp_replicate", "dp_shard")
-    precision = octavo.Precision.level("O1")
+    precision = octavo.Precision.level("fp8")
     ways = (
         lambda: parallelize(make(), fp8_comm="gather"),
         lambda: parallelize(make(), Parallel(fp8_comm="gather")),

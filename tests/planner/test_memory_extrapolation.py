@@ -22,11 +22,11 @@ STEPS = {
     "torch.optim": {"optimizer": functools.partial(torch.optim.AdamW, foreach=True)},
     "recomputed": {"recompute": True},
     "accumulated": {"accumulated": True},
-    "all": {"level": "O1+act+opt", "recompute": True},
+    "all": {"level": "fp8+activations+optimizer", "recompute": True},
 }
 
 
-def run_step(blocks, *, level="O1", chunked=True, vocabulary=500, optimizer=octavo.AdamW, recompute=False,
+def run_step(blocks, *, level="fp8", chunked=True, vocabulary=500, optimizer=octavo.AdamW, recompute=False,
              accumulated=False):  # fmt: skip
     model = llama(num_hidden_layers=blocks, vocab_size=vocabulary, max_position_embeddings=256).bfloat16()
     if chunked:

@@ -32,11 +32,11 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
         {},
         {"parameters": "fp32"},
         {"parameters": "fp16"},
-        {"level": "O1"},
-        {"level": "O1", "recipe": "tensorwise", "parameters": "fp32"},
-        {"level": "O1", "recipe": "rowwise_hp_wgrad"},
+        {"level": "fp8"},
+        {"level": "fp8", "recipe": "tensorwise", "parameters": "fp32"},
+        {"level": "fp8", "recipe": "rowwise_hp_wgrad"},
         {"model": GPT2},  # dropout: the recomputation has to draw the same
-        {"model": GPT2, "level": "O1"},
+        {"model": GPT2, "level": "fp8"},
     ],
 )
 def test_gradients_are_bitwise_those_without(mode: str, precision: dict[str, Any], make_config: MakeConfig) -> None:
@@ -46,7 +46,7 @@ def test_gradients_are_bitwise_those_without(mode: str, precision: dict[str, Any
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
 
 
-@pytest.mark.parametrize("level", ["bf16", "O1"])
+@pytest.mark.parametrize("level", ["bf16", "fp8"])
 def test_less_is_kept(level: str, make_config: MakeConfig) -> None:
     kept = {
         mode: make_trainer(make_config, mode, level=level)._kept_bytes_per_token()
@@ -70,12 +70,12 @@ def test_selective_recomputes_no_matrix_product(make_config: MakeConfig) -> None
 
     counts = {}
     for mode in ("none", "full", "selective"):
-        for level in ("bf16", "O1"):
+        for level in ("bf16", "fp8"):
             trainer = make_trainer(make_config, mode, level=level)
             with Count() as count:
                 gradients(trainer)
             counts[mode, level] = count.products
-    for level in ("bf16", "O1"):
+    for level in ("bf16", "fp8"):
         assert counts["selective", level] == counts["none", level] > 0
         assert counts["full", level] > counts["none", level]
 

@@ -36,7 +36,7 @@ CASES: list[dict[str, dict[str, Any]]] = [
     {"precision": {"parameters": "fp32"}},
     {"precision": {"parameters": "fp16", "loss_scale": "dynamic"}},
     {"precision": {"master": "none"}},
-    {"precision": {"level": "O1"}},
+    {"precision": {"level": "fp8"}},
     {"model": {"type": "llama", "config": LLAMA | {"tie_word_embeddings": True}}},
     {"model": {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}}},
 ]
@@ -64,7 +64,7 @@ def test_round_trip_restores_everything(
 @pytest.mark.parametrize("tied", [False, True])
 def test_it_is_a_transformers_checkpoint(tied: bool, make_config: MakeConfig, tmp_path: Path) -> None:
     model = {"type": "llama", "config": LLAMA | {"tie_word_embeddings": tied}}
-    trainer = make_trainer(make_config, model=model, precision={"level": "O1"})
+    trainer = make_trainer(make_config, model=model, precision={"level": "fp8"})
     trainer.train_step()
     trainer.save(tmp_path)
     folder = latest_checkpoint(tmp_path)
@@ -123,7 +123,7 @@ def test_another_model_is_named_by_its_first_difference(make_config: MakeConfig,
         ({"model": {"type": "llama", "config": {}}}, "model.config.hidden_size = 32, here unset"),
         ({"optim": {"batch": 8}}, "optim.batch = 4, here 8"),
         ({"run": {"seed": 4}}, "run.seed = 3, here 4"),
-        ({"precision": {"level": "O1"}}, 'precision.level = "bf16", here "O1"'),
+        ({"precision": {"level": "fp8"}}, 'precision.level = "bf16", here "fp8"'),
         ({"data": {"sequence_length": 8}, "optim": {"batch": 8}}, "data.sequence_length = 16, here 8"),
     ]
     for sections, message in cases:

@@ -86,7 +86,7 @@ def content(folder, ignored=()):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("level", ["bf16", "O1"])
+@pytest.mark.parametrize("level", ["bf16", "fp8"])
 def test_checkpoints_and_exports_are_what_save_pretrained_writes(make_config, tmp_path, name, level):
     trainer = make_trainer(make_config(model=MODELS[name], precision={"level": level}))
     trainer.model.generation_config.update(do_sample=True, temperature=0.7, eos_token_id=[1, 2])

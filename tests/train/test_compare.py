@@ -19,7 +19,7 @@ from processes import gloo  # noqa: F401  a fixture
 
 STEPS = 4
 FILES = ("compare.json", "loss.png", "report.html")
-ARMS = ("bf16", "rowwise:precision.level=O1")
+ARMS = ("bf16", "rowwise:precision.level=fp8")
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def refused(found, *words):
         ("bf16:", ("bf16", ())),
         ("a-1.b+c_d: optim.lr=1e-3 ", ("a-1.b+c_d", ("optim.lr=1e-3",))),
         (
-            "x:precision.level=O1 precision.recipe=blockwise",
-            ("x", ("precision.level=O1", "precision.recipe=blockwise")),
+            "x:precision.level=fp8 precision.recipe=blockwise",
+            ("x", ("precision.level=fp8", "precision.recipe=blockwise")),
         ),
         ('x:precision.skip=["a b", "*.c"]  optim.lr = 1', ("x", ('precision.skip=["a b", "*.c"]', "optim.lr = 1"))),
         ("x:model.config.hidden_size=3", ("x", ("model.config.hidden_size=3",))),
@@ -69,7 +69,7 @@ def test_an_arm_is_a_name_and_settings(text, arm):
 
 
 @pytest.mark.parametrize(
-    "text", ["", ":optim.lr=1", "precision.level=O1", "a/b:optim.lr=1", "..", "-x", "a b:optim.lr=1"]
+    "text", ["", ":optim.lr=1", "precision.level=fp8", "a/b:optim.lr=1", "..", "-x", "a b:optim.lr=1"]
 )
 def test_what_is_no_arm_is_refused(text):
     with pytest.raises(ConfigError, match=r"write NAME:section\.key=value"):
@@ -114,7 +114,7 @@ def test_settings_after_the_file_are_for_all_arms_and_seeds_from_its_own_on(conf
         (["bf16"], "there is only 'bf16'"),
         (["a", "b:optim.lr=1", "a"], "two arms are named 'a'"),
         (["a", "b:optim.warmpu=1"], "arm 'b': unknown key optim.warmpu.*'warmup'"),
-        (["a", "b:precision.level=O1 precision.recipe=rowise"], "arm 'b': .*rowise.*'rowwise'"),
+        (["a", "b:precision.level=fp8 precision.recipe=rowise"], "arm 'b': .*rowise.*'rowwise'"),
         (["a", "b:optim.lr"], "arm 'b': .*write section.key=value"),
         (["a", "b:optim.batch=8"], r"arm 'b' sets optim.batch = 8 \(the others: 4\): arms share model"),
         (["a", "b:run.steps=9"], "arm 'b' sets run.steps = 9"),
@@ -323,13 +323,17 @@ def test_losses_and_runs_do_not_mix(config, tmp_path):
 
 def test_a_folder_of_something_else_is_left_as_it_is(config, tmp_path):
     out = tmp_path / "out"
-    words = ["compare", config, "--seeds", "2", "--out", out, "--arm", "a", "--arm", "b:precision.level=O1"]
+    words = ["compare", config, "--seeds", "2", "--out", out, "--arm", "a", "--arm", "b:precision.level=fp8"]
     assert octavo(*words).exit_code in (0, 1, 3)
     before = written(out)
     refused(
         octavo(*words, "optim.lr=0.5"), "a-seed3 holds a run of another configuration", "optim.lr is 0.01 there, 0.5"
     )
-    refused(octavo(*words[:-1], "b:precision.level=O1+act"), "b-seed3", "precision.level is 'O1' there, 'O1+act' here")
+    refused(
+        octavo(*words[:-1], "b:precision.level=fp8+activations"),
+        "b-seed3",
+        "precision.level is 'fp8' there, 'fp8+activations' here",
+    )
     assert written(out) == before
     for name in ("report.html", "config.toml"):
         mine = tmp_path / name.partition(".")[0]

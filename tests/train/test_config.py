@@ -39,7 +39,7 @@ def test_defaults_and_overrides(toml: Path) -> None:
         toml,
         [
             "optim.lr=3e-4",
-            "precision.level=O1",
+            "precision.level=fp8",
             'precision.skip=["*lm_head*"]',
             "model.config.hidden_size=128",
             "run.name=a b",
@@ -52,17 +52,23 @@ def test_defaults_and_overrides(toml: Path) -> None:
     assert config.run.name == "a b"
     assert config.precision.skip == ("*lm_head*",)
     assert config.precision.loss_scale == 1024.0
-    assert config.arm == "O1 rowwise"
+    assert config.arm == "fp8 rowwise"
     assert load_config(toml).arm == "bf16"
 
 
 @pytest.mark.parametrize(
     ("overrides", "asked"),
     [
-        (["precision.level=O1+act+opt"], Precision.level("O1+act+opt")),
-        (["precision.level=O1+act+opt", "optim.states=fp32"], Precision.level("O1+act+opt", states="fp32")),
-        (["precision.level=O1+act+opt", "precision.master=none"], Precision.level("O1+act+opt", master="none")),
-        (["precision.level=O1+act", "precision.matmul=bf16"], Precision(matmul="bf16", activations="fp8")),
+        (["precision.level=fp8+activations+optimizer"], Precision.level("fp8+activations+optimizer")),
+        (
+            ["precision.level=fp8+activations+optimizer", "optim.states=fp32"],
+            Precision.level("fp8+activations+optimizer", states="fp32"),
+        ),
+        (
+            ["precision.level=fp8+activations+optimizer", "precision.master=none"],
+            Precision.level("fp8+activations+optimizer", master="none"),
+        ),
+        (["precision.level=fp8+activations", "precision.matmul=bf16"], Precision(matmul="bf16", activations="fp8")),
         (["precision.activations=fp8", "optim.states=fp8"], Precision(matmul="bf16", activations="fp8", states="fp8")),
     ],
 )

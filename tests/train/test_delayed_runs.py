@@ -12,7 +12,7 @@ from octavo.train.checkpoint import latest_checkpoint
 from octavo.train.digests import write_digests
 from processes import gloo  # noqa: F401  a fixture
 
-PRECISION = {"level": "O1", "recipe": "delayed"}
+PRECISION = {"level": "fp8", "recipe": "delayed"}
 
 
 def trainer_state(out: Path) -> tuple[Path, dict[str, Any]]:

@@ -18,7 +18,7 @@ from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture
 
 DOWN = "model.layers.1.mlp.down_proj"
-WATCHED = {"precision": {"level": "O1"}, "inspect": {"every": 1}}
+WATCHED = {"precision": {"level": "fp8"}, "inspect": {"every": 1}}
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def test_jumps_are_said_in_their_step_and_once(make_config, tmp_path, fault, opt
 
 
 @pytest.mark.parametrize("every", [0, 2])
-@pytest.mark.parametrize("level", ["bf16", "O1"])
+@pytest.mark.parametrize("level", ["bf16", "fp8"])
 def test_an_infinity_stops_the_run_with_its_layer_and_operand(make_config, tmp_path, level, every):
     config = make_config(precision={"level": level}, inspect={"every": every})
     with (
@@ -86,7 +86,7 @@ def nan_job(tables, out):
 @pytest.mark.dist
 @pytest.mark.parametrize("autopilot", [False, True])
 def test_a_nan_on_one_rank_is_named_on_all(gloo, make_config, tmp_path, autopilot):  # noqa: F811
-    config = make_config(precision={"level": "O1", "autopilot": autopilot})
+    config = make_config(precision={"level": "fp8", "autopilot": autopilot})
     errors = gloo.run(nan_job, 2, config.model_dump(exclude_none=True), str(tmp_path))
     assert errors[0] == errors[1]
     assert f"step 4: the loss is nan; first value that is not finite: output of {DOWN}" in errors[0]
@@ -113,7 +113,7 @@ def test_limits_are_the_runs_own(make_config, tmp_path):
 
 @pytest.mark.parametrize(("limits", "moves"), [({"sqnr": 60.0, "product_error": 0.0}, True), ({"sqnr": 60.0}, False)])
 def test_limits_move_layers_under_the_autopilot(make_config, tmp_path, limits, moves):
-    piloted = {"level": "O1", "autopilot": True}
+    piloted = {"level": "fp8", "autopilot": True}
     run(make_config(precision=piloted, inspect={"limits": limits}, run={"steps": 3}), out=tmp_path)
     layers = {row.layer for row in read_statistics(tmp_path)}
     assert bool(layers) != moves  # or none is left in FP8 that could be sampled

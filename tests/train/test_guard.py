@@ -231,7 +231,7 @@ def test_moves_of_the_autopilot_are_taken_back_with_the_steps(make_config, tmp_p
             pilot._move(Move(step=25, layer=layer, before="rowwise", after="blockwise", why="test"))
         return found
 
-    precision = {"level": "O1", "autopilot": True}
+    precision = {"level": "fp8", "autopilot": True}
     with harder(*LASTING), mock.patch.object(Autopilot, "act", moving):
         trainer = []
         make = Trainer.__init__
@@ -303,7 +303,7 @@ def ranks_job(tables, out):
 
 @pytest.mark.dist
 def test_ranks_go_back_together(gloo, make_config, tmp_path):  # noqa: F811
-    wanted = make_config(**GUARDED, precision={"level": "O1"}).model_dump(exclude_none=True)
+    wanted = make_config(**GUARDED, precision={"level": "fp8"}).model_dump(exclude_none=True)
     assert gloo.run(ranks_job, 2, wanted, str(tmp_path)) == [34, 34]
     assert [(event["step"], event["event"]) for event in read_events(tmp_path)] == [(29, "rollback")]
     assert read_trainer_state(latest_checkpoint(tmp_path))["skipped_batches"] == 9

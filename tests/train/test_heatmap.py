@@ -118,7 +118,7 @@ def test_names_that_differ_before_the_block_are_told_apart_and_long_ones_cut():
 
 
 def test_the_report_has_maps_and_findings_of_runs_that_looked(tmp_path: Path):
-    folder = fake_runs.folder(tmp_path / "run", arm="O1 rowwise")
+    folder = fake_runs.folder(tmp_path / "run", arm="fp8 rowwise")
     assert "operands of" not in write_report([folder], tmp_path / "before").html.read_text(encoding="utf-8")
 
     class Board:

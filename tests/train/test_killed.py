@@ -33,7 +33,7 @@ GUARDED = {
     "model": MODEL,
     "guard": {"spike": 8.0, "window": 16},
     "optim": {"lr": 1e-2, "schedule": "constant"},
-    "precision": {"level": "O1", "autopilot": True},
+    "precision": {"level": "fp8", "autopilot": True},
 }
 FP16 = {
     "run": {"steps": 32, "save_every": 4, "keep": 2},

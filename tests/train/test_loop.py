@@ -51,17 +51,17 @@ def test_a_run_learns_and_leaves_everything(make_config: MakeConfig, tmp_path: P
 
 def test_fp8_follows_bf16_and_keeps_less(make_config: MakeConfig, tmp_path: Path) -> None:
     results = {}
-    for level in ("bf16", "O1"):
+    for level in ("bf16", "fp8"):
         config = make_config(run={"steps": 40}, precision={"level": level})
         seen = Recorder()
         results[level] = run(config, out=tmp_path / level, progress=seen)
-        assert any("converted 21 of 22" in note for note in seen.notes) == (level == "O1")
-    bf16, fp8 = results["bf16"], results["O1"]
+        assert any("converted 21 of 22" in note for note in seen.notes) == (level == "fp8")
+    bf16, fp8 = results["bf16"], results["fp8"]
     assert bf16.losses is not None
     assert fp8.losses is not None
     assert bf16.losses != fp8.losses
     assert fp8.losses.tail_mean == pytest.approx(bf16.losses.tail_mean, rel=0.03)
-    assert fp8.arm == "O1 rowwise"
+    assert fp8.arm == "fp8 rowwise"
     assert "converted 21 of 22" in fp8.converted
     assert fp8.kept_bytes_per_token is not None
     assert bf16.kept_bytes_per_token is not None
@@ -113,7 +113,7 @@ def test_kept_weights_are_quantized_once_per_step_and_change_no_loss(make_config
     for keep, steps in ((False, 4), (True, 4), (True, 3)):
         config = make_config(
             run={"steps": steps}, optim={"micro_batches": 4},
-            precision={"level": "O1", "recipe": "rowwise", "keep_weights": keep},
+            precision={"level": "fp8", "recipe": "rowwise", "keep_weights": keep},
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             cast = Mock(wraps=weights._cast)
@@ -192,7 +192,11 @@ def test_a_skipped_step_leaves_parameters_as_they_were(
 
 @pytest.mark.parametrize(
     ("level", "module"),
-    [("bf16", "model.layers.1.mlp.up_proj"), ("O1", "model.layers.2.self_attn.q_proj"), ("bf16", "model.embed_tokens")],
+    [
+        ("bf16", "model.layers.1.mlp.up_proj"),
+        ("fp8", "model.layers.2.self_attn.q_proj"),
+        ("bf16", "model.embed_tokens"),
+    ],
 )
 def test_a_non_finite_loss_stops_with_the_layer_named(
     level: str, module: str, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -204,7 +208,7 @@ def test_a_non_finite_loss_stops_with_the_layer_named(
     assert caught.value.step == 4
     assert message.startswith("step 4: the loss is nan")
     assert "optim.lr" in message
-    assert ("precision.skip" in message) == (level == "O1")
+    assert ("precision.skip" in message) == (level == "fp8")
     result = RunResult.read(tmp_path)
     assert (result.stopped, result.steps) == ("non-finite", 3)
     assert len(read_metrics(tmp_path)) == 3
@@ -329,7 +333,7 @@ def test_the_default_folder_is_named_after_the_run(
 
 
 def test_an_fp8_run_says_what_became_of_each_layer(make_config: MakeConfig, tmp_path: Path) -> None:
-    run(make_config(precision={"level": "O1", "skip": ["*.v_proj"]}), out=tmp_path / "fp8")
+    run(make_config(precision={"level": "fp8", "skip": ["*.v_proj"]}), out=tmp_path / "fp8")
     rows = {row["name"]: row for row in json.loads((tmp_path / "fp8" / "layers.json").read_text())}
     assert rows["model.layers.0.self_attn.q_proj"]["recipe"] == "rowwise"
     assert rows["model.layers.0.self_attn.v_proj"]["reason"] == "skipped by pattern '*.v_proj'"

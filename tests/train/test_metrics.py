@@ -101,7 +101,7 @@ def test_summaries() -> None:
 def test_result_round_trip(tmp_path: Path) -> None:
     result = RunResult(
         name="a",
-        arm="O1 rowwise",
+        arm="fp8 rowwise",
         device="cpu",
         steps=2,
         tokens=20,

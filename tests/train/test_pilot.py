@@ -25,7 +25,7 @@ SIZES = {
 }  # fmt: skip
 PILOTED = {
     "run": {"steps": 8, "save_every": 4},
-    "precision": {"level": "O1", "recipe": "tensorwise", "autopilot": True},
+    "precision": {"level": "fp8", "recipe": "tensorwise", "autopilot": True},
     "inspect": {"every": 3},
 }
 
@@ -119,7 +119,7 @@ def test_moves_of_a_step_that_fails_are_taken_back(make_config, tmp_path):
 
 
 def test_nothing_is_looked_at_without_it(make_config, tmp_path):
-    quiet = {"run": PILOTED["run"], "precision": {"level": "O1", "recipe": "tensorwise"}}
+    quiet = {"run": PILOTED["run"], "precision": {"level": "fp8", "recipe": "tensorwise"}}
     with models_with(outlier), mock.patch("octavo.inspect.watch.Sample") as sample:
         run(make_config(**quiet), out=tmp_path)
     assert not sample.called and not read_events(tmp_path)
@@ -168,8 +168,8 @@ def test_a_piloted_run_ends_where_bf16_does_and_plain_tensorwise_does_not(seed, 
     trained("before", {"type": "llama", "config": SIZES}, 100, 3e-3)
     start = with_outlier_channels(latest_checkpoint(tmp_path / "before"), tmp_path / "start")
     loss = trained("bf16", start, 30, 1e-6)
-    plain = trained("plain", start, 30, 1e-6, level="O1", recipe="tensorwise")
-    piloted = trained("piloted", start, 30, 1e-6, level="O1", recipe="tensorwise", autopilot=True)
+    plain = trained("plain", start, 30, 1e-6, level="fp8", recipe="tensorwise")
+    piloted = trained("piloted", start, 30, 1e-6, level="fp8", recipe="tensorwise", autopilot=True)
     assert plain > 1.03 * loss  # what the adversarial benchmark calls broken
     assert piloted == pytest.approx(loss, rel=0.01)
     assert {event["text"].split(": ")[1].rsplit(".", 1)[1] for event in moves(tmp_path / "piloted")} == {

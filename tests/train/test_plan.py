@@ -33,8 +33,8 @@ SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b-80gb.toml"
 SEVENTY_B = SEVEN_B.with_name("llama3-70b-64gpu.toml")
 RUNS = [
     {},
-    {"precision": {"level": "O1", "master": "remainder"}, "optim": {"states": "fp8"}},
-    {"precision": {"level": "O1+act", "loss": "whole"}},
+    {"precision": {"level": "fp8", "master": "remainder"}, "optim": {"states": "fp8"}},
+    {"precision": {"level": "fp8+activations", "loss": "whole"}},
     {"precision": {"parameters": "fp32", "checkpointing": "full"}},
 ]
 
@@ -63,7 +63,7 @@ def test_the_plan_is_what_the_trainer_has(make_config: MakeConfig, changes):
 
 
 def test_arms_fall_and_the_configuration_is_one_of_them(make_config: MakeConfig):
-    parts = {"level": "O1+act", "master": "remainder"}  # which make another level
+    parts = {"level": "fp8+activations", "master": "remainder"}  # which make another level
     own, *arms = plan_arms(make_config(precision=parts, optim={"states": "fp8"}))
     assert own.label == "this config"
     assert [arm.label for arm in arms] == list(LEVELS)
@@ -99,7 +99,7 @@ AS_8B = ["optim.batch=1", *(f"model.config.{size}" for size in LLAMA_3_8B)]
         (SEVEN_B, []),
         (SEVEN_B, ["precision.level=bf16"]),
         (SEVEN_B, ["precision.checkpointing=full"]),
-        (SEVENTY_B, [*AS_8B, "precision.level=O1", "precision.checkpointing=selective"]),
+        (SEVENTY_B, [*AS_8B, "precision.level=fp8", "precision.checkpointing=selective"]),
         (SEVENTY_B, [*AS_8B, "precision.parameters=fp32", "precision.loss=whole", "precision.checkpointing=none"]),
         (SEVEN_B.with_name("demo.toml"), []),
     ],
@@ -242,7 +242,7 @@ def converted_by_train(config: TrainConfig, gpu: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("gpu", ["h100", "b200", "a100"])
 @pytest.mark.parametrize(
     "precision",
-    ["level=O1", "level=bf16", "recipe=auto", "recipe=blockwise", "skip_last=1"],
+    ["level=fp8", "level=bf16", "recipe=auto", "recipe=blockwise", "skip_last=1"],
 )
 def test_this_configuration_is_what_train_converts(gpu: str, precision: str, monkeypatch: pytest.MonkeyPatch):
     config = load_config(SHIPPED[-2], [*SMALLER, f"precision.{precision}"])
@@ -256,7 +256,7 @@ def test_this_configuration_is_what_train_converts(gpu: str, precision: str, mon
 @pytest.mark.parametrize(
     ("path", "overrides", "gpu"),
     [(path, SMALLER, "a100") for path in SHIPPED]
-    + [(SHIPPED[0], [*SMALLER, "precision.level=O1", "precision.autopilot=true"], "b200")]
+    + [(SHIPPED[0], [*SMALLER, "precision.level=fp8", "precision.autopilot=true"], "b200")]
     + [pytest.param(path, [], gpu, marks=pytest.mark.slow) for path in SHIPPED for gpu in DEVICES],
     ids=lambda value: value.name if isinstance(value, Path) else None if isinstance(value, list) else value,
 )
@@ -272,7 +272,7 @@ def test_every_shipped_configuration_is_planned_on_every_gpu(
 
 
 def test_the_run_stands_beside_bf16_and_the_best_plan():
-    overrides = [*LARGER, "precision.level=O1", "precision.recipe=tensorwise", "precision.skip=['*.o_proj']"]
+    overrides = [*LARGER, "precision.level=fp8", "precision.recipe=tensorwise", "precision.skip=['*.o_proj']"]
     found = plan_step(load_config(SHIPPED[0], overrides), gpu="h200")
     own = found.configured
     assert {row.recipe for row in own.plan.rows if row.converted} == {"tensorwise"}
@@ -293,7 +293,7 @@ def test_a_run_in_bf16_is_shown_in_bf16():
 
 def test_what_the_run_refuses_the_plan_refuses():
     with pytest.raises(ValueError, match="no layer would be converted"):
-        plan_step(load_config(SHIPPED[0], [*SMALLER, "precision.level=O1", "precision.min_features=9999"]), gpu="h100")
+        plan_step(load_config(SHIPPED[0], [*SMALLER, "precision.level=fp8", "precision.min_features=9999"]), gpu="h100")
 
 
 def test_settings_of_the_run_reach_the_step(make_config: MakeConfig):
@@ -361,9 +361,9 @@ def test_recipe_auto_on_a_gpu_is_decided_by_cost(make_config: MakeConfig, monkey
     wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 2}
     config = make_config(
         model={"type": "llama", "config": LLAMA | wide | {"vocab_size": 300}},
-        precision={"level": "O1", "recipe": "auto"}, optim={"batch": 256, "micro_batches": 1},
+        precision={"level": "fp8", "recipe": "auto"}, optim={"batch": 256, "micro_batches": 1},
     )  # fmt: skip
-    assert config.arm == "O1 auto"
+    assert config.arm == "fp8 auto"
     tokens = 256 * config.data.sequence_length
 
     def rows(device: str):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.dist
 
 LAYER = "model.layers.0.mlp.up_proj.weight"
 
-EVERYTHING = {"level": "O1+act+opt"}
+EVERYTHING = {"level": "fp8+activations+optimizer"}
 MODES = {
     "zero3": {},
     "zero2": {"reshard_after_forward": False},
@@ -62,7 +62,7 @@ def test_fp32_losses_are_those_of_one_process(gloo, tables, tmp_path, mode):  # 
 
 @pytest.mark.parametrize(
     "precision",
-    [{}, pytest.param({"level": "O1", "recipe": "tensorwise"}, marks=pytest.mark.slow), EVERYTHING],
+    [{}, pytest.param({"level": "fp8", "recipe": "tensorwise"}, marks=pytest.mark.slow), EVERYTHING],
     ids=str,
 )
 @pytest.mark.parametrize("mode", MODES)
@@ -83,7 +83,7 @@ def test_losses_are_those_of_one_process(gloo, tables, tmp_path, mode, precision
 
 def test_gathering_in_fp8_changes_no_bit(gloo, tables, tmp_path):  # noqa: F811
     for comm in ("off", "gather"):
-        gloo.run(job, 2, tables(precision={"level": "O1"}, parallel={"fp8_comm": comm}), str(tmp_path / comm))
+        gloo.run(job, 2, tables(precision={"level": "fp8"}, parallel={"fp8_comm": comm}), str(tmp_path / comm))
     assert losses(tmp_path / "gather") == losses(tmp_path / "off")
 
 
@@ -130,7 +130,7 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize(
-    "precision", [{}, pytest.param({"parameters": "fp32", "level": "O1"}, marks=pytest.mark.slow), EVERYTHING], ids=str
+    "precision", [{}, pytest.param({"parameters": "fp32", "level": "fp8"}, marks=pytest.mark.slow), EVERYTHING], ids=str
 )
 def test_checkpoints_go_to_any_number_of_ranks(gloo, tables, tmp_path, precision):  # noqa: F811
     """Four → two → one → three → two copies of two: not a bit changes."""
@@ -228,7 +228,7 @@ def test_export(gloo, tables, tmp_path):  # noqa: F811
     """What `transformers` loads of a sharded checkpoint and of a whole one."""
     from transformers import AutoModelForCausalLM
 
-    wanted = tables(run={"steps": 3}, precision={"level": "O1"})
+    wanted = tables(run={"steps": 3}, precision={"level": "fp8"})
     gloo.run(job, 2, wanted, str(tmp_path / "run"))
     last = checkpoints(tmp_path / "run")[-1]
     copied(wanted | {"parallel": {}}, last, tmp_path / "one")

@@ -51,7 +51,7 @@ def differing_job(by_rank, out):
 
 
 def test_a_setting_that_differs_is_named_with_its_ranks(gloo, tables, tmp_path):  # noqa: F811
-    one, other = (tables(optim={"lr": lr}, precision={"level": "O1"}) for lr in (1e-2, 2e-2))
+    one, other = (tables(optim={"lr": lr}, precision={"level": "fp8"}) for lr in (1e-2, 2e-2))
     for message in gloo.run(differing_job, 3, [one, other, other], str(tmp_path / "out")):
         assert message.startswith("SharedError: the ranks do not train the same: optim.lr = 0.01 on rank 0; 0.02 on ")
         assert "ranks 1, 2" in message
@@ -193,7 +193,7 @@ def test_a_folder_that_machines_do_not_share(gloo, tables, tmp_path):  # noqa: F
 )
 def test_several_ranks_go_on_from_one(gloo, tables, tmp_path, parallel):  # noqa: F811
     """As `run` does it: the model has been tried before its weights are read."""
-    wanted = tables(run={"steps": 3}, precision={"level": "O1+act+opt"})
+    wanted = tables(run={"steps": 3}, precision={"level": "fp8+activations+optimizer"})
     job(wanted, tmp_path / "run")
     last = checkpoints(tmp_path / "run")[-1]
     longer = wanted | {"run": wanted["run"] | {"steps": 5}, "parallel": parallel | {"fp8_comm": "off"}}
@@ -206,7 +206,7 @@ def test_several_ranks_go_on_from_one(gloo, tables, tmp_path, parallel):  # noqa
 
 @pytest.mark.parametrize("parallel", [{}, {"reshard_after_forward": False}], ids=str)
 def test_one_rank_with_its_states_in_host_memory(gloo, tables, tmp_path, parallel):  # noqa: F811
-    wanted = tables(run={"steps": 3}, precision={"level": "O1"})
+    wanted = tables(run={"steps": 3}, precision={"level": "fp8"})
     gloo.run(job, 1, wanted | {"parallel": {"cpu_offload": True} | parallel}, str(tmp_path / "offload"))
     job(wanted, tmp_path / "one")
     assert losses(tmp_path / "offload") == losses(tmp_path / "one")

@@ -145,7 +145,7 @@ def test_other_files_of_a_run(name: str, text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["report.html", "loss.png", "verdict.json"])
 def test_no_report_is_written_through_a_link(name: str, tmp_path: Path) -> None:
-    runs = [folder(tmp_path / "a"), folder(tmp_path / "b", "O1 rowwise")]
+    runs = [folder(tmp_path / "a"), folder(tmp_path / "b", "fp8 rowwise")]
     (tmp_path / "mine").write_text("mine")
     for target in ("mine", "gone"):
         out = tmp_path / target[::-1]

@@ -12,7 +12,7 @@ from octavo.train.metrics import RunResult, read_metrics
 from octavo.train.report import summary_rows, write_report
 from octavo.train.verdict import verdict
 
-FP8 = "O1 rowwise"
+FP8 = "fp8 rowwise"
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_the_page_says_what_the_runs_measured(pair: list[Path], tmp_path: Path) 
         assert f"{run.losses.tail_mean:.4f}" in text and f"{run.losses.final:.4f}" in text
         assert f"{run.tokens_per_s:,.0f}" in text
     assert "transformers" in text and "5.23.0" in text
-    assert "precision.level bf16 O1" in text  # what differs
+    assert "precision.level bf16 fp8" in text  # what differs
     assert "hidden_size" in text  # the effective configuration
     assert all(part in text for part in second.converted.split("; "))
 
@@ -160,7 +160,7 @@ def test_a_single_run_has_a_report_without_a_verdict(pair: list[Path]) -> None:
 
 
 def test_several_runs_are_each_compared_with_the_first(tmp_path: Path) -> None:
-    runs = [folder(tmp_path / "0"), folder(tmp_path / "1", FP8), folder(tmp_path / "2", "O1 mxfp8", shift=0.05)]
+    runs = [folder(tmp_path / "0"), folder(tmp_path / "1", FP8), folder(tmp_path / "2", "fp8 mxfp8", shift=0.05)]
     files = write_report(runs, tmp_path)
     found = json.loads(files.verdict.read_text(encoding="utf-8"))["verdicts"]
     assert [(v["baseline"], v["candidate"]) for v in found] == [("BF16", "FP8 rowwise"), ("BF16", "FP8 mxfp8")]

@@ -90,7 +90,7 @@ def test_a_run_does_not_go_into_its_models_folder(make_config: MakeConfig, check
         run(make_config(model={"path": str(checkpoint)}), out=checkpoint / ".." / checkpoint.name)
 
 
-@pytest.mark.parametrize("level", ["bf16", "O1"])
+@pytest.mark.parametrize("level", ["bf16", "fp8"])
 def test_a_model_that_cannot_run_a_batch(level: str, make_config: MakeConfig, tmp_path: Path) -> None:
     heads = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3}
     model = {"type": "llama", "config": LLAMA | heads}
@@ -113,8 +113,8 @@ def test_a_model_that_sees_later_tokens(parameters: str, make_config: MakeConfig
     [
         {},
         {"model": GPT2},
-        {"precision": {"level": "O1", "recipe": "tensorwise"}},  # one scale for all tokens, the last one included
-        {"precision": {"checkpointing": "selective", "level": "O1"}},
+        {"precision": {"level": "fp8", "recipe": "tensorwise"}},  # one scale for all tokens, the last one included
+        {"precision": {"checkpointing": "selective", "level": "fp8"}},
         {"data": {"sequence_length": 1}},
     ],
 )

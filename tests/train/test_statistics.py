@@ -18,11 +18,11 @@ from octavo.train.metrics import Silent
 from octavo.train.statistics import STATISTICS_FILE, StatisticsWriter, all_findings, read_statistics, statistics_of
 from octavo.train.trainer import Trainer
 
-O1 = {"level": "O1"}
+fp8 = {"level": "fp8"}
 
 
 def looked(make_config: MakeConfig, every: int = 2, **sections: dict) -> object:
-    return make_config(**{"precision": O1, "inspect": {"every": every, "what_if": ["blockwise"]}} | sections)
+    return make_config(**{"precision": fp8, "inspect": {"every": every, "what_if": ["blockwise"]}} | sections)
 
 
 def steps_of(out: Path) -> list[int]:
@@ -162,7 +162,7 @@ def test_statistics_of_a_checkpoint_are_those_before_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O1+act"])
+@pytest.mark.parametrize("level", ["fp8", "fp8+activations"])
 def test_a_sampled_step_takes_less_than_five_others(level: str, tmp_path: Path) -> None:
     """The demo's model: with one step in 50 sampled, under 10 %. The fastest of each, as a machine has its moods."""
     overrides = ["optim.batch=2", "run.device=cpu", f"data.cache={tmp_path}", "inspect.every=3"]

@@ -93,7 +93,7 @@ def written(make_config, tmp_path):
     """The file of a run of two processes."""
 
     def write(**sections):
-        config = make_config(**{"optim": {"batch": 8}, "precision": {"level": "O1+act+opt"}} | sections)
+        config = make_config(**{"optim": {"batch": 8}, "precision": {"level": "fp8+activations+optimizer"}} | sections)
         tables = config.model_dump(exclude_none=True) | {"parallel": {"fp8_comm": "gather", "timeout": 60.0}}
         path = tmp_path / "config.toml"
         path.write_text(parse_config(tables).to_toml())

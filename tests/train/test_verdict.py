@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from octavo.train.metrics import Losses
 from octavo.train.verdict import ONE_SEED, arm_name, verdict
 
-FP8 = "O1 rowwise"
+FP8 = "fp8 rowwise"
 losses = st.floats(0.05, 20, allow_nan=False)
 
 
@@ -106,6 +106,11 @@ def test_a_verdict_is_json() -> None:
 
 
 def test_arms_are_named_as_people_read_them() -> None:
-    arms = {"bf16": "BF16", "O1 mxfp8": "FP8 mxfp8", "bf16+opt": "BF16+opt", "O1+act rowwise": "FP8+act rowwise"}
+    arms = {
+        "bf16": "BF16",
+        "fp8 mxfp8": "FP8 mxfp8",
+        "bf16+optimizer": "BF16+optimizer",
+        "fp8+activations rowwise": "FP8+activations rowwise",
+    }
     assert [arm_name(arm) for arm in arms] == list(arms.values())
     assert arm_name("anything else") == "anything else"

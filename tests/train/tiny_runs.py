@@ -116,9 +116,9 @@ def curve(out: Path) -> list[tuple[Any, ...]]:
 
 VARIANTS: list[dict[str, dict[str, Any]]] = [
     {},
-    {"precision": {"level": "O1"}, "optim": {"micro_batches": 2}},
+    {"precision": {"level": "fp8"}, "optim": {"micro_batches": 2}},
     {"precision": {"parameters": "fp16", "loss_scale": "dynamic"}},
     {"precision": {"parameters": "fp32", "checkpointing": "selective"}},
-    {"precision": {"level": "O1", "master": "remainder"}, "optim": {"states": "fp8", "micro_batches": 2}},
+    {"precision": {"level": "fp8", "master": "remainder"}, "optim": {"states": "fp8", "micro_batches": 2}},
     {"model": GPT2},  # dropout
 ]

@@ -34,7 +34,9 @@ def compare(
     overrides: Overrides = None,
     arm: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME:SETTINGS", help="An arm, as rowwise:precision.level=O1. The first is the baseline."),
+        typer.Option(
+            metavar="NAME:SETTINGS", help="An arm, as rowwise:precision.level=fp8. The first is the baseline."
+        ),
     ] = None,
     seeds: Annotated[
         str | None,

@@ -7,7 +7,7 @@ EXAMPLES = {
   [dim]# BF16 against FP8 on a small model; a few minutes on a CPU[/dim]
   octavo demo
   [dim]# one run, into runs/<its name>; any setting can be given after the file[/dim]
-  octavo train configs/demo.toml precision.level=O1 precision.recipe=mxfp8
+  octavo train configs/demo.toml precision.level=fp8 precision.recipe=mxfp8
   [dim]# what runs here, on which backend, and why not on another[/dim]
   octavo doctor
   [dim]# what a run will take on GPUs that are not here: which layers gain from FP8, time and memory of a step[/dim]
@@ -21,10 +21,10 @@ EXAMPLES = {
   octavo train configs/demo.toml
   octavo train configs/demo.toml run.steps=50 optim.lr=1e-3 --out runs/short
   octavo train configs/demo.toml --out runs/short --resume
-  octavo train configs/demo.toml precision.level=O1 precision.recipe=mxfp8
+  octavo train configs/demo.toml precision.level=fp8 precision.recipe=mxfp8
   octavo train configs/demo.toml data.source='corpus/*.txt'
   [dim]# eight GPUs: FSDP2, weights and gradients in FP8 on the wire[/dim]
-  torchrun --nproc-per-node 8 -m octavo train configs/demo.toml precision.level=O1 parallel.fp8_comm=on
+  torchrun --nproc-per-node 8 -m octavo train configs/demo.toml precision.level=fp8 parallel.fp8_comm=on
 """,
     "export": """
 [bold]Examples[/bold]
@@ -38,18 +38,19 @@ EXAMPLES = {
   octavo demo
   octavo demo --steps 50 --recipe mxfp8 --out runs/mxfp8
   [dim]# stored activations and optimizer states in FP8 as well[/dim]
-  octavo demo --level O1+act+opt
+  octavo demo --level fp8+activations+optimizer
   octavo demo --seed 1 optim.lr=1e-3
 """,
     "compare": """
 [bold]Examples[/bold]
 
-  octavo compare configs/demo.toml --arm bf16 --arm rowwise:precision.level=O1
+  octavo compare configs/demo.toml --arm bf16 --arm rowwise:precision.level=fp8
   [dim]# settings after CONFIG are for all arms; these five seeds[/dim]
   octavo compare configs/demo.toml run.steps=100 --seeds 1,2,3,5,8 --out runs/recipes \\
-      --arm bf16 --arm "rowwise:precision.level=O1" --arm "blockwise:precision.level=O1 precision.recipe=blockwise"
+      --arm bf16 --arm "rowwise:precision.level=fp8" --arm "blockwise:precision.level=fp8 precision.recipe=blockwise"
   [dim]# in CI: exit code 0 only where no more than 0.5 % worse is shown[/dim]
-  octavo compare configs/demo.toml --seeds 5 --margin 0.5 --arm bf16 --arm everything:precision.level=O1+act+opt
+  octavo compare configs/demo.toml --seeds 5 --margin 0.5 \\
+      --arm bf16 --arm everything:precision.level=fp8+activations+optimizer
   [dim]# what rounding alone does: the same in two micro-batches[/dim]
   octavo compare configs/demo.toml --arm bf16 --arm again:optim.micro_batches=2
   [dim]# losses of any trainer: {"baseline": \\[3.00, 3.02], "arms": {"fp8": \\[3.01, 3.02]}}[/dim]
@@ -58,7 +59,7 @@ EXAMPLES = {
     "inspect": """
 [bold]Examples[/bold]
 
-  octavo train configs/demo.toml precision.level=O1 inspect.every=50 'inspect.what_if=["tensorwise"]' --out runs/looked
+  octavo train configs/demo.toml precision.level=fp8 inspect.every=50 'inspect.what_if=["tensorwise"]' --out runs/looked
   octavo inspect runs/looked
   octavo inspect runs/looked --step 100 --by underflow --top 40
   octavo inspect runs/looked/checkpoints/step-000200 --json > operands.json
@@ -78,7 +79,7 @@ EXAMPLES = {
 
   [dim]# memory of a training step by category, beside bf16 and each precision level; no GPU, no data, no weights[/dim]
   octavo plan --memory configs/llama2-7b-80gb.toml
-  octavo plan --memory configs/demo.toml precision.level=O1 optim.batch=64 --limit 24
+  octavo plan --memory configs/demo.toml precision.level=fp8 optim.batch=64 --limit 24
   octavo plan --memory configs/demo.toml --layers
   octavo plan --memory configs/demo.toml --json > plan.json
   [dim]# each linear, time and memory of a step, what fits, beside bf16; or --gpu my-gpu.toml, which describes one[/dim]

@@ -97,7 +97,7 @@ def demo(
         Path | None, typer.Option(help="Output folder; default: runs/demo, or the next that is free.", callback=in_home)
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of each arm.")] = None,
-    level: Annotated[str, typer.Option(help="Precision level of the second arm.")] = "O1",
+    level: Annotated[str, typer.Option(help="Precision level of the second arm.")] = "fp8",
     recipe: Annotated[str | None, typer.Option(help="FP8 recipe of the second arm.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data order, the same in both arms.")] = None,

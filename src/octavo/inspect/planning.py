@@ -95,7 +95,7 @@ def plan(
         parallel: How they share the model, an `octavo.parallel.Parallel`; None: all share one copy (FSDP2). Tensor,
             sequence, pipeline and expert parallelism are not predicted.
         precision: The whole request in one object, instead of `recipe` and `skip`. Its `states` and `master` configure
-            an `octavo.AdamW`. Default: level O1.
+            an `octavo.AdamW`. Default: level fp8.
         recipe: `"auto"` for the fastest one, or the recipe to use wherever it pays.
         skip: Name patterns of layers to leave as they are.
         filter: A filter of `octavo.nn.filters`, or a callable; layers that it does not match stay as they are.
@@ -274,7 +274,7 @@ def _request(
     if precision is not None:
         if not isinstance(precision, Precision):
             raise TypeError(
-                f"precision is an octavo.Precision, as Precision.level('O1', recipe='auto'); got {precision!r}"
+                f"precision is an octavo.Precision, as Precision.level('fp8', recipe='auto'); got {precision!r}"
             )
         if recipe != "auto" or skip:
             raise ValueError("precision includes recipe and skip: set them there, or pass them without precision")

@@ -27,7 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 
 _HINTS = {
     "plan": ": read one with octavo.Plan.from_json(text)",
-    "precision": ": make one with octavo.Precision.level('O1')",
+    "precision": ": make one with octavo.Precision.level('fp8')",
 }
 
 

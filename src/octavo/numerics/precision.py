@@ -2,11 +2,13 @@
 
 Levels name useful combinations, as in the literature; each field can also be set on its own.
 
-    level       matmul  activations  states  master
-    bf16        bf16    unchanged    fp32    fp32       the literature's "O2" without FP8
-    O1          fp8     unchanged    fp32    fp32       linear layers compute in FP8 and save their inputs in FP8
-    O1+act      fp8     fp8          fp32    fp32       norms, activations and attention save theirs in FP8 too
-    O1+act+opt  fp8     fp8          fp8     remainder  AdamW has FP8 moments and stores 16 bits of each master
+    level                      matmul  activations  states  master
+    bf16                       bf16    unchanged    fp32    fp32       the literature's "O2" without FP8
+    fp8                        fp8     unchanged    fp32    fp32       linear layers compute in FP8, save inputs in FP8
+    fp8+activations            fp8     fp8          fp32    fp32       norms, activations and attention save FP8 too
+    fp8+activations+optimizer  fp8     fp8          fp8     remainder  AdamW: FP8 moments, 16 bits of each master
+
+`O1`, `O1+act` and `O1+act+opt` are aliases of the last three (ColossalAI's and COAT's names).
 """
 
 from dataclasses import dataclass, replace
@@ -78,17 +80,18 @@ class Precision:
 
     @staticmethod
     def level(name: str, **overrides: Any) -> "Precision":
-        """Return the Precision of a level (`"bf16"`, `"O1"`, `"O1+act"`, `"O1+act+opt"`), with optional overrides."""
+        """Return the Precision of a level (see above; aliases count), with optional overrides."""
+        name = ALIASES.get(name, name)
         if name not in LEVELS:
             raise ValueError(f"unknown precision level {name!r}{nearest(name, LEVELS)}. Known: {', '.join(LEVELS)}")
         return replace(LEVELS[name], **overrides)
 
     @property
     def label(self) -> str:
-        """Short label: `"bf16"`, `"O1 rowwise"`, `"bf16+act"`, `"O1+act+opt rowwise"`."""
-        label = "O1" if self.matmul == "fp8" else "bf16"
-        label += "+act" if self.activations == "fp8" else ""
-        label += "+opt" if self.states == "fp8" else ""
+        """Short label: `"bf16"`, `"fp8 rowwise"`, `"bf16+activations"`, `"fp8+activations+optimizer rowwise"`."""
+        label: str = self.matmul
+        label += "+activations" if self.activations == "fp8" else ""
+        label += "+optimizer" if self.states == "fp8" else ""
         return f"{label} {self.recipe}" if self.matmul == "fp8" else label
 
 
@@ -101,7 +104,8 @@ def check_activations(value: str) -> None:
 
 LEVELS = {
     "bf16": Precision(matmul="bf16"),
-    "O1": Precision(matmul="fp8"),
-    "O1+act": Precision(matmul="fp8", activations="fp8"),
-    "O1+act+opt": Precision(matmul="fp8", activations="fp8", states="fp8", master="remainder"),
+    "fp8": Precision(matmul="fp8"),
+    "fp8+activations": Precision(matmul="fp8", activations="fp8"),
+    "fp8+activations+optimizer": Precision(matmul="fp8", activations="fp8", states="fp8", master="remainder"),
 }
+ALIASES = {"O1": "fp8", "O1+act": "fp8+activations", "O1+act+opt": "fp8+activations+optimizer"}

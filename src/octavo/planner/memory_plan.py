@@ -34,7 +34,7 @@ class MemoryPlan(Displayed):
     """Memory of a training step, in bytes. Prints as a table.
 
     Attributes:
-        label: What was planned, such as "O1 rowwise".
+        label: What was planned, such as "fp8 rowwise".
         device: Device of the prediction.
         batch: Sequences (first dimension of the batch) of one forward.
         tokens: Elements of the batch's first tensor: for a language model, tokens of one forward.

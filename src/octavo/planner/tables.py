@@ -32,7 +32,7 @@ def compare_memory(plans: Sequence[MemoryPlan], *, baseline: str, fitting: Seque
     table = Table(box=ROUNDED, title_justify="left", title=f"{name} at the peak of a step, {size}, {first.device}")
     table.add_column("", no_wrap=True)
     for plan in plans:
-        table.add_column(plan.label.replace(" ", "\n").replace("+opt", "\n+opt"), justify="right", no_wrap=True)
+        table.add_column(plan.label.replace(" ", "\n").replace("+", "\n+"), justify="right", no_wrap=True)
     for kind in KINDS:
         table.add_row(kind, *(f"{plan.at_peak[kind] / unit:.2f}" for plan in plans))
     table.add_section()

@@ -1,6 +1,6 @@
 """Paired runs: some arms, each on the same seeds, from one configuration.
 
-    arms = make_arms("configs/demo.toml", [], ["bf16", "rowwise:precision.level=O1"], seeds="3")
+    arms = make_arms("configs/demo.toml", [], ["bf16", "rowwise:precision.level=fp8"], seeds="3")
     comparison = compare(arms, Path("runs/compare"))
 
 An arm is a name and settings on top of the configuration; the first is the baseline. What makes a pair a pair must be
@@ -93,7 +93,7 @@ def parse_arm(text: str) -> tuple[str, tuple[str, ...]]:
     name, _, settings = (part.strip() for part in text.partition(":"))
     if not ARM.fullmatch(name):
         raise ConfigError(
-            f"arm {text!r}: write NAME:section.key=value, as rowwise:precision.level=O1, with a name of letters, "
+            f"arm {text!r}: write NAME:section.key=value, as rowwise:precision.level=fp8, with a name of letters, "
             "digits and . _ + - (it names the folders of the runs); the baseline may be a name alone"
         )
     return name, tuple(BETWEEN_SETTINGS.split(settings)) if settings else ()

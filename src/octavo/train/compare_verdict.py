@@ -180,7 +180,7 @@ def _arm_notes(run: ArmRuns, losses: ArmLosses) -> list[str]:
     if losses.test is not None and not any(losses.test.gaps):
         notes.append(
             f"The losses of {run.name} are the baseline's: do its settings change anything? "
-            "precision.recipe, for one, takes precision.level=O1."
+            "precision.recipe, for one, takes precision.level=fp8."
         )
     if skipped := sum(result.skipped_steps for result in run.results):
         notes.append(f"{run.name} skipped {skipped:,} steps on overflow.")

@@ -82,7 +82,7 @@ class TrainConfig(Section):
         if self.precision.autopilot and self.asked.matmul != "fp8":
             raise ValueError(
                 f"precision.autopilot moves layers out of FP8, and precision.level = {self.precision.level!r} puts "
-                'none into it: set precision.level = "O1", or leave the autopilot out'
+                'none into it: set precision.level = "fp8", or leave the autopilot out'
             )
         return self
 
@@ -94,7 +94,7 @@ class TrainConfig(Section):
 
     @property
     def arm(self) -> str:
-        """Short label of the precision, as "bf16" or "O1 rowwise"."""
+        """Short label of the precision, as "bf16" or "fp8 rowwise"."""
         return self.asked.label
 
     def to_toml(self) -> str:

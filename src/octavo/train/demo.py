@@ -20,7 +20,7 @@ from octavo.train.metrics import Progress, RunResult
 from octavo.train.outputs import CONFIG_FILE
 from octavo.train.report import ReportFiles, write_report
 
-BASELINE, CANDIDATE = "bf16", "O1"
+BASELINE, CANDIDATE = "bf16", "fp8"
 SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out")
 
 

@@ -74,7 +74,7 @@ class RunResult:
 
     name: str
     arm: str
-    """What was compared: "bf16", or the precision level and its recipe, as "O1 rowwise"."""
+    """What was compared: "bf16", or the precision level and its recipe, as "fp8 rowwise"."""
     device: str
     """Name of the device, as "cpu" or "NVIDIA H200"."""
     steps: int

@@ -6,11 +6,12 @@ A section checks itself; what takes two of them is `octavo.train.config.TrainCon
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from octavo.inspect.findings import Thresholds
 from octavo.numerics import Precision
+from octavo.numerics.precision import ALIASES
 from octavo.numerics.recipe import get_recipe
 from octavo.parallel import Parallel
 
@@ -186,8 +187,9 @@ class PrecisionConfig(Section):
     """`[precision]`: what is computed and kept in how many bits."""
 
     level: str = "bf16"
-    """Level of `octavo.Precision.level`: "bf16", "O1" (FP8 matrix products), "O1+act" (and stored activations) or
-    "O1+act+opt" (and optimizer states). `matmul`, `activations`, `master` and `optim.states` set one part of it."""
+    """Level of `octavo.Precision.level`: "bf16", "fp8" (FP8 matrix products), "fp8+activations" (and stored
+    activations) or "fp8+activations+optimizer" (and optimizer states). `matmul`, `activations`, `master` and
+    `optim.states` set one part of it. The aliases "O1", "O1+act" and "O1+act+opt" are replaced by these names."""
     matmul: Literal["bf16", "fp8"] | None = None
     """Products of the linear layers."""
     activations: Literal["bf16", "fp8"] | None = None
@@ -221,6 +223,11 @@ class PrecisionConfig(Section):
     """"chunked" computes head and loss a chunk of tokens at a time, so that whole logits never exist."""
     checkpointing: Literal["none", "full", "selective"] = "none"
     """Activation checkpointing of each block: recompute all of it, or all but its matrix products and attention."""
+
+    @field_validator("level")
+    @classmethod
+    def _without_alias(cls, level: str) -> str:
+        return ALIASES.get(level, level)
 
     @property
     def asked(self) -> Precision:

@@ -56,9 +56,9 @@ class Verdict:
 
 
 def arm_name(arm: str) -> str:
-    """The arm of a run as people read it: `"bf16"` is `"BF16"`, `"O1+act rowwise"` is `"FP8+act rowwise"`."""
-    matmul, more, rest = re.match(r"(bf16|O1)?([^ ]*)(.*)", arm, re.DOTALL).groups()  # type: ignore[union-attr]
-    return {"bf16": "BF16", "O1": "FP8", None: ""}[matmul] + more + rest
+    """The arm of a run for people: `"BF16"` for `"bf16"`, `"FP8+activations rowwise"` for that in lower case."""
+    matmul, more, rest = re.match(r"(bf16|fp8|O1)?([^ ]*)(.*)", arm, re.DOTALL).groups()  # type: ignore[union-attr]
+    return {"bf16": "BF16", "fp8": "FP8", "O1": "FP8", None: ""}[matmul] + more + rest
 
 
 def verdict(a: RunResult, b: RunResult) -> Verdict:
