@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import octavo
 from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.quantize import QUANTIZE
-from octavo.nn.linear import _LAST_INPUT, linear
+from octavo.nn.linear import _INPUT_CASTS, linear
 from octavo.nn.memory_audit import kept_for_backward
 from octavo.numerics import E4M3, RECIPES, QuantSpec, sqnr
 
@@ -339,11 +339,11 @@ def test_shared_copy_dies_with_its_tensor():
     layer = octavo.convert(nn.Linear(32, 16), verbose=False)
     x = randn(8, 32).requires_grad_() * 1
     layer(x)
-    read = _LAST_INPUT._entry[1]
-    assert read.forms and read.state
+    entry = _INPUT_CASTS._entry[1]
+    assert entry.casts and entry.state
     del x
     gc.collect()
-    assert not read.forms and not read.state
+    assert not entry.casts and not entry.state
 
 
 def test_weight_changed_between_forward_and_backward_is_refused():

@@ -326,7 +326,7 @@ def unhooked(function: Callable[..., T], *arguments: Any) -> T:
         return function(*arguments)
 
 
-def source_of(x: Tensor) -> Recomputable | None:
+def recomputable_of(x: Tensor) -> Recomputable | None:
     """What can be saved in place of a tensor [..., K]: what it is recomputed from, or itself if it is saved anyway."""
     if torch.compiler.is_compiling():
         return None
