@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import octavo
 from octavo.nn import accumulating
-from octavo.nn.memory_audit import kept_for_backward
+from octavo.nn.memory_audit import saved_for_backward
 from octavo.nn.weights import _CACHES
 from octavo.numerics import RECIPES
 
@@ -79,7 +79,7 @@ def test_one_byte_per_parameter_is_saved_for_backward(gpu, monkeypatch):
     set_copies(monkeypatch, gpu)
     saved = []
     for keep in (False, True):
-        with kept_for_backward(layer := layer_of(keep=keep)) as kept:
+        with saved_for_backward(layer := layer_of(keep=keep)) as kept:
             y = layer(X.clone().requires_grad_())
         assert y.requires_grad
         saved.append(kept.by_dtype[torch.float8_e4m3fn])
@@ -88,7 +88,7 @@ def test_one_byte_per_parameter_is_saved_for_backward(gpu, monkeypatch):
 
 def test_a_frozen_input_keeps_no_weight():
     layer = layer_of()
-    with kept_for_backward(layer) as kept:
+    with saved_for_backward(layer) as kept:
         layer(X)
     assert kept.by_dtype[torch.float8_e4m3fn] == X.numel()
 

@@ -42,7 +42,7 @@ from octavo.activations.recompute import Recomputable
 from octavo.activations.saved_tensors import recomputable_of, unhooked
 from octavo.kernels import quantize, quantize_pair, scaled_mm, wants_copies
 from octavo.nn.delayed import DelayedScaling, X, delayed_scaling_of
-from octavo.nn.engine import wanted_gradients
+from octavo.nn.engine import required_gradients
 from octavo.nn.gathered import Fp8AllGatherOutput, for_dgrad, quantized_as
 from octavo.nn.weights import cast_weight, keeps_weight
 from octavo.numerics.recipe import DEFAULT, Recipe
@@ -179,7 +179,7 @@ class _LinearFunction(torch.autograd.Function):
         recipe: Recipe = ctx.recipe
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         w_NK, w_data, w_scale, *x_saved = ctx.saved_tensors
-        needs_dgrad, needs_wgrad, needs_bias = wanted_gradients(ctx, 3)
+        needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
         if needs_dgrad and w_data is not None:
             w = ScaledTensor(w_data, w_scale, recipe.dgrad_w)
