@@ -233,7 +233,7 @@ def test_wrong_registrations_are_named():
         octavo.nn.register("norm", Norm())
     with pytest.raises(TypeError, match=r"an octavo\.nn\.Norm, Glu or Activation; got 'norm'"):
         octavo.nn.register(PowerNorm, "norm")
-    with pytest.raises(ValueError, match="'swoosh' is no activation known here; those are silu"):
+    with pytest.raises(ValueError, match="'swoosh' is not a known activation; known are silu"):
         octavo.nn.register(PowerNorm, Activation(function="swoosh"))
     with pytest.raises(ValueError, match="has no forward that is written in Python"):
         octavo.nn.register(nn.ModuleList, Norm())
