@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from octavo.activations.detect import Activation, Glu, Known, activation_of, known, original_class, registered
+from octavo.activations.detect import Activation, Glu, ModuleSpec, activation_of, original_class, registered, spec_of
 from octavo.activations.modules import Scoped, Storage
 from octavo.runtime.blocks import find_stacks
 from octavo.runtime.swap import has_own_forward
@@ -46,11 +46,11 @@ def storable(model: nn.Module) -> dict[str, Storage | str]:
 
 def _storage(module: nn.Module, owns_matrices: bool) -> Storage | str | None:
     owner = original_class(module)
-    spec: Storage | None = _known(module)
+    spec: Storage | None = _detected_spec(module)
     if spec is None and owns_matrices:
         spec = Scoped()
     if spec is None:
-        if getattr(module, "inplace", False) and known(module) is not None:
+        if getattr(module, "inplace", False) and spec_of(module) is not None:
             return f"{owner.__name__} works in place and overwrites its input"
         return _why_unknown(module, owner)
     if owner.__name__.startswith("FSDP"):
@@ -63,9 +63,9 @@ def _storage(module: nn.Module, owns_matrices: bool) -> Storage | str | None:
     return spec
 
 
-def _known(module: nn.Module) -> Known | None:
+def _detected_spec(module: nn.Module) -> ModuleSpec | None:
     """Return the spec of a module with recognized code; for activation functions, only if they can be stored."""
-    spec = known(module)
+    spec = spec_of(module)
     if spec is None or (isinstance(spec, Activation) and activation_of(module) is None):
         return None
     if registered(original_class(module)):
@@ -101,7 +101,7 @@ def _owners_of_matrices(modules: dict[str, nn.Module]) -> Iterator[nn.Module]:
             owner = modules[name]
         if isinstance(owner, _CONTAINERS) or _is_leaf(owner) or find_stacks(owner):
             continue
-        if _known(owner) is None and not isinstance(owner, _EXCLUDED):
+        if _detected_spec(owner) is None and not isinstance(owner, _EXCLUDED):
             yield owner
 
 

@@ -1,7 +1,7 @@
 """Detect norms, gated MLPs and activation functions by the code of their `forward`.
 
-    known(LlamaRMSNorm)    Norm(weight="weight", eps="variance_epsilon")
-    known(LlamaMLP)        Glu(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
+    spec_of(LlamaRMSNorm)    Norm(weight="weight", eps="variance_epsilon")
+    spec_of(LlamaMLP)        Glu(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
 
 The formula of a class (`octavo.activations.formulas`) is compared with the formulas of the methods below, up to the
 names of attributes. Class names do not matter, and nothing is run: a module that computes one of these on some inputs
@@ -88,7 +88,7 @@ class Activation:
     attribute: str | None = None
 
 
-Known = Norm | Glu | Activation
+ModuleSpec = Norm | Glu | Activation
 
 
 class _Norms:
@@ -217,10 +217,10 @@ class _Activations:
 
 _FUNCTION_NAMES: dict[Any, str] = {F.silu: "silu", F.gelu: "gelu"}
 """Functions that a module may store as its activation."""
-_REGISTERED: "weakref.WeakKeyDictionary[type, tuple[Known, Formula]]" = weakref.WeakKeyDictionary()
+_REGISTERED: "weakref.WeakKeyDictionary[type, tuple[ModuleSpec, Formula]]" = weakref.WeakKeyDictionary()
 
 
-def register(owner: type[nn.Module], computes: Known) -> None:
+def register(owner: type[nn.Module], computes: ModuleSpec) -> None:
     """Declare what the modules of a class compute, so that they can store their activations in FP8.
 
     For classes whose code is not recognized. `octavo.convert` compares outputs and every gradient of each module of the
@@ -268,10 +268,10 @@ def original_class(module: nn.Module) -> Any:
     return getattr(type(module), ORIGINAL, type(module))
 
 
-def known(module: nn.Module) -> Known | None:
+def spec_of(module: nn.Module) -> ModuleSpec | None:
     """Return what a module computes, by the current code of its class; None if unknown."""
     owner = original_class(module)
-    spec, formula = _REGISTERED.get(owner) or _known(owner)
+    spec, formula = _REGISTERED.get(owner) or _detected_spec(owner)
     return spec if formula is not None and formula.holds(owner, module) and is_called_plainly(owner) else None
 
 
@@ -290,7 +290,7 @@ def activation_of(module: Any) -> str | None:
     """Return the name in `ACTIVATIONS` of a function, or of what a module computes; None for others."""
     if not isinstance(module, nn.Module):
         return _function_name(module)
-    spec = known(module)
+    spec = spec_of(module)
     if not isinstance(spec, Activation) or getattr(module, "inplace", False):
         return None
     if spec.attribute is None:
@@ -315,7 +315,7 @@ def _function_name(function: Any) -> str | None:
 
 
 @cache
-def _known(owner: Any) -> tuple[Known | None, Formula | None]:
+def _detected_spec(owner: Any) -> tuple[ModuleSpec | None, Formula | None]:
     formula = formula_of(owner)
     expression = None if formula is None else formula.expression
     for spec, pattern in _patterns():

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from octavo.activations.detect import GLU_ACTIVATIONS, ORIGINAL, Glu, Known, Norm, activation_of, known
+from octavo.activations.detect import GLU_ACTIVATIONS, ORIGINAL, Glu, ModuleSpec, Norm, activation_of, spec_of
 from octavo.activations.functional import FLOATING, stored_activation, stored_glu, stored_joint_glu, stored_norm
 from octavo.activations.saved_tensors import compressed, recording
 from octavo.runtime.swap import become
@@ -46,7 +46,7 @@ class Scoped:
     exact: tuple[str, ...] = ()
 
 
-Storage = Known | Scoped
+Storage = ModuleSpec | Scoped
 
 
 class StoringNorm(nn.Module):
@@ -55,7 +55,7 @@ class StoringNorm(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the same as the original."""
         x, original = _only(args, kwargs), super().forward
-        norm = known(self) if recording() and _is_matrix(x) else None
+        norm = spec_of(self) if recording() and _is_matrix(x) else None
         if x is None or not isinstance(norm, Norm):
             return original(*args, **kwargs)
         names = [name for name in (norm.weight, norm.bias) if name is not None]
@@ -81,7 +81,7 @@ class StoringGlu(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute down(act(gate(x)) · up(x)), the same as the original."""
-        x, glu = _only(args, kwargs), known(self) if recording() else None
+        x, glu = _only(args, kwargs), spec_of(self) if recording() else None
         function: Any = None
         if isinstance(glu, Glu):
             own = vars(self) | self._modules

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from octavo.activations.detect import Activation, Glu, Known, Norm, activation_of, original_class
+from octavo.activations.detect import Activation, Glu, ModuleSpec, Norm, activation_of, original_class
 from octavo.numerics.error import sqnr
 
 _SHAPES = ((1,), (6,), (2, 3), (1, 40), (3, 2, 5))
@@ -22,7 +22,7 @@ _LEAST_DB = {torch.float32: 80.0, torch.bfloat16: 30.0}
 """Required agreement: operations may differ in order, and each rounds once."""
 
 
-def check_registered(module: nn.Module, spec: Known) -> None:
+def check_registered(module: nn.Module, spec: ModuleSpec) -> None:
     """Compare a module with the declaration of its class.
 
     Raises:
@@ -40,8 +40,8 @@ def check_registered(module: nn.Module, spec: Known) -> None:
 
 
 def _compare(
-    name: str, spec: Known, probe: nn.Module, expected: Callable[[Tensor], Tensor], reference: nn.Module, x: Tensor,
-    least: float,
+    name: str, spec: ModuleSpec, probe: nn.Module, expected: Callable[[Tensor], Tensor], reference: nn.Module,
+    x: Tensor, least: float,
 ) -> None:  # fmt: skip
     results = []
     for function, owner in ((expected, reference), (probe, probe)):
@@ -87,14 +87,14 @@ def _on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
-def _width(module: nn.Module, spec: Known) -> int:
+def _width(module: nn.Module, spec: ModuleSpec) -> int:
     if isinstance(spec, Norm):
         return 48 if spec.weight is None else int(getattr(module, spec.weight).numel())
     matrices = [p.shape[-1] for p in module.parameters() if p.ndim == 2]
     return int(matrices[0]) if matrices and isinstance(spec, Glu) else 48
 
 
-def _reference(module: Any, spec: Known) -> Callable[[Tensor], Tensor]:
+def _reference(module: Any, spec: ModuleSpec) -> Callable[[Tensor], Tensor]:
     """Return the function of a spec, in plain PyTorch."""
     if isinstance(spec, Norm):
         return lambda x: _normed(module, spec, x)

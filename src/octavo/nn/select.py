@@ -46,7 +46,7 @@ STORED_HOW = {
 }
 """Reasons in `report` for modules that store their activations in FP8."""
 _SKIPPED = "skipped by pattern"
-HEAD_KEPT = "vocabulary head"
+HEAD_REASON = "vocabulary head"
 """Start of the reason why a vocabulary head stays in high precision."""
 
 
@@ -212,7 +212,7 @@ def _decide(
     if reason is not None:
         return Decision(recipe=None, reason=reason)
     if head is not None:
-        return Decision(recipe=None, reason=f"{HEAD_KEPT} ({head}) kept in high precision")
+        return Decision(recipe=None, reason=f"{HEAD_REASON} ({head}) kept in high precision")
     for layer in names:
         if (narrow := _narrow(layer)) is not None:
             return Decision(recipe=None, reason=narrow + _as_named(layer, first))
