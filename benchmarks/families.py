@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import octavo
 from benchmarks.environment import write_text
-from octavo.nn.memory_audit import kept_for_backward
+from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import sqnr
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "memory.md"
@@ -220,7 +220,7 @@ def found(name: str, dtype: torch.dtype = torch.bfloat16) -> Found:
 def _step(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor], int]:
     """Output, gradients and bytes kept."""
     torch.manual_seed(0)
-    with kept_for_backward(model) as kept:
+    with saved_for_backward(model) as kept:
         output = model(**batch)
     loss = getattr(output, "loss", None)
     y = loss if loss is not None else output if isinstance(output, Tensor) else output[0]

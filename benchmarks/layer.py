@@ -22,7 +22,7 @@ from benchmarks.arms import Arm, available, build, speedup, step
 from benchmarks.session import Row, Session, begin, parser, times
 from benchmarks.shapes import Shape
 from benchmarks.timing import sets
-from octavo.nn.memory_audit import kept_for_backward
+from octavo.nn.memory_audit import saved_for_backward
 
 EXAMPLES = """layer
 layer --quick
@@ -159,7 +159,7 @@ def _kernel_ms(session: Session, wanted: Row) -> float | None:
 def _kept(session: Session, model: Any, arm: Arm, x: Tensor) -> float:
     """Bytes that a forward keeps for backward: what the allocator holds more, or what autograd saves."""
     if not session.gpu:
-        with kept_for_backward(model) as kept:
+        with saved_for_backward(model) as kept:
             model(x)
         return float(kept.bytes)
     session.clean()

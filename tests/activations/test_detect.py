@@ -11,7 +11,7 @@ from torch import nn
 
 import octavo
 from octavo.activations import formulas
-from octavo.activations.detect import Activation, Glu, Norm, activation_of, known
+from octavo.activations.detect import Activation, Glu, Norm, activation_of, spec_of
 from octavo.activations.verify import check_registered
 from octavo.numerics import sqnr
 
@@ -27,7 +27,7 @@ def test_known_modules_compute_what_they_are_taken_for(family):
     """Outputs and every gradient, on matrices and sequences, in float32 and bfloat16."""
     model, kinds = model_of(family), set()
     for module in model.modules():
-        spec = known(module)
+        spec = spec_of(module)
         if spec is not None and (not isinstance(spec, Activation) or activation_of(module)):
             check_registered(module, spec)
             kinds.add(type(spec).__name__)
@@ -40,7 +40,7 @@ def test_activations_of_transformers_are_known(name):
 
     expected = "silu" if name in ("silu", "swish") else "gelu" if name in ("gelu", "gelu_python") else "gelu_tanh"
     assert activation_of(ACT2FN[name]) == expected
-    check_registered(ACT2FN[name], known(ACT2FN[name]))
+    check_registered(ACT2FN[name], spec_of(ACT2FN[name]))
 
 
 @pytest.mark.parametrize("name", ["gelu_10", "relu2", "mish", "laplace", "relu", "tanh", "gelu_accurate"])
@@ -52,7 +52,7 @@ def test_other_activations_are_not(name):
 
 @pytest.mark.parametrize("module", [nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.LayerNorm(48), nn.RMSNorm(48, eps=1e-6)])
 def test_modules_of_torch_are_known(module):
-    check_registered(module, known(module))
+    check_registered(module, spec_of(module))
 
 
 def test_a_flag_is_read_when_the_module_is_called():
@@ -87,7 +87,7 @@ exec("class Made(nn.Module):\n    def forward(self, x):\n        return F.silu(x
 
 
 def test_code_without_source_or_with_another_one_is_not_known(tmp_path, monkeypatch):
-    assert known(UNREADABLE["Made"]()) is None
+    assert spec_of(UNREADABLE["Made"]()) is None
 
     class Other(nn.Module):
         def forward(self, x):
@@ -100,7 +100,7 @@ def test_code_without_source_or_with_another_one_is_not_known(tmp_path, monkeypa
         def forward(self, x):
             return F.silu(x)
 
-    assert known(Another()) is None
+    assert spec_of(Another()) is None
 
 
 def test_code_that_could_do_more_is_not_known():
@@ -233,7 +233,7 @@ def test_wrong_registrations_are_named():
         octavo.nn.register("norm", Norm())
     with pytest.raises(TypeError, match=r"an octavo\.nn\.Norm, Glu or Activation; got 'norm'"):
         octavo.nn.register(PowerNorm, "norm")
-    with pytest.raises(ValueError, match="'swoosh' is no activation known here; those are silu"):
+    with pytest.raises(ValueError, match="'swoosh' is not a known activation; known are silu"):
         octavo.nn.register(PowerNorm, Activation(function="swoosh"))
     with pytest.raises(ValueError, match="has no forward that is written in Python"):
         octavo.nn.register(nn.ModuleList, Norm())
@@ -242,4 +242,4 @@ def test_wrong_registrations_are_named():
 def test_copies_of_a_model_are_known_as_it_is():
     model = octavo.convert(nn.Sequential(nn.RMSNorm(64), GatedMLP()), precision=STORING, verbose=False)
     for other in (model, copy.deepcopy(model)):
-        assert [known(m) for m in other] == [known(m) for m in nn.Sequential(nn.RMSNorm(64), GatedMLP())]
+        assert [spec_of(m) for m in other] == [spec_of(m) for m in nn.Sequential(nn.RMSNorm(64), GatedMLP())]

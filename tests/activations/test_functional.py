@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.activations import saved_tensors
-from octavo.nn.memory_audit import kept_for_backward
+from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import sqnr
 
 
@@ -58,7 +58,7 @@ def test_linears_beside_an_activation_keep_their_inputs_in_fp8():
         rand(64, 64).requires_grad_() * 1,
     )
     assert {row.name: row.storage for row in octavo.report(model).activations} == {"": "scope", "1": "activation"}
-    with kept_for_backward(model) as kept:
+    with saved_for_backward(model) as kept:
         model(x)
     assert kept.bytes == 2 * x.numel() * 33 // 32
     text = str(octavo.report(model))
@@ -108,7 +108,7 @@ def test_a_norm_without_epsilon_leaves_float64_to_pytorch():
 def test_norms_under_autocast_store_16_bit_inputs(kind):
     norm = kind(64)
     model, x = storing(copy.deepcopy(norm)), rand(64, 64).bfloat16().requires_grad_() * 1
-    with torch.autocast("cpu", torch.bfloat16), kept_for_backward(model) as kept:
+    with torch.autocast("cpu", torch.bfloat16), saved_for_backward(model) as kept:
         expected, actual = norm(x), model(x)
     assert expected.dtype == actual.dtype and sqnr(expected, actual) > 45
     assert kept.by_dtype[torch.float8_e4m3fn] == x.numel()

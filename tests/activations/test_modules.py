@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import octavo
 from octavo.activations.candidates import storable
 from octavo.activations.recompute import RECOMPUTABLE
-from octavo.nn.memory_audit import kept_for_backward
+from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import RECIPES, sqnr
 
 by_family = pytest.mark.parametrize("family", FAMILIES)
@@ -62,10 +62,10 @@ def test_gradients_of_a_layer_are_those_of_bf16_storage_within_24_db(family, att
         pytest.skip("transformers: no sdpa for its capped logits")
     model, batch = model_of(family, attention=attention), batch_of(family)
     y, expected = train_step(model, batch)
-    with kept_for_backward(model) as before:
+    with saved_for_backward(model) as before:
         model(**batch)
     stored_y, actual = train_step(storing(model), batch)
-    with kept_for_backward(model) as after:
+    with saved_for_backward(model) as after:
         model(**batch)
     assert torch.equal(y, stored_y)
     expected, actual = layer(expected), layer(actual)
@@ -116,7 +116,7 @@ def _llama_2_7b(precision):
             storing(model, precision)
         x = torch.zeros(4, 2048, 4096, dtype=torch.bfloat16).requires_grad_() * 1
         tables = model.rotary_emb(x, torch.arange(2048)[None])
-        with kept_for_backward(model) as kept:
+        with saved_for_backward(model) as kept:
             h = x
             for block in model.layers:
                 h = block(h, position_embeddings=tables)
@@ -169,7 +169,7 @@ def test_copies_and_pickles_still_store():
 def test_disabled_and_no_grad_compute_the_models_own_values(family):
     plain = model_of(family)
     model, batch = storing(copy.deepcopy(plain)), batch_of(family)
-    with octavo.disabled(), kept_for_backward(model) as kept:
+    with octavo.disabled(), saved_for_backward(model) as kept:
         y = model(**batch).last_hidden_state
     assert torch.equal(y, plain(**batch).last_hidden_state)
     assert not any(dtype.itemsize == 1 for dtype in kept.by_dtype)
@@ -186,7 +186,7 @@ def test_what_is_not_known_keeps_its_forward_and_is_reported():
     assert {name: row.storage for name, row in rows.items()} == {
         "norm": None, "mha": "scope", "gelu": "activation", "quick": None, "inplace": None,
     }  # fmt: skip
-    assert "forward that is not known here" in rows["norm"].reason and "octavo.nn.register" in rows["norm"].reason
+    assert "forward that is not recognized" in rows["norm"].reason and "octavo.nn.register" in rows["norm"].reason
     assert "replaced on the instance" in rows["quick"].reason and "works in place" in rows["inplace"].reason
     assert type(model["norm"]) is OddRMSNorm and type(model["quick"]) is nn.GELU
     assert "activations in FP8 in 2 modules (scope 1, activation 1), not in 3 others" in octavo.report(model).summary
@@ -235,8 +235,8 @@ def test_a_plan_carries_storage_through_json():
 
 
 def test_wrong_requests_are_named():
-    for call in (octavo.Precision, lambda **asked: octavo.convert(nn.Linear(8, 8), **asked)):
-        with pytest.raises(ValueError, match="'bf16' .as given. or 'fp8'; got 'fp9' .did you mean 'fp8'"):
+    for call in (octavo.Precision, lambda **options: octavo.convert(nn.Linear(8, 8), **options)):
+        with pytest.raises(ValueError, match="'bf16' .unchanged. or 'fp8'; got 'fp9' .did you mean 'fp8'"):
             call(activations="fp9")
     with pytest.raises(ValueError, match="set them there"):
         octavo.convert(nn.Linear(8, 8), precision=BOTH, activations="fp8")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo.activations.saved_tensors import FEWEST, compressed
-from octavo.nn.memory_audit import kept_for_backward
+from octavo.nn.memory_audit import saved_for_backward
 
 SIZE = 64 * 64
 SHAPES = {"square": (64, 64), "batch": (2, 32, 64), "heads": (1, 2, 32, 64), "image": (4, 4, 16, 16)}
@@ -87,10 +87,10 @@ def kept(operation, shape, dtype, autocast=False):
     for matrix in (p for p in weights.values() if p.ndim == 2):
         owner.append(nn.Linear(1, 1, bias=False))
         owner[-1].weight = matrix
-    with kept_for_backward(owner) as saved:
+    with saved_for_backward(owner) as saved:
         result = compressed(owner, (), run)
     assert result.requires_grad
-    rows = [(row.dtype, math.prod(row.shape)) for row in saved.holdings.values()]
+    rows = [(row.dtype, math.prod(row.shape)) for row in saved.storages.values()]
     rounded = sum(count for dtype, count in rows if dtype == torch.float8_e4m3fn)
     exact = sum(count for dtype, count in rows if dtype in (torch.float32, torch.bfloat16) and count >= FEWEST)
     return rounded / SIZE, exact / SIZE

@@ -18,7 +18,7 @@ from octavo.activations.functional import stored_activation
 from octavo.activations.layouts import as_matrix, dense_strides
 from octavo.activations.recompute import RECOMPUTABLE, Rematerializer, restored, stored
 from octavo.activations.saved_tensors import FEWEST, _Decompress, compressed
-from octavo.nn.memory_audit import kept_for_backward
+from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, sqnr
 from octavo.train.checkpointing import Checkpointing
 
@@ -139,7 +139,7 @@ def test_activations_behind_which_there_are_only_parameters_are_rounded():
     """As in the first layer of a language model; with as many tokens as a weight has rows, too."""
     embedding, first, second = nn.Embedding(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
     module = nn.ModuleList([embedding, first, second])
-    with kept_for_backward(module) as kept:
+    with saved_for_backward(module) as kept:
         scoped(lambda: second(first(embedding(torch.arange(64)))), module=module)
     assert kept.by_dtype[torch.float8_e4m3fn] == 2 * 64 * 64
 
@@ -148,14 +148,14 @@ def test_tensors_that_share_elements_are_stored_once():
     x = randn(2, 32, 4, 32).requires_grad_() * 1
     weights = [nn.Parameter(randn(128, 128, seed=seed)) for seed in (1, 2)]
     module = Owner(*weights)
-    with kept_for_backward(module) as kept:
+    with saved_for_backward(module) as kept:
         y = scoped(lambda: [x.flatten(2).flatten(0, 1) @ weights[0], x.view(-1, 128) @ weights[1]], module=module)
     assert kept.bytes == x.numel() * 33 // 32 and y[0].grad_fn is not None
 
 
 def test_a_tensor_that_one_operation_needs_exactly_is_exact_for_all():
     x = randn(64, 64).requires_grad_() * 1
-    with kept_for_backward(nn.ParameterList([WEIGHT])) as kept:
+    with saved_for_backward(nn.ParameterList([WEIGHT])) as kept:
         y = scoped(lambda: (x @ WEIGHT).sum() + x.exp().sum() + (x.exp() @ WEIGHT).sum() + x.pow(2).sum())
     assert kept.by_dtype.keys() == {torch.float32}
     assert torch.equal(torch.autograd.grad(y, WEIGHT, retain_graph=True)[0] * 0, torch.zeros(64, 64))
@@ -187,7 +187,7 @@ def test_what_fails_in_forward_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError):
         scoped(lambda: (x @ WEIGHT, 1 / 0))
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    with kept_for_backward(nn.ParameterList([WEIGHT])) as kept:
+    with saved_for_backward(nn.ParameterList([WEIGHT])) as kept:
         x @ WEIGHT
     assert kept.bytes == x.nbytes
 
@@ -200,7 +200,7 @@ def test_attention_keeps_what_it_combines_exactly_and_its_projection_shares_it(a
         storing(model, precision)
         h = randn(2, 64, 128).requires_grad_() * 1
         tables = torch.ones(1, 64, 32), torch.zeros(1, 64, 32)
-        with kept_for_backward(model) as kept:
+        with saved_for_backward(model) as kept:
             model(h, position_embeddings=tables, attention_mask=None)
         tokens, widths = 2 * 64, 128 + 64 + 64 + 128  # q, k, v, out
         if attention == "sdpa":
@@ -305,7 +305,7 @@ def test_a_region_may_lie_inside_attention(precision):
 def test_full_checkpointing_keeps_only_the_input():
     block = storing(model_of("llama"), BOTH).layers[0]
     h, tables = randn(2, 16, 128).requires_grad_() * 1, (torch.ones(1, 16, 32), torch.zeros(1, 16, 32))
-    with kept_for_backward(block) as kept:
+    with saved_for_backward(block) as kept:
         checkpoint(block, h, position_embeddings=tables, use_reentrant=False)
     assert kept.bytes == h.nbytes
 

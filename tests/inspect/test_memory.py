@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 import octavo
 from octavo.inspect import memory
 from octavo.nn.causal import chunked_loss
-from octavo.nn.memory_audit import kept_for_backward
+from octavo.nn.memory_audit import saved_for_backward
 from octavo.planner.memory_plan import KINDS
 
 SIZES = {
@@ -70,7 +70,7 @@ def test_categories_are_what_is_there(precision):
     if requested.matmul == "fp8":
         octavo.convert(model, precision=requested, verbose=False)
     optimizer = octavo.AdamW(model.parameters())
-    with kept_for_backward(model) as kept:
+    with saved_for_backward(model) as kept:
         loss = model(**batch()).loss
     loss.backward()
     optimizer.step()

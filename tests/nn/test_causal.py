@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from octavo import convert
 from octavo.nn.causal import chunked_loss, find_head
-from octavo.nn.memory_audit import kept_for_backward
+from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics.error import sqnr
 
 SIZES = {
@@ -110,8 +110,8 @@ def test_chunked_on_meta_and_loaded_afterwards():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("mixtral", "cannot be tried on meta, give it its weights first: Expected "),
-        ("opt", "on meta only a storage tells"),  # it calls its base model's decoder, not its base model
+        ("mixtral", "cannot run the trial on meta; load its weights first: Expected "),
+        ("opt", "on meta only storages can be compared"),  # it calls its base model's decoder, not its base model
     ],
 )
 def test_what_meta_cannot_tell_is_refused_there(kind, message):
@@ -230,7 +230,7 @@ def test_a_head_that_has_to_be_called_is_called(kind):
 
 def test_hooks_that_measure_see_the_loss_in_chunks():
     model = chunked_loss(make("llama"))
-    with kept_for_backward(model, owners=True):
+    with saved_for_backward(model, owners=True):
         assert model(**batch()).logits is None
 
 
@@ -271,7 +271,7 @@ def test_works_with_fp8_layers():
     ("change", "message"),
     [
         (lambda z: z + z.mean(-1, keepdim=True), "neither a factor nor a soft cap"),
-        (lambda z: z[..., :100], r"makes logits \[2, 8, 100\] of what its head returns, \[2, 8, 131\]"),
+        (lambda z: z[..., :100], r"returns logits \[2, 8, 100\], but its head returns \[2, 8, 131\]"),
     ],
 )
 def test_a_model_that_no_candidate_explains_is_refused(change, message):

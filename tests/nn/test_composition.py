@@ -10,7 +10,7 @@ from models import MLP, assert_same, gradients, llama
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import octavo
-from octavo.nn.memory_audit import kept_for_backward
+from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, RECIPES, sqnr
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -58,7 +58,7 @@ def test_checkpointing_is_bitwise_neutral(name, kind, dtype):
 def test_full_checkpointing_keeps_only_the_input():
     mlp = octavo.convert(MLP(dtype=torch.bfloat16), verbose=False)
     x = torch.randn(32, 64).bfloat16().requires_grad_() * 1
-    with kept_for_backward(mlp) as kept:
+    with saved_for_backward(mlp) as kept:
         checkpoint(mlp, x, use_reentrant=False)
     assert kept.bytes == x.nbytes
 
@@ -145,7 +145,7 @@ def test_compile_keeps_no_more_than_eager(name):
     kept = {}
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager_decomp_partition")
     for label, model, input in (("eager", mlp, x * 1), ("compiled", compiled, x)):
-        with kept_for_backward(mlp) as measured:
+        with saved_for_backward(mlp) as measured:
             model(input)
         kept[label] = measured.by_dtype.get(torch.float8_e4m3fn, 0)
     assert kept["compiled"] <= kept["eager"]
@@ -204,7 +204,7 @@ def test_fake_tensors_tell_what_is_kept_without_computing(name):
         with context:
             mlp = octavo.convert(MLP(width=256, hidden=384, dtype=torch.bfloat16), name, verbose=False)
             x = torch.empty(128, 256, dtype=torch.bfloat16).requires_grad_() * 1
-            with kept_for_backward(mlp) as measured:
+            with saved_for_backward(mlp) as measured:
                 y = mlp(x)
             y.sum().backward()
             assert mlp.gate_proj.weight.grad.shape == (384, 256)

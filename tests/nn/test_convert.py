@@ -392,10 +392,10 @@ def raising(module, fqn):
         (complex_weights, {}, TypeError, "cannot convert 1: its weight is torch.complex64"),
         (lambda: octavo.convert(llama(), verbose=False), {}, ValueError, "converted already.*octavo.revert"),
         (lambda: nn.ReLU(), {}, ValueError, "it has no nn.Linear"),
-        (llama, {"plan": octavo.Plan({}), "recipe": "rowwise"}, ValueError, "give plan alone"),
+        (llama, {"plan": octavo.Plan({}), "recipe": "rowwise"}, ValueError, "pass plan alone"),
         (llama, {"precision": "fp8"}, TypeError, r"precision is an octavo.Precision; got 'fp8': make one with"),
         (llama, {"plan": "plan.json"}, TypeError, r"plan is an octavo.Plan; got 'plan.json': read one with"),
-        (llama, {"precision": octavo.Precision(), "recipe": "rowwise"}, ValueError, "precision holds the recipe"),
+        (llama, {"precision": octavo.Precision(), "recipe": "rowwise"}, ValueError, "precision holds recipe"),
     ],
 )
 def test_bad_input_is_one_clear_error_and_leaves_the_model_untouched(make, arguments, error, message):

@@ -84,7 +84,7 @@ def test_a_sudden_jump_is_cut_and_the_next_step_is_not():
     x, g = randn(64, 64), randn(64, 32, seed=1)
     quality, cut = [], []
     for factor in (1, 1, 100, 100, 1):
-        scale = delayed.scale_now(layer, X, factor * x)
+        scale = delayed.current_scale(layer, X, factor * x)
         cut.append((factor * x.abs() > 448 * 1.0001 * scale).float().mean().item())
         y, _, _ = taken(layer, factor * x, g)
         assert y.isfinite().all()
@@ -95,15 +95,15 @@ def test_a_sudden_jump_is_cut_and_the_next_step_is_not():
     assert quality[4] > 28  # a window too wide by 100 costs next to nothing: E4M3 has an exponent
 
 
-def test_scale_now_is_what_products_read():
+def test_current_scale_is_what_products_read():
     layer = octavo.convert(nn.Linear(64, 32, bias=False), "delayed", verbose=False)
     read = []
     backend = SCALED_MM.backends["reference"]
     for step in range(3):
         x, g = (1 + step) * randn(16, 64, seed=step), randn(16, 32, seed=9 + step)
-        wanted = [delayed.scale_now(layer, X, x)]
+        wanted = [delayed.current_scale(layer, X, x)]
         y = layer(x)
-        y.register_hook(lambda grad: wanted.append(delayed.scale_now(layer, G, grad)))  # noqa: B023
+        y.register_hook(lambda grad: wanted.append(delayed.current_scale(layer, G, grad)))  # noqa: B023
         with_scales = Backend(name="reference", run=lambda *a: read.append(a[0].scale) or backend.run(*a))
         SCALED_MM._forced.append(with_scales)
         try:
@@ -113,7 +113,7 @@ def test_scale_now_is_what_products_read():
         assert torch.equal(read[-2], wanted[0])
         y.backward(g)
         assert torch.equal(read[-1], wanted[1])
-    assert delayed.scale_now(octavo.convert(nn.Linear(4, 4), verbose=False), X, randn(2, 4)) is None
+    assert delayed.current_scale(octavo.convert(nn.Linear(4, 4), verbose=False), X, randn(2, 4)) is None
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
@@ -198,14 +198,14 @@ def test_evaluation_uses_the_history_and_records_nothing():
     layer = octavo.convert(nn.Linear(64, 32, bias=False), "delayed", verbose=False)
     x, g = randn(16, 64), randn(16, 32, seed=1)
     taken(layer, x, g)
-    before, closed = copy.deepcopy(layer.amax_history.amaxes), layer.amax_history.closed
+    before, closed = copy.deepcopy(layer.amax_history.amaxes), layer.amax_history.backward_ran
     layer.eval()
     with torch.no_grad():
         assert sqnr(10 * x @ layer.weight.t(), layer(10 * x)) < 6  # cut
     with torch.inference_mode():
         layer(10 * x)
     taken(layer, 10 * x, g)
-    assert torch.equal(layer.amax_history.amaxes, before) and layer.amax_history.closed == closed
+    assert torch.equal(layer.amax_history.amaxes, before) and layer.amax_history.backward_ran == closed
     fresh = octavo.convert(nn.Linear(64, 32), "delayed", verbose=False).eval()
     fresh(x)
     assert fresh.amax_history.amaxes is None
@@ -266,7 +266,7 @@ def test_histories_travel_as_numbers():
     delayed.load_state_dict(other, rows)
     assert delayed.state_dict(other) == rows
     for wrong in ([[1.0], [1.0]], [[float("nan")] * 17] * 2, [[-1.0] * 17] * 2):
-        with pytest.raises(ValueError, match="maxima of up_proj are two lists of 17 finite"):
+        with pytest.raises(ValueError, match="amax history of up_proj must be two lists of 17 finite"):
             delayed.load_state_dict(other, {"up_proj": wrong})
     assert delayed.state_dict(octavo.convert(MLP(), verbose=False)) == {}
 
@@ -295,7 +295,7 @@ def test_compiled_code_refuses_or_runs_eagerly():
     assert_same(gradients(model), gradients(eager))
     assert delayed.state_dict(model) == delayed.state_dict(eager)
     torch._dynamo.reset()  # which has learned that it runs eagerly
-    with pytest.raises(Exception, match="keeps maxima from one step to the next.*tensorwise"):
+    with pytest.raises(Exception, match="keeps an amax history between steps.*tensorwise"):
         torch.compile(octavo.convert(MLP(), "delayed", verbose=False), backend="eager", fullgraph=True)(randn(8, 64))
 
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import octavo
 from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.quantize import QUANTIZE
-from octavo.nn.linear import _LAST_INPUT, linear
-from octavo.nn.memory_audit import kept_for_backward
+from octavo.nn.linear import _INPUT_CASTS, linear
+from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, RECIPES, QuantSpec, sqnr
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -175,7 +175,7 @@ def bytes_of_w_scales(layer):
 def test_frozen_weight_costs_no_wgrad_and_keeps_no_input(name):
     layer = octavo.convert(nn.Linear(64, 32), name, verbose=False).requires_grad_(False)
     x = randn(16, 64).requires_grad_()
-    with counted(SCALED_MM) as products, kept_for_backward(layer) as kept:
+    with counted(SCALED_MM) as products, saved_for_backward(layer) as kept:
         y = layer(x)
         assert kept.bytes == bytes_of_w_scales(layer)
         y.sum().backward()
@@ -215,10 +215,10 @@ def test_tensorwise_quantizes_the_gradient_once():
 def test_keeps_at_most_55_percent_of_bf16(name, limit):
     x = randn(256, 512, dtype=torch.bfloat16).requires_grad_()
     layer = nn.Linear(512, 256, dtype=torch.bfloat16)
-    with kept_for_backward(layer) as bf16:
+    with saved_for_backward(layer) as bf16:
         layer(x * 1).sum()
     octavo.convert(layer, name, verbose=False)
-    with kept_for_backward(layer) as fp8:
+    with saved_for_backward(layer) as fp8:
         layer(x * 1).sum()
     assert bf16.bytes == x.nbytes
     assert fp8.bytes <= limit * bf16.bytes
@@ -229,12 +229,12 @@ def test_keeps_at_most_55_percent_of_bf16(name, limit):
 def test_gate_and_up_share_one_copy(name):
     mlp = octavo.convert(MLP(dtype=torch.bfloat16), name, verbose=False)
     x = randn(32, 64, dtype=torch.bfloat16).requires_grad_() * 1
-    with counted(QUANTIZE) as casts, kept_for_backward(mlp) as both:
+    with counted(QUANTIZE) as casts, saved_for_backward(mlp) as both:
         outputs = mlp.gate_proj(x), mlp.up_proj(x)
     forms = 2 if RECIPES[name].wgrad_x not in (None, RECIPES[name].x) else 1
     assert sum(call[0].shape == (32, 64) for call in casts) == forms
     y = x * 1
-    with kept_for_backward(mlp) as one:
+    with saved_for_backward(mlp) as one:
         outputs += (mlp.gate_proj(y),)
     assert 0 < both.bytes == one.bytes + bytes_of_w_scales(mlp.up_proj)
 
@@ -293,7 +293,7 @@ def test_copies_of_another_dispatch_mode_are_not_taken():
 def test_q_k_and_v_of_a_llama_share_one_copy():
     attention = octavo.convert(llama(num_hidden_layers=1), verbose=False).model.layers[0].self_attn
     x = randn(1, 8, 64).requires_grad_() * 1
-    with counted(QUANTIZE) as casts, kept_for_backward(attention) as kept:
+    with counted(QUANTIZE) as casts, saved_for_backward(attention) as kept:
         outputs = [attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)]
     assert [tuple(call[0].shape) for call in casts].count((8, 64)) == 1
     w_scales = sum(bytes_of_w_scales(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
@@ -321,7 +321,7 @@ def test_both_memory_orders_give_the_same_numbers(name, shape, monkeypatch):
 def test_both_memory_orders_keep_one_byte_per_element(name, monkeypatch):
     set_copies(monkeypatch, True)
     layer = octavo.convert(nn.Linear(64, 32, dtype=torch.bfloat16), name, verbose=False)
-    with kept_for_backward(layer) as kept:
+    with saved_for_backward(layer) as kept:
         y = layer(randn(32, 64, dtype=torch.bfloat16).requires_grad_() * 1)
     assert y.requires_grad and kept.by_dtype.get(torch.float8_e4m3fn, 0) == (0 if name == "rowwise_hp_wgrad" else 2048)
 
@@ -339,11 +339,11 @@ def test_shared_copy_dies_with_its_tensor():
     layer = octavo.convert(nn.Linear(32, 16), verbose=False)
     x = randn(8, 32).requires_grad_() * 1
     layer(x)
-    read = _LAST_INPUT._entry[1]
-    assert read.forms and read.state
+    entry = _INPUT_CASTS._entry[1]
+    assert entry.casts and entry.state
     del x
     gc.collect()
-    assert not read.forms and not read.state
+    assert not entry.casts and not entry.state
 
 
 def test_weight_changed_between_forward_and_backward_is_refused():

@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from octavo.nn.loss import chunk_tokens, linear_cross_entropy
-from octavo.nn.memory_audit import kept_for_backward
+from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics.error import sqnr
 
 
@@ -121,7 +121,7 @@ def test_what_is_frozen_gets_no_gradient_and_keeps_nothing(frozen):
     (hidden if frozen == "hidden" else weight).requires_grad_(False)
     other = weight if frozen == "hidden" else hidden
     (expected,) = torch.autograd.grad(plain(hidden, weight, target), [other])
-    with kept_for_backward(torch.nn.Module()) as kept:
+    with saved_for_backward(torch.nn.Module()) as kept:
         loss = linear_cross_entropy(hidden, weight, target)
     assert kept.bytes - other.numel() * 8 < 64  # the other's gradient, and the count of tokens
     torch.testing.assert_close(torch.autograd.grad(loss, [other])[0], expected)
@@ -163,7 +163,7 @@ def test_the_whole_logits_never_exist():
                         if isinstance(t, torch.Tensor))  # fmt: skip
             return out
 
-    with Largest(), kept_for_backward(torch.nn.Module()) as kept:
+    with Largest(), saved_for_backward(torch.nn.Module()) as kept:
         loss = linear_cross_entropy(hidden, weight, target)
         loss.backward()
     assert max(seen) <= chunk_tokens(4096, 16, 512) * 512 * 4 < 4096 * 512 * 2

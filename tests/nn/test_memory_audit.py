@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import octavo
-from octavo.nn.memory_audit import audit, kept_by_layer, kept_for_backward
+from octavo.nn.memory_audit import audit, saved_by_layer, saved_for_backward
 from octavo.planner.fake import fake_copy, fake_tensors
 
 IDS = {"input_ids": torch.zeros(2, 16, dtype=torch.int64), "use_cache": False}
@@ -24,7 +24,7 @@ def test_every_storage_of_a_small_model():
         (3 * 8 * 4, torch.float32, (3, 8), "1", "Sigmoid"),  # its output, which is also the input of 2
     }
     assert [row.bytes for row in found] == [96, 48]
-    assert kept_by_layer(model, torch.ones(3, 4)) == {"1": 96, "0": 48}
+    assert saved_by_layer(model, torch.ones(3, 4)) == {"1": 96, "0": 48}
 
 
 @pytest.mark.parametrize("level", ["bf16", "fp8", "fp8+activations"])
@@ -32,7 +32,7 @@ def test_the_rows_sum_up_to_what_is_kept(level):
     model = llama().bfloat16()
     octavo.convert(model, precision=octavo.Precision.level(level), verbose=False)
     found = audit(model, IDS)
-    with kept_for_backward(model) as kept:
+    with saved_for_backward(model) as kept:
         logits = model(**IDS).logits
     assert found.bytes == kept.bytes > 0
     assert found.by_dtype == kept.by_dtype
@@ -81,7 +81,7 @@ def test_a_loss_of_ones_own():
 def test_the_report_shows_what_each_layer_keeps():
     model = octavo.convert(llama(num_hidden_layers=4).bfloat16(), verbose=False)
     report = octavo.report(model, IDS)
-    assert report.kept == kept_by_layer(model, IDS)
+    assert report.kept == saved_by_layer(model, IDS)
     size = 4 * report.kept["model.layers.0.mlp.down_proj"]
     assert f"{size:,}  model.layers.{{0-3}}.mlp.down_proj" in str(report)
     assert "bytes kept" not in str(octavo.report(model))
@@ -98,6 +98,6 @@ def test_selective_checkpointing_does_not_take_the_count_for_hooks_of_the_user()
     """torch 2.14 warns of those, as it is to pass what it holds through them."""
     model = MLP()
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    with kept_for_backward(model) as kept:
+    with saved_for_backward(model) as kept:
         checkpoint(model, torch.ones(3, 64, requires_grad=True) * 1, use_reentrant=False, context_fn=contexts)
     assert kept.bytes == 3 * 64 * 4

@@ -197,7 +197,7 @@ def test_a_revert_that_stops_midway_leaves_the_model_converted(name, monkeypatch
 def test_a_change_that_stops_midway_leaves_the_recipe(recipe, monkeypatch):
     model = octavo.convert(MLP(), verbose=False)
     before = state(model)
-    monkeypatch.setattr(change, "_note", failing(change._note, 0, KeyboardInterrupt()))
+    monkeypatch.setattr(change, "_update_plan", failing(change._update_plan, 0, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         change_recipe(model, "up_proj", recipe, reason="test")
     assert state(model) == before

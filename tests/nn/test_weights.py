@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import octavo
 from octavo.nn import accumulating
-from octavo.nn.memory_audit import kept_for_backward
-from octavo.nn.weights import _SHARED
+from octavo.nn.memory_audit import saved_for_backward
+from octavo.nn.weights import _CACHES
 from octavo.numerics import RECIPES
 
 by_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -79,7 +79,7 @@ def test_one_byte_per_parameter_is_saved_for_backward(gpu, monkeypatch):
     set_copies(monkeypatch, gpu)
     saved = []
     for keep in (False, True):
-        with kept_for_backward(layer := layer_of(keep=keep)) as kept:
+        with saved_for_backward(layer := layer_of(keep=keep)) as kept:
             y = layer(X.clone().requires_grad_())
         assert y.requires_grad
         saved.append(kept.by_dtype[torch.float8_e4m3fn])
@@ -88,7 +88,7 @@ def test_one_byte_per_parameter_is_saved_for_backward(gpu, monkeypatch):
 
 def test_a_frozen_input_keeps_no_weight():
     layer = layer_of()
-    with kept_for_backward(layer) as kept:
+    with saved_for_backward(layer) as kept:
         layer(X)
     assert kept.by_dtype[torch.float8_e4m3fn] == X.numel()
 
@@ -97,15 +97,15 @@ def test_accumulating_leaves_nothing_behind():
     layer = layer_of()
     with accumulating(layer):
         layer(X)
-        (shared,) = _SHARED.values()
-        copies = weakref.ref(next(iter(shared.casts.values()))[2][0].data)
-        del shared
+        (cache,) = _CACHES.values()
+        copies = weakref.ref(next(iter(cache.casts.values()))[2][0].data)
+        del cache
     gc.collect()
-    assert copies() is None and not _SHARED and not weakref.getweakrefs(layer.weight)
+    assert copies() is None and not _CACHES and not weakref.getweakrefs(layer.weight)
     with pytest.raises(ZeroDivisionError), accumulating(layer):
         layer(X)
         _ = 1 / 0
-    assert not _SHARED
+    assert not _CACHES
 
 
 def test_accumulating_nests():
@@ -115,7 +115,7 @@ def test_accumulating_nests():
         with accumulating(nn.Sequential(layer)):
             assert casts_of(layer) == 0
         assert casts_of(layer) == 0
-    assert not _SHARED
+    assert not _CACHES
 
 
 def test_a_weight_of_gpt2_is_shared_through_its_transposed_view():
@@ -344,7 +344,7 @@ def test_an_unreported_write_while_accumulating_raises(name, kind):
             model(X)
             UNREPORTED[kind](model[0])
             model(X)
-    assert not _SHARED
+    assert not _CACHES
     assert_same(products(fresh(model)), products(model))
 
 

@@ -184,7 +184,7 @@ def part_job():
     try:
         model.blocks[0](torch.randn(2, 64))
     except RuntimeError as error:
-        assert "call that, not a part of it; or use recipe 'rowwise'" in str(error)
+        assert "call that model, not a part of it; or use recipe 'rowwise'" in str(error)
     else:
         raise AssertionError("went through")
     row = parallelize(make("rowwise"), Parallel(fp8_comm="gather"))

@@ -43,7 +43,7 @@ def test_without_its_histories_a_run_is_another(make_config: MakeConfig, tmp_pat
     layer = "model.layers.0.mlp.up_proj"
     state["delayed"][layer] = [[1.0], [1.0]]
     rewrite(file, state)
-    with pytest.raises(ConfigError, match=f"damaged .maxima of {layer} are two lists of 17"):
+    with pytest.raises(ConfigError, match=f"damaged .the amax history of {layer} must be two lists of 17"):
         run(config, out=tmp_path / "cut", resume=True)
     del state["delayed"]
     rewrite(file, state)

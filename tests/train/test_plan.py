@@ -19,7 +19,7 @@ from octavo import train as train_package
 from octavo.cli import app
 from octavo.inspect import auto_convert
 from octavo.inspect.memory import make_gradients, make_states
-from octavo.nn.memory_audit import kept_for_backward
+from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import LEVELS
 from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
@@ -48,7 +48,7 @@ def test_the_plan_is_what_the_trainer_has(make_config: MakeConfig, changes):
     plan = plan_memory(make_config(**changes, model={"type": "llama", "config": LLAMA | {"vocab_size": size}}),
                        device="cpu")  # fmt: skip
     inputs, targets = trainer._batch(0)
-    with kept_for_backward(trainer.model) as kept:
+    with saved_for_backward(trainer.model) as kept:
         loss = trainer.loss(inputs, targets)
     del loss
     trainer.train_step()

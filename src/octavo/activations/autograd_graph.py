@@ -9,20 +9,20 @@ from typing import Any
 from torch import Tensor, nn
 
 _STEPS = 16
-"""Nodes that are looked at behind a tensor."""
+"""Maximum number of nodes to inspect behind a tensor."""
 SAME_VALUES = frozenset(
     "Alias AsStrided Clone Expand Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T ToCopy Transpose "
     "Unbind UnsafeView Unsqueeze View".split()
 )
 """Operations that return elements of their input, or casts of them."""
 _OF_DATA = frozenset("Convolution Embedding EmbeddingBag Gather IndexSelect".split())
-"""Operations that make an activation of a parameter, with data that need no gradient."""
+"""Operations of a parameter and data without gradient, which return an activation."""
 _PRODUCTS = frozenset("Addmm Baddbmm Bmm Linear Mm".split())
-"""Operations that do so where one side needs no gradient."""
+"""Operations that return an activation if one operand needs no gradient."""
 
 
 def created_nodes(roots: Iterable[Any], first: int) -> Iterator[Any]:
-    """The nodes behind some nodes, themselves included, that this thread created from sequence number `first` on."""
+    """Yield nodes reachable from `roots`, inclusive, that this thread created from sequence number `first` on."""
     waiting = [node for node in roots if node is not None]
     visited = set(waiting)
     while waiting:
@@ -37,7 +37,7 @@ def created_nodes(roots: Iterable[Any], first: int) -> Iterator[Any]:
 
 
 def kind_of(node: Any) -> str | None:
-    """`"Mul"` for a node called MulBackward0; None for a function that is written in Python."""
+    """Return `"Mul"` for a node called MulBackward0; None for a function written in Python."""
     name = node.name().rpartition("::")[2]
     if name in ("AccumulateGrad", "CopySlices"):
         return str(name)
@@ -46,7 +46,7 @@ def kind_of(node: Any) -> str | None:
 
 
 def producer(node: Any) -> Any:
-    """The operation whose elements a node passes on: the first behind it, itself included, that computes anything."""
+    """Return the operation that computed the output of a node: the first that is not a view or cast."""
     for _ in range(_STEPS):
         if node is None or kind_of(node) not in SAME_VALUES:
             return node
@@ -55,12 +55,12 @@ def producer(node: Any) -> Any:
 
 
 def is_parameter(tensor: Tensor, own: Collection[int] = ()) -> bool:
-    """Whether a tensor is a parameter, a view or cast of one, or of the size of one and made of parameters alone, as
-    `weight * 2` is, or what a parametrization makes.
+    """Return whether a tensor is a parameter, a view or cast of one, or a function of parameters alone with the size of
+    one, such as `weight * 2` or a parametrized weight.
 
     Args:
-        tensor: One that needs a gradient.
-        own: Identities of leaves that are parameters whatever their class.
+        tensor: A tensor that requires a gradient.
+        own: Identities of leaves that count as parameters whatever their class.
     """
     if tensor.is_leaf:
         return isinstance(tensor, nn.Parameter) or id(tensor) in own
@@ -70,12 +70,12 @@ def is_parameter(tensor: Tensor, own: Collection[int] = ()) -> bool:
 
 
 def parameters_of(node: Any, own: Collection[int] = ()) -> list[Tensor]:
-    """The parameters of which alone the output of a node is made; [] where there is anything else behind it."""
+    """Return the parameters behind a node; [] if its output also depends on anything else."""
     return [] if node is None else _parameters_behind(node, own)[0]
 
 
 def _parameters_behind(node: Any, own: Collection[int]) -> tuple[list[Tensor], bool]:
-    """Parameters behind a node, and whether its output has their values; none where there is anything else."""
+    """Return parameters behind a node, and whether its output has their values; none if there is anything else."""
     leaves: list[Tensor] = []
     same_values = True
     for kind, other in _behind(node):
@@ -96,8 +96,8 @@ def _has_constant(node: Any) -> bool:
 
 
 def _behind(node: Any) -> Iterator[tuple[str | None, Any]]:
-    """Kinds and nodes from a node on, nearest first; the kind is None for a function written in Python, and where there
-    are too many.
+    """Yield kinds and nodes from a node on, nearest first; the kind is None for a function written in Python, and after
+    too many nodes.
     """
     waiting = [node]
     for _ in range(_STEPS):

@@ -1,9 +1,9 @@
 """Decide which modules of a model can store their activations in FP8, and how.
 
-Norms, gated MLPs and activation functions are those whose code is known (`octavo.activations.detect`). Any other module
-that owns matrices (linears, convolutions, experts) gets a scope and keeps its own forward
-(`octavo.activations.saved_tensors`): attention, other MLPs, mixers. A module around a stack of blocks gets none: a
-scope compresses when its module returns, so it would hold what the whole model saves until then.
+Norms, gated MLPs and activation functions are recognized by their code (`octavo.activations.detect`). Any other module
+that owns matrices (linears, convolutions, experts) gets a scope and runs its own forward
+(`octavo.activations.saved_tensors`): attention, other MLPs, mixers. A module that contains a stack of
+blocks gets none: a scope compresses when its module returns, so until then it would hold what the whole model saves.
 """
 
 from collections.abc import Iterator
@@ -11,89 +11,89 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from octavo.activations.detect import Activation, Glu, Known, activation_of, known, original_class, registered
+from octavo.activations.detect import Activation, Glu, ModuleSpec, activation_of, original_class, registered, spec_of
 from octavo.activations.modules import Scoped, Storage
 from octavo.runtime.blocks import find_stacks
 from octavo.runtime.swap import has_own_forward
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are not called."""
-_LEFT_ALONE = (nn.RNNBase, nn.Embedding, nn.EmbeddingBag, torch.jit.ScriptModule)
-"""Modules whose saved tensors are not looked at: recurrences, tables, and what is not written in Python."""
-_LIKE_NORMS = ("norm",)
-_LIKE_ACTIVATIONS = ("silu", "swish", "gelu", "activation")
+_EXCLUDED = (nn.RNNBase, nn.Embedding, nn.EmbeddingBag, torch.jit.ScriptModule)
+"""Modules whose saved tensors stay unchanged: recurrences, tables, and TorchScript."""
+_NORM_NAMES = ("norm",)
+_ACTIVATION_NAMES = ("silu", "swish", "gelu", "activation")
 
 
 def storable(model: nn.Module) -> dict[str, Storage | str]:
-    """How modules of a model can store their activations, by fully qualified name, in model order.
+    """Return how modules of a model can store their activations, by fully qualified name, in model order.
 
-    For a module that looks as if it might, by its class's name, and cannot, the reason.
+    For a module that cannot, although its class name resembles one that can, the value is the reason.
 
     Raises:
-        ValueError: For a module whose class was registered as something that it does not compute.
+        ValueError: If a module does not compute what its class was registered as.
     """
     modules = dict(model.named_modules())
     owners = {id(owner) for owner in _owners_of_matrices(modules)}
-    found: dict[str, Storage | str] = {}
+    storages: dict[str, Storage | str] = {}
     for fqn, module in modules.items():
         storage = _storage(module, id(module) in owners)
         if storage is not None:
-            found[fqn] = storage
-    glus = [fqn for fqn, storage in found.items() if isinstance(storage, Glu)]
-    parts = {f"{fqn}.{child}" for fqn in glus for child in (found[fqn].activation,)}  # type: ignore[union-attr]
-    return {fqn: storage for fqn, storage in found.items() if fqn not in parts}
+            storages[fqn] = storage
+    glus = [fqn for fqn, storage in storages.items() if isinstance(storage, Glu)]
+    parts = {f"{fqn}.{child}" for fqn in glus for child in (storages[fqn].activation,)}  # type: ignore[union-attr]
+    return {fqn: storage for fqn, storage in storages.items() if fqn not in parts}
 
 
 def _storage(module: nn.Module, owns_matrices: bool) -> Storage | str | None:
     owner = original_class(module)
-    spec: Storage | None = _known(module)
+    spec: Storage | None = _detected_spec(module)
     if spec is None and owns_matrices:
         spec = Scoped()
     if spec is None:
-        if getattr(module, "inplace", False) and known(module) is not None:
-            return f"{owner.__name__} works in place: what it is given is gone"
+        if getattr(module, "inplace", False) and spec_of(module) is not None:
+            return f"{owner.__name__} works in place and overwrites its input"
         return _why_unknown(module, owner)
     if owner.__name__.startswith("FSDP"):
         return f"{owner.__name__} is sharded by fully_shard already: convert before sharding"
     if has_own_forward(module):
         return (
-            f"{owner.__name__} has a forward that was replaced on the instance (by a hook of accelerate, say), so it "
+            f"{owner.__name__} has a forward that was replaced on the instance (for example by accelerate), so it "
             "would not be used"
         )
     return spec
 
 
-def _known(module: nn.Module) -> Known | None:
-    """What a module is known to compute; an activation function only where it is one that can be stored."""
-    spec = known(module)
+def _detected_spec(module: nn.Module) -> ModuleSpec | None:
+    """Return the spec of a module with recognized code; for activation functions, only if they can be stored."""
+    spec = spec_of(module)
     if spec is None or (isinstance(spec, Activation) and activation_of(module) is None):
         return None
     if registered(original_class(module)):
-        from octavo.activations.verify import check_registered  # which few need
+        from octavo.activations.verify import check_registered  # rarely needed
 
         check_registered(module, spec)
     return spec
 
 
 def _why_unknown(module: nn.Module, owner: type) -> str | None:
-    """Why a module that is called like one that is known is not."""
+    """Return why a module whose name resembles a norm or an activation is not recognized."""
     name, simple = owner.__name__.lower(), next(module.children(), None) is None
     own = next(module.parameters(recurse=False), None) is not None
-    is_norm = own and any(part in name for part in _LIKE_NORMS)
-    if not simple or not (is_norm or (not own and any(part in name for part in _LIKE_ACTIVATIONS))):
+    is_norm = own and any(part in name for part in _NORM_NAMES)
+    if not simple or not (is_norm or (not own and any(part in name for part in _ACTIVATION_NAMES))):
         return None
     if any(part in name for part in ("batchnorm", "groupnorm", "instancenorm")):
         return None
     return (
-        f"{owner.__name__} has a forward that is not known here, so it keeps its own; octavo.nn.register says what it "
-        "computes"
+        f"{owner.__name__} has a forward that is not recognized, so it keeps its own; declare it with "
+        "octavo.nn.register"
     )
 
 
 def _owners_of_matrices(modules: dict[str, nn.Module]) -> Iterator[nn.Module]:
-    """Modules that are called and own matrices, directly or in containers, but for leaves that are one."""
+    """Yield modules that are called and own matrices, directly or in containers, except single linears and tables."""
     for fqn, module in modules.items():
-        if not _has_matrices(module) or isinstance(module, _LEFT_ALONE):
+        if not _has_matrices(module) or isinstance(module, _EXCLUDED):
             continue
         owner, name = module, fqn
         while name and (_is_leaf(owner) or isinstance(owner, _CONTAINERS)):
@@ -101,7 +101,7 @@ def _owners_of_matrices(modules: dict[str, nn.Module]) -> Iterator[nn.Module]:
             owner = modules[name]
         if isinstance(owner, _CONTAINERS) or _is_leaf(owner) or find_stacks(owner):
             continue
-        if _known(owner) is None and not isinstance(owner, _LEFT_ALONE):
+        if _detected_spec(owner) is None and not isinstance(owner, _EXCLUDED):
             yield owner
 
 
@@ -110,6 +110,6 @@ def _has_matrices(module: nn.Module) -> bool:
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    """Whether a module is a linear or a convolution, which saves what one operation saves."""
+    """Return whether a module is a linear or a convolution, i.e. a single operation."""
     kinds = (nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.Embedding)
     return isinstance(module, kinds) or original_class(module).__name__ == "Conv1D"

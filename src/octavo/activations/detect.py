@@ -1,12 +1,12 @@
 """Detect norms, gated MLPs and activation functions by the code of their `forward`.
 
-    known(LlamaRMSNorm)    Norm(weight="weight", eps="variance_epsilon")
-    known(LlamaMLP)        Glu(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
+    spec_of(LlamaRMSNorm)    Norm(weight="weight", eps="variance_epsilon")
+    spec_of(LlamaMLP)        Glu(gate="gate_proj", up="up_proj", down="down_proj", activation="act_fn")
 
 The formula of a class (`octavo.activations.formulas`) is compared with the formulas of the methods below, up to the
-names of attributes. Class names do not count, and nothing is run: a module that computes one of these on some inputs
-only, or has a side effect, has another formula. The result says which attribute plays which role. The attributes
-themselves (weights, epsilon, children, flags) are read whenever the module is called.
+names of attributes. Class names do not matter, and nothing is run: a module that computes one of these on some inputs
+only, or has a side effect, has another formula. The result names the attribute of each role. The attributes (weights,
+epsilon, children, flags) are read at each call of the module.
 
 `octavo.nn.register(MyNorm, Norm(...))` declares what another class computes. When a model is converted, each module of
 a registered class is compared with its declaration, outputs and gradients (`octavo.activations.verify`).
@@ -26,10 +26,10 @@ from torch import nn
 from octavo.activations.formulas import Expression, Formula, formula_of, formula_of_method, matches
 
 GLU_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-"""Gates that have a kernel."""
+"""Gate activations that have a kernel."""
 ACTIVATIONS = (*GLU_ACTIVATIONS, "quick_gelu")
 ORIGINAL = "octavo_original"
-"""Attribute of the class of a converted module: the class that it was."""
+"""Attribute of the class of a converted module: its original class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class Norm:
     """A norm over the last dimension. Names are those of attributes of the module.
 
     Attributes:
-        weight: Name of the weight [K]; None where there is none.
-        bias: Name of the bias [K]; None where there is none.
-        eps: Name of what is added to the mean square or the variance, or the number itself.
+        weight: Name of the weight [K]; None for none.
+        bias: Name of the bias [K]; None for none.
+        eps: Name of the epsilon added to the mean square or the variance, or its value.
         offset: Multiplies by 1 + weight.
-        center: Takes the mean away first (layer norm).
+        center: Subtracts the mean first (layer norm).
     """
 
     kind = "norm"
@@ -58,10 +58,10 @@ class Glu:
 
     Attributes:
         gate: The gate projection, or the one that computes gate and up in one product.
-        up: The up projection; None where `gate` computes both, [gate, up] side by side.
+        up: The up projection; None if `gate` computes both, [gate, up] side by side.
         down: The down projection.
-        activation: The attribute that holds the activation function, a module or a function; None where none does.
-        function: Else the name of the function: `"silu"`, `"gelu"` or `"gelu_tanh"`.
+        activation: The attribute that holds the activation function, a module or a function; or None.
+        function: Otherwise the name of the function: `"silu"`, `"gelu"` or `"gelu_tanh"`.
         up_first: Whether up is called before gate, or is the first half of a joint product.
     """
 
@@ -79,8 +79,8 @@ class Activation:
     """An activation function of one tensor.
 
     Attributes:
-        function: `"silu"`, `"gelu"`, `"gelu_tanh"` or `"quick_gelu"`; None where an attribute of the module says.
-        attribute: That attribute: a function, or PyTorch's name of an approximation.
+        function: `"silu"`, `"gelu"`, `"gelu_tanh"` or `"quick_gelu"`; None if `attribute` determines it.
+        attribute: Attribute of the module: a function, or PyTorch's name of an approximation.
     """
 
     kind = "activation"
@@ -88,11 +88,11 @@ class Activation:
     attribute: str | None = None
 
 
-Known = Norm | Glu | Activation
+ModuleSpec = Norm | Glu | Activation
 
 
 class _Norms:
-    """What known norms compute."""
+    """Forward methods of known norms."""
 
     weight: Any
     bias: Any
@@ -154,11 +154,11 @@ _NORMS: dict[str, dict[str, Any]] = {
     "t5": {},
     "cohere": {"center": True},
 }
-"""What each method of `_Norms` is, beyond the defaults of `Norm`."""
+"""Fields of `Norm` for each method of `_Norms`, if not the defaults."""
 
 
 class _Glus:
-    """What known gated MLPs compute."""
+    """Forward methods of known gated MLPs."""
 
     gate: Any
     up: Any
@@ -184,7 +184,7 @@ class _Glus:
 
 
 class _Activations:
-    """What known activation functions compute."""
+    """Forward methods of known activation functions."""
 
     act: Any
     inplace: Any
@@ -215,25 +215,25 @@ class _Activations:
         return x * torch.sigmoid(1.702 * x)
 
 
-_HELD: dict[Any, str] = {F.silu: "silu", F.gelu: "gelu"}
-"""Functions that a module may hold as its activation."""
-_REGISTERED: "weakref.WeakKeyDictionary[type, tuple[Known, Formula]]" = weakref.WeakKeyDictionary()
+_FUNCTION_NAMES: dict[Any, str] = {F.silu: "silu", F.gelu: "gelu"}
+"""Functions that a module may store as its activation."""
+_REGISTERED: "weakref.WeakKeyDictionary[type, tuple[ModuleSpec, Formula]]" = weakref.WeakKeyDictionary()
 
 
-def register(owner: type[nn.Module], computes: Known) -> None:
-    """Say what the modules of a class compute, so that they can store their activations in FP8.
+def register(owner: type[nn.Module], computes: ModuleSpec) -> None:
+    """Declare what the modules of a class compute, so that they can store their activations in FP8.
 
-    For classes whose code is not recognized. `octavo.convert` compares each module of the class with what it is said to
-    compute, outputs and every gradient, and raises ValueError where they differ. A module whose class has got another
-    `forward` since keeps to its own.
+    For classes whose code is not recognized. `octavo.convert` compares outputs and every gradient of each module of the
+    class with the declaration, and raises ValueError if they differ. If the class gets another `forward` later, its
+    modules run that one.
 
     Args:
         owner: A module class.
         computes: A `Norm`, `Glu` or `Activation`, with the names of the attributes that play each role.
 
     Raises:
-        TypeError: If `owner` is not a module class, or `computes` is none of the three.
-        ValueError: If `owner` has no `forward` of its own, or an activation has a name that is not known.
+        TypeError: If `owner` is not a module class, or `computes` is not one of the three.
+        ValueError: If `owner` has no `forward` of its own, or the name of an activation is unknown.
 
     Example:
         >>> import octavo, torch
@@ -251,7 +251,7 @@ def register(owner: type[nn.Module], computes: Known) -> None:
         raise TypeError(f"register takes an octavo.nn.Norm, Glu or Activation; got {computes!r}")
     function = getattr(computes, "function", None)
     if function is not None and function not in ACTIVATIONS:
-        raise ValueError(f"register: {function!r} is no activation known here; those are {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"register: {function!r} is not a known activation; known are {', '.join(ACTIVATIONS)}")
     forward = owner.forward
     if not isinstance(forward, FunctionType) or forward is nn.Module.__dict__.get("forward"):
         raise ValueError(f"register: {owner.__name__} has no forward that is written in Python")
@@ -259,24 +259,24 @@ def register(owner: type[nn.Module], computes: Known) -> None:
 
 
 def registered(owner: type) -> bool:
-    """Whether a class is known because it was registered."""
+    """Return whether a class was registered."""
     return owner in _REGISTERED
 
 
 def original_class(module: nn.Module) -> Any:
-    """The class of a module, or the one that it had before it was converted to store its activations."""
+    """Return the class of a module before conversion."""
     return getattr(type(module), ORIGINAL, type(module))
 
 
-def known(module: nn.Module) -> Known | None:
-    """What a module computes, by the code of its class as it is now; None where that is not known."""
+def spec_of(module: nn.Module) -> ModuleSpec | None:
+    """Return what a module computes, by the current code of its class; None if unknown."""
     owner = original_class(module)
-    spec, formula = _REGISTERED.get(owner) or _known(owner)
+    spec, formula = _REGISTERED.get(owner) or _detected_spec(owner)
     return spec if formula is not None and formula.holds(owner, module) and is_called_plainly(owner) else None
 
 
 def is_called_plainly(owner: Any) -> bool:
-    """Whether calling a module of a class calls its `forward`, and its attributes are what they seem."""
+    """Return whether calling a module of a class calls its `forward`, and attribute access is that of `nn.Module`."""
     plain = nn.Module
     return (
         owner.__call__ is plain.__call__
@@ -287,10 +287,10 @@ def is_called_plainly(owner: Any) -> bool:
 
 
 def activation_of(module: Any) -> str | None:
-    """The name in `ACTIVATIONS` of a function, or of what a module computes when it is called; None for others."""
+    """Return the name in `ACTIVATIONS` of a function, or of what a module computes; None for others."""
     if not isinstance(module, nn.Module):
-        return _held(module)
-    spec = known(module)
+        return _function_name(module)
+    spec = spec_of(module)
     if not isinstance(spec, Activation) or getattr(module, "inplace", False):
         return None
     if spec.attribute is None:
@@ -303,19 +303,19 @@ def activation_of(module: Any) -> str | None:
         name, formula = _method(owner, value.__func__.__name__)
         fresh = formula is not None and formula.functions[0][1] is value.__func__ and formula.holds(owner, module)
         return name if fresh else None
-    return _held(value)
+    return _function_name(value)
 
 
-def _held(function: Any) -> str | None:
-    """The name of a function that is used as it is."""
+def _function_name(function: Any) -> str | None:
+    """Return the name of a known activation function, or None."""
     if isinstance(function, partial):
         tanh = function.func is F.gelu and not function.args and function.keywords == {"approximate": "tanh"}
         return "gelu_tanh" if tanh else None
-    return _HELD.get(function) if isinstance(function, FunctionType | BuiltinFunctionType) else None
+    return _FUNCTION_NAMES.get(function) if isinstance(function, FunctionType | BuiltinFunctionType) else None
 
 
 @cache
-def _known(owner: Any) -> tuple[Known | None, Formula | None]:
+def _detected_spec(owner: Any) -> tuple[ModuleSpec | None, Formula | None]:
     formula = formula_of(owner)
     expression = None if formula is None else formula.expression
     for spec, pattern in _patterns():
@@ -328,7 +328,7 @@ def _known(owner: Any) -> tuple[Known | None, Formula | None]:
 
 @cache
 def _method(owner: Any, method: str) -> tuple[str | None, Formula | None]:
-    """The name of the activation that a method of a class computes, and its formula."""
+    """Return the name of the activation that a method of a class computes, and its formula."""
     formula = formula_of_method(owner, method)
     expression = None if formula is None else formula.expression
     return next(
@@ -343,7 +343,7 @@ def _pattern(owner: type, method: str) -> Expression:
 
 @cache
 def _patterns() -> list[tuple[Any, Expression]]:
-    """Functions that make a spec of the names of attributes, and the expressions for which they do."""
+    """Return pairs: a function that makes a spec from names of attributes, and its expression."""
     norms = [(partial(_norm, fields), _pattern(_Norms, name)) for name, fields in _NORMS.items()]
     glus = [
         (partial(_glu, {}), "gate_times_up"),

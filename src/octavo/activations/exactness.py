@@ -1,7 +1,7 @@
-"""Exactness: which saved tensors may be rounded to FP8, by the operation that saves them.
+"""Decide which saved tensors may be rounded to FP8, by the operation that saves them.
 
-A tensor stays exact unless its operation is listed here. The list has only operations whose gradients are
-well-conditioned in the tensor: a relative error of 2⁻⁴ of an element changes its contribution by no more than that.
+A tensor stays exact unless its operation is listed here. The listed operations have gradients that are
+well-conditioned in the tensor: a relative error of 2⁻⁴ in an element changes its contribution by at most 2⁻⁴.
 
     product with a weight      Y = X Wᵀ       ∂W = Gᵀ X          X of a linear, a convolution or experts; not of
                                                                  learned queries, whose scores a softmax takes
@@ -10,7 +10,7 @@ well-conditioned in the tensor: a relative error of 2⁻⁴ of an element change
     silu, gelu                 y = f(x)       ∂x = g·f'(x)       x: f' is smooth, and f' of the rounded x is within
                                                                  2⁻⁴·|x|·|f''| of f'(x)
 
-Rounding was measured to be wrong for these, which are not in the list: q, k, v and the output of attention (backward
+Measurements rule out rounding for these, which are not in the list: q, k, v and the output of attention (backward
 combines them with softmax statistics of the unrounded ones, so the error grows exponentially with the scores); results
 of sigmoid, tanh, exp, softmax, log_softmax and logsumexp (their derivatives are differences of nearly equal numbers);
 operands of products of two activations (a common offset of the keys cancels in the gradient, its rounding does not);
@@ -25,7 +25,7 @@ from torch import Tensor
 from octavo.activations.autograd_graph import kind_of, parameters_of, producer
 
 _ACTIVATIONS = frozenset("Elu Gelu HardSigmoid Hardswish LeakyRelu Mish Relu Sigmoid Silu Softplus Tanh".split())
-"""Operations whose result is taken for the gate in a product of two activations."""
+"""Operations whose result counts as the gate in a product of two activations."""
 _OWN_ACTIVATION = "_ActivationFunctionBackward"
 _PRODUCTS = {
     "Addmm": {"mat1": 2, "mat2": 1},
@@ -37,20 +37,20 @@ _PRODUCTS = {
     "MkldnnLinear": {"self": 1},
     "Mm": {"self": 1, "mat2": 0},
 }
-"""For each operand of a product that is saved, which of the inputs that need gradients is the other one."""
+"""For each saved operand of a product: the index of the other operand in `next_functions`."""
 _INPUTS = {"Gelu": ("self",), "Silu": ("self",)}
 
 
 def may_be_rounded(
     node: Any, own: Collection[int], is_weight: Callable[[Tensor], bool], saved: Callable[[str], Tensor | None]
 ) -> Iterator[str]:
-    """Names of the tensors saved by a node that may be rounded to FP8.
+    """Yield names of the tensors saved by a node that may be rounded to FP8.
 
     Args:
-        node: Of the autograd graph.
-        own: Identities of leaves that are parameters whatever their class.
-        is_weight: Whether a parameter is one whose products may round their inputs.
-        saved: Returns the tensor that the node saved under a name, or None where it is not known.
+        node: A node of the autograd graph.
+        own: Identities of leaves that count as parameters whatever their class.
+        is_weight: Whether products with a parameter may round their inputs.
+        saved: Returns the tensor that the node saved under a name, or None if unknown.
     """
     kind = kind_of(node)
     yield from _INPUTS.get(kind or "", ())

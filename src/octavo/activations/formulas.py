@@ -1,4 +1,4 @@
-"""Formulas: what a `forward` computes, read from its code.
+"""Read what a `forward` computes from its code, as a formula.
 
     formula_of(LlamaMLP).expression    ("call", ("attr", "down_proj"), (("*", ("call", ("attr", "act_fn"), …), …),), ())
 
@@ -26,14 +26,14 @@ import torch
 from torch import nn
 
 Expression = Any
-"""Nested tuples, of an operator or kind first and its operands behind it."""
+"""Nested tuples: an operator or kind, then its operands."""
 
 _OPERATORS: dict[type, str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**", ast.USub: "neg", ast.In: "in",
     ast.MatMult: "@", ast.Is: "is", ast.IsNot: "is not",
 }  # fmt: skip
 _DEPTH = 3
-"""How far methods that call methods are followed."""
+"""Maximum depth of method calls to inline."""
 
 
 class _Unknown(Exception):
@@ -47,8 +47,8 @@ class Formula:
     Attributes:
         expression: Result in terms of `("argument", index)` and `("attr", name)`, attributes of the module; and
             all calls, in order.
-        functions: The functions that were read: name in the class, function, and its code.
-        outside: What they name: a namespace, a name in it, and its value.
+        functions: The functions read: name in the class, function, and its code.
+        outside: Global names that they use: a namespace, a name in it, and its value.
     """
 
     expression: Expression
@@ -56,8 +56,8 @@ class Formula:
     outside: tuple[tuple[dict[str, Any], str, Any], ...] = ()
 
     def holds(self, owner: type, module: nn.Module) -> bool:
-        """Whether the class still has these functions, and the module has none of its own in their place, but for
-        `forward`: one that the module has of its own has called this one.
+        """Return whether the class still has these functions and the module does not override them. `forward` may be
+        overridden: the override has called this one.
         """
         own = vars(module)
         return all(
@@ -68,12 +68,12 @@ class Formula:
 
 
 def formula_of(owner: type) -> Formula | None:
-    """The formula of the `forward` of a module class, or None where it has none."""
+    """Return the formula of the `forward` of a module class, or None."""
     return formula_of_method(owner, "forward")
 
 
 def formula_of_method(owner: type, method: str) -> Formula | None:
-    """The formula of a method of a class, or None where it has none."""
+    """Return the formula of a method of a class, or None."""
     reader = _Reader(owner)
     try:
         result = reader.call(method, None, _DEPTH)
@@ -83,9 +83,7 @@ def formula_of_method(owner: type, method: str) -> Formula | None:
 
 
 def matches(pattern: Expression, expression: Expression, names: dict[str, str]) -> bool:
-    """Whether two expressions are equal but for the names of attributes; `names` receives pattern name → actual name,
-    each once.
-    """
+    """Return whether two expressions are equal up to names of attributes; add pattern name → actual name to `names`."""
     if isinstance(pattern, tuple) and isinstance(expression, tuple):
         if pattern[:1] == ("attr",) == expression[:1]:
             if pattern[1] in names:
@@ -110,7 +108,7 @@ class _Reader:
         self.calls: list[Expression] = []
 
     def call(self, name: str, arguments: list[Expression] | None, depth: int) -> Expression:
-        """The result of a method; of symbols where no arguments are given."""
+        """Return the result of a method; without arguments, as a function of symbols."""
         function = inspect.getattr_static(self.owner, name, None)
         if depth == 0 or not isinstance(function, FunctionType):
             raise _Unknown
@@ -132,7 +130,7 @@ class _Body:
         self.reader, self.outside, self.scope, self.depth = reader, outside, scope, depth
 
     def run(self, body: list[ast.stmt]) -> Expression:
-        """What the statements return: the last of them, and conditions that do nothing but return."""
+        """Return the value of the statements: a final return, and early returns under a condition."""
         for index, statement in enumerate(body):
             if isinstance(statement, ast.Return) and statement.value is not None and index == len(body) - 1:
                 return self.value(statement.value)
@@ -163,7 +161,7 @@ class _Body:
                 raise _Unknown
 
     def bind(self, target: ast.expr, value: Expression) -> None:
-        """Assign to a name, or the parts of a value to some."""
+        """Assign a value to a name, or its parts to a tuple of names."""
         if isinstance(target, ast.Name):
             self.scope[target.id] = value
         elif isinstance(target, ast.Tuple):
@@ -173,7 +171,7 @@ class _Body:
             raise _Unknown
 
     def value(self, node: ast.expr) -> Expression:
-        """The expression of an expression."""
+        """Return the expression of an AST node."""
         if isinstance(node, ast.Constant):
             return ("constant", node.value)
         if isinstance(node, ast.Name):
@@ -193,18 +191,18 @@ class _Body:
         raise _Unknown
 
     def named(self, name: str) -> Any:
-        """What a global name stands for."""
+        """Return the value of a global name."""
         return self.read(self.outside, name)
 
     def read(self, space: dict[str, Any], name: str) -> Any:
-        """A value of a namespace, which `Formula.holds` looks at again."""
+        """Return a value of a namespace, and record it for `Formula.holds`."""
         if name not in space:
             raise _Unknown
         self.reader.outside.append((space, name, space[name]))
         return space[name]
 
     def attribute(self, owner: Expression, name: str) -> Expression:
-        """An attribute of the module, of a value, or of something global."""
+        """Return an attribute of the module, of a value, or of a global."""
         if owner == ("self",):
             return ("attr", name)
         if owner[0] == "outside":
@@ -214,7 +212,7 @@ class _Body:
         return ("get", name, owner)
 
     def called(self, node: ast.Call) -> Expression:
-        """A call of a method of the module, of a value's method, or of something global or a child."""
+        """Return a call of a method of the module or of a value, of a child, or of a global."""
         if any(keyword.arg is None for keyword in node.keywords):
             raise _Unknown
         arguments = [self.value(argument) for argument in node.args]
@@ -231,13 +229,13 @@ class _Body:
         return self.recorded(("call", self.value(node.func), tuple(arguments), keywords))
 
     def recorded(self, call: Expression) -> Expression:
-        """A call, written down in its order."""
+        """Append a call to the list of calls, and return it."""
         self.reader.calls.append(call)
         return call
 
 
 def _method(name: str, owner: Expression, arguments: list[Expression], keywords: Any) -> Expression:
-    """A call of a tensor's method, in one of several ways to write it."""
+    """Return a call of a tensor's method, in a canonical form."""
     if name == "float" and not arguments and not keywords:
         name, arguments = "to", [("outside", torch.float32)]
     elif name == "type_as" and len(arguments) == 1 and not keywords:
@@ -246,7 +244,7 @@ def _method(name: str, owner: Expression, arguments: list[Expression], keywords:
 
 
 def _definition(function: FunctionType) -> ast.FunctionDef:
-    """The definition from which a function was made; raises where that cannot be shown."""
+    """Return the AST of a function; raise _Unknown unless its code matches."""
     code = function.__code__
     if function.__closure__ or function.__defaults__ or function.__kwdefaults__:
         raise _Unknown
@@ -263,8 +261,8 @@ def _definition(function: FunctionType) -> ast.FunctionDef:
 
 @lru_cache(maxsize=64)
 def _definitions(source: str) -> dict[tuple[int, str], tuple[ast.FunctionDef, CodeType]]:
-    """The functions of a file by first line and name, as text and as code. The file is compiled as a whole, because
-    what is imported in it changes how its functions are compiled.
+    """Return the functions of a file by first line and name, as AST and code. Compiles the whole file, because its
+    imports change how its functions are compiled.
     """
     try:
         tree = ast.parse(source)
@@ -272,16 +270,16 @@ def _definitions(source: str) -> dict[tuple[int, str], tuple[ast.FunctionDef, Co
     except (SyntaxError, ValueError):
         return {}
     texts = {(node.lineno, node.name): node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    found = {}
+    definitions = {}
     while waiting:
         code = waiting.pop()
         waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         key = code.co_firstlineno, code.co_name
         if key in texts:
-            found[key] = texts[key], code
-    return found
+            definitions[key] = texts[key], code
+    return definitions
 
 
 def _body(code: CodeType) -> Any:
-    """What a code object does, without where it was written."""
+    """Return the contents of a code object without its location."""
     return code.co_name, code.co_code, code.co_consts, code.co_names, code.co_varnames, code.co_freevars

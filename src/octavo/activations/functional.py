@@ -31,11 +31,11 @@ from octavo.runtime.torch_compat import explain_freed_nodes, in_backward
 from octavo.tensor import ScaledTensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
-"""What has an FP8 form."""
+"""Dtypes that can be quantized to FP8."""
 
 
 class _NormRematerializer(Rematerializer):
-    """From data, scale, weight and bias (or None)."""
+    """Recomputes y from data, scale, weight and bias (or None)."""
 
     def __init__(self, dtype: torch.dtype, norm: Norm, eps: float) -> None:
         super().__init__(dtype)
@@ -54,12 +54,12 @@ class _NormRematerializer(Rematerializer):
         return self.normed(tensors, spec, order).quantized
 
     def statistics(self, tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
-        """Rstd and mean of the stored input, as the last that computed them found them."""
+        """Return rstd and mean of the stored input, cached if computed before."""
         normed = self._memo.get("normed") or self.normed(tensors)
         return normed.rstd, normed.mean
 
     def normed(self, tensors: Sequence[Any], spec: QuantSpec | None = None, order: str = "rows") -> Any:
-        """What the op returns for the stored input."""
+        """Return the result of the op for the stored input."""
         normed = self._normed(tensors, spec, order)
         if in_backward():
             self._memo["normed"] = replace(normed, y=None, quantized=None)
@@ -73,7 +73,7 @@ class _NormRematerializer(Rematerializer):
 
 
 class _GluRematerializer(Rematerializer):
-    """From data and scale of gate, without its bias, then of up; and that bias, or None."""
+    """Recomputes h from data and scale of gate (without its bias) and up, and the bias or None."""
 
     def __init__(self, dtype: torch.dtype, activation: str) -> None:
         super().__init__(dtype)
@@ -98,7 +98,7 @@ class _GluRematerializer(Rematerializer):
 
 
 class _ActivationRematerializer(Rematerializer):
-    """From data and scale of its input."""
+    """Recomputes act(x) from data and scale of x."""
 
     def __init__(self, dtype: torch.dtype, activation: str) -> None:
         super().__init__(dtype)
@@ -110,7 +110,7 @@ class _ActivationRematerializer(Rematerializer):
 
 @explain_freed_nodes
 class _NormFunction(torch.autograd.Function):
-    """y [..., K] of x [..., K], which is given; and the stored form of x, or of x - mean if the mean is taken away."""
+    """Returns y [..., K], computed by the caller, and FP8 data and scale of x [..., K] (x - mean for a layer norm)."""
 
     @staticmethod
     def forward(
@@ -140,7 +140,7 @@ class _NormFunction(torch.autograd.Function):
 
 
 class _GluFunction(torch.autograd.Function):
-    """h [..., N] of gate and up, which is given, and whose stored forms arrive with them."""
+    """Returns h [..., N], computed by the caller, and saves FP8 gate and up, quantized by the caller."""
 
     @staticmethod
     def forward(
@@ -161,7 +161,7 @@ class _GluFunction(torch.autograd.Function):
 
 
 class _JointGluFunction(torch.autograd.Function):
-    """The same of [gate, up] side by side, [..., 2N]; its gradient is one tensor as well."""
+    """`_GluFunction` for [gate, up] in one tensor [..., 2N], with one gradient."""
 
     @staticmethod
     def forward(
@@ -186,7 +186,7 @@ class _JointGluFunction(torch.autograd.Function):
 
 
 class _ActivationFunction(torch.autograd.Function):
-    """act(x) of x [..., N], which is given, and whose stored form arrives with it."""
+    """Returns act(x) [..., N], computed by the caller, and saves FP8 x, quantized by the caller."""
 
     @staticmethod
     def forward(
@@ -208,14 +208,14 @@ class _ActivationFunction(torch.autograd.Function):
 def stored_norm(
     x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, norm: Norm
 ) -> Tensor:
-    """A norm over the last dimension of x [..., K] that keeps x, or x - mean, in FP8 for backward.
+    """Return a norm y of x [..., K] over the last dimension, with x or x - mean saved in FP8 for backward.
 
     Args:
         x: [..., K], float32, bfloat16 or float16.
         y: Its result [..., K], without a gradient.
         weight: [K], of y's dtype or float32; None for none.
         bias: [K], of weight's dtype; None for none.
-        eps: Added to the mean square or variance; None is what PyTorch adds then, the smallest step at 1 of float32.
+        eps: Added to the mean square or variance; None for PyTorch's default, the machine epsilon of float32.
         norm: Which norm it is.
     """
     eps = torch.finfo(torch.float32).eps if eps is None else eps
@@ -229,14 +229,14 @@ def stored_norm(
 
 
 def stored_glu(gate: Tensor, up: Tensor, h: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
-    """act(gate) · up, of [..., N] each, that keeps both in FP8 for backward.
+    """Return h = act(gate) · up [..., N], with gate and up saved in FP8 for backward.
 
     Args:
         gate: [..., N], float32, bfloat16 or float16.
         up: [..., N], of gate's dtype.
         h: Their product, without a gradient.
         activation: `"silu"`, `"gelu"` or `"gelu_tanh"`.
-        bias: [N], of the projection that made gate, which is stored without it.
+        bias: [N] of the gate projection; subtracted before gate is stored.
     """
     tensors, rematerializer = _stored_gate(_matrix(gate), _matrix(up), bias), _GluRematerializer(gate.dtype, activation)
     out: Tensor = unhooked(_GluFunction.apply, gate, up, [h], rematerializer, *tensors)
@@ -246,7 +246,7 @@ def stored_glu(gate: Tensor, up: Tensor, h: Tensor, activation: str, bias: Tenso
 
 
 def stored_joint_glu(both: Tensor, h: Tensor, activation: str, gate_first: bool, bias: Tensor | None = None) -> Tensor:
-    """`stored_glu` of the two halves of [..., 2N]; bias [2N]."""
+    """Apply `stored_glu` to the two halves of [..., 2N]; bias [2N]."""
     halves = _matrix(both.detach()).chunk(2, dim=1)
     gate, up = halves if gate_first else halves[::-1]
     half = None if bias is None else bias.chunk(2)[0 if gate_first else 1]
@@ -258,7 +258,7 @@ def stored_joint_glu(both: Tensor, h: Tensor, activation: str, gate_first: bool,
 
 
 def stored_activation(x: Tensor, y: Tensor, activation: str) -> Tensor:
-    """act(x) of x [..., N] that keeps x in FP8 for backward.
+    """Return y = act(x) [..., N], with x saved in FP8 for backward.
 
     Args:
         x: [..., N].
@@ -273,7 +273,7 @@ def stored_activation(x: Tensor, y: Tensor, activation: str) -> Tensor:
 
 
 def _stored_gate(gate_MN: Tensor, up_MN: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Stored forms of gate, without its bias, and up; and a copy of the bias."""
+    """Return FP8 data and scales of gate (without its bias) and up, and a copy of the bias."""
     bias = None if bias is None else bias.detach().to(gate_MN.dtype, copy=True)
     return (*stored(gate_MN if bias is None else gate_MN - bias), *stored(up_MN), bias)
 
@@ -291,7 +291,7 @@ def _activated(x: Tensor, activation: str) -> Tensor:
 
 
 def _activation_gradient(grad: Tensor, x: Tensor, activation: str) -> Tensor:
-    """Gradient of the activation at x [M,N], of the shape of its output's gradient [..., N]."""
+    """Return the gradient of the activation at x [M,N], with the shape of `grad` [..., N]."""
     x = x.reshape(grad.shape)
     if activation == "silu":
         return torch.ops.aten.silu_backward(grad, x)

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from octavo.activations.detect import GLU_ACTIVATIONS, ORIGINAL, Glu, Known, Norm, activation_of, known
+from octavo.activations.detect import GLU_ACTIVATIONS, ORIGINAL, Glu, ModuleSpec, Norm, activation_of, spec_of
 from octavo.activations.functional import FLOATING, stored_activation, stored_glu, stored_joint_glu, stored_norm
 from octavo.activations.saved_tensors import compressed, recording
 from octavo.runtime.swap import become
 
 STORAGE_ATTRIBUTE = "octavo_storage"
-"""Where a converted module has its `Norm`, `Glu`, `Activation` or `Scoped`."""
+"""Attribute of a converted module that holds its `Norm`, `Glu`, `Activation` or `Scoped`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,27 +39,27 @@ class Scoped:
     """A module that keeps its own forward, under saved-tensor hooks.
 
     Attributes:
-        exact: Names of its parts whose products keep their inputs as they are.
+        exact: Names of its parts whose products save their inputs unrounded.
     """
 
     kind = "scope"
     exact: tuple[str, ...] = ()
 
 
-Storage = Known | Scoped
+Storage = ModuleSpec | Scoped
 
 
 class StoringNorm(nn.Module):
-    """A norm over the last dimension that keeps its input in FP8."""
+    """A norm over the last dimension that saves its input in FP8."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original."""
+        """Compute the same as the original."""
         x, original = _only(args, kwargs), super().forward
-        norm = known(self) if recording() and _is_matrix(x) else None
+        norm = spec_of(self) if recording() and _is_matrix(x) else None
         if x is None or not isinstance(norm, Norm):
             return original(*args, **kwargs)
         names = [name for name in (norm.weight, norm.bias) if name is not None]
-        if not all(_has_parameter(self, name) for name in names):  # made by a parametrization, or no tensor at all
+        if not all(_has_parameter(self, name) for name in names):  # parametrized, or not a tensor
             return original(*args, **kwargs)
         weight, bias = (None if name is None else own_parameter(self, name) for name in (norm.weight, norm.bias))
         parameters = [p for p in (weight, bias) if p is not None]
@@ -77,28 +77,28 @@ class StoringNorm(nn.Module):
 
 
 class StoringGlu(nn.Module):
-    """A gated MLP that keeps gate and up in FP8 and recomputes their product."""
+    """A gated MLP that saves gate and up in FP8 and recomputes their product."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """down(act(gate(x)) · up(x)), as the original."""
-        x, glu = _only(args, kwargs), known(self) if recording() else None
+        """Compute down(act(gate(x)) · up(x)), the same as the original."""
+        x, glu = _only(args, kwargs), spec_of(self) if recording() else None
         function: Any = None
         if isinstance(glu, Glu):
             own = vars(self) | self._modules
             function = _FUNCTIONS[glu.function] if glu.function is not None else own.get(glu.activation or "")
             if not all(name in self._modules for name in (glu.gate, glu.up or glu.gate, glu.down)):
                 function = None  # computed where they are read
-        act = None if function is None or _observed(function) else activation_of(function)
+        act = None if function is None or _is_altered(function) else activation_of(function)
         if x is None or not isinstance(glu, Glu) or act not in GLU_ACTIVATIONS:
             return compressed(self, (), super().forward, *args, **kwargs)
         return compressed(self, (), _gated, self, glu, function, act, x)
 
 
 class StoringActivation(nn.Module):
-    """An activation that keeps its input in FP8."""
+    """An activation that saves its input in FP8."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original."""
+        """Compute the same as the original."""
         x, original = _only(args, kwargs), super().forward
         activation = activation_of(self) if recording() and _is_matrix(x) else None
         if x is None or activation is None or not x.requires_grad:
@@ -109,12 +109,12 @@ class StoringActivation(nn.Module):
 
 
 class StoringScope(nn.Module):
-    """A module whose operations keep what they save in FP8 where that is safe."""
+    """A module whose operations save tensors in FP8 where that is safe."""
 
     octavo_storage: Scoped
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The original, under hooks."""
+        """Run the original forward under hooks."""
         return compressed(self, self.octavo_storage.exact, super().forward, *args, **kwargs)
 
 
@@ -122,7 +122,7 @@ _FUNCTIONS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": parti
 
 
 def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> Any:
-    """A gated MLP, its children called in the order in which it calls them."""
+    """Compute a gated MLP; call its children in the original order."""
     down = getattr(module, glu.down)
     if glu.up is None:
         both = getattr(module, glu.gate)(x)
@@ -136,8 +136,8 @@ def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> A
     up = getattr(module, glu.up)(x) if glu.up_first else None
     gate = getattr(module, glu.gate)(x)
     up = getattr(module, glu.up)(x) if up is None else up
-    alike = gate.shape == up.shape and gate.dtype == up.dtype and _is_matrix(gate) and _is_matrix(up)
-    if not alike or not (gate.requires_grad or up.requires_grad):
+    same_kind = gate.shape == up.shape and gate.dtype == up.dtype and _is_matrix(gate) and _is_matrix(up)
+    if not same_kind or not (gate.requires_grad or up.requires_grad):
         return down(function(gate) * up)
     with torch.no_grad():
         h = function(gate) * up
@@ -145,7 +145,7 @@ def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> A
 
 
 def _bias(module: nn.Module, glu: Glu, gate: Tensor) -> Tensor | None:
-    """The bias of the gate projection, if it has one that fits; none that FSDP has sharded or freed again by now."""
+    """Return the bias of the gate projection, if it fits and FSDP has not sharded or freed it."""
     bias = own_parameter(getattr(module, glu.gate), "bias")
     if not isinstance(bias, Tensor) or bias.shape != gate.shape[-1:] or not _is_matrix(bias):
         return None
@@ -156,15 +156,15 @@ _MIXINS: dict[str, Any] = {"norm": StoringNorm, "glu": StoringGlu, "activation":
 
 
 def is_storing(module: nn.Module) -> bool:
-    """Whether this module, itself, stores its activations in FP8."""
+    """Return whether this module itself stores its activations in FP8."""
     return isinstance(module, StoringNorm | StoringGlu | StoringActivation | StoringScope)
 
 
 def storing_class(module: nn.Module, storage: Storage) -> type[nn.Module]:
-    """What a module becomes that stores its activations. Raises whatever making a subclass of its class raises."""
+    """Return the class of a module that stores its activations. Raises any error of making a subclass."""
     original: Any = type(module)
-    made: type[nn.Module] = mixed_class(_MIXINS.get(storage.kind, StoringScope), original)
-    return made
+    storing: type[nn.Module] = mixed_class(_MIXINS.get(storage.kind, StoringScope), original)
+    return storing
 
 
 def make_storing(module: nn.Module, storage: Storage) -> None:
@@ -180,9 +180,9 @@ def make_plain(module: nn.Module) -> None:
 
 @cache
 def mixed_class(*both: Any) -> Any:
-    """The class of a converted module, of what it does now and its class before. Copies and pickles name the two.
+    """Return the class of a converted module, with bases (mixin, original class). Copies and pickles refer to both.
 
-    Raises whatever making a subclass of the original raises, and TypeError where its objects cannot become of it.
+    Raises any error of making a subclass of the original, and TypeError if its objects cannot change to that class.
     """
     mixin, original = both
 
@@ -191,11 +191,11 @@ def mixed_class(*both: Any) -> Any:
 
     members = {ORIGINAL: original, "__reduce_ex__": reduce, "__module__": __name__, "__doc__": original.__doc__}
     prefix = "Storing" if mixin.__module__ == __name__ else "FP8"
-    made: Any = type(f"{prefix}{original.__name__}", both, members)
-    if made.__bases__ != both or made.forward is not mixin.forward:  # by its metaclass, or __init_subclass__
+    mixed: Any = type(f"{prefix}{original.__name__}", both, members)
+    if mixed.__bases__ != both or mixed.forward is not mixin.forward:  # by its metaclass, or __init_subclass__
         raise TypeError(f"a subclass of {original.__name__} is not made as Python makes one")
-    become(object.__new__(original), made)
-    return made
+    become(object.__new__(original), mixed)
+    return mixed
 
 
 def _blank(mixin: Any, original: Any) -> nn.Module:
@@ -205,18 +205,18 @@ def _blank(mixin: Any, original: Any) -> nn.Module:
 
 
 def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor that a module was called with, if that was all."""
-    given = (*args, *kwargs.values())
-    return given[0] if len(given) == 1 and isinstance(given[0], Tensor) else None
+    """Return the tensor that a module was called with, if it is the only argument."""
+    values = (*args, *kwargs.values())
+    return values[0] if len(values) == 1 and isinstance(values[0], Tensor) else None
 
 
 def _is_matrix(x: Tensor | None) -> bool:
-    """Whether a tensor is one that our ops take: no DTensor, for one."""
+    """Return whether Octavo's ops take a tensor (not a DTensor, for example)."""
     return x is not None and x.dtype in FLOATING and x.ndim > 0 and not is_traceable_wrapper_subclass(x)
 
 
 def own_parameter(module: nn.Module, name: str) -> Tensor | None:
-    """A parameter of a module, or the plain tensor that FSDP1 puts in its place; none that is computed when read."""
+    """Return a parameter of a module, or the plain tensor that FSDP1 puts in its place; not a parametrized one."""
     value = module._parameters.get(name, vars(module).get(name))
     return value if isinstance(value, Tensor) else None
 
@@ -226,18 +226,16 @@ def _has_parameter(module: nn.Module, name: str) -> bool:
 
 
 def _plain_attribute(module: nn.Module, name: str) -> Any:
-    """An attribute that is the same whenever it is read: no property."""
+    """Return an attribute that is not a property."""
     return vars(module)[name] if name in vars(module) else getattr(type(module), name, "")
 
 
 _OBSERVERS = ("octavo.", "torch.utils.module_tracker", "torch.distributed._tools", "torch.profiler")
-"""Modules whose hooks only look on."""
+"""Modules whose hooks only observe."""
 
 
-def _observed(module: Any) -> bool:
-    """Whether a module's result may be another than its code says, or its gradient: by its hooks, those of all modules,
-    or a `forward` of its own.
-    """
+def _is_altered(module: Any) -> bool:
+    """Return whether a module's hooks, global hooks or a replaced `forward` may change its result or gradient."""
     if not isinstance(module, nn.Module):
         return False
     hooks = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
@@ -257,6 +255,6 @@ def _alters(hook: Any) -> bool:
 
 
 def _over_last_dimension(module: nn.Module, x: Tensor) -> bool:
-    """Whether PyTorch's own norms are over the last dimension alone; others always are."""
+    """Return whether a norm is over the last dimension alone; only PyTorch's own norms may not be."""
     shape = getattr(module, "normalized_shape", None)
     return shape is None or tuple(shape) == tuple(x.shape[-1:])

@@ -111,20 +111,20 @@ class Rematerializer:
 
 
 class ExactMatrix(Rematerializer):
-    """A tensor that is saved as it is. It caches nothing, because nothing would clear the cache."""
+    """A tensor that is saved unchanged. Caches nothing, because nothing would clear the cache."""
 
     def matrix(self, tensors: Sequence[Any]) -> Tensor:
-        """As `Rematerializer.matrix`."""
+        """See `Rematerializer.matrix`."""
         x: Tensor = tensors[0]
         return x
 
     def quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int) -> ScaledTensor:
-        """As `Rematerializer.quantized`."""
+        """See `Rematerializer.quantized`."""
         return quantize(tensors[0].reshape(-1, columns), spec, order=order)  # type: ignore[arg-type]
 
 
 class Recomputable(NamedTuple):
-    """What to save in the place of a tensor, and how to recompute the tensor from it."""
+    """Tensors to save instead of a tensor, and how to recompute it from them."""
 
     tensors: tuple[Tensor | None, ...]
     rematerializer: Rematerializer
@@ -134,7 +134,7 @@ class _Entry(NamedTuple):
     owner: weakref.ref[Any]
     around: Any
     state: tuple[Any, ...]
-    source: Recomputable
+    recomputable: Recomputable
 
 
 class RecomputableTensors:
@@ -143,12 +143,12 @@ class RecomputableTensors:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
-    def add(self, y: Tensor, source: Recomputable, around: Any) -> None:
+    def add(self, y: Tensor, recomputable: Recomputable, around: Any) -> None:
         """Register a contiguous tensor that autograd made, if it did, under the saved-tensor hooks `around`."""
         if y.grad_fn is not None and not torch.is_inference_mode_enabled():
-            self.add_recomputed(y, source, around)
+            self.add_recomputed(y, recomputable, around)
 
-    def add_recomputed(self, y: Tensor, source: Recomputable, around: Any = None) -> None:
+    def add_recomputed(self, y: Tensor, recomputable: Recomputable, around: Any = None) -> None:
         """Register a contiguous tensor that was itself recomputed."""
         key = _storage(y)
 
@@ -157,7 +157,7 @@ class RecomputableTensors:
             if entry is not None and entry.owner is dead:
                 del self._entries[key]
 
-        self._entries[key] = _Entry(weakref.ref(y.untyped_storage(), remove), around, _state(y), source)
+        self._entries[key] = _Entry(weakref.ref(y.untyped_storage(), remove), around, _state(y), recomputable)
 
     def find(self, x: Tensor, around: Any) -> Recomputable | None:
         """Find what a registered tensor, or a view with all of its elements in order, is recomputed from.
@@ -172,7 +172,7 @@ class RecomputableTensors:
             return None
         if entry.state != _state(x) or not x.is_contiguous():
             return None
-        return entry.source
+        return entry.recomputable
 
 
 def _storage(x: Tensor) -> int:

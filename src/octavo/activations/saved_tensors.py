@@ -224,9 +224,11 @@ class Scope:
         for saved in self._pending:
             tensor, key = saved.tensor, keys[id(saved)]
             assert tensor is not None
-            source = None if key in exact else RECOMPUTABLE.find(tensor, _pack_of(self._around))
-            if source is not None:
-                saved.decide(Held(source.tensors, self._around), _Recompute(source.rematerializer, tensor.shape))
+            recomputable = None if key in exact else RECOMPUTABLE.find(tensor, _pack_of(self._around))
+            if recomputable is not None:
+                saved.decide(
+                    Held(recomputable.tensors, self._around), _Recompute(recomputable.rematerializer, tensor.shape)
+                )
             elif key in exact:
                 saved.keep(self._around)
             else:
@@ -259,14 +261,14 @@ class Scope:
 class _Recompute:
     """Recomputes a tensor and registers the result, because checkpointing may repeat a part of forward."""
 
-    __slots__ = ("_remake", "_size")
+    __slots__ = ("_rematerializer", "_size")
 
     def __init__(self, rematerializer: Rematerializer, size: torch.Size) -> None:
-        self._remake, self._size = rematerializer, size
+        self._rematerializer, self._size = rematerializer, size
 
     def __call__(self, tensors: list[Any]) -> Tensor:
-        matrix = self._remake.matrix(tensors)
-        RECOMPUTABLE.add_recomputed(matrix, Recomputable(tuple(tensors), self._remake))
+        matrix = self._rematerializer.matrix(tensors)
+        RECOMPUTABLE.add_recomputed(matrix, Recomputable(tuple(tensors), self._rematerializer))
         return matrix.view(self._size)
 
 
@@ -326,14 +328,14 @@ def unhooked(function: Callable[..., T], *arguments: Any) -> T:
         return function(*arguments)
 
 
-def source_of(x: Tensor) -> Recomputable | None:
-    """What can be saved in place of a tensor [..., K]: what it is recomputed from, or itself if it is saved anyway."""
+def recomputable_of(x: Tensor) -> Recomputable | None:
+    """Return what to save for a tensor [..., K]: what it is recomputed from, or itself if it is saved anyway."""
     if torch.compiler.is_compiling():
         return None
-    source, scope = RECOMPUTABLE.find(x, hooks_around()), _INNERMOST.scope
-    if source is None and scope is not None and scope.in_force and scope.saved_output(x):
+    recomputable, scope = RECOMPUTABLE.find(x, hooks_around()), _INNERMOST.scope
+    if recomputable is None and scope is not None and scope.in_force and scope.saved_output(x):
         return Recomputable((x.detach(),), ExactMatrix(x.dtype))
-    return source
+    return recomputable
 
 
 def hooks_around() -> Any:

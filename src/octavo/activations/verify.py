@@ -13,20 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from octavo.activations.detect import Activation, Glu, Known, Norm, activation_of, original_class
+from octavo.activations.detect import Activation, Glu, ModuleSpec, Norm, activation_of, original_class
 from octavo.numerics.error import sqnr
 
 _SHAPES = ((1,), (6,), (2, 3), (1, 40), (3, 2, 5))
 """Leading dimensions of the inputs."""
 _LEAST_DB = {torch.float32: 80.0, torch.bfloat16: 30.0}
-"""Agreement that is asked for: operations in another order, each rounded once."""
+"""Required agreement: operations may differ in order, and each rounds once."""
 
 
-def check_registered(module: nn.Module, spec: Known) -> None:
-    """Compare a module with what its class was registered as.
+def check_registered(module: nn.Module, spec: ModuleSpec) -> None:
+    """Compare a module with the declaration of its class.
 
     Raises:
-        ValueError: Where they differ, or the module cannot be run.
+        ValueError: If they differ, or the module cannot be run.
     """
     name = original_class(module).__name__
     with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -40,17 +40,17 @@ def check_registered(module: nn.Module, spec: Known) -> None:
 
 
 def _compare(
-    name: str, spec: Known, probe: nn.Module, expected: Callable[[Tensor], Tensor], reference: nn.Module, x: Tensor,
-    least: float,
+    name: str, spec: ModuleSpec, probe: nn.Module, expected: Callable[[Tensor], Tensor], reference: nn.Module,
+    x: Tensor, least: float,
 ) -> None:  # fmt: skip
     results = []
     for function, owner in ((expected, reference), (probe, probe)):
-        given = x.clone().requires_grad_()
+        leaf = x.clone().requires_grad_()
         try:
-            y = function(given)
+            y = function(leaf)
             g = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y)
             parameters = [p for p in owner.parameters() if p.requires_grad]
-            grads = torch.autograd.grad(y, [given, *parameters], g, allow_unused=True)
+            grads = torch.autograd.grad(y, [leaf, *parameters], g, allow_unused=True)
         except Exception as error:
             raise ValueError(
                 f"{name} was registered as {spec}, and raises {type(error).__name__} on an input {list(x.shape)} of "
@@ -60,11 +60,11 @@ def _compare(
     labels = ["the output", "the gradient of the input", *(f"the gradient of {n}" for n, _ in probe.named_parameters())]
     for label, one, other in zip(labels, *results, strict=False):
         if (one is None) != (other is None) or (one is not None and one.dtype != other.dtype):
-            raise ValueError(f"{name} was registered as {spec}; {label} is {_kind(other)}, and would be {_kind(one)}")
+            raise ValueError(f"{name} was registered as {spec}; {label} is {_kind(other)}, expected {_kind(one)}")
         if one is not None and one.norm() > 0 and sqnr(one, other) < least:
             raise ValueError(
                 f"{name} was registered as {spec}; {label} differs from that, on an input {list(x.shape)} of "
-                f"{x.dtype}: they agree to {sqnr(one, other):.0f} dB only, and {least:.0f} are asked for"
+                f"{x.dtype}: they agree to {sqnr(one, other):.0f} dB, but {least:.0f} dB are required"
             )
 
 
@@ -73,29 +73,29 @@ def _kind(gradient: Tensor | None) -> str:
 
 
 def _copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The module on the CPU with random parameters, the same each time, of one dtype."""
-    made = copy.deepcopy(module).to_empty(device="cpu") if _on_meta(module) else copy.deepcopy(module).to("cpu")
+    """Copy a module to the CPU in one dtype, with random parameters that are the same each time."""
+    clone = copy.deepcopy(module).to_empty(device="cpu") if _on_meta(module) else copy.deepcopy(module).to("cpu")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in clone.parameters():
             values = torch.randn(parameter.shape, generator=generator) * 0.2
             parameter.data = (values + (1.0 if parameter.ndim == 1 else 0.0)).to(dtype)
-    return made.train(module.training)
+    return clone.train(module.training)
 
 
 def _on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
-def _width(module: nn.Module, spec: Known) -> int:
+def _width(module: nn.Module, spec: ModuleSpec) -> int:
     if isinstance(spec, Norm):
         return 48 if spec.weight is None else int(getattr(module, spec.weight).numel())
     matrices = [p.shape[-1] for p in module.parameters() if p.ndim == 2]
     return int(matrices[0]) if matrices and isinstance(spec, Glu) else 48
 
 
-def _reference(module: Any, spec: Known) -> Callable[[Tensor], Tensor]:
-    """What a spec says, in plain PyTorch."""
+def _reference(module: Any, spec: ModuleSpec) -> Callable[[Tensor], Tensor]:
+    """Return the function of a spec, in plain PyTorch."""
     if isinstance(spec, Norm):
         return lambda x: _normed(module, spec, x)
     act = spec.function

@@ -1,11 +1,11 @@
 """The command line: `octavo train | export | demo | compare | inspect | doctor | plan | calibrate`.
 
-A mistake of the user (a wrong key, a missing file, data that cannot be used) is one message on stderr and exit code 2;
-`--traceback` shows where it was raised. Code 1 is a run that failed: a loss that is not finite. A run that was told to
-stop has saved and is a success, 0; `octavo compare` has codes of its own, for CI; `exit_codes.py` has those of all
-other ends. Results go to stdout, progress and messages to stderr.
+A user error (a wrong key, a missing file, unusable data) prints one message on stderr and exits with code 2;
+`--traceback` prints the traceback. Code 1 is a failed run: a non-finite loss. A run stopped by a signal saves and exits
+with 0. `octavo compare` has its own codes, for CI; `exit_codes.py` lists all others. Results go to stdout, progress and
+messages to stderr.
 
-Torch and the trainer are imported inside the commands, so that help, and a mistake on the command line, come at once.
+Commands import torch and the trainer inside, so that help and command line errors appear without delay.
 """
 
 from octavo.cli import training, comparing, inspecting, planning  # noqa: I001 (the order in which --help lists commands)

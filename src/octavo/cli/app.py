@@ -1,4 +1,4 @@
-"""The command itself, and what all of its subcommands share: how mistakes are told, and who tells them."""
+"""The Typer app, and what its subcommands share: user errors, and output on the first rank only."""
 
 import io
 import os
@@ -31,7 +31,7 @@ Overrides = Annotated[
 
 
 def in_home(path: Path | None) -> Path | None:
-    """A path of the command line, with ~ as the home directory, which a shell leaves as it is within quotes."""
+    """Expand ~ in a path of the command line, which a shell does not expand within quotes."""
     try:
         return path and path.expanduser()
     except RuntimeError:
@@ -40,7 +40,7 @@ def in_home(path: Path | None) -> Path | None:
 
 @contextmanager
 def user_errors(context: typer.Context) -> Iterator[None]:
-    """Turn a mistake of the user into one message and exit code 2."""
+    """Turn a user error into one message and exit code 2."""
     try:
         yield
     except BrokenPipeError as error:
@@ -50,13 +50,13 @@ def user_errors(context: typer.Context) -> Iterator[None]:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if context.obj["traceback"]:
             traceback.print_exc()
-        elif is_first_rank() or type(error).__name__ != "SharedError":  # which the first rank tells
+        elif is_first_rank() or type(error).__name__ != "SharedError":  # the first rank prints it
             show_error(_message(error))
         raise typer.Exit(MISTAKE) from None
 
 
 def is_first_rank() -> bool:
-    """Whether this is the process that talks, of those that torchrun started; true for one by itself."""
+    """Return whether this is rank 0 of torchrun, or a single process."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -73,13 +73,13 @@ def _message(error: Exception) -> str:
     return str(error)
 
 
-def say(console: Console, text: str) -> None:
-    """Print text as it is."""
+def print_plain(console: Console, text: str) -> None:
+    """Print text without markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         print(f"octavo {__version__}")
         raise typer.Exit()
 
@@ -95,6 +95,6 @@ def _octavo(
     """Train PyTorch models in FP8, and see what it did to loss, speed and memory."""
     context.obj = {"traceback": show_traceback}
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an encoding without × or … is no reason to fail
+        sys.stdout.reconfigure(errors="replace")  # do not fail on encodings without × or …
     if context.invoked_subcommand is None:
         print(context.get_help())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from octavo.cli.app import Overrides, app, in_home, is_first_rank, say, show_error, user_errors
+from octavo.cli.app import Overrides, app, in_home, is_first_rank, print_plain, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
 from octavo.cli.exit_codes import verdict
 from octavo.runtime.terminal import stdout
@@ -72,22 +72,22 @@ def compare(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The verdicts as JSON.")] = False,
 ) -> None:
-    """Train arms on several seeds, and say whether the losses differ.
+    """Train arms on several seeds, and test whether the losses differ.
 
-    Runs of one seed share initial weights, data and order; SETTINGS are what an
-    arm adds to CONFIG and the settings after it. Verdicts are from the gaps
-    within seeds, with what gap would have been found. Runs that are there
-    already are not repeated; stopped, the same command goes on, and more seeds
-    may be added until it decides.
+    Runs of one seed share initial weights, data and order; an arm adds its
+    SETTINGS to CONFIG and the settings after it. Verdicts use the gaps within
+    seeds, and include the detectable gap. Finished runs are not repeated; after
+    a stop, the same command continues, and you can add seeds until the verdict
+    is conclusive.
 
-    Exit code: 0 no arm is worse; 1 one is; 2 a mistake; 3 inconclusive, too few
-    seeds; 4 stopped before the end. No other end has these: 70 Octavo failed,
-    130 Ctrl-C, 141 the output was closed before there was a verdict.
+    Exit code: 0 no arm is worse; 1 one is; 2 a user error; 3 inconclusive, too
+    few seeds; 4 stopped before the end. Other codes: 70 Octavo failed, 130
+    Ctrl-C, 141 the output was closed before the verdict.
     """  # fmt: skip
     with user_errors(context):
         if losses is not None:
             if config is not None or arm or seeds is not None or out is not None:
-                raise ValueError("--losses judges runs that are made: leave out CONFIG, --arm, --seeds and --out")
+                raise ValueError("--losses reads finished losses: leave out CONFIG, --arm, --seeds and --out")
             _judge_file(losses, margin, confidence / 100, max_seeds, as_json)
             return
         if config is None:
@@ -100,10 +100,10 @@ def _judge_file(path: Path, margin: float | None, confidence: float, max_seeds: 
     from octavo.inspect import compare_losses
     from octavo.inspect.paired_test import MOST_SEEDS
 
-    found: list[LossComparison] = []
+    comparisons: list[LossComparison] = []
     for number, table in enumerate(tables := read_losses(path)):
         try:
-            found.append(
+            comparisons.append(
                 compare_losses(
                     **table,
                     margin=margin,
@@ -114,31 +114,31 @@ def _judge_file(path: Path, margin: float | None, confidence: float, max_seeds: 
         except ValueError as error:
             where = f"object {number + 1} of {len(tables)}: " if len(tables) > 1 else ""
             raise ValueError(f"{path}: {where}{error}") from None
-    with verdict(max((comparison.exit_code for comparison in found), key=(0, 3, 1).index)):
+    with verdict(max((comparison.exit_code for comparison in comparisons), key=(0, 3, 1).index)):
         if is_first_rank():
-            _show_found(found, as_json)
+            _show_comparisons(comparisons, as_json)
 
 
-def _show_found(found: "list[LossComparison]", as_json: bool) -> None:
+def _show_comparisons(comparisons: "list[LossComparison]", as_json: bool) -> None:
     if as_json:
-        print(json.dumps([comparison.to_json() for comparison in found], indent=1, allow_nan=False))
+        print(json.dumps([comparison.to_json() for comparison in comparisons], indent=1, allow_nan=False))
         return
-    for number, comparison in enumerate(found, 1):
-        if len(found) > 1:
-            say(stdout(), f"{number} of {len(found)}")
+    for number, comparison in enumerate(comparisons, 1):
+        if len(comparisons) > 1:
+            print_plain(stdout(), f"{number} of {len(comparisons)}")
         for arm in comparison.arms:
-            _say_verdict(arm, arm.notes)
+            _print_verdict(arm, arm.notes)
         if comparison.extended:
-            say(stdout(), comparison.extension)
+            print_plain(stdout(), comparison.extension)
 
 
 def read_losses(path: Path) -> list[dict[str, Any]]:
     """Read `{"baseline": [...], "arms": {"name": [...]}}`, or a list of such objects, from a JSON file.
 
-    A loss is a number; NaN, Infinity, null and "nan" are a run that diverged.
+    A loss is a number; NaN, Infinity, null and "nan" mean that the run diverged.
 
     Raises:
-        ValueError: The file is not JSON, a key is missing, unknown or given twice, or a value is none of these.
+        ValueError: If the file is not JSON, a key is missing, unknown or duplicate, or a value is not a loss.
     """
     try:
         content = json.loads(path.read_bytes(), object_pairs_hook=_unique, parse_float=_float)
@@ -152,7 +152,7 @@ def read_losses(path: Path) -> list[dict[str, Any]]:
     for number, table in enumerate(tables, 1):
         where = f"{path}: object {number} of {len(tables)}" if len(tables) > 1 else f"{path}"
         if not isinstance(table, dict) or not isinstance(table.get("arms", {}), dict):
-            raise ValueError(f"{where} is not of the shape that is read: {SHAPE}")
+            raise ValueError(f"{where} does not have the expected structure: {SHAPE}")
         if set(table) != {"baseline", "arms"}:
             raise ValueError(f"{where} has the keys {', '.join(map(repr, table)) or 'none'}: {SHAPE}")
         table["baseline"] = _numbers(table["baseline"])
@@ -164,22 +164,22 @@ SHAPE = 'write {"baseline": [a loss per seed], "arms": {"name": [a loss per seed
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object without a key twice."""
+    """Return the object; raise for duplicate keys."""
     names = [name for name, _ in pairs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"the key {twice[0]!r} is given twice in one object")
+    if duplicates := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"the key {duplicates[0]!r} is given twice in one object")
     return dict(pairs)
 
 
 def _float(text: str) -> float:
-    """A number as it is written; one beyond the range of floats is no divergence."""
+    """Parse a number; raise if it is beyond the range of floats, which does not mean divergence."""
     if math.isinf(number := float(text)):
         raise ValueError(f"{text} is beyond the range of floats")
     return number
 
 
 def _numbers(values: Any) -> Any:
-    """Losses with NaN for null and "nan"; what else there is `compare_losses` judges."""
+    """Replace null and "nan" by NaN; `compare_losses` checks the rest."""
     if not isinstance(values, list):
         return values
     return [math.nan if v is None or (isinstance(v, str) and v.lower() == "nan") else v for v in values]
@@ -196,7 +196,7 @@ def _train(
     max_seeds: int | None,
     as_json: bool,
 ) -> None:
-    """Train and judge; exit with the verdict's code."""
+    """Train and compare; exit with the verdict's code."""
     from octavo.inspect.paired_test import MOST_SEEDS, check_limits
     from octavo.train import LostRankError, load_config
     from octavo.train.compare import compare as run
@@ -211,41 +211,41 @@ def _train(
     notes: list[str] = []
     folder = out or Path("runs") / f"compare-{load_config(config, overrides, notes.append).run.name}"
     bars = Bars(Console(stderr=True), _numbered(arms)) if is_first_rank() else nullcontext()
-    problem, found = "", None
+    problem, comparison = "", None
     with bars as progress:
         if progress is not None:
             for note in notes:
                 progress.note(note)
         try:
-            found = run(
+            comparison = run(
                 arms, folder, margin=margin, confidence=confidence / 100, max_seeds=max_seeds, progress=progress
             )
         except LostRankError as error:
             problem = str(error).partition(". ")[0] + "."
         except KeyboardInterrupt:
             problem = "Interrupted before the run could save."
-    with verdict(STOPPED if found is None else found.exit_code):
+    with verdict(STOPPED if comparison is None else comparison.exit_code):
         if not is_first_rank():
             pass
-        elif found is None:
-            _say_stopped(problem, Console(stderr=True) if as_json else stdout(), launched())
+        elif comparison is None:
+            _print_stopped(problem, Console(stderr=True) if as_json else stdout(), launched())
         elif as_json:
-            print(json.dumps(to_json(found), indent=1, allow_nan=False))
+            print(json.dumps(to_json(comparison), indent=1, allow_nan=False))
         else:
-            _show(found, folder)
+            _show(comparison, folder)
 
 
-def _say_stopped(problem: str, console: Console, launched: bool) -> None:
+def _print_stopped(problem: str, console: Console, launched: bool) -> None:
     if problem:
         show_error(problem)
     else:
-        say(console, "Stopped and saved: there is no verdict yet.")
-    again = "under torchrun as before" if launched else shlex.join(["octavo", *sys.argv[1:]])
-    say(console, f"To go on, the same command:\n  {again}")
+        print_plain(console, "Stopped and saved: there is no verdict yet.")
+    command = "under torchrun as before" if launched else shlex.join(["octavo", *sys.argv[1:]])
+    print_plain(console, f"To go on, the same command:\n  {command}")
 
 
 def _numbered(arms: "list[Arm]") -> "Callable[[TrainConfig], str]":
-    """Names the runs in the order in which they come: "rowwise-seed2 (4/6)"."""
+    """Return a function that names a run with its position: "rowwise-seed2 (4/6)"."""
     names = [arm.folder(seed) for seed in arms[0].configs for arm in arms]
     return lambda config: f"{config.run.name} ({names.index(config.run.name) + 1}/{len(names)})"
 
@@ -258,8 +258,8 @@ STYLES = {
 }
 
 
-def _say_verdict(arm: "ArmLosses", notes: tuple[str, ...]) -> None:
-    """The sentence in the colour of its verdict, and notes below."""
+def _print_verdict(arm: "ArmLosses", notes: tuple[str, ...]) -> None:
+    """Print the sentence in the color of its verdict, then notes."""
     from rich.text import Text
 
     text = Text(arm.sentence, style=STYLES[arm.verdict])
@@ -284,7 +284,7 @@ def _show(comparison: "Comparison", folder: Path) -> None:
         table.add_row(row.label, *row.values)
     console.print(table)
     for arm in comparison.arms:
-        _say_verdict(arm.losses, arm.notes)
+        _print_verdict(arm.losses, arm.notes)
     for note in comparison.notes:
-        say(console, note)
-    say(console, f"\nreport   {folder / 'report.html'}\nresult   {folder / 'compare.json'}\nruns     {folder}")
+        print_plain(console, note)
+    print_plain(console, f"\nreport   {folder / 'report.html'}\nresult   {folder / 'compare.json'}\nruns     {folder}")

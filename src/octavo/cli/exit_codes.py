@@ -1,13 +1,13 @@
-"""Exit codes of `octavo`, for shells and CI, and what becomes of output that nobody reads.
+"""Exit codes of `octavo`, for shells and CI, and handling of closed output.
 
     0, 1, 3, 4   from a command itself: done, or a verdict; each command's help lists its own
-    2            a mistake of the user, or an output that cannot be written
+    2            a user error, or an output that cannot be written
     70           Octavo failed: a traceback is on stderr
     130          interrupted, as 128 + SIGINT
     141          stdout or stderr was closed before the end, as 128 + SIGPIPE
 
-Python, Click and Rich exit with 1 for tracebacks and closed pipes, which `octavo compare` would mean as "an arm is
-worse", and Python with 120 where it cannot flush stdout at the end. Here 0, 1, 3 and 4 come from `typer.Exit` alone.
+Python, Click and Rich exit with 1 for tracebacks and closed pipes, but code 1 of `octavo compare` means "an arm is
+worse". Python exits with 120 if it cannot flush stdout at the end. So 0, 1, 3 and 4 come only from `typer.Exit`.
 """
 
 import os
@@ -38,7 +38,7 @@ def run(command: Callable[[], object]) -> int:
             code = code or CLOSED
         except OSError as error:
             discard(stream)
-            code = code if code == MISTAKE else _unwritten(error)  # a mistake has its message
+            code = code if code == MISTAKE else _unwritten(error)  # a user error has printed its message
     return code
 
 
@@ -46,7 +46,7 @@ def _code(command: Callable[[], object]) -> int:
     try:
         command()
     except SystemExit as end:
-        cause = end.__context__  # what Click or Rich exited for
+        cause = end.__context__  # the reason of Click or Rich to exit
         if isinstance(cause, typer.Exit) or end.code == MISTAKE:
             return int(end.code or 0)
         if isinstance(cause, BrokenPipeError):
@@ -56,7 +56,7 @@ def _code(command: Callable[[], object]) -> int:
         _show(end)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except OSError as error:  # of help and the version; commands turn theirs into a message
+    except OSError as error:  # from help and the version; commands handle theirs
         return _unwritten(error)
     except BaseException as error:
         _show(error)
@@ -76,7 +76,7 @@ def _show(error: BaseException) -> None:
 
 @contextmanager
 def verdict(code: int) -> Iterator[None]:
-    """Print a verdict in this context and exit with its code, whether all of it is read or not."""
+    """Print a verdict in this context and exit with its code, even if the output is closed."""
     try:
         yield
         if sys.stdout is not None:
@@ -91,7 +91,7 @@ def verdict(code: int) -> Iterator[None]:
 
 
 def is_closed(stream: TextIO | None) -> bool:
-    """Whether a stream is a pipe that nobody reads any more."""
+    """Return whether a stream is a pipe without a reader."""
     if stream is None or not hasattr(select, "poll"):
         return stream is not None
     poll = select.poll()
@@ -103,7 +103,7 @@ def is_closed(stream: TextIO | None) -> bool:
 
 
 def discard(stream: TextIO) -> None:
-    """Drop what a stream could not write, and all that comes: Python tries once more when it exits."""
+    """Redirect a stream to the null device, because Python flushes it once more at exit."""
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())

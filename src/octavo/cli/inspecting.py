@@ -1,4 +1,4 @@
-"""`octavo inspect`: what a run's statistics say, in a table."""
+"""`octavo inspect`: a table of a run's statistics."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from octavo.cli.app import app, in_home, say, user_errors
+from octavo.cli.app import app, in_home, print_plain, user_errors
 from octavo.cli.examples import EXAMPLES
 from octavo.runtime.terminal import Name, show, stdout
 
@@ -25,9 +25,9 @@ ORDERS: "dict[str, Callable[[OperandStats], float]]" = {
     "spread": lambda row: -row.scale_spread,
     "nonfinite": lambda row: -row.nonfinite,
 }
-"""What comes first: the worst."""
+"""Sort keys; the worst operand comes first."""
 SHOWN = 10
-"""Findings shown, at most."""
+"""Maximum number of findings shown."""
 
 
 @app.command(name="inspect", epilog=EXAMPLES["inspect"])
@@ -56,22 +56,24 @@ def inspect_run(
             raise ValueError(f"--by {by}: no such order{nearest(by, ORDERS)}; one of {', '.join(ORDERS)}")
         rows = statistics_of(run)
         sampled = sorted({row.step for row in rows})
-        wanted = sampled[-1] if step is None else step
-        if wanted not in sampled:
-            near = min(sampled, key=lambda number: abs(number - wanted))
-            raise ValueError(f"step {wanted} was not sampled; the nearest that was is {near} (--step {near})")
-        shown = sorted((row for row in rows if row.step == wanted), key=ORDERS[by])
+        selected = sampled[-1] if step is None else step
+        if selected not in sampled:
+            near = min(sampled, key=lambda number: abs(number - selected))
+            raise ValueError(f"step {selected} was not sampled; the nearest that was is {near} (--step {near})")
+        shown = sorted((row for row in rows if row.step == selected), key=ORDERS[by])
         if as_json:
             print(json.dumps([row.to_json() for row in shown], indent=1))
             return
         console = stdout()
-        found = all_findings(rows, limits_of(run_of(run)))
-        say(console, f"{_counted(len(found), 'figure')} crossed a limit in {_counted(len(sampled), 'sampled step')}.")
-        for finding in found[:SHOWN]:
-            say(console, f"  {finding}")
-        if len(found) > SHOWN:
-            say(console, f"  … and {len(found) - SHOWN} more: report.html has a table and heat maps")
-        show(_table(shown[:top], f"step {wanted:,}: {min(top, len(shown))} of {len(shown)}, worst {by} first"))
+        findings = all_findings(rows, limits_of(run_of(run)))
+        print_plain(
+            console, f"{_counted(len(findings), 'figure')} crossed a limit in {_counted(len(sampled), 'sampled step')}."
+        )
+        for finding in findings[:SHOWN]:
+            print_plain(console, f"  {finding}")
+        if len(findings) > SHOWN:
+            print_plain(console, f"  … and {len(findings) - SHOWN} more: report.html has a table and heat maps")
+        show(_table(shown[:top], f"step {selected:,}: {min(top, len(shown))} of {len(shown)}, worst {by} first"))
 
 
 def _counted(number: int, what: str) -> str:
@@ -79,7 +81,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _table(rows: "list[OperandStats]", title: str) -> Table:
-    """Rows in columns; what is the same in all of them, or zero, is left out."""
+    """Return a table of rows, without columns that are equal in all rows, or zero."""
     recipes = {row.recipe for row in rows}
     columns: dict[str, Callable[[OperandStats], str]] = {"operand": lambda row: row.operand}
     if len(recipes) > 1:

@@ -1,4 +1,4 @@
-"""`octavo doctor | plan | calibrate`: what is here, what a run would take, which kernels are fastest."""
+"""`octavo doctor | plan | calibrate`: backends of this machine, cost of a run, fastest kernels."""
 
 import re
 from pathlib import Path
@@ -27,10 +27,10 @@ def doctor(
     seed: Annotated[int, typer.Option(help="With --deep: what the inputs are drawn from.")] = 0,
     only: Annotated[str, typer.Option(help="With --deep: only where 'op case' contains this.")] = "",
 ) -> None:
-    """Show the device, the versions, and what serves each op here.
+    """Show the device, the versions, and the backend of each op.
 
-    Every backend is tried on a tiny input, on this device, and compared with
-    the reference; one that does not serve an op is listed with the reason.
+    Runs every backend on a tiny input on this device and compares it with the
+    reference; lists the reason if a backend does not serve an op.
 
     With --deep, every Triton kernel runs in every configuration on many random
     inputs and is compared with the reference byte for byte. Exit code 1 if any
@@ -73,7 +73,7 @@ def plan(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Predict what a run takes, before it is run.
+    """Predict time and memory of a run.
 
     With --memory: parameters, gradients, optimizer states, activations and
     temporaries at the worst moment of a step, found by taking the step on
@@ -103,11 +103,11 @@ def calibrate(
     recipe: Annotated[str, typer.Option(help="Whose products to measure; all takes every recipe.")] = "rowwise",
     device: Annotated[str, typer.Option(help="cuda or cuda:1; auto takes the first GPU.")] = "auto",
 ) -> None:
-    """Measure which kernels are fastest on this GPU, and remember it.
+    """Measure which kernels are fastest on this GPU, and save the result.
 
     Times the three products of each linear on every backend that serves them,
-    in every configuration. What won is kept in the cache folder, for this
-    device and these versions, and every later run here uses it.
+    in every configuration. Saves the fastest in the cache folder, for this
+    device and these versions; every later run on this machine uses them.
     """
     with user_errors(context):
         from octavo.kernels.gemm.calibrate import calibrate as run

@@ -1,4 +1,4 @@
-"""`octavo train | export | demo`: what trains, and what becomes of it."""
+"""`octavo train | export | demo`: train models and export them."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from octavo.cli.app import Overrides, app, in_home, is_first_rank, say, show_error, user_errors
+from octavo.cli.app import Overrides, app, in_home, is_first_rank, print_plain, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
 from octavo.runtime.terminal import stdout
 
@@ -28,7 +28,7 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
 ) -> None:
-    """Train one model as a TOML file says.
+    """Train one model, configured by a TOML file.
 
     Writes metrics.jsonl, TensorBoard events, checkpoints and a report
     (report.html, loss.png) into the output folder. A folder that holds another
@@ -62,7 +62,9 @@ def train(
         console.print(summary_table([result]))
         _show_files(console, folder, write_report([folder], folder))
         if result.stopped == "sigterm":
-            say(console, f"Stopped and saved after {result.steps} steps. To go on, the same command with --resume.")
+            print_plain(
+                console, f"Stopped and saved after {result.steps} steps. To go on, the same command with --resume."
+            )
         if failure is not None:
             show_error(str(failure))
             raise typer.Exit(1)
@@ -86,7 +88,7 @@ def export(
     with user_errors(context):
         from octavo.train.export import export as write
 
-        say(stdout(), f"written: {write(checkpoint, out)}")
+        print_plain(stdout(), f"written: {write(checkpoint, out)}")
 
 
 @app.command(epilog=EXAMPLES["demo"])
@@ -108,13 +110,13 @@ def demo(
     standard library, so nothing is downloaded. Prints a verdict computed from
     the two runs, and writes report.html, loss.png and verdict.json.
     """
-    given = {"run.steps": steps, "precision.recipe": recipe, "run.device": device, "run.seed": seed}
+    options = {"run.steps": steps, "precision.recipe": recipe, "run.device": device, "run.seed": seed}
     with user_errors(context):
         from octavo.train.console import Bars, summary_table, verdict_text
         from octavo.train.demo import demo_configs, free_folder, run_demo
         from octavo.train.report import verdict
 
-        settings = [f"{key}={value}" for key, value in given.items() if value is not None]
+        settings = [f"{key}={value}" for key, value in options.items() if value is not None]
         configs = demo_configs([*(overrides or []), *settings], level)
         folder = out or free_folder(Path("runs/demo"))
         with Bars(Console(stderr=True)) as bars:
@@ -122,8 +124,8 @@ def demo(
         console = stdout()
         console.print(summary_table(result.arms))
         if result.files is None:
-            say(console, "Stopped before both arms were trained: there is no verdict.")
-            say(console, f"To finish the arm that was stopped:\n  {result.go_on}")
+            print_plain(console, "Stopped before both arms were trained: there is no verdict.")
+            print_plain(console, f"To finish the arm that was stopped:\n  {result.go_on}")
             return
         console.print(verdict_text(verdict(*result.arms)))
         _show_files(console, folder, result.files)
@@ -132,7 +134,7 @@ def demo(
 
 
 def _show_files(console: Console, folder: Path, files: "ReportFiles") -> None:
-    say(console, f"\nreport   {files.html}\nplot     {files.png}")
+    print_plain(console, f"\nreport   {files.html}\nplot     {files.png}")
     if files.verdict:
-        say(console, f"verdict  {files.verdict}")
-    say(console, f"all      {folder}  (tensorboard --logdir {folder})")
+        print_plain(console, f"verdict  {files.verdict}")
+    print_plain(console, f"all      {folder}  (tensorboard --logdir {folder})")

@@ -1,21 +1,21 @@
-"""Verdicts on the losses of paired runs: is an arm worse than the baseline, and could so few seeds have shown it?
+"""Verdicts on the losses of paired runs: whether an arm is worse than the baseline, and the gap that is detectable.
 
-    found = compare_losses([3.00, 3.02, 2.98, 3.01], {"fp8": [3.001, 3.019, 2.982, 3.009]})
-    found.arms[0].verdict, found.exit_code
+    comparison = compare_losses([3.00, 3.02, 2.98, 3.01], {"fp8": [3.001, 3.019, 2.982, 3.009]})
+    comparison.arms[0].verdict, comparison.exit_code
 
-Runs of one seed share initial weights, data and order, so what is compared is the gap within a seed; how far seeds lie
-apart, usually ten times as much, drops out. What is left beside the effect of the arm is chaos: training amplifies any
-difference in rounding. Three rules, each for what the others cannot see; `docs/compare.md` derives them and has the
-error rates that were measured:
+Runs of one seed share initial weights, data and order, so the test uses the gap within a seed; the spread between
+seeds, usually ten times as large, cancels. Besides the effect of the arm, gaps contain noise: training amplifies any
+difference in rounding. Three rules cover different kinds of damage; `docs/compare.md` derives them and lists measured
+error rates:
 
     gaps       within seeds, by a t-test at levels for a look after every seed (`paired_test.py`)
-    blow-up    a run above twice its baseline's loss, where no run of the baseline failed, is worse on sight
+    blow-up    a run above twice its baseline's loss, if no run of the baseline failed, makes the arm worse at once
     failures   runs that diverged, or ended above twice the baseline's median: counts, by Fisher's exact test
 
-A comparison may be extended until it decides, up to 40 seeds. An arm that is neither worse nor passes is inconclusive.
-Rejected: percent of each seed's own loss, which brings the spread of the seeds back in; sign and permutation tests,
-which cannot reach the levels with fewer than nine seeds; a variance pooled over arms, which is theirs only if all are
-equally noisy; leaving exploded runs in the gaps, where the larger the damage, the larger the deviation.
+A comparison may be extended, up to 40 seeds, until it is conclusive. An arm that is neither worse nor passes is
+inconclusive. Rejected: percent of each seed's own loss, which adds the spread of the seeds; sign and permutation tests,
+which cannot reach the levels with fewer than nine seeds; a variance pooled over arms, valid only if all are equally
+noisy; keeping exploded runs in the gaps, where larger damage increases the deviation.
 """
 
 import math
@@ -32,17 +32,17 @@ Verdict = Literal["worse", "better", "indistinguishable", "inconclusive"]
 Outcome = Literal["pass", "fail", "inconclusive"]
 
 EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 1, "inconclusive": 3}
-"""Of `octavo compare`; 2 is a mistake of the user."""
+"""Exit codes of `octavo compare`; 2 is a user error."""
 LIMIT = 2.0
-"""Without a margin: an arm passes that is shown to be no more than so many percent worse."""
+"""Default margin, in percent."""
 BLOW_UP = 2.0
-"""A run has blown up above so many times the baseline's loss."""
+"""Multiple of the baseline's loss above which a run has blown up."""
 BEYOND_SPREAD = 5.0
-"""And is worse on sight where that is so many times the distance of two seeds of the baseline, in logarithms."""
+"""Multiple of the distance of two baseline seeds, in logarithms, above which a blow-up makes the arm worse."""
 FAILURE_LEVEL = 0.005
 """Level of Fisher's test, at 95 % and for one arm."""
 ALL_FAILED = 4.0**-3
-"""And of all n runs of the arm against none of the baseline, which alike arms do at most 4⁻ⁿ of the time."""
+"""Level if all n runs of the arm fail and none of the baseline, which equal arms do with probability ≤ 4⁻ⁿ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +50,16 @@ class ArmLosses:
     """The verdict on the losses of one arm.
 
     Attributes:
-        name: Of the arm.
-        verdict: "inconclusive" where it is not shown to be worse and does not pass.
-        outcome: What CI makes of it: with a margin an arm passes that is worse, but shown to be within the margin.
-        test: The numbers of the pairs of which neither run failed; None for fewer than two.
-        seeds: Of these pairs.
+        name: Name of the arm.
+        verdict: "inconclusive" if the arm is neither shown to be worse nor passes.
+        outcome: Result for CI: with a margin, a worse arm passes if it is shown to be within the margin.
+        test: The test of the pairs in which neither run failed; None for fewer than two.
+        seeds: Seeds of these pairs.
         failed: Seeds on which the arm diverged or ended above twice the baseline's median loss.
         baseline_failed: Seeds on which the baseline did.
-        seeds_needed: Seeds that decide if what was seen stays as it is; None where it is decided or more than 40.
+        seeds_needed: Predicted seeds for a conclusive verdict; None if it is conclusive, or for more than 40.
         sentence: The verdict in words.
-        notes: What else must be known to read it.
+        notes: Further explanation.
     """
 
     name: str
@@ -74,7 +74,7 @@ class ArmLosses:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """All but the name; numbers of the test only where there is one. `docs/compare.md` explains the keys."""
+        """Return all but the name, with numbers of the test if there is one. `docs/compare.md` explains the keys."""
         numbers: dict[str, Any] = {}
         if (test := self.test) is not None:
             numbers = {
@@ -103,9 +103,9 @@ class LossComparison:
     """The verdicts on all arms.
 
     Attributes:
-        arms: In the order in which they were given.
+        arms: Verdicts in the order of the arms.
         planned: Planned maximum of seeds.
-        extended: There are more seeds than planned.
+        extended: Whether there are more seeds than planned.
     """
 
     arms: tuple[ArmLosses, ...]
@@ -114,7 +114,7 @@ class LossComparison:
 
     @property
     def extension(self) -> str:
-        """What the extension means."""
+        """Note on an extended comparison."""
         return (
             f"Extended beyond its planned maximum of {self.planned} seeds: judged at the levels of a plan of "
             f"{MOST_SEEDS}, so an arm that is no worse is called worse up to twice as often."
@@ -122,17 +122,17 @@ class LossComparison:
 
     @property
     def outcome(self) -> Outcome:
-        """Fail where an arm fails, else inconclusive where one is, else pass."""
+        """Fail if any arm fails, else inconclusive if any is, else pass."""
         outcomes = {arm.outcome for arm in self.arms}
         return "fail" if "fail" in outcomes else "inconclusive" if "inconclusive" in outcomes else "pass"
 
     @property
     def exit_code(self) -> int:
-        """Of `octavo compare`: 0 all pass, 1 one fails, 3 inconclusive."""
+        """Exit code of `octavo compare`: 0 all pass, 1 one fails, 3 inconclusive."""
         return EXIT_CODES[self.outcome]
 
     def to_json(self) -> dict[str, Any]:
-        """What `octavo compare --losses FILE --json` prints of one object."""
+        """Return what `octavo compare --losses FILE --json` prints for one object."""
         return {
             "exit_code": self.exit_code,
             "planned_seeds": self.planned,
@@ -152,26 +152,26 @@ def compare_losses(
     seeds: Sequence[int] | None = None,
     baseline_name: str = "the baseline",
 ) -> LossComparison:
-    """Compare the losses of arms with a baseline's of the same seeds, of any trainer.
+    """Compare the losses of arms with a baseline's on the same seeds, from any trainer.
 
     Args:
         baseline: A loss per seed, above zero, as a sequence, an array or a tensor; NaN or infinity for a run that
-            diverged. The unit to which losses were rounded (3.02, whole numbers, bf16) is found, and allowed for.
+            diverged. The test detects and allows for rounding of losses (3.02, whole numbers, bf16).
         arms: Name → losses on the same seeds, in the same order.
         margin: The largest gap that passes, in percent; None for `LIMIT`, and then any arm shown to be worse fails.
-        confidence: Of all verdicts together, from 0.5 to below 1.
-        max_seeds: Planned maximum, 2 to 40: a comparison may be looked at after every seed up to it.
-        seeds: Their names in messages, one per loss, each once; default 1, 2, ….
-        baseline_name: Its name in messages.
+        confidence: Confidence of all verdicts together, from 0.5 to below 1.
+        max_seeds: Planned maximum, 2 to 40. You may look at the verdict after every seed up to it.
+        seeds: Distinct names of the seeds for messages, one per loss; default 1, 2, ….
+        baseline_name: Name of the baseline in messages.
 
     Raises:
-        ValueError: Fewer than two seeds, no arm, unequal numbers, a value that is no loss, seeds that do not fit, or a
-            limit out of range.
+        ValueError: If there are fewer than two seeds or no arm, lengths differ, a value is not a loss, seeds do not
+            fit, or a limit is out of range.
 
     Example:
         >>> from octavo.inspect import compare_losses
-        >>> found = compare_losses([3.00, 3.02, 2.98], {"damaged": [3.01, 3.03, 9.0]})
-        >>> found.exit_code, found.arms[0].verdict
+        >>> comparison = compare_losses([3.00, 3.02, 2.98], {"damaged": [3.01, 3.03, 9.0]})
+        >>> comparison.exit_code, comparison.arms[0].verdict
         (1, 'worse')
     """
     check_limits(margin, confidence, max_seeds)
@@ -188,7 +188,7 @@ def compare_losses(
     if not arms:
         raise ValueError("a comparison takes an arm or more beside the baseline, and there is none: add one to arms")
     rule = Rule(margin=margin, confidence=float(confidence), arms=len(arms), planned=int(max_seeds))
-    judged = []
+    verdicts = []
     for name, values in arms.items():
         losses = losses_of(f"arm {name!r}", values)
         if len(losses) != len(base):
@@ -196,13 +196,13 @@ def compare_losses(
                 f"arm {name!r} has {len(losses)} losses and the baseline {len(base)}: give one per seed, in the same "
                 "order, and nan for a run that diverged"
             )
-        judged.append(_judge(_Pairs(baseline=baseline_name, arm=name, seeds=names, base=base, losses=losses), rule))
-    return LossComparison(arms=tuple(judged), planned=rule.planned, extended=len(base) > rule.planned)
+        verdicts.append(_judge(_Pairs(baseline=baseline_name, arm=name, seeds=names, base=base, losses=losses), rule))
+    return LossComparison(arms=tuple(verdicts), planned=rule.planned, extended=len(base) > rule.planned)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What a comparison was asked for."""
+    """The settings of a comparison."""
 
     margin: float | None
     confidence: float
@@ -211,11 +211,11 @@ class Rule:
 
     @property
     def limit(self) -> float:
-        """The arm passes that is shown to be no worse, in percent."""
+        """Gap in percent up to which an arm passes."""
         return LIMIT if self.margin is None else self.margin
 
     def fails_more(self, failed: int, base_failed: int, seeds: int) -> bool:
-        """Whether so many failed runs of the arm are too many beside the baseline's."""
+        """Return whether the arm has significantly more failed runs than the baseline."""
         share = scale_of(self.confidence) / self.arms * (1 + 1e-9)
         all_failed = failed == seeds and not base_failed and 4.0**-seeds <= ALL_FAILED * share
         return all_failed or fisher(failed, base_failed, seeds) <= FAILURE_LEVEL * share
@@ -233,16 +233,16 @@ class _Pairs:
 
     @property
     def median(self) -> float:
-        """Of the baseline's finite losses, the lower of two; infinite where there is none."""
+        """Lower median of the baseline's finite losses; infinite if there is none."""
         finite = [loss for loss in self.base if loss == loss]
         return statistics.median_low(finite) if finite else math.inf
 
     def failed(self, losses: list[float]) -> tuple[int, ...]:
-        """Indices of the runs that diverged, or ended above twice the baseline's median."""
+        """Return indices of the runs that diverged, or ended above twice the baseline's median."""
         return tuple(k for k, loss in enumerate(losses) if not loss <= BLOW_UP * self.median)
 
     def blow_up(self) -> tuple[int, float] | None:
-        """The run of the arm that ended highest, and its multiple of the baseline, if it is worse on sight."""
+        """Return the arm's run with the highest loss and its multiple of the baseline, if it is a blow-up."""
         if self.failed(self.base):
             return None
         multiples = [
@@ -256,7 +256,7 @@ class _Pairs:
         return highest, multiples[highest]
 
     def names(self, indices: Sequence[int]) -> str:
-        """As "seeds 1, 3"."""
+        """Return for example "seeds 1, 3"."""
         return f"seed{'s' if len(indices) > 1 else ''} {', '.join(str(self.seeds[k]) for k in indices)}"
 
 
@@ -300,7 +300,7 @@ def _judge(pairs: _Pairs, rule: Rule) -> ArmLosses:
 
 
 def _damage(pairs: _Pairs, rule: Rule, failed: int, base_failed: int) -> str:
-    """What makes the arm worse whatever its gaps, in words; empty where nothing does."""
+    """Return a sentence on a blow-up or failures that make the arm worse; empty if there are none."""
     arm, base, seeds = pairs.arm, pairs.baseline, len(pairs.seeds)
     if (highest := pairs.blow_up()) is not None:
         where, multiple = highest
@@ -312,7 +312,7 @@ def _damage(pairs: _Pairs, rule: Rule, failed: int, base_failed: int) -> str:
 
 
 def _seeds_needed(pairs: _Pairs, rule: Rule, test: PairedTest | None, failed: int, base_failed: int) -> int | None:
-    """Seeds that decide if the rates of failures, the mean and the deviation of the gaps stay; None for over 40."""
+    """Return the seeds for a conclusive verdict at these failure rates and gaps; None for over 40."""
     seeds = len(pairs.seeds)
     if failed > base_failed:
         for more in range(seeds + 1, MOST_SEEDS + 1):
@@ -336,10 +336,10 @@ def _sentence(pairs: _Pairs, verdict: Verdict, test: PairedTest | None) -> str:
         same = f"not a digit of the losses differs{' where both ended' if verdict == 'inconclusive' else ''}"
         return f"{'Inconclusive' if verdict == 'inconclusive' else f'{arm} is indistinguishable from {base}'}: {same}."
     gap = f"{signed(test.mean)} % of the loss {interval}"
-    found = f"To be {percent(test.detectable(0.9))} % worse would have been found with about 90 % probability."
+    detectable = f"To be {percent(test.detectable(0.9))} % worse would have been found with about 90 % probability."
     if verdict == "inconclusive":
-        return f"Inconclusive: {arm} is at {gap} beside {base}. {found}"
-    return f"{arm} is indistinguishable from {base}: {gap}. {found}"
+        return f"Inconclusive: {arm} is at {gap} beside {base}. {detectable}"
+    return f"{arm} is indistinguishable from {base}: {gap}. {detectable}"
 
 
 def _notes(rule: Rule, outcome: Outcome, test: PairedTest | None, needed: int | None) -> list[str]:
@@ -367,12 +367,12 @@ def _notes(rule: Rule, outcome: Outcome, test: PairedTest | None, needed: int | 
 
 
 def percent(value: float) -> str:
-    """Two decimals, or two digits of what is smaller, or three of what is large."""
+    """Format with two decimals, two digits for small values, or three for large ones."""
     if abs(value) >= 1000:
         return f"{value:.3g}"
     return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
 
 
 def signed(value: float) -> str:
-    """`percent` with a sign."""
+    """Format as `percent`, with a sign."""
     return f"{'-' if value < 0 else '+'}{percent(abs(value))}"

@@ -1,8 +1,8 @@
 """Exact tail probabilities: Student's t, the noncentral t, and Fisher's exact test.
 
-Student's is a finite sum for whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 4), the noncentral one an
-integral over the normal numerator, taken numerically to 1e-10, and Fisher's a sum of binomials. SciPy has them too; it
-is a dependency of the tests alone, which compare.
+Student's t is a finite sum for whole degrees of freedom (Abramowitz and Stegun 26.7.3 and 4), the noncentral t a
+numerical integral over the normal numerator, to 1e-10, and Fisher's test a sum of binomials. SciPy has them too, but is
+a dependency of the tests only, which compare with it.
 """
 
 import math
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 _REACH = 9.0
-"""Beyond so many standard deviations a normal variable has less than 1e-18."""
+"""Standard deviations beyond which a normal variable has a probability below 1e-18."""
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(16)
 
 
@@ -44,7 +44,7 @@ def student_power(freedom: int, critical: float, noncentrality: float) -> float:
 
         T' = (Z + δ) / √(V/ν):   P(T' > c) = ∫ φ(z) P(V < ν ((z + δ)/c)²) dz   over z > −δ
 
-    Integrated by Gauss's rule on pieces short enough for some hundred degrees of freedom.
+    Integrated by Gauss's rule on intervals short enough for some hundred degrees of freedom.
     """
     return float(_powers(freedom, critical, np.array([noncentrality]), 64)[0])
 
@@ -63,19 +63,19 @@ def _powers(freedom: int, critical: float, noncentrality: Floats, pieces: int) -
 
 @cache
 def average_noncentrality(freedom: int, level: float, power: float) -> float:
-    """The δ for which a gap of δ measured standard errors is found with this probability, on average.
+    """Return the δ for which a gap of δ measured standard errors is detected with this probability, on average.
 
         E[P(T'(δ S) > c)] = power,   S² = V/ν the measured variance over the true one,   c = t(1 − level; ν)
 
-    With the true standard error in the place of the measured one (S = 1) the δ of three seeds would be half as large,
-    and found with 70 % where 90 % is claimed. To four digits.
+    With the true standard error instead of the measured one (S = 1), the δ of three seeds would be half as large, and
+    its true probability 70 % instead of 90 %. Accurate to four digits.
     """
     critical = student_quantile(freedom, level)
     width = 7 / math.sqrt(freedom)
     edges = np.linspace(max(0.0, 1 - width), 1 + width, 3)
     halves = np.diff(edges)[:, None] / 2
     spread = (edges[:-1, None] + halves * (1 + _NODES)).ravel()
-    log = (freedom - 1) * np.log(spread) - freedom * (spread**2 - 1) / 2  # of the density, but for a constant
+    log = (freedom - 1) * np.log(spread) - freedom * (spread**2 - 1) / 2  # log density up to a constant
     weights = np.exp(log - log.max()) * (halves * _WEIGHTS).ravel()
     weights /= weights.sum()
     return _solve(lambda delta: float(weights @ _powers(freedom, critical, delta * spread, 8)), power, 1e-4)
@@ -83,7 +83,7 @@ def average_noncentrality(freedom: int, level: float, power: float) -> float:
 
 @cache
 def fisher(worse: int, base: int, seeds: int) -> float:
-    """P of `worse` failures or more among `seeds` runs, of all failures in 2 × `seeds` alike runs (Fisher's exact).
+    """Return P of `worse` or more of all failures being in one half of 2 × `seeds` equal runs (Fisher's exact test).
 
     Args:
         worse: Failed runs of the arm.
@@ -96,7 +96,7 @@ def fisher(worse: int, base: int, seeds: int) -> float:
 
 
 def _solve(rising: Callable[[float], float], value: float, tolerance: float = 1e-13) -> float:
-    """The x ≥ 0 where a rising function takes a value: doubling, then halving down to a relative tolerance."""
+    """Return the x ≥ 0 where a rising function takes a value, by bisection to a relative tolerance."""
     low, high = 0.0, 1.0
     while rising(high) < value:
         low, high = high, 2 * high

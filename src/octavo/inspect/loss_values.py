@@ -1,9 +1,9 @@
-"""Losses of any library as floats, each checked, and how finely they are rounded.
+"""Convert losses of any library to floats, check them, and find the unit to which they are rounded.
 
-Rounded losses tie: two gaps that are equal because both lost their digits have no deviation, and any test would take
-them for a sure effect. `resolution` finds the unit to which losses were rounded from the losses alone: fixed decimals
-(3.02), significant digits, whole numbers, and formats of fewer bits than a float has (3.015625 in bf16, also where it
-was printed as 3.0156). Losses that were transformed after they were rounded (bits per byte of bf16 nats) it cannot see.
+Rounded losses tie: two gaps that are equal only after rounding have no deviation, and any test would call them a
+certain effect. `resolution` finds the unit to which losses were rounded from the losses alone: fixed decimals
+(3.02), significant digits, whole numbers, and formats with fewer bits than a float (3.015625 in bf16, also
+printed as 3.0156). It does not detect rounding before a transformation (bits per byte of bf16 nats).
 """
 
 import math
@@ -18,34 +18,34 @@ from typing import Any
 import numpy as np
 
 FEWEST_BITS = 8
-"""Significant bits of the coarsest format that losses are rounded to: bf16."""
+"""Significant bits of the coarsest format: bf16."""
 FLOAT_BITS = 53
 
 
-def losses_of(whose: str, values: Any) -> list[float]:
-    """Return the values as floats above zero, with NaN for each that is not finite: such a run diverged.
+def losses_of(owner: str, values: Any) -> list[float]:
+    """Return the values as floats above zero, with NaN for each that is not finite (the run diverged).
 
     Args:
-        whose: The arm, as in "arm 'fp8'".
+        owner: The arm, as in "arm 'fp8'".
         values: A sequence of numbers, or an array or a tensor of one dimension.
 
     Raises:
-        ValueError: The values have no order, or one of them is no loss.
+        ValueError: If the values have no order, or one of them is not a loss.
     """
     losses = []
-    for index, value in _items(whose, values):
+    for index, value in _items(owner, values):
         try:
             losses.append(_loss(value))
         except ValueError as error:
-            raise ValueError(f"{whose} holds {shown(value)} at index {index}: {error}") from None
+            raise ValueError(f"{owner} holds {shown(value)} at index {index}: {error}") from None
     return losses
 
 
 def seed_names(values: Any, count: int) -> tuple[int, ...]:
-    """Return the names of so many seeds.
+    """Return the seeds as a tuple of `count` integers.
 
     Raises:
-        ValueError: There are more or fewer, one is not a whole number, or one is there twice.
+        ValueError: If their number differs from `count`, one is not a whole number, or one is a duplicate.
     """
     names = []
     for index, value in _items("seeds", values):
@@ -57,8 +57,10 @@ def seed_names(values: Any, count: int) -> tuple[int, ...]:
             raise ValueError(f"seeds holds {shown(value)} at index {index}: a seed is a whole number") from None
     if len(names) != count:
         raise ValueError(f"there are {len(names)} seeds and {count} losses of the baseline: name one seed per loss")
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"seed {twice[0]} is named twice: the losses of one seed are one pair. Name each seed once")
+    if duplicates := [name for name in names if names.count(name) > 1]:
+        raise ValueError(
+            f"seed {duplicates[0]} is named twice: the losses of one seed are one pair. Name each seed once"
+        )
     return tuple(names)
 
 
@@ -81,13 +83,13 @@ def resolution(losses: list[float]) -> float:
 
 
 def _spacing(losses: list[float], digit: float) -> float:
-    """Spacing, at the largest loss, of numbers of the fewest bits that hold all losses up to half a decimal digit."""
+    """Return the spacing, at the largest loss, of the coarsest binary format that holds all losses to half a digit."""
     bits = next(bits for bits in range(FEWEST_BITS, FLOAT_BITS + 1) if all(_has(bits, x, digit) for x in losses))
     return math.ldexp(1.0, math.frexp(max(losses))[1] - bits)
 
 
 def _decimals(losses: list[float]) -> list[Decimal]:
-    """The shortest decimals of losses, in the smallest format that holds all of them: 3.02 of fp32 has two places."""
+    """Return the shortest decimals of losses in the smallest float format: 3.02 of fp32 has two places."""
     values = np.array(losses)
     with np.errstate(over="ignore", under="ignore"):
         kinds = (np.float16, np.float32, np.float64)
@@ -96,25 +98,25 @@ def _decimals(losses: list[float]) -> list[Decimal]:
 
 
 def _has(bits: int, loss: float, digit: float) -> bool:
-    """Whether a loss is a number of so many significant bits, up to half a decimal digit and what fp32 makes of it."""
+    """Return whether a loss has at most this many significant bits, up to half a decimal digit and fp32 rounding."""
     mantissa, exponent = math.frexp(loss)
     scaled = math.ldexp(mantissa, bits)
     return bits == FLOAT_BITS or abs(scaled - round(scaled)) <= math.ldexp(digit / 2, bits - exponent) * 1.01
 
 
-def _items(whose: str, values: Any) -> "enumerate[Any]":
-    """The values in order, with their indices."""
+def _items(owner: str, values: Any) -> "enumerate[Any]":
+    """Enumerate the values in order."""
     try:
         items = _python(values)
     except ValueError as error:
-        raise ValueError(f"{whose} is {shown(values)}: {error}") from None
+        raise ValueError(f"{owner} is {shown(values)}: {error}") from None
     if isinstance(items, (str, bytes, bytearray, Set, Mapping)) or not isinstance(items, Iterable):
-        raise ValueError(f"{whose} is a list with one number per seed, in order; got {shown(values)}")
+        raise ValueError(f"{owner} is a list with one number per seed, in order; got {shown(values)}")
     return enumerate(items)
 
 
 def _python(value: Any) -> Any:
-    """Numbers of Python for those of an array or a tensor."""
+    """Convert an array or a tensor to Python numbers."""
     if not hasattr(value, "tolist"):
         return value
     try:
@@ -141,7 +143,7 @@ def _loss(value: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: shortened, and whatever it is."""
+    """Return a shortened repr of any value, for messages."""
     try:
         return reprlib.repr(value)
     except ValueError:  # a whole number of more digits than Python prints

@@ -1,14 +1,14 @@
-"""The gaps of pairs of runs: the interval of their mean, at levels that allow a look after every seed.
+"""Interval of the mean gap of paired runs, with levels for a look after every seed (group-sequential).
 
     gaps        g_k = 100 (L_k − B_k) / B̄ percent     L, B: losses of arm and baseline; B̄ the baseline's mean
     deviation   s² = Σ (g_k − ḡ)² / (n − 1) + r²/6     r: the unit to which the losses are rounded, in percent
-    low         ḡ − t(1 − α_n; n − 1) s/√n             the arm is worse where this is above 0
-    high        ḡ + (t(1 − α_n/3; n − 1)/√n + 1 + 10/(n + 1)) s + r    it passes where this is below the margin
+    low         ḡ − t(1 − α_n; n − 1) s/√n             the arm is worse if this is above 0
+    high        ḡ + (t(1 − α_n/3; n − 1)/√n + 1 + 10/(n + 1)) s + r    it passes if this is below the margin
 
-The two ends are not alike. Gaps of an equal arm are symmetric about zero, as either run of a pair might have been the
-arm's, so Student's t holds for `low`, and is conservative where tails are heavy. An arm that is worse may be so on few
-seeds: `high` allows for an instability that n seeds are likely not to show, and for a gap that rounding hides on every
-seed. `docs/compare.md` has both derivations, and the rates measured.
+The two ends differ. Gaps of an equal arm are symmetric about zero, because the runs of a pair are exchangeable, so
+Student's t holds for `low`, and is conservative for heavy tails. An arm may be worse on few seeds only: `high` allows
+for an instability that n seeds are likely not to show, and for a gap that rounding hides on every seed.
+`docs/compare.md` has both derivations and measured rates.
 """
 
 import math
@@ -21,25 +21,25 @@ from octavo.inspect.distributions import average_noncentrality, student_quantile
 from octavo.inspect.loss_values import resolution, shown
 
 CONFIDENCE = 0.95
-"""Of all verdicts together."""
+"""Confidence of all verdicts together."""
 MOST_SEEDS = 40
-"""The largest planned maximum: the levels below are for looks at 2 to so many seeds."""
+"""Largest planned maximum of seeds: the levels below are for looks at 2 to this many seeds."""
 LEVELS = (0.001, 0.008, 0.005, 0.0015)
 """One-sided levels α of 2, 3, 4, and 5 pairs or more, at 95 % and for one arm."""
 SPENT = 0.025
-"""What a plan of few seeds leaves of this is added to the level of its last."""
+"""Total level of a plan; a plan of few seeds adds what remains to its last look."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairedTest:
-    """What n pairs of runs, none of which failed, say of one arm.
+    """The test of one arm, from n pairs of runs that did not fail.
 
     Attributes:
         gaps: Loss of the arm above the baseline's, one per pair, in percent of the baseline's mean loss.
         mean: Their mean.
         deviation: Their standard deviation, of n − 1 degrees of freedom, with the rounding of the losses.
-        confidence: Of the verdicts on all arms together.
-        arms: How many arms are compared with the baseline.
+        confidence: Confidence of the verdicts on all arms together.
+        arms: Number of arms compared with the baseline.
         planned: Planned maximum of seeds.
         rounding: The unit to which the losses are rounded, in percent.
     """
@@ -54,24 +54,24 @@ class PairedTest:
 
     @property
     def low(self) -> float:
-        """The arm is at least so much worse, in percent."""
+        """Lower bound of the gap, in percent."""
         return self.mean - self._low_width(len(self.gaps)) * self.deviation
 
     @property
     def high(self) -> float:
-        """The arm is at most so much worse, in percent."""
+        """Upper bound of the gap, in percent."""
         return self._high(len(self.gaps))
 
     def detectable(self, power: float) -> float:
-        """The true gap, in percent, that so many pairs call worse with about this probability.
+        """Return the true gap, in percent, that this number of pairs calls worse with about this probability.
 
-        The probability is the average over what such pairs measure as deviation.
+        The probability is an average over the measured deviation.
         """
         pairs = len(self.gaps)
         return average_noncentrality(pairs - 1, self._low_level(pairs), power) * self.deviation / math.sqrt(pairs)
 
     def pairs_to_decide(self, above: float, limit: float) -> int | None:
-        """Pairs for `low` > above or `high` ≤ limit if mean and deviation stay; None where `MOST_SEEDS` do not do."""
+        """Return the pairs for `low` > above or `high` ≤ limit, if gaps stay alike; None for over `MOST_SEEDS`."""
         for pairs in range(len(self.gaps) + 1, MOST_SEEDS + 1):
             low = self.mean - self._low_width(pairs) * self.deviation
             if low > above or self._high(pairs) <= limit:
@@ -85,14 +85,14 @@ class PairedTest:
         return student_quantile(pairs - 1, self._low_level(pairs)) / math.sqrt(pairs)
 
     def _high(self, pairs: int) -> float:
-        """Not corrected for arms: a comparison passes where all arms do."""
+        """Not corrected for the number of arms: a comparison passes only if all arms pass."""
         level = LEVELS[min(pairs, 5) - 2] * scale_of(self.confidence) / 3
         width = student_quantile(pairs - 1, level) / math.sqrt(pairs) + 1 + 10 / (pairs + 1)
         return self.mean + width * self.deviation + self.rounding
 
 
 def check_limits(margin: float | None, confidence: float, max_seeds: int) -> None:
-    """Raise ValueError for a margin, a confidence or a planned maximum that is no number, or out of range."""
+    """Raise ValueError if a margin, confidence or planned maximum is not a number, or out of range."""
     _check_number("confidence", confidence, Real)
     _check_number("max_seeds", max_seeds, Integral)
     if margin is not None:
@@ -112,7 +112,7 @@ def _check_number(name: str, value: object, kind: type) -> None:
 
 
 def level_of(pairs: int, planned: int) -> float:
-    """One-sided level of so many pairs, at 95 % and for one arm."""
+    """Return the one-sided level for a number of pairs, at 95 % and for one arm."""
     level = LEVELS[min(pairs, 5) - 2]
     if pairs != planned:
         return level
@@ -120,7 +120,7 @@ def level_of(pairs: int, planned: int) -> float:
 
 
 def scale_of(confidence: float) -> float:
-    """What a confidence other than 95 % makes of the levels."""
+    """Return the factor of the levels for a confidence other than 95 %."""
     return (1 - confidence) / (1 - CONFIDENCE)
 
 
@@ -132,7 +132,7 @@ def paired_test(
     arms: int = 1,
     planned: int = MOST_SEEDS,
 ) -> PairedTest:
-    """Test two pairs or more; losses are finite and above zero."""
+    """Test two or more pairs; losses are finite and above zero."""
     unit = statistics.median_low(baseline)  # sums of ratios do not overflow
     whole = statistics.fmean(loss / unit for loss in baseline)
     gaps = tuple(100 * (loss / unit - base / unit) / whole for base, loss in zip(baseline, losses, strict=True))

@@ -37,7 +37,7 @@ from octavo.nn import convert
 from octavo.nn.filters import FilterLike, both, of_precision
 from octavo.nn.memory_audit import call
 from octavo.nn.report import check_module, is_converted
-from octavo.nn.select import HEAD_KEPT, default_plan, is_linear
+from octavo.nn.select import HEAD_REASON, default_plan, is_linear
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import LEVELS, Precision
@@ -210,7 +210,7 @@ def default_decisions(model: nn.Module, request: PlanRequest) -> tuple[Plan, dic
         raise ValueError("this model is converted already: octavo.revert(model) first, or plan before converting")
     rule = _default_plan(model, request, request.filter)
     reasons = {name: rule[name].reason for name in planned_linears(model, rule) if rule[name].recipe is None}
-    return rule, {name: why for name, why in reasons.items() if not (request.heads and why.startswith(HEAD_KEPT))}
+    return rule, {name: why for name, why in reasons.items() if not (request.heads and why.startswith(HEAD_REASON))}
 
 
 def planned_linears(model: nn.Module, rule: Plan) -> list[str]:

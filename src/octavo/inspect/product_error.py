@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.kernels import quantize
-from octavo.nn.delayed import G, X, scale_now
+from octavo.nn.delayed import G, X, current_scale
 from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
@@ -74,7 +74,7 @@ class ProductErrors:
                 weight = weight.t()
             self._weights[layer] = weight.detach().to(torch.float32, copy=True)
         own = getattr(module, "recipe", None)
-        scales = {own.name: scale_now(module, X, x_MK)} if isinstance(own, Recipe) else {}
+        scales = {own.name: current_scale(module, X, x_MK)} if isinstance(own, Recipe) else {}
         self._operands[layer] = Operands(x_MK.to(torch.float32, copy=True), self._weights[layer], scales)
 
     def pop_operands(self, layer: str) -> Operands | None:
@@ -97,7 +97,7 @@ class ProductErrors:
         exact = [x @ w.t(), g @ w if needs[0] else None, g.t() @ x if needs[1] else None]
         own = getattr(module, "recipe", None)
         for recipe in self._measure[layer]:
-            g_scale = scale_now(module, G, g_MN) if own is not None and own.name == recipe.name else None
+            g_scale = current_scale(module, G, g_MN) if own is not None and own.name == recipe.name else None
             rounded = _products(x, w, g, recipe, operands.x_scales.get(recipe.name), g_scale, exact)
             errors = [_row_errors(product, reference) for product, reference in zip(rounded, exact, strict=True)]
             errors.append(_row_errors(*(None if p is None else p.t() for p in (rounded[2], exact[2]))))

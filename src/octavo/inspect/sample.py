@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from octavo.inspect.accumulator import Accumulators, OperandFormat
 from octavo.inspect.product_error import Operands, ProductErrors, is_transposed
 from octavo.kernels import dequantize, quantize
-from octavo.nn.delayed import G, X, scale_now
+from octavo.nn.delayed import G, X, current_scale
 from octavo.nn.gathered import Fp8AllGatherOutput, ShardedWeight
 from octavo.nn.linear import SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
@@ -146,7 +146,7 @@ class Sample:
         def count_gradient(g: Tensor) -> None:
             with torch.no_grad(), _disable_current_modes():
                 g_MN = _matrix(g)
-                scale = scale_now(layer.module, G, g_MN)
+                scale = current_scale(layer.module, G, g_MN)
                 for operand, factors in (("dgrad_g", of_w), ("wgrad_g", of_x)):
                     spec = getattr(layer.recipe, operand)
                     if factors is None or spec is None:
@@ -173,7 +173,7 @@ class Sample:
         recipes = [layer.recipe, *self._what_if]
         forms: Sequence[ScaledTensor | None] = [None] * len(recipes)
         if counted:
-            own = OperandFormat(layer.recipe.x, scale=scale_now(layer.module, X, x_MK))
+            own = OperandFormat(layer.recipe.x, scale=current_scale(layer.module, X, x_MK))
             others = [OperandFormat(recipe.x) for recipe in self._what_if]
             forms = self.accumulators.count((layer.name, "x"), x_MK, own, others)
         folds = [

@@ -1,18 +1,18 @@
-"""chunked_loss: language models of Transformers whose loss is computed without the whole logits.
+"""Make language models of Transformers compute their loss without the whole logits: `chunked_loss`.
 
     octavo.nn.causal.chunked_loss(model)
     model(input_ids=…, labels=…).loss         # as before; .logits is None
     model(input_ids=…).logits                 # as before
 
-Only the instance's `forward` is wrapped. Given labels, it runs the base model (`base_model`: everything but the head)
-and hands its hidden states and the head's weight to `linear_cross_entropy`. What a model does to its logits besides, a
-factor (Cohere, Granite) or a soft cap (Gemma), and what loss it takes of them is not looked up by the model's name. It
-is found by trying: the model is run on a few tokens, with chosen numbers in place of what its head returns. They spread
-so far that a soft cap shows which the small logits of a new model would never meet, and no weight matters, so it is
-the same on meta, where only the numbers put in are real. Candidates come from the numbers in the config, and one is
-taken only if it explains the logits; the loss must be the shifted cross-entropy of them and nothing more, by its value
-and by its autograd graph: a term beside the cross-entropy (a router's loss, a z-loss) is a second branch of it, however
-small its coefficient. A model that is not explained is refused, with the reason, and left as it was.
+Wraps only the instance's `forward`. Given labels, it runs the base model (`base_model`: everything but the head) and
+passes hidden states and the head's weight to `linear_cross_entropy`. Models may also scale their logits (Cohere,
+Granite) or apply a soft cap (Gemma). `find_head` detects this, and the loss, by a trial instead of the model's name: it
+runs the model on a few tokens, with chosen numbers in place of the head's output. They cover several decades, so they
+reveal a soft cap that the small logits of a new model would not reach. No weight matters, so the trial also works on
+meta, where only these numbers are real. Candidates come from the numbers in the config; one must reproduce the logits.
+The loss must equal the shifted cross-entropy in value and in its autograd graph: another term (a router's loss, a
+z-loss) is a second branch, however small its coefficient. Otherwise `find_head` raises an error with the reason and the
+model stays unchanged.
 """
 
 import inspect
@@ -31,19 +31,19 @@ from octavo.nn.loss import linear_cross_entropy
 M = TypeVar("M", bound=nn.Module)
 
 PROBE_SHAPE = 2, 8
-"""Sequences and tokens on which a model is tried."""
+"""Sequences and tokens of the trial."""
 IGNORE = -100
-"""Label of tokens that do not count, as in Transformers."""
+"""Label of ignored tokens, as in Transformers."""
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Relative: between logits that a model and a candidate make in this dtype, each operation rounding once."""
+"""Relative tolerance between logits of a model and a candidate in this dtype; each operation rounds once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """How a model makes logits: softcap(scale · linear(base(inputs))).
+    """How a model computes logits: softcap(scale · linear(base(inputs))).
 
     Attributes:
-        base: Returns hidden states [..., D] first.
+        base: The base model; its first output is hidden states [..., D].
         linear: The vocabulary head, [V, D].
         scale: Factor of the logits.
         softcap: Bound of the logits, or None.
@@ -55,29 +55,28 @@ class Head:
     softcap: float | None
 
     def finish(self, z: Tensor) -> Tensor:
-        """Logits, of what the head returns, as the model computes them."""
+        """Return the logits for an output z of the head."""
         z = z * self.scale
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
 def find_head(model: Any) -> Head:
-    """Find out how a causal language model makes its logits, and that its loss is the usual one.
+    """Find how a causal language model computes its logits, and check that its loss is the shifted cross-entropy.
 
     Args:
         model: A `transformers` model with a language model head, on any device, meta included. Under FakeTensorMode,
-            where no number can be compared, what the config suggests is taken for true: good for planning memory,
-            which no factor changes.
+            which has no numbers to compare, the values of the config are assumed to apply: enough to plan memory.
 
     Raises:
-        ValueError: Where the loss cannot be computed from the model's hidden states and its head's weight; says why.
+        ValueError: If the loss is not a function of the model's hidden states and its head's weight; has the reason.
     """
     kind = type(model).__name__
     getter = getattr(model, "get_output_embeddings", None)
     linear: Any = getter() if callable(getter) else None
     base: nn.Module = getattr(model, "base_model", model)
     if not _is_plain(linear) or "forward" in vars(linear):
-        what = "no output embedding" if linear is None else f"an output embedding of type {type(linear).__name__}"
-        raise ValueError(f"{kind} has {what}: the chunked loss multiplies with the weight of a plain nn.Linear")
+        head_kind = "no output embedding" if linear is None else f"an output embedding of type {type(linear).__name__}"
+        raise ValueError(f"{kind} has {head_kind}: the chunked loss multiplies with the weight of a plain nn.Linear")
     if base is model:
         raise ValueError(f"{kind} has no base model beside its head")
     if _adds_router_loss(model, {}):
@@ -90,25 +89,26 @@ def find_head(model: Any) -> Head:
     heads = [Head(base=base, linear=linear, scale=scale, softcap=softcap) for scale, softcap in candidates]
     try:
         with _evaluating(model):
-            head = heads[-1] if isinstance(linear.weight, FakeTensor) else _explained(model, heads)
+            head = heads[-1] if isinstance(linear.weight, FakeTensor) else _matching_head(model, heads)
             _check_loss(model, head)
     except RuntimeError as error:
         if not linear.weight.is_meta:
             raise
         reason = " ".join(str(error).split())
-        raise ValueError(f"{kind} cannot be tried on meta, give it its weights first: {reason}") from error
+        raise ValueError(f"{kind} cannot run the trial on meta; load its weights first: {reason}") from error
     return head
 
 
 def check_next_token_loss(model: Any) -> None:
-    """Check that `model(input_ids=x, labels=y, shift_labels=y).loss`, its own loss, predicts y[:, t] from x[:, t].
+    """Check that the model's own loss, `model(input_ids=x, labels=y, shift_labels=y).loss`, predicts y[:, t] from
+    x[:, t].
 
-    It does where a model shifts labels but accepts `shift_labels` instead, and where a model takes labels that are
-    shifted already (Bart). The check reads the gradient at the last token, for which a model that always shifts has no
-    label. On meta and under FakeTensorMode it checks the arguments only.
+    It does if a model shifts labels but accepts `shift_labels` instead, or takes shifted labels (Bart). The check reads
+    the gradient at the last token, for which a model that always shifts has no label. On meta and under FakeTensorMode
+    it checks only the arguments.
 
     Raises:
-        ValueError: Where it returns no loss, or predicts other tokens.
+        ValueError: If the model returns no loss, or predicts other tokens.
     """
     kind, weight = type(model).__name__, model.get_input_embeddings().weight
     if not any(p.name == "labels" for p in _parameters(model.forward)):
@@ -121,10 +121,10 @@ def check_next_token_loss(model: Any) -> None:
             outputs = model(input_ids=ids, labels=ids.roll(-1, 1), shift_labels=ids.roll(-1, 1))
     except (RuntimeError, IndexError):  # which a batch can cause
         raise
-    except Exception as error:  # of no common type
+    except Exception as error:  # models raise many types
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        padless = isinstance(error, TypeError) and getattr(model.config, "pad_token_id", None) is None
-        hint = "; it may need config.pad_token_id, which is unset: set it, as to 0" if padless else ""
+        lacks_pad = isinstance(error, TypeError) and getattr(model.config, "pad_token_id", None) is None
+        hint = "; it may need config.pad_token_id, which is unset: set it, as to 0" if lacks_pad else ""
         raise ValueError(f"{kind} cannot compute a loss from token ids alone{hint} ({reason})") from error
     if outputs.loss is None:
         raise ValueError(f"{kind} has no loss of its own to train on: it returns none for labels")
@@ -137,12 +137,12 @@ def chunked_loss(model: M) -> M:
     """Make a causal language model of Transformers compute its loss without the whole logits, in place.
 
     `forward` with `labels` (and as in Transformers `shift_labels`, `num_items_in_batch`) then returns `loss` and no
-    logits; without labels it is as before. `del model.forward` undoes it. Tied, frozen and biased heads keep working.
+    logits; without labels it is unchanged. `del model.forward` undoes it. Tied, frozen and biased heads work.
 
-    The head's weight is used, the head itself is not called. Where it has to be, because it has hooks or a `forward` of
-    its own, or where a router's loss is asked for (`output_router_logits`), the model computes its loss from whole
-    logits as if it had not been changed; hooks of Octavo's own, which measure, do not count. Set up what changes the
-    head, `resize_token_embeddings`, PEFT, `convert` of the head itself, or a `loss_function` of your own, first.
+    The loss uses the head's weight and does not call the head. If the head has hooks (other than Octavo's, which only
+    measure) or its own `forward`, or the batch requests a router's loss (`output_router_logits`), the model computes
+    its loss from whole logits as before. Change the head first: `resize_token_embeddings`, PEFT, `convert` of the head
+    itself, or a `loss_function` of your own.
 
     Args:
         model: See `find_head`.
@@ -151,8 +151,8 @@ def chunked_loss(model: M) -> M:
         The same model.
 
     Raises:
-        ValueError: As `find_head`; the model is left as it was. From `forward`, where the head, the base model or the
-            loss function is no longer the one that was found: `del model.forward`, then `chunked_loss(model)` again.
+        ValueError: As `find_head`; the model is unchanged. From `forward`, if the head, the base model or the loss
+            function was replaced since: `del model.forward`, then `chunked_loss(model)` again.
     """
     if isinstance(vars(model).get("forward"), _ChunkedForward):
         return model
@@ -161,60 +161,60 @@ def chunked_loss(model: M) -> M:
 
 
 class _ChunkedForward:
-    """The forward of a model, with the loss taken from its hidden states."""
+    """The forward of a model, with a loss computed from its hidden states."""
 
     def __init__(self, model: Any, head: Head) -> None:
         self._model, self._head = model, head
-        self._whole, self._loss_function = model.forward, getattr(model, "loss_function", None)
-        self._names = [p.name for p in _parameters(self._whole) if p.kind is p.POSITIONAL_OR_KEYWORD]
-        self.__signature__ = inspect.signature(self._whole)  # what asks which arguments there are gets its answer
+        self._original, self._loss_function = model.forward, getattr(model, "loss_function", None)
+        self._names = [p.name for p in _parameters(self._original) if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.__signature__ = inspect.signature(self._original)  # for callers that inspect it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(self._names, args, strict=False))
-        if twice := given.keys() & kwargs.keys():
-            raise TypeError(f"forward() got multiple values for argument {min(twice)!r}")
-        given |= kwargs
-        labels, shift_labels = given.pop("labels", None), given.pop("shift_labels", None)
-        if (labels is None and shift_labels is None) or self._must_be_whole(given):
-            return self._whole(*args, **kwargs)
+        inputs = dict(zip(self._names, args, strict=False))
+        if duplicates := inputs.keys() & kwargs.keys():
+            raise TypeError(f"forward() got multiple values for argument {min(duplicates)!r}")
+        inputs |= kwargs
+        labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
+        if (labels is None and shift_labels is None) or self._needs_whole_logits(inputs):
+            return self._original(*args, **kwargs)
         self._check_unchanged()
-        return self._chunked(args[len(self._names) :], given, labels, shift_labels)
+        return self._chunked(args[len(self._names) :], inputs, labels, shift_labels)
 
-    def _must_be_whole(self, given: dict[str, Any]) -> bool:
-        """Whether the head has to be called, or something is added to its loss."""
+    def _needs_whole_logits(self, inputs: dict[str, Any]) -> bool:
+        """Return whether the head must be called, or the model adds a router's loss."""
         linear = self._model.get_output_embeddings()
         hooks = [] if linear is None else [*linear._forward_pre_hooks.values(), *linear._forward_hooks.values()]
-        called = any((getattr(hook, "__module__", None) or "").partition(".")[0] != "octavo" for hook in hooks)
-        own = linear is not None and "forward" in vars(linear)
-        return called or own or _adds_router_loss(self._model, given)
+        has_hooks = any((getattr(hook, "__module__", None) or "").partition(".")[0] != "octavo" for hook in hooks)
+        has_own_forward = linear is not None and "forward" in vars(linear)
+        return has_hooks or has_own_forward or _adds_router_loss(self._model, inputs)
 
     def _check_unchanged(self) -> None:
         model, head = self._model, self._head
         linear = model.get_output_embeddings()
         if linear is not head.linear:
-            what = "its output embedding was replaced"
+            change = "its output embedding was replaced"
         elif not _is_plain(linear):
-            what = f"its output embedding became a {type(linear).__module__}.{type(linear).__qualname__}"
+            change = f"its output embedding became a {type(linear).__module__}.{type(linear).__qualname__}"
         elif model.base_model is not head.base:
-            what = "its base model was replaced"
+            change = "its base model was replaced"
         elif getattr(model, "loss_function", None) != self._loss_function:
-            what = "its loss_function was replaced"
+            change = "its loss_function was replaced"
         else:
             return
         raise ValueError(
-            f"{type(model).__name__}: {what} after chunked_loss; call it last: `del model.forward` and "
+            f"{type(model).__name__}: {change} after chunked_loss; call it last: `del model.forward` and "
             "`chunked_loss(model)`, or leave it at the first for whole logits"
         )
 
     def _chunked(
-        self, args: tuple[Any, ...], given: dict[str, Any], labels: Tensor | None, shift_labels: Tensor | None
+        self, args: tuple[Any, ...], inputs: dict[str, Any], labels: Tensor | None, shift_labels: Tensor | None
     ) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
-        num_items_in_batch, ignore_index = given.pop("num_items_in_batch", None), given.pop("ignore_index", IGNORE)
-        given.pop("logits_to_keep", None)
-        wants_tuple = given.pop("return_dict", None) is False
-        outputs = self._head.base(*args, **given)
+        num_items_in_batch, ignore_index = inputs.pop("num_items_in_batch", None), inputs.pop("ignore_index", IGNORE)
+        inputs.pop("logits_to_keep", None)
+        wants_tuple = inputs.pop("return_dict", None) is False
+        outputs = self._head.base(*args, **inputs)
         if shift_labels is None:
             assert labels is not None
             shift_labels = _shifted(labels, ignore_index)
@@ -247,19 +247,21 @@ def _is_plain(linear: Any) -> bool:
     return type(linear) is nn.Linear
 
 
-def _adds_router_loss(model: Any, given: dict[str, Any]) -> bool:
-    """Whether a mixture of experts adds the loss that balances its router, for some arguments of its forward."""
-    asked = given.get("output_router_logits")
-    return bool(getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked)
+def _adds_router_loss(model: Any, inputs: dict[str, Any]) -> bool:
+    """Return whether a mixture of experts adds a loss that balances its router, given the inputs of its forward."""
+    requested = inputs.get("output_router_logits")
+    return bool(
+        getattr(model.config.get_text_config(), "output_router_logits", False) if requested is None else requested
+    )
 
 
 def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
-    """The label of the next token, for each token; of the last there is none."""
+    """Return the label of the next token for each token; the last is ignored."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 def _candidates(config: Any) -> list[tuple[float, float | None]]:
-    """Factors and soft caps that the numbers of a config suggest; (1, None) first, all of them last."""
+    """Return factors and soft caps from the numbers of a config; (1, None) first, all combined last."""
     numbers = {
         name: float(value)
         for name, value in config.to_dict().items()
@@ -272,26 +274,28 @@ def _candidates(config: Any) -> list[tuple[float, float | None]]:
 
 
 @torch.no_grad()
-def _explained(model: Any, heads: list[Head]) -> Head:
-    """The first of some heads that makes the logits of its model, in all decades and of both signs."""
+def _matching_head(model: Any, heads: list[Head]) -> Head:
+    """Return the first head that reproduces the logits of its model, in all decades and of both signs."""
     kind, base, linear = type(model).__name__, heads[0].base, heads[0].linear
     shape = *PROBE_SHAPE, linear.weight.shape[0]
-    draw = torch.Generator("cpu").manual_seed(0)
-    size = 10 ** (5 * torch.rand(shape, generator=draw, device="cpu") - 2)
-    z = _numbers(linear, torch.where(torch.rand(shape, generator=draw, device="cpu") < 0.5, size, -size))
+    generator = torch.Generator("cpu").manual_seed(0)
+    size = 10 ** (5 * torch.rand(shape, generator=generator, device="cpu") - 2)
+    z = _as_head_output(linear, torch.where(torch.rand(shape, generator=generator, device="cpu") < 0.5, size, -size))
     hidden: list[Tensor] = []
     handle = base.register_forward_hook(lambda module, args, output: hidden.append(output[0]))
     try:
-        outputs, head_inputs = _tried(model, linear, z)
+        outputs, head_inputs = _run_trial(model, linear, z)
     finally:
         handle.remove()
     if not linear.weight.is_meta:
         hidden = [base(input_ids=_ids(linear.weight))[0]]
     if not hidden or not head_inputs or not _same(hidden[-1], head_inputs[-1]):
-        hint = "; if not, give it its weights first: on meta only a storage tells" if linear.weight.is_meta else ""
+        hint = (
+            "; if not, load its weights first: on meta only storages can be compared" if linear.weight.is_meta else ""
+        )
         raise ValueError(f"{kind} changes its hidden states between its base model and its head{hint}")
     if outputs.logits.shape != z.shape:
-        raise ValueError(f"{kind} makes logits {list(outputs.logits.shape)} of what its head returns, {list(z.shape)}")
+        raise ValueError(f"{kind} returns logits {list(outputs.logits.shape)}, but its head returns {list(z.shape)}")
     for head in heads:
         if torch.allclose(head.finish(z), outputs.logits.to(z.dtype), rtol=TOLERANCE[z.dtype], atol=0.0):
             return head
@@ -299,20 +303,20 @@ def _explained(model: Any, heads: list[Head]) -> Head:
 
 
 def _check_loss(model: Any, head: Head) -> None:
-    """Refuses a model whose loss is not the mean cross-entropy of its logits with the labels of the next tokens.
+    """Raise unless the loss of a model is the mean cross-entropy of its logits with the labels of the next tokens.
 
-    The first sequence gets the most likely labels and the second the least likely, and more of the second count: a
-    loss that shifts, weights or smooths in another way is far off. What it adds is another branch of its graph, or
-    shows in its value to a hundred thousandth. Under FakeTensorMode only the graph is checked.
+    The first sequence gets the most likely labels and the second the least likely, and fewer of the first count. So a
+    loss that shifts, weights or smooths differently is far off. An added term is another branch of the graph, or
+    changes the value by more than 1e-5. Under FakeTensorMode only the graph is checked.
     """
     kind, linear = type(model).__name__, head.linear
     shape = *PROBE_SHAPE, linear.weight.shape[0]
-    z = _numbers(linear, 3 * torch.randn(shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu"))
+    z = _as_head_output(linear, 3 * torch.randn(shape, generator=torch.Generator("cpu").manual_seed(1), device="cpu"))
     finished = head.finish(z)
     labels = torch.stack([finished[0].argmax(-1), finished[1].argmin(-1)]).roll(1, -1)
     labels[0, :4] = labels[1, 5] = IGNORE
     with torch.enable_grad():
-        outputs, _ = _tried(model, linear, z.requires_grad_(), labels=labels)
+        outputs, _ = _run_trial(model, linear, z.requires_grad_(), labels=labels)
     if outputs.loss is None or outputs.logits is None:
         raise ValueError(f"{kind} returns no loss for labels, or no logits beside it")
     if not isinstance(z, FakeTensor):
@@ -328,7 +332,7 @@ def _check_loss(model: Any, head: Head) -> None:
 
 
 def _is_chain(loss: Tensor) -> bool:
-    """Whether the autograd graph of a loss has a single branch."""
+    """Return whether the autograd graph of a loss has a single branch."""
     node = loss.grad_fn
     while node is not None:
         inputs = [function for function, _ in node.next_functions if function is not None]
@@ -338,15 +342,15 @@ def _is_chain(loss: Tensor) -> bool:
     return True
 
 
-def _tried(model: Any, linear: nn.Linear, z: Tensor, **labels: Tensor) -> tuple[Any, list[Tensor]]:
-    """Outputs of a model whose head returns z, and what the head is called with."""
+def _run_trial(model: Any, linear: nn.Linear, z: Tensor, **labels: Tensor) -> tuple[Any, list[Tensor]]:
+    """Return the outputs of a model whose head returns z, and the inputs of the head."""
     head_inputs: list[Tensor] = []
 
     def replace(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         head_inputs.append(args[0])
         return z
 
-    # With a cache Transformers does not look for packed sequences, which on meta nobody can see.
+    # With a cache Transformers does not detect packed sequences, which fails on meta.
     cached = linear.weight.is_meta and any(p.name == "use_cache" for p in _parameters(model.forward))
     handle = linear.register_forward_hook(replace)
     try:
@@ -361,13 +365,13 @@ def _ids(weight: Tensor) -> Tensor:
     return ids.view(rows, length)
 
 
-def _numbers(linear: nn.Linear, z: Tensor) -> Tensor:
-    """As the head would return them; on the CPU for one on meta, which returns none."""
+def _as_head_output(linear: nn.Linear, z: Tensor) -> Tensor:
+    """Convert to dtype and device of the head; to the CPU if it is on meta."""
     return z.to(linear.weight.dtype).to("cpu" if linear.weight.is_meta else linear.weight.device)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Equal; on meta, where nothing else can be told, of one storage."""
+    """Return whether tensors are equal; on meta, whether they share a storage."""
     if a.is_meta:
         return a.shape == b.shape and a.untyped_storage()._cdata == b.untyped_storage()._cdata
     return torch.equal(a, b)

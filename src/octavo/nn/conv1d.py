@@ -6,7 +6,7 @@ Imported only once a model with such a layer is converted, because it needs Tran
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D as PlainConv1D
 
-from octavo.nn.delayed import past_of
+from octavo.nn.delayed import delayed_scaling_of
 from octavo.nn.linear import linear
 from octavo.nn.weights import keeps_weight
 from octavo.numerics.recipe import Recipe
@@ -20,7 +20,8 @@ class Conv1D(PlainConv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         """Y = X W + b in FP8 for x [..., in_features]; see `octavo.nn.linear.linear`."""
-        return linear(x, self.weight.t(), self.bias, self.recipe, keeps_weight(self), past_of(self, self.recipe))
+        scaling = delayed_scaling_of(self, self.recipe)
+        return linear(x, self.weight.t(), self.bias, self.recipe, keeps_weight(self), scaling)
 
     def __repr__(self) -> str:
         return f"Conv1D(nf={self.nf}, nx={self.nx}, recipe={self.recipe.name})"

@@ -1,9 +1,9 @@
-"""convert and revert: the one line that turns a model to FP8, and back.
+"""Convert a model to FP8 (`convert`), and back (`revert`).
 
-Both swap the class of each chosen module and touch nothing else: the module object, its parameters, hooks, buffers,
-training flag and names stay what they are, so optimizers, weight tying, `state_dict` and references from elsewhere
-keep working, and a root that is itself a linear converts in place. What can be checked is checked before the first
-swap, and whatever is raised after it is followed by putting all back: a failed conversion leaves the model as it was.
+Both swap the class of each chosen module and change nothing else: the module object, its parameters, hooks, buffers,
+training flag and names stay the same. So optimizers, weight tying, `state_dict` and references keep working, and a
+root that is itself a linear converts in place. Checks run before the first swap; an error after it undoes all swaps. A
+failed conversion leaves the model unchanged.
 """
 
 import sys
@@ -46,67 +46,67 @@ def convert(
     """Make the linear layers of a model compute in FP8, in place.
 
     By default every `nn.Linear` and Transformers `Conv1D` is converted to the `rowwise` recipe, except vocabulary
-    heads, and what is so narrow that it cannot gain (LoRA adapters, routers, classifiers): call
-    `octavo.convert(model.lm_head)` afterwards to convert one all the same. `octavo.report(model)` lists each layer with
+    heads and layers too narrow to gain (LoRA adapters, routers, classifiers): call `octavo.convert(model.lm_head)`
+    afterwards to convert one anyway. `octavo.report(model)` lists each layer with
     its recipe and reason.
 
     Args:
         model: Any module, on any device including meta; a linear itself is fine.
         recipe: `"rowwise"` (default), `"tensorwise"`, `"rowwise_hp_wgrad"`, `"blockwise"`, `"mxfp8"`, `"delayed"`, or a
-            `Recipe`. Or recipes by filter, as `{filters.last(2): "rowwise_hp_wgrad"}`: a layer gets that of the first
-            filter that matches it, else the default.
-        precision: The whole request at once, instead of `recipe`, `skip`, `keep_weights` and `activations`.
-        plan: Decisions made before, instead of all others.
-        skip: Name patterns of layers to leave alone, as in `fnmatch`, such as `["*.o_proj", "model.layers.0"]`.
-        filter: A rule of `octavo.nn.filters`, as `filters.name("*.mlp.*") & ~filters.last(2)`, or any callable
-            `filter(module, fqn) -> bool`, True to convert; asked of each layer that nothing else excludes.
+            `Recipe`. Or recipes by filter, e.g. `{filters.last(2): "rowwise_hp_wgrad"}`: a layer gets the recipe of
+            the first filter that matches it, else the default.
+        precision: Replaces `recipe`, `skip`, `keep_weights` and `activations`.
+        plan: Decisions per layer; replaces all other arguments.
+        skip: Name patterns of layers to skip, as in `fnmatch`, such as `["*.o_proj", "model.layers.0"]`.
+        filter: A rule of `octavo.nn.filters`, e.g. `filters.name("*.mlp.*") & ~filters.last(2)`, or any callable
+            `filter(module, fqn) -> bool`, True to convert. Called for each layer that nothing else excludes.
         keep_weights: Quantize each weight once per forward and backward instead of twice (1 byte per parameter in
             between), and once for all micro-batches inside `octavo.nn.accumulating(model)` (2 on a GPU). Same losses.
             No effect on weights that FSDP shards, nor under torch.compile: see `octavo.nn.weights`.
-        activations: `"fp8"`: norms, gated MLPs and activation functions that are known by their code store what
-            backward needs in FP8; what other modules save is stored in FP8 where that is safe (docs/memory.md). Not
-            under torch.compile. For this alone: `precision=Precision(matmul="bf16", activations="fp8")`.
-        verbose: Print one line on stderr that says what was done.
+        activations: `"fp8"`: norms, gated MLPs and activation functions with recognized code save tensors for backward
+            in FP8; other modules do so where it is safe (docs/memory.md). Not under torch.compile. To do only this:
+            `precision=Precision(matmul="bf16", activations="fp8")`.
+        verbose: Print a one-line summary on stderr.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: For an unknown recipe, a model converted already, contradicting arguments, a filter that raises or
-            counts blocks where there are none, or if no layer would be converted although FP8 was asked for.
-        TypeError: If `model` is not a module, a filter is none, or a layer's weights have a dtype without an FP8 form.
+        ValueError: If the recipe is unknown, the model is converted already, arguments contradict each other, a filter
+            raises or counts blocks in a model without blocks, or FP8 is requested but no layer would be converted.
+        TypeError: If `model` is not a module, a filter is not valid, or a weight's dtype cannot be quantized.
 
-    In every case of an error the model is left as it was.
+    After an error the model is unchanged.
     """
     check_module("convert", model)
     already = [fqn for fqn, module in model.named_modules() if is_converted(module) or is_storing(module)]
     if already:
         raise ValueError(
             f"{len(already)} layers of this model are converted already (first: {already[0] or 'the model itself'!r}). "
-            "Call octavo.revert(model) first to convert it another way, or octavo.report(model) to see what it is"
+            "Call octavo.revert(model) first to convert it differently, or octavo.report(model) to list its recipes"
         )
-    for name, given, wanted in (("plan", plan, Plan), ("precision", precision, Precision)):
-        if given is not None and not isinstance(given, wanted):
-            raise TypeError(f"{name} is an octavo.{wanted.__name__}; got {given!r}{_HINTS[name]}")
-    idle_is_fine = precision is not None and precision.matmul == "bf16" and precision.activations == "bf16"
-    storing_is_enough = plan is not None or (precision is not None and precision.matmul == "bf16")
+    for name, argument, expected in (("plan", plan, Plan), ("precision", precision, Precision)):
+        if argument is not None and not isinstance(argument, expected):
+            raise TypeError(f"{name} is an octavo.{expected.__name__}; got {argument!r}{_HINTS[name]}")
+    allows_none = precision is not None and precision.matmul == "bf16" and precision.activations == "bf16"
+    allows_storing_only = plan is not None or (precision is not None and precision.matmul == "bf16")
     if plan is None:
         plan = _plan(model, recipe, precision, skip, filter, keep_weights, activations)
     elif recipe is not None or precision is not None or skip or filter is not None or activations != "bf16":
         raise ValueError(
-            "plan says everything: give plan alone, or recipe, precision, skip, filter and activations without it"
+            "plan replaces recipe, precision, skip, filter and activations: pass plan alone, or those without plan"
         )
-    if not (plan.converted or idle_is_fine or (plan.storing and storing_is_enough)):
+    if not (plan.converted or allows_none or (plan.storing and allows_storing_only)):
         raise ValueError(f"no layer would be converted, so the model would train without FP8: {_why_none(plan)}")
     modules = dict(model.named_modules())
     storages = _check(plan, modules)
-    keeps = keep_weights if precision is None else precision.keep_weights
+    keeps_weight = keep_weights if precision is None else precision.keep_weights
     with all_or_nothing(model):
         for fqn in plan.converted:
-            become(modules[fqn], fp8_class(modules[fqn]), recipe=plan[fqn].recipe, keeps_weight=keeps)
+            become(modules[fqn], fp8_class(modules[fqn]), recipe=plan[fqn].recipe, keeps_weight=keeps_weight)
         for fqn, storage in storages.items():
             make_storing(modules[fqn], storage)
-        # Without the predictions of an octavo.plan.
+        # Drops the predictions of octavo.plan.
         vars(model)[PLAN_ATTRIBUTE] = Plan(plan.decisions, plan.activations)
         if verbose:
             print(f"octavo: {report(model).summary}", file=sys.stderr)
@@ -118,8 +118,8 @@ def revert(model: M) -> M:
 
     Raises:
         TypeError: If `model` is not a module.
-        ValueError: If the model holds no converted layer, or one of which class or forward were replaced since. The
-            model is left as it was.
+        ValueError: If the model has no converted layer, or the class or forward of one was replaced since. The model is
+            unchanged.
     """
     check_module("revert", model)
     converted = {fqn: module for fqn, module in model.named_modules() if is_converted(module)}
@@ -140,14 +140,16 @@ def revert(model: M) -> M:
 
 
 def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
-    """How modules are to store their activations; raises for a plan that cannot be carried out as a whole."""
+    """Check that a plan fits the modules, and return how each module stores its activations."""
     for fqn in plan:
         if fqn not in modules:
             raise ValueError(f"the plan is for another model: it names {fqn!r}, which this model does not have")
     for fqn in plan.converted:
         reason = obstacle(modules[fqn])
         if reason is not None:
-            raise ValueError(f"the plan converts {fqn!r}, which cannot be: {reason}. The model was left as it was")
+            raise ValueError(
+                f"the plan converts {fqn!r}, which is not possible: {reason}. The model was left as it was"
+            )
         checked_weight(fqn, modules[fqn])
     storages: dict[str, Storage] = {}
     candidates = storable(modules[""]) if plan.storing else {}
@@ -187,12 +189,11 @@ def _plan(
     if precision is None:
         by_filter = recipe if isinstance(recipe, Mapping) else {}
         rest = get_recipe(DEFAULT if recipe is None or isinstance(recipe, Mapping) else recipe)
-        recipes = {rule: get_recipe(each) for rule, each in by_filter.items()}
+        recipes = {rule: get_recipe(name) for rule, name in by_filter.items()}
         return default_plan(model, rest, skip, filter, activations, recipes)
     if recipe is not None or skip or keep_weights or activations != "bf16":
         raise ValueError(
-            "precision holds the recipe, what to skip, whether weights are kept and how activations are stored: "
-            "set them there, or give them alone"
+            "precision holds recipe, skip, keep_weights and activations: set them there, or pass them without precision"
         )
     name = DEFAULT.name if precision.recipe == AUTO else precision.recipe
     chosen = get_recipe(name) if precision.matmul == "fp8" else None

@@ -1,33 +1,31 @@
-"""Delayed scaling: scales of X and G from the maxima of earlier passes, as Transformer Engine's default has them.
+"""Delayed scaling: scales of X and G from an amax history, as in Transformer Engine's default recipe.
 
-A recipe with a `history` quantizes X and G by the largest of the maxima of its last `history` passes, times 2^margin. A
-pass is all forwards between two backwards, and the backward of them: a step, or one of its micro-batches. Values above
-that are cut to the largest FP8 value; what is not finite becomes NaN, and counts for no maximum. Where there is no
-history yet (the first pass, or nothing but zeros so far) the present maximum is taken. W is quantized just in time: it
-moves by a learning rate per step, so its own maximum is as good, and FSDP can gather it in FP8.
+A recipe with a `history` scales X and G by the largest amax of its last `history` passes, times 2^margin. A pass is all
+forwards between two backwards, and their backward: a step, or one of its micro-batches. Larger values saturate at the
+largest FP8 value. Non-finite values become NaN and do not enter the history. While the history is empty (the first
+pass, or only zeros so far), the current amax sets the scale. W is quantized just in time: it changes by a learning rate
+per step, so its current amax is as good, and FSDP can gather it in FP8.
 
-    amaxes [2, 1 + history]    column 0: the pass at hand, and behind it the passes before, the newest first
+    amaxes [2, 1 + history]    column 0: the current pass; then the previous passes, newest first
 
-`seen` takes the larger of what it is given and column 0, so that it does not matter how often a pass shows the same
-tensor: activation checkpointing forwards again in backward, with the same scales and the same maxima. The columns move
-when the first forward after a backward begins, told by `closed`, and never inside a backward. So all forwards of a pass
-have one scale, a layer that is used twice in it has one pass, and a forward in training that no backward follows counts
-to the pass that comes.
+`update` takes the maximum of its argument and column 0, so repeated forwards of the same tensor have no effect:
+activation checkpointing runs forward again in backward, with the same scales and amaxes. The columns shift when the
+first forward after a backward begins (`backward_ran`), never inside a backward. So all forwards of a pass share one
+scale, two uses of a layer in one pass are one pass, and a training forward without a backward counts for the next pass.
 
-What is not covered: two passes that overlap (a forward of the second after a backward of the first has begun, another
-yet to come) with activation checkpointing; X that backward recomputes (`octavo.activations.recompute`), which is
-quantized just in time there; and the scale of the loss, which the maxima of G have in them: where it has doubled,
-values are cut for one pass.
+Not covered: two overlapping passes (a forward of the second between backwards of the first) with activation
+checkpointing; X that backward recomputes (`octavo.activations.recompute`), which is quantized just in time; and the
+loss scale, which is part of G's amax: after it doubles, values saturate for one pass.
 
-A history is no buffer of its module: it would follow it to another dtype, be uninitialised on leaving meta, and be
-written over by rank 0 under DDP. It is kept on the device of what it was made of; `state_dict` and `load_state_dict`
-carry it through checkpoints, as numbers. Across ranks the maxima of a pass are put together by `reduced`, in one
-exchange for all layers, so that all ranks have one history.
+The history is not a buffer of its module: a buffer would follow the module to another dtype, be uninitialized after
+meta, and be overwritten by rank 0 under DDP. It is on the device of its inputs; `state_dict` and `load_state_dict`
+carry it through checkpoints as numbers. `reduce_amaxes` combines the amaxes of a pass across ranks, in one exchange for
+all layers, so all ranks have the same history.
 
-It is for comparison, so it costs what `tensorwise` costs: a read for each maximum while training, by each layer that
-reads X. A cast that notes the maximum on its way would save that. A compiled graph cannot hold it, as what a backward
-writes would have to be seen by the forward of the next step: `fullgraph=True` is refused, and without it torch.compile
-leaves these layers to run eagerly.
+The recipe exists for comparison, so it costs what `tensorwise` costs: one read per amax in training, for each layer
+that reads X. A cast that also computes the amax would save that read. A compiled graph cannot hold the history, because
+the next step's forward must see what backward writes: `fullgraph=True` raises, and without it torch.compile runs these
+layers eagerly.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,163 +45,163 @@ from octavo.runtime.torch_compat import in_backward
 X, G = 0, 1
 """Operands that have a history."""
 ATTRIBUTE = "amax_history"
-"""Where a module keeps it."""
+"""Attribute of a module that holds its history."""
 
 
-class History:
-    """The maxima of X and G of one layer.
+class AmaxHistory:
+    """The amaxes of X and G of one layer.
 
     Args:
-        recipe: One with a `history`.
+        recipe: A recipe with a `history`.
 
     Attributes:
         amaxes: float32 [2, 1 + history], or None before the first pass.
-        closed: Whether a backward has ended the pass at hand.
-        together: Whether passes end for all layers at once, by `reduced`.
+        backward_ran: Whether the backward of the current pass has run.
+        synchronized: Whether `reduce_amaxes` ends the passes, for all layers at once.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self.passes, self.margin = recipe.history, recipe.margin
         self.amaxes: Tensor | None = None
-        self.closed = False
-        self.together = False
+        self.backward_ran = False
+        self.synchronized = False
 
     @property
-    def ended(self) -> bool:
+    def pass_ended(self) -> bool:
         """Whether the next forward begins a new pass."""
-        return self.closed and not in_backward()  # in a backward, it is one of the same
+        return self.backward_ran and not in_backward()  # a forward inside backward belongs to the same pass
 
     def begin(self) -> None:
-        """Let a pass that has ended be one of those before."""
-        if self.ended and not self.together:
+        """Shift the history if the current pass has ended."""
+        if self.pass_ended and not self.synchronized:
             self.advance()
 
     def advance(self) -> None:
-        """Move all passes by one."""
+        """Shift the history by one pass."""
         if self.amaxes is not None:
-            with _unseen():
-                self.amaxes = _advanced(self.amaxes)
-        self.closed = False
+            with _outside_autograd():
+                self.amaxes = _shifted(self.amaxes)
+        self.backward_ran = False
 
-    def known(self, operand: int) -> Tensor | None:
-        """What the scale of X or G comes from in the pass that a forward would now belong to: float32 [1,1], zero where
-        nothing is known, or None before the first pass.
+    def amax(self, operand: int) -> Tensor | None:
+        """Return the amax that sets the scale of X or G in the current pass: float32 [1,1], zero for an empty history,
+        or None before the first pass.
         """
         if self.amaxes is None:
             return None
-        amaxes = _advanced(self.amaxes) if self.ended else self.amaxes
+        amaxes = _shifted(self.amaxes) if self.pass_ended else self.amaxes
         return amaxes[operand, 1:].amax().mul(2.0**self.margin).view(1, 1)
 
-    def seen(self, operand: int, amax: Tensor) -> None:
-        """Count the largest magnitude [1,1] of X or G to the pass at hand, if it is finite."""
+    def update(self, operand: int, amax: Tensor) -> None:
+        """Add the amax [1,1] of X or G to the current pass, if it is finite."""
         if self.amaxes is None:
             self.amaxes = amax.new_zeros((2, 1 + self.passes))
-        now = self.amaxes[operand, 0]
-        now.copy_(torch.maximum(now, amax.nan_to_num(0.0, 0.0, 0.0).view(())))
+        current = self.amaxes[operand, 0]
+        current.copy_(torch.maximum(current, amax.nan_to_num(0.0, 0.0, 0.0).view(())))
 
     def to(self, device: torch.device) -> None:
-        """Move to where the layer computes."""
+        """Move to the device of the layer."""
         if self.amaxes is not None:
             self.amaxes = self.amaxes.to(device)
 
 
 @dataclass(frozen=True)
-class Past:
-    """A history as one forward, and its backward, use it.
+class DelayedScaling:
+    """The source of scales for one forward and its backward.
 
     Attributes:
-        history: Of the layer.
-        records: Whether the maxima seen count: in training, not in evaluation.
+        history: The layer's history.
+        updates: Whether to update the history: in training, not in evaluation.
     """
 
-    history: History
-    records: bool
+    history: AmaxHistory
+    updates: bool
 
     def amax(self, operand: int, x: Tensor) -> Tensor | None:
-        """The maximum, float32 [1,1], that X or G, a matrix, is quantized by; None for its own."""
-        with _unseen():
+        """Return the amax, float32 [1,1], that sets the scale of X or G, a matrix; None for its current amax."""
+        with _outside_autograd():
             self.history.to(x.device)
-            known = self.history.known(operand)
-            if not self.records:
-                return known
-            now = largest(x)
-            self.history.seen(operand, now)
-            return now if known is None else torch.where(known > 0, known, now)
+            past = self.history.amax(operand)
+            if not self.updates:
+                return past
+            current = amax_of(x)
+            self.history.update(operand, current)
+            return current if past is None else torch.where(past > 0, past, current)
 
-    def closing(self, g_MN: Tensor) -> Tensor | None:
-        """The maximum for G, as a backward comes to this layer, which ends the pass."""
+    def gradient_amax(self, g_MN: Tensor) -> Tensor | None:
+        """Return the amax for G, and note that backward has reached this layer."""
         amax = self.amax(G, g_MN)
-        self.history.closed |= self.records
+        self.history.backward_ran |= self.updates
         return amax
 
 
-def largest(x: Tensor) -> Tensor:
-    """The largest magnitude of a matrix, float32 [1,1]; NaN where it holds one, zero where it is empty."""
+def amax_of(x: Tensor) -> Tensor:
+    """Return the largest magnitude of a matrix, float32 [1,1]; NaN if any element is NaN, zero if it is empty."""
     if not x.numel():
         return x.new_zeros((1, 1), dtype=torch.float32)
     return torch.linalg.vector_norm(x.detach(), torch.inf).float().view(1, 1)
 
 
 @contextmanager
-def _unseen() -> Iterator[None]:
-    """Outside of autograd and dispatch modes: a selective checkpoint wants forward and its repetition to do the same,
-    and what is done here once is no part of either.
+def _outside_autograd() -> Iterator[None]:
+    """Leave autograd and dispatch modes: selective checkpointing needs identical operations in forward and recompute,
+    and these run only once.
     """
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         yield
 
 
-def _advanced(amaxes: Tensor) -> Tensor:
+def _shifted(amaxes: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(amaxes[:, :1]), amaxes[:, :-1]], dim=1)
 
 
-def past_of(module: nn.Module, recipe: Recipe) -> Past | None:
-    """The past of a layer as a forward that begins now uses it; None where the recipe has no history.
+def delayed_scaling_of(module: nn.Module, recipe: Recipe) -> DelayedScaling | None:
+    """Return the source of a layer's scales for a forward that begins now; None if the recipe has no history.
 
     Raises:
-        RuntimeError: In a graph that torch.compile makes.
+        RuntimeError: While torch.compile traces.
     """
     if not recipe.history or not SWITCH.enabled:
         return None
     if torch.compiler.is_compiling():
         raise RuntimeError(
-            f"octavo: recipe {recipe.name!r} keeps maxima from one step to the next, which a compiled graph cannot "
-            "carry: run it without torch.compile, or take 'tensorwise', its scales without the history"
+            f"octavo: recipe {recipe.name!r} keeps an amax history between steps, which a compiled graph cannot hold: "
+            "run it without torch.compile, or use 'tensorwise', which computes its scales just in time"
         )
     history = history_of(module, recipe)
     if module.training:
         history.begin()
-    return Past(history, module.training and torch.is_grad_enabled())
+    return DelayedScaling(history, module.training and torch.is_grad_enabled())
 
 
-def history_of(module: nn.Module, recipe: Recipe) -> History:
-    """The history of a layer, a new one where it has none of that recipe."""
-    history: History | None = vars(module).get(ATTRIBUTE)
+def history_of(module: nn.Module, recipe: Recipe) -> AmaxHistory:
+    """Return the history of a layer; create it if there is none for this recipe."""
+    history: AmaxHistory | None = vars(module).get(ATTRIBUTE)
     if history is None or (history.passes, history.margin) != (recipe.history, recipe.margin):
-        history = History(recipe)
-        vars(module)[ATTRIBUTE] = history  # past a __setattr__ that refuses
+        history = AmaxHistory(recipe)
+        vars(module)[ATTRIBUTE] = history  # bypasses a __setattr__ that raises
     return history
 
 
-def scale_now(module: nn.Module, operand: int, x: Tensor) -> Tensor | None:
-    """The scale, float32 [1,1], by which a layer that is called now, or whose backward runs now, quantizes X or G, a
-    matrix; None where its recipe has no history. Nothing is recorded.
+def current_scale(module: nn.Module, operand: int, x: Tensor) -> Tensor | None:
+    """Return the scale, float32 [1,1], by which a layer would quantize X or G, a matrix, in a forward or backward now;
+    None if its recipe has no history. Does not update the history.
     """
     recipe = getattr(module, "recipe", None)
     if not isinstance(recipe, Recipe) or not recipe.history:
         return None
-    now, known = largest(x), history_of(module, recipe).known(operand)
-    amax = now if known is None else torch.where((known := known.to(x.device)) > 0, known, now)
+    current, past = amax_of(x), history_of(module, recipe).amax(operand)
+    amax = current if past is None else torch.where((past := past.to(x.device)) > 0, past, current)
     return scale_of(amax, recipe.x if operand == X else recipe.dgrad_g)[0]
 
 
 def forget(module: nn.Module) -> None:
-    """Drop the history of a layer that has another recipe now."""
+    """Drop the history of a layer, after a change of its recipe."""
     vars(module).pop(ATTRIBUTE, None)
 
 
-def histories(model: nn.Module) -> Iterator[tuple[str, History]]:
-    """Names and histories of the layers whose recipe has one."""
+def histories(model: nn.Module) -> Iterator[tuple[str, AmaxHistory]]:
+    """Yield names and histories of the layers whose recipe has one."""
     for name, module in model.named_modules():
         recipe = getattr(module, "recipe", None)
         if isinstance(recipe, Recipe) and recipe.history:
@@ -211,35 +209,35 @@ def histories(model: nn.Module) -> Iterator[tuple[str, History]]:
 
 
 def state_dict(model: nn.Module) -> dict[str, list[list[float]]]:
-    """The maxima of all layers that have some, as the next forward would see them; {} for a model without histories.
+    """Return the histories of all layers, as the next forward would read them; {} for a model without histories.
 
     Returns:
-        For each layer's name those of X and of G: of the pass at hand, then of those before, the newest first. Exact,
-        and plain enough for JSON.
+        For each layer's name the amaxes of X and of G: of the current pass, then of the previous ones, newest first.
+        Exact and JSON-serializable.
     """
-    found = {}
+    state = {}
     for name, history in histories(model):
         if history.amaxes is not None:
             amaxes = history.amaxes
-            found[name] = (_advanced(amaxes) if history.ended else amaxes).tolist()
-    return found
+            state[name] = (_shifted(amaxes) if history.pass_ended else amaxes).tolist()
+    return state
 
 
-def merged(states: Sequence[dict[str, list[list[float]]]]) -> dict[str, list[list[float]]]:
-    """What all ranks have seen, of what `state_dict` returns on each."""
-    found = {}
+def merge_states(states: Sequence[dict[str, list[list[float]]]]) -> dict[str, list[list[float]]]:
+    """Return the elementwise maximum of what `state_dict` returns on each rank."""
+    merged = {}
     for name in states[0]:
         columns = torch.tensor([state[name] for state in states], dtype=torch.float64)
-        found[name] = columns.amax(0).tolist()
-    return found
+        merged[name] = columns.amax(0).tolist()
+    return merged
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Put the maxima in place that `state_dict` has returned. Layers that it does not name begin anew, and names of
-    layers without a history are passed over: both happen where a run goes on with other layers converted.
+    """Load what `state_dict` returned. Layers that it does not name start with an empty history; names of layers
+    without a history are ignored: both happen if a run resumes with other layers converted.
 
     Raises:
-        ValueError: For maxima of another number of passes, or that are no finite numbers from 0 up.
+        ValueError: If a history has another length, or a value is not finite and at least 0.
     """
     for name, history in histories(model):
         amaxes = None
@@ -247,34 +245,34 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
             amaxes = torch.tensor(state[name], dtype=torch.float32)
             if amaxes.shape != (2, 1 + history.passes) or not bool((amaxes.isfinite() & (amaxes >= 0)).all()):
                 raise ValueError(
-                    f"maxima of {name} are two lists of {1 + history.passes} finite numbers from 0 up; got "
+                    f"the amax history of {name} must be two lists of {1 + history.passes} finite numbers >= 0; got "
                     f"{state[name]!r:.200}"
                 )
-        history.amaxes, history.closed = amaxes, False
+        history.amaxes, history.backward_ran = amaxes, False
 
 
 @torch.no_grad()
-def reduced(found: Iterable[History], largest_of: Any, device: torch.device) -> None:
-    """End the pass at hand of all layers, with the largest maxima of all ranks.
+def reduce_amaxes(histories: Iterable[AmaxHistory], all_reduce_max: Any, device: torch.device) -> None:
+    """End the current pass of all layers, with the maximum amaxes of all ranks.
 
     Args:
-        found: The histories, the same on every rank.
-        largest_of: Puts the elementwise largest of all ranks into a tensor.
-        device: Where ranks exchange.
+        histories: The histories, in the same order on every rank.
+        all_reduce_max: Reduces a tensor in place to the elementwise maximum over all ranks.
+        device: Device of the exchanged tensor.
     """
-    ordered = list(found)
+    ordered = list(histories)
     rows = []
     for history in ordered:
-        history.together = True
+        history.synchronized = True
         if history.amaxes is None:
             history.amaxes = torch.zeros(2, 1 + history.passes, dtype=torch.float32, device=device)
         history.to(device)
-        closed = torch.full((1,), float(history.closed), device=device)
-        rows.append(torch.cat([history.amaxes[:, 0], closed]))
+        backward_ran = torch.full((1,), float(history.backward_ran), device=device)
+        rows.append(torch.cat([history.amaxes[:, 0], backward_ran]))
     exchanged = torch.stack(rows)
-    largest_of(exchanged)
+    all_reduce_max(exchanged)
     for history, row in zip(ordered, exchanged, strict=True):
         assert history.amaxes is not None
         amaxes = torch.cat([row[:2].unsqueeze(1), history.amaxes[:, 1:]], dim=1)
-        history.amaxes = torch.where(row[2] > 0, _advanced(amaxes), history.amaxes)
-        history.closed = False
+        history.amaxes = torch.where(row[2] > 0, _shifted(amaxes), history.amaxes)
+        history.backward_ran = False

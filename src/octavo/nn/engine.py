@@ -1,8 +1,8 @@
-"""Which gradients the backward that runs now will use.
+"""Find out which gradients the running backward uses.
 
-`ctx.needs_input_grad` says which inputs require a gradient at all. `torch.autograd.grad(y, x)` and zero-bubble
-pipelines ask for some of them only, and what a function computes for the others is thrown away. The engine knows:
-before a backward with explicit inputs it marks the nodes that it will execute.
+`ctx.needs_input_grad` tells which inputs require a gradient. `torch.autograd.grad(y, x)` and zero-bubble pipelines use
+only some of them, and autograd discards the others. Before a backward with explicit inputs the engine marks the nodes
+that it will execute.
 """
 
 from typing import Any
@@ -10,29 +10,29 @@ from typing import Any
 import torch
 
 
-def wanted_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
-    """Whether this backward uses the gradients of the first inputs of an autograd function.
+def required_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
+    """Return whether this backward uses the gradients of the first inputs of an autograd function.
 
-    Where the engine does not answer (no such private function, a graph that torch.compile makes), it uses all that are
-    required.
+    Without an answer of the engine (a PyTorch without that private function, torch.compile) returns
+    `ctx.needs_input_grad`.
 
     Args:
-        ctx: Context of the `backward` that runs.
-        inputs: How many inputs to ask about: the leading tensors, of which the last may be None.
+        ctx: Context of the running `backward`.
+        inputs: Number of leading inputs: tensors, of which the last may be None.
     """
     required: tuple[bool, ...] = ctx.needs_input_grad[:inputs]
     if torch.compiler.is_compiling():
         return required
-    ask = getattr(torch._C, "_will_engine_execute_node", None)
-    if ask is None:
+    will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+    if will_execute is None:
         return required
-    # One entry for each input that is a tensor; the node is None where no gradient is required.
+    # One entry per tensor input; the node is None if no gradient is required.
     nodes = ctx.next_functions
-    return tuple(needed and _executes(ask, nodes[i][0]) for i, needed in enumerate(required))
+    return tuple(needed and _executes(will_execute, nodes[i][0]) for i, needed in enumerate(required))
 
 
-def _executes(ask: Any, node: Any) -> bool:
+def _executes(will_execute: Any, node: Any) -> bool:
     try:
-        return bool(ask(node))
+        return bool(will_execute(node))
     except RuntimeError:  # no backward, or a leaf whose gradient `torch.autograd.grad` returns
         return True

@@ -1,23 +1,22 @@
-"""Filters: which linears of a model to convert, by rules that combine and say why.
+"""Filters: rules that select the linears to convert, combine by `&`, `|` and `~`, and give reasons.
 
     from octavo.nn import filters
 
     octavo.convert(model, filter=filters.name("*.mlp.*") & ~filters.last(2) | filters.shape(min_in=8192))
     octavo.convert(model, recipe={filters.first(2) | filters.last(2): "rowwise_hp_wgrad"})
 
-    name("*.mlp.*", …)    a name of the layer, or of a module around it, is like one of the patterns
-    kind("LlamaMLP", …)   the layer, or a module around it, is of one of these classes
+    name("*.mlp.*", …)    the name of the layer, or of a parent module, matches one of the patterns
+    kind("LlamaMLP", …)   the layer, or a parent module, is an instance of one of these classes
     shape(min_in=4096)    sizes of the layer
     first(2), last(2)     blocks, or linears, counted from either end
-    where(f)              f(module, name) is True; f may also be used as it is
+    where(f)              f(module, name) is True; you can also pass f itself
 
-A rule finds a fact, such as "in_features 512 < 4096", which holds or does not whatever it is used for: `~` turns the
-verdict and leaves the fact. Of `&` and `|` the facts that decide are told: the first that fails, or all that hold. So
-`~(a & b)` and `~a | ~b` are one filter, verdict and reason, and the report gives no more than what made the difference.
+The reason of a rule is a fact, such as "in_features 512 < 4096": `~` inverts the verdict and keeps the fact. `&` and
+`|` give the facts that decide: the first that fails, or all that hold. So `~(a & b)` and `~a | ~b` give the same
+verdict and reason, and the report shows only the facts that decide.
 
-Rules see a `Layer`, which knows where it is in its model, and no model: they are plain values that can be compared,
-kept in a module of constants and used for several models. A layer that a model holds under several names is judged by
-each of them, and converted where none of them excludes it.
+Rules read a `Layer`, not the model: they are plain values that you can compare and use for several models. A layer with
+several names is judged under each of them, and converted if none excludes it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,29 +53,29 @@ UNITS = ("blocks", "linears")
 
 
 def name(*patterns: str) -> Filter:
-    """Layers one of whose names is like one of these patterns, as in `fnmatch`, or is inside of what is.
+    """Match layers by name, or by the name of a parent module, with patterns as in `fnmatch`.
 
     Raises:
-        TypeError: For anything but strings.
-        ValueError: Without a pattern.
+        TypeError: If a pattern is not a string.
+        ValueError: If there is no pattern.
     """
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"filters.name takes patterns one by one, as name('*.mlp.*', '*.q_proj'); got {pattern!r}")
-    return Named(_some("name", patterns, "'*.mlp.*'"))
+    return Named(_nonempty("name", patterns, "'*.mlp.*'"))
 
 
 def kind(*types: type[nn.Module] | str) -> Filter:
-    """Layers of one of these classes, given as such or by name, or inside of a module of one.
+    """Match layers of one of these classes, and layers inside a module of one. A class can be given by name.
 
     Raises:
-        TypeError: For anything else than a class of modules or a string.
-        ValueError: Without a class.
+        TypeError: If an argument is neither a module class nor a string.
+        ValueError: If there is no class.
     """
-    for each in types:
-        if not isinstance(each, str) and not (isinstance(each, type) and issubclass(each, nn.Module)):
-            raise TypeError(f"filters.kind takes classes of modules or their names, as 'LlamaMLP'; got {each!r}")
-    return OfKind(_some("kind", types, "'LlamaMLP'"))
+    for owner in types:
+        if not isinstance(owner, str) and not (isinstance(owner, type) and issubclass(owner, nn.Module)):
+            raise TypeError(f"filters.kind takes classes of modules or their names, as 'LlamaMLP'; got {owner!r}")
+    return OfKind(_nonempty("kind", types, "'LlamaMLP'"))
 
 
 def shape(
@@ -87,40 +86,40 @@ def shape(
     max_out: int | None = None,
     multiple_of: int | None = None,
 ) -> Filter:
-    """Layers with `in_features` and `out_features` in these bounds, and multiples of a number.
+    """Match layers whose `in_features` and `out_features` are within bounds, and multiples of `multiple_of`.
 
     Raises:
-        TypeError: For bounds that are no integers.
-        ValueError: For bounds below 1, or none.
+        TypeError: If a bound is not an integer.
+        ValueError: If a bound is below 1, or there is none.
     """
     bounds = {"min_in": min_in, "max_in": max_in, "min_out": min_out, "max_out": max_out, "multiple_of": multiple_of}
-    given = {key: _count(f"shape({key}=…)", value) for key, value in bounds.items() if value is not None}
-    return Shaped(**_some("shape", given, "min_in=4096"))
+    integers = {key: _count(f"shape({key}=…)", value) for key, value in bounds.items() if value is not None}
+    return Shaped(**_nonempty("shape", integers, "min_in=4096"))
 
 
 def first(count: int, of: Literal["blocks", "linears"] = "blocks") -> Filter:
-    """Layers in the first blocks of the model, or the first linears; see `last`."""
+    """Match layers in the first blocks of the model, or the first linears; see `last`."""
     return AtEnd("first", _count("first", count), _unit(of))
 
 
 def last(count: int, of: Literal["blocks", "linears"] = "blocks") -> Filter:
-    """Layers in the last blocks of the model, or the last linears.
+    """Match layers in the last blocks of the model, or the last linears.
 
     Args:
-        count: How many.
-        of: `"blocks"`: of each stack of blocks (`octavo.runtime.blocks.find_stacks`); the last 2 are 2 of an
-            encoder and 2 of a decoder, and what is outside of all stacks is in none. `"linears"`: of the linears in
-            the model's order, without vocabulary heads and what cannot be converted.
+        count: Number of blocks or linears.
+        of: `"blocks"`: counts in each stack of blocks (`octavo.runtime.blocks.find_stacks`): the last 2 are 2 of an
+            encoder and 2 of a decoder; layers outside of all stacks do not match. `"linears"`: counts convertible
+            linears in the model's order, without vocabulary heads.
 
     Raises:
-        TypeError: For a count that is no integer.
-        ValueError: For a count below 1 or an unknown unit; in `convert`, for a model without blocks.
+        TypeError: If `count` is not an integer.
+        ValueError: If `count` is below 1 or the unit is unknown; in `convert`, if the model has no blocks.
     """
     return AtEnd("last", _count("last", count), _unit(of))
 
 
 def of_precision(precision: Precision) -> Filter | None:
-    """What `only`, `skip_first`, `skip_last` and `min_features` of a `Precision` come to; None where none is set."""
+    """Return the filter for `only`, `skip_first`, `skip_last` and `min_features`; None if none is set."""
     smallest = precision.min_features
     rules = [
         name(*precision.only) if precision.only else None,
@@ -131,24 +130,24 @@ def of_precision(precision: Precision) -> Filter | None:
     return both(*rules)
 
 
-def both(*given: FilterLike | None) -> Filter | None:
-    """All of several filters, some of which may be None; None where all are."""
-    found: Filter | None = None
-    for each in given:
-        if each is not None:
-            found = as_filter(each) if found is None else found & each
-    return found
+def both(*rules: FilterLike | None) -> Filter | None:
+    """Combine filters with `&`. Ignores None; returns None if all are None."""
+    combined: Filter | None = None
+    for rule in rules:
+        if rule is not None:
+            combined = as_filter(rule) if combined is None else combined & rule
+    return combined
 
 
 def layers_of(model: nn.Module, linears: Iterable[nn.Module], counted: Sequence[nn.Module]) -> dict[str, Layer]:
-    """Linears of a model by each of their names, as filters see them.
+    """Return the `Layer`s of a model's linears, by each of their names.
 
     Args:
         model: The model.
         linears: The linears.
-        counted: Those of them that `first` and `last` count as linears, in their order.
+        counted: The linears that `first` and `last` count, in order.
     """
-    modules, wanted = dict(model.named_modules(remove_duplicate=False)), set(linears)
+    modules, selected = dict(model.named_modules(remove_duplicate=False)), set(linears)
     blocks = {
         module: (index, len(stack))
         for stack in find_stacks(model)
@@ -160,44 +159,44 @@ def layers_of(model: nn.Module, linears: Iterable[nn.Module], counted: Sequence[
         fqn: Layer(
             fqn=fqn,
             module=module,
-            names=frozenset(_and_around(fqn)),
-            around=tuple(modules[each] for each in sorted({*_and_around(fqn), ""})),
+            names=frozenset(_with_parents(fqn)),
+            around=tuple(modules[parent] for parent in sorted({*_with_parents(fqn), ""})),
             block=blocks.get(module),
             place=places.get(module),
         )
         for fqn, module in modules.items()
-        if module in wanted
+        if module in selected
     }
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, set[str]]:
-    """For each module all the names it goes by, and those of the modules around it: a.b.c → a.b.c, a.b, a."""
+    """Return all names of each module, and those of its parent modules: a.b.c → a.b.c, a.b, a."""
     names: dict[nn.Module, set[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, set()).update(_and_around(fqn))
+        names.setdefault(module, set()).update(_with_parents(fqn))
     return names
 
 
-def _and_around(fqn: str) -> list[str]:
+def _with_parents(fqn: str) -> list[str]:
     parts = fqn.split(".")
     return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
-def _some(what: str, given: T, example: str) -> T:
-    if not given:
-        raise ValueError(f"filters.{what} without anything to look for: give it some, as {what}({example})")
-    return given
+def _nonempty(function: str, arguments: T, example: str) -> T:
+    if not arguments:
+        raise ValueError(f"filters.{function} needs at least one argument, e.g. {function}({example})")
+    return arguments
 
 
-def _count(what: str, given: int) -> int:
-    if not isinstance(given, int) or isinstance(given, bool):
-        raise TypeError(f"filters.{what} takes an integer; got {given!r}")
-    if given < 1:
-        raise ValueError(f"filters.{what} takes 1 or more; got {given}")
-    return given
+def _count(function: str, count: int) -> int:
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"filters.{function} takes an integer; got {count!r}")
+    if count < 1:
+        raise ValueError(f"filters.{function} takes 1 or more; got {count}")
+    return count
 
 
-def _unit(given: Literal["blocks", "linears"]) -> Literal["blocks", "linears"]:
-    if given not in ("blocks", "linears"):
-        raise ValueError(f"filters count of='blocks' or 'linears'; got {given!r}{nearest(str(given), UNITS)}")
-    return given
+def _unit(unit: Literal["blocks", "linears"]) -> Literal["blocks", "linears"]:
+    if unit not in ("blocks", "linears"):
+        raise ValueError(f"filters count of='blocks' or 'linears'; got {unit!r}{nearest(str(unit), UNITS)}")
+    return unit

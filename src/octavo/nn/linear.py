@@ -1,26 +1,26 @@
-"""Linear: an `nn.Linear` in everything but its product, and the one autograd function behind it.
+"""`Linear`, an `nn.Linear` that multiplies in FP8, and its autograd function.
 
     forward  Y  = X Wᵀ     nt: contracts over K      legend: M tokens (all leading dims flattened),
     dgrad    ∂X = G W      nn: contracts over N              K in_features, N out_features,
     wgrad    ∂W = Gᵀ X     tn: contracts over M              G = ∂loss/∂Y [M,N]
 
-The recipe gives one spec per operand (see `octavo.numerics.recipe`, also for how row scales fold into G). There is
-one path for all recipes: quantize, multiply, done.
+The recipe gives one spec per operand (see `octavo.numerics.recipe`, also for how row scales fold into G). All recipes
+share one code path: quantize, then multiply.
 
-FP8 matrix units want both operands contiguous along the contraction, and X, W and G are each contracted over both of
+FP8 matrix units need both operands contiguous along the contraction, and X, W and G are each contracted over both of
 their dimensions. So on a GPU (`wants_copies`) each is quantized into both memory orders from one read: X row-major for
 forward and column-major for wgrad, G row-major for dgrad and column-major for wgrad, W row-major in forward and
 column-major in backward.
 
-Kept for backward: the form of X that wgrad reads, one byte per element, and W by reference with its scales. W is cast
-again in backward rather than saved (`octavo.nn.weights` saves it, by choice): the parameter exists anyway, autograd's
-version counter refuses a W modified in between, and with its scales known a cast reads W once. A frozen W needs no
-wgrad, so X is not kept at all; a frozen X needs no dgrad. A backward that asks for some gradients only, as zero-bubble
-pipelines do, computes no others (`octavo.nn.engine`).
+Saved for backward: X quantized for wgrad, one byte per element, and W by reference with its scales. Backward
+quantizes W again instead of saving it (`keep_weights` saves it, see `octavo.nn.weights`): the parameter exists anyway,
+autograd's version counter raises if W is modified in between, and with given scales the cast reads W once. A frozen W
+needs no wgrad, so X is not saved; a frozen X needs no dgrad. A backward that needs only some gradients, as in
+zero-bubble pipelines, computes only those (`octavo.nn.engine`).
 
-A weight that FSDP gathered in FP8 (`octavo.nn.gathered`) is used as it came, and saved as it came.
+A weight that FSDP gathered in FP8 (`octavo.nn.gathered`) is used and saved as it is.
 
-A recipe with a history has X and G cut to the maxima of earlier passes: `octavo.nn.delayed`.
+A recipe with an amax history scales X and G by the amax of earlier passes: see `octavo.nn.delayed`.
 
 Layers that read the same tensor (q, k and v; gate and up) share one quantized copy: see `InputCastCache`. If X can be
 recomputed from what its producer saved (`octavo.activations.recompute`), X is not saved but recomputed in backward.
@@ -39,10 +39,10 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.activations.recompute import Recomputable
-from octavo.activations.saved_tensors import source_of, unhooked
+from octavo.activations.saved_tensors import recomputable_of, unhooked
 from octavo.kernels import quantize, quantize_pair, scaled_mm, wants_copies
-from octavo.nn.delayed import Past, X, past_of
-from octavo.nn.engine import wanted_gradients
+from octavo.nn.delayed import DelayedScaling, X, delayed_scaling_of
+from octavo.nn.engine import required_gradients
 from octavo.nn.gathered import Fp8AllGatherOutput, for_dgrad, quantized_as
 from octavo.nn.weights import cast_weight, keeps_weight
 from octavo.numerics.recipe import DEFAULT, Recipe
@@ -56,11 +56,10 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Linear(nn.Linear):
-    """A linear layer that computes in FP8. Made from an `nn.Linear` by `octavo.convert`, turned back by
-    `octavo.revert`.
+    """A linear layer that computes in FP8. `octavo.convert` makes it from an `nn.Linear`; `octavo.revert` undoes that.
 
-    Parameters, `state_dict`, hooks and flags are those of `nn.Linear`; `recipe` says how it computes. One can also be
-    made directly, with the arguments of `nn.Linear`.
+    Parameters, `state_dict`, hooks and flags are those of `nn.Linear`; `recipe` sets the precision. The constructor
+    takes the arguments of `nn.Linear`.
     """
 
     recipe: Recipe = DEFAULT
@@ -68,16 +67,17 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
-        return linear(input, self.weight, self.bias, self.recipe, keeps_weight(self), past_of(self, self.recipe))
+        scaling = delayed_scaling_of(self, self.recipe)
+        return linear(input, self.weight, self.bias, self.recipe, keeps_weight(self), scaling)
 
     def extra_repr(self) -> str:
-        """As `nn.Linear`, with the recipe."""
+        """Return the description of `nn.Linear`, with the recipe."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
 
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keeps_weight: bool = False,
-    past: Past | None = None,
+    past: DelayedScaling | None = None,
 ) -> Tensor:  # fmt: skip
     """`torch.nn.functional.linear` in FP8, differentiable.
 
@@ -88,14 +88,14 @@ def linear(
         recipe: Precision of the operands of the three products.
         keeps_weight: Save the FP8 copy of the weight for backward, and share it inside `octavo.nn.accumulating`; see
             `octavo.nn.weights`.
-        past: What the scales of X and G come from; None for their own maxima, whatever the recipe.
+        past: Source of the scales of X and G. None: their current amax, whatever the recipe.
 
     Returns:
-        [..., N] in the input's dtype, or autocast's where that is on.
+        [..., N] in the input's dtype, or in autocast's if autocast is on.
 
     Raises:
-        ValueError: Where the last dimension is not K, or dtypes differ without autocast.
-        TypeError: For a dtype that has no FP8 form.
+        ValueError: If the last dimension is not K, or dtypes differ without autocast.
+        TypeError: If the dtype cannot be quantized.
     """
     device_type = input.device.type
     if not SWITCH.enabled:
@@ -114,33 +114,33 @@ def linear(
         )
     out_dtype = input.dtype if autocast is None else autocast
     x_MK = input.reshape(math.prod(input.shape[:-1]), weight.shape[1])
-    wants_kept = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
-    source = source_of(input) if wants_kept else None
+    needs_wgrad = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
+    recomputable = recomputable_of(input) if needs_wgrad else None
     with torch.no_grad():
-        x, kept = _LAST_INPUT.quantized(input, x_MK, recipe, wants_kept and source is None, past)
-    # What both forms share is handed over once: torch.compile takes no tensor twice.
-    kept_data = None if kept is None or kept.data is x.data else kept.data
-    kept_scale = None if kept is None or kept.scale is x.scale else kept.scale
+        x, x_t = _INPUT_CASTS.quantized(input, x_MK, recipe, needs_wgrad and recomputable is None, past)
+    # Tensors that both casts share are passed once: torch.compile takes no tensor twice.
+    x_t_data = None if x_t is None or x_t.data is x.data else x_t.data
+    x_t_scale = None if x_t is None or x_t.scale is x.scale else x_t.scale
     y_MN = unhooked(
-        _LinearFunction.apply, x_MK, weight, bias, x.data, x.scale, kept_data, kept_scale, source, recipe, out_dtype,
-        keeps_weight, past,
+        _LinearFunction.apply, x_MK, weight, bias, x.data, x.scale, x_t_data, x_t_scale, recomputable, recipe,
+        out_dtype, keeps_weight, past,
     )  # fmt: skip
     if input.ndim == 2:
         return y_MN
-    # Not a view, as the output of `nn.Linear` is none: FSDP2, for one, warns of blocks that return one.
+    # Not a view, as for `nn.Linear`: FSDP2 warns about blocks that return a view.
     y: Tensor = torch.ops.aten._unsafe_view(y_MN, [*input.shape[:-1], weight.shape[0]])
     return y
 
 
 @explain_freed_nodes
 class _LinearFunction(torch.autograd.Function):
-    """The three products. X arrives quantized: `x_*` for forward; `kept_*` for wgrad, where that differs."""
+    """The three products. X arrives quantized: `x_*` for forward; `x_t_*` for wgrad, if that differs."""
 
     @staticmethod
     def forward(
         ctx: Any, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, x_data: Tensor, x_scale: Tensor,
-        kept_data: Tensor | None, kept_scale: Tensor | None, source: Recomputable | None, recipe: Recipe,
-        out_dtype: torch.dtype, keeps_weight: bool, past: Past | None,
+        x_t_data: Tensor | None, x_t_scale: Tensor | None, recomputable: Recomputable | None, recipe: Recipe,
+        out_dtype: torch.dtype, keeps_weight: bool, scaling: DelayedScaling | None,
     ) -> Tensor:  # fmt: skip
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         gathered, w_t = isinstance(w_NK, Fp8AllGatherOutput), None
@@ -152,23 +152,23 @@ class _LinearFunction(torch.autograd.Function):
             w = quantize(w_NK, recipe.w)
         x = ScaledTensor(x_data, x_scale, recipe.x)
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
-        kept: tuple[Tensor | None, ...]
+        x_saved: tuple[Tensor | None, ...]
         if not needs_wgrad:
-            kept, source = (None, None), None
-        elif source is not None:
-            kept = source.tensors
+            x_saved, recomputable = (None, None), None
+        elif recomputable is not None:
+            x_saved = recomputable.tensors
         elif recipe.wgrad_x is None:
-            kept = x_MK.to(out_dtype), None
+            x_saved = x_MK.to(out_dtype), None
         else:
-            kept = x_data if kept_data is None else kept_data, x_scale if kept_scale is None else kept_scale
+            x_saved = x_data if x_t_data is None else x_t_data, x_scale if x_t_scale is None else x_t_scale
         w_saved: tuple[Tensor | None, ...] = None, None, None
-        if needs_dgrad and w_t is not None:  # with W itself, unless it was gathered: autograd refuses one that changed
+        if needs_dgrad and w_t is not None:  # W itself too, unless gathered, so that autograd raises if it changed
             w_saved = None if gathered else w_NK, w_t.data if w_t.copy is None else w_t.copy, w_t.scale
         elif needs_dgrad:
             w_saved = w_NK, None, w.scale if recipe.dgrad_w == recipe.w else None
-        ctx.save_for_backward(*w_saved, *kept)
-        ctx.recipe, ctx.past, ctx.gathered = recipe, past, gathered
-        ctx.rematerializer = None if source is None else source.rematerializer
+        ctx.save_for_backward(*w_saved, *x_saved)
+        ctx.recipe, ctx.scaling, ctx.gathered = recipe, scaling, gathered
+        ctx.rematerializer = None if recomputable is None else recomputable.rematerializer
         ctx.columns = x_MK.shape[1]
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype
         return y_MN
@@ -178,43 +178,43 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         recipe: Recipe = ctx.recipe
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
-        w_NK, w_data, w_scale, *kept = ctx.saved_tensors
-        needs_dgrad, needs_wgrad, needs_bias = wanted_gradients(ctx, 3)
+        w_NK, w_data, w_scale, *x_saved = ctx.saved_tensors
+        needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
         if needs_dgrad and w_data is not None:
             w = ScaledTensor(w_data, w_scale, recipe.dgrad_w)
             w = for_dgrad(w) if ctx.gathered else w
         elif needs_dgrad:
-            w = _cast_again(w_NK, w_scale, recipe.dgrad_w)
+            w = _recast_weight(w_NK, w_scale, recipe.dgrad_w)
         if needs_wgrad and recipe.wgrad_x is not None:
             order = "columns" if wants_copies(g_MN.device) else "rows"
             if ctx.rematerializer is None:
-                x = ScaledTensor(kept[0], kept[1], recipe.wgrad_x)
+                x = ScaledTensor(x_saved[0], x_saved[1], recipe.wgrad_x)
             else:
-                x = ctx.rematerializer.quantized(kept, recipe.wgrad_x, order, ctx.columns)
-        g_dgrad, g_wgrad = _quantized_gradient(g_MN, w, x, recipe, ctx.past)
+                x = ctx.rematerializer.quantized(x_saved, recipe.wgrad_x, order, ctx.columns)
+        g_dgrad, g_wgrad = _quantized_gradient(g_MN, w, x, recipe, ctx.scaling)
         if w is not None and g_dgrad is not None:
             dx_MK = scaled_mm(g_dgrad, w.unscaled if recipe.folds_w else w, "nn", out_dtype=x_dtype)
         if x is not None and g_wgrad is not None:
             dw_NK = scaled_mm(g_wgrad, x.unscaled if recipe.folds_x else x, "tn", out_dtype=w_dtype)
         elif needs_wgrad:
-            dw_NK = (g_MN.t() @ kept[0]).to(w_dtype)
+            dw_NK = (g_MN.t() @ x_saved[0]).to(w_dtype)
         if needs_bias:
             dbias_N = g_MN.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx_MK, dw_NK, dbias_N, *[None] * 9
 
 
-def _cast_again(w_NK: Tensor, scale: Tensor | None, spec: QuantSpec) -> ScaledTensor:
-    """W for dgrad, with the scales of the forward copy where the recipe uses that again."""
+def _recast_weight(w_NK: Tensor, scale: Tensor | None, spec: QuantSpec) -> ScaledTensor:
+    """Quantize W for dgrad, with the scales of the forward cast if the recipe uses the same spec."""
     return quantize(w_NK, spec, order="columns" if wants_copies(w_NK.device) else "rows", scale=scale)
 
 
 def _quantized_input(
-    x_MK: Tensor, recipe: Recipe, wants_kept: bool, amax: Tensor | None
+    x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None
 ) -> tuple[ScaledTensor, ScaledTensor | None]:
-    """X for forward, and for wgrad if that is wanted; by a maximum of a recipe with one form, if that is given."""
+    """Quantize X for forward, and for wgrad if needed. `amax`, for delayed scaling, needs equal specs for both."""
     spec, spec_t, copies = recipe.x, recipe.wgrad_x, wants_copies(x_MK.device)
-    if not wants_kept or spec_t is None:
+    if not needs_wgrad or spec_t is None:
         return quantize(x_MK, spec, amax=amax), None
     if spec == spec_t:
         x = quantize(x_MK, spec, order="both" if copies else "rows", amax=amax)
@@ -225,10 +225,10 @@ def _quantized_input(
 
 
 def _quantized_gradient(
-    g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe, past: Past | None
+    g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe, scaling: DelayedScaling | None
 ) -> tuple[ScaledTensor | None, ScaledTensor | None]:
-    """G for dgrad (where there is a w) and for wgrad (where there is an x), other operands' scales folded in."""
-    amax = None if past is None else past.closing(g_MN)
+    """Quantize G for dgrad (if w is given) and for wgrad (if x is given), with the other operand's scales folded in."""
+    amax = None if scaling is None else scaling.gradient_amax(g_MN)
     fold_w = _fold(w.t()) if w is not None and recipe.folds_w else None
     fold_x = _fold(x) if x is not None and recipe.folds_x else None
     spec, spec_t, copies = recipe.dgrad_g, recipe.wgrad_g, wants_copies(g_MN.device)
@@ -245,73 +245,76 @@ def _quantized_gradient(
 
 
 def _fold(operand: ScaledTensor) -> Tensor | None:
-    """Row scales [R,1] of an operand (or [1,R] of a transposed one), as a factor of G."""
+    """Return row scales [R,1] of an operand (or [1,R] of a transposed one) as a factor of G."""
     return None if operand.scale is None else operand.scale.float()
 
 
-_Forms = tuple[ScaledTensor, ScaledTensor | None]
+InputCasts = tuple[ScaledTensor, ScaledTensor | None]
+"""X for forward, and X for wgrad."""
 
 
 @dataclass
-class _Read:
-    """The quantized forms of a tensor in this state. Does not refer to the tensor, whose end calls `forget`.
+class _CacheEntry:
+    """The casts of a tensor in this state. Holds no reference to the tensor, whose deletion calls `forget`.
 
-    `storage` is weak, and there so that no other storage gets the address that `state` holds.
+    `storage` is a weak reference; it prevents reuse of the address in `state` by another storage.
     """
 
     state: tuple[Any, ...]
     storage: StorageWeakRef
-    forms: dict[Any, _Forms] = field(default_factory=dict)
+    casts: dict[Any, InputCasts] = field(default_factory=dict)
 
     def forget(self) -> None:
-        """Free the forms, and the graph that `state` holds; called from any thread."""
-        self.state, self.forms = (), {}
+        """Free the casts, and the graph that `state` holds; called from any thread."""
+        self.state, self.casts = (), {}
 
 
 class InputCastCache(threading.local):
-    """The quantized forms of the tensor that a linear read last, so that its siblings need not quantize it again.
+    """Casts of the last input of any linear, per thread, for sibling layers that read the same tensor.
 
-    q, k and v are called one after the other with the same tensor object; so are gate and up. The copy is found by
-    identity, which needs no knowledge of any model, and dropped when the tensor dies or another input comes. Each
-    thread has its own. Layers with a history have the copy that the first of them made: having read the same tensors,
-    all have the same history.
+    q, k and v are called one after the other with the same tensor object; so are gate and up. The lookup is by
+    identity, so it needs no knowledge of the model. An entry is dropped when its tensor is deleted or another input
+    arrives. Layers with an amax history share the cast of the first layer: they read the same tensors, so their
+    histories are equal.
 
-    Only tensors that autograd made (those with a `grad_fn`) are remembered. Others may be buffers that somebody writes
-    into without autograd noticing (a receive buffer, a CUDA graph's input, an array shared with NumPy). A copy is not
-    used once the tensor has another version, `grad_fn` or memory, nor on another stream, inside another dispatch mode
-    or CUDA graph capture: see `execution_context`.
+    Only tensors with a `grad_fn` are cached. Others may be buffers that are written without autograd noticing (a
+    receive buffer, a CUDA graph's input, an array shared with NumPy). A cast is not reused once the tensor's version,
+    `grad_fn` or memory changes, nor on another stream, inside another dispatch mode or CUDA graph capture: see
+    `execution_context`.
 
-    The limit is that of autograd itself, which saves tensors by reference: a write into an activation that PyTorch does
-    not report (through `.data`, NumPy or a custom kernel), between two layers that read it, is not seen. PyTorch's own
-    gradients of the first layer are wrong then.
+    Limit, as in autograd, which saves tensors by reference: the cache misses a write into an activation that PyTorch
+    does not report (through `.data`, NumPy or a custom kernel) between two layers that read it. PyTorch's own gradients
+    of the first layer are then wrong, too.
 
     Under torch.compile the graph of a training step merges equal `quantize` calls instead.
     """
 
     def __init__(self) -> None:
-        self._entry: tuple[weakref.ref[Tensor], _Read] | None = None
+        self._entry: tuple[weakref.ref[Tensor], _CacheEntry] | None = None
 
-    def quantized(self, owner: Tensor, x_MK: Tensor, recipe: Recipe, wants_kept: bool, past: Past | None) -> "_Forms":
-        """`_quantized_input(x_MK, …)`, where x_MK is the matrix view of `owner`."""
-        amax = None if past is None else past.amax(X, x_MK)
+    def quantized(
+        self, owner: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, scaling: DelayedScaling | None
+    ) -> InputCasts:
+        """Return `_quantized_input(x_MK, …)`, cached; x_MK is the matrix view of `owner`."""
+        amax = None if scaling is None else scaling.amax(X, x_MK)
         if torch.compiler.is_compiling() or owner.grad_fn is None or torch.is_inference_mode_enabled():
-            return _quantized_input(x_MK, recipe, wants_kept, amax)
+            return _quantized_input(x_MK, recipe, needs_wgrad, amax)
         state = (
             owner._version, owner.grad_fn, owner.untyped_storage()._cdata, owner.storage_offset(), owner.shape,
             owner.stride(), owner.dtype, *execution_context(owner),
         )  # fmt: skip
         entry = self._entry
         if entry is None or entry[0]() is not owner or entry[1].state != state:
-            read = _Read(state, StorageWeakRef(owner.untyped_storage()))
-            entry = self._entry = weakref.ref(owner, lambda _: read.forget()), read
-        forms = entry[1].forms
-        delay = None if past is None else (past.history.passes, past.history.margin)
-        both, only = (recipe.x, recipe.wgrad_x, delay), (recipe.x, None, delay)
-        wanted = both if wants_kept else only if only in forms else both
-        if wanted not in forms:
-            wanted = both if wants_kept else only
-            forms[wanted] = _quantized_input(x_MK, recipe, wants_kept, amax)
-        return forms[wanted]
+            new_entry = _CacheEntry(state, StorageWeakRef(owner.untyped_storage()))
+            entry = self._entry = weakref.ref(owner, lambda _: new_entry.forget()), new_entry
+        casts = entry[1].casts
+        delay = None if scaling is None else (scaling.history.passes, scaling.history.margin)
+        with_wgrad, forward_only = (recipe.x, recipe.wgrad_x, delay), (recipe.x, None, delay)
+        key = with_wgrad if needs_wgrad or forward_only not in casts else forward_only
+        if key not in casts:
+            key = with_wgrad if needs_wgrad else forward_only
+            casts[key] = _quantized_input(x_MK, recipe, needs_wgrad, amax)
+        return casts[key]
 
 
-_LAST_INPUT = InputCastCache()
+_INPUT_CASTS = InputCastCache()

@@ -1,9 +1,9 @@
-"""Subclasses of `nn.Linear` that compute what it does, recognized by the code of their `forward`; and the classes that
-linears become.
+"""Recognize subclasses of `nn.Linear` that compute the same, by the code of their `forward`, and make the classes of
+converted linears.
 
-Some write the product in another way (Falcon's `input @ weight.T + bias`), some add methods and leave `forward` alone.
-The formula of the class (`octavo.activations.formulas`) is compared with those of the methods below; class names do not
-count.
+Some write the product differently (Falcon's `input @ weight.T + bias`), some add methods and inherit `forward`. The
+formula of the class (`octavo.activations.formulas`) is compared with those of the methods below; class names do not
+matter.
 """
 
 import inspect
@@ -21,12 +21,12 @@ from octavo.nn.linear import Linear
 from octavo.runtime.swap import become, has_own_forward
 
 ATTRIBUTES = ("recipe", "keeps_weight", ATTRIBUTE)
-"""What a converted linear has besides its parameters."""
+"""Attributes of a converted linear besides its parameters."""
 _COPYING = ("__copy__", "__deepcopy__", "__getstate__", "__setstate__")
 
 
 class _Linears:
-    """Ways to write what `nn.Linear` computes."""
+    """Equivalent ways to write `nn.Linear`."""
 
     weight: Any
     bias: Any
@@ -48,7 +48,7 @@ class _Linears:
 
 
 def computes_linear(module: nn.Module) -> bool:
-    """Whether a module of a subclass of `nn.Linear` computes what that does: by the code of its class as it is now."""
+    """Return whether a module of a subclass of `nn.Linear` computes the same, by the current code of its class."""
     owner = original_class(module)
     formula = _linear_formula(owner)
     return formula is not None and formula.holds(owner, module) and is_called_plainly(owner)
@@ -56,7 +56,7 @@ def computes_linear(module: nn.Module) -> bool:
 
 @cache
 def _linear_formula(owner: Any) -> Formula | None:
-    """The formula of a class, if it is that of `nn.Linear` and its parameters are plain attributes."""
+    """Return the formula of a class, if it is that of `nn.Linear` and its parameters are plain attributes."""
     formula = formula_of(owner)
     hidden = any(inspect.getattr_static(owner, name, None) is not None for name in ("weight", "bias"))
     return None if formula is None or formula.expression not in _ways() or hidden else formula
@@ -69,23 +69,23 @@ def _ways() -> list[Any]:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is Transformers' `Conv1D` (a linear with a [in, out] weight), without importing Transformers."""
+    """Return whether a module is Transformers' `Conv1D` (a linear with a [in, out] weight). Does not import it."""
     return type(module).__module__ == "transformers.pytorch_utils" and type(module).__name__ == "Conv1D"
 
 
 def fp8_class(module: nn.Module) -> type[nn.Module]:
-    """What a linear becomes. Raises whatever making a subclass of its class raises."""
+    """Return the FP8 class for a linear. Raises any error of making a subclass of its class."""
     if is_conv1d(module):
         from octavo.nn.conv1d import Conv1D
 
         return Conv1D
     original: Any = type(module)
-    made: type[nn.Module] = Linear if original is nn.Linear else mixed_class(Linear, original)
-    return made
+    fp8: type[nn.Module] = Linear if original is nn.Linear else mixed_class(Linear, original)
+    return fp8
 
 
 def lossy_subclass(module: nn.Module) -> str | None:
-    """Why a linear that computes what `nn.Linear` does would lose something by becoming of an FP8 class, or None."""
+    """Return why a linear that computes the same as `nn.Linear` cannot change its class, or None."""
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     own = {*vars(module), *module._parameters, *module._buffers, *module._modules}
     own |= {name for owner in type(module).__mro__ for name in vars(owner)}
@@ -101,7 +101,7 @@ def lossy_subclass(module: nn.Module) -> str | None:
 
 
 def change_since(module: nn.Module) -> str | None:
-    """What was done to a module after it was converted that has to be undone before its class can be, or None."""
+    """Return the change of a module since its conversion that prevents `revert`, or None."""
     if type(module).__module__ not in ("octavo.nn.linear", "octavo.nn.conv1d", "octavo.activations.modules"):
         return (
             f"became a {type(module).__name__} after it was converted (by a parametrization, or fully_shard): undo "
@@ -116,7 +116,7 @@ def change_since(module: nn.Module) -> str | None:
 
 
 def make_exact(module: nn.Module) -> None:
-    """Make a converted linear what it was."""
+    """Restore the original class of a converted linear."""
     become(module, getattr(type(module), ORIGINAL, type(module).__bases__[0]))
     for name in ATTRIBUTES:
-        vars(module).pop(name, None)  # one that was made directly has the default, on the class
+        vars(module).pop(name, None)  # a directly constructed Linear has class attributes only

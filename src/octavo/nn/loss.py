@@ -1,21 +1,21 @@
-"""Linear and cross-entropy in one, a chunk of tokens at a time, so that the whole logits never exist.
+"""Fused linear and cross-entropy, one chunk of tokens at a time, without the whole logits.
 
     z = softcap(scale · (H Wᵀ + b))     L = Σ lse(z) − z[target]     legend: T tokens, D features, V vocabulary
     ∂H = G W      ∂W = Gᵀ H             G = (softmax(z) − onehot) · ∂z/∂logits
 
-Logits [T,V] are the largest tensor of a language model: for 8192 tokens and 128 000 words 2 GB in bf16, and a plain
-loss keeps them in float32 besides and makes as much again in backward. But G is known, up to the one number that
-arrives from above, as soon as a token's logits are. So forward takes C tokens at a time and goes on to their gradients
-at once; kept for backward are ∂H (as large as H) and ∂W (which would be made anyway), and backward multiplies both by
-that number. The arithmetic is that of the plain loss: three products, none of them twice.
+Logits [T,V] are the largest tensor of a language model: for 8192 tokens and 128 000 words 2 GB in bf16; a plain loss
+also saves them in float32 and allocates as much again in backward. But a token's logits determine G up to one factor,
+the gradient of the loss. So forward takes C tokens at a time and also computes their gradients. It saves ∂H (as large
+as H) and ∂W (needed anyway) for backward, which multiplies both by that factor. The arithmetic equals that of the plain
+loss: three products, each once.
 
-C is chosen so that a chunk's logits take about the memory of H. ∂W is added up over the chunks in its own dtype where
-that is float32, and in bf16 by products that accumulate in float32 within a chunk: at most `MOST_CHUNKS` roundings.
-In fp16 the sum over tokens, which the mean divides only in backward, would overflow: it is float32, within a chunk too.
-Rejected: a float32 sum for bf16 weights, which costs as much as it saves for small batches; and for fp16 a G divided
-by the number of tokens beforehand, which a loss scale, known in backward only, could no longer save from underflow.
+C is such that a chunk's logits take about the memory of H. ∂W is summed over chunks in its own dtype: float32, or bf16
+by products that accumulate in float32 within a chunk, with at most `MOST_CHUNKS` roundings. In fp16 the sum over
+tokens, which the mean divides only in backward, would overflow: it is float32, within a chunk too. Rejected: a float32
+sum for bf16 weights, which costs as much as it saves for small batches; and for fp16 dividing G by the number of tokens
+beforehand, because a loss scale, known only in backward, could then not prevent underflow.
 
-Where liger-kernel is installed and the tensors are on a GPU its fused kernel does the same work (`backend="auto"`).
+If liger-kernel is installed and the tensors are on a GPU, `backend="auto"` uses its fused kernel.
 """
 
 from importlib.util import find_spec
@@ -30,9 +30,9 @@ from octavo.numerics.names import nearest
 from octavo.runtime.torch_compat import autocast_dtype, without_autocast
 
 MOST_CHUNKS = 32
-"""Largest number of chunks; more would make products too small, and round the gradient of a bf16 weight too often."""
+"""Maximum number of chunks. More would make products too small, and round the gradient of a bf16 weight too often."""
 SMALLEST_CHUNK = 256
-"""Tokens below which a chunk's products would not fill a device."""
+"""Minimum number of tokens of a chunk; products of fewer would not fill a device."""
 
 _BACKENDS = ("auto", "torch", "liger")
 _REDUCTIONS = ("mean", "sum")
@@ -54,57 +54,57 @@ def linear_cross_entropy(
     """`cross_entropy(linear(hidden, weight, bias), target)` without the whole logits.
 
     Args:
-        hidden: [..., D], float64, float32, bfloat16 or float16; any number of tokens from 0 up.
-        weight: [V, D]: the vocabulary head's, which may be tied to an embedding. Gets a gradient if it requires one.
+        hidden: [..., D], float64, float32, bfloat16 or float16; any number of tokens, zero included.
+        weight: [V, D] of the vocabulary head; may be tied to an embedding.
         target: [...] int64 class of each token, already shifted.
         bias: [V] or None.
-        ignore_index: Target of tokens that do not count.
-        reduction: `"mean"` over the tokens that count, or `"sum"`.
+        ignore_index: Target of tokens to ignore.
+        reduction: `"mean"` over the tokens not ignored, or `"sum"`.
         scale: Factor of the logits (Cohere, Granite).
         softcap: Logits become softcap · tanh(logits / softcap) (Gemma).
-        chunk: Tokens at a time; chosen from the sizes where None.
-        backend: `"torch"` runs everywhere. `"liger"` is liger-kernel's fused kernel; `"auto"` takes it where it is
-            installed, the tensors are on a GPU, and it has what is asked for.
+        chunk: Tokens per chunk; None chooses by the sizes.
+        backend: `"torch"` runs everywhere. `"liger"` is liger-kernel's fused kernel; `"auto"` uses it if it is
+            installed, the tensors are on a GPU, and it supports the options.
 
     Returns:
-        The loss, a float32 scalar (float64 for float64 input). Mean over no token is NaN, with zero gradients, as in
-        PyTorch. Autocast is respected: products in its dtype, gradients in the dtypes of the arguments.
+        The loss, a float32 scalar (float64 for float64 input). The mean over no tokens is NaN, with zero gradients, as
+        in PyTorch. Under autocast, products use its dtype, gradients the dtypes of the arguments.
 
     Raises:
-        ValueError: For shapes, dtypes or options that do not fit; named, with what is wanted.
-        RuntimeError: In a second backward of the same forward (`retain_graph`): the first takes the gradients made in
-            forward. Under activation checkpointing, which makes them again, it is allowed.
+        ValueError: If shapes, dtypes or options do not fit.
+        RuntimeError: In a second backward of the same forward (`retain_graph`), because the first consumes the
+            gradients. Allowed under activation checkpointing, which recomputes them.
     """
     _check(hidden, weight, target, bias, reduction, softcap, chunk, backend)
     dtype = _product_dtype(hidden, weight)
     h_TD, t_T = hidden.reshape(target.numel(), hidden.shape[-1]), target.reshape(-1)
-    if backend == "liger" or (backend == "auto" and _takes_liger(hidden, dtype, scale)):
+    if backend == "liger" or (backend == "auto" and _supports_liger(hidden, dtype, scale)):
         return _liger(h_TD.to(dtype), weight.to(dtype), t_T, bias, ignore_index, reduction, softcap)
-    wanted = torch.is_grad_enabled()
+    grad_enabled = torch.is_grad_enabled()
     rows = chunk or chunk_tokens(h_TD.shape[0], h_TD.shape[1], weight.shape[0])
-    total = _Chunked.apply(h_TD, weight, bias, t_T, ignore_index, scale, softcap, rows, dtype, wanted)
+    total = _ChunkedFunction.apply(h_TD, weight, bias, t_T, ignore_index, scale, softcap, rows, dtype, grad_enabled)
     if reduction == "sum":
         return total
     count = (t_T != ignore_index).sum()
-    # 0/0 for the value; a gradient of 0, not NaN, where no token counts.
+    # If all tokens are ignored, the value is NaN (0/0) but the gradient 0.
     return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
 def chunk_tokens(tokens: int, features: int, vocabulary: int) -> int:
-    """Tokens of one chunk: its logits are about as large as the hidden states of all tokens."""
-    fair = -(-tokens * features // max(vocabulary, 1))
-    return max(fair, -(-tokens // MOST_CHUNKS), min(SMALLEST_CHUNK, tokens), 1)
+    """Return the tokens of one chunk, whose logits are about as large as the hidden states of all tokens."""
+    balanced = -(-tokens * features // max(vocabulary, 1))
+    return max(balanced, -(-tokens // MOST_CHUNKS), min(SMALLEST_CHUNK, tokens), 1)
 
 
-class _Chunked(torch.autograd.Function):
-    """Summed loss; its gradients are made in forward."""
+class _ChunkedFunction(torch.autograd.Function):
+    """Summed loss, whose forward also computes the gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, h_TD: Tensor, w_VD: Tensor, bias: Tensor | None, t_T: Tensor, ignore_index: int, scale: float,
-        softcap: float | None, rows: int, dtype: torch.dtype, wanted: bool,
+        softcap: float | None, rows: int, dtype: torch.dtype, grad_enabled: bool,
     ) -> Tensor:  # fmt: skip
-        needs_h, needs_w, needs_b = (needed and wanted for needed in ctx.needs_input_grad[:3])
+        needs_h, needs_w, needs_b = (needed and grad_enabled for needed in ctx.needs_input_grad[:3])
         total = h_TD.new_zeros((), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
         dh_TD = torch.empty_like(h_TD, dtype=dtype) if needs_h else None
         dw_VD = torch.zeros_like(w_VD, dtype=_sum_dtype(w_VD.dtype)) if needs_w else None
@@ -129,7 +129,7 @@ class _Chunked(torch.autograd.Function):
                     _add_product(dw_VD, g, h)
         ctx.save_for_backward(dh_TD, dw_VD, db_V)
         ctx.dtypes = h_TD.dtype, w_VD.dtype, None if bias is None else bias.dtype
-        ctx.spent = set()
+        ctx.consumed = set()
         return total
 
     @staticmethod
@@ -137,30 +137,30 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         if not torch.compiler.is_compiling():
-            _spend(ctx.spent, saved)
-        # In place, past autograd's version counter, which sees nothing where hooks hold what is saved: see _spend.
-        grads = (None if made is None else made.data.mul_(g) for made in saved)
+            _consume(ctx.consumed, saved)
+        # In place and invisible to autograd's version counter, which hooks bypass anyway; hence _consume.
+        grads = (None if tensor is None else tensor.data.mul_(g) for tensor in saved)
         return *(None if d is None else d.to(dtype) for d, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 7
 
 
-def _spend(spent: set[StorageWeakRef], saved: tuple[Tensor | None, ...]) -> None:
-    """Refuses gradients that an earlier backward has multiplied already; those made anew by checkpointing are others.
+def _consume(consumed: set[StorageWeakRef], saved: tuple[Tensor | None, ...]) -> None:
+    """Raise if an earlier backward has already scaled these gradients. Checkpointing recomputes them in new storages.
 
-    A weak reference keeps the address of a storage from being used again, so it is told by that.
+    Weak references identify storages: they prevent reuse of an address.
     """
-    storages = {StorageWeakRef(made.untyped_storage()) for made in saved if made is not None}
-    if storages & spent:
+    storages = {StorageWeakRef(tensor.untyped_storage()) for tensor in saved if tensor is not None}
+    if storages & consumed:
         raise RuntimeError(
-            "linear_cross_entropy: backward runs once; its gradients are made in forward and used up by the first. "
-            "Call it again for a second backward, or add up the losses and run one"
+            "linear_cross_entropy: backward runs once, because it consumes gradients that forward computed. Call "
+            "linear_cross_entropy again for a second backward, or sum the losses and run one backward"
         )
-    spent |= storages
+    consumed |= storages
 
 
 def _loss_and_gradient(
-    logits: Tensor, t_C: Tensor, ignore_index: int, scale: float, softcap: float | None, wanted: bool
+    logits: Tensor, t_C: Tensor, ignore_index: int, scale: float, softcap: float | None, needs_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Summed loss of a chunk, and its gradient by the logits [C,V], in float32 (float64)."""
+    """Return the summed loss of a chunk and its gradient by the logits [C,V], in float32 (float64)."""
     z = logits if logits.dtype == torch.float64 else logits.float()
     if scale != 1.0:
         z = z * scale
@@ -172,7 +172,7 @@ def _loss_and_gradient(
     index = t_C.unsqueeze(1).masked_fill(~counts, 0)
     lse = z.logsumexp(1, keepdim=True)
     loss = (lse - z.gather(1, index)).masked_fill(~counts, 0).sum()
-    if not wanted:
+    if not needs_gradient:
         return loss, None
     g = z.sub_(lse).exp_() if z is not logits else (z - lse).exp_()
     g.scatter_(1, index, g.gather(1, index) - 1)
@@ -195,7 +195,7 @@ def _add_product(dw_VD: Tensor, g_CV: Tensor, h_CD: Tensor) -> None:
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which the gradient of a weight is added up over tokens."""
+    """Return the dtype in which to sum the gradient of a weight over tokens."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -212,13 +212,13 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-def _takes_liger(hidden: Tensor, dtype: torch.dtype, scale: float) -> bool:
+def _supports_liger(hidden: Tensor, dtype: torch.dtype, scale: float) -> bool:
     return (
         hidden.is_cuda
         and hidden.numel() > 0
         and scale == 1.0
         and dtype in (torch.float32, torch.bfloat16)
-        and type(hidden) is Tensor  # not one of FakeTensorMode, whose memory is to be that of `torch`
+        and type(hidden) is Tensor  # no fake tensor: its memory plan is that of `torch`
         and not torch.compiler.is_compiling()
         and find_spec("liger_kernel") is not None
     )
@@ -252,9 +252,11 @@ def _check(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear_cross_entropy: bias is [{weight.shape[0]}]; got {list(bias.shape)}")
-    for name, given, known in (("reduction", reduction, _REDUCTIONS), ("backend", backend, _BACKENDS)):
-        if given not in known:
-            raise ValueError(f"{name} is one of {', '.join(map(repr, known))}; got {given!r}{nearest(given, known)}")
+    for name, option, options in (("reduction", reduction, _REDUCTIONS), ("backend", backend, _BACKENDS)):
+        if option not in options:
+            raise ValueError(
+                f"{name} is one of {', '.join(map(repr, options))}; got {option!r}{nearest(option, options)}"
+            )
     for name, number in (("softcap", softcap), ("chunk", chunk)):
         if number is not None and not number > 0:
             raise ValueError(f"linear_cross_entropy: {name} is a number above 0, or None; got {number!r}")

@@ -1,11 +1,12 @@
-"""What a forward pass keeps for backward, measured: the memory that FP8 training is about.
+"""Measure the memory that a forward pass saves for backward.
 
-Counted by unique storage, as the allocator sees it: a tensor saved by three layers counts once, a view counts as the
-storage it keeps alive. The model's own parameters and buffers do not count; they exist anyway.
+Counts unique storages, as the allocator does: a tensor saved by three layers counts once, a view counts as the storage
+that it keeps alive. The model's own parameters and buffers do not count; they exist anyway.
 
-`kept_for_backward` counts; `audit` says what each storage is: its owner (the innermost module that was running) and
+`saved_for_backward` counts bytes. `audit` also lists, for each storage, its owner (the innermost running module) and
 the operation that saved it first (the node of the autograd graph). Both work on CPU, on CUDA, and under
-FakeTensorMode, where nothing is allocated. Selective checkpointing holds outputs outside autograd; those are not seen.
+FakeTensorMode, where nothing is allocated. They do not count outputs that selective checkpointing holds outside
+autograd.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,15 +26,15 @@ from octavo.tensor import local_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
-    """One storage kept for backward.
+class SavedStorage:
+    """One storage saved for backward.
 
     Attributes:
         bytes: Size of the storage.
-        dtype: Of the tensor under which it was saved first.
-        shape: Of that tensor.
-        owner: Name of the innermost module that ran; empty for the model itself, and where owners are not followed.
-        op: Operation that saved it first, as autograd names it; empty where that is not known.
+        dtype: Dtype of the tensor that was saved first.
+        shape: Shape of that tensor.
+        owner: Name of the innermost running module; empty for the model itself, and without `owners=True`.
+        op: Operation that saved it first, as autograd names it; empty if unknown.
     """
 
     bytes: int
@@ -44,33 +45,33 @@ class Holding:
 
 
 @dataclass
-class Kept:
-    """Storages kept for backward.
+class SavedStorages:
+    """Storages saved for backward.
 
     Attributes:
-        holdings: The storages in the order in which they were saved, by a key of their own.
+        storages: The storages by identity, in the order in which they were saved.
     """
 
-    holdings: dict[int, Holding] = field(default_factory=dict)
+    storages: dict[int, SavedStorage] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
         """Bytes over all dtypes."""
-        return sum(holding.bytes for holding in self.holdings.values())
+        return sum(storage.bytes for storage in self.storages.values())
 
     @property
     def by_dtype(self) -> dict[torch.dtype, int]:
-        """Bytes by the dtype under which a storage was saved first."""
-        return _summed(self.holdings.values(), lambda holding: holding.dtype)
+        """Bytes by the dtype of the first save."""
+        return _summed(self.storages.values(), lambda storage: storage.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """Every storage that a forward pass kept for backward, largest first. Printed, a table with like rows in one."""
+    """Every storage that a forward pass saves for backward, largest first. Prints as a table, similar rows merged."""
 
-    rows: tuple[Holding, ...]
+    rows: tuple[SavedStorage, ...]
 
-    def __iter__(self) -> Iterator[Holding]:
+    def __iter__(self) -> Iterator[SavedStorage]:
         return iter(self.rows)
 
     def __len__(self) -> int:
@@ -78,7 +79,7 @@ class Audit:
 
     @property
     def bytes(self) -> int:
-        """Bytes in all."""
+        """Total bytes."""
         return sum(row.bytes for row in self.rows)
 
     @property
@@ -92,7 +93,7 @@ class Audit:
         return _summed(self.rows, lambda row: row.owner)
 
     def __str__(self) -> str:
-        groups: dict[Any, list[Holding]] = {}
+        groups: dict[Any, list[SavedStorage]] = {}
         for row in self.rows:
             groups.setdefault((pattern(row.owner), row.dtype, row.shape, row.op), []).append(row)
         cells = [("bytes", "count", "dtype", "shape", "owner", "saved by")]
@@ -113,67 +114,68 @@ class Audit:
 
 
 @contextmanager
-def kept_for_backward(model: nn.Module, *, owners: bool = False) -> Iterator[Kept]:
-    """Measure what the forward passes inside the block keep for backward.
+def saved_for_backward(model: nn.Module, *, owners: bool = False) -> Iterator[SavedStorages]:
+    """Measure what forward passes inside the block save for backward.
 
-    Run the forward inside, read `.bytes` after.
+    Run the forward inside, then read `.bytes`.
 
     Args:
-        model: Its parameters and buffers are left out of the count.
-        owners: Follow which module runs, by hooks on every module that are there as long as the block.
+        model: Its parameters and buffers do not count.
+        owners: Track which module runs, by hooks on every module inside the block.
     """
-    own = set(_own(model))
+    own = set(_own_storages(model))
     sharded = any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
-    kept = Kept()
+    saved = SavedStorages()
     running = [""]
 
     def pack(tensor: Tensor) -> Tensor:
         key = _key(tensor)
-        if sharded and key not in own and key not in kept.holdings:
-            own.update(_own(model))  # FSDP has gathered parameters since
+        if sharded and key not in own and key not in saved.storages:
+            own.update(_own_storages(model))  # FSDP has gathered parameters since
         size = tensor.untyped_storage().nbytes()
-        if size and key not in own and key not in kept.holdings:
-            kept.holdings[key] = Holding(bytes=size, dtype=tensor.dtype, shape=tuple(tensor.shape), owner=running[-1])
+        if size and key not in own and key not in saved.storages:
+            saved.storages[key] = SavedStorage(
+                bytes=size, dtype=tensor.dtype, shape=tuple(tensor.shape), owner=running[-1]
+            )
         return tensor
 
-    handles = list(_followed(model, running)) if owners else []
+    handles = list(_track_modules(model, running)) if owners else []
     try:
         with own_saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield kept
+            yield saved
     finally:
         for handle in handles:
             handle.remove()
 
 
 def audit(model: nn.Module, batch: Any, *, loss: Callable[[nn.Module, Any], Tensor] | None = None) -> Audit:
-    """Run one forward and list every storage it keeps for backward.
+    """Run one forward and list every storage that it saves for backward.
 
     Args:
-        model: Any module, in the mode it is to be measured in (`train()`); its state does not change, but for what a
-            forward itself changes.
+        model: Any module, in the mode to measure (`train()`). Only the forward itself changes its state.
         batch: Keyword arguments as a mapping, positional ones as a tuple or list, or the one argument.
-        loss: `loss(model, batch)` computes the loss; by default the model's outputs are the end.
+        loss: `loss(model, batch)` computes the loss; by default the graph ends at the model's outputs.
 
     Returns:
-        An `Audit`: its rows sum up to what `kept_for_backward` counts.
+        An `Audit`: its rows sum up to what `saved_for_backward` counts.
     """
-    with kept_for_backward(model, owners=True) as kept:
+    with saved_for_backward(model, owners=True) as saved:
         outputs = loss(model, batch) if loss is not None else call(model, batch)
     ops = _saving_ops(outputs)
-    named = [
-        Holding(bytes=h.bytes, dtype=h.dtype, shape=h.shape, owner=h.owner, op=ops.get(key, ""))
-        for key, h in kept.holdings.items()
+    rows = [
+        SavedStorage(bytes=h.bytes, dtype=h.dtype, shape=h.shape, owner=h.owner, op=ops.get(key, ""))
+        for key, h in saved.storages.items()
     ]
-    return Audit(rows=tuple(sorted(named, key=lambda holding: -holding.bytes)))
+    return Audit(rows=tuple(sorted(rows, key=lambda storage: -storage.bytes)))
 
 
-def kept_by_layer(model: nn.Module, batch: Any) -> dict[str, int]:
-    """Bytes that one forward keeps for backward, by the module that was running. Arguments as for `audit`."""
+def saved_by_layer(model: nn.Module, batch: Any) -> dict[str, int]:
+    """Return the bytes that one forward saves for backward, by the running module. Takes the arguments of `audit`."""
     return audit(model, batch).by_owner
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """The model's outputs for a batch in any of the forms that `audit` takes."""
+    """Call a model with a batch in any format that `audit` takes."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
@@ -184,22 +186,22 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _followed(model: nn.Module, running: list[str]) -> Iterator[Any]:
-    """Hooks that keep the name of the module that runs on top of `running`."""
+def _track_modules(model: nn.Module, running: list[str]) -> Iterator[Any]:
+    """Register hooks that push the name of the running module on `running`; yield their handles."""
 
-    def entering(name: str) -> Callable[..., None]:
+    def push(name: str) -> Callable[..., None]:
         return lambda *_: running.append(name)
 
-    def leaving(*_: Any) -> None:
+    def pop(*_: Any) -> None:
         running.pop()
 
     for name, module in model.named_modules():
-        yield module.register_forward_pre_hook(entering(name), prepend=True)
-        yield module.register_forward_hook(leaving, always_call=True)
+        yield module.register_forward_pre_hook(push(name), prepend=True)
+        yield module.register_forward_hook(pop, always_call=True)
 
 
 def _saving_ops(outputs: Any) -> dict[int, str]:
-    """For every storage that the graph behind some outputs holds, the operation that saved it first."""
+    """Return, for every storage that the graph of some outputs holds, the operation that saved it first."""
     stack = [leaf.grad_fn for leaf in _tensors(outputs) if leaf.grad_fn is not None]
     nodes = set(stack)
     while stack:
@@ -211,36 +213,36 @@ def _saving_ops(outputs: Any) -> dict[int, str]:
     for node in sorted(nodes, key=lambda node: node._sequence_nr()):
         for name in dir(node):
             if name.startswith("_raw_saved_"):
-                for tensor in _tensors(_held(getattr(node, name))):
+                for tensor in _tensors(_raw_saved(getattr(node, name))):
                     ops.setdefault(_key(tensor), node.name().rstrip("0123456789").removesuffix("Backward"))
     return ops
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in nested containers; and those that our own saved-tensor hooks hold through a node."""
-    found = []
+    """Return the tensors in nested containers, and those that Octavo's saved-tensor hooks hold."""
+    tensors = []
     for leaf in tree_leaves(dict(value) if isinstance(value, Mapping) else value):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif isinstance(leaf, Saved):
-            found += leaf.present
-    return found
+            tensors += leaf.present
+    return tensors
 
 
-def _held(saved: Any) -> list[Any]:
-    """What autograd holds for saved tensors: tensors, or whatever hooks made of them. Nothing is computed."""
+def _raw_saved(saved: Any) -> list[Any]:
+    """Return what autograd holds for saved tensors: tensors, or the results of pack hooks. Calls no unpack hook."""
     return [one.data for one in tree_leaves(saved) if one is not None]
 
 
-def _summed(holdings: Any, by: Callable[[Holding], Any]) -> dict[Any, int]:
+def _summed(storages: Any, by: Callable[[SavedStorage], Any]) -> dict[Any, int]:
     sums: dict[Any, int] = {}
-    for holding in holdings:
-        sums[by(holding)] = sums.get(by(holding), 0) + holding.bytes
+    for storage in storages:
+        sums[by(storage)] = sums.get(by(storage), 0) + storage.bytes
     return sums
 
 
-def _own(model: nn.Module) -> Iterator[int]:
-    """Storages of parameters and buffers: those that are there now, of shards or of the gathered whole."""
+def _own_storages(model: nn.Module) -> Iterator[int]:
+    """Yield the current storages of parameters and buffers, sharded or gathered."""
     for tensor in (*model.parameters(), *model.buffers()):
         parts = (tensor.data_, tensor.scale) if isinstance(tensor, Fp8AllGatherOutput) else (local_tensor(tensor),)
         yield from map(_key, parts)

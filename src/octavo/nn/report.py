@@ -1,6 +1,4 @@
-"""report: what a model's linear layers compute in, what stores its activations in FP8, and why: the table nobody should
-have to guess.
-"""
+"""Report the recipe of each linear layer, the modules that store activations in FP8, and the reasons."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,7 +12,7 @@ from octavo.activations.detect import original_class
 from octavo.activations.modules import STORAGE_ATTRIBUTE, is_storing
 from octavo.kernels.gemm import accelerated
 from octavo.nn.linear import Linear
-from octavo.nn.memory_audit import kept_by_layer
+from octavo.nn.memory_audit import saved_by_layer
 from octavo.nn.select import STORED_HOW, is_linear
 from octavo.numerics.display import Displayed, text_table
 from octavo.numerics.names import merged, pattern
@@ -22,22 +20,22 @@ from octavo.numerics.plan import Decision, Plan, merged_rows
 from octavo.numerics.recipe import Recipe
 
 PLAN_ATTRIBUTE = "octavo_plan"
-"""Where `convert` leaves the plan it carried out, on the module it was called with."""
+"""Attribute of the converted model that holds the plan of `convert`."""
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Whether this module, itself, computes in FP8."""
+    """Return whether this module itself computes in FP8."""
     return isinstance(module, Linear) or any(c.__module__ == "octavo.nn.conv1d" for c in type(module).__mro__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One linear layer, or another module with matrix weights of its own (experts of a mixture, a convolution).
+    """One linear layer, or another module with its own matrix weights (experts of a mixture, a convolution).
 
     Attributes:
         name: Fully qualified name; empty for the model itself.
         linear: Whether it is a linear layer.
-        weights: Elements of its own parameters of two and more dimensions.
+        weights: Number of elements of its own parameters with at least two dimensions.
         converted: Whether it computes in FP8.
         recipe: Name of its recipe, or None.
         reason: Why it was converted, or why not.
@@ -53,12 +51,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageRow:
-    """A module that stores its activations in FP8, or that was looked at for it and does not.
+    """A module that stores its activations in FP8, or that was considered for it.
 
     Attributes:
         name: Fully qualified name; empty for the model itself.
-        storage: `"norm"`, `"glu"`, `"activation"` or `"scope"`; None where it stays as it is.
-        reason: What it stores, or why it stays as it is.
+        storage: `"norm"`, `"glu"`, `"activation"` or `"scope"`; None if it is unchanged.
+        reason: What it stores, or why it is unchanged.
     """
 
     name: str
@@ -67,20 +65,20 @@ class StorageRow:
 
     @property
     def recipe(self) -> str | None:
-        """What tables show in the place of a linear's recipe."""
+        """Text for the recipe column of tables."""
         return None if self.storage is None else "stores fp8"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Report(Displayed):
-    """The rows in model order, and one line that sums them up. Printed, it is a table with like layers in one row.
+    """The rows in model order, and a one-line summary. Prints as a table with similar layers in one row.
 
     Attributes:
-        rows: Linear layers, and what else has matrix weights.
-        execution: How FP8 products run here, where they are emulated.
-        activations: Modules that store activations in FP8, and those that could not; empty where none was to.
-        kept: Bytes that a forward keeps for backward, by module; empty where no batch was given.
-        storage_wanted: Whether activations were asked to be stored in FP8.
+        rows: Linear layers, and other modules with matrix weights.
+        execution: How FP8 products run on this machine, if they are emulated.
+        activations: Modules that store activations in FP8, and those that could not; empty if this is off.
+        kept: Bytes that a forward saves for backward, by module; empty without a batch.
+        storage_wanted: Whether `activations="fp8"` was set.
     """
 
     rows: tuple[Row, ...]
@@ -100,37 +98,37 @@ class Report(Displayed):
 
     @property
     def summary(self) -> str:
-        """One line: how many layers, in what, what was left out and why, and how it runs here."""
-        done = [row for row in self.rows if row.converted]
-        recipes = ", ".join(sorted({row.recipe or "" for row in done}))
-        share = sum(row.weights for row in done) / max(sum(row.weights for row in self.rows), 1)
-        text = f"converted {len(done)} of {sum(row.linear for row in self.rows)} linear layers"
-        text += f" to {recipes} ({share:.0%} of the matrix weights)" if done else ""
-        left: dict[str, list[Row]] = {}
+        """One line: converted layers and recipes, skipped layers with reasons, and emulation."""
+        converted = [row for row in self.rows if row.converted]
+        recipes = ", ".join(sorted({row.recipe or "" for row in converted}))
+        share = sum(row.weights for row in converted) / max(sum(row.weights for row in self.rows), 1)
+        text = f"converted {len(converted)} of {sum(row.linear for row in self.rows)} linear layers"
+        text += f" to {recipes} ({share:.0%} of the matrix weights)" if converted else ""
+        skipped: dict[str, list[Row]] = {}
         for row in self.rows:
             if not row.converted:
-                left.setdefault(row.reason, []).append(row)
-        reasons = [f"{_named_or_counted(rows)}: {reason}" for reason, rows in left.items()]
+                skipped.setdefault(row.reason, []).append(row)
+        reasons = [f"{_named_or_counted(rows)}: {reason}" for reason, rows in skipped.items()]
         return "; ".join(part for part in (text, *reasons, self._storage_summary(), self.execution) if part)
 
     def _storage_summary(self) -> str:
         counts = Counter(row.storage for row in self.activations if row.storage is not None)
-        left = [row for row in self.activations if row.storage is None]
+        unchanged = [row for row in self.activations if row.storage is None]
         if not counts:
             none = "activations='fp8': no module stores them" if self.storage_wanted else ""
-            return none + (f" ({len(left)} were looked at)" if none and left else "")
+            return none + (f" ({len(unchanged)} were looked at)" if none and unchanged else "")
         kinds = ", ".join(f"{kind} {count}" for kind, count in counts.items())
         text = f"activations in FP8 in {counts.total()} modules ({kinds})"
-        return text + (f", not in {len(left)} others" if left else "")
+        return text + (f", not in {len(unchanged)} others" if unchanged else "")
 
     def __str__(self) -> str:
         rows: list[tuple[str, Row | StorageRow]] = [*merged_rows(self.rows), *merged_rows(self.activations)]
         cells = [(names or "(the model)", row.recipe or "–", row.reason) for names, row in rows]
         table = text_table(("layer", "recipe", "reason"), cells)
-        return "\n".join([*table, "", *self._kept_lines(), self.summary])
+        return "\n".join([*table, "", *self._saved_bytes_lines(), self.summary])
 
-    def _kept_lines(self) -> list[str]:
-        """A table of what is kept, like modules in one row."""
+    def _saved_bytes_lines(self) -> list[str]:
+        """Return the lines of a table of `kept`, with similar modules in one row."""
         if not self.kept:
             return []
         groups: dict[str, list[str]] = {}
@@ -144,22 +142,22 @@ class Report(Displayed):
 
 
 def check_module(function: str, model: object, hint: str = "") -> None:
-    """Raise TypeError for what is no module."""
+    """Raise TypeError unless `model` is a module."""
     if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise TypeError(f"{function} takes a torch.nn.Module, the model itself; got {what}{hint}")
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise TypeError(f"{function} takes a torch.nn.Module, the model itself; got {kind}{hint}")
 
 
 def report(model: nn.Module, batch: Any = None) -> Report:
-    """List every linear layer of a model, and what else holds matrix weights, with what it computes in and why; and,
-    once activations are to be stored in FP8, every module that was looked at for that.
+    """List every linear layer of a model, and other modules with matrix weights, with recipe and reason; and, with
+    activations in FP8, every module considered for that.
 
-    Works on any model, converted or not, whole or a part of one.
+    Works on any model, converted or not, and on a part of one.
 
     Args:
         model: The model.
-        batch: Where given, one forward is run on it to find what each module keeps for backward: keyword arguments as a
-            mapping, positional ones as a tuple, or the one argument. `octavo.nn.memory_audit.audit` tells more.
+        batch: Runs one forward on it and lists the bytes that each module saves for backward. Keyword arguments as a
+            mapping, positional ones as a tuple, or the one argument. `octavo.nn.memory_audit.audit` lists each tensor.
 
     Returns:
         A `Report`: a sequence of rows with `.name`, `.converted`, `.recipe` and `.reason`; `.summary`; a table when
@@ -186,23 +184,23 @@ def report(model: nn.Module, batch: Any = None) -> Report:
         rows=tuple(rows),
         execution=_execution(model),
         activations=tuple(_storage_rows(model, plans)),
-        kept={} if batch is None else kept_by_layer(model, batch),
+        kept={} if batch is None else saved_by_layer(model, batch),
         storage_wanted=any(plan.activations == "fp8" for plan in plans.values()),
     )
 
 
 def _plans(model: nn.Module) -> dict[str, Plan]:
-    """The plans carried out on a model and its parts, by the names of those, outer ones first. Read past `__getattr__`,
-    which in a wrapper (PEFT's, torch.compile's) gives what the wrapped model has.
+    """Return the plans of a model and its parts by module name, outer ones first. Bypasses `__getattr__`, which in a
+    wrapper (PEFT's, torch.compile's) returns the wrapped model's plan.
     """
-    found = ((fqn, vars(module).get(PLAN_ATTRIBUTE)) for fqn, module in model.named_modules())
-    return {fqn: plan for fqn, plan in found if plan is not None}
+    plans = ((fqn, vars(module).get(PLAN_ATTRIBUTE)) for fqn, module in model.named_modules())
+    return {fqn: plan for fqn, plan in plans if plan is not None}
 
 
 def _decision(plans: Mapping[str, Plan], fqn: str) -> Decision | None:
-    """What the outermost plan around a module says of it."""
-    inside = (owner for owner in plans if owner in ("", fqn) or fqn.startswith(f"{owner}."))
-    owner = next(inside, None)
+    """Return the decision of the outermost plan that covers a module."""
+    owners = (owner for owner in plans if owner in ("", fqn) or fqn.startswith(f"{owner}."))
+    owner = next(owners, None)
     return None if owner is None else plans[owner].decisions.get(fqn[len(owner) :].lstrip("."))
 
 
@@ -218,7 +216,7 @@ def _storage_rows(model: nn.Module, plans: Mapping[str, Plan]) -> Iterator[Stora
 
 
 def _reason(plans: Mapping[str, Plan], fqn: str, converted: bool) -> str:
-    """The plan's reason, unless the layer was converted or reverted by itself since."""
+    """Return the plan's reason, unless the layer was converted or reverted on its own since."""
     decision = _decision(plans, fqn)
     if decision is not None and (decision.recipe is not None) == converted:
         return decision.reason
@@ -228,7 +226,7 @@ def _reason(plans: Mapping[str, Plan], fqn: str, converted: bool) -> str:
 
 
 def _execution(model: nn.Module) -> str:
-    """How the converted layers run on the devices they are on."""
+    """Return how converted layers run on their devices, if emulated."""
     used: set[tuple[torch.device, Recipe]] = set()
     for module in model.modules():
         if is_converted(module) and isinstance(module.recipe, Recipe):

@@ -1,4 +1,4 @@
-"""What `octavo.nn.filters` is made of: layers as filters see them, verdicts with facts, the rules and their algebra."""
+"""The classes behind `octavo.nn.filters`: layers, verdicts, rules, and their combination by `&`, `|` and `~`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +13,11 @@ from octavo.numerics.names import nearest
 ModuleFilter = Callable[[nn.Module, str], bool]
 """Takes a linear and its fully qualified name; True means convert."""
 FilterLike = Union["Filter", ModuleFilter]
-"""What is taken for a filter."""
+"""A filter, or a callable to use as one."""
 
 
 class Verdict(NamedTuple):
-    """Whether a layer is to be converted, and the fact that says so; empty where a callable gives none."""
+    """Whether to convert a layer, and the reason; empty if a callable gives none."""
 
     keeps: bool
     reason: str
@@ -25,15 +25,15 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A linear and where it is in its model: one for each name of a linear that has several.
+    """A linear and its position in the model. A linear with several names has one `Layer` per name.
 
     Attributes:
-        fqn: Its fully qualified name.
-        module: Itself.
-        names: Its name, and those of the modules around it: a.b.c → a.b.c, a.b, a.
-        around: Itself and the modules around it.
-        block: Its place in a stack of blocks, and how many those are; None outside of all stacks.
-        place: The same among the linears that could be converted and are no vocabulary heads; None for others.
+        fqn: Fully qualified name.
+        module: The linear.
+        names: Its name, and those of its parent modules: a.b.c → a.b.c, a.b, a.
+        around: The linear and its parent modules.
+        block: Index in a stack of blocks, and the number of blocks; None outside of all stacks.
+        place: Index among the convertible linears, without vocabulary heads, and their number; None for others.
     """
 
     fqn: str
@@ -52,14 +52,14 @@ class Filter(ABC):
         """Decide one layer."""
 
     def parts(self) -> Iterator["Filter"]:
-        """The filters that it is combined of; itself where it is simple."""
+        """Yield the simple filters that this one combines."""
         yield self
 
-    def misfit(self, layers: Sequence[Layer]) -> str | None:
-        """What a person should be told who uses this simple filter for these layers: that it matches none of them.
+    def mismatch(self, layers: Sequence[Layer]) -> str | None:
+        """Return a warning if this simple filter matches none of these layers, or None.
 
         Raises:
-            ValueError: Where it has no meaning for their model.
+            ValueError: If the filter does not apply to their model.
         """
         return None
 
@@ -82,17 +82,17 @@ class Filter(ABC):
         raise TypeError("a filter is neither true nor false: combine filters with &, | and ~, not with and, or and not")
 
 
-def as_filter(given: FilterLike) -> Filter:
-    """A filter as it is, and any other callable as `where` takes it. Raises TypeError for anything else."""
-    return given if isinstance(given, Filter) else where(given)
+def as_filter(rule: FilterLike) -> Filter:
+    """Return a filter unchanged, and wrap a callable with `where`. Raises TypeError for anything else."""
+    return rule if isinstance(rule, Filter) else where(rule)
 
 
 def where(function: ModuleFilter, reason: str = "") -> Filter:
-    """Layers of which `function(module, fqn)` returns True; `reason` says what that means, as "wide enough".
+    """Match layers for which `function(module, fqn)` returns True; `reason` describes them, e.g. "wide enough".
 
     Raises:
-        TypeError: For what cannot be called so; in `convert`, where it returns no bool.
-        ValueError: In `convert`, where it raises.
+        TypeError: If `function` is not such a callable; in `convert`, if it does not return a bool.
+        ValueError: In `convert`, if `function` raises.
     """
     if isinstance(function, type):
         raise TypeError(f"a filter is a rule of octavo.nn.filters or a callable; of a class, kind({function.__name__})")
@@ -152,19 +152,19 @@ class _Not(Filter):
 
 @dataclass(frozen=True)
 class Named(Filter):
-    """A name of the layer, or of a module around it, is like one of the patterns."""
+    """Matches if the name of the layer, or of a parent module, matches one of the patterns."""
 
     patterns: tuple[str, ...]
 
     def judge(self, layer: Layer) -> Verdict:
-        """As `Filter.judge`."""
-        found = next((p for p in self.patterns if any(fnmatchcase(each, p) for each in layer.names)), None)
-        if found is not None:
-            return Verdict(True, f"name matches {found!r}")
+        """See `Filter.judge`."""
+        pattern = next((p for p in self.patterns if any(fnmatchcase(name, p) for name in layer.names)), None)
+        if pattern is not None:
+            return Verdict(True, f"name matches {pattern!r}")
         return Verdict(False, f"name does not match {' or '.join(map(repr, self.patterns))}")
 
-    def misfit(self, layers: Sequence[Layer]) -> str | None:
-        """As `Filter.misfit`."""
+    def mismatch(self, layers: Sequence[Layer]) -> str | None:
+        """See `Filter.mismatch`."""
         for pattern in self.patterns:
             if not any(Named((pattern,)).judge(layer).keeps for layer in layers):
                 hint = nearest(pattern.strip("*."), {part for layer in layers for part in layer.fqn.split(".")})
@@ -174,31 +174,31 @@ class Named(Filter):
 
 @dataclass(frozen=True)
 class OfKind(Filter):
-    """The layer, or a module around it, is of one of the classes."""
+    """Matches if the layer, or a parent module, is an instance of one of the classes."""
 
     types: tuple[type[nn.Module] | str, ...]
 
     def judge(self, layer: Layer) -> Verdict:
-        """As `Filter.judge`."""
+        """See `Filter.judge`."""
         for module in layer.around:
             classes = type(module).__mro__
-            found = next((t for t in self.types if t in classes or t in {c.__name__ for c in classes}), None)
-            if found is not None:
-                return Verdict(True, f"{'is' if module is layer.module else 'inside'} a {_called(found)}")
-        return Verdict(False, f"neither is nor is inside a {' or '.join(map(_called, self.types))}")
+            match = next((t for t in self.types if t in classes or t in {c.__name__ for c in classes}), None)
+            if match is not None:
+                return Verdict(True, f"{'is' if module is layer.module else 'inside'} a {_class_name(match)}")
+        return Verdict(False, f"neither is nor is inside a {' or '.join(map(_class_name, self.types))}")
 
-    def misfit(self, layers: Sequence[Layer]) -> str | None:
-        """As `Filter.misfit`."""
-        for each in self.types:
-            if not any(OfKind((each,)).judge(layer).keeps for layer in layers):
-                hint = nearest(_called(each), {type(m).__name__ for layer in layers for m in layer.around})
-                return f"filter kind {_called(each)!r} matches no linear layer{hint}"
+    def mismatch(self, layers: Sequence[Layer]) -> str | None:
+        """See `Filter.mismatch`."""
+        for kind in self.types:
+            if not any(OfKind((kind,)).judge(layer).keeps for layer in layers):
+                hint = nearest(_class_name(kind), {type(m).__name__ for layer in layers for m in layer.around})
+                return f"filter kind {_class_name(kind)!r} matches no linear layer{hint}"
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shaped(Filter):
-    """Sizes of the layer are within bounds."""
+    """Matches if the sizes of the layer are within bounds."""
 
     min_in: int | None = None
     max_in: int | None = None
@@ -207,8 +207,8 @@ class Shaped(Filter):
     multiple_of: int | None = None
 
     def judge(self, layer: Layer) -> Verdict:
-        """As `Filter.judge`."""
-        held = []
+        """See `Filter.judge`."""
+        facts = []
         features = dict(zip(("in_features", "out_features"), sizes(layer.module), strict=True))
         bounds = ((self.min_in, self.max_in), (self.min_out, self.max_out))
         for (which, size), (least, most) in zip(features.items(), bounds, strict=True):
@@ -216,26 +216,26 @@ class Shaped(Filter):
                 return Verdict(False, f"{which} {size} < {least}")
             if most is not None and size > most:
                 return Verdict(False, f"{which} {size} > {most}")
-            held += [] if least is None else [f"{which} {size} ≥ {least}"]
-            held += [] if most is None else [f"{which} {size} ≤ {most}"]
+            facts += [] if least is None else [f"{which} {size} ≥ {least}"]
+            facts += [] if most is None else [f"{which} {size} ≤ {most}"]
         if self.multiple_of is not None:
             for which, size in features.items():
                 if size % self.multiple_of:
                     return Verdict(False, f"{which} {size} is no multiple of {self.multiple_of}")
-            held.append(f"multiples of {self.multiple_of}")
-        return Verdict(True, ", ".join(held))
+            facts.append(f"multiples of {self.multiple_of}")
+        return Verdict(True, ", ".join(facts))
 
 
 @dataclass(frozen=True)
 class AtEnd(Filter):
-    """The layer is among the first or the last of its stack, or of the linears."""
+    """Matches if the layer is among the first or last of its stack, or of the linears."""
 
     end: Literal["first", "last"]
     count: int
     unit: Literal["blocks", "linears"]
 
     def judge(self, layer: Layer) -> Verdict:
-        """As `Filter.judge`."""
+        """See `Filter.judge`."""
         place = layer.block if self.unit == "blocks" else layer.place
         if place is None:
             return Verdict(False, f"outside of all {self.unit}")
@@ -244,8 +244,8 @@ class AtEnd(Filter):
         ends = self.end if self.count == 1 else f"{self.end} {self.count}"
         return Verdict(inside, f"{'' if inside else 'not '}in the {ends} of {of} {self.unit}")
 
-    def misfit(self, layers: Sequence[Layer]) -> str | None:
-        """As `Filter.misfit`."""
+    def mismatch(self, layers: Sequence[Layer]) -> str | None:
+        """See `Filter.mismatch`."""
         if self.unit == "blocks" and not any(layer.block for layer in layers):
             raise ValueError(
                 f"filters.{self.end}({self.count}) counts blocks, and this model has none: no nn.ModuleList or "
@@ -272,16 +272,16 @@ class _Where(Filter):
 
 
 def sizes(module: nn.Module) -> tuple[int, int]:
-    """in_features and out_features of a linear: `nn.Linear`, or Transformers' `Conv1D`."""
+    """Return in_features and out_features of a linear: `nn.Linear`, or Transformers' `Conv1D`."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     return module.nx, module.nf  # type: ignore[return-value]
 
 
 def _joined(*verdicts: Verdict) -> str:
-    """Facts one after the other, each once."""
+    """Join the distinct reasons."""
     return ", ".join(dict.fromkeys(verdict.reason for verdict in verdicts if verdict.reason))
 
 
-def _called(given: type[nn.Module] | str) -> str:
-    return given if isinstance(given, str) else given.__name__
+def _class_name(kind: type[nn.Module] | str) -> str:
+    return kind if isinstance(kind, str) else kind.__name__

@@ -1,17 +1,17 @@
-"""Which modules of a model can be converted, which of those are, and why: the default plan. Those that can store their
-activations in FP8 are found by `octavo.activations.candidates`.
+"""Build the default plan: the modules to convert, with reasons. `octavo.activations.candidates` finds the modules that
+can store their activations in FP8.
 
-By type, not by model: `nn.Linear`, subclasses whose code computes the same (`octavo.nn.linear_subclasses`), and
-Transformers' `Conv1D`. Everything else is left alone with its reason: other subclasses, as bitsandbytes' quantized
-layers, and the output projection of `nn.MultiheadAttention`, whose weight torch reads without calling the module.
+Selection is by type: `nn.Linear`, subclasses whose code computes the same (`octavo.nn.linear_subclasses`), and
+Transformers' `Conv1D`. All others are skipped with a reason: other subclasses, such as bitsandbytes' quantized layers,
+and the output projection of `nn.MultiheadAttention`, whose weight torch reads without calling the module.
 
-A vocabulary head stays in high precision by default: its output feeds the softmax directly, and each of its weight's
-rows is hit by one token in thousands. It is recognised by structure: tied to an embedding, or the model's declared
-output embedding, or a name a head goes by together with an embedding's number of rows.
+A vocabulary head stays in high precision by default: its output feeds the softmax directly, and each row of its weight
+is the target of one token in thousands. Heads are recognized by structure: tied to an embedding, or the model's
+declared output embedding, or a common head name and as many rows as an embedding.
 
-So do narrow linears, as adapters of low rank, routers and small classifiers: reading and quantizing the wide side
-takes longer than FP8 saves in so small a product. The rule looks at names and sizes alone: it is the same on every
-machine.
+Narrow linears also stay in high precision, such as low-rank adapters, routers and small classifiers: reading and
+quantizing the wide side takes longer than FP8 saves in so small a product. The rule depends only on names and sizes, so
+it is the same on every machine.
 """
 
 import inspect
@@ -32,9 +32,9 @@ from octavo.numerics.recipe import Recipe
 from octavo.runtime.swap import has_own_forward
 
 NARROW = 64
-"""in_features or out_features up to which a linear is narrow, """
-LOPSIDED = 8
-"""if the other is so many times as large, or the linear belongs to a LoRA adapter."""
+"""Largest in_features or out_features of a narrow linear."""
+NARROW_RATIO = 8
+"""A linear is narrow only if its other size is at least this many times as large, or it belongs to a LoRA adapter."""
 HEAD_NAMES = ("lm_head", "head", "output", "embed_out", "unembed", "unembedding")
 
 
@@ -44,20 +44,20 @@ STORED_HOW = {
     "activation": "activation: input stored in FP8, output recomputed",
     "scope": "own forward: inputs of products, activations and gates stored in FP8, all else exactly",
 }
-"""What `report` says of a module that stores its activations in FP8."""
+"""Reasons in `report` for modules that store their activations in FP8."""
 _SKIPPED = "skipped by pattern"
-HEAD_KEPT = "vocabulary head"
-"""How the reason of a head begins that was left in high precision for being one."""
+HEAD_REASON = "vocabulary head"
+"""Start of the reason why a vocabulary head stays in high precision."""
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module counts as a linear layer: `nn.Linear`, its subclasses, and `Conv1D`."""
+    """Return whether a module is a linear layer: `nn.Linear`, its subclasses, and `Conv1D`."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def own_weight(module: nn.Module) -> nn.Parameter | None:
-    """The weight of a module, if it is a parameter of its own. One that is computed, by a parametrization, is not asked
-    for: spectral norm, for one, counts how often it is.
+    """Return the weight of a module if it is its own parameter. Does not compute a parametrized weight, which can have
+    side effects (spectral norm).
     """
     return module._parameters.get("weight")
 
@@ -74,57 +74,59 @@ def default_plan(
 
     Args:
         model: Any module, on any device; nothing in it is touched.
-        recipe: What converted layers get; None converts nothing (precision level bf16).
-        skip: Name patterns, as in `fnmatch`; a pattern that matches a parent module covers all inside it.
-        filter: A rule of `octavo.nn.filters`, or a callable; asked of each linear that nothing else excludes.
-        activations: `"fp8"` to store them so.
-        recipes: Recipes instead of `recipe` for the layers that a filter matches, the first that does.
+        recipe: Recipe of converted layers; None converts nothing (precision level bf16).
+        skip: Name patterns, as in `fnmatch`; a pattern that matches a parent module covers all modules inside it.
+        filter: A rule of `octavo.nn.filters`, or a callable; called for each linear that nothing else excludes.
+        activations: `"fp8"` to store them in FP8.
+        recipes: Recipes by filter, which override `recipe`; the first match wins.
 
     Raises:
-        TypeError: For a linear with weights of a dtype that has no FP8 form, or a filter that returns no bool.
-        ValueError: For a filter that raises, or counts blocks of a model that has none.
+        TypeError: If a weight's dtype cannot be quantized, or a filter does not return a bool.
+        ValueError: If a filter raises, or counts blocks in a model without blocks.
     """
     if isinstance(skip, str):
         raise TypeError(f"skip is a list of name patterns; got the string {skip!r}: write skip=[{skip!r}]")
     heads = _vocabulary_heads(model)
     names = names_of(model)
     chosen = None if filter is None else as_filter(filter)
-    rules = [(as_filter(rule), each) for rule, each in (recipes or {}).items()]
+    rules = [(as_filter(rule), rule_recipe) for rule, rule_recipe in (recipes or {}).items()]
     used = [rule for rule in (chosen, *(rule for rule, _ in rules)) if rule is not None]
     layers = _layers(model, heads)
     by_module: dict[nn.Module, list[Layer]] = {}
     for layer in layers.values():
         by_module.setdefault(layer.module, []).append(layer)
-    misfits = [told for rule in used for part in rule.parts() if (told := part.misfit(list(layers.values())))]
+    mismatches = [text for rule in used for part in rule.parts() if (text := part.mismatch(list(layers.values())))]
     decisions = {}
     matched: set[str] = set()
     storages = storable(model) if activations == "fp8" else {}
     for fqn, module in model.named_modules():
-        found = None if is_linear(module) else storages.get(fqn)
-        if found is None and not is_linear(module):
+        storage = None if is_linear(module) else storages.get(fqn)
+        if storage is None and not is_linear(module):
             continue
         pattern = next((p for p in skip if any(fnmatchcase(name, p) for name in names[module])), None)
         if pattern is not None:
             matched.add(pattern)
             decisions[fqn] = Decision(recipe=None, reason=f"{_SKIPPED} {pattern!r}")
-        elif found is not None:
-            kind = None if isinstance(found, str) else found.kind
-            reason = STORED_HOW[kind] if kind is not None else f"{found}: stays as it is"
+        elif storage is not None:
+            kind = None if isinstance(storage, str) else storage.kind
+            reason = STORED_HOW[kind] if kind is not None else f"{storage}: stays as it is"
             decisions[fqn] = Decision(recipe=None, reason=reason, storage=kind)
         elif recipe is None:
             decisions[fqn] = Decision(recipe=None, reason="precision level bf16")
         else:
             decisions[fqn] = _decide(by_module[module], recipe, heads.get(module), chosen, rules)
-    for told in misfits:
-        warnings.warn(told, UserWarning, stacklevel=_outside())
+    for mismatch in mismatches:
+        warnings.warn(mismatch, UserWarning, stacklevel=_caller_level())
     for pattern in (p for p in skip if p not in matched):
         hint = nearest(pattern.strip("*."), {part for fqn in decisions for part in fqn.split(".")})
-        warnings.warn(f"skip pattern {pattern!r} matches no linear layer{hint}", UserWarning, stacklevel=_outside())
+        warnings.warn(
+            f"skip pattern {pattern!r} matches no linear layer{hint}", UserWarning, stacklevel=_caller_level()
+        )
     return Plan(decisions, activations)
 
 
-def _outside() -> int:
-    """Level of the stack, for a warning, at which somebody else's code called ours."""
+def _caller_level() -> int:
+    """Return the `stacklevel` of the caller outside of Octavo, for a warning."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").startswith("octavo."):
         frame, level = frame.f_back, level + 1
@@ -132,8 +134,8 @@ def _outside() -> int:
 
 
 def exact_linears(model: nn.Module, plan: Plan) -> list[str]:
-    """Names of linears whose inputs are to be kept as they are: those that were skipped, vocabulary heads, and
-    subclasses with behaviour of their own.
+    """Return names of linears whose inputs are saved exactly: skipped ones, vocabulary heads, and subclasses with
+    behaviour of their own.
     """
     heads, modules = _vocabulary_heads(model), dict(model.named_modules())
     return [
@@ -145,7 +147,7 @@ def exact_linears(model: nn.Module, plan: Plan) -> list[str]:
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why a module cannot be converted whatever is asked for, or None."""
+    """Return why a module can never be converted, or None."""
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     if not is_linear(module):
         return f"{kind} is not a linear layer"
@@ -170,18 +172,18 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def _narrow(layer: Layer) -> str | None:
-    """Why a linear is too narrow to gain from FP8, or None; a linear that is the whole model never is."""
-    inside, outside = sizes(layer.module)
-    least, most = min(inside, outside), max(inside, outside)
+    """Return why a linear is too narrow to gain from FP8, or None; always None for a linear that is the whole model."""
+    in_features, out_features = sizes(layer.module)
+    least, most = min(in_features, out_features), max(in_features, out_features)
     adapter = any(part.lower().startswith("lora_") for part in layer.fqn.split("."))
-    if not layer.fqn or least > NARROW or not (adapter or most >= LOPSIDED * least):
+    if not layer.fqn or least > NARROW or not (adapter or most >= NARROW_RATIO * least):
         return None
-    what = "adapter of low rank" if adapter else "narrow"
-    return f"{what}: {inside} → {outside} features do not gain from FP8 by themselves; kept in high precision"
+    kind = "adapter of low rank" if adapter else "narrow"
+    return f"{kind}: {in_features} → {out_features} features do not gain from FP8 by themselves; kept in high precision"
 
 
 def checked_weight(fqn: str, module: nn.Module) -> Tensor:
-    """The weight of a linear; raises TypeError for a dtype that has no FP8 form."""
+    """Return the weight of a linear; raise TypeError if its dtype cannot be quantized."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     if weight.dtype not in SUPPORTED_DTYPES:
@@ -194,7 +196,7 @@ def checked_weight(fqn: str, module: nn.Module) -> Tensor:
 
 
 def _layers(model: nn.Module, heads: Mapping[nn.Module, str]) -> dict[str, Layer]:
-    """The linears of a model, by each of their names, as filters see them."""
+    """Return the linears of a model by each of their names, as `Layer`s for filters."""
     linears = [module for module in model.modules() if is_linear(module)]
     counted = [module for module in linears if module not in heads and obstacle(module) is None]
     return layers_of(model, linears, counted)
@@ -204,13 +206,13 @@ def _decide(
     names: Sequence[Layer], recipe: Recipe, head: str | None, chosen: Filter | None,
     rules: Sequence[tuple[Filter, Recipe]],
 ) -> Decision:  # fmt: skip
-    """What becomes of a linear, given as each of its names has it: converted where none of them excludes it."""
+    """Decide one linear, given a `Layer` for each of its names: convert it if no name excludes it."""
     first = names[0]
     reason = obstacle(first.module)
     if reason is not None:
         return Decision(recipe=None, reason=reason)
     if head is not None:
-        return Decision(recipe=None, reason=f"{HEAD_KEPT} ({head}) kept in high precision")
+        return Decision(recipe=None, reason=f"{HEAD_REASON} ({head}) kept in high precision")
     for layer in names:
         if (narrow := _narrow(layer)) is not None:
             return Decision(recipe=None, reason=narrow + _as_named(layer, first))
@@ -222,7 +224,7 @@ def _decide(
                 reason = _with_fact("excluded by filter", fact) + _as_named(layer, first)
                 return Decision(recipe=None, reason=reason)
         reason = _with_fact(reason, verdicts[0].reason)
-    for layer, (rule, other) in ((layer, each) for each in rules for layer in names):
+    for layer, (rule, other) in ((layer, pair) for pair in rules for layer in names):
         matches, fact = rule.judge(layer)
         if matches:
             recipe, reason = other, _with_fact(f"{reason}; {other.name}", fact) + _as_named(layer, first)
@@ -231,7 +233,7 @@ def _decide(
 
 
 def _as_named(layer: Layer, first: Layer) -> str:
-    """Which of several names decides, where it is not the one that a report lists."""
+    """Return a note of the name that decides, if it is not the one that a report lists."""
     return "" if layer is first else f" (as {layer.fqn!r})"
 
 
@@ -240,7 +242,7 @@ def _with_fact(reason: str, fact: str) -> str:
 
 
 def _padding(weight: Tensor) -> str:
-    """What the hardware's multiples of 16 cost this layer."""
+    """Return a note of the cost of padding to multiples of 16, if any."""
     rows, columns = weight.shape
     padded = [-(-size // 16) * 16 for size in (rows, columns)]
     if padded == [rows, columns] or rows * columns == 0:
@@ -250,7 +252,7 @@ def _padding(weight: Tensor) -> str:
 
 
 def _vocabulary_heads(model: nn.Module) -> dict[nn.Module, str]:
-    """Vocabulary heads and how each was recognised."""
+    """Return vocabulary heads and how each is recognized."""
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     tied = {id(weight) for m in embeddings if (weight := own_weight(m)) is not None}
     rows = {m.num_embeddings for m in embeddings}
@@ -259,11 +261,11 @@ def _vocabulary_heads(model: nn.Module) -> dict[nn.Module, str]:
     for fqn, module in model.named_modules(remove_duplicate=False):
         if not is_linear(module):
             continue
-        *around, name = fqn.split(".")
+        *parents, name = fqn.split(".")
         if id(own_weight(module)) in tied:
             heads[module] = "tied to an embedding"
-        elif module in declared or name == "lm_head" or ("lm_head" in around and sizes(module)[1] in rows):
-            heads[module] = "the model's output embedding"  # or of those into which PEFT has split it
+        elif module in declared or name == "lm_head" or ("lm_head" in parents and sizes(module)[1] in rows):
+            heads[module] = "the model's output embedding"  # or one of the parts into which PEFT splits it
         elif name in HEAD_NAMES and isinstance(module, nn.Linear) and module.out_features in rows:
             heads[module] = f"{module.out_features} outputs, as many as an embedding has rows"
     return heads

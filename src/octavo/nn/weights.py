@@ -1,30 +1,29 @@
-"""FP8 copies of weights that are used more than once: `convert(keep_weights=True)` and `accumulating`.
+"""Reuse FP8 casts of weights: `convert(keep_weights=True)` and `accumulating`.
 
-By default a weight is quantized in each forward and cast again in each backward: 6 bytes of memory traffic per
-parameter and micro-batch, and no memory. A copy saves that traffic but must never be stale, so there are two kinds,
-each with its own proof of freshness:
+By default each forward and each backward quantizes a weight: 6 bytes of memory traffic per parameter and micro-batch,
+and no memory. A saved cast avoids that traffic but must never be stale. There are two kinds:
 
-    one pass              Forward quantizes W once, and autograd saves the copy that dgrad reads: 4 bytes of traffic, 1
-                          byte per parameter between forward and backward. There is no lookup: backward reads the copy
-                          that its own forward made. A W that autograd sees change in between raises, as without.
-    accumulating(model)   Inside, forwards share one copy: 4 bytes of traffic per optimizer step and 5 for the check at
-                          the end, 2 bytes per parameter (1 on a CPU). The caller promises that weights do not change;
-                          changes that PyTorch reports are seen, and all others raise at the end.
+    one pass              Forward quantizes W once, and autograd saves the cast that dgrad reads: 4 bytes of traffic, 1
+                          byte per parameter between forward and backward. There is no lookup: backward reads the cast
+                          of its own forward. As by default, a change of W in between that autograd sees raises.
+    accumulating(model)   Inside, forwards share one cast: 4 bytes of traffic per optimizer step and 5 for the check at
+                          the end, 2 bytes per parameter (1 on a CPU). The caller must not change weights; a change that
+                          PyTorch reports makes a new cast, any other raises at the end.
 
-No broader reuse can be proven. The version counter misses writes through `.data`, NumPy or a custom kernel, which
+No broader reuse is safe. The version counter misses writes through `.data`, NumPy or a custom kernel, which
 hand-written optimizers and weight averaging use; FSDP refills the same parameter, in the same memory, with the same
-version; parameters that are views of one buffer share a base; and looking at the values costs most of what it saves.
+version; parameters that are views of one buffer share a base; and comparing values costs most of what reuse saves.
 
 At 2048 tokens per micro-batch, quantizing a weight costs about 11 % of its products on an H200, and 3 % at 8192 tokens
 (6 bytes at 4.3 TB/s against 6·tokens operations at 1 PFLOP/s; predicted, not measured): use both for small
 micro-batches.
 
-`keep_weights` has no effect, and weights are quantized at each use, where
+`keep_weights` has no effect, and weights are quantized at each use, if
 
-    FSDP shards the weight      a copy would keep on each rank what FSDP frees; weights that are gathered in FP8
-                                (`octavo.parallelize`) need none
-    it is no `nn.Parameter`     `torch.func.functional_call`, parametrizations
-    torch.compile traces        the graph quantizes weights where it uses them
+    FSDP shards the weight         a cast would hold on each rank what FSDP frees; weights that are gathered in FP8
+                                   (`octavo.parallelize`) need none
+    it is not an `nn.Parameter`    `torch.func.functional_call`, parametrizations
+    torch.compile traces           the graph quantizes weights where it uses them
 
 `accumulating` shares nothing under a dispatch mode (selective checkpointing, fake tensors), in inference mode and while
 a CUDA graph is captured.
@@ -51,8 +50,8 @@ WeightCasts = tuple[ScaledTensor, ScaledTensor]
 
 
 @dataclass
-class _SharedCasts:
-    """The casts of one parameter inside `accumulating`, for as long as the parameter is in `state`."""
+class WeightCastCache:
+    """The casts of one parameter inside `accumulating`; valid while the parameter is in `state`."""
 
     name: str
     parameter: Tensor
@@ -60,7 +59,7 @@ class _SharedCasts:
     casts: dict[Any, tuple[Tensor, Recipe, WeightCasts]] = field(default_factory=dict)
 
     def get(self, w_NK: Tensor, recipe: Recipe) -> WeightCasts:
-        """The casts of the parameter, or of a view of it."""
+        """Return the casts of the parameter, or of a view of it."""
         state = _state(self.parameter)
         if state != self.state:
             self.state, self.casts = state, {}
@@ -70,39 +69,41 @@ class _SharedCasts:
         return self.casts[key][2]
 
     def stale(self) -> list[Tensor]:
-        """For each cast of the present state a flag [], bool: whether a new cast would differ."""
+        """Return a flag [], bool, for each cast of the current state: whether a new cast would differ."""
         if self.state != _state(self.parameter):
             return []
-        return [_differ(_tensors(casts), _tensors(_cast(w_NK, recipe))) for w_NK, recipe, casts in self.casts.values()]
+        return [
+            _bits_differ(_tensors(casts), _tensors(_cast(w_NK, recipe))) for w_NK, recipe, casts in self.casts.values()
+        ]
 
 
-_SHARED: dict[int, _SharedCasts] = {}
-"""By id of the parameter, which the entry keeps alive."""
+_CACHES: dict[int, WeightCastCache] = {}
+"""By id of the parameter; the cache holds a reference to it."""
 _FSDP_ROOTS: WeakSet[nn.Module] = WeakSet()
 _FSDP_MODULES: WeakSet[nn.Module] = WeakSet()
 
 
 def keeps_weight(module: nn.Module) -> bool:
-    """Whether a layer that was converted with `keep_weights=True` may use a copy of its weight more than once now."""
+    """Return whether a layer converted with `keep_weights=True` may reuse a cast of its weight now."""
     if not module.keeps_weight or torch.compiler.is_compiling():
         return False
     return isinstance(module._parameters.get("weight"), nn.Parameter) and not _is_sharded(module)
 
 
 def cast_weight(w_NK: Tensor, recipe: Recipe, needs_dgrad: bool) -> tuple[ScaledTensor, ScaledTensor | None]:
-    """Quantize a weight that may be kept, or take what was quantized inside `accumulating`.
+    """Quantize a weight, or return its cached casts inside `accumulating`.
 
     Args:
         w_NK: A parameter, or its transposed view.
-        recipe: Of the layer.
+        recipe: The layer's recipe.
         needs_dgrad: Whether backward reads W.
 
     Returns:
-        W for forward, and W for dgrad where that is needed.
+        W for forward, and W for dgrad if needed.
     """
-    shared = _shared(w_NK)
-    if shared is not None:
-        return shared.get(w_NK, recipe)
+    cache = _cache_of(w_NK)
+    if cache is not None:
+        return cache.get(w_NK, recipe)
     return _cast(w_NK, recipe) if needs_dgrad else (quantize(w_NK, recipe.w), None)
 
 
@@ -119,29 +120,29 @@ def accumulating(model: nn.Module) -> Iterator[None]:
 
     Weights must not change inside. A change that PyTorch reports (in-place operations, a new `.data`, a step of a
     `torch.optim.Optimizer`) makes the next forward quantize again. One that it does not report (a write through
-    `.data`, NumPy or a custom kernel) raises at the end, or when an optimizer steps: all weights are quantized and
-    compared there. Only such a write that is undone, or followed by a reported change, before that goes unseen.
+    `.data`, NumPy or a custom kernel) raises at the end, or when an optimizer steps, when all weights are quantized
+    again and compared. It goes unnoticed only if it is undone, or followed by a reported change, before that.
 
     Args:
-        model: Any module; layers that are not converted so, and those that FSDP shards, run as without.
+        model: Any module. Has no effect on other layers and on layers that FSDP shards.
 
     Raises:
-        RuntimeError: On leaving, or at an optimizer step inside, if weights changed unreported since they were
-            quantized. Names the layers.
+        RuntimeError: At exit, or at an optimizer step inside, if weights changed without PyTorch reporting it. Names
+            the first layer.
     """
-    opened = {}
+    caches = {}
     for fqn, module in model.named_modules():
         weight = module._parameters.get("weight") if getattr(module, "keeps_weight", False) else None
-        if type(weight) is nn.Parameter and id(weight) not in _SHARED and not _is_sharded(module):
-            opened[id(weight)] = _SharedCasts(fqn, weight)
-    _SHARED.update(opened)
+        if type(weight) is nn.Parameter and id(weight) not in _CACHES and not _is_sharded(module):
+            caches[id(weight)] = WeightCastCache(fqn, weight)
+    _CACHES.update(caches)
 
     def check(*_: Any) -> None:
-        _check(list(opened.values()))
+        _raise_if_stale(list(caches.values()))
 
     def forget(*_: Any) -> None:
-        for shared in opened.values():
-            shared.casts = {}
+        for cache in caches.values():
+            cache.casts = {}
 
     hooks = [register_optimizer_step_pre_hook(check), register_optimizer_step_post_hook(forget)]
     try:
@@ -150,24 +151,24 @@ def accumulating(model: nn.Module) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for key in opened:
-            _SHARED.pop(key, None)
+        for key in caches:
+            _CACHES.pop(key, None)
 
 
-def _shared(w_NK: Tensor) -> _SharedCasts | None:
-    """The entry of a parameter, or of the one that a weight is a view of, if its casts may be shared now."""
-    if not _SHARED or torch.is_inference_mode_enabled():
+def _cache_of(w_NK: Tensor) -> WeightCastCache | None:
+    """Return the cache of a parameter, or of the base of a view, if its casts may be shared now."""
+    if not _CACHES or torch.is_inference_mode_enabled():
         return None
     owner = w_NK if w_NK._base is None else w_NK._base
-    shared = _SHARED.get(id(owner))
-    if shared is None or shared.parameter is not owner:
+    cache = _CACHES.get(id(owner))
+    if cache is None or cache.parameter is not owner:
         return None
     mode, *stream = execution_context(w_NK)
-    return None if mode is not None or stream[1:] == [True] else shared
+    return None if mode is not None or stream[1:] == [True] else cache
 
 
 def _state(parameter: Tensor) -> tuple[Any, ...]:
-    """What differs once a parameter has other values, as far as PyTorch reports it; and the stream."""
+    """Return what changes with the values of a parameter, as far as PyTorch reports it, and the stream."""
     return (
         parameter._version, parameter._cdata, parameter.data_ptr(), parameter.untyped_storage()._cdata,
         parameter.untyped_storage().nbytes(), parameter.storage_offset(), parameter.shape, parameter.stride(),
@@ -176,8 +177,8 @@ def _state(parameter: Tensor) -> tuple[Any, ...]:
 
 
 @torch.no_grad()
-def _check(entries: list[_SharedCasts]) -> None:
-    flags = [(shared.name, flag) for shared in entries for flag in shared.stale()]
+def _raise_if_stale(caches: list[WeightCastCache]) -> None:
+    flags = [(cache.name, flag) for cache in caches for flag in cache.stale()]
     if not flags:
         return
     stale = torch.stack([flag.to(flags[0][1].device) for _, flag in flags]).tolist()  # one wait for all
@@ -186,7 +187,7 @@ def _check(entries: list[_SharedCasts]) -> None:
         raise RuntimeError(
             f"octavo: {len(names)} weights changed inside octavo.nn.accumulating, and PyTorch did not report it "
             f"(first: {names[0]!r}): something wrote into them through .data, NumPy or a custom kernel, and later "
-            "micro-batches ran with the FP8 copy of the values before. Change weights outside of accumulating, or by "
+            "micro-batches used FP8 copies of the old values. Change weights outside of accumulating, or by "
             "in-place operations under torch.no_grad()"
         )
 
@@ -196,8 +197,8 @@ def _tensors(casts: WeightCasts) -> list[Tensor]:
     return [tensor for cast in (w, w_t) for tensor in (cast.data, cast.scale) if tensor is not None]
 
 
-def _differ(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
-    """Whether any bit differs, []."""
+def _bits_differ(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
+    """Return whether any bit differs, []."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     pairs = zip(ours, theirs, strict=True)
     return torch.stack(
@@ -206,15 +207,15 @@ def _differ(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether a module is inside one that FSDP2 shards. (FSDP1's weights are no parameters while they are in use.)"""
+    """Return whether FSDP2 shards a module. (FSDP1's weights are not parameters while in use.)"""
     states = sys.modules.get("torch.distributed._composable_state")
     if states is None:
         return False
-    known = states._module_state_mapping
-    if len(known) != len(_FSDP_ROOTS):
+    composable = states._module_state_mapping
+    if len(composable) != len(_FSDP_ROOTS):
         from torch.distributed.fsdp import FSDPModule
 
-        new: list[nn.Module] = [root for root in list(known) if root not in _FSDP_ROOTS]
+        new: list[nn.Module] = [root for root in list(composable) if root not in _FSDP_ROOTS]
         for root in new:
             _FSDP_ROOTS.add(root)
             if isinstance(root, FSDPModule):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from octavo.nn.delayed import histories, reduced
+from octavo.nn.delayed import histories, reduce_amaxes
 
 
 def sync_amax_histories(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -33,6 +33,6 @@ def sync_amax_histories(model: nn.Module, mesh: DeviceMesh) -> None:
 
     def before_forward(module: nn.Module, inputs: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            reduced((history for _, history in histories(module)), all_reduce_max, device)
+            reduce_amaxes((history for _, history in histories(module)), all_reduce_max, device)
 
     model.register_forward_pre_hook(before_forward, prepend=True)

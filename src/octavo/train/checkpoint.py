@@ -116,7 +116,7 @@ class Saver:
             **more,
         }
         if maxima := delayed.state_dict(model):
-            facts["delayed"] = delayed.merged(self._ranks.gathered(maxima)) if self._ranks.world > 1 else maxima
+            facts["delayed"] = delayed.merge_states(self._ranks.gathered(maxima)) if self._ranks.world > 1 else maxima
         with self._writing(made):
             self._ranks.shared(lambda: made.begin(facts, model, tokenizer))
             digests: dict[str, str] = {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn import disabled
-from octavo.nn.memory_audit import kept_for_backward
+from octavo.nn.memory_audit import saved_for_backward
 from octavo.train.checkpointing import Checkpointing
 from octavo.train.config import ConfigError
 from octavo.train.heartbeat import from_collective
@@ -43,7 +43,7 @@ def kept_bytes_per_token(
     Raises ConfigError where the model cannot run it.
     """
     inputs, targets = batch
-    with _running(inputs), kept_for_backward(model) as saved, checkpointing.kept_outputs() as outputs:
+    with _running(inputs), saved_for_backward(model) as saved, checkpointing.kept_outputs() as outputs:
         value = loss(inputs, targets)
     del value
     return (saved.bytes + outputs.bytes) / inputs.numel()

@@ -189,7 +189,7 @@ class PrecisionConfig(Section):
     level: str = "bf16"
     """Level of `octavo.Precision.level`: "bf16", "fp8" (FP8 matrix products), "fp8+activations" (and stored
     activations) or "fp8+activations+optimizer" (and optimizer states). `matmul`, `activations`, `master` and
-    `optim.states` set one part of it. The aliases "O1", "O1+act" and "O1+act+opt" are replaced by these names."""
+    `optim.states` set one part of it. The aliases "fp8", "fp8+activations" and "fp8+activations+optimizer" are replaced by these names."""
     matmul: Literal["bf16", "fp8"] | None = None
     """Products of the linear layers."""
     activations: Literal["bf16", "fp8"] | None = None

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.kernels.quantize import QUANTIZE
-from octavo.nn.linear import _LAST_INPUT, linear
+from octavo.nn.linear import _INPUT_CASTS, linear
 from octavo.numerics import RECIPES
 
 SHAPE = (16, 32)
@@ -121,11 +121,11 @@ def test_a_dead_tensor_leaves_no_copy_and_no_graph():
     x = Receive.apply(randn().requires_grad_())
     Receive.buffer = torch.zeros(SHAPE)
     first(x)
-    node, read = weakref.ref(x.grad_fn), _LAST_INPUT._entry[1]
-    forms = weakref.ref(next(iter(read.forms.values()))[0].data)
+    node, entry = weakref.ref(x.grad_fn), _INPUT_CASTS._entry[1]
+    data = weakref.ref(next(iter(entry.casts.values()))[0].data)
     del x
-    assert forms() is None and read.state == ()
-    del read
+    assert data() is None and entry.state == ()
+    del entry
     gc.collect()
     assert node() is None
 
@@ -186,10 +186,10 @@ def test_a_tensor_that_another_thread_drops_leaves_no_copy():
     first, _ = pair()
     box = [made()]
     first(box[0])
-    read = _LAST_INPUT._entry[1]
+    entry = _INPUT_CASTS._entry[1]
     with ThreadPoolExecutor(1) as pool:
         pool.submit(box.clear).result()
-    assert not read.forms and read.state == ()
+    assert not entry.casts and entry.state == ()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
