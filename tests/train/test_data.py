@@ -14,14 +14,14 @@ from tiny_runs import MakeConfig, Recorder, sentences
 from octavo.train import data, source
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.data import Corpus, load_corpus
-from octavo.train.metrics import Silent
+from octavo.train.metrics import NullProgress
 from octavo.train.tokenizer import END
 
 ENTRY = {"digests.json", "facts.json", "ids.bin", "tokenizer.json"}
 
 
 def corpus(config: TrainConfig) -> Corpus:
-    return load_corpus(config, Silent())
+    return load_corpus(config, NullProgress())
 
 
 def decoded(loaded: Corpus, step: int = 0) -> str:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import octavo.comm
 from octavo.train.heartbeat import BEAT, GRACE, LEFT, Heartbeat, from_collective
-from octavo.train.ranks import LostRankError, _watched
+from octavo.train.ranks import LostRankError, _detect_lost_ranks
 from processes import Failed, gloo  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.dist
@@ -53,7 +53,7 @@ def lost_job(action, signal_number):
     model = DistributedDataParallel(nn.Linear(4, 4))
     _set_pg_timeout(timedelta(seconds=3))
     try:
-        with _watched(dist.get_rank(), dist.get_world_size()):
+        with _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
             dist.barrier()
             if dist.get_rank() == 1:
                 os.kill(os.getpid(), signal_number)
@@ -83,7 +83,7 @@ def alive_job(action):
     """What comes of an error while all ranks are there, and how long that takes."""
     start = time.monotonic()
     try:
-        with _watched(dist.get_rank(), dist.get_world_size()):
+        with _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
             try:
                 action()
             finally:
@@ -105,7 +105,7 @@ def test_an_error_while_all_ranks_are_alive_is_no_lost_rank(gloo, action):  # no
 def leaving_job():
     """A rank that fails for a reason of its own, before the other begins a collective."""
     try:
-        with _watched(dist.get_rank(), dist.get_world_size()):
+        with _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
             if dist.get_rank() == 1:
                 raise ValueError("own")
             time.sleep(2 * BEAT)

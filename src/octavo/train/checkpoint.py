@@ -43,7 +43,7 @@ from octavo.tensor import local_tensor
 from octavo.train import shards
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.digests import DIGESTS, check_digests, has_digests, write_digests
-from octavo.train.disk import same_mode, sync, sync_entry
+from octavo.train.disk import apply_umask, sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import CompactAdamW, MasterAdamW
 from octavo.train.pretrained import (
@@ -61,24 +61,24 @@ from octavo.train.tokenizer import TextTokenizer
 FOLDER = "checkpoints"
 WRITING, REMOVING = ".writing-", ".removing-"
 """Prefixes of a checkpoint that is not complete yet, and of one that is not any more."""
-DESCRIPTIVE = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+IGNORED_CONFIG_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """What a model's config says beside what the model computes; the dtype is compared as `precision.parameters`."""
 
 
-class Saver:
+class CheckpointSaver:
     """Writes the checkpoints of a run.
 
     Args:
         ranks: Who trains; several write shards.
-        behind: Let shards be written while training goes on. What is written then is the state when `save` was called;
-            it is published, and its errors raised, by the next `save` or by `finish`.
-        timeout: Seconds that ranks which write behind wait for each other.
+        async_save: Write shards in the background, with the state at the call of `save`. The next `save` or `finish`
+            publishes the checkpoint, and raises the errors of writing it.
+        timeout: Seconds that ranks wait for each other in the background.
     """
 
-    def __init__(self, ranks: Ranks, *, behind: bool = False, timeout: float = 600.0) -> None:
+    def __init__(self, ranks: Ranks, *, async_save: bool = False, timeout: float = 600.0) -> None:
         self._ranks = ranks
-        self._group = ranks.host_group(timedelta(seconds=timeout)) if behind else None
-        self._pending: tuple[Any, _Checkpoint] | None = None
+        self._group = ranks.host_group(timedelta(seconds=timeout)) if async_save else None
+        self._pending: tuple[Any, _NewCheckpoint] | None = None
 
     def save(
         self,
@@ -91,72 +91,75 @@ class Saver:
         loss_scale: LossScale,
         config: TrainConfig,
         data_fingerprint: str,
-        more: Mapping[str, Any],
+        extra: Mapping[str, Any],
         prune: bool = True,
     ) -> Path:
         """Writes the checkpoint of `step` under `out` and, with `prune`, removes all but the newest `run.keep`.
 
-        `more`: what else is to be in `trainer.json`.
+        `extra`: what else is to be in `trainer.json`.
 
         Returns its folder. A checkpoint of that step that is there already is kept: it is the same. Raises ConfigError
         where it, or the one before it, cannot be written; those before stay as they were.
         """
         self.finish()
-        made = _Checkpoint(out, step, config.run.keep if prune else None)
-        if self._ranks.shared(lambda: made.target in checkpoints(out)):
-            self._ranks.shared(made.prune)  # its process may have been killed before
-            return made.target
-        facts = {
+        checkpoint = _NewCheckpoint(out, step, config.run.keep if prune else None)
+        if self._ranks.run_on_rank0(lambda: checkpoint.target in checkpoints(out)):
+            self._ranks.run_on_rank0(checkpoint.prune)  # its process may have been killed before
+            return checkpoint.target
+        metadata = {
             "step": step,
             "loss_scale": loss_scale.state_dict(),
             "data": data_fingerprint,
             "config": config.model_dump(mode="json", exclude_none=True),
             "ranks": self._ranks.world,
             "digests": True,
-            **more,
+            **extra,
         }
         if maxima := delayed.state_dict(model):
-            facts["delayed"] = delayed.merged(self._ranks.gathered(maxima)) if self._ranks.world > 1 else maxima
-        with self._writing(made):
-            self._ranks.shared(lambda: made.begin(facts, model, tokenizer))
+            metadata["delayed"] = delayed.merged(self._ranks.all_gather(maxima)) if self._ranks.world > 1 else maxima
+        with self._writing(checkpoint):
+            self._ranks.run_on_rank0(lambda: checkpoint.begin(metadata, model, tokenizer))
             digests: dict[str, str] = {}
             if self._ranks.world == 1 and not shards.has_shards(model):
-                _save_whole(made.scratch, model, optimizer)
+                _save_whole(checkpoint.scratch, model, optimizer)
             elif self._group is None:
-                digests = shards.write(made.scratch / SHARDS, shards.state_of(model, optimizer))
+                digests = shards.write(checkpoint.scratch / SHARDS, shards.state_of(model, optimizer))
             else:
                 state = shards.state_of(model, optimizer)
-                self._pending = shards.write_behind(made.scratch / SHARDS, state, self._group), made
-                return made.target
-            self._publish(made, digests)
-        return made.target
+                self._pending = shards.write_async(checkpoint.scratch / SHARDS, state, self._group), checkpoint
+                return checkpoint.target
+            self._publish(checkpoint, digests)
+        return checkpoint.target
 
     def finish(self) -> None:
         """Waits for what is being written, and publishes it."""
         if self._pending is None:
             return
-        (future, made), self._pending = self._pending, None
-        with self._writing(made):
-            self._publish(made, shards.wait_for(future, made.scratch / SHARDS))
+        (future, checkpoint), self._pending = self._pending, None
+        with self._writing(checkpoint):
+            self._publish(checkpoint, shards.wait_for(future, checkpoint.scratch / SHARDS))
 
-    def _publish(self, made: "_Checkpoint", digests: dict[str, str]) -> None:
+    def _publish(self, checkpoint: "_NewCheckpoint", digests: dict[str, str]) -> None:
         """Publish a checkpoint; `digests` are those that this rank has computed."""
-        by_rank = self._ranks.gathered(digests) if self._ranks.world > 1 else [digests]
-        self._ranks.shared(lambda: made.publish({name: digest for each in by_rank for name, digest in each.items()}))
+        by_rank = self._ranks.all_gather(digests) if self._ranks.world > 1 else [digests]
+        merged = {name: digest for own in by_rank for name, digest in own.items()}
+        self._ranks.run_on_rank0(lambda: checkpoint.publish(merged))
 
     @contextmanager
-    def _writing(self, made: "_Checkpoint") -> Iterator[None]:
+    def _writing(self, checkpoint: "_NewCheckpoint") -> Iterator[None]:
         try:
             yield
         except (OSError, SharedError) as error:
-            if self._ranks.first:
-                shutil.rmtree(made.scratch, ignore_errors=True)
-            message = f"the checkpoint of step {made.step} cannot be written: {error}. Those before it are as they were"
+            if self._ranks.is_main:
+                shutil.rmtree(checkpoint.scratch, ignore_errors=True)
+            message = (
+                f"the checkpoint of step {checkpoint.step} cannot be written: {error}. Those before it are as they were"
+            )
             raise SharedError(message) from None
 
 
 @dataclass(frozen=True)
-class _Checkpoint:
+class _NewCheckpoint:
     """A checkpoint that is being made; `keep`: how many stay with it, None for all."""
 
     out: Path
@@ -171,7 +174,7 @@ class _Checkpoint:
     def scratch(self) -> Path:
         return self.out / FOLDER / f"{WRITING}step-{self.step:06d}"
 
-    def begin(self, facts: dict[str, Any], model: Any, tokenizer: TextTokenizer) -> None:
+    def begin(self, metadata: dict[str, Any], model: Any, tokenizer: TextTokenizer) -> None:
         """Write what is small, after what an earlier process has left unfinished is gone."""
         for prefix in (WRITING, REMOVING):
             for left in (self.out / FOLDER).glob(f"{prefix}*"):
@@ -179,7 +182,7 @@ class _Checkpoint:
         self.scratch.mkdir(parents=True)
         save_model_configs(model, self.scratch)
         tokenizer.save(self.scratch)
-        (self.scratch / "trainer.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        (self.scratch / "trainer.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
     def publish(self, digests: Mapping[str, str]) -> None:
         """Give it its name, with the digests of its files, of which some are known; and remove the oldest."""
@@ -257,10 +260,10 @@ def check_files(folder: Path, ranks: Ranks) -> None:
 
     A checkpoint of Octavo 0.2 or older has no digests: of its files only the kind and the size can be checked.
     """
-    if ranks.shared(lambda: has_digests(folder)):
+    if ranks.run_on_rank0(lambda: has_digests(folder)):
         check = partial(check_digests, folder, part=ranks.rank, parts=ranks.world)
-        ranks.agreed(lambda: _with_remedy(folder, check))
-    elif ranks.first:
+        ranks.raise_together(lambda: _with_remedy(folder, check))
+    elif ranks.is_main:
         warnings.warn(
             f"{folder} was written without digests: damage to its files may go unnoticed", RuntimeWarning, stacklevel=2
         )
@@ -275,7 +278,7 @@ def check_same_model(folder: Path, config: Any) -> None:
     now = config.to_dict()
     for key in [*now, *(key for key in saved if key not in now)]:
         there, here = (_ordered(each.get(key)) for each in (saved, now))
-        if there != here and key not in DESCRIPTIVE:
+        if there != here and key not in IGNORED_CONFIG_KEYS:
             raise ConfigError(
                 f"{folder} holds another model: there {key} = {there}, here {here}. Set it back in model.path or "
                 "[model.config] to resume it, or choose another output folder"
@@ -286,17 +289,17 @@ def load_checkpoint(
     folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW, loss_scale: LossScale, ranks: Ranks
 ) -> None:
     """Puts weights, optimizer state and loss scale in place. Raises ConfigError where they do not fit."""
-    state = ranks.shared(lambda: read_trainer_state(folder))
+    state = ranks.run_on_rank0(lambda: read_trainer_state(folder))
     check_files(folder, ranks)
-    ranks.shared(lambda: check_same_model(folder, model.config))
+    ranks.run_on_rank0(lambda: check_same_model(folder, model.config))
     try:
-        if ranks.shared((folder / SHARDS).exists):
-            ranks.shared(lambda: shards.check(folder / SHARDS))
+        if ranks.run_on_rank0((folder / SHARDS).exists):
+            ranks.run_on_rank0(lambda: shards.check(folder / SHARDS))
             shards.read(folder / SHARDS, model, optimizer)
         else:
             weights = load_weights(folder, next(model.parameters()).dtype, ranks)
-            ranks.agreed(lambda: _load_whole(folder, weights, model, optimizer))
-        ranks.agreed(lambda: load_generation_config(folder, model))
+            ranks.raise_together(lambda: _load_whole(folder, weights, model, optimizer))
+        ranks.raise_together(lambda: load_generation_config(folder, model))
         loss_scale.load_state_dict(state["loss_scale"])
         delayed.load_state_dict(model, state.get("delayed", {}))
     except (ConfigError, KeyError, TypeError, ValueError) as error:
@@ -308,8 +311,8 @@ def _save_whole(folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW)
         save_pretrained(model, folder)
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     except (RuntimeError, SafetensorError) as error:  # what a full disk is to these two
-        raise OSError(f"{' '.join(str(error).split())}{shards.space(folder)}") from None
-    same_mode(folder)
+        raise OSError(f"{' '.join(str(error).split())}{shards.free_space(folder)}") from None
+    apply_umask(folder)
 
 
 def _load_whole(
@@ -336,7 +339,7 @@ def _load_whole(
 
 def checkpoints(out: Path) -> list[Path]:
     """Folders of the checkpoints under `out`, the newest last."""
-    found = {*(out / FOLDER).glob("step-*")}.difference(no_checkpoints(out))
+    found = {*(out / FOLDER).glob("step-*")}.difference(invalid_checkpoints(out))
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
@@ -345,7 +348,7 @@ def _ordered(value: Any) -> str:
     return json.dumps(json.loads(json.dumps(value, default=str)), sort_keys=True)
 
 
-def no_checkpoints(out: Path) -> list[Path]:
+def invalid_checkpoints(out: Path) -> list[Path]:
     """What is named like a checkpoint under `out` and is none: no folder, empty, or not named by its step."""
     name = re.compile(r"step-(\d{6}|[1-9]\d{6,})", re.ASCII)
     found = sorted((out / FOLDER).glob("step-*"))

@@ -18,7 +18,7 @@ from octavo.train.config import TrainConfig
 from octavo.train.curves import Curves, Floats, gap_percent, smooth
 from octavo.train.outputs import check_kind
 from octavo.train.plots import write_loss_png
-from octavo.train.report import Row, config_differences
+from octavo.train.run_report import Row, config_differences
 
 FILES = ("compare.json", "report.html", "loss.png")
 """What is written into the folder of a comparison, beside its runs."""

@@ -18,7 +18,7 @@ from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
 from octavo.train.metrics import Progress, RunResult
 from octavo.train.outputs import CONFIG_FILE
-from octavo.train.report import ReportFiles, write_report
+from octavo.train.run_report import ReportFiles, write_report
 
 BASELINE, CANDIDATE = "bf16", "O1"
 SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out")

@@ -48,7 +48,7 @@ def write_file(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def same_mode(folder: Path) -> None:
+def apply_umask(folder: Path) -> None:
     """Gives the files of `folder` the mode that the umask asks for: some libraries write with a mode of their own."""
     made = folder / ".mode"
     made.touch()
@@ -94,7 +94,7 @@ def lock(path: Path) -> int:
         try:
             if fcntl is not None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if fcntl is None or _is(path, descriptor):
+            if fcntl is None or _is_open_file(path, descriptor):
                 return descriptor
         except OSError as error:
             if error.errno in WITHOUT_LOCKS:
@@ -104,7 +104,7 @@ def lock(path: Path) -> int:
         os.close(descriptor)  # its holder removed the file between our opening and locking it: what we hold is no file
 
 
-def _is(path: Path, descriptor: int) -> bool:
+def _is_open_file(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

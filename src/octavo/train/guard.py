@@ -33,17 +33,17 @@ from octavo.train.config import ConfigError
 from octavo.train.metrics import StepMetrics
 from octavo.train.sections import GuardConfig
 
-FEWEST = 16
+MIN_STEPS = 16
 """Steps below which none is called a spike."""
-NORMAL = 1.4826
+MAD_TO_STD = 1.4826
 """Standard deviations of a normal distribution in one median distance from its median."""
-LEAST = 0.01
+MIN_DEVIATION = 0.01
 """Smallest deviation, as a share of the median."""
 STEPS_PER_ALARM = 100_000
 """Steps for which chance may raise one alarm."""
-RUINED, RAISED = 2.0, 1.25
+LOSS_DAMAGE, LOSS_AND_NORM_DAMAGE = 2.0, 1.25
 """Factors of the median loss: what is damage by itself, and what is damage with an unusual gradient norm."""
-UNUSUAL = 3.0
+NORM_FACTOR = 3.0
 """Factor from the median gradient norm, either way."""
 
 
@@ -101,18 +101,18 @@ class SpikeGuard:
         if rises:
             self._first = self._first if self._rise else row.step
         else:
-            self._settle()
+            self._accept_rise()
         (self._rise if rises else self._usual).append([row.loss, row.grad_norm])
         if rises and len(self._rise) >= steps_in_a_row(len(self._usual)):
             if damage := self._damage():
-                raise self.spike(damage, row.step)
-            self._settle()
+                raise self.spike_error(damage, row.step)
+            self._accept_rise()
 
-    def spike(self, what: str, step: int) -> SpikeError:
+    def spike_error(self, reason: str, step: int) -> SpikeError:
         """The error for a spike that was recognized in a step; the rise before it, if there is one, is part of it."""
-        return SpikeError(what, step=step, first=self._first if self._rise else step)
+        return SpikeError(reason, step=step, first=self._first if self._rise else step)
 
-    def way_back(self, out: Path, spike: SpikeError) -> Path:
+    def checkpoint_before(self, out: Path, spike: SpikeError) -> Path:
         """The checkpoint to go back to. Newer ones are removed: the run will differ from there."""
         everything = checkpoints(out)
         before = [path for path in everything if _step(path) < spike.first] or everything[:1]
@@ -124,7 +124,7 @@ class SpikeGuard:
                 raise ConfigError(f"{newer} is from after a spike and cannot be removed: remove it, and --resume")
         return before[-1]
 
-    def went_back(self, spike: int, to: int, rollbacks: int) -> None:
+    def record_rollback(self, spike: int, to: int, rollbacks: int) -> None:
         """Record rollback number `rollbacks` of the run: from a spike in step `spike` to step `to`."""
         self.rollbacks, self._last = rollbacks, [spike, to]
 
@@ -143,20 +143,20 @@ class SpikeGuard:
 
     def _rises(self, loss: float) -> bool:
         losses = [usual for usual, _ in self._usual]
-        if len(losses) < min(FEWEST, self._config.window) or loss <= max(losses):
+        if len(losses) < min(MIN_STEPS, self._config.window) or loss <= max(losses):
             return False
         halves = losses[: len(losses) // 2], losses[len(losses) // 2 :]
         middles = [median(half) for half in halves]
         distances = (abs(usual - middle) for half, middle in zip(halves, middles, strict=True) for usual in half)
-        spread = max(NORMAL * median(distances), LEAST * abs(middles[1]))
+        spread = max(MAD_TO_STD * median(distances), MIN_DEVIATION * abs(middles[1]))
         return loss - middles[1] > self._config.spike * spread
 
     def _damage(self) -> str:
         """What makes the rise a spike; empty where nothing does."""
         newer = list(self._usual)[len(self._usual) // 2 :]
         (usual, usual_norm), (now, norm) = (map(median, zip(*rows, strict=True)) for rows in (newer, self._rise))
-        unusual = not usual_norm / UNUSUAL < norm < usual_norm * UNUSUAL
-        if now < RUINED * usual and not (unusual and now >= RAISED * usual):
+        unusual = not usual_norm / NORM_FACTOR < norm < usual_norm * NORM_FACTOR
+        if now < LOSS_DAMAGE * usual and not (unusual and now >= LOSS_AND_NORM_DAMAGE * usual):
             return ""
         return (
             f"steps {self._first} to {self._first + len(self._rise) - 1}: the loss is {now:.4g} and the gradient norm "
@@ -164,7 +164,7 @@ class SpikeGuard:
             f"(guard.spike = {self._config.spike:g})"
         )
 
-    def _settle(self) -> None:
+    def _accept_rise(self) -> None:
         """Count a rise to the usual steps: it did not last, or is a new level."""
         self._usual.extend(self._rise)
         self._rise = []

@@ -29,27 +29,27 @@ from octavo.train.disk import output_folder, write_file
 from octavo.train.events import FINDING, LOSS_SCALE, MOVE, ROLLBACK, add_event, drop_later_events, last_rollback
 from octavo.train.guard import SpikeError
 from octavo.train.metrics import (
-    MetricsRows,
+    MetricsBuffer,
     MetricsWriter,
+    NullProgress,
     Progress,
     RunResult,
-    Silent,
     StepMetrics,
     median_speed,
     summarize_losses,
 )
 from octavo.train.model import check_model
-from octavo.train.outputs import CONFIG_FILE, LAYERS_FILE, TOKENIZER_FILE, Claim, claim_folder
-from octavo.train.ranks import Ranks, joined, launched
+from octavo.train.outputs import CONFIG_FILE, LAYERS_FILE, TOKENIZER_FILE, RunFolder, open_run_folder
+from octavo.train.ranks import Ranks, join_ranks, under_torchrun
 from octavo.train.sections import expand
 from octavo.train.signals import stop_on
 from octavo.train.trainer import Trainer
 
-FINDINGS = 4
+MAX_FINDINGS_SHOWN = 4
 """Statistics that crossed a limit, as many as are shown of one step."""
-PACKAGES = ("safetensors", "tokenizers", "transformers", "tensorboard", "jinja2", "matplotlib")
+REQUIRED_PACKAGES = ("safetensors", "tokenizers", "transformers", "tensorboard", "jinja2", "matplotlib")
 """What every run needs; the last three not before it ends, or writes its first row."""
-PREPARATION = timedelta(days=7)
+PREPARATION_TIMEOUT = timedelta(days=7)
 """How long ranks wait for the one that makes the data ready; of one that dies they hear at once."""
 
 
@@ -74,29 +74,29 @@ def run(
     out = expand(out or config.run.out or Path("runs") / config.run.name)
     stop = threading.Event()
     # A signal to a launcher and its processes reaches these twice; those who lose patience have SIGKILL.
-    with stop_on(stop, signal.SIGTERM, patient=launched()), joined(config) as ranks, ExitStack() as stack:
-        shown = progress if progress is not None and ranks.first else Silent()
-        ranks.agreed(lambda: _check_installed(config, ranks))
+    with stop_on(stop, signal.SIGTERM, patient=under_torchrun()), join_ranks(config) as ranks, ExitStack() as stack:
+        shown = progress if progress is not None and ranks.is_main else NullProgress()
+        ranks.raise_together(lambda: _check_installed(config, ranks))
         resume = resume or ranks.restarted
-        claim = ranks.shared(lambda: _claim(stack, out, config, resume, ranks))
-        ranks.agreed(lambda: check_model(config.model))
-        if config.model.path is not None and claim.checkpoint is None:
+        run_folder = ranks.run_on_rank0(lambda: _open_run_folder(stack, out, config, resume, ranks))
+        ranks.raise_together(lambda: check_model(config.model))
+        if config.model.path is not None and run_folder.checkpoint is None:
             _check_start(expand(config.model.path), ranks)
-        corpus = _corpus(config, ranks, shown)
+        corpus = _load_corpus(config, ranks, shown)
         shown.stage("building the model")
         trainer = Trainer(config, corpus, ranks.device, ranks=ranks)
         trainer.check_causal()
         summary = trainer.describe()
-        if resume and claim.checkpoint is None:
+        if resume and run_folder.checkpoint is None:
             shown.note(f"no checkpoint in {out}: starting from the first step")
-        _begin(trainer, out, claim, corpus, shown)
-        with stop_on(stop, signal.SIGINT, patient=launched()):
+        _prepare(trainer, out, run_folder, corpus, shown)
+        with stop_on(stop, signal.SIGINT, patient=under_torchrun()):
             return _train(trainer, summary, out, shown, stop)
 
 
 def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
     """Raise ConfigError for what would fail later only: a package that reports need, `async_save` without shards."""
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+    if missing := [name for name in REQUIRED_PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"{missing[0]} is not installed: pip install 'octavo[train]'")
     if config.parallel.async_save and ranks.world == 1:
         raise ConfigError(
@@ -106,49 +106,49 @@ def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
 
 def _check_start(folder: Path, ranks: Ranks) -> None:
     """Raise ConfigError for a damaged checkpoint or export of Octavo's to start from; others have no digests."""
-    if ranks.shared(lambda: has_digests(folder)):
-        ranks.agreed(partial(check_digests, folder, part=ranks.rank, parts=ranks.world))
+    if ranks.run_on_rank0(lambda: has_digests(folder)):
+        ranks.raise_together(partial(check_digests, folder, part=ranks.rank, parts=ranks.world))
 
 
-def _claim(stack: ExitStack, out: Path, config: TrainConfig, resume: bool, ranks: Ranks) -> Claim:
+def _open_run_folder(stack: ExitStack, out: Path, config: TrainConfig, resume: bool, ranks: Ranks) -> RunFolder:
     """Lock the output folder for as long as `stack` is open, and say where the run starts."""
     if resume and not ranks.restarted and not out.exists():
         raise ConfigError(f"there is no folder {out}, so no run to resume: check --out, or leave out --resume")
     stack.enter_context(output_folder(out))
-    claim = claim_folder(out, config, resume=resume)
+    run_folder = open_run_folder(out, config, resume=resume)
     ranks.begin()
-    return claim
+    return run_folder
 
 
-def _corpus(config: TrainConfig, ranks: Ranks, progress: Progress) -> Corpus:
+def _load_corpus(config: TrainConfig, ranks: Ranks, progress: Progress) -> Corpus:
     """The data: made ready by one process of each machine, then read by all."""
-    group = ranks.host_group(PREPARATION)  # `parallel.timeout` is for steps
-    made = ranks.agreed(lambda: load_corpus(config, progress) if ranks.local == 0 else None, group=group)
-    corpus = ranks.agreed(lambda: made or load_corpus(config, progress), group=group)
+    group = ranks.host_group(PREPARATION_TIMEOUT)  # `parallel.timeout` is for steps
+    made = ranks.raise_together(lambda: load_corpus(config, progress) if ranks.local == 0 else None, group=group)
+    corpus = ranks.raise_together(lambda: made or load_corpus(config, progress), group=group)
     ranks.check_same({"the content of data.source": corpus.fingerprint[:12]})
     if corpus.skipped:
         progress.note(f"{corpus.skipped} files of the data were left out: not UTF-8")
     return corpus
 
 
-def _begin(trainer: Trainer, out: Path, claim: Claim, corpus: Corpus, progress: Progress) -> None:
+def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, corpus: Corpus, progress: Progress) -> None:
     """Puts the trainer where the run starts, and writes what is known of the run before its first step."""
-    config, checkpoint, ranks = trainer.config, claim.checkpoint, trainer.ranks
+    config, checkpoint, ranks = trainer.config, run_folder.checkpoint, trainer.ranks
     if checkpoint is not None:
-        state = ranks.shared(lambda: _state_on(corpus, checkpoint, config))
-        _put(trainer, checkpoint, state)
-        rollback = ranks.shared(lambda: last_rollback(out, trainer.step))
+        state = ranks.run_on_rank0(lambda: _read_state(corpus, checkpoint, config))
+        _load_state(trainer, checkpoint, state)
+        rollback = ranks.run_on_rank0(lambda: last_rollback(out, trainer.step))
         if rollback is not None and rollback.get("rollbacks", 0) > trainer.guard.rollbacks:  # after it was saved
             trainer.skipped_batches = rollback["skipped_batches"]
-            trainer.guard.went_back(rollback["step"], rollback["to"], rollback["rollbacks"])
+            trainer.guard.record_rollback(rollback["step"], rollback["to"], rollback["rollbacks"])
         if (before := state.get("ranks", 1)) != ranks.world:
             progress.note(f"resumed by {ranks.world} processes (was {before})")
-    for note in claim.notes:
+    for note in run_folder.notes:
         progress.note(note)
-    ranks.shared(lambda: _describe(trainer, out, corpus))
+    ranks.run_on_rank0(lambda: _write_description(trainer, out, corpus))
 
 
-def _put(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> None:
+def _load_state(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> None:
     """Put the trainer where a checkpoint is."""
     try:
         if trainer.pilot is not None and "autopilot" in state:
@@ -161,7 +161,7 @@ def _put(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> None:
     trainer.skipped_batches = state.get("skipped_batches", 0)
 
 
-def _state_on(corpus: Corpus, checkpoint: Path, config: TrainConfig) -> dict[str, Any]:
+def _read_state(corpus: Corpus, checkpoint: Path, config: TrainConfig) -> dict[str, Any]:
     """The state of a checkpoint. Raises ConfigError where it was trained on other data."""
     state = read_trainer_state(checkpoint)
     if state["data"] != corpus.fingerprint:
@@ -169,7 +169,7 @@ def _state_on(corpus: Corpus, checkpoint: Path, config: TrainConfig) -> dict[str
     return state
 
 
-def _describe(trainer: Trainer, out: Path, corpus: Corpus) -> None:
+def _write_description(trainer: Trainer, out: Path, corpus: Corpus) -> None:
     """Writes what is known of the run before its first step."""
     config = trainer.config
     write_file(out / CONFIG_FILE, config.to_toml())
@@ -183,28 +183,28 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
     for note in filter(None, (summary.converted, trainer.attention_note(), trainer.loss_note)):
         progress.note(note)
     spike, failure = None, None
-    if trainer.guard.active and not ranks.shared(lambda: checkpoints(out)):
+    if trainer.guard.active and not ranks.run_on_rank0(lambda: checkpoints(out)):
         trainer.save(out)  # something to go back to
     progress.start(config, trainer.step)
     while True:
-        with ranks.agreed(lambda: _metrics(trainer, out)) as metrics:
+        with ranks.raise_together(lambda: _metrics(trainer, out)) as metrics:
             try:
                 stopped = _take_steps(trainer, out, metrics, progress, stop)
             except SpikeError as error:
                 spike = error
             except NonFiniteError as error:
                 stopped = "non-finite"
-                ranks.shared(partial(_tell_statistics, trainer, error.step, metrics, progress, out))
+                ranks.run_on_rank0(partial(_record_statistics, trainer, error.step, metrics, progress, out))
                 if trainer.non_finite_parameter() is None:
                     trainer.save(out, prune=False)  # it may be past saving already: the ones before it stay
                     trainer.finish_saving()
                 message = f"{error}. {trainer.advice(checkpoints(out))}"
                 failure = NonFiniteError(message, step=error.step, origin=error.origin)
             if spike is None:
-                result = replace(summary, **_totals(metrics.rows), stopped=stopped)
-                ranks.shared(partial(result.write, out))
+                result = replace(summary, **_summary_fields(metrics.rows), stopped=stopped)
+                ranks.run_on_rank0(partial(result.write, out))
                 break
-        _go_back(trainer, out, spike, progress)
+        _roll_back(trainer, out, spike, progress)
         spike = None
     progress.finish(result)
     if failure is not None:
@@ -212,12 +212,12 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
     return result
 
 
-def _take_steps(trainer: Trainer, out: Path, metrics: MetricsRows, progress: Progress, stop: threading.Event) -> str:
+def _take_steps(trainer: Trainer, out: Path, metrics: MetricsBuffer, progress: Progress, stop: threading.Event) -> str:
     """Trains and saves until the end of the run or a request to stop. Returns which it was, "done" or "sigterm"."""
     run_config, guard = trainer.config.run, trainer.guard
     while trainer.step < run_config.steps and not trainer.ranks.any(stop.is_set()):
         row = _step(trainer)
-        trainer.ranks.agreed(partial(_tell, trainer, row, metrics, progress, out))
+        trainer.ranks.raise_together(partial(_record_step, trainer, row, metrics, progress, out))
         due = run_config.save_every and trainer.step % run_config.save_every == 0
         if due and not trainer.loss_scale.last_chance:  # the scale of this step is none to resume with
             trainer.save(out, prune=not guard.rising)  # what is before a rise stays
@@ -231,58 +231,58 @@ def _step(trainer: Trainer) -> StepMetrics:
         row = trainer.train_step()
     except NonFiniteError as error:
         if trainer.guard.active:
-            raise trainer.guard.spike(str(error), trainer.step + 1) from None
+            raise trainer.guard.spike_error(str(error), trainer.step + 1) from None
         raise
     trainer.guard.check(row)
     return row
 
 
-def _go_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progress) -> None:
+def _roll_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progress) -> None:
     """Put the trainer where a checkpoint before a spike is, with the batches after the spike ahead of it."""
     ranks, guard = trainer.ranks, trainer.guard
     trainer.finish_saving()
-    checkpoint = ranks.shared(lambda: guard.way_back(out, spike))
-    state = ranks.shared(lambda: read_trainer_state(checkpoint))
+    checkpoint = ranks.run_on_rank0(lambda: guard.checkpoint_before(out, spike))
+    state = ranks.run_on_rank0(lambda: read_trainer_state(checkpoint))
     trainer.optimizer.zero_grad()
     skipped, rollbacks = trainer.skipped_batches, guard.rollbacks + 1
     moves = len(trainer.pilot.moves) if trainer.pilot is not None else 0
-    _put(trainer, checkpoint, state)
+    _load_state(trainer, checkpoint, state)
     missed = spike.step - trainer.step
     trainer.skipped_batches = skipped + missed
-    guard.went_back(spike.step, trainer.step, rollbacks)
+    guard.record_rollback(spike.step, trainer.step, rollbacks)
     text = f"{spike}. Back to step {trainer.step}, and on without the {missed} batches since"
     if trainer.pilot is not None and moves > len(trainer.pilot.moves):
         text += f"; {moves - len(trainer.pilot.moves)} moves of the autopilot are taken back"
     text += "" if guard.active else "; the guard goes off after this one (guard.rollbacks)"
     details = {"to": trainer.step, "rollbacks": rollbacks, "skipped_batches": trainer.skipped_batches}
-    ranks.shared(lambda: _note_event(trainer, out, progress, spike.step, ROLLBACK, text, **details))
+    ranks.run_on_rank0(lambda: _record_event(trainer, out, progress, spike.step, ROLLBACK, text, **details))
 
 
-def _note_event(
+def _record_event(
     trainer: Trainer, out: Path, progress: Progress, step: int, event: str, text: str, **details: int
 ) -> None:
     """Write an event, and show it; by the first rank."""
-    if trainer.ranks.first:
+    if trainer.ranks.is_main:
         add_event(out, step, event, text, **details)
         progress.note(text)
 
 
-def _metrics(trainer: Trainer, out: Path) -> MetricsRows:
+def _metrics(trainer: Trainer, out: Path) -> MetricsBuffer:
     """What keeps the steps: the first rank in files."""
-    if not trainer.ranks.first:
-        return MetricsRows()
+    if not trainer.ranks.is_main:
+        return MetricsBuffer()
     config = trainer.config
     drop_later_events(out, trainer.step)
     return MetricsWriter(out, after_step=trainer.step, log_every=config.run.log_every, limits=config.inspect.thresholds)
 
 
-def _tell(trainer: Trainer, row: StepMetrics, metrics: MetricsRows, progress: Progress, out: Path) -> None:
+def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, progress: Progress, out: Path) -> None:
     """Write and show a step."""
     metrics.write(row)
     progress.step(row)
-    _tell_statistics(trainer, row.step, metrics, progress, out)
+    _record_statistics(trainer, row.step, metrics, progress, out)
     for move in trainer.moved:
-        _note_event(trainer, out, progress, row.step, MOVE, f"autopilot, {move}")
+        _record_event(trainer, out, progress, row.step, MOVE, f"autopilot, {move}")
     scale = trainer.loss_scale
     if row.skipped:
         at, following = f"loss scale {row.loss_scale:g}", f"(next {scale.value:g})"
@@ -296,20 +296,20 @@ def _tell(trainer: Trainer, row: StepMetrics, metrics: MetricsRows, progress: Pr
     if scale.restored_from is not None:
         text = f"the loss scale fell to {scale.restored_from:g}, at which most gradients underflow: restored to "
         text += f"{scale.value:g}, from before the steps that were skipped"
-        _note_event(trainer, out, progress, row.step, LOSS_SCALE, f"step {row.step}: {text}")
+        _record_event(trainer, out, progress, row.step, LOSS_SCALE, f"step {row.step}: {text}")
 
 
-def _tell_statistics(trainer: Trainer, step: int, metrics: MetricsRows, progress: Progress, out: Path) -> None:
+def _record_statistics(trainer: Trainer, step: int, metrics: MetricsBuffer, progress: Progress, out: Path) -> None:
     """Write the statistics of a step, and show what began to cross a limit in it."""
     news = metrics.write_statistics(trainer.watch.rows)
-    for finding in news[:FINDINGS]:
-        _note_event(trainer, out, progress, step, FINDING, str(finding))
-    if len(news) > FINDINGS:
-        rest = f"step {step}: {len(news) - FINDINGS} more figures crossed a limit: octavo inspect shows them"
-        _note_event(trainer, out, progress, step, FINDING, rest)
+    for finding in news[:MAX_FINDINGS_SHOWN]:
+        _record_event(trainer, out, progress, step, FINDING, str(finding))
+    if len(news) > MAX_FINDINGS_SHOWN:
+        rest = f"step {step}: {len(news) - MAX_FINDINGS_SHOWN} more figures crossed a limit: octavo inspect shows them"
+        _record_event(trainer, out, progress, step, FINDING, rest)
 
 
-def _totals(rows: list[StepMetrics]) -> dict[str, Any]:
+def _summary_fields(rows: list[StepMetrics]) -> dict[str, Any]:
     return {
         "steps": rows[-1].step if rows else 0,
         "tokens": rows[-1].tokens if rows else 0,

@@ -19,14 +19,14 @@ before it fell.
 """
 
 GROWTH_INTERVAL = 2000
-INITIAL = 2.0**16
-LARGEST = 2.0**24
+INITIAL_SCALE = 2.0**16
+MAX_SCALE = 2.0**24
 """Where a dynamic scale stops growing: 65504, the largest fp16 gradient, is then one of 0.004."""
-MOST_SKIPS = 40
+MAX_SKIPS = 40
 """Skipped steps in a row after which it is no question of range: a dynamic scale has fallen by 2⁴⁰ by then."""
-COLLAPSE = 2.0**8
+RESTORE_FACTOR = 2.0**8
 """Factor by which a scale falls before it is restored on trial."""
-QUIET = 16
+QUIET_STEPS = 16
 """Good steps in a row after which an overflow is the beginning of another fall, and the longest wait for a trial."""
 
 
@@ -44,7 +44,7 @@ class LossScale:
         self._dynamic = mode == "dynamic"
         self._good_steps = 0
         self._skips = 0
-        self.value: float = INITIAL if self._dynamic else 1.0 if isinstance(mode, str) else mode
+        self.value: float = INITIAL_SCALE if self._dynamic else 1.0 if isinstance(mode, str) else mode
         self.restored_from: float | None = None
         self._before = self.value  # the fall
         self._trial_from, self._wait = 0.0, 1  # the scale below one on trial; good steps until the next trial
@@ -52,12 +52,12 @@ class LossScale:
     @property
     def exhausted(self) -> bool:
         """True after so many skipped steps in a row that another would only hide the cause."""
-        return self._skips > MOST_SKIPS
+        return self._skips > MAX_SKIPS
 
     @property
     def last_chance(self) -> bool:
         """True where the next step, if it is skipped too, stops the run."""
-        return self._skips == MOST_SKIPS
+        return self._skips == MAX_SKIPS
 
     def update(self, *, overflow: bool, loss_is_finite: bool = True) -> None:
         """Count a step. A dynamic scale grows after enough good ones, and backs off after an overflow.
@@ -67,9 +67,9 @@ class LossScale:
             loss_is_finite: Whether it was only the gradient; else the scale stays.
         """
         self.restored_from = None
-        collapsed = self.value * COLLAPSE < self._before
+        collapsed = self.value * RESTORE_FACTOR < self._before
         if overflow:
-            if self._good_steps >= QUIET and not collapsed:
+            if self._good_steps >= QUIET_STEPS and not collapsed:
                 self._before, self._wait = max(self._before, self.value), 1
             self._skips, self._good_steps = self._skips + 1, 0
             if self._dynamic and loss_is_finite:
@@ -82,16 +82,16 @@ class LossScale:
             self._restore()
         elif self._dynamic and self._good_steps >= GROWTH_INTERVAL:
             self._before = max(self._before, self.value)
-            self.value = max(self.value, min(2 * self.value, LARGEST))
+            self.value = max(self.value, min(2 * self.value, MAX_SCALE))
             self._good_steps = 0
 
-    def lift(self) -> bool:
+    def skip_zero_gradient(self) -> bool:
         """Count a step whose gradient is exactly zero as skipped, and restore a scale that may be the cause.
 
         Returns False, and counts nothing, where it is not: fixed, not below its initial value or that before it fell,
         or tried in too many steps in a row.
         """
-        before = max(self._before, INITIAL)
+        before = max(self._before, INITIAL_SCALE)
         if not self._dynamic or self.value >= before or self.exhausted:
             return False
         self._before = before
@@ -99,7 +99,7 @@ class LossScale:
         self._restore()
         return True
 
-    def rewind(self) -> None:
+    def undo_fall(self) -> None:
         """Go back to the scale before it fell: for a run that stops, and is resumed when the cause is gone."""
         self._skips = 0
         if self.value < self._before:
@@ -108,7 +108,7 @@ class LossScale:
     def _back_off(self) -> None:
         if self._trial_from:
             self.value, self._trial_from = self._trial_from, 0.0
-            self._before, self._wait = self._before / 2, min(2 * self._wait, QUIET)
+            self._before, self._wait = self._before / 2, min(2 * self._wait, QUIET_STEPS)
         else:
             self.value /= 2
 

@@ -137,7 +137,7 @@ class Progress(Protocol):
         """The run has ended and `run.json` is written."""
 
 
-class Silent:
+class NullProgress:
     """A `Progress` that shows nothing."""
 
     def stage(self, text: str) -> None:
@@ -199,7 +199,7 @@ def median_speed(rows: list[StepMetrics]) -> float | None:
     return statistics.median(row.tokens_per_s for row in measured) if measured else None
 
 
-class MetricsRows:
+class MetricsBuffer:
     """Keeps steps in memory: what ranks do that write no files. A context manager."""
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ class MetricsRows:
         return []
 
 
-class MetricsWriter(MetricsRows):
+class MetricsWriter(MetricsBuffer):
     """Appends steps to `metrics.jsonl`, statistics to `statistics.jsonl`, both to TensorBoard; a context manager.
 
     `after_step`: steps the run had finished when this process took over. Later lines of an earlier process are dropped,

@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.train.checkpoint import FOLDER, latest_checkpoint, no_checkpoints, read_trainer_state
+from octavo.train.checkpoint import FOLDER, invalid_checkpoints, latest_checkpoint, read_trainer_state
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.events import EVENTS_FILE
 from octavo.train.metrics import METRICS_FILE, RESULT_FILE, TENSORBOARD_DIR
@@ -26,13 +26,13 @@ CONFIG_FILE = "config.toml"
 LAYERS_FILE = "layers.json"
 """Written by an FP8 run: the rows of `octavo.report`. A BF16 run has none."""
 TOKENIZER_FILE = "tokenizer.json"
-TRACES = (METRICS_FILE, RESULT_FILE, FOLDER, CONFIG_FILE)
+RUN_MARKERS = (METRICS_FILE, RESULT_FILE, FOLDER, CONFIG_FILE)
 """A folder with one of these holds a run."""
-WRITTEN = (TOKENIZER_FILE, LAYERS_FILE, STATISTICS_FILE, EVENTS_FILE, TENSORBOARD_DIR, "report.html", "loss.png")
+OTHER_FILES = (TOKENIZER_FILE, LAYERS_FILE, STATISTICS_FILE, EVENTS_FILE, TENSORBOARD_DIR, "report.html", "loss.png")
 """What else a run, or its report, writes."""
 
 
-class Claim(NamedTuple):
+class RunFolder(NamedTuple):
     """Where a run starts: the checkpoint to resume from, if any, and what to print about it."""
 
     checkpoint: Path | None = None
@@ -40,7 +40,7 @@ class Claim(NamedTuple):
     """Settings changed since, and folders that are passed over."""
 
 
-def claim_folder(out: Path, config: TrainConfig, *, resume: bool) -> Claim:
+def open_run_folder(out: Path, config: TrainConfig, *, resume: bool) -> RunFolder:
     """Makes sure `config` may be run into the folder `out` and says where it starts.
 
     Raises ConfigError where `out` holds a run and `resume` is not asked for, holds files that would be overwritten,
@@ -48,10 +48,10 @@ def claim_folder(out: Path, config: TrainConfig, *, resume: bool) -> Claim:
     """
     if config.model.path is not None and expand(config.model.path).resolve() == out.resolve():
         raise ConfigError(f"{out} is model.path, the checkpoint to start from: choose another folder (--out)")
-    for name in (*TRACES, *WRITTEN):
+    for name in (*RUN_MARKERS, *OTHER_FILES):
         check_kind(out / name)
-    traces = [name for name in TRACES if (out / name).exists()]
-    others = [name for name in WRITTEN if (out / name).exists()]
+    traces = [name for name in RUN_MARKERS if (out / name).exists()]
+    others = [name for name in OTHER_FILES if (out / name).exists()]
     if not resume:
         if traces:
             raise ConfigError(
@@ -59,11 +59,11 @@ def claim_folder(out: Path, config: TrainConfig, *, resume: bool) -> Claim:
             )
         if others:
             raise ConfigError(f"{out} holds {others[0]}, which a run would overwrite: choose another folder (--out)")
-        return Claim()
+        return RunFolder()
     checkpoint = latest_checkpoint(out)
     passed_over = tuple(
         f"{path} is no checkpoint and is passed over: it is empty, or not named as step-000100"
-        for path in no_checkpoints(out)
+        for path in invalid_checkpoints(out)
     )
     if checkpoint is None:
         if (traces or others) and not (out / CONFIG_FILE).exists():
@@ -73,12 +73,12 @@ def claim_folder(out: Path, config: TrainConfig, *, resume: bool) -> Claim:
             )
         if traces:
             check_same_run(_read_config(out / CONFIG_FILE), config, out)
-        return Claim(notes=passed_over)
+        return RunFolder(notes=passed_over)
     state = read_trainer_state(checkpoint)
     tuned = check_same_run(state["config"], config, out)
     if config.run.steps < state["step"]:
         raise ConfigError(f"run.steps = {config.run.steps}, but {checkpoint} is already at step {state['step']}")
-    return Claim(checkpoint, (*passed_over, *tuned))
+    return RunFolder(checkpoint, (*passed_over, *tuned))
 
 
 def check_kind(path: Path, writer: str = "a run") -> None:

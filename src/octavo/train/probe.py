@@ -35,7 +35,7 @@ def _running(inputs: Tensor) -> Iterator[None]:
         raise ConfigError(f"the model cannot run a batch of {list(inputs.shape)}: {reason}") from None
 
 
-def kept_bytes_per_token(
+def saved_bytes_per_token(
     model: nn.Module, checkpointing: Checkpointing, loss: Callable[[Tensor, Tensor], Tensor], batch: tuple[Tensor, ...]
 ) -> float:
     """Bytes that one forward of `batch` (inputs and targets) keeps for backward, per token.

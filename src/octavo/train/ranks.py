@@ -33,9 +33,9 @@ from octavo.train.heartbeat import Heartbeat, from_collective
 
 T = TypeVar("T")
 
-PLACES = {"run.out", "data.source", "data.cache"}
+MACHINE_PATHS = {"run.out", "data.source", "data.cache"}
 """Settings that name a place on a machine, and may differ between ranks; the data is compared by its fingerprint."""
-BEGUN = "octavo/begun"
+STARTED_KEY = "octavo/begun"
 """Key of torchrun's store that says that a run was begun."""
 
 
@@ -68,19 +68,19 @@ class Ranks:
     @property
     def restarted(self) -> bool:
         """Whether torchrun has started these processes again, after others had begun the run."""
-        return self.store is not None and self.store.check([BEGUN])
+        return self.store is not None and self.store.check([STARTED_KEY])
 
     def begin(self) -> None:
         """Tell those that may come after these that the run was begun."""
         if self.store is not None:
-            self.store.set(BEGUN, "")
+            self.store.set(STARTED_KEY, "")
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is the rank that reads and writes what there is one of."""
         return self.rank == 0
 
-    def agreed(self, action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+    def raise_together(self, action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
         """What `action` returns here, once no rank has failed in it; it must not wait for other ranks.
 
         Ranks wait for each other in `group`, or the default one. Raises ConfigError on all of them where `action`
@@ -88,18 +88,18 @@ class Ranks:
         """
         if self.world == 1:
             return action()
-        result, problem = _tried(action)
+        result, problem = _try(action)
         if self.any(problem is not None, group=group):
-            problems = self.gathered(problem)
+            problems = self.all_gather(problem)
             rank, first = next((rank, other) for rank, other in enumerate(problems) if other is not None)
             raise SharedError(first if None not in problems else f"rank {rank}: {first}")
         return result  # type: ignore[return-value]
 
-    def shared(self, action: Callable[[], T]) -> T:
+    def run_on_rank0(self, action: Callable[[], T]) -> T:
         """What `action` returns on the first rank, which alone does it. Raises its ConfigError on all ranks."""
         if self.world == 1:
             return action()
-        told: list[Any] = [_tried(action)] if self.first else [None]
+        told: list[Any] = [_try(action)] if self.is_main else [None]
         dist.broadcast_object_list(told, 0)
         result, problem = told[0]
         if problem is not None:
@@ -111,13 +111,13 @@ class Ranks:
         """Raise ConfigError on all ranks where a setting differs between them; it names the first and who has which."""
         if self.world == 1:
             return
-        by_rank = self.gathered(dict(settings))
+        by_rank = self.all_gather(dict(settings))
         for key in dict.fromkeys(key for found in by_rank for key in found):
             owners: dict[str, list[int]] = {}
             for rank, found in enumerate(by_rank):
                 owners.setdefault(repr(found[key]) if key in found else "unset", []).append(rank)
             if len(owners) > 1:
-                shown = "; ".join(f"{value} on {_named(ranks)}" for value, ranks in owners.items())
+                shown = "; ".join(f"{value} on {_rank_names(ranks)}" for value, ranks in owners.items())
                 raise SharedError(f"the ranks do not train the same: {key} = {shown}. Give every machine the same one")
 
     def any(self, flag: bool, *, group: dist.ProcessGroup | None = None) -> bool:
@@ -128,15 +128,15 @@ class Ranks:
         dist.all_reduce(flags, dist.ReduceOp.MAX, group)
         return bool(flags)
 
-    def first_found(self, found: str | None, order: int = 0) -> str | None:
+    def first_reported(self, found: str | None, order: int = 0) -> str | None:
         """What was found at the lowest order by the lowest rank, with that rank named."""
         if self.world == 1:
             return found
-        by_rank = enumerate(self.gathered((order, found)))
+        by_rank = enumerate(self.all_gather((order, found)))
         of_all = [(order, rank, text) for rank, (order, text) in by_rank if text is not None]
         return "{2} (rank {1})".format(*min(of_all)) if of_all else None
 
-    def totals(self, *values: Tensor) -> list[Tensor]:
+    def all_reduce(self, *values: Tensor) -> list[Tensor]:
         """Sums of float64 scalars over the ranks."""
         stacked = torch.stack([value.double().to(self.device) for value in values])
         if self.world > 1:
@@ -149,7 +149,7 @@ class Ranks:
 
     def wait(self) -> None:
         """Until all ranks are here."""
-        self.agreed(lambda: None)
+        self.raise_together(lambda: None)
 
     def host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
         """Another group of all ranks' CPUs, with a patience of its own; None for one process."""
@@ -158,20 +158,20 @@ class Ranks:
         made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         return made
 
-    def gathered(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """A value of each rank, by rank."""
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, value)
         return found
 
 
-def launched() -> bool:
+def under_torchrun() -> bool:
     """Whether torchrun, or whatever sets its variables, has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextmanager
-def joined(config: TrainConfig) -> Iterator[Ranks]:
+def join_ranks(config: TrainConfig) -> Iterator[Ranks]:
     """The ranks of a run: those of a process group that is there, those torchrun started, or this process alone.
 
     Raises:
@@ -182,10 +182,12 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
     environment = os.environ
     if dist.is_initialized():
         local = dist.get_node_local_rank(0)
-        with _watched(dist.get_rank(), dist.get_world_size()):
-            yield _alike(config, Ranks(_device(config, local), dist.get_rank(), dist.get_world_size(), local))
+        with _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
+            yield _check_same_config(
+                config, Ranks(_device(config, local), dist.get_rank(), dist.get_world_size(), local)
+            )
         return
-    if not launched():
+    if not under_torchrun():
         if problem := config.parallel.alone():
             raise ConfigError(problem)
         yield Ranks(choose_device(config.run.device))
@@ -194,18 +196,18 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
     device = _device(config, local)
     store = _connect(device, rank, config.parallel.timeout)
     try:
-        with _watched(rank, world):
-            yield _alike(config, Ranks(device, rank, world, local, store))
+        with _detect_lost_ranks(rank, world):
+            yield _check_same_config(config, Ranks(device, rank, world, local, store))
     except (ConfigError, NonFiniteError):
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
 
 
-def _alike(config: TrainConfig, ranks: Ranks) -> Ranks:
+def _check_same_config(config: TrainConfig, ranks: Ranks) -> Ranks:
     """The ranks, where all have the same configuration and it is one for so many. Raises ConfigError on all of them."""
     settings = dict(flat("", config.model_dump(mode="json", exclude_none=True)))
-    ranks.check_same({key: value for key, value in settings.items() if key not in PLACES})
+    ranks.check_same({key: value for key, value in settings.items() if key not in MACHINE_PATHS})
     try:
         config.parallel.asked.sizes(ranks.world)
     except ValueError as error:
@@ -229,7 +231,7 @@ def _device(config: TrainConfig, local: int) -> torch.device:
 
 
 @contextmanager
-def _watched(rank: int, world: int) -> Iterator[None]:
+def _detect_lost_ranks(rank: int, world: int) -> Iterator[None]:
     """What a collective raises when another rank is gone, as a LostRankError."""
     if world == 1:
         yield
@@ -265,7 +267,7 @@ def _connect(device: torch.device, rank: int, timeout: float) -> dist.Store:  # 
     try:
         store, rank, world = next(rendezvous("env://", timeout=patience))
         store.set_timeout(patience)
-        own = dist.PrefixStore(_attempt(store, rank, world, timeout), store)  # type: ignore[attr-defined]
+        own = dist.PrefixStore(_attempt_prefix(store, rank, world, timeout), store)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=patience)
     except (dist.DistError, RuntimeError, ValueError) as error:
         place = ":".join(os.environ.get(name, "(unset)") for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -277,7 +279,7 @@ def _connect(device: torch.device, rank: int, timeout: float) -> dist.Store:  # 
     return store
 
 
-def _attempt(store: dist.Store, rank: int, world: int, timeout: float) -> str:  # type: ignore[name-defined]
+def _attempt_prefix(store: dist.Store, rank: int, world: int, timeout: float) -> str:  # type: ignore[name-defined]
     """A name that the processes of one attempt know, and those of an earlier one did not.
 
     torchrun's restart count is none: a machine whose processes were only stopped because another's had failed does not
@@ -297,18 +299,18 @@ def _attempt(store: dist.Store, rank: int, world: int, timeout: float) -> str:  
             elif store.check([f"octavo/asks/{other}"]):
                 store.set(f"octavo/answer/{store.get(f'octavo/asks/{other}').decode()}", own)
         if missing and time.monotonic() > end:
-            raise RuntimeError(f"{_named(sorted(missing))} did not come")
+            raise RuntimeError(f"{_rank_names(sorted(missing))} did not come")
         time.sleep(0.01)
     return f"octavo/{own}"
 
 
-def _named(ranks: list[int]) -> str:
+def _rank_names(ranks: list[int]) -> str:
     """[1, 2] → "ranks 1, 2"."""
     shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def _tried(action: Callable[[], T]) -> tuple[T | None, str | None]:
+def _try(action: Callable[[], T]) -> tuple[T | None, str | None]:
     try:
         return action(), None
     except (ValueError, OSError) as error:

@@ -103,11 +103,14 @@ class _Unpickler(pickle.Unpickler):
 def _metadata(stored: Any) -> Metadata:
     state = _state(stored, "Metadata")
     return Metadata(
-        {_is(name, str): _tensor(name, entry) for name, entry in _is(state["state_dict_metadata"], dict).items()},
-        planner_data={_is(k, str): _path(v) for k, v in _is(state.get("planner_data") or {}, dict).items()},
-        storage_data=dict(_stored(key, value) for key, value in _is(state["storage_data"], dict).items()),
+        {
+            _expect(name, str): _tensor(name, entry)
+            for name, entry in _expect(state["state_dict_metadata"], dict).items()
+        },
+        planner_data={_expect(k, str): _path(v) for k, v in _expect(state.get("planner_data") or {}, dict).items()},
+        storage_data=dict(_stored(key, value) for key, value in _expect(state["storage_data"], dict).items()),
         storage_meta=StorageMeta(),
-        version=_is(state.get("version"), str | None),
+        version=_expect(state.get("version"), str | None),
     )
 
 
@@ -116,39 +119,39 @@ def _tensor(name: str, stored: Any) -> TensorStorageMetadata:
         raise ConfigError(f"{name} is no tensor, and whatever else it is would be unpickled")
     state = _state(stored, "TensorStorageMetadata")
     dtype, *_ = _state(state["properties"], "TensorProperties", tuple)
-    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in _is(state["chunks"], list)]
+    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in _expect(state["chunks"], list)]
     return TensorStorageMetadata(
-        TensorProperties(dtype=_is(dtype, torch.dtype)),
-        _is(state["size"], torch.Size),
-        [ChunkStorageMetadata(_is(c["offsets"], torch.Size), _is(c["sizes"], torch.Size)) for c in chunks],
+        TensorProperties(dtype=_expect(dtype, torch.dtype)),
+        _expect(state["size"], torch.Size),
+        [ChunkStorageMetadata(_expect(c["offsets"], torch.Size), _expect(c["sizes"], torch.Size)) for c in chunks],
     )
 
 
 def _stored(key: Any, value: Any) -> tuple[MetadataIndex, _StorageInfo]:
     place, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
-    file = _is(info["relative_path"], str)
+    file = _expect(info["relative_path"], str)
     if Path(file).name != file or "\\" in file or file.startswith("."):
         raise ConfigError(f"it points to {file!r}, which is no file beside it")
     if info.get("transform_descriptors"):
         raise ConfigError(f"the content of {file} is transformed, which Octavo's is not")
-    offset, length = (_is(info[name], int) for name in ("offset", "length"))
+    offset, length = (_expect(info[name], int) for name in ("offset", "length"))
     if offset < 0 or length < 0:
         raise ConfigError(f"it points to {offset}, {length} in {file}")
-    start, hint = _is(place.get("offset"), torch.Size | None), _is(place.get("index"), int | None)
-    return MetadataIndex(_is(place["fqn"], str), start, hint), _StorageInfo(file, offset, length)
+    start, hint = _expect(place.get("offset"), torch.Size | None), _expect(place.get("index"), int | None)
+    return MetadataIndex(_expect(place["fqn"], str), start, hint), _StorageInfo(file, offset, length)
 
 
 def _path(value: Any) -> tuple[str | int, ...]:
-    return tuple(_is(part, str | int) for part in _is(value, tuple))
+    return tuple(_expect(part, str | int) for part in _expect(value, tuple))
 
 
 def _state(stored: Any, name: str, kind: Any = dict) -> Any:
     if not isinstance(stored, _Record) or type(stored).__name__ != name:
         raise TypeError(f"{name} expected")
-    return _is(stored.state, kind)
+    return _expect(stored.state, kind)
 
 
-def _is(value: Any, kind: Any) -> Any:
+def _expect(value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{kind} expected, {type(value)} found")
     return value

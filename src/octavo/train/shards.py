@@ -53,14 +53,14 @@ def write(folder: Path, state: dict[str, Tensor]) -> dict[str, str]:
 
     Returns the digests of the files that this rank wrote, by their place in the checkpoint.
     """
-    with _dcp_errors(folder), _quiet():
+    with _dcp_errors(folder), _ignore_warnings():
         save(state, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=not dist.is_initialized())
     return _own_digests(folder)
 
 
-def write_behind(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup) -> Future[dict[str, str]]:
+def write_async(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup) -> Future[dict[str, str]]:
     """Copy a state to host memory and write it in the background; `wait_for` the digests that `write` returns."""
-    with _dcp_errors(folder), _quiet():
+    with _dcp_errors(folder), _ignore_warnings():
         writer = FileSystemWriter(folder, sync_files=True)
         written: Any = async_save(state, storage_writer=writer, process_group=group)
     background = ThreadPoolExecutor(1)
@@ -70,8 +70,8 @@ def write_behind(folder: Path, state: dict[str, Tensor], group: dist.ProcessGrou
 
 
 def wait_for(future: Future[dict[str, str]], folder: Path) -> dict[str, str]:
-    """Until what `write_behind` began is written. Raises OSError where a rank could not."""
-    with _dcp_errors(folder), _quiet():
+    """Until what `write_async` began is written. Raises OSError where a rank could not."""
+    with _dcp_errors(folder), _ignore_warnings():
         return future.result()
 
 
@@ -110,7 +110,7 @@ def check(folder: Path) -> None:
 def _load(folder: Path, state: dict[str, Tensor], *, alone: bool) -> None:
     """Fill a state in place. What a lost rank makes of it is no CheckpointException, and goes on as it is."""
     try:
-        with _quiet():
+        with _ignore_warnings():
             load(state, storage_reader=ShardReader(folder), no_dist=alone)
     except CheckpointException as error:
         raise ConfigError(_reason(error)) from None
@@ -122,10 +122,10 @@ def _dcp_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        raise OSError(f"{folder} cannot be written: {_reason(error)}{space(folder)}") from None
+        raise OSError(f"{folder} cannot be written: {_reason(error)}{free_space(folder)}") from None
 
 
-def space(folder: Path) -> str:
+def free_space(folder: Path) -> str:
     """How much is free on the disk of a folder, to end a sentence with; empty where that cannot be told."""
     for place in (folder, *folder.parents):
         with suppress(OSError):  # the first rank may have removed it already
@@ -140,7 +140,7 @@ def _reason(error: CheckpointException) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _ignore_warnings() -> Iterator[None]:
     """Without what the library says of its own interfaces."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

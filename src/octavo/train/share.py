@@ -32,10 +32,10 @@ def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
         return make()
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:  # of mode 0700
         file = Path(folder) / "tensors.pt"
-        skeleton = ranks.agreed(lambda: _write(make(), file) if ranks.local == 0 else b"")
+        skeleton = ranks.raise_together(lambda: _write(make(), file) if ranks.local == 0 else b"")
         owner = ranks.rank - ranks.local
-        pickled, path = ranks.gathered((skeleton, str(file)))[owner]
-        made: T = ranks.agreed(lambda: _TensorJoiner(pickled, _mapped(Path(path))).load())
+        pickled, path = ranks.all_gather((skeleton, str(file)))[owner]
+        made: T = ranks.raise_together(lambda: _TensorJoiner(pickled, _mapped(Path(path))).load())
         ranks.wait()  # until all have mapped it
     return made
 

@@ -35,7 +35,7 @@ from octavo.nn.report import is_converted
 from octavo.numerics.plan import Plan
 from octavo.parallel import parallelize
 from octavo.parallel.parallelize import make_mesh
-from octavo.train.checkpoint import Saver
+from octavo.train.checkpoint import CheckpointSaver
 from octavo.train.checkpointing import Checkpointing
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.data import Corpus
@@ -46,11 +46,11 @@ from octavo.train.loss_scale import LossScale
 from octavo.train.metrics import RunResult, StepMetrics, finite
 from octavo.train.model import build_on_ranks, prepare_loss
 from octavo.train.optimizer import decayed_parameters, make_optimizer
-from octavo.train.probe import check_causal, kept_bytes_per_token
+from octavo.train.probe import check_causal, saved_bytes_per_token
 from octavo.train.ranks import Ranks
 from octavo.train.schedule import learning_rate
 
-PILOT_EVERY = 50
+AUTOPILOT_EVERY = 50
 """Steps from one look of the autopilot to the next, where `inspect.every` says nothing."""
 
 
@@ -88,7 +88,7 @@ class Trainer:
         self.ranks = ranks or Ranks(device)
         self._corpus = corpus
         self._device = device
-        self.ranks.agreed(lambda: _check_batch(config, self.ranks.world))
+        self.ranks.raise_together(lambda: _check_batch(config, self.ranks.world))
         if model is None:
             model, known = build_on_ranks(config, corpus.tokenizer, self.ranks)
             # FSDP moves what it shards to the device, block after block: the whole may not fit there.
@@ -96,19 +96,19 @@ class Trainer:
             self.model: Any = model if spread else model.to(device)
         else:
             self.model, spread, known = model, False, {}
-        self.layers = self.ranks.agreed(lambda: _convert(self.model, config, device, self.ranks.world, plan))
-        self.loss_note = self.ranks.agreed(lambda: prepare_loss(self.model, precision.loss))
+        self.layers = self.ranks.raise_together(lambda: _convert(self.model, config, device, self.ranks.world, plan))
+        self.loss_note = self.ranks.raise_together(lambda: prepare_loss(self.model, precision.loss))
         self._checkpointing = Checkpointing(self.model, precision.checkpointing)
         takes_cache = "use_cache" in inspect.signature(self.model.forward).parameters
-        self._options = {"use_cache": False} if takes_cache else {}
-        self._copies = 1
-        self._call: Callable[..., Any] = self.model
+        self._kwargs = {"use_cache": False} if takes_cache else {}
+        self._replicas = 1
+        self._forward: Callable[..., Any] = self.model
         decayed = decayed_parameters(self.model)
         if spread:
-            self._copies, self._call = _spread(self.model, config, device)
+            self._replicas, self._forward = _parallelize(self.model, config, device)
         self.optimizer = make_optimizer(self.model, config, known, decayed)
         self.loss_scale = LossScale(precision.loss_scale)
-        every = config.inspect.every or (PILOT_EVERY if precision.autopilot else 0)
+        every = config.inspect.every or (AUTOPILOT_EVERY if precision.autopilot else 0)
         self.watch = Watch(self.model, every=every, what_if=config.inspect.what_if, high_precision=self.layers is None)
         limits, back = config.inspect.thresholds, config.inspect.restore_after
         self.pilot = None
@@ -117,7 +117,9 @@ class Trainer:
         self.moved: list[Move] = []
         self.guard = SpikeGuard(config.guard)
         self.skipped_batches = 0
-        self._saver = Saver(self.ranks, behind=config.parallel.async_save, timeout=config.parallel.timeout)
+        self._saver = CheckpointSaver(
+            self.ranks, async_save=config.parallel.async_save, timeout=config.parallel.timeout
+        )
 
     def train_step(self) -> StepMetrics:
         """Takes the next step.
@@ -128,21 +130,21 @@ class Trainer:
         config = self.config
         inputs, targets = self._batch(self.step)
         before = self.pilot.state_dict() if self.pilot is not None else {}
-        loss_value, norm = self._piloted_gradients(inputs, targets)
+        loss_value, norm = self._gradients_with_autopilot(inputs, targets)
         norm_value = norm.item()
         good, vanished = _are_finite(loss_value, norm_value), norm_value == 0 and loss_value != 0
         scale = self.loss_scale.value if self.loss_scale.active else None
         if not vanished:
             self.loss_scale.update(overflow=not good, loss_is_finite=finite(loss_value) is not None)
         stops = not good and (not self.loss_scale.active or self.loss_scale.exhausted)
-        if stops or (vanished and not self.loss_scale.lift()):
+        if stops or (vanished and not self.loss_scale.skip_zero_gradient()):
             if self.pilot is not None and self.moved:
                 self.pilot.load_state_dict(before)
                 self.moved = []
             error: NonFiniteError = ZeroGradientError(self.step + 1, loss_value, scale)
             error = self._diagnose(inputs, targets, loss_value) if stops else error
             self.optimizer.zero_grad()
-            self.loss_scale.rewind()
+            self.loss_scale.undo_fall()
             raise error
         lr = learning_rate(config.optim, self.step, config.run.steps)
         taken = good and not vanished
@@ -170,7 +172,7 @@ class Trainer:
         With `prune`, only the newest `run.keep` checkpoints stay.
         """
         if bad := self.non_finite_parameter():
-            raise self._failure(self.step, "its update was not finite", f"parameter {bad}")
+            raise self._non_finite_error(self.step, "its update was not finite", f"parameter {bad}")
         self._saver.save(
             out,
             step=self.step,
@@ -180,7 +182,7 @@ class Trainer:
             loss_scale=self.loss_scale,
             config=self.config,
             data_fingerprint=self._corpus.fingerprint,
-            more={"skipped_batches": self.skipped_batches, "guard": self.guard.state_dict()}
+            extra={"skipped_batches": self.skipped_batches, "guard": self.guard.state_dict()}
             | ({"autopilot": self.pilot.state_dict()} if self.pilot is not None else {}),
             prune=prune,
         )
@@ -191,7 +193,7 @@ class Trainer:
 
     def non_finite_parameter(self) -> str | None:
         """Name of a parameter that holds a NaN or an infinity on some rank; None where all are finite."""
-        return self.ranks.first_found(non_finite_parameter(self.model))
+        return self.ranks.first_reported(non_finite_parameter(self.model))
 
     def describe(self) -> RunResult:
         """The summary of the run before its first step. Raises ConfigError where the model cannot run a micro-batch."""
@@ -206,7 +208,7 @@ class Trainer:
             parameters=sum(param.numel() for param in self.model.parameters()),
             losses=None,
             tokens_per_s=None,
-            kept_bytes_per_token=self._kept_bytes_per_token(),
+            kept_bytes_per_token=self._saved_bytes_per_token(),
             skipped_steps=0,
             wall_s=0.0,
             versions={
@@ -250,8 +252,8 @@ class Trainer:
             for number, (part_inputs, part_targets) in enumerate(
                 zip(inputs.chunk(parts), targets.chunk(parts), strict=True), 1
             ):
-                if isinstance(self._call, DistributedDataParallel):
-                    self._call.require_backward_grad_sync = number == parts or not self.optimizer.in_place
+                if isinstance(self._forward, DistributedDataParallel):
+                    self._forward.require_backward_grad_sync = number == parts or not self.optimizer.in_place
                 total += self.accumulate(part_inputs, part_targets, targets=targets.numel())
         return total
 
@@ -262,7 +264,7 @@ class Trainer:
         self.optimizer.accumulate()
         return loss.detach()
 
-    def _piloted_gradients(self, inputs: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+    def _gradients_with_autopilot(self, inputs: Tensor, targets: Tensor) -> tuple[float, Tensor]:
         """Leaves the gradients of the step in the optimizer, by layers that the autopilot is content with."""
         self.moved = []
         pilot = self.pilot if self.config.precision.autopilot else None
@@ -280,25 +282,25 @@ class Trainer:
         look, measure = (pilot.wants_sample, pilot.measures) if pilot is not None else (False, None)
         with self.watch.step(self.step + 1, force=look, measure=measure):
             loss = self.forward_backward(inputs, targets)
-        loss, norm = self._over_ranks(loss, self.optimizer.gradient_norm(self.loss_scale.value))
+        loss, norm = self._reduce(loss, self.optimizer.gradient_norm(self.loss_scale.value))
         return loss.item(), norm
 
-    def _over_ranks(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    def _reduce(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The mean loss over the ranks, and the norm of the whole gradient, of which each copy has a part each."""
         if self.ranks.world == 1:
             return loss, norm
-        total, squares = self.ranks.totals(loss, norm.double() ** 2)
-        return total / self.ranks.world, (squares / self._copies).sqrt().float()
+        total, squares = self.ranks.all_reduce(loss, norm.double() ** 2)
+        return total / self.ranks.world, (squares / self._replicas).sqrt().float()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The model's own loss of a micro-batch, a mean over its targets."""
         with self._autocast():
-            loss: Tensor = self._call(input_ids=inputs, labels=targets, shift_labels=targets, **self._options).loss
+            loss: Tensor = self._forward(input_ids=inputs, labels=targets, shift_labels=targets, **self._kwargs).loss
         return loss
 
     def _logits(self, inputs: Tensor) -> Tensor:
         with self._autocast():
-            logits: Tensor = self._call(input_ids=inputs, **self._options).logits
+            logits: Tensor = self._forward(input_ids=inputs, **self._kwargs).logits
         return logits
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -306,23 +308,23 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self._device.type, torch.bfloat16)
 
-    def _kept_bytes_per_token(self) -> float:
+    def _saved_bytes_per_token(self) -> float:
         batch = tuple(tensor.chunk(self.config.optim.micro_batches)[0] for tensor in self._batch(0))
-        return kept_bytes_per_token(self.model, self._checkpointing, self.loss, batch)
+        return saved_bytes_per_token(self.model, self._checkpointing, self.loss, batch)
 
     def _diagnose(self, inputs: Tensor, targets: Tensor, loss: float) -> NonFiniteError:
         self.optimizer.zero_grad()
         if bad := self.non_finite_parameter():
-            return self._failure(self.step, "its update was not finite", f"parameter {bad}")
+            return self._non_finite_error(self.step, "its update was not finite", f"parameter {bad}")
         with nullcontext() if self.watch.rows else self.watch.step(self.step + 1, force=True):
             origin = find_origin(self.model, lambda: self.forward_backward(inputs, targets))
-        found = self.ranks.first_found(*origin) or "none in particular, the norm of the gradient exceeds fp32"
+        found = self.ranks.first_reported(*origin) or "none in particular, the norm of the gradient exceeds fp32"
         operands = [finding for finding in self.watch.findings() if finding.what == "nonfinite"]
         found += f" (first operand: {operands[0].operand} of {operands[0].layer})" if operands else ""
         what = "the gradient is not finite" if finite(loss) is not None else f"the loss is {loss}"
-        return self._failure(self.step + 1, what, found)
+        return self._non_finite_error(self.step + 1, what, found)
 
-    def _failure(self, step: int, what: str, origin: str) -> NonFiniteError:
+    def _non_finite_error(self, step: int, what: str, origin: str) -> NonFiniteError:
         return NonFiniteError(
             f"step {step}: {what}; first value that is not finite: {origin}", step=step, origin=origin
         )
@@ -376,7 +378,7 @@ def _check_batch(config: TrainConfig, world: int) -> None:
         )
 
 
-def _spread(model: nn.Module, config: TrainConfig, device: torch.device) -> tuple[int, Callable[..., Any]]:
+def _parallelize(model: nn.Module, config: TrainConfig, device: torch.device) -> tuple[int, Callable[..., Any]]:
     """Make a model parallel, in place. Returns how many copies of its gradients there are, and what to call."""
     parallel = config.parallel.asked
     mesh = make_mesh(parallel, device.type)

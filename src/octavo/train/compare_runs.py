@@ -29,8 +29,8 @@ from octavo.train.curves import Curves
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
 from octavo.train.metrics import METRICS_FILE, RESULT_FILE, Progress, RunResult, read_metrics
-from octavo.train.outputs import CONFIG_FILE, TRACES
-from octavo.train.ranks import Ranks, joined
+from octavo.train.outputs import CONFIG_FILE, RUN_MARKERS
+from octavo.train.ranks import Ranks, join_ranks
 from octavo.train.same_run import FREE
 
 SHARED = ("run", "model", "data")
@@ -172,16 +172,16 @@ def compare(
     """
     check_limits(margin, confidence, MOST_SEEDS if max_seeds is None else max_seeds)
     configs = {arm.folder(seed): arm.configs[seed] for seed in arms[0].configs for arm in arms}
-    with joined(arms[0].configs[min(arms[0].configs)]) as ranks:
-        ranks.shared(lambda: check_folders(out, configs))
-        planned = ranks.shared(lambda: planned_seeds(out, max_seeds))
+    with join_ranks(arms[0].configs[min(arms[0].configs)]) as ranks:
+        ranks.run_on_rank0(lambda: check_folders(out, configs))
+        planned = ranks.run_on_rank0(lambda: planned_seeds(out, max_seeds))
         results: dict[str, RunResult] = {}
         for folder, config in configs.items():
             result = _trained(out / folder, config, ranks, progress)
             if result.stopped == "sigterm":
                 return None
             results[folder] = result
-        return ranks.shared(lambda: _judged(arms, out, results, margin, confidence, planned))
+        return ranks.run_on_rank0(lambda: _judged(arms, out, results, margin, confidence, planned))
 
 
 def planned_seeds(out: Path, wanted: int | None) -> int:
@@ -206,7 +206,7 @@ def check_folders(out: Path, configs: Mapping[str, TrainConfig]) -> None:
     """
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file: give a folder with --out")
-    found = [name for name in (*TRACES, *FILES) if (out / name).exists()]
+    found = [name for name in (*RUN_MARKERS, *FILES) if (out / name).exists()]
     if found and not (out / FILES[0]).exists():
         raise ConfigError(f"{out} holds {found[0]}, which is of no comparison: give another folder with --out")
     for name, config in configs.items():
@@ -225,15 +225,15 @@ def check_folders(out: Path, configs: Mapping[str, TrainConfig]) -> None:
 
 def _trained(folder: Path, config: TrainConfig, ranks: Ranks, progress: Progress | None) -> RunResult:
     """The result of a run that was there, or is made."""
-    if (found := ranks.shared(lambda: finished(folder, config))) is not None:
+    if (found := ranks.run_on_rank0(lambda: finished(folder, config))) is not None:
         return found
-    there = ranks.shared(folder.exists)
+    there = ranks.run_on_rank0(folder.exists)
     try:
         return run(config, out=folder, resume=there, progress=progress)
     except NonFiniteError as error:
-        if ranks.first and progress is not None:
+        if ranks.is_main and progress is not None:
             progress.note(str(error).partition(". ")[0])
-        return ranks.shared(lambda: RunResult.read(folder))
+        return ranks.run_on_rank0(lambda: RunResult.read(folder))
 
 
 def finished(folder: Path, config: TrainConfig) -> RunResult | None:

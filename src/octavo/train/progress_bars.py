@@ -16,7 +16,7 @@ from rich.text import Text
 
 from octavo.train.config import TrainConfig
 from octavo.train.metrics import RunResult, StepMetrics
-from octavo.train.report import summary_rows
+from octavo.train.run_report import summary_rows
 from octavo.train.verdict import Verdict, arm_name
 
 STATUS_STYLES = {"within": "bold green", "above": "bold yellow", "below": "bold yellow", "none": "bold red"}
@@ -30,7 +30,7 @@ class _Numbers(ProgressColumn):
         return Text("") if row is None else _numbers(row)
 
 
-class Bars:
+class ProgressBars:
     """A `Progress` that draws one bar per run; notes appear above the bars. A context manager.
 
     Args:
@@ -54,7 +54,7 @@ class Bars:
         self._label = ""
         self._steps = 0
 
-    def __enter__(self) -> "Bars":
+    def __enter__(self) -> "ProgressBars":
         self._bars.start()
         return self
 
