@@ -86,12 +86,12 @@ def reference(config: TrainConfig) -> Curve:
     settings = AutoConfig.for_model(config.model.type, **fields, **config.model.config)
     model = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[precision.parameters]).train()
     named = dict(model.named_parameters())
-    keeps_masters = precision.parameters != "fp32" and config.asked.master != "none"
+    keeps_masters = precision.parameters != "fp32" and config.resolved.master != "none"
     masters = (
         {name: p.detach().float().clone().requires_grad_() for name, p in named.items()} if keeps_masters else named
     )
-    if "fp8" in (config.asked.matmul, config.asked.activations):
-        convert(model, precision=config.asked, verbose=False)
+    if "fp8" in (config.resolved.matmul, config.resolved.activations):
+        convert(model, precision=config.resolved, verbose=False)
     decayed = [p for name, p in masters.items() if not NOT_DECAYED.search(name)]
     rest = [p for name, p in masters.items() if NOT_DECAYED.search(name)]
     adamw = torch.optim.AdamW(

@@ -273,7 +273,7 @@ def test_text_that_spells_a_special_token_stays_text(make_config: MakeConfig, tm
 
 @pytest.mark.parametrize("text", ["line one\n" * 40, "x" * 400])
 def test_long_documents_are_cut_without_loss(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "PIECE", 100)
+    monkeypatch.setattr(data, "PIECE_CHARACTERS", 100)
     pieces = [piece for piece in data._pieces(iter([text[:70], text[70:], None])) if piece]
     assert "".join(pieces) == text
     assert 4 <= len(pieces) <= 5

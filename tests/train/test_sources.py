@@ -269,7 +269,7 @@ def test_the_sample_is_that_of_whole_documents(monkeypatch: pytest.MonkeyPatch) 
     shuffled = [texts[i] for i in order if texts[i]]
     total = np.cumsum([len(text) for text in shuffled])
     assert data._sample(read) == shuffled[: int(np.searchsorted(total, 2000)) + 1]
-    monkeypatch.setattr(data, "CANDIDATES", 64)
+    monkeypatch.setattr(data, "MAX_CANDIDATES", 64)
     thinned = data._sample(read)
     assert set(thinned) <= set(texts[::4])
 

@@ -177,8 +177,8 @@ class _NewCheckpoint:
     def begin(self, metadata: dict[str, Any], model: Any, tokenizer: TextTokenizer) -> None:
         """Write what is small, after what an earlier process has left unfinished is gone."""
         for prefix in (WRITING, REMOVING):
-            for left in (self.out / FOLDER).glob(f"{prefix}*"):
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in (self.out / FOLDER).glob(f"{prefix}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
         self.scratch.mkdir(parents=True)
         save_model_configs(model, self.scratch)
         tokenizer.save(self.scratch)
@@ -275,12 +275,12 @@ def check_same_model(folder: Path, config: Any) -> None:
         saved = load_model_config(folder).to_dict()
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}: {_remedy(folder)}") from None
-    now = config.to_dict()
-    for key in [*now, *(key for key in saved if key not in now)]:
-        there, here = (_ordered(each.get(key)) for each in (saved, now))
-        if there != here and key not in IGNORED_CONFIG_KEYS:
+    current = config.to_dict()
+    for key in [*current, *(key for key in saved if key not in current)]:
+        before, now = (_ordered(settings.get(key)) for settings in (saved, current))
+        if before != now and key not in IGNORED_CONFIG_KEYS:
             raise ConfigError(
-                f"{folder} holds another model: there {key} = {there}, here {here}. Set it back in model.path or "
+                f"{folder} holds another model: there {key} = {before}, here {now}. Set it back in model.path or "
                 "[model.config] to resume it, or choose another output folder"
             )
 
@@ -339,8 +339,8 @@ def _load_whole(
 
 def checkpoints(out: Path) -> list[Path]:
     """Folders of the checkpoints under `out`, the newest last."""
-    found = {*(out / FOLDER).glob("step-*")}.difference(invalid_checkpoints(out))
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    paths = {*(out / FOLDER).glob("step-*")}.difference(invalid_checkpoints(out))
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _ordered(value: Any) -> str:
@@ -351,8 +351,8 @@ def _ordered(value: Any) -> str:
 def invalid_checkpoints(out: Path) -> list[Path]:
     """What is named like a checkpoint under `out` and is none: no folder, empty, or not named by its step."""
     name = re.compile(r"step-(\d{6}|[1-9]\d{6,})", re.ASCII)
-    found = sorted((out / FOLDER).glob("step-*"))
-    return [path for path in found if not (name.fullmatch(path.name) and path.is_dir() and any(path.iterdir()))]
+    paths = sorted((out / FOLDER).glob("step-*"))
+    return [path for path in paths if not (name.fullmatch(path.name) and path.is_dir() and any(path.iterdir()))]
 
 
 def _with_remedy(folder: Path, check: Callable[[], None]) -> None:

@@ -79,7 +79,7 @@ class TrainConfig(Section):
                 f"guard.spike = {self.guard.spike:g} goes back to checkpoints, and run.save_every = 0 makes none "
                 "before the end: set run.save_every, as 100"
             )
-        if self.precision.autopilot and self.asked.matmul != "fp8":
+        if self.precision.autopilot and self.resolved.matmul != "fp8":
             raise ValueError(
                 f"precision.autopilot moves layers out of FP8, and precision.level = {self.precision.level!r} puts "
                 'none into it: set precision.level = "O1", or leave the autopilot out'
@@ -87,15 +87,15 @@ class TrainConfig(Section):
         return self
 
     @property
-    def asked(self) -> Precision:
+    def resolved(self) -> Precision:
         """The precision of the run, the optimizer's included."""
-        asked = self.precision.asked
+        asked = self.precision.resolved
         return asked if self.optim.states is None else replace(asked, states=self.optim.states)
 
     @property
     def arm(self) -> str:
         """Short label of the precision, as "bf16" or "O1 rowwise"."""
-        return self.asked.label
+        return self.resolved.label
 
     def to_toml(self) -> str:
         """The effective configuration as TOML that `load_config` reads back equal; unset keys are left out."""

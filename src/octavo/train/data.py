@@ -9,7 +9,7 @@ The batch of a step is a pure function of (seed, step): sample k of the run is w
 the order of an epoch is a permutation drawn from a counter-based generator keyed on (seed, epoch). So nothing about
 the loader is saved, and a resumed run reads exactly what the uninterrupted one would have.
 
-Documents are streamed: about `TEXT_AT_ONCE` bytes of text are encoded at a time, because a tokenizer takes one to two
+Documents are streamed: about `BATCH_BYTES` bytes of text are encoded at a time, because a tokenizer takes one to two
 hundred bytes of memory per byte, and the sample that a BPE is trained on is taken in two passes over the data.
 
 The cache folder holds one directory per (content, vocabulary or tokenizer), made under a temporary name and renamed
@@ -42,24 +42,24 @@ from octavo.train.sections import Data, expand
 from octavo.train.source import Source, open_source
 from octavo.train.tokenizer import SAMPLE_CHARACTERS, TextTokenizer, load_tokenizer, train_tokenizer
 
-LAYOUT = "1"
+FORMAT_VERSION = "1"
 """Part of every cache key; changes with the format of an entry or the way text is cut."""
-TEXT_AT_ONCE = 1 << 20
+BATCH_BYTES = 1 << 20
 """UTF-8 bytes that are encoded at once; the tokenizer takes 100 to 200 bytes of memory for each."""
 PIECE_BYTES = 2 << 20
-"""Longest piece in UTF-8 bytes; only text of more than two bytes a character is cut below `PIECE` for it."""
-PIECES_AT_ONCE = 4096
-PIECE = 1 << 20
+"""Longest piece in UTF-8 bytes; only text of more than two bytes a character is cut below `PIECE_CHARACTERS` for it."""
+BATCH_PIECES = 4096
+PIECE_CHARACTERS = 1 << 20
 """Longer documents are encoded in pieces of at most this many characters, cut after a line break where there is one."""
-CANDIDATES = 1 << 23
+MAX_CANDIDATES = 1 << 23
 """Documents that the sample for the BPE is drawn from; of more, only each second, fourth, … is considered."""
 BUILDING = ".building-"
 """Prefix of an entry that is not complete."""
-ABANDONED = 24 * 3600.0
+ABANDONED_AFTER = 24 * 3600.0
 """Seconds after which an entry that nobody writes to is taken for a killed builder's."""
-ENTRY = ("facts.json", "ids.bin", "tokenizer.json")
+ENTRY_FILES = ("facts.json", "ids.bin", "tokenizer.json")
 DIGESTS = "digests.json"
-REPORT_EVERY = 10.0
+REPORT_SECONDS = 10.0
 """Seconds between two reports of how much was read."""
 
 
@@ -73,20 +73,20 @@ class Corpus:
     """
 
     def __init__(self, folder: Path, tokenizer: TextTokenizer, config: Data, fingerprint: str) -> None:
-        facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+        counts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
         self.tokenizer = tokenizer
         self.fingerprint = fingerprint
-        self.skipped: int = facts["skipped"]
-        self._documents = (facts["without_text"], facts["documents"] + facts["without_text"])
+        self.skipped: int = counts["skipped"]
+        self._documents = (counts["without_text"], counts["documents"] + counts["without_text"])
         self._config = config
-        size = facts["tokens"]
+        size = counts["tokens"]
         self.windows = (size - 1) // config.sequence_length
         if self.windows < 1:
             raise ConfigError(
                 f"data.sequence_length = {config.sequence_length} is longer than the data: it has {size} tokens in "
-                f"{facts['documents']} documents, of which a sequence needs one more than its length"
+                f"{counts['documents']} documents, of which a sequence needs one more than its length"
             )
-        self._ids = np.memmap(folder / "ids.bin", dtype=facts["dtype"], mode="r", shape=(size,))
+        self._ids = np.memmap(folder / "ids.bin", dtype=counts["dtype"], mode="r", shape=(size,))
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def batch(self, seed: int, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +111,7 @@ class Corpus:
         return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(self.windows)
 
 
-class Meter:
+class ReadProgress:
     """Says every few seconds how many bytes a stage has read. A `Tick`."""
 
     def __init__(self, progress: Progress) -> None:
@@ -119,50 +119,50 @@ class Meter:
 
     def stage(self, text: str) -> None:
         """Begin a stage."""
-        self._text, self._bytes, self._next = text, 0, time.monotonic() + REPORT_EVERY
+        self._text, self._bytes, self._next = text, 0, time.monotonic() + REPORT_SECONDS
         self._progress.stage(text)
 
     def __call__(self, size: int) -> None:
         """Count `size` bytes."""
         self._bytes += size
         if time.monotonic() > self._next:
-            self._next = time.monotonic() + REPORT_EVERY
+            self._next = time.monotonic() + REPORT_SECONDS
             self._progress.stage(f"{self._text}: {self._bytes / 1e9:.2f} GB")
 
 
 def load_corpus(config: TrainConfig, progress: Progress) -> Corpus:
     """Tokenizes the data of a run, or finds it in the cache. Raises ConfigError for data that cannot serve."""
-    meter = Meter(progress)
+    meter = ReadProgress(progress)
     meter.stage("reading the data")
     source = open_source(config.data, meter)
-    given = _given_tokenizer(config)
-    vocabulary = given.fingerprint if given else f"bpe {config.data.vocab_size}"
-    fingerprint = hashlib.sha256("\0".join((LAYOUT, source.fingerprint, vocabulary)).encode()).hexdigest()
+    pretrained = _configured_tokenizer(config)
+    vocabulary = pretrained.fingerprint if pretrained else f"bpe {config.data.vocab_size}"
+    fingerprint = hashlib.sha256("\0".join((FORMAT_VERSION, source.fingerprint, vocabulary)).encode()).hexdigest()
     cache = expand(config.data.cache)
     folder = cache / fingerprint[:24]
     if _damage(folder, fingerprint, meter):
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            with _alone(folder, progress):
-                _make(folder, fingerprint, source, given, config.data, meter, progress)
+            with _exclusive(folder, progress):
+                _build_entry(folder, fingerprint, source, pretrained, config.data, meter, progress)
         except OSError as error:
             raise ConfigError(
                 f"data.cache = {config.data.cache} cannot be written: {error.strerror or error}"
             ) from None
-    corpus = Corpus(folder, given or _stored_tokenizer(folder), config.data, fingerprint)
+    corpus = Corpus(folder, pretrained or _cached_tokenizer(folder), config.data, fingerprint)
     for note in (source.left_out, source.without_text and corpus.without_text(source.without_text)):
         if note:
             progress.note(note)
     return corpus
 
 
-def _make(
+def _build_entry(
     folder: Path,
     fingerprint: str,
     source: Source,
-    given: TextTokenizer | None,
+    pretrained: TextTokenizer | None,
     config: Data,
-    meter: Meter,
+    meter: ReadProgress,
     progress: Progress,
 ) -> None:
     """Builds the entry, unless another process has done so meanwhile. Call with the entry locked."""
@@ -176,15 +176,15 @@ def _make(
             progress.note(f"{folder} is damaged ({damage}): built anew")
             folder.rename(scratch / "damaged")
         (scratch / "entry").mkdir()
-        _build(scratch, source, given, config, meter)
-        _seal(scratch / "entry", fingerprint)
+        _build(scratch, source, pretrained, config, meter)
+        _write_digests(scratch / "entry", fingerprint)
         _publish(scratch / "entry", folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager
-def _alone(folder: Path, progress: Progress) -> Iterator[None]:
+def _exclusive(folder: Path, progress: Progress) -> Iterator[None]:
     """Waits until no other process builds the entry, and keeps others waiting."""
     path = folder.with_name(f"{folder.name}.lock")
     waited = False
@@ -204,26 +204,26 @@ def _alone(folder: Path, progress: Progress) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _given_tokenizer(config: TrainConfig) -> TextTokenizer | None:
+def _configured_tokenizer(config: TrainConfig) -> TextTokenizer | None:
     folder = config.data.tokenizer or config.model.path
     return None if folder is None else load_tokenizer(expand(folder))
 
 
-def _build(scratch: Path, source: Source, given: TextTokenizer | None, config: Data, meter: Meter) -> None:
+def _build(scratch: Path, source: Source, pretrained: TextTokenizer | None, config: Data, meter: ReadProgress) -> None:
     folder = scratch / "entry"
-    tokenizer = given
+    tokenizer = pretrained
     if tokenizer is None:
         meter.stage("training the tokenizer")
         tokenizer = train_tokenizer(_sample(lambda: source.read(scratch)), config.vocab_size)
     meter.stage("tokenizing")
-    facts = _tokenize(folder / "ids.bin", source.read(scratch), tokenizer)
-    if not facts["documents"]:
+    counts = _tokenize(folder / "ids.bin", source.read(scratch), tokenizer)
+    if not counts["documents"]:
         raise ConfigError(
-            f'data.source = "{config.source}" is empty: {facts["without_text"]} documents, none with text'
+            f'data.source = "{config.source}" is empty: {counts["without_text"]} documents, none with text'
         )
     tokenizer.backend.save(str(folder / "tokenizer.json"))
-    facts |= {"skipped": source.skipped, "end": tokenizer.end}
-    (folder / "facts.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    counts |= {"skipped": source.skipped, "end": tokenizer.end}
+    (folder / "facts.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
 
 
 def _tokenize(path: Path, stream: Stream, tokenizer: TextTokenizer) -> dict[str, int | str]:
@@ -247,9 +247,9 @@ def _tokenize(path: Path, stream: Stream, tokenizer: TextTokenizer) -> dict[str,
     return {"tokens": tokens, "documents": documents, "without_text": without_text, "dtype": dtype.name}
 
 
-def _seal(folder: Path, fingerprint: str) -> None:
+def _write_digests(folder: Path, fingerprint: str) -> None:
     """Writes the digests of an entry's files, and which entry it is."""
-    digests = {"entry": fingerprint} | {name: _digest(folder / name) for name in ENTRY}
+    digests = {"entry": fingerprint} | {name: _digest(folder / name) for name in ENTRY_FILES}
     (folder / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
 
 
@@ -271,7 +271,7 @@ def _publish(scratch: Path, folder: Path) -> None:
             raise
 
 
-def _damage(folder: Path, fingerprint: str, meter: Meter) -> str:
+def _damage(folder: Path, fingerprint: str, meter: ReadProgress) -> str:
     """What is wrong with an entry of the cache; empty where nothing is."""
     if not folder.exists():
         return "missing"
@@ -284,7 +284,7 @@ def _damage(folder: Path, fingerprint: str, meter: Meter) -> str:
         return f"{DIGESTS} cannot be read"
     if digests.get("entry") != fingerprint:
         return f"{DIGESTS} is of another entry"
-    for name in ENTRY:
+    for name in ENTRY_FILES:
         try:
             if _digest(folder / name, meter) != digests.get(name):
                 return f"{name} is not what was written"
@@ -293,7 +293,7 @@ def _damage(folder: Path, fingerprint: str, meter: Meter) -> str:
     return ""
 
 
-def _stored_tokenizer(folder: Path) -> TextTokenizer:
+def _cached_tokenizer(folder: Path) -> TextTokenizer:
     content = (folder / "tokenizer.json").read_text(encoding="utf-8")
     end = str(json.loads((folder / "facts.json").read_text(encoding="utf-8"))["end"])
     return TextTokenizer(tokenizers.Tokenizer.from_str(content), end)
@@ -306,7 +306,7 @@ def _clear_abandoned(cache: Path) -> None:
             touched = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
         except OSError:  # its builder has just finished
             continue
-        if touched < time.time() - ABANDONED:
+        if touched < time.time() - ABANDONED_AFTER:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -324,7 +324,7 @@ def _sample(read: Callable[[], Stream]) -> list[str]:
             continue
         if number % step == 0:
             lengths.append(length)
-            if len(lengths) == CANDIDATES:
+            if len(lengths) == MAX_CANDIDATES:
                 lengths, step = lengths[::2], 2 * step
         number, length = number + 1, 0
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(lengths))
@@ -336,18 +336,18 @@ def _sample(read: Callable[[], Stream]) -> list[str]:
 
 def _documents(stream: Stream, numbers: np.ndarray) -> list[str]:
     """The beginnings of the documents with these numbers, in this order."""
-    places = np.argsort(numbers)
+    order_of_numbers = np.argsort(numbers)
     texts = [""] * len(numbers)
-    number = found = 0
+    number = done = 0
     parts: list[str] = []
     left = SAMPLE_CHARACTERS
-    while found < len(places):
+    while done < len(order_of_numbers):
         text = next(stream)
-        if number != numbers[places[found]]:
+        if number != numbers[order_of_numbers[done]]:
             number += text is None
         elif text is None:
-            texts[places[found]] = "".join(parts)
-            number, found = number + 1, found + 1
+            texts[order_of_numbers[done]] = "".join(parts)
+            number, done = number + 1, done + 1
             parts, left = [], SAMPLE_CHARACTERS
         elif left:
             parts.append(text[:left])
@@ -356,18 +356,18 @@ def _documents(stream: Stream, numbers: np.ndarray) -> list[str]:
 
 
 def _pieces(stream: Stream) -> Iterator[str | None]:
-    """Text of at most `PIECE` characters, None after each document, and "" instead for one without text."""
-    rest, some = "", False
+    """Text of at most `PIECE_CHARACTERS` characters, None after each document, and "" instead for one without text."""
+    rest, has_text = "", False
     for text in stream:
         if text is None:
             yield from _halves(rest) if rest else ()
-            yield None if some else ""
-            rest, some = "", False
+            yield None if has_text else ""
+            rest, has_text = "", False
             continue
-        rest, some = rest + text, True
+        rest, has_text = rest + text, True
         start = 0
-        while len(rest) - start > PIECE:
-            cut = rest.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+        while len(rest) - start > PIECE_CHARACTERS:
+            cut = rest.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
             yield from _halves(rest[start:cut])
             start = cut
         rest = rest[start:]
@@ -389,7 +389,7 @@ def _batches(pieces: Iterator[str | None]) -> Iterator[list[str | None]]:
     size = 0
     for piece in pieces:
         added = len(piece.encode()) if piece else 0
-        if size + added > TEXT_AT_ONCE or len(batch) >= PIECES_AT_ONCE:
+        if size + added > BATCH_BYTES or len(batch) >= BATCH_PIECES:
             yield batch
             batch, size = [], 0
         batch.append(piece)

@@ -50,12 +50,12 @@ def write_file(path: Path, text: str) -> None:
 
 def apply_umask(folder: Path) -> None:
     """Gives the files of `folder` the mode that the umask asks for: some libraries write with a mode of their own."""
-    made = folder / ".mode"
-    made.touch()
+    probe = folder / ".mode"
+    probe.touch()
     for path in folder.iterdir():
         if path.is_file():
-            shutil.copymode(made, path)
-    made.unlink()
+            shutil.copymode(probe, path)
+    probe.unlink()
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def output_folder(out: Path) -> Iterator[None]:
 
     Raises ConfigError where `out` cannot be written, or another process holds it.
     """
-    made = [path for path in (out, *out.parents) if not path.exists()]
+    created = [path for path in (out, *out.parents) if not path.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
         descriptor = lock(out / LOCK)
@@ -79,7 +79,7 @@ def output_folder(out: Path) -> Iterator[None]:
     finally:
         (out / LOCK).unlink(missing_ok=True)  # while it is still held: who waits for this one sees that it is gone
         os.close(descriptor)
-        for path in made:
+        for path in created:
             if path.exists() and not any(path.iterdir()):
                 path.rmdir()
 

@@ -114,11 +114,11 @@ class SpikeGuard:
 
     def checkpoint_before(self, out: Path, spike: SpikeError) -> Path:
         """The checkpoint to go back to. Newer ones are removed: the run will differ from there."""
-        everything = checkpoints(out)
-        before = [path for path in everything if _step(path) < spike.first] or everything[:1]
+        all_paths = checkpoints(out)
+        before = [path for path in all_paths if _step(path) < spike.first] or all_paths[:1]
         if self._last and spike.step - self._last[0] <= self._config.window:
             before = [path for path in before if _step(path) < self._last[1]] or before[:1]
-        for newer in everything[len(before) :]:
+        for newer in all_paths[len(before) :]:
             remove_checkpoint(newer)
             if newer.exists():
                 raise ConfigError(f"{newer} is from after a spike and cannot be removed: remove it, and --resume")
@@ -154,13 +154,13 @@ class SpikeGuard:
     def _damage(self) -> str:
         """What makes the rise a spike; empty where nothing does."""
         newer = list(self._usual)[len(self._usual) // 2 :]
-        (usual, usual_norm), (now, norm) = (map(median, zip(*rows, strict=True)) for rows in (newer, self._rise))
+        (usual_loss, usual_norm), (loss, norm) = (map(median, zip(*rows, strict=True)) for rows in (newer, self._rise))
         unusual = not usual_norm / NORM_FACTOR < norm < usual_norm * NORM_FACTOR
-        if now < LOSS_DAMAGE * usual and not (unusual and now >= LOSS_AND_NORM_DAMAGE * usual):
+        if loss < LOSS_DAMAGE * usual_loss and not (unusual and loss >= LOSS_AND_NORM_DAMAGE * usual_loss):
             return ""
         return (
-            f"steps {self._first} to {self._first + len(self._rise) - 1}: the loss is {now:.4g} and the gradient norm "
-            f"{norm:.3g}; the medians of {len(newer)} steps before were {usual:.4g} and {usual_norm:.3g} "
+            f"steps {self._first} to {self._first + len(self._rise) - 1}: the loss is {loss:.4g} and the gradient norm "
+            f"{norm:.3g}; the medians of {len(newer)} steps before were {usual_loss:.4g} and {usual_norm:.3g} "
             f"(guard.spike = {self._config.spike:g})"
         )
 

@@ -75,23 +75,23 @@ def run(
     stop = threading.Event()
     # A signal to a launcher and its processes reaches these twice; those who lose patience have SIGKILL.
     with stop_on(stop, signal.SIGTERM, patient=under_torchrun()), join_ranks(config) as ranks, ExitStack() as stack:
-        shown = progress if progress is not None and ranks.is_main else NullProgress()
+        own_progress = progress if progress is not None and ranks.is_main else NullProgress()
         ranks.raise_together(lambda: _check_installed(config, ranks))
         resume = resume or ranks.restarted
         run_folder = ranks.run_on_rank0(lambda: _open_run_folder(stack, out, config, resume, ranks))
         ranks.raise_together(lambda: check_model(config.model))
         if config.model.path is not None and run_folder.checkpoint is None:
             _check_start(expand(config.model.path), ranks)
-        corpus = _load_corpus(config, ranks, shown)
-        shown.stage("building the model")
+        corpus = _load_corpus(config, ranks, own_progress)
+        own_progress.stage("building the model")
         trainer = Trainer(config, corpus, ranks.device, ranks=ranks)
         trainer.check_causal()
         summary = trainer.describe()
         if resume and run_folder.checkpoint is None:
-            shown.note(f"no checkpoint in {out}: starting from the first step")
-        _prepare(trainer, out, run_folder, corpus, shown)
+            own_progress.note(f"no checkpoint in {out}: starting from the first step")
+        _prepare(trainer, out, run_folder, corpus, own_progress)
         with stop_on(stop, signal.SIGINT, patient=under_torchrun()):
-            return _train(trainer, summary, out, shown, stop)
+            return _train(trainer, summary, out, own_progress, stop)
 
 
 def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
@@ -123,8 +123,8 @@ def _open_run_folder(stack: ExitStack, out: Path, config: TrainConfig, resume: b
 def _load_corpus(config: TrainConfig, ranks: Ranks, progress: Progress) -> Corpus:
     """The data: made ready by one process of each machine, then read by all."""
     group = ranks.host_group(PREPARATION_TIMEOUT)  # `parallel.timeout` is for steps
-    made = ranks.raise_together(lambda: load_corpus(config, progress) if ranks.local == 0 else None, group=group)
-    corpus = ranks.raise_together(lambda: made or load_corpus(config, progress), group=group)
+    built = ranks.raise_together(lambda: load_corpus(config, progress) if ranks.local == 0 else None, group=group)
+    corpus = ranks.raise_together(lambda: built or load_corpus(config, progress), group=group)
     ranks.check_same({"the content of data.source": corpus.fingerprint[:12]})
     if corpus.skipped:
         progress.note(f"{corpus.skipped} files of the data were left out: not UTF-8")
@@ -141,8 +141,8 @@ def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, corpus: Corpus,
         if rollback is not None and rollback.get("rollbacks", 0) > trainer.guard.rollbacks:  # after it was saved
             trainer.skipped_batches = rollback["skipped_batches"]
             trainer.guard.record_rollback(rollback["step"], rollback["to"], rollback["rollbacks"])
-        if (before := state.get("ranks", 1)) != ranks.world:
-            progress.note(f"resumed by {ranks.world} processes (was {before})")
+        if (previous_world := state.get("ranks", 1)) != ranks.world:
+            progress.note(f"resumed by {ranks.world} processes (was {previous_world})")
     for note in run_folder.notes:
         progress.note(note)
     ranks.run_on_rank0(lambda: _write_description(trainer, out, corpus))
@@ -247,10 +247,10 @@ def _roll_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progres
     skipped, rollbacks = trainer.skipped_batches, guard.rollbacks + 1
     moves = len(trainer.pilot.moves) if trainer.pilot is not None else 0
     _load_state(trainer, checkpoint, state)
-    missed = spike.step - trainer.step
-    trainer.skipped_batches = skipped + missed
+    batches_to_skip = spike.step - trainer.step
+    trainer.skipped_batches = skipped + batches_to_skip
     guard.record_rollback(spike.step, trainer.step, rollbacks)
-    text = f"{spike}. Back to step {trainer.step}, and on without the {missed} batches since"
+    text = f"{spike}. Back to step {trainer.step}, and on without the {batches_to_skip} batches since"
     if trainer.pilot is not None and moves > len(trainer.pilot.moves):
         text += f"; {moves - len(trainer.pilot.moves)} moves of the autopilot are taken back"
     text += "" if guard.active else "; the guard goes off after this one (guard.rollbacks)"
@@ -285,13 +285,13 @@ def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, pro
         _record_event(trainer, out, progress, row.step, MOVE, f"autopilot, {move}")
     scale = trainer.loss_scale
     if row.skipped:
-        at, following = f"loss scale {row.loss_scale:g}", f"(next {scale.value:g})"
+        at, next_scale = f"loss scale {row.loss_scale:g}", f"(next {scale.value:g})"
         if row.loss is None:
             reason = f"the loss is not finite, which no loss scale changes ({at} stays)"
         elif row.grad_norm is None:
-            reason = f"the gradient overflowed at {at} {following}"
+            reason = f"the gradient overflowed at {at} {next_scale}"
         else:
-            reason = f"the gradient is exactly zero in every parameter at {at} {following}"
+            reason = f"the gradient is exactly zero in every parameter at {at} {next_scale}"
         progress.note(f"step {row.step} skipped: {reason}")
     if scale.restored_from is not None:
         text = f"the loss scale fell to {scale.restored_from:g}, at which most gradients underflow: restored to "
@@ -301,11 +301,13 @@ def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, pro
 
 def _record_statistics(trainer: Trainer, step: int, metrics: MetricsBuffer, progress: Progress, out: Path) -> None:
     """Write the statistics of a step, and show what began to cross a limit in it."""
-    news = metrics.write_statistics(trainer.watch.rows)
-    for finding in news[:MAX_FINDINGS_SHOWN]:
+    findings = metrics.write_statistics(trainer.watch.rows)
+    for finding in findings[:MAX_FINDINGS_SHOWN]:
         _record_event(trainer, out, progress, step, FINDING, str(finding))
-    if len(news) > MAX_FINDINGS_SHOWN:
-        rest = f"step {step}: {len(news) - MAX_FINDINGS_SHOWN} more figures crossed a limit: octavo inspect shows them"
+    if len(findings) > MAX_FINDINGS_SHOWN:
+        rest = (
+            f"step {step}: {len(findings) - MAX_FINDINGS_SHOWN} more figures crossed a limit: octavo inspect shows them"
+        )
         _record_event(trainer, out, progress, step, FINDING, rest)
 
 

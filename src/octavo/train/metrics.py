@@ -163,10 +163,10 @@ def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
     other line that is not a step, or not after the one before, raises ValueError with its number and the field. Steps
     that are missing, of `last` at least, are a warning: a power cut takes lines that were not on disk yet.
     """
-    path, what = out / METRICS_FILE, "a step of a run"
-    rows = [StepMetrics(**row) for row in read_records(path, record(StepMetrics), what)]
+    path, record_name = out / METRICS_FILE, "a step of a run"
+    rows = [StepMetrics(**row) for row in read_records(path, record(StepMetrics), record_name)]
     steps = [row.step for row in rows]
-    check_order(path, steps, what)
+    check_order(path, steps, record_name)
     last = max([last, *steps])
     if len(steps) < last:
         first = next((number for number, step in enumerate(steps, 1) if step != number), len(steps) + 1)

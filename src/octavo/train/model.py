@@ -98,7 +98,7 @@ def exact_masters(config: TrainConfig) -> dict[str, torch.Tensor]:
     The checkpoint may hold more bits than the parameters of the run: masters made of the parameters would lose them.
     """
     precision = config.precision
-    if config.model.path is None or precision.parameters == "fp32" or precision.asked.master == "none":
+    if config.model.path is None or precision.parameters == "fp32" or precision.resolved.master == "none":
         return {}
     model = _from_folder(Path(config.model.path).expanduser(), torch.float32)
     return {name: param.detach() for name, param in model.named_parameters()}

@@ -58,7 +58,7 @@ def make_optimizer(
         exact: fp32 values of parameters where more is known, by name.
         decayed: Names of the parameters that weight decay applies to.
     """
-    states, master = config.asked.states, config.asked.master
+    states, master = config.resolved.states, config.resolved.master
     if states == "fp8" or (master == "remainder" and config.precision.parameters == "bf16"):
         kept = None if master == "none" else master
         return CompactAdamW(model, config.optim, states=states, master=kept, exact=exact, decayed=decayed)

@@ -87,9 +87,9 @@ def check_kind(path: Path, writer: str = "a run") -> None:
     """
     folder = path.name in (FOLDER, TENSORBOARD_DIR)
     if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file() and not path.is_symlink()):
-        what = f"a link to {os.readlink(path)}" if path.is_symlink() else "a folder" if path.is_dir() else "no folder"
+        kind = f"a link to {os.readlink(path)}" if path.is_symlink() else "a folder" if path.is_dir() else "no folder"
         raise ConfigError(
-            f"{path} is {what}, and {writer} writes a {'folder' if folder else 'file'} there: move it away, or choose "
+            f"{path} is {kind}, and {writer} writes a {'folder' if folder else 'file'} there: move it away, or choose "
             "another folder (--out)"
         )
 

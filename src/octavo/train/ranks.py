@@ -88,34 +88,34 @@ class Ranks:
         """
         if self.world == 1:
             return action()
-        result, problem = _try(action)
-        if self.any(problem is not None, group=group):
-            problems = self.all_gather(problem)
-            rank, first = next((rank, other) for rank, other in enumerate(problems) if other is not None)
-            raise SharedError(first if None not in problems else f"rank {rank}: {first}")
+        result, error = _try(action)
+        if self.any(error is not None, group=group):
+            errors = self.all_gather(error)
+            rank, message = next((rank, other) for rank, other in enumerate(errors) if other is not None)
+            raise SharedError(message if None not in errors else f"rank {rank}: {message}")
         return result  # type: ignore[return-value]
 
     def run_on_rank0(self, action: Callable[[], T]) -> T:
         """What `action` returns on the first rank, which alone does it. Raises its ConfigError on all ranks."""
         if self.world == 1:
             return action()
-        told: list[Any] = [_try(action)] if self.is_main else [None]
-        dist.broadcast_object_list(told, 0)
-        result, problem = told[0]
-        if problem is not None:
-            raise SharedError(problem)
-        found: T = result
-        return found
+        payload: list[Any] = [_try(action)] if self.is_main else [None]
+        dist.broadcast_object_list(payload, 0)
+        result, error = payload[0]
+        if error is not None:
+            raise SharedError(error)
+        value: T = result
+        return value
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
         """Raise ConfigError on all ranks where a setting differs between them; it names the first and who has which."""
         if self.world == 1:
             return
         by_rank = self.all_gather(dict(settings))
-        for key in dict.fromkeys(key for found in by_rank for key in found):
+        for key in dict.fromkeys(key for settings_of_rank in by_rank for key in settings_of_rank):
             owners: dict[str, list[int]] = {}
-            for rank, found in enumerate(by_rank):
-                owners.setdefault(repr(found[key]) if key in found else "unset", []).append(rank)
+            for rank, settings_of_rank in enumerate(by_rank):
+                owners.setdefault(repr(settings_of_rank[key]) if key in settings_of_rank else "unset", []).append(rank)
             if len(owners) > 1:
                 shown = "; ".join(f"{value} on {_rank_names(ranks)}" for value, ranks in owners.items())
                 raise SharedError(f"the ranks do not train the same: {key} = {shown}. Give every machine the same one")
@@ -128,13 +128,13 @@ class Ranks:
         dist.all_reduce(flags, dist.ReduceOp.MAX, group)
         return bool(flags)
 
-    def first_reported(self, found: str | None, order: int = 0) -> str | None:
+    def first_reported(self, text: str | None, order: int = 0) -> str | None:
         """What was found at the lowest order by the lowest rank, with that rank named."""
         if self.world == 1:
-            return found
-        by_rank = enumerate(self.all_gather((order, found)))
-        of_all = [(order, rank, text) for rank, (order, text) in by_rank if text is not None]
-        return "{2} (rank {1})".format(*min(of_all)) if of_all else None
+            return text
+        by_rank = enumerate(self.all_gather((order, text)))
+        reports = [(order, rank, text) for rank, (order, text) in by_rank if text is not None]
+        return "{2} (rank {1})".format(*min(reports)) if reports else None
 
     def all_reduce(self, *values: Tensor) -> list[Tensor]:
         """Sums of float64 scalars over the ranks."""
@@ -155,14 +155,14 @@ class Ranks:
         """Another group of all ranks' CPUs, with a patience of its own; None for one process."""
         if self.world == 1:
             return None
-        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-        return made
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        return group
 
     def all_gather(self, value: Any) -> list[Any]:
         """A value of each rank, by rank."""
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value)
-        return found
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
 
 def under_torchrun() -> bool:
@@ -209,7 +209,7 @@ def _check_same_config(config: TrainConfig, ranks: Ranks) -> Ranks:
     settings = dict(flat("", config.model_dump(mode="json", exclude_none=True)))
     ranks.check_same({key: value for key, value in settings.items() if key not in MACHINE_PATHS})
     try:
-        config.parallel.asked.sizes(ranks.world)
+        config.parallel.resolved.sizes(ranks.world)
     except ValueError as error:
         raise SharedError(str(error)) from None
     return ranks
@@ -263,17 +263,17 @@ def _connect(device: torch.device, rank: int, timeout: float) -> dist.Store:  # 
     135712): so each attempt has keys of its own.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    patience = timedelta(seconds=timeout)
+    limit = timedelta(seconds=timeout)
     try:
-        store, rank, world = next(rendezvous("env://", timeout=patience))
-        store.set_timeout(patience)
-        own = dist.PrefixStore(_attempt_prefix(store, rank, world, timeout), store)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=patience)
+        store, rank, world = next(rendezvous("env://", timeout=limit))
+        store.set_timeout(limit)
+        prefixed = dist.PrefixStore(_attempt_prefix(store, rank, world, timeout), store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=limit)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        place = ":".join(os.environ.get(name, "(unset)") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        address = ":".join(os.environ.get(name, "(unset)") for name in ("MASTER_ADDR", "MASTER_PORT"))
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = {place} within {timeout:g} s "
+            f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = {address} within {timeout:g} s "
             f"({reason}): give every machine the same --rdzv-endpoint HOST:PORT, and see that HOST answers on PORT"
         ) from None
     return store
@@ -285,23 +285,23 @@ def _attempt_prefix(store: dist.Store, rank: int, world: int, timeout: float) ->
     torchrun's restart count is none: a machine whose processes were only stopped because another's had failed does not
     count it. So rank 0 makes one up, and tells it to whoever asks until every rank has thanked; the dead do not.
     """
-    own = uuid4().hex
+    token = uuid4().hex
     if rank:
-        store.set(f"octavo/asks/{rank}", own)
-        name = str(store.get(f"octavo/answer/{own}").decode())
+        store.set(f"octavo/asks/{rank}", token)
+        name = str(store.get(f"octavo/answer/{token}").decode())
         store.set(f"octavo/thanks/{name}/{rank}", "")
         return f"octavo/{name}"
     end, missing = time.monotonic() + timeout, set(range(1, world))
     while missing:
         for other in sorted(missing):
-            if store.check([f"octavo/thanks/{own}/{other}"]):
+            if store.check([f"octavo/thanks/{token}/{other}"]):
                 missing.remove(other)
             elif store.check([f"octavo/asks/{other}"]):
-                store.set(f"octavo/answer/{store.get(f'octavo/asks/{other}').decode()}", own)
+                store.set(f"octavo/answer/{store.get(f'octavo/asks/{other}').decode()}", token)
         if missing and time.monotonic() > end:
             raise RuntimeError(f"{_rank_names(sorted(missing))} did not come")
         time.sleep(0.01)
-    return f"octavo/{own}"
+    return f"octavo/{token}"
 
 
 def _rank_names(ranks: list[int]) -> str:

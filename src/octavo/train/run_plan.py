@@ -185,8 +185,8 @@ def plan_step(
     """
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
-    found, asked = with_measurements(find_gpu(gpu), calibration), config.asked
-    parts, layout = config.optim.micro_batches, config.parallel.asked
+    found, asked = with_measurements(find_gpu(gpu), calibration), config.resolved
+    parts, layout = config.optim.micro_batches, config.parallel.resolved
     setting = Setting(
         **layout_settings(gpus, layout), micro_batches=parts, recompute=CHECKPOINTING[config.precision.checkpointing],
         states=asked.states,
@@ -235,7 +235,7 @@ def plan_step(
 
 def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu, tokens: int) -> Plan:
     """What the trainer converts on a GPU: as it does it, on a copy. Raises ValueError as it does."""
-    asked = config.asked
+    asked = config.resolved
     if "fp8" not in (asked.matmul, asked.activations):
         return Plan({})
     if asked.recipe == AUTO and asked.matmul == "fp8":

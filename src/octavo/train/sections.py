@@ -223,7 +223,7 @@ class PrecisionConfig(Section):
     """Activation checkpointing of each block: recompute all of it, or all but its matrix products and attention."""
 
     @property
-    def asked(self) -> Precision:
+    def resolved(self) -> Precision:
         """The level, with what is set besides it."""
         given = {name: getattr(self, name) for name in ("matmul", "activations", "master")}
         changes = {name: value for name, value in given.items() if value is not None}
@@ -232,7 +232,7 @@ class PrecisionConfig(Section):
 
     @model_validator(mode="after")
     def _known_precision(self) -> "PrecisionConfig":
-        master = self.asked.master
+        master = self.resolved.master
         if self.parameters == "fp16" and master != "fp32":
             raise ValueError(
                 f'precision.master = "{master}" with fp16 parameters: AdamW\'s second moment underflows in fp16, '
@@ -261,11 +261,11 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _known_sizes(self) -> "ParallelConfig":
-        _ = self.asked
+        _ = self.resolved
         return self
 
     @property
-    def asked(self) -> Parallel:
+    def resolved(self) -> Parallel:
         """What `octavo.parallelize` takes."""
         return Parallel(**self.model_dump(exclude={"async_save", "timeout"}))
 

@@ -100,8 +100,8 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _metadata(stored: Any) -> Metadata:
-    state = _state(stored, "Metadata")
+def _metadata(record: Any) -> Metadata:
+    state = _state(record, "Metadata")
     return Metadata(
         {
             _expect(name, str): _tensor(name, entry)
@@ -114,10 +114,10 @@ def _metadata(stored: Any) -> Metadata:
     )
 
 
-def _tensor(name: str, stored: Any) -> TensorStorageMetadata:
-    if not isinstance(stored, _Record) or type(stored).__name__ != "TensorStorageMetadata":
+def _tensor(name: str, record: Any) -> TensorStorageMetadata:
+    if not isinstance(record, _Record) or type(record).__name__ != "TensorStorageMetadata":
         raise ConfigError(f"{name} is no tensor, and whatever else it is would be unpickled")
-    state = _state(stored, "TensorStorageMetadata")
+    state = _state(record, "TensorStorageMetadata")
     dtype, *_ = _state(state["properties"], "TensorProperties", tuple)
     chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in _expect(state["chunks"], list)]
     return TensorStorageMetadata(
@@ -128,7 +128,7 @@ def _tensor(name: str, stored: Any) -> TensorStorageMetadata:
 
 
 def _stored(key: Any, value: Any) -> tuple[MetadataIndex, _StorageInfo]:
-    place, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
+    key_state, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
     file = _expect(info["relative_path"], str)
     if Path(file).name != file or "\\" in file or file.startswith("."):
         raise ConfigError(f"it points to {file!r}, which is no file beside it")
@@ -137,18 +137,18 @@ def _stored(key: Any, value: Any) -> tuple[MetadataIndex, _StorageInfo]:
     offset, length = (_expect(info[name], int) for name in ("offset", "length"))
     if offset < 0 or length < 0:
         raise ConfigError(f"it points to {offset}, {length} in {file}")
-    start, hint = _expect(place.get("offset"), torch.Size | None), _expect(place.get("index"), int | None)
-    return MetadataIndex(_expect(place["fqn"], str), start, hint), _StorageInfo(file, offset, length)
+    start, hint = _expect(key_state.get("offset"), torch.Size | None), _expect(key_state.get("index"), int | None)
+    return MetadataIndex(_expect(key_state["fqn"], str), start, hint), _StorageInfo(file, offset, length)
 
 
 def _path(value: Any) -> tuple[str | int, ...]:
     return tuple(_expect(part, str | int) for part in _expect(value, tuple))
 
 
-def _state(stored: Any, name: str, kind: Any = dict) -> Any:
-    if not isinstance(stored, _Record) or type(stored).__name__ != name:
+def _state(record: Any, name: str, kind: Any = dict) -> Any:
+    if not isinstance(record, _Record) or type(record).__name__ != name:
         raise TypeError(f"{name} expected")
-    return _expect(stored.state, kind)
+    return _expect(record.state, kind)
 
 
 def _expect(value: Any, kind: Any) -> Any:

@@ -95,14 +95,16 @@ def read_weights(folder: Path, model: nn.Module) -> None:
 
 def check(folder: Path) -> None:
     """Raise ConfigError, naming them, where files of a state are missing or too short, or its index is refused."""
-    needed: dict[str, int] = {}
+    expected_sizes: dict[str, int] = {}
     for stored in read_index(folder).storage_data.values():
-        needed[stored.relative_path] = max(needed.get(stored.relative_path, 0), stored.offset + stored.length)
-    found = {name: (folder / name).stat().st_size if (folder / name).exists() else -1 for name in needed}
-    missing = sorted(name for name, size in found.items() if size < 0)
-    short = sorted(name for name, size in found.items() if 0 <= size < needed[name])
+        expected_sizes[stored.relative_path] = max(
+            expected_sizes.get(stored.relative_path, 0), stored.offset + stored.length
+        )
+    sizes = {name: (folder / name).stat().st_size if (folder / name).exists() else -1 for name in expected_sizes}
+    missing = sorted(name for name, size in sizes.items() if size < 0)
+    short = sorted(name for name, size in sizes.items() if 0 <= size < expected_sizes[name])
     if missing:
-        raise ConfigError(f"{len(missing)} of {len(needed)} shards are missing ({', '.join(missing[:4])})")
+        raise ConfigError(f"{len(missing)} of {len(expected_sizes)} shards are missing ({', '.join(missing[:4])})")
     if short:
         raise ConfigError(f"shards are cut off ({', '.join(short[:4])})")
 

@@ -152,11 +152,11 @@ def _custom_classes(folder: Path) -> list[str]:
     """Classes of the folder's own code that its tokenizer asks for."""
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        asked = settings.get("auto_map", {})
-        asked = asked.get("AutoTokenizer") if isinstance(asked, dict) else asked
+        classes = settings.get("auto_map", {})
+        classes = classes.get("AutoTokenizer") if isinstance(classes, dict) else classes
     except (OSError, ValueError, AttributeError):  # none, or one that AutoTokenizer refuses
         return []
-    return [str(name).rpartition(".")[2] for name in (asked if isinstance(asked, list) else [asked]) if name]
+    return [str(name).rpartition(".")[2] for name in (classes if isinstance(classes, list) else [classes]) if name]
 
 
 def _missing_package(folder: Path) -> str:
