@@ -1,12 +1,12 @@
-"""The run: data, model, precision, and the steps (`octavo.train.trainer`).
+"""The training loop: data, model, precision and steps (`octavo.train.trainer`).
 
     for each step:  batch(seed, step) → micro-batches: forward, loss / tokens of the step, backward, add up in fp32
                     → norm → finite? → clip → AdamW on the masters → metrics
 
-With the parameters, moments and loss scale of a checkpoint, a resumed run is bitwise the uninterrupted one: all else
-is a function of (seed, step). A run that stops on a value that is not finite leaves the state before that step saved.
+A resumed run equals an uninterrupted one bit for bit: a checkpoint holds parameters, moments and loss scale, and all
+else is a function of (seed, step). A run that stops on a non-finite value saves the state before that step.
 
-Under torchrun every process comes through here; what there is one of is read and written by the first (`ranks`).
+Under torchrun every process runs this loop; rank 0 reads and writes the output folder (`ranks`).
 """
 
 import json
@@ -46,26 +46,26 @@ from octavo.train.signals import stop_on
 from octavo.train.trainer import Trainer
 
 MAX_FINDINGS_SHOWN = 4
-"""Statistics that crossed a limit, as many as are shown of one step."""
+"""Largest number of findings printed for one step."""
 REQUIRED_PACKAGES = ("safetensors", "tokenizers", "transformers", "tensorboard", "jinja2", "matplotlib")
-"""What every run needs; the last three not before it ends, or writes its first row."""
+"""Packages that every run imports, some of them only at its end."""
 PREPARATION_TIMEOUT = timedelta(days=7)
-"""How long ranks wait for the one that makes the data ready; of one that dies they hear at once."""
+"""How long ranks wait for the one that prepares the data. The death of a rank ends the wait at once."""
 
 
 def run(
     config: TrainConfig, *, out: Path | None = None, resume: bool = False, progress: Progress | None = None
 ) -> RunResult:
-    """Trains as `config` says and returns the summary, which is also in `run.json`.
+    """Trains a model and returns the summary, which is also written to `run.json`.
 
     Args:
-        config: The run, from `load_config`.
-        out: Output folder; overrides `run.out`. `runs/<name>` where neither is given.
-        resume: Continue from the newest checkpoint in `out`, a folder; from the start where it holds none.
-        progress: Told of stages, steps and notes; nothing is printed without one.
+        config: Configuration of the run, from `load_config`.
+        out: Output folder; overrides `run.out`. Default: `runs/<name>`.
+        resume: Continue from the newest checkpoint in `out`, or from the start if it holds none.
+        progress: Receives stages, steps and notes; None prints nothing.
 
-    In the main thread, SIGTERM, and SIGINT once training has begun, finish the step, save, and return with
-    `stopped = "sigterm"`. SIGTERM before the first step saves the beginning.
+    In the main thread, SIGTERM (and SIGINT after training has begun) finishes the step, saves, and returns with
+    `stopped = "sigterm"`. SIGTERM before the first step saves the initial state.
 
     Raises:
         ConfigError: For a mistake in configuration, data, model or output folder; nothing is overwritten.
@@ -73,7 +73,7 @@ def run(
     """
     out = expand(out or config.run.out or Path("runs") / config.run.name)
     stop = threading.Event()
-    # A signal to a launcher and its processes reaches these twice; those who lose patience have SIGKILL.
+    # A signal to torchrun and its processes reaches the processes twice; SIGKILL still ends them.
     with stop_on(stop, signal.SIGTERM, patient=under_torchrun()), join_ranks(config) as ranks, ExitStack() as stack:
         own_progress = progress if progress is not None and ranks.is_main else NullProgress()
         ranks.raise_together(lambda: _check_installed(config, ranks))
@@ -95,7 +95,7 @@ def run(
 
 
 def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
-    """Raise ConfigError for what would fail later only: a package that reports need, `async_save` without shards."""
+    """Raise ConfigError early for a missing package and for `async_save` on one process."""
     if missing := [name for name in REQUIRED_PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"{missing[0]} is not installed: pip install 'octavo[train]'")
     if config.parallel.async_save and ranks.world == 1:
@@ -105,13 +105,13 @@ def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
 
 
 def _check_start(folder: Path, ranks: Ranks) -> None:
-    """Raise ConfigError for a damaged checkpoint or export of Octavo's to start from; others have no digests."""
+    """Raise ConfigError for a damaged start checkpoint or export of Octavo; other folders have no digests."""
     if ranks.run_on_rank0(lambda: has_digests(folder)):
         ranks.raise_together(partial(check_digests, folder, part=ranks.rank, parts=ranks.world))
 
 
 def _open_run_folder(stack: ExitStack, out: Path, config: TrainConfig, resume: bool, ranks: Ranks) -> RunFolder:
-    """Lock the output folder for as long as `stack` is open, and say where the run starts."""
+    """Lock the output folder until `stack` closes. Returns where the run starts."""
     if resume and not ranks.restarted and not out.exists():
         raise ConfigError(f"there is no folder {out}, so no run to resume: check --out, or leave out --resume")
     stack.enter_context(output_folder(out))
@@ -121,7 +121,7 @@ def _open_run_folder(stack: ExitStack, out: Path, config: TrainConfig, resume: b
 
 
 def _load_corpus(config: TrainConfig, ranks: Ranks, progress: Progress) -> Corpus:
-    """The data: made ready by one process of each machine, then read by all."""
+    """Load the data: one process of each machine prepares it, then all read it."""
     group = ranks.host_group(PREPARATION_TIMEOUT)  # `parallel.timeout` is for steps
     built = ranks.raise_together(lambda: load_corpus(config, progress) if ranks.local == 0 else None, group=group)
     corpus = ranks.raise_together(lambda: built or load_corpus(config, progress), group=group)
@@ -132,13 +132,13 @@ def _load_corpus(config: TrainConfig, ranks: Ranks, progress: Progress) -> Corpu
 
 
 def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, corpus: Corpus, progress: Progress) -> None:
-    """Puts the trainer where the run starts, and writes what is known of the run before its first step."""
+    """Load the checkpoint to resume from, if any, and write the description of the run."""
     config, checkpoint, ranks = trainer.config, run_folder.checkpoint, trainer.ranks
     if checkpoint is not None:
         state = ranks.run_on_rank0(lambda: _read_state(corpus, checkpoint, config))
         _load_state(trainer, checkpoint, state)
         rollback = ranks.run_on_rank0(lambda: last_rollback(out, trainer.step))
-        if rollback is not None and rollback.get("rollbacks", 0) > trainer.guard.rollbacks:  # after it was saved
+        if rollback is not None and rollback.get("rollbacks", 0) > trainer.guard.rollbacks:  # rolled back after saving
             trainer.skipped_batches = rollback["skipped_batches"]
             trainer.guard.record_rollback(rollback["step"], rollback["to"], rollback["rollbacks"])
         if (previous_world := state.get("ranks", 1)) != ranks.world:
@@ -149,7 +149,7 @@ def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, corpus: Corpus,
 
 
 def _load_state(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> None:
-    """Put the trainer where a checkpoint is."""
+    """Load a checkpoint into the trainer."""
     try:
         if trainer.pilot is not None and "autopilot" in state:
             trainer.pilot.load_state_dict(state["autopilot"])
@@ -162,7 +162,7 @@ def _load_state(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> No
 
 
 def _read_state(corpus: Corpus, checkpoint: Path, config: TrainConfig) -> dict[str, Any]:
-    """The state of a checkpoint. Raises ConfigError where it was trained on other data."""
+    """Read the state of a checkpoint. Raises ConfigError if its run used other data."""
     state = read_trainer_state(checkpoint)
     if state["data"] != corpus.fingerprint:
         raise ConfigError(f"{checkpoint} is of a run on other data: the content of {config.data.source} has changed")
@@ -170,7 +170,7 @@ def _read_state(corpus: Corpus, checkpoint: Path, config: TrainConfig) -> dict[s
 
 
 def _write_description(trainer: Trainer, out: Path, corpus: Corpus) -> None:
-    """Writes what is known of the run before its first step."""
+    """Write the configuration, layers and tokenizer of the run."""
     config = trainer.config
     write_file(out / CONFIG_FILE, config.to_toml())
     if trainer.layers is not None:
@@ -184,7 +184,7 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
         progress.note(note)
     spike, failure = None, None
     if trainer.guard.active and not ranks.run_on_rank0(lambda: checkpoints(out)):
-        trainer.save(out)  # something to go back to
+        trainer.save(out)  # a checkpoint to roll back to
     progress.start(config, trainer.step)
     while True:
         with ranks.raise_together(lambda: _metrics(trainer, out)) as metrics:
@@ -196,7 +196,7 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
                 stopped = "non-finite"
                 ranks.run_on_rank0(partial(_record_statistics, trainer, error.step, metrics, progress, out))
                 if trainer.non_finite_parameter() is None:
-                    trainer.save(out, prune=False)  # it may be past saving already: the ones before it stay
+                    trainer.save(out, prune=False)  # this state may already be bad: keep the older ones
                     trainer.finish_saving()
                 message = f"{error}. {trainer.advice(checkpoints(out))}"
                 failure = NonFiniteError(message, step=error.step, origin=error.origin)
@@ -213,14 +213,14 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
 
 
 def _take_steps(trainer: Trainer, out: Path, metrics: MetricsBuffer, progress: Progress, stop: threading.Event) -> str:
-    """Trains and saves until the end of the run or a request to stop. Returns which it was, "done" or "sigterm"."""
+    """Train and save until the run ends or a signal stops it. Returns "done" or "sigterm"."""
     run_config, guard = trainer.config.run, trainer.guard
     while trainer.step < run_config.steps and not trainer.ranks.any(stop.is_set()):
         row = _step(trainer)
         trainer.ranks.raise_together(partial(_record_step, trainer, row, metrics, progress, out))
         due = run_config.save_every and trainer.step % run_config.save_every == 0
-        if due and not trainer.loss_scale.last_chance:  # the scale of this step is none to resume with
-            trainer.save(out, prune=not guard.rising)  # what is before a rise stays
+        if due and not trainer.loss_scale.last_chance:  # not with a scale that is about to stop the run
+            trainer.save(out, prune=not guard.rising)  # keep the checkpoints before a rise
     trainer.save(out, prune=not guard.rising)
     trainer.finish_saving()
     return "done" if trainer.step == run_config.steps else "sigterm"
@@ -238,7 +238,7 @@ def _step(trainer: Trainer) -> StepMetrics:
 
 
 def _roll_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progress) -> None:
-    """Put the trainer where a checkpoint before a spike is, with the batches after the spike ahead of it."""
+    """Load the checkpoint before a spike, and continue with the batches after the spike."""
     ranks, guard = trainer.ranks, trainer.guard
     trainer.finish_saving()
     checkpoint = ranks.run_on_rank0(lambda: guard.checkpoint_before(out, spike))
@@ -261,14 +261,14 @@ def _roll_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progres
 def _record_event(
     trainer: Trainer, out: Path, progress: Progress, step: int, event: str, text: str, **details: int
 ) -> None:
-    """Write an event, and show it; by the first rank."""
+    """Write an event and print it, on rank 0."""
     if trainer.ranks.is_main:
         add_event(out, step, event, text, **details)
         progress.note(text)
 
 
 def _metrics(trainer: Trainer, out: Path) -> MetricsBuffer:
-    """What keeps the steps: the first rank in files."""
+    """The store of the steps: files on rank 0, memory elsewhere."""
     if not trainer.ranks.is_main:
         return MetricsBuffer()
     config = trainer.config
@@ -277,7 +277,7 @@ def _metrics(trainer: Trainer, out: Path) -> MetricsBuffer:
 
 
 def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, progress: Progress, out: Path) -> None:
-    """Write and show a step."""
+    """Write and print a step."""
     metrics.write(row)
     progress.step(row)
     _record_statistics(trainer, row.step, metrics, progress, out)
@@ -300,7 +300,7 @@ def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, pro
 
 
 def _record_statistics(trainer: Trainer, step: int, metrics: MetricsBuffer, progress: Progress, out: Path) -> None:
-    """Write the statistics of a step, and show what began to cross a limit in it."""
+    """Write the statistics of a step and print those that began to cross a limit."""
     findings = metrics.write_statistics(trainer.watch.rows)
     for finding in findings[:MAX_FINDINGS_SHOWN]:
         _record_event(trainer, out, progress, step, FINDING, str(finding))
