@@ -3,8 +3,8 @@
 A spike is a rise of the loss that chance does not explain, that lasts, and that does damage. Against the last `window`
 steps (n of them; m is the median of the newer half):
 
-    rises    the loss exceeds all n losses, and m by `spike` robust standard deviations (1.4826 times the median distance
-             of a loss from the median of its half, because losses fall; at least 1 % of m)
+    rises    the loss exceeds all n losses, and m by `spike` robust standard deviations (1.4826 times the median
+             distance of a loss from the median of its half, because losses fall; at least 1 % of m)
     lasts    k steps in a row rise, with the smallest k for which C(n + k, k) ≥ 100,000: 4 for n = 64
     damages  the median of these k losses is at least 2 m; or at least 1.25 m, with a gradient norm at least 3 times
              above or below its own median

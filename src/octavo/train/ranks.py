@@ -2,13 +2,13 @@
 
     torchrun --nproc-per-node 8 -m octavo train CONFIG
 
-Every rank trains on its share of each batch; what there is one of (the output folder, metrics, reports) is the first
-one's. What may go wrong on one rank alone is done inside `agreed` or `shared`: then all of them stop with the same
-message, instead of waiting for one that has stopped already.
+Every rank trains on its share of each batch. Rank 0 owns the output folder, metrics and reports. An action that may
+fail on one rank alone runs inside `raise_together` or `run_on_rank0`: all ranks then stop with the same message,
+instead of waiting for a rank that has stopped already.
 
-A rank that dies takes the run with it: the others find out from the collective they are in, at once where a connection
-breaks and after `parallel.timeout` where it does not, and end with `LostRankError`. torchrun's `--max-restarts` starts
-all of them again, and the run goes on from its newest checkpoint.
+The death of a rank ends the run: the collective of the other ranks fails, at once if the connection breaks, else after
+`parallel.timeout`, and they raise `LostRankError`. torchrun's `--max-restarts` restarts all ranks, and the run resumes
+from its newest checkpoint.
 """
 
 import os
@@ -34,13 +34,13 @@ from octavo.train.heartbeat import Heartbeat, from_collective
 T = TypeVar("T")
 
 MACHINE_PATHS = {"run.out", "data.source", "data.cache"}
-"""Settings that name a place on a machine, and may differ between ranks; the data is compared by its fingerprint."""
+"""Settings that hold paths of a machine and may differ between ranks; the data is compared by its fingerprint."""
 STARTED_KEY = "octavo/begun"
-"""Key of torchrun's store that says that a run was begun."""
+"""Key in torchrun's store of a run that has started."""
 
 
 class SharedError(ConfigError):
-    """A mistake that all ranks know of, so that one of them need tell."""
+    """An error that all ranks raise, so that only one of them prints it."""
 
 
 class LostRankError(RuntimeError):
@@ -49,14 +49,14 @@ class LostRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who else trains.
+    """The processes of a run.
 
     Attributes:
-        device: Where this process trains.
-        rank: Number of this process.
-        world: How many there are.
-        local: Number of this process on its machine.
-        store: What processes that torchrun starts again find of those before them; None without torchrun.
+        device: Device of this process.
+        rank: Rank of this process.
+        world: Number of processes.
+        local: Rank of this process on its machine.
+        store: torchrun's store, which survives a restart of the processes; None without torchrun.
     """
 
     device: torch.device
@@ -67,24 +67,24 @@ class Ranks:
 
     @property
     def restarted(self) -> bool:
-        """Whether torchrun has started these processes again, after others had begun the run."""
+        """Whether torchrun has restarted these processes after the run had started."""
         return self.store is not None and self.store.check([STARTED_KEY])
 
     def begin(self) -> None:
-        """Tell those that may come after these that the run was begun."""
+        """Record for restarted processes that the run has started."""
         if self.store is not None:
             self.store.set(STARTED_KEY, "")
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that reads and writes what there is one of."""
+        """Whether this is rank 0, which reads and writes the output folder."""
         return self.rank == 0
 
     def raise_together(self, action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-        """What `action` returns here, once no rank has failed in it; it must not wait for other ranks.
+        """Run `action` on every rank and return its result; raise on all ranks if it fails on one.
 
-        Ranks wait for each other in `group`, or the default one. Raises ConfigError on all of them where `action`
-        raised ValueError or OSError on one.
+        `action` must not wait for other ranks. Ranks wait for each other in `group`, or the default group. Raises
+        ConfigError on all ranks if `action` raises ValueError or OSError on any.
         """
         if self.world == 1:
             return action()
@@ -96,7 +96,7 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def run_on_rank0(self, action: Callable[[], T]) -> T:
-        """What `action` returns on the first rank, which alone does it. Raises its ConfigError on all ranks."""
+        """Run `action` on rank 0 and return its result on all ranks. Raises its error on all ranks as ConfigError."""
         if self.world == 1:
             return action()
         payload: list[Any] = [_try(action)] if self.is_main else [None]
@@ -108,7 +108,7 @@ class Ranks:
         return value
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
-        """Raise ConfigError on all ranks where a setting differs between them; it names the first and who has which."""
+        """Raise ConfigError on all ranks if a setting differs; it names the first one and each rank's value."""
         if self.world == 1:
             return
         by_rank = self.all_gather(dict(settings))
@@ -129,7 +129,7 @@ class Ranks:
         return bool(flags)
 
     def first_reported(self, text: str | None, order: int = 0) -> str | None:
-        """What was found at the lowest order by the lowest rank, with that rank named."""
+        """The text of the lowest order, then lowest rank, with that rank's number; None if no rank has one."""
         if self.world == 1:
             return text
         by_rank = enumerate(self.all_gather((order, text)))
@@ -144,40 +144,40 @@ class Ranks:
         return list(stacked)
 
     def share(self, batch: Tensor) -> Tensor:
-        """This rank's rows of a batch [B, …] that the ranks divide."""
+        """This rank's rows of a batch [B, …]."""
         return batch.chunk(self.world)[self.rank]
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait for all ranks."""
         self.raise_together(lambda: None)
 
     def host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
-        """Another group of all ranks' CPUs, with a patience of its own; None for one process."""
+        """Make a gloo group of all ranks with its own timeout; None for one process."""
         if self.world == 1:
             return None
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         return group
 
     def all_gather(self, value: Any) -> list[Any]:
-        """A value of each rank, by rank."""
+        """The value of each rank, in rank order."""
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value)
         return values
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun, or whatever sets its variables, has started this process."""
+    """Whether torchrun, or another launcher that sets its variables, has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextmanager
 def join_ranks(config: TrainConfig) -> Iterator[Ranks]:
-    """The ranks of a run: those of a process group that is there, those torchrun started, or this process alone.
+    """Join the ranks of a run: an existing process group, the processes of torchrun, or this process alone.
 
     Raises:
-        ConfigError: Where they cannot be reached or are not configured alike, or `[parallel]` asks for ranks and this
-            process is alone.
-        LostRankError: Where one of them is lost while the run lasts.
+        ConfigError: If ranks cannot be reached or their configurations differ, or if `[parallel]` needs several ranks
+            and this process is alone.
+        LostRankError: If a rank is lost during the run.
     """
     environment = os.environ
     if dist.is_initialized():
@@ -205,7 +205,7 @@ def join_ranks(config: TrainConfig) -> Iterator[Ranks]:
 
 
 def _check_same_config(config: TrainConfig, ranks: Ranks) -> Ranks:
-    """The ranks, where all have the same configuration and it is one for so many. Raises ConfigError on all of them."""
+    """Return `ranks` if all have the same configuration and it fits their number. Raises ConfigError on all ranks."""
     settings = dict(flat("", config.model_dump(mode="json", exclude_none=True)))
     ranks.check_same({key: value for key, value in settings.items() if key not in MACHINE_PATHS})
     try:
@@ -216,7 +216,7 @@ def _check_same_config(config: TrainConfig, ranks: Ranks) -> Ranks:
 
 
 def _device(config: TrainConfig, local: int) -> torch.device:
-    """The device of a process, one for each on its machine."""
+    """The device of a process; each process of a machine has its own."""
     device = choose_device(config.run.device)
     if device.type != "cuda":
         return device
@@ -232,7 +232,7 @@ def _device(config: TrainConfig, local: int) -> torch.device:
 
 @contextmanager
 def _detect_lost_ranks(rank: int, world: int) -> Iterator[None]:
-    """What a collective raises when another rank is gone, as a LostRankError."""
+    """Turn the error of a collective into a LostRankError if another rank has ended."""
     if world == 1:
         yield
         return
@@ -257,10 +257,10 @@ def _detect_lost_ranks(rank: int, world: int) -> Iterator[None]:
 
 
 def _connect(device: torch.device, rank: int, timeout: float) -> dist.Store:  # type: ignore[name-defined]
-    """Make the process group, and return torchrun's store. Objects and flags travel between CPUs, whatever tensors do.
+    """Make the process group and return torchrun's store. Objects and flags use gloo on every device.
 
-    The store outlives the processes that torchrun starts again, with the addresses of the dead in it (pytorch issue
-    135712): so each attempt has keys of its own.
+    The store survives a restart by torchrun and still holds the addresses of ended processes (pytorch issue 135712).
+    So each attempt has its own key prefix.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=timeout)
@@ -280,10 +280,10 @@ def _connect(device: torch.device, rank: int, timeout: float) -> dist.Store:  # 
 
 
 def _attempt_prefix(store: dist.Store, rank: int, world: int, timeout: float) -> str:  # type: ignore[name-defined]
-    """A name that the processes of one attempt know, and those of an earlier one did not.
+    """Agree on a key prefix that is unique to this attempt of torchrun.
 
-    torchrun's restart count is none: a machine whose processes were only stopped because another's had failed does not
-    count it. So rank 0 makes one up, and tells it to whoever asks until every rank has thanked; the dead do not.
+    torchrun's restart count does not serve: a machine does not count restarts that another machine caused. So rank 0
+    makes up a token and answers each request for it until every rank has confirmed; ended processes never confirm.
     """
     token = uuid4().hex
     if rank:

@@ -1,10 +1,11 @@
-"""The index of a sharded state (`shards/.metadata`), read so that it can run nothing.
+"""Safe reader of the index of a sharded state (`shards/.metadata`).
 
-torch writes it as a pickle and reads it with `pickle.load`, which calls whatever the file names. Here the file is read
-once; the names in it become inert records, of a short list; and what torch gets is made of these, each value checked:
+torch writes the index as a pickle and reads it with `pickle.load`, which calls any function that the file names. This
+module reads the file once and turns a short list of allowed names into inert records. It builds the index for torch
+from these records and checks each value:
 
-    tensors    dtype, sizes and pieces of each; an entry of bytes is a pickle as well, and is refused
-    files      a name in the folder of the index, no way out of it; no transformations of their content
+    tensors    dtype, sizes and chunks; an entry of bytes is a pickle as well and raises an error
+    files      a name in the folder of the index, no path out of it; no transformed content
 """
 
 import io
@@ -34,28 +35,28 @@ _NAMES = {
     ("torch.serialization", "_get_layout"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
 }
-"""What an index of tensors names, besides `torch.Size` and dtypes."""
+"""Names in an index of tensors, besides `torch.Size` and dtypes."""
 
 
 class ShardReader(FileSystemReader):
-    """What torch reads shards with: it gets the checked index, and no file but those beside it.
+    """Reads shards with the checked index, and only files next to it.
 
     Raises:
-        ConfigError: For an index that cannot be read, names anything else, or points out of the folder.
+        ConfigError: For an index that cannot be read, contains other names, or points out of the folder.
     """
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The index, checked."""
+        """Return the checked index."""
         return read_index(Path(self.path))
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of the shards in `folder`. Raises ConfigError as `ShardReader`."""
+    """Read and check the index of the shards in `folder`. Raises ConfigError as `ShardReader`."""
     try:
         index = _metadata(_Unpickler(io.BytesIO((folder / INDEX).read_bytes())).load())
     except ConfigError as error:
         raise ConfigError(f"{folder / INDEX} is refused: {error}") from None
-    except Exception as error:  # of no other type: whatever unpickling finds wrong
+    except Exception as error:  # no common type: unpickling raises many
         raise ConfigError(f"{INDEX} cannot be read ({type(error).__name__})") from None
     for info in index.storage_data.values():
         place = folder / info.relative_path
@@ -72,7 +73,7 @@ class _Sealed(type):
 
 
 class _Record(metaclass=_Sealed):
-    """A call and the state that followed it, as a pickle has them. Nothing is called."""
+    """Arguments and state of an object in a pickle. Nothing is called."""
 
     def __new__(cls, *args: Any) -> "_Record":
         return super().__new__(cls)
