@@ -1,21 +1,21 @@
-"""Text to batches: tokenize once, keep the ids in one flat file, and compute which ones a step takes.
+"""Text to batches: tokenize once into one flat file, and compute the windows of each step.
 
-The documents, each followed by the end-of-document token, are written as one stream of ids that is memory-mapped, so
-memory does not grow with the corpus. Window i is the `sequence_length + 1` ids from i · sequence_length: inputs are all
-but its last id, targets all but its first, and every id but the very first is a target once; what remains at the end,
-less than a window, is not used. Attention crosses document borders inside a window, as usual in pretraining.
+The documents, each followed by the end-of-document token, form one stream of ids in a memory-mapped file, so memory
+does not grow with the corpus. Window i is the `sequence_length + 1` ids from i · sequence_length. Inputs are all but
+its last id, targets all but its first. Every id except the first is a target once; a rest shorter than a window is not
+used. Attention crosses document borders inside a window, as usual in pretraining.
 
-The batch of a step is a pure function of (seed, step): sample k of the run is window k mod n of epoch k div n, and
-the order of an epoch is a permutation drawn from a counter-based generator keyed on (seed, epoch). So nothing about
-the loader is saved, and a resumed run reads exactly what the uninterrupted one would have.
+The batch of a step is a function of (seed, step): sample k of the run is window k mod n of epoch k div n, and a
+counter-based generator keyed on (seed, epoch) permutes the windows of an epoch. So the loader has no state to save, and
+a resumed run reads the same batches as an uninterrupted one.
 
 Documents are streamed: about `BATCH_BYTES` bytes of text are encoded at a time, because a tokenizer takes one to two
-hundred bytes of memory per byte, and the sample that a BPE is trained on is taken in two passes over the data.
+hundred bytes of memory per byte. Sampling text to train a BPE takes two passes over the data.
 
-The cache folder holds one directory per (content, vocabulary or tokenizer), made under a temporary name and renamed
-when complete and on disk: a killed process leaves nothing that looks finished. It holds digests of its files, which are
-checked each time it is opened. An entry that was damaged is built anew; a lock keeps two processes from building the
-same entry at once, or removing what the other has just built.
+The cache folder holds one directory per (content, vocabulary or tokenizer). It is written under a temporary name,
+synced and renamed, so a killed process leaves no entry that looks complete. The digests of its files are checked
+each time it is opened. A damaged entry is rebuilt. A lock keeps two processes from building or removing the same entry
+at once.
 """
 
 import hashlib
@@ -45,31 +45,31 @@ from octavo.train.tokenizer import SAMPLE_CHARACTERS, TextTokenizer, load_tokeni
 FORMAT_VERSION = "1"
 """Part of every cache key; changes with the format of an entry or the way text is cut."""
 BATCH_BYTES = 1 << 20
-"""UTF-8 bytes that are encoded at once; the tokenizer takes 100 to 200 bytes of memory for each."""
+"""UTF-8 bytes encoded at once; the tokenizer takes 100 to 200 bytes of memory for each."""
 PIECE_BYTES = 2 << 20
-"""Longest piece in UTF-8 bytes; only text of more than two bytes a character is cut below `PIECE_CHARACTERS` for it."""
+"""Longest piece in UTF-8 bytes; it cuts text of more than two bytes a character below `PIECE_CHARACTERS`."""
 BATCH_PIECES = 4096
 PIECE_CHARACTERS = 1 << 20
-"""Longer documents are encoded in pieces of at most this many characters, cut after a line break where there is one."""
+"""Longest piece of a document in characters, cut after a line break if there is one."""
 MAX_CANDIDATES = 1 << 23
-"""Documents that the sample for the BPE is drawn from; of more, only each second, fourth, … is considered."""
+"""Most documents to draw the sample for the BPE from; of more, only each second, fourth, … counts."""
 BUILDING = ".building-"
-"""Prefix of an entry that is not complete."""
+"""Prefix of an incomplete entry."""
 ABANDONED_AFTER = 24 * 3600.0
-"""Seconds after which an entry that nobody writes to is taken for a killed builder's."""
+"""Seconds without a write after which an incomplete entry counts as left by a killed process."""
 ENTRY_FILES = ("facts.json", "ids.bin", "tokenizer.json")
 DIGESTS = "digests.json"
 REPORT_SECONDS = 10.0
-"""Seconds between two reports of how much was read."""
+"""Seconds between two progress reports."""
 
 
 class Corpus:
     """Tokenized text, cut into windows.
 
     Attributes:
-        tokenizer: What made the ids, and will make those of a prompt.
-        fingerprint: Hash of the content and of the tokenizer.
-        skipped: Files left out because they are not UTF-8.
+        tokenizer: The tokenizer of the ids.
+        fingerprint: Hash of the content and the tokenizer.
+        skipped: Number of files left out because they are not UTF-8.
     """
 
     def __init__(self, folder: Path, tokenizer: TextTokenizer, config: Data, fingerprint: str) -> None:
@@ -101,7 +101,7 @@ class Corpus:
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def without_text(self, what: str) -> str:
-        """A sentence on the documents without text; empty where there are none."""
+        """A sentence about documents without text; empty if there are none."""
         empty, all_documents = self._documents
         return f"{empty} of {all_documents} {what} and are left out" if empty else ""
 
@@ -112,7 +112,7 @@ class Corpus:
 
 
 class ReadProgress:
-    """Says every few seconds how many bytes a stage has read. A `Tick`."""
+    """Reports every few seconds how many bytes a stage has read. A `Tick`."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -131,7 +131,7 @@ class ReadProgress:
 
 
 def load_corpus(config: TrainConfig, progress: Progress) -> Corpus:
-    """Tokenizes the data of a run, or finds it in the cache. Raises ConfigError for data that cannot serve."""
+    """Tokenize the data of a run, or open it in the cache. Raises ConfigError for unusable data."""
     meter = ReadProgress(progress)
     meter.stage("reading the data")
     source = open_source(config.data, meter)
@@ -165,7 +165,7 @@ def _build_entry(
     meter: ReadProgress,
     progress: Progress,
 ) -> None:
-    """Builds the entry, unless another process has done so meanwhile. Call with the entry locked."""
+    """Build the entry, unless another process has just built it. Call with the entry locked."""
     damage = _damage(folder, fingerprint, meter)
     if not damage:
         return
@@ -173,7 +173,7 @@ def _build_entry(
     scratch = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
     try:
         if folder.exists():
-            progress.note(f"{folder} is damaged ({damage}): built anew")
+            progress.note(f"{folder} is damaged ({damage}): rebuilding it")
             folder.rename(scratch / "damaged")
         (scratch / "entry").mkdir()
         _build(scratch, source, pretrained, config, meter)
@@ -185,7 +185,7 @@ def _build_entry(
 
 @contextmanager
 def _exclusive(folder: Path, progress: Progress) -> Iterator[None]:
-    """Waits until no other process builds the entry, and keeps others waiting."""
+    """Lock the entry; wait while another process builds it."""
     path = folder.with_name(f"{folder.name}.lock")
     waited = False
     while True:
@@ -227,7 +227,7 @@ def _build(scratch: Path, source: Source, pretrained: TextTokenizer | None, conf
 
 
 def _tokenize(path: Path, stream: Stream, tokenizer: TextTokenizer) -> dict[str, int | str]:
-    """Writes the ids of all documents, the end-of-document token after each; returns counts and the type of the ids."""
+    """Write the ids of all documents, each followed by the end token. Returns counts and the dtype of the ids."""
     dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
     end = np.array(tokenizer.end_id, dtype=dtype).tobytes()
     tokens = documents = without_text = 0
@@ -248,7 +248,7 @@ def _tokenize(path: Path, stream: Stream, tokenizer: TextTokenizer) -> dict[str,
 
 
 def _write_digests(folder: Path, fingerprint: str) -> None:
-    """Writes the digests of an entry's files, and which entry it is."""
+    """Write the digests of an entry's files, and its fingerprint."""
     digests = {"entry": fingerprint} | {name: _digest(folder / name) for name in ENTRY_FILES}
     (folder / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
 
@@ -267,12 +267,12 @@ def _publish(scratch: Path, folder: Path) -> None:
     try:
         scratch.rename(folder)
     except OSError:
-        if not folder.exists():  # else another process has built the same entry meanwhile
+        if not folder.exists():  # else another process has just built the same entry
             raise
 
 
 def _damage(folder: Path, fingerprint: str, meter: ReadProgress) -> str:
-    """What is wrong with an entry of the cache; empty where nothing is."""
+    """The damage of a cache entry; empty if it is intact."""
     if not folder.exists():
         return "missing"
     meter.stage("checking the tokenized data")
@@ -300,7 +300,7 @@ def _cached_tokenizer(folder: Path) -> TextTokenizer:
 
 
 def _clear_abandoned(cache: Path) -> None:
-    """Removes what builders that were killed left behind: entries under construction, untouched for a day."""
+    """Remove incomplete entries of killed processes, untouched for a day."""
     for folder in cache.glob(f"{BUILDING}*"):
         try:
             touched = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
@@ -311,9 +311,9 @@ def _clear_abandoned(cache: Path) -> None:
 
 
 def _sample(read: Callable[[], Stream]) -> list[str]:
-    """Documents with text in a fixed random order, as many as `train_tokenizer` looks at: a fair sample of all.
+    """A uniform sample of the documents with text, in a fixed random order, as long as `train_tokenizer` needs.
 
-    Two passes: lengths of all documents, from which those of the sample follow, then their text.
+    The first pass reads the lengths of all documents and chooses the sample; the second reads its text.
     """
     lengths = array("I")
     step, length = 1, 0
@@ -335,7 +335,7 @@ def _sample(read: Callable[[], Stream]) -> list[str]:
 
 
 def _documents(stream: Stream, numbers: np.ndarray) -> list[str]:
-    """The beginnings of the documents with these numbers, in this order."""
+    """The beginnings of the documents with these numbers, in the order of `numbers`."""
     order_of_numbers = np.argsort(numbers)
     texts = [""] * len(numbers)
     number = done = 0
@@ -356,7 +356,7 @@ def _documents(stream: Stream, numbers: np.ndarray) -> list[str]:
 
 
 def _pieces(stream: Stream) -> Iterator[str | None]:
-    """Text of at most `PIECE_CHARACTERS` characters, None after each document, and "" instead for one without text."""
+    """Text of at most `PIECE_CHARACTERS`; None after each document with text, "" for one without."""
     rest, has_text = "", False
     for text in stream:
         if text is None:
@@ -374,7 +374,7 @@ def _pieces(stream: Stream) -> Iterator[str | None]:
 
 
 def _halves(piece: str) -> Iterator[str]:
-    """The piece, cut where it has more than `PIECE_BYTES`."""
+    """The piece, cut if it has more than `PIECE_BYTES`."""
     if len(piece.encode()) <= PIECE_BYTES:
         yield piece
         return
@@ -384,7 +384,7 @@ def _halves(piece: str) -> Iterator[str]:
 
 
 def _batches(pieces: Iterator[str | None]) -> Iterator[list[str | None]]:
-    """Pieces in groups that can be encoded at once."""
+    """Groups of pieces to encode at once."""
     batch: list[str | None] = []
     size = 0
     for piece in pieces:

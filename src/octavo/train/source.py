@@ -1,11 +1,11 @@
-"""Where text comes from: the standard library's own source, files, a folder or a dataset; always a stream of documents.
+"""Sources of text: the source code of the standard library, files, a folder or a dataset, as a stream of documents.
 
-The standard library is the default because every Python installation carries it: no download, and the same on every
-machine with the same Python. `datasets` loads datasets from the Hub and local folders in formats that are not read
-here; what it prepares is read like a data set that `save_to_disk` wrote. It executes no code of a data folder.
+The standard library is the default: every Python installation has it, without a download, and it is the same on all
+machines with the same Python. `datasets` loads datasets from the Hub and local folders in other formats; its Arrow
+files are read like those of `save_to_disk`. It executes no code of a data folder.
 
-A source knows a fingerprint of its content before it is tokenized: `data.py` keys its cache on it. Content alone
-counts, never a modification time. Every later reading is hashed too, and one that differs raises an error.
+A source has a fingerprint of its content, never of modification times; `data.py` keys its cache on it. Every later
+read is hashed too, and a difference raises an error.
 """
 
 import glob
@@ -28,12 +28,12 @@ from octavo.train.sections import Data, expand
 
 STDLIB = hf_datasets.STDLIB
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-"""What is read here, of `documents.KINDS`, all that is read in a folder; the others are read through `datasets`."""
+"""Kinds of files read by this module, of `documents.KINDS`; `datasets` reads the others."""
 METADATA = {"config.json", "dataset_info.json", "dataset_infos.json"}
-"""Names of .json files that are no data."""
+"""Names of .json files without data."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz")
 NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__"}
-"""Folders of the standard library left out: what is installed beside it, and tests (two thirds of the text)."""
+"""Folders of the standard library to leave out: installed packages, and tests (two thirds of the text)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +43,19 @@ class Source:
     fingerprint: str
     """Hash of the content."""
     read: Callable[[Path], Stream]
-    """Given a folder for intermediate files, reads the documents; may be called again with the same folder."""
+    """Reads the documents, with a folder for intermediate files; may be called several times with one folder."""
     skipped: int = 0
-    """Files left out because they are not UTF-8 (standard library only; elsewhere that is an error)."""
+    """Number of files left out because they are not UTF-8 (standard library only; elsewhere an error)."""
     left_out: str = ""
-    """What the folder holds besides; empty where there is nothing."""
+    """A note on ignored files of the folder; empty if there are none."""
     without_text: str = ""
-    """What to print of documents without text, after their number; empty where they are usual."""
+    """The note on documents without text, after their number; empty if they need none."""
 
 
 def open_source(config: Data, tick: Tick) -> Source:
     """Find the data and fingerprint it. `tick` is called with the number of bytes just read.
 
-    Raises ConfigError where there is no data, it is not text, or it has no split `data.split`.
+    Raises ConfigError if there is no data, it is not text, or it has no split `data.split`.
     """
     path = expand(config.source)
     if config.source == STDLIB:
@@ -119,14 +119,14 @@ def _standard_library(root: Path) -> Source:
 def _check_unchanged(
     source: str, fingerprint: str, digest: "hashlib._Hash", stream: Callable[["hashlib._Hash"], Stream]
 ) -> Stream:
-    """The documents of `stream`, which adds to `digest` what it reads. Raises ConfigError where that has changed."""
+    """Yield the documents of `stream`, which updates `digest`. Raises ConfigError if the content has changed."""
     yield from stream(digest)
     if digest.hexdigest() != fingerprint:
         raise ConfigError(f'data.source = "{source}" changed while it was read: start again once nothing writes to it')
 
 
 def _matches(config: Data, pattern: str) -> list[str]:
-    """The files of a glob, sorted. A file that several paths through linked folders lead to is one."""
+    """The files of a glob, sorted. A file reached by several paths through linked folders counts once."""
     paths = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))  # [ ] may be literal
     real = lru_cache(maxsize=None)(os.path.realpath)
     files: dict[tuple[str, str], str] = {}
@@ -178,7 +178,7 @@ def _rows_without_text(config: Data) -> str:
 
 
 def _open_folder(config: Data, path: Path, tick: Tick) -> Source:
-    """A folder: what `save_to_disk` wrote; else the files below it, which must be of one kind."""
+    """Open a folder of `save_to_disk`, or one whose files are all of one kind."""
     if (path / "dataset_dict.json").is_file():
         splits = _read_manifest(path / "dataset_dict.json", "splits")["splits"]
         if config.split not in splits:
@@ -213,7 +213,7 @@ def _contents(files: list[str]) -> str:
 
 
 def _files_below(folder: Path) -> list[str]:
-    """The files below a folder, sorted; hidden ones are left out, and a folder that links lead to is read once."""
+    """The files below a folder, sorted, without hidden ones; a linked folder is read once."""
 
     def unreadable(error: OSError) -> None:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
@@ -233,9 +233,9 @@ def _files_below(folder: Path) -> list[str]:
 
 
 def _files_of_split(config: Data, folder: Path, files: list[str]) -> list[str]:
-    """Those of `files` whose names say that they belong to `data.split`; where no name says a split, all are "train".
+    """The files whose names belong to `data.split`; if no name has a split, all are "train".
 
-    The names are those `datasets` goes by, as "train-00000-of-00002.parquet", "test.jsonl", "validation/a.txt".
+    The patterns are those of `datasets`, as "train-00000-of-00002.parquet", "test.jsonl", "validation/a.txt".
     """
     from datasets.data_files import EmptyDatasetError, get_data_patterns, resolve_pattern
 
@@ -261,7 +261,7 @@ def _files_of_split(config: Data, folder: Path, files: list[str]) -> list[str]:
 
 
 def _has_configs(readme: Path) -> bool:
-    """True where the card of a data set folder says which files are which subset or split."""
+    """Whether the card of a data set folder assigns files to subsets or splits."""
     if not readme.is_file():
         return False
     with documents.reading(str(readme)):
@@ -271,7 +271,7 @@ def _has_configs(readme: Path) -> bool:
 
 
 def _read_manifest(path: Path, key: str) -> dict[str, Any]:
-    """What `save_to_disk` wrote of a data set, where `key` lists names. Raises ConfigError for any other content."""
+    """Read a JSON file of `save_to_disk` whose `key` lists names. Raises ConfigError for any other content."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         entries = content[key]
@@ -286,14 +286,14 @@ def _read_manifest(path: Path, key: str) -> dict[str, Any]:
 
 
 def _open_saved(config: Data, folder: Path, tick: Tick) -> Source:
-    """What `Dataset.save_to_disk` wrote."""
+    """Open a folder of `Dataset.save_to_disk`."""
     entries = _read_manifest(folder / "state.json", "_data_files")["_data_files"]
     paths = [str(folder / os.path.basename(entry["filename"])) for entry in entries]
     return _open_arrow(config, lambda _: paths, tick)
 
 
 def _open_arrow(config: Data, prepare: Callable[[Path], list[str]], tick: Tick, fingerprint: str = "") -> Source:
-    """Files of Arrow streams, hashed by their rows unless a fingerprint is given."""
+    """Open Arrow files, hashed by their rows unless `fingerprint` is set."""
 
     def texts(lengths: "hashlib._Hash", scratch: Path) -> Stream:
         content = hashlib.sha256()
@@ -320,7 +320,7 @@ def _open_arrow(config: Data, prepare: Callable[[Path], list[str]], tick: Tick, 
 
 
 def _open_prepared(config: Data, folder: Path, tick: Tick) -> Source:
-    """A local folder that `datasets` reads, prepared in the scratch folder: its own cache looks at times alone."""
+    """Open a local folder with `datasets`, in the scratch folder: its own cache checks only modification times."""
 
     def fingerprint() -> str:
         subset = config.source.partition(":")[2] if not expand(config.source).is_dir() else ""
