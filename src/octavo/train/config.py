@@ -31,7 +31,7 @@ from octavo.train.sections import (
     decay_steps,
 )
 
-SHAPES = {
+EXPECTED_VALUES = {
     "optim.betas": "two numbers in [0, 1), as [0.9, 0.95]",
     "precision.skip": 'a list of patterns, as ["lm_head"]',
     "precision.only": 'a list of patterns, as ["*.mlp.*"]',
@@ -58,7 +58,7 @@ class TrainConfig(Section):
     guard: GuardConfig = GuardConfig()
 
     @model_validator(mode="after")
-    def _whole_schedule(self) -> "TrainConfig":
+    def _check_schedule(self) -> "TrainConfig":
         steps, warmup = self.run.steps, self.optim.warmup
         if warmup >= steps:
             raise ValueError(
@@ -73,7 +73,7 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _something_to_go_back_to(self) -> "TrainConfig":
+    def _check_guard(self) -> "TrainConfig":
         if self.guard.spike and not self.run.save_every:
             raise ValueError(
                 f"guard.spike = {self.guard.spike:g} goes back to checkpoints, and run.save_every = 0 makes none "
@@ -89,8 +89,8 @@ class TrainConfig(Section):
     @property
     def resolved(self) -> Precision:
         """The precision of the run, the optimizer's included."""
-        asked = self.precision.resolved
-        return asked if self.optim.states is None else replace(asked, states=self.optim.states)
+        precision = self.precision.resolved
+        return precision if self.optim.states is None else replace(precision, states=self.optim.states)
 
     @property
     def arm(self) -> str:
@@ -167,7 +167,7 @@ def parse_config(tables: Mapping[str, Any]) -> TrainConfig:
 
 def _apply(tables: dict[str, Any], override: str) -> tuple[str, ...]:
     """Set what an override says, and return its key."""
-    key, text = _parted(override)
+    key, text = _split_override(override)
     value = _value(override, text)
     table = tables
     for parent in key[:-1]:
@@ -178,10 +178,10 @@ def _apply(tables: dict[str, Any], override: str) -> tuple[str, ...]:
     return key
 
 
-def _parted(override: str) -> tuple[tuple[str, ...], str]:
+def _split_override(override: str) -> tuple[tuple[str, ...], str]:
     """Key and value of an override. A part of the key may be quoted, and then hold anything."""
     for end in (index for index, sign in enumerate(override) if sign == "="):
-        table = _toml_of(f"{override[:end]} = 0")
+        table = _parse_toml(f"{override[:end]} = 0")
         if table is None or override.lstrip().startswith("[") or len(override[:end].splitlines()) != 1:
             continue
         key = []
@@ -195,11 +195,11 @@ def _parted(override: str) -> tuple[tuple[str, ...], str]:
 
 def _value(override: str, text: str) -> Any:
     """A value as TOML, or the text itself. Raises ConfigError for a value that something else follows."""
-    alone, listed = _toml_of(f"value = {text}"), _toml_of(f"value = [{text}]")
-    if alone is not None and alone.keys() == {"value"} and listed is not None and len(listed["value"]) == 1:
-        value = alone["value"]
+    parsed, parsed_list = _parse_toml(f"value = {text}"), _parse_toml(f"value = [{text}]")
+    if parsed is not None and parsed.keys() == {"value"} and parsed_list is not None and len(parsed_list["value"]) == 1:
+        value = parsed["value"]
         return text.strip() if isinstance(value, datetime.date | datetime.time) else value  # no setting is a date
-    if alone is not None or len(text.splitlines()) > 1:
+    if parsed is not None or len(text.splitlines()) > 1:
         raise ConfigError(
             f"override {_toml(override)}: one value is wanted, and something follows it: give each setting an "
             "argument of its own, and quote a string that holds a line break or a #"
@@ -211,7 +211,7 @@ def _value(override: str, text: str) -> Any:
     return text
 
 
-def _toml_of(text: str) -> dict[str, Any] | None:
+def _parse_toml(text: str) -> dict[str, Any] | None:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError):
@@ -229,23 +229,23 @@ def _explain(error: ValidationError, tables: Mapping[str, Any]) -> str:
         key.append(str(part))
         if part not in fields:
             kind = "section" if len(key) == 1 else "key"
-            known = f"; known here: {', '.join(fields)}"
-            return f"unknown {kind} {'.'.join(key)}{nearest(str(part), fields) or known}"
+            choices_text = f"; known here: {', '.join(fields)}"
+            return f"unknown {kind} {'.'.join(key)}{nearest(str(part), fields) or choices_text}"
         model = model.model_fields[str(part)].annotation
     name = ".".join(key)
-    if name in SHAPES:
+    if name in EXPECTED_VALUES:
         hint = nearest(first["input"], _choices(model)) if isinstance(first["input"], str) else ""
-        return f"{name}: should be {SHAPES[name]}, got {tables[key[0]][key[1]]!r}{hint}"
+        return f"{name}: should be {EXPECTED_VALUES[name]}, got {tables[key[0]][key[1]]!r}{hint}"
     if first["type"] == "missing":
         return f"missing {'section' if len(key) == 1 else 'key'} {name}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    given = f", got {first['input']!r}"
+    got = f", got {first['input']!r}"
     choices = _choices(model)
     if choices and isinstance(first["input"], str):
-        return f"{name}: should be {_listed(choices)}{given}{nearest(first['input'], choices)}"
+        return f"{name}: should be {_join(choices)}{got}{nearest(first['input'], choices)}"
     message = first["msg"].removeprefix("Input ")
-    return f"{name}: {message}{given}"
+    return f"{name}: {message}{got}"
 
 
 def _choices(annotation: Any) -> list[str]:
@@ -256,7 +256,7 @@ def _choices(annotation: Any) -> list[str]:
     return values
 
 
-def _listed(choices: list[str]) -> str:
+def _join(choices: list[str]) -> str:
     return " | ".join(f'"{choice}"' for choice in choices)
 
 

@@ -67,11 +67,11 @@ def _own_warmup() -> int:
         return load_config(path).optim.warmup
 
 
-def free_folder(wanted: Path) -> Path:
+def free_folder(folder: Path) -> Path:
     """Return `wanted` if nothing is there, else the first of `wanted-2`, `wanted-3`, … that is free."""
-    if not wanted.exists():
-        return wanted
-    return next(path for n in count(2) if not (path := wanted.with_name(f"{wanted.name}-{n}")).exists())
+    if not folder.exists():
+        return folder
+    return next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
 
 
 def run_demo(configs: Sequence[TrainConfig], out: Path, progress: Progress) -> DemoResult:

@@ -20,17 +20,17 @@ DIGESTS = "digests.json"
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """The digest of each file of `folder`, by name. Raises OSError for one that cannot be read."""
-    found = {}
+    digests = {}
     for name in names:
         with (folder / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, _blake2b).hexdigest()
-    return found
+            digests[name] = hashlib.file_digest(file, _blake2b).hexdigest()
+    return digests
 
 
-def write_digests(folder: Path, known: Mapping[str, str]) -> None:
+def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
     """Write the digests of all files of `folder`; those in `known` are computed already."""
-    missing = digests_of(folder, files_of(folder) - known.keys())
-    (folder / DIGESTS).write_bytes(_text({**known, **missing}))
+    missing = digests_of(folder, files_of(folder) - digests.keys())
+    (folder / DIGESTS).write_bytes(_text({**digests, **missing}))
 
 
 def has_digests(folder: Path) -> bool:
@@ -76,10 +76,10 @@ def files_of(folder: Path) -> set[str]:
 
     File systems and synchronizers leave hidden files, and people notes; nothing that loads a checkpoint reads either.
     """
-    found = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
     return {
         path.as_posix()
-        for path in found
+        for path in paths
         if path.name == ".metadata" or not (path.suffix == ".md" or path.name == DIGESTS or _hidden(path))
     }
 

@@ -36,9 +36,9 @@ CHUNK = 1 << 20
 """Bytes read at once."""
 ROW_LIMIT = 32 << 20
 """Longest row in UTF-8 bytes: parsing one takes several times its size in memory."""
-ROWS_AT_ONCE = 64
+BATCH_ROWS = 64
 """Rows of a Parquet file that are decoded at once; dictionary encoding hides how long they are."""
-UNREAD_PAGES = 16 << 20
+DROP_PAGES_AFTER = 16 << 20
 """Bytes of a memory-mapped file after which its pages are dropped."""
 BOM = codecs.BOM_UTF8
 
@@ -210,7 +210,7 @@ def parquet_rows(path: str, field: str, source: str) -> Iterator[list[str | None
         check_column(source, field, file.schema_arrow)
         size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
         mean = max(1, size // max(1, file.metadata.num_rows))
-        rows = max(1, min(ROWS_AT_ONCE, CHUNK // mean))
+        rows = max(1, min(BATCH_ROWS, CHUNK // mean))
         first = 0
         for batch in file.iter_batches(batch_size=rows, columns=[field], use_threads=False):
             yield from _texts(path, first, batch.column(field))
@@ -236,7 +236,7 @@ def arrow_rows(path: str, field: str, source: str, tick: Tick) -> Iterator[list[
                     yield texts
                     tick(size)
                     read += size
-                    if read > UNREAD_PAGES and hasattr(pages, "madvise"):
+                    if read > DROP_PAGES_AFTER and hasattr(pages, "madvise"):
                         pages.madvise(mmap.MADV_DONTNEED)
                         read = 0
             first += len(column)
@@ -288,9 +288,9 @@ def check_column(source: str, field: str, schema: Any) -> None:
 
 def no_field(source: str, field: str, fields: Collection[str]) -> ConfigError:
     """The error for a field that no row has."""
-    known = ", ".join(list(fields)[:50]) or "none"
+    names = ", ".join(list(fields)[:50]) or "none"
     return ConfigError(
-        f'"{source}" has no field "{field}"{nearest(field, fields)} (fields: {known}): set data.text_field'
+        f'"{source}" has no field "{field}"{nearest(field, fields)} (fields: {names}): set data.text_field'
     )
 
 

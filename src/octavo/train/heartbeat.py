@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-BEAT = 0.5
+BEAT_SECONDS = 0.5
 """Seconds from one count to the next."""
-GRACE = 3.0
+GRACE_SECONDS = 3.0
 """Seconds without a count after which a rank is taken for gone: killed, stopped, or its machine down."""
 LEFT = "left"
 
@@ -39,14 +39,14 @@ class Heartbeat:
     def gone(self) -> list[int]:
         """Other ranks that had left when this was called, or do not count; all of them where the store is gone.
 
-        Takes up to `GRACE` seconds. A rank that leaves meanwhile was there when the error was raised.
+        Takes up to `GRACE_SECONDS` seconds. A rank that leaves meanwhile was there when the error was raised.
         """
         others = set(range(self._world)) - {self._rank}
         try:
             before = {rank: self._read(rank) for rank in others}
-            silent, end = others, time.monotonic() + GRACE
+            silent, end = others, time.monotonic() + GRACE_SECONDS
             while silent and time.monotonic() < end and LEFT not in before.values():
-                time.sleep(BEAT / 4)
+                time.sleep(BEAT_SECONDS / 4)
                 silent = {rank for rank in silent if self._read(rank) == before[rank]}
         except RuntimeError:  # as all of torch's errors of a store are
             return sorted(others)
@@ -64,7 +64,7 @@ class Heartbeat:
     def _count(self) -> None:
         number = 0
         try:
-            while not self._closing.wait(BEAT):
+            while not self._closing.wait(BEAT_SECONDS):
                 number += 1
                 self._store.set(str(self._rank), str(number))
             self._store.set(str(self._rank), LEFT)

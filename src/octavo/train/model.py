@@ -36,10 +36,10 @@ def check_model(model: Model) -> None:
         if not (folder / "config.json").exists():
             raise ConfigError(f"model.path = {folder} holds no transformers checkpoint: it has no config.json")
         return
-    known = _config_fields(str(model.type))
-    unknown = [field for field in model.config if field not in known]
+    field_names = _config_fields(str(model.type))
+    unknown = [field for field in model.config if field not in field_names]
     if unknown:
-        hint = nearest(unknown[0], known) or f"; it has {', '.join(sorted(known))}"
+        hint = nearest(unknown[0], field_names) or f"; it has {', '.join(sorted(field_names))}"
         raise ConfigError(f"model.config.{unknown[0]}: {model.type} has no such field{hint}")
 
 
@@ -117,8 +117,8 @@ def _from_type(config: TrainConfig, tokenizer: TextTokenizer, dtype: torch.dtype
     model_type = str(config.model.type)
     end = tokenizer.end_id
     from_tokenizer = {"vocab_size": tokenizer.size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
-    known = _config_fields(model_type)
-    fields = {field: value for field, value in from_tokenizer.items() if field in known} | config.model.config
+    field_names = _config_fields(model_type)
+    fields = {field: value for field, value in from_tokenizer.items() if field in field_names} | config.model.config
     model_config = _make_config(model_type, fields)
     torch.manual_seed(config.run.seed)
     try:
@@ -166,11 +166,11 @@ def check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None
     if not getattr(model.config, "return_dict", True):
         raise ConfigError("the model's config has return_dict = false, but its loss is read by name: leave it out")
     rows = model.get_input_embeddings().weight.shape[0]
-    given = config.model.path is not None
+    from_path = config.model.path is not None
     if rows < tokenizer.size:
         remedy = (
             "give the folder of the model's own tokenizer as data.tokenizer"
-            if given
+            if from_path
             else f"set model.config.vocab_size = {tokenizer.size}, or leave it out"
         )
         raise ConfigError(
@@ -180,5 +180,5 @@ def check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None
     if isinstance(context, int) and -1 < context < config.data.sequence_length:
         raise ConfigError(
             f"data.sequence_length = {config.data.sequence_length} is longer than the model's context of {context}: "
-            f"shorten {'data.sequence_length' if given else 'it, or raise model.config.max_position_embeddings'}"
+            f"shorten {'data.sequence_length' if from_path else 'it, or raise model.config.max_position_embeddings'}"
         )

@@ -24,7 +24,7 @@ from octavo.tensor import local_tensor
 from octavo.train.config import TrainConfig
 from octavo.train.sections import Optim
 
-STATE_SPACE = ("A_log",)
+STATE_SPACE_NAMES = ("A_log",)
 """Logarithms of a state space model's decay rates (Mamba), which their authors exclude from weight decay."""
 
 
@@ -32,7 +32,7 @@ def decayed_parameters(model: nn.Module) -> set[str]:
     """Names of the parameters that weight decay applies to: weights of products and embeddings, of any shape.
 
     Not decayed are, whatever their number of dimensions: parameters of norms (a module whose class is named so), biases
-    (a name that ends in "bias"), `STATE_SPACE`, parameters marked `_no_weight_decay`, and vectors, also of shape
+    (a name that ends in "bias"), `STATE_SPACE_NAMES`, parameters marked `_no_weight_decay`, and vectors, also of shape
     [1, …, 1, N]. Read it before FSDP makes other parameters of these, without the marks.
     """
     names: set[str] = set()
@@ -41,7 +41,7 @@ def decayed_parameters(model: nn.Module) -> set[str]:
         for leaf, param in module.named_parameters(prefix=path, recurse=False):
             name = leaf.rpartition(".")[2]
             vector = param.dim() < 2 or (param.dim() > 2 and max(param.shape[:-1]) == 1)
-            excluded = norm or vector or name.endswith("bias") or name in STATE_SPACE
+            excluded = norm or vector or name.endswith("bias") or name in STATE_SPACE_NAMES
             if not excluded and not getattr(param, "_no_weight_decay", False):
                 names.add(leaf)
     return names
@@ -60,8 +60,8 @@ def make_optimizer(
     """
     states, master = config.resolved.states, config.resolved.master
     if states == "fp8" or (master == "remainder" and config.precision.parameters == "bf16"):
-        kept = None if master == "none" else master
-        return CompactAdamW(model, config.optim, states=states, master=kept, exact=exact, decayed=decayed)
+        master_format = None if master == "none" else master
+        return CompactAdamW(model, config.optim, states=states, master=master_format, exact=exact, decayed=decayed)
     return MasterAdamW(model, config.optim, master=master != "none", exact=exact, decayed=decayed)
 
 
@@ -144,17 +144,17 @@ class MasterAdamW:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every state, made where it is not there yet, as "<parameter>.exp_avg" or "<parameter>.master"; no copies."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, param, master in zip(self._names, self._params, self._masters, strict=True):
             state = self._adamw.state[master]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=local_tensor(master).device)
                 for moment in ("exp_avg", "exp_avg_sq"):
                     state[moment] = shard_like(master, torch.zeros_like(local_tensor(master)))
-            found |= {f"{name}.{key}": value for key, value in state.items()}
+            tensors |= {f"{name}.{key}": value for key, value in state.items()}
             if param is not master:
-                found[f"{name}.master"] = master.detach()
-        return found
+                tensors[f"{name}.master"] = master.detach()
+        return tensors
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -196,8 +196,8 @@ class CompactAdamW:
             _groups(model, self._names, self._params, optim, decayed), lr=optim.lr, betas=optim.betas, eps=optim.eps,
             states=states, master=master, nonfinite="ignore",
         )  # fmt: skip
-        known = {named[name]: value for name, value in (exact or {}).items() if name in named}
-        self._adamw.set_masters({param: value for param, value in known.items() if param.dtype != torch.float32})
+        masters = {named[name]: value for name, value in (exact or {}).items() if name in named}
+        self._adamw.set_masters({param: value for param, value in masters.items() if param.dtype != torch.float32})
 
     @property
     def adamw(self) -> torch.optim.Optimizer:

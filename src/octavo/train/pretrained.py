@@ -17,7 +17,7 @@ from octavo.train.config import ConfigError
 from octavo.train.ranks import Ranks
 from octavo.train.share import share_on_machine
 
-CLASSES = "AutoConfig", "AutoModel", "AutoModelForCausalLM"
+AUTO_CLASSES = "AutoConfig", "AutoModel", "AutoModelForCausalLM"
 """What `auto_map` of a config names that would be loaded here."""
 
 
@@ -36,21 +36,21 @@ def load_model_config(folder: Path) -> Any:
             "peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(another), and "
             "give the folder with the merged model"
         )
-    asked: Any = None
+    auto_map: Any = None
     kernels: list[str] = []
     names: dict[str, Any] = {}
     problem = ""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        asked, kernels = config.get("auto_map"), _hub_kernels(config)
+        auto_map, kernels = config.get("auto_map"), _hub_kernels(config)
         settings = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         kind = settings.model_type
         names = {"AutoConfig": type(settings).__name__, "AutoModel": MODEL_MAPPING_NAMES.get(kind)}
         names["AutoModelForCausalLM"] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     except Exception as error:  # of no common type: each class fails in its own way
         problem = f"config.json cannot be read: {one_line(error)}"
-    asked = asked if isinstance(asked, dict) else {"AutoConfig": asked} if asked else {}
-    classes = {key: str(asked[key]).rpartition(".")[2] for key in CLASSES if key in asked}
+    auto_map = auto_map if isinstance(auto_map, dict) else {"AutoConfig": auto_map} if auto_map else {}
+    classes = {key: str(auto_map[key]).rpartition(".")[2] for key in AUTO_CLASSES if key in auto_map}
     if custom := [name for key, name in classes.items() if name != names.get(key)]:
         raise ConfigError(
             f"the model wants to run its own code ({', '.join(dict.fromkeys(custom))}), which Octavo never does: give "

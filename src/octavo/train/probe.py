@@ -17,14 +17,14 @@ from octavo.train.checkpointing import Checkpointing
 from octavo.train.config import ConfigError
 from octavo.train.heartbeat import from_collective
 
-LIFT = 1024.0
+GRADIENT_SCALE = 1024.0
 """Keeps the gradient of the causality check out of fp16's underflow."""
-LEAK = 1e-3
+MAX_LEAK = 1e-3
 """Share of the largest gradient from which the last token's counts as seen; an encoder's is about as large as any."""
 
 
 @contextmanager
-def _running(inputs: Tensor) -> Iterator[None]:
+def _model_errors(inputs: Tensor) -> Iterator[None]:
     """What goes wrong inside is the configuration's fault."""
     try:
         yield
@@ -43,7 +43,7 @@ def saved_bytes_per_token(
     Raises ConfigError where the model cannot run it.
     """
     inputs, targets = batch
-    with _running(inputs), kept_for_backward(model) as saved, checkpointing.kept_outputs() as outputs:
+    with _model_errors(inputs), kept_for_backward(model) as saved, checkpointing.kept_outputs() as outputs:
         value = loss(inputs, targets)
     del value
     return (saved.bytes + outputs.bytes) / inputs.numel()
@@ -56,27 +56,31 @@ def check_causal(model: Any, logits: Callable[[Tensor], Tensor], inputs: Tensor)
     too where a sum is rounded in another way, or where one FP8 scale serves all tokens. It is the model's matter
     alone, so converted layers compute unconverted.
     """
-    seen: list[Tensor] = []
+    embeddings: list[Tensor] = []
 
     def keep(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         leaf = output.detach().requires_grad_()
-        seen.append(leaf)
+        embeddings.append(leaf)
         return leaf
 
     training = model.training
     handle = model.get_input_embeddings().register_forward_hook(keep)
     model.eval()  # dropout has nothing to do with it
     try:
-        with _running(inputs), disabled():
+        with _model_errors(inputs), disabled():
             earlier = logits(inputs)[:, :-1].float().logsumexp(-1).sum()
-            (gradient,) = torch.autograd.grad(earlier * LIFT, seen[:1], allow_unused=True) if seen else (None,)
+            (gradient,) = (
+                torch.autograd.grad(earlier * GRADIENT_SCALE, embeddings[:1], allow_unused=True)
+                if embeddings
+                else (None,)
+            )
     finally:
         handle.remove()
         model.train(training)
     if gradient is None:
         return
-    leak, whole = gradient[:, -1].abs().max(), gradient.abs().max()
-    if bool(leak > LEAK * whole):  # NaN is another matter, and not greater
+    leak, largest = gradient[:, -1].abs().max(), gradient.abs().max()
+    if bool(leak > MAX_LEAK * largest):  # NaN is another matter, and not greater
         raise ConfigError(
             f"{type(model).__name__} is not causal: what it says of a token depends on later ones, so it would be "
             'trained on inputs that hold the answer. Choose a model.type that generates text, as "llama"; of an '

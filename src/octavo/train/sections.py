@@ -67,7 +67,7 @@ class Run(Section):
     """Newest checkpoints kept."""
 
     @model_validator(mode="after")
-    def _name_of_a_folder(self) -> "Run":
+    def _check_name(self) -> "Run":
         if self.name in (".", "..") or "/" in self.name or "\\" in self.name or not self.name.isprintable():
             raise ValueError(
                 f"run.name = {self.name!r} names the folder runs/<name>: give one name, without separators or control "
@@ -87,7 +87,7 @@ class Model(Section):
     """Fields of that type's config, as `hidden_size = 256`; `vocab_size` is the tokenizer's where not given."""
 
     @model_validator(mode="after")
-    def _one_origin(self) -> "Model":
+    def _check_origin(self) -> "Model":
         if (self.path is None) == (self.type is None):
             raise ValueError('give either model.path (a local checkpoint) or model.type, as "llama"')
         if self.path is not None and self.config:
@@ -163,7 +163,7 @@ class Optim(Section):
     """Learning rate at the end, as a share of `lr` (cosine and wsd)."""
 
     @model_validator(mode="after")
-    def _whole_micro_batches(self) -> "Optim":
+    def _check_micro_batches(self) -> "Optim":
         if self.batch % self.micro_batches:
             divisors = [n for n in range(1, self.batch + 1) if self.batch % n == 0]
             raise ValueError(
@@ -225,13 +225,13 @@ class PrecisionConfig(Section):
     @property
     def resolved(self) -> Precision:
         """The level, with what is set besides it."""
-        given = {name: getattr(self, name) for name in ("matmul", "activations", "master")}
-        changes = {name: value for name, value in given.items() if value is not None}
+        parts = {name: getattr(self, name) for name in ("matmul", "activations", "master")}
+        changes = {name: value for name, value in parts.items() if value is not None}
         changes |= {name: getattr(self, name) for name in ("recipe", "keep_weights", *SELECTION)}
         return Precision.level(self.level, **changes)
 
     @model_validator(mode="after")
-    def _known_precision(self) -> "PrecisionConfig":
+    def _check_precision(self) -> "PrecisionConfig":
         master = self.resolved.master
         if self.parameters == "fp16" and master != "fp32":
             raise ValueError(
@@ -260,7 +260,7 @@ class ParallelConfig(Section):
     """Seconds that a process waits for the others before it gives up."""
 
     @model_validator(mode="after")
-    def _known_sizes(self) -> "ParallelConfig":
+    def _check_sizes(self) -> "ParallelConfig":
         _ = self.resolved
         return self
 
@@ -273,9 +273,9 @@ class ParallelConfig(Section):
         """Why one process is not enough; empty where it is."""
         ranks = self.dp_replicate * max(self.dp_shard, 1)
         if ranks > 1 or self.cpu_offload:
-            what = f"asks for {ranks} processes" if ranks > 1 else "asks for cpu_offload, which shards do"
+            problem = f"asks for {ranks} processes" if ranks > 1 else "asks for cpu_offload, which shards do"
             return (
-                f"[parallel] {what}, and this is one by itself: start it with "
+                f"[parallel] {problem}, and this is one by itself: start it with "
                 f"torchrun --nproc-per-node {ranks} -m octavo train CONFIG"
             )
         return ""
@@ -328,7 +328,7 @@ class InspectConfig(Section):
         return Thresholds(**self.limits.model_dump())
 
     @model_validator(mode="after")
-    def _known_recipes(self) -> "InspectConfig":
+    def _check_recipes(self) -> "InspectConfig":
         for name in self.what_if:
             try:
                 get_recipe(name)

@@ -35,9 +35,9 @@ def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
         skeleton = ranks.raise_together(lambda: _write(make(), file) if ranks.local == 0 else b"")
         owner = ranks.rank - ranks.local
         pickled, path = ranks.all_gather((skeleton, str(file)))[owner]
-        made: T = ranks.raise_together(lambda: _TensorJoiner(pickled, _mapped(Path(path))).load())
+        value: T = ranks.raise_together(lambda: _TensorJoiner(pickled, _mapped(Path(path))).load())
         ranks.wait()  # until all have mapped it
-    return made
+    return value
 
 
 def _write(value: Any, file: Path) -> bytes:
