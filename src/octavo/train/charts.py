@@ -80,7 +80,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A line ready to draw: SVG paths, empty where there is none, and the `[step, value]` pairs the pointer reads."""
+    """A line ready to draw: SVG paths, empty if there is none, and the `[step, value]` pairs the pointer reads."""
 
     label: str
     slot: int

@@ -64,7 +64,7 @@ IGNORED_CONFIG_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_ve
 
 
 class CheckpointSaver:
-    """Writes the checkpoints of a run.
+    """Write the checkpoints of a run.
 
     Args:
         ranks: The processes of the run; several write shards.
@@ -92,7 +92,7 @@ class CheckpointSaver:
         extra: Mapping[str, Any],
         prune: bool = True,
     ) -> Path:
-        """Writes the checkpoint of `step` under `out` and, with `prune`, removes all but the newest `run.keep`.
+        """Write the checkpoint of `step` under `out` and, with `prune`, removes all but the newest `run.keep`.
 
         `extra`: more entries of `trainer.json`.
 
@@ -130,7 +130,7 @@ class CheckpointSaver:
         return checkpoint.target
 
     def finish(self) -> None:
-        """Waits for a pending checkpoint and publishes it."""
+        """Wait for a pending checkpoint and publishes it."""
         if self._pending is None:
             return
         (future, checkpoint), self._pending = self._pending, None

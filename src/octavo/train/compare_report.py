@@ -176,7 +176,7 @@ def _losses_of(seed: int, runs: Sequence[ArmRuns]) -> tuple[int, list[str]]:
 
 
 def mean_curves(curves: Sequence[Curves]) -> Curves | None:
-    """The mean over seeds of each series, of the runs that are as long as the longest; None where none has a step."""
+    """The mean over seeds of each series, of the runs that are as long as the longest; None if none has a step."""
     whole = _longest(curves)
     if not len(whole[0].step):
         return None

@@ -119,7 +119,7 @@ def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
 ) -> TrainConfig:  # fmt: skip
-    """Reads a TOML file and applies overrides of the form `section.key=value`.
+    """Read a TOML file and applies overrides of the form `section.key=value`.
 
     A value is parsed as TOML (`optim.lr=3e-4`, `run.name="a b"`); one that is not TOML is taken as a string, so that
     `precision.recipe=rowwise` needs no quotes. Where `run.steps` is overridden and `optim.warmup` is not, a warmup that
@@ -158,7 +158,7 @@ def _fit_warmup(tables: dict[str, Any], note: Callable[[str], None]) -> None:
 
 
 def parse_config(tables: Mapping[str, Any]) -> TrainConfig:
-    """Checks a dictionary of sections. Raises ConfigError naming the first wrong key."""
+    """Check a dictionary of sections. Raises ConfigError naming the first wrong key."""
     try:
         return TrainConfig.model_validate(tables)
     except ValidationError as error:

@@ -26,13 +26,13 @@ SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out")
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """Both arms, as far as they got; `files` is None where one of them was stopped."""
+    """Both arms, as far as they got; `files` is None if one of them was stopped."""
 
     out: Path
     arms: list[RunResult]
     files: ReportFiles | None
     go_on: str = ""
-    """The command that finishes the arm that was stopped; empty where none was."""
+    """The command that finishes the arm that was stopped; empty if none was."""
 
 
 def demo_configs(overrides: Sequence[str] = (), candidate: str = CANDIDATE) -> tuple[TrainConfig, TrainConfig]:

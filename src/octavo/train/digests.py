@@ -1,10 +1,10 @@
-"""Digests of a checkpoint's files, so that a damaged, missing, added or renamed one is found before it is read.
+"""Digests of a checkpoint's files, to detect damaged, missing, added or renamed files before reading them.
 
     digests.json    {"digest": of what follows, "files": {"model.safetensors": …, "shards/__0_0.distcp": …}}
 
 BLAKE2b with 256 bits, read in pieces: 1.2-1.8 s per GB on one core, the fastest cryptographic digest of `hashlib` on
-CPUs without SHA instructions. Each rank computes those of the shards that it wrote, and checks an equal part of all.
-They find damage, not malice: an attacker who changes the files can change the digests too.
+CPUs without SHA instructions. Each rank computes the digests of its own shards and checks an equal part of all files.
+Digests detect damage, not malice: an attacker who changes the files can change the digests too.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write the digests of all files of `folder`; those in `known` are computed already."""
+    """Write the digests of all files of `folder`; `digests`: those computed already."""
     missing = digests_of(folder, files_of(folder) - digests.keys())
     (folder / DIGESTS).write_bytes(_text({**digests, **missing}))
 
@@ -95,7 +95,7 @@ def _hidden(path: Path) -> bool:
 
 
 def _read(folder: Path) -> dict[str, str]:
-    """The digests, by file. Raises ConfigError where they are damaged themselves."""
+    """The digests, by file. Raises ConfigError if they are damaged themselves."""
     try:
         content = (folder / DIGESTS).read_bytes()
         files: dict[str, str] = json.loads(content)["files"]

@@ -203,7 +203,7 @@ def _too_long() -> str:
 
 
 def parquet_rows(path: str, field: str, source: str) -> Iterator[list[str | None]]:
-    """The text of a Parquet file, some rows at a time. Raises ConfigError where `field` is missing or not text."""
+    """The text of a Parquet file, some rows at a time. Raises ConfigError if `field` is missing or not text."""
     from pyarrow import parquet
 
     with reading(path), parquet.ParquetFile(path, pre_buffer=False, buffer_size=CHUNK) as file:
@@ -274,7 +274,7 @@ def rows_as_documents(group: list[str | None]) -> Stream:
 
 
 def check_column(source: str, field: str, schema: Any) -> None:
-    """Raises ConfigError where an Arrow schema has not one column `field`, of strings."""
+    """Raise ConfigError if an Arrow schema has not one column `field`, of strings."""
     import pyarrow
 
     if field not in schema.names:

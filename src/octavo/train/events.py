@@ -37,7 +37,7 @@ def read_events(out: Path) -> list[dict[str, Any]]:
 
 
 def last_rollback(out: Path, step: int) -> dict[str, Any] | None:
-    """The last rollback of a run that goes on from a checkpoint of `step`; None where there was none."""
+    """The last rollback of a run that goes on from a checkpoint of `step`; None if there was none."""
     return next((event for event in reversed(read_events(out)) if _happened_before(event, step)), None)
 
 

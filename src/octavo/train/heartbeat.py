@@ -1,8 +1,8 @@
-"""Which ranks are alive: each counts up a key in the store of the process group, twice a second.
+"""Heartbeats: each rank increments a key in the store of the process group twice a second.
 
-A collective that fails does not tell why. Gloo raises a plain RuntimeError for a dead peer, a timeout and a wrong
-argument alike, NCCL a DistBackendError for a dead peer and a full GPU. So the type and the place of an error decide
-whether it comes from a collective at all, and the store whether another rank is gone.
+The error of a collective does not show its cause. Gloo raises a plain RuntimeError for a dead peer, a timeout and a
+wrong argument, NCCL a DistBackendError for a dead peer and a full GPU. So the type and traceback of an error show
+whether it comes from a collective, and the store shows whether another rank is gone.
 """
 
 import threading
@@ -12,20 +12,20 @@ from typing import Any
 import torch.distributed as dist
 
 BEAT_SECONDS = 0.5
-"""Seconds from one count to the next."""
+"""Seconds between two counts."""
 GRACE_SECONDS = 3.0
-"""Seconds without a count after which a rank is taken for gone: killed, stopped, or its machine down."""
+"""Seconds without a count after which a rank counts as gone: killed, stopped, or its machine down."""
 LEFT = "left"
 
 
 class Heartbeat:
-    """Counts for this rank, in a thread, until it is closed.
+    """Counts for this rank in a thread, until closed.
 
     Args:
-        store: What the ranks share.
-        name: The same on all ranks, and of nothing before.
-        rank: Number of this process.
-        world: How many there are.
+        store: The store that the ranks share.
+        name: A fresh name, the same on all ranks.
+        rank: Rank of this process.
+        world: Number of processes.
     """
 
     def __init__(self, store: Any, name: str, rank: int, world: int) -> None:

@@ -56,7 +56,7 @@ PREPARATION_TIMEOUT = timedelta(days=7)
 def run(
     config: TrainConfig, *, out: Path | None = None, resume: bool = False, progress: Progress | None = None
 ) -> RunResult:
-    """Trains a model and returns the summary, which is also written to `run.json`.
+    """Train a model and return the summary, which is also written to `run.json`.
 
     Args:
         config: Configuration of the run, from `load_config`.

@@ -41,15 +41,15 @@ class StepMetrics:
     tokens: int
     """Target tokens trained on since the start of the run, this step included."""
     loss: float | None
-    """Mean cross-entropy of the step's batch in nats per token; None where it was not finite (the step was skipped)."""
+    """Mean cross-entropy of the step's batch in nats per token; None if it was not finite (the step was skipped)."""
     lr: float
     """Learning rate the step used."""
     grad_norm: float | None
-    """Global L2 norm of the gradient before clipping; None where it was not finite (the step was skipped)."""
+    """Global L2 norm of the gradient before clipping; None if it was not finite (the step was skipped)."""
     loss_scale: float | None
     """Factor the loss was multiplied by for backward; None without loss scaling."""
     skipped: bool
-    """True where the gradient overflowed and the optimizer did not step."""
+    """True if the gradient overflowed and the optimizer did not step."""
     step_s: float
     """Seconds the step took: batch, forward, backward, optimizer."""
     tokens_per_s: float
@@ -84,7 +84,7 @@ class RunResult:
     parameters: int
     """Number of model parameters, tied ones counted once."""
     losses: Losses | None
-    """None where no step with a finite loss finished."""
+    """None if no step with a finite loss finished."""
     tokens_per_s: float | None
     """Median over the steps, the first five left out where there are more; None before the first step."""
     kept_bytes_per_token: float | None
@@ -101,12 +101,12 @@ class RunResult:
     """"done", "sigterm" (stopped by SIGTERM or SIGINT, resumable) or "non-finite"."""
 
     def write(self, out: Path) -> None:
-        """Writes `run.json` into the output folder `out`, replacing the earlier one atomically."""
+        """Write `run.json` into the output folder `out`, replacing the earlier one atomically."""
         write_file(out / RESULT_FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, out: Path) -> "RunResult":
-        """Reads `run.json` from the output folder `out`. Raises ValueError where there is none, or it is not one."""
+        """Read `run.json` from the output folder `out`. Raises ValueError if there is none, or it is not one."""
         path = out / RESULT_FILE
         try:
             content = path.read_bytes()
@@ -157,7 +157,7 @@ class NullProgress:
 
 
 def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
-    """Reads the steps in the output folder `out`, in order; [] where there are none yet.
+    """Read the steps in the output folder `out`, in order; [] where there are none yet.
 
     A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
     other line that is not a step, or not after the one before, raises ValueError with its number and the field. Steps
@@ -180,12 +180,12 @@ def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
 
 
 def finite(value: float) -> float | None:
-    """`value`, or None where it is NaN or infinite."""
+    """`value`, or None if it is NaN or infinite."""
     return value if math.isfinite(value) else None
 
 
 def summarize_losses(rows: Iterable[StepMetrics]) -> Losses | None:
-    """First, final and mean of the last 10 % of the finite losses in `rows`; None where there is none."""
+    """First, final and mean of the last 10 % of the finite losses in `rows`; None if there is none."""
     losses = [row.loss for row in rows if row.loss is not None]
     if not losses:
         return None
@@ -211,7 +211,7 @@ class MetricsBuffer:
     def __exit__(self, *_: object) -> None: ...
 
     def write(self, row: StepMetrics) -> None:
-        """Keeps one step."""
+        """Keep one step."""
         self.rows.append(row)
 
     def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
@@ -220,7 +220,7 @@ class MetricsBuffer:
 
 
 class MetricsWriter(MetricsBuffer):
-    """Appends steps to `metrics.jsonl`, statistics to `statistics.jsonl`, both to TensorBoard; a context manager.
+    """Append steps to `metrics.jsonl`, statistics to `statistics.jsonl`, both to TensorBoard; a context manager.
 
     `after_step`: steps the run had finished when this process took over. Later lines of an earlier process are dropped,
     in TensorBoard too. `log_every`: steps between two TensorBoard points. `limits`: which statistics are reported; None
@@ -244,7 +244,7 @@ class MetricsWriter(MetricsBuffer):
         self._board.close()
 
     def write(self, row: StepMetrics) -> None:
-        """Appends one step and flushes it."""
+        """Append one step and flushes it."""
         super().write(row)
         self._file.write(_line(row))
         self._file.flush()
@@ -255,7 +255,7 @@ class MetricsWriter(MetricsBuffer):
                     self._board.add_scalar(f"train/{name}", value, row.step)
 
     def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
-        """Appends the statistics of a sampled step. Returns what has begun to cross a limit in it."""
+        """Append the statistics of a sampled step. Returns what has begun to cross a limit in it."""
         return self._statistics.write(rows)
 
 

@@ -1,8 +1,7 @@
 """The model: any causal language model of `transformers`, from a config or a local checkpoint.
 
-`transformers` keeps unknown config fields without a word; here a field the type does not have is an error with the
-nearest one it has. Initial weights are drawn on the CPU in the parameters' own type, so a seed means the same
-weights on any device.
+`transformers` accepts unknown config fields silently; this module raises an error with the nearest known field. Initial
+weights are drawn on the CPU in the parameters' own dtype, so a seed gives the same weights on any device.
 """
 
 import inspect
@@ -27,9 +26,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
 def check_model(model: Model) -> None:
-    """Raises ConfigError for a folder without a model and for a type or field `transformers` does not know.
+    """Raise ConfigError for a folder without a model and for a type or field `transformers` does not know.
 
-    Quick, so that such a mistake shows before the data is prepared.
+    It is quick, so it can run before the data is prepared.
     """
     if model.path is not None:
         folder = Path(model.path).expanduser()
@@ -44,10 +43,10 @@ def check_model(model: Model) -> None:
 
 
 def build_model(config: TrainConfig, tokenizer: TextTokenizer) -> nn.Module:
-    """Makes the model of a run on the CPU, in training mode, with parameters of the type the run asks for.
+    """Build the model of a run on the CPU, in training mode, with parameters of the configured dtype.
 
-    Raises ConfigError as `check_model` does, for a config or weights `transformers` refuses, and for a vocabulary or
-    context too small for the data.
+    Raises ConfigError as `check_model` does, for a config or weights that `transformers` rejects, and for a vocabulary
+    or context too small for the data.
     """
     check_model(config.model)
     dtype = DTYPES[config.precision.parameters]
@@ -63,7 +62,7 @@ def build_model(config: TrainConfig, tokenizer: TextTokenizer) -> nn.Module:
 
 
 Built = tuple[Any, dict[str, torch.Tensor]]
-"""A model, and fp32 values of its parameters where they are known; see `exact_masters`."""
+"""A model, and fp32 values of its parameters if available; see `exact_masters`."""
 
 
 def build_on_ranks(config: TrainConfig, tokenizer: TextTokenizer, ranks: Ranks) -> Built:
@@ -162,7 +161,7 @@ def _make_config(model_type: str, fields: dict[str, Any]) -> Any:
 
 
 def check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None:
-    """Raises ConfigError for a vocabulary or context too small for the data, and outputs without names."""
+    """Raise ConfigError for a vocabulary or context too small for the data, and outputs without names."""
     if not getattr(model.config, "return_dict", True):
         raise ConfigError("the model's config has return_dict = false, but its loss is read by name: leave it out")
     rows = model.get_input_embeddings().weight.shape[0]

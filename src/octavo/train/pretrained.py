@@ -1,6 +1,6 @@
-"""Folders as `save_pretrained` writes them: what a run starts from, and the weights and settings of a checkpoint.
+"""Folders of `save_pretrained`: the start of a run, and the weights and settings of a checkpoint.
 
-Nothing in such a folder is run: code that comes with a model is refused, and weights are read as data.
+Reading a folder runs no code from it: a model with its own code raises an error, and weights are read as data.
 """
 
 import json
@@ -18,13 +18,13 @@ from octavo.train.ranks import Ranks
 from octavo.train.share import share_on_machine
 
 AUTO_CLASSES = "AutoConfig", "AutoModel", "AutoModelForCausalLM"
-"""What `auto_map` of a config names that would be loaded here."""
+"""Entries of `auto_map` in a config that this module would load."""
 
 
 def load_model_config(folder: Path) -> Any:
     """The config of the model in `folder`, a class of Transformers.
 
-    Raises ConfigError where it cannot be read, or the model wants to run its own code. Many models name code that
+    Raises ConfigError if it cannot be read, or the model wants to run its own code. Many models name code that
     Transformers has by now: it is enough that their classes have the names of those of Transformers.
     """
     from transformers import AutoConfig
@@ -83,7 +83,7 @@ def one_line(error: Exception) -> str:
 
 
 def load_pretrained(folder: Path, dtype: torch.dtype) -> Any:
-    """The causal language model in `folder`, on the CPU. Raises ConfigError where it cannot be loaded whole."""
+    """The causal language model in `folder`, on the CPU. Raises ConfigError if it cannot be loaded whole."""
     from transformers import AutoModelForCausalLM
 
     load_model_config(folder)
@@ -105,7 +105,7 @@ def load_pretrained(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _check_indices(folder: Path) -> None:
-    """Raise ConfigError where an index of weights names a file outside of `folder`."""
+    """Raise ConfigError if an index of weights names a file outside of `folder`."""
     for path in folder.glob("*.index.json"):
         try:
             files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())

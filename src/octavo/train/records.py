@@ -42,7 +42,7 @@ def read_record(text: bytes, model: type[BaseModel], problem: str) -> dict[str, 
 
 
 def check_order(path: Path, steps: Iterable[int], what: str, *, repeated: bool = False) -> None:
-    """Raise ValueError where the steps of a file do not rise from line to line; `repeated`: several may be equal."""
+    """Raise ValueError if the steps of a file do not rise from line to line; `repeated`: several may be equal."""
     before = 0
     for number, step in enumerate(steps, 1):
         if step < before + (not repeated):

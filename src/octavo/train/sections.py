@@ -16,7 +16,7 @@ from octavo.parallel import Parallel
 
 
 def expand(path: str | Path) -> Path:
-    """The path, with the home folder for `~`. Raises ValueError where there is no such user, or the path has a NUL."""
+    """The path, with the home folder for `~`. Raises ValueError if there is no such user, or the path has a NUL."""
     try:
         expanded = Path(path).expanduser()
     except RuntimeError:
@@ -270,7 +270,7 @@ class ParallelConfig(Section):
         return Parallel(**self.model_dump(exclude={"async_save", "timeout"}))
 
     def alone(self) -> str:
-        """Why one process is not enough; empty where it is."""
+        """Why one process is not enough; empty if it is."""
         ranks = self.dp_replicate * max(self.dp_shard, 1)
         if ranks > 1 or self.cpu_offload:
             problem = f"asks for {ranks} processes" if ranks > 1 else "asks for cpu_offload, which shards do"

@@ -39,7 +39,7 @@ _NAMES = {
 
 
 class ShardReader(FileSystemReader):
-    """Reads shards with the checked index, and only files next to it.
+    """Read shards with the checked index, and only files next to it.
 
     Raises:
         ConfigError: For an index that cannot be read, contains other names, or points out of the folder.

@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def stop_on(stop: threading.Event, *signals: signal.Signals, patient: bool = False) -> Iterator[None]:
-    """Sets `stop` when one of `signals` comes; a second one acts as usual, or, with `patient`, does no more.
+    """Set `stop` when one of `signals` comes; a second one acts as usual, or, with `patient`, does no more.
 
     Does nothing outside the main thread.
     """

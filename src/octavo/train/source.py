@@ -43,7 +43,7 @@ class Source:
     fingerprint: str
     """Hash of the content."""
     read: Callable[[Path], Stream]
-    """Reads the documents, with a folder for intermediate files; may be called several times with one folder."""
+    """Read the documents, with a folder for intermediate files; may be called several times with one folder."""
     skipped: int = 0
     """Number of files left out because they are not UTF-8 (standard library only; elsewhere an error)."""
     left_out: str = ""

@@ -75,7 +75,7 @@ class TextTokenizer:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def save(self, folder: Path) -> None:
-        """Writes the files `AutoTokenizer.from_pretrained(folder)` reads; of a pretrained one, all that it has."""
+        """Write the files `AutoTokenizer.from_pretrained(folder)` reads; of a pretrained one, all that it has."""
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = self.pretrained
@@ -85,7 +85,7 @@ class TextTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Trains a byte-level BPE of `vocab_size` ids (fewer where the text has fewer merges) on a sample of `texts`."""
+    """Train a byte-level BPE of `vocab_size` ids (fewer where the text has fewer merges) on a sample of `texts`."""
     backend = tokenizers.Tokenizer(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
@@ -100,11 +100,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 
 def load_tokenizer(folder: Path) -> TextTokenizer:
-    """Loads the tokenizer of a folder as `AutoTokenizer` does, in any layout, without running code of the folder.
+    """Load the tokenizer of a folder as `AutoTokenizer` does, in any layout, without running code of the folder.
 
     Documents end with its `eos_token`, or its `sep_token` where it has none (BERT).
 
-    Raises ConfigError where there is no tokenizer, or it needs a missing package or its own code, or has no end token.
+    Raises ConfigError if there is no tokenizer, or it needs a missing package or its own code, or has no end token.
     """
     from transformers import AutoTokenizer  # two seconds to import, and not every caller loads one
 
@@ -160,7 +160,7 @@ def _custom_classes(folder: Path) -> list[str]:
 
 
 def _missing_package(folder: Path) -> str:
-    """What has to be installed to read the folder's vocabulary; empty where nothing is known to be missing."""
+    """What has to be installed to read the folder's vocabulary; empty if nothing is known to be missing."""
     for path in sorted((*folder.glob("*.model"), *folder.glob("*.tiktoken"))):
         with path.open("rb") as file:
             is_text = file.readline(1000).rstrip().rpartition(b" ")[2].isdigit()  # tiktoken: base64, a space, the id

@@ -120,7 +120,7 @@ class Trainer:
         self._saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
 
     def train_step(self) -> StepMetrics:
-        """Takes one optimizer step.
+        """Take one optimizer step.
 
         Raises NonFiniteError; the state is then that before the step, with the loss scale from before skipped steps.
         """
@@ -165,7 +165,7 @@ class Trainer:
         )
 
     def save(self, out: Path, *, prune: bool = True) -> None:
-        """Saves a checkpoint under `out`; with `prune`, removes all but the newest `run.keep`.
+        """Save a checkpoint under `out`; with `prune`, removes all but the newest `run.keep`.
 
         Raises NonFiniteError if a parameter is not finite.
         """
@@ -186,7 +186,7 @@ class Trainer:
         )
 
     def finish_saving(self) -> None:
-        """Waits until a checkpoint in the background is written."""
+        """Wait until a checkpoint in the background is written."""
         self._saver.finish()
 
     def non_finite_parameter(self) -> str | None:
@@ -220,7 +220,7 @@ class Trainer:
         )
 
     def check_causal(self) -> None:
-        """Raises ConfigError for a model that attends to later tokens."""
+        """Raise ConfigError for a model that attends to later tokens."""
         inputs, _ = self._corpus.batch(self.config.run.seed, 0, 1)  # the same on every rank
         check_causal(self.model, self._logits, inputs.to(self._device))
 
@@ -239,7 +239,7 @@ class Trainer:
         return inputs, targets
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Computes the scaled gradients of this rank's share of the batch and leaves them in the optimizer.
+        """Compute the scaled gradients of this rank's share of the batch and leaves them in the optimizer.
 
         Returns the mean loss of the share in fp32. The gradients are already averaged over the ranks.
         """
@@ -256,7 +256,7 @@ class Trainer:
         return total
 
     def accumulate(self, inputs: Tensor, part: Tensor, *, targets: int) -> Tensor:
-        """Adds the gradients of a micro-batch. Returns its share of the mean loss over the step's `targets` tokens."""
+        """Add the gradients of a micro-batch. Returns its share of the mean loss over the step's `targets` tokens."""
         loss = self.loss(inputs, part) * (part.numel() / targets)
         (loss * self.loss_scale.value).backward()
         self.optimizer.accumulate()
