@@ -1,9 +1,9 @@
 """The configuration of a run: TOML in, frozen pydantic models out.
 
-Read strictly: an unknown key, a wrong type or a value out of range is one `ConfigError` that names the key as it is
-written on the command line (`optim.lr`) and the nearest right one. Nothing is coerced: `steps = "12"` is an error,
-not 12. What takes the real model or data to know (an unknown model type, a context longer than the data) is checked
-where these are made, with the same error.
+Reading is strict: an unknown key, a wrong type or a value out of range raises a `ConfigError` with the key as written
+on the command line (`optim.lr`) and the nearest valid one. Nothing is coerced: `steps = "12"` is an error, not 12.
+Checks that need the real model or data (an unknown model type, a context longer than the data) run when these are
+built, with the same error.
 """
 
 import datetime
@@ -38,7 +38,7 @@ EXPECTED_VALUES = {
     "inspect.what_if": 'a list of recipes, as ["blockwise"]',
     "precision.loss_scale": '"none" | "dynamic", or a number > 0',
 }
-"""Settings of which pydantic would say what is wrong with a part, or with one of two forms."""
+"""Descriptions for settings where pydantic's message covers only a part, or one of two forms."""
 
 
 class ConfigError(ValueError):
@@ -46,7 +46,7 @@ class ConfigError(ValueError):
 
 
 class TrainConfig(Section):
-    """A whole run. Made by `load_config`, or `TrainConfig.model_validate` of a dictionary of sections."""
+    """Configuration of a run, from `load_config` or `TrainConfig.model_validate` of a dictionary of sections."""
 
     run: Run
     model: Model
@@ -88,7 +88,7 @@ class TrainConfig(Section):
 
     @property
     def resolved(self) -> Precision:
-        """The precision of the run, the optimizer's included."""
+        """Precision of the run, including the optimizer."""
         precision = self.precision.resolved
         return precision if self.optim.states is None else replace(precision, states=self.optim.states)
 
@@ -108,7 +108,7 @@ class TrainConfig(Section):
 
 
 def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Settings in nested tables, one by one: ("model.config.hidden_size", 256)."""
+    """Yield the settings in nested tables with dotted keys: ("model.config.hidden_size", 256)."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from flat(f"{prefix}.{key}" if prefix else key, item)
@@ -121,9 +121,9 @@ def load_config(
 ) -> TrainConfig:  # fmt: skip
     """Read a TOML file and applies overrides of the form `section.key=value`.
 
-    A value is parsed as TOML (`optim.lr=3e-4`, `run.name="a b"`); one that is not TOML is taken as a string, so that
-    `precision.recipe=rowwise` needs no quotes. Where `run.steps` is overridden and `optim.warmup` is not, a warmup that
-    does not fit into so few steps is shortened, to half of them at most, and `note` gets a sentence about it.
+    A value is parsed as TOML (`optim.lr=3e-4`, `run.name="a b"`); other text is a string, so `precision.recipe=rowwise`
+    needs no quotes. If `run.steps` is overridden and `optim.warmup` is not, a warmup that does not fit is shortened to
+    at most half of the steps, and `note` receives a sentence about it.
 
     Raises:
         ConfigError: For every mistake.
@@ -145,7 +145,7 @@ def load_config(
 
 
 def _fit_warmup(tables: dict[str, Any], note: Callable[[str], None]) -> None:
-    """Shorten a warmup that does not fit; what is wrong otherwise is left for the check of the whole."""
+    """Shorten a warmup that does not fit; other mistakes are left to `parse_config`."""
     try:
         steps, optim = Run.model_validate(tables["run"]).steps, Optim.model_validate(tables["optim"])
     except (ValidationError, KeyError):
@@ -166,7 +166,7 @@ def parse_config(tables: Mapping[str, Any]) -> TrainConfig:
 
 
 def _apply(tables: dict[str, Any], override: str) -> tuple[str, ...]:
-    """Set what an override says, and return its key."""
+    """Apply an override and return its key."""
     key, text = _split_override(override)
     value = _value(override, text)
     table = tables
@@ -179,7 +179,7 @@ def _apply(tables: dict[str, Any], override: str) -> tuple[str, ...]:
 
 
 def _split_override(override: str) -> tuple[tuple[str, ...], str]:
-    """Key and value of an override. A part of the key may be quoted, and then hold anything."""
+    """Split an override into key and value. A quoted part of the key may hold any character."""
     for end in (index for index, sign in enumerate(override) if sign == "="):
         table = _parse_toml(f"{override[:end]} = 0")
         if table is None or override.lstrip().startswith("[") or len(override[:end].splitlines()) != 1:
@@ -194,14 +194,14 @@ def _split_override(override: str) -> tuple[tuple[str, ...], str]:
 
 
 def _value(override: str, text: str) -> Any:
-    """A value as TOML, or the text itself. Raises ConfigError for a value that something else follows."""
+    """Parse a value as TOML, else return the text. Raises ConfigError for text after the value."""
     parsed, parsed_list = _parse_toml(f"value = {text}"), _parse_toml(f"value = [{text}]")
     if parsed is not None and parsed.keys() == {"value"} and parsed_list is not None and len(parsed_list["value"]) == 1:
         value = parsed["value"]
-        return text.strip() if isinstance(value, datetime.date | datetime.time) else value  # no setting is a date
+        return text.strip() if isinstance(value, datetime.date | datetime.time) else value  # dates stay text
     if parsed is not None or len(text.splitlines()) > 1:
         raise ConfigError(
-            f"override {_toml(override)}: one value is wanted, and something follows it: give each setting an "
+            f"override {_toml(override)}: expected one value, and something follows it: give each setting an "
             "argument of its own, and quote a string that holds a line break or a #"
         )
     if text.lstrip()[:1] in ('"', "'"):

@@ -1,6 +1,6 @@
-"""The sections of a run's configuration: frozen pydantic models, with what each setting means under it.
+"""The sections of a run's configuration: frozen pydantic models with a docstring under each setting.
 
-A section checks itself; what takes two of them is `octavo.train.config.TrainConfig`'s.
+A section checks itself; `octavo.train.config.TrainConfig` checks combinations of sections.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ def _check_path(path: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(_check_path)]
-"""A path as it is given; `expand` makes it one of the machine."""
+"""A path as written in the configuration; `expand` resolves `~`."""
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -183,7 +183,7 @@ def decay_steps(optim: Optim, steps: int) -> int:
 
 
 class PrecisionConfig(Section):
-    """`[precision]`: what is computed and kept in how many bits."""
+    """`[precision]`: number formats of computation, saved activations and optimizer."""
 
     level: str = "bf16"
     """Level of `octavo.Precision.level`: "bf16", "O1" (FP8 matrix products), "O1+act" (and stored activations) or
@@ -191,7 +191,7 @@ class PrecisionConfig(Section):
     matmul: Literal["bf16", "fp8"] | None = None
     """Products of the linear layers."""
     activations: Literal["bf16", "fp8"] | None = None
-    """What norms, gated MLPs, activations and attention keep for backward; "bf16" is as they compute it."""
+    """Format of the tensors that norms, gated MLPs, activations and attention save for backward."""
     recipe: str = "rowwise"
     """Recipe of the FP8 products, a name in `octavo.RECIPES`; not used by "bf16". "auto": on a GPU the fastest for each
     layer, where it pays by predicted cost; elsewhere the default."""
@@ -216,7 +216,7 @@ class PrecisionConfig(Section):
     loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
     """"dynamic", a fixed number, or "none". fp16 gradients underflow without one."""
     autopilot: bool = False
-    """Move a layer whose numbers go bad to a safer recipe; looks every `inspect.every` steps, or 50."""
+    """Move a layer whose statistics cross a limit to a safer recipe; samples every `inspect.every` steps, or 50."""
     loss: Literal["chunked", "whole"] = "chunked"
     """"chunked" computes head and loss a chunk of tokens at a time, so that whole logits never exist."""
     checkpointing: Literal["none", "full", "selective"] = "none"
@@ -224,7 +224,7 @@ class PrecisionConfig(Section):
 
     @property
     def resolved(self) -> Precision:
-        """The level, with what is set besides it."""
+        """Precision of the level, with the overrides of its parts."""
         parts = {name: getattr(self, name) for name in ("matmul", "activations", "master")}
         changes = {name: value for name, value in parts.items() if value is not None}
         changes |= {name: getattr(self, name) for name in ("recipe", "keep_weights", *SELECTION)}
@@ -242,7 +242,7 @@ class PrecisionConfig(Section):
 
 
 class ParallelConfig(Section):
-    """`[parallel]`: how the processes that torchrun starts share the work. A process of its own needs none of it."""
+    """`[parallel]`: how the processes of torchrun share the work; not for a single process."""
 
     dp_replicate: Count = 1
     """Copies of the model, each sharded or not (with dp_shard = 1: DDP)."""
@@ -253,11 +253,11 @@ class ParallelConfig(Section):
     cpu_offload: bool = False
     """Shards, gradients and optimizer states in host memory: models larger than the device."""
     fp8_comm: Literal["auto", "on", "gather", "off"] = "auto"
-    """FP8 on the wire: weights and gradients ("on"), weights alone, neither, or what pays ("auto")."""
+    """FP8 communication: weights and gradients ("on"), weights ("gather"), none ("off"), or by cost ("auto")."""
     async_save: bool = False
-    """Write checkpoints while training goes on, from a copy in host memory."""
+    """Write checkpoints in the background, from a copy in host memory."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that a process waits for the others before it gives up."""
+    """Seconds that a process waits for the others before it raises an error."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> "ParallelConfig":
@@ -266,11 +266,11 @@ class ParallelConfig(Section):
 
     @property
     def resolved(self) -> Parallel:
-        """What `octavo.parallelize` takes."""
+        """The layout for `octavo.parallelize`."""
         return Parallel(**self.model_dump(exclude={"async_save", "timeout"}))
 
     def alone(self) -> str:
-        """Why one process is not enough; empty if it is."""
+        """Why the layout needs several processes; empty if one is enough."""
         ranks = self.dp_replicate * max(self.dp_shard, 1)
         if ranks > 1 or self.cpu_offload:
             problem = f"asks for {ranks} processes" if ranks > 1 else "asks for cpu_offload, which shards do"
@@ -282,28 +282,29 @@ class ParallelConfig(Section):
 
 
 class GuardConfig(Section):
-    """`[guard]`: what happens when the loss leaves its way; see `octavo.train.guard`."""
+    """`[guard]`: rollback after a loss spike; see `octavo.train.guard`."""
 
     spike: Annotated[float, Field(ge=0)] = 0.0
-    """Robust standard deviations above the median of the last losses that a loss in a spike has at least, as 8. After
-    a spike the run goes back to its newest checkpoint, and on with later batches. 0: never."""
+    """Threshold of a spike in robust standard deviations above the median of the last losses, as 8. After a spike the
+    run rolls back to a checkpoint and skips the batches of the spike. 0: never."""
     window: Annotated[int, Field(ge=8)] = 64
-    """Steps whose losses are the last ones."""
+    """Number of last steps to compare with."""
     rollbacks: Count = 3
-    """How often a run goes back; after that it goes on without the guard."""
+    """Largest number of rollbacks; after that the run continues without the guard."""
 
 
 class Limits(Section):
-    """`[inspect.limits]`: from where on a figure is reported, and moves a layer under the autopilot; see
-    `octavo.inspect.Thresholds`.
+    """`[inspect.limits]`: limits of statistics that are reported, and that move layers under the autopilot.
+
+    See `octavo.inspect.Thresholds`.
     """
 
     sqnr: float = Thresholds.sqnr
-    """Fewest dB."""
+    """Smallest SQNR in dB."""
     underflow: Share = Thresholds.underflow
     """Largest share of X and W that quantizes to zero; of G twice that."""
     saturation: Share = Thresholds.saturation
-    """Largest share that is cut off."""
+    """Largest share of saturated values."""
     amax_jump: Annotated[float, Field(gt=1)] = Thresholds.amax_jump
     """Largest factor between a maximum and the median of its earlier samples."""
     product_error: Share = Thresholds.product_error
@@ -314,13 +315,13 @@ class InspectConfig(Section):
     """`[inspect]`: statistics of what FP8 does to the operands of the linear layers, in some steps."""
 
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps from one sample to the next; 0 for none."""
+    """Steps between two samples; 0 for none."""
     what_if: Annotated[tuple[str, ...], Strict(False)] = ()
-    """Other recipes, of which the SQNR on the same tensors is wanted."""
+    """Other recipes, to report their SQNR on the same tensors."""
     limits: Limits = Limits()
-    """What is reported."""
+    """Limits of reported statistics."""
     restore_after: Annotated[int, Field(ge=0)] = 0
-    """Samples without harm after which the autopilot moves a layer back to its first recipe; 0 for never."""
+    """Samples within the limits after which the autopilot moves a layer back to its first recipe; 0 for never."""
 
     @property
     def thresholds(self) -> Thresholds:
