@@ -1,4 +1,4 @@
-"""What a comparison leaves to look at: `compare.json`, `report.html`, `loss.png`, and the rows of its table."""
+"""Output of a comparison: `compare.json`, `report.html`, `loss.png`, and the rows of its table."""
 
 import json
 import platform
@@ -21,14 +21,14 @@ from octavo.train.plots import write_loss_png
 from octavo.train.run_report import Row, config_differences
 
 FILES = ("compare.json", "report.html", "loss.png")
-"""What is written into the folder of a comparison, beside its runs."""
+"""Files in the folder of a comparison, besides its runs."""
 CARDS: dict[Verdict, str] = {
     "indistinguishable": "within",
     "better": "within",
     "worse": "above",
     "inconclusive": "none",
 }
-"""How a verdict looks on the page."""
+"""Style of a verdict on the page."""
 COLOURS = 6
 
 

@@ -1,12 +1,10 @@
 """Read documents as a stream: pieces of text, and None after the last piece of each document.
 
-A document without text is a None with no piece before it, so whoever reads the stream can count it. No reader holds
-more than a row (`ROW_LIMIT` at most) or `CHUNK` bytes of a file: text files are decoded a chunk at a time, .jsonl is
-parsed a line at a time, Parquet is decoded page by page, and the pages of a memory-mapped Arrow file are dropped
-once they are read.
+A document without text is a None with no piece before it, so a reader of the stream can count it. No reader holds more
+than a row (`ROW_LIMIT` at most) or `CHUNK` bytes of a file: text files are decoded by chunks, .jsonl is parsed by
+lines, Parquet is decoded by pages, and the pages of a memory-mapped Arrow file are dropped after reading.
 
-Readers hash what they read. `source.py` reads everything once to get the fingerprint of the content, and compares the
-hash of every later reading with it.
+Readers hash the content. `source.py` reads all content once for its fingerprint and compares every later read with it.
 """
 
 import codecs

@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that `transformers` loads: as those of one process are already, and of many are not."""
+"""Export a checkpoint of one process or several to a folder that `transformers` loads."""
 
 import shutil
 from pathlib import Path

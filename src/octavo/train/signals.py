@@ -1,4 +1,4 @@
-"""Requests to stop: a signal sets an event, and the run stops where it can save."""
+"""Signal handling: a signal sets an event, and the run stops after saving."""
 
 import signal
 import threading

@@ -75,7 +75,7 @@ def run_of(folder: Path) -> Path:
 
 
 def limits_of(run: Path) -> Thresholds:
-    """The limits that a run was given, in the `config.toml` of its output folder; the default ones where none is."""
+    """The limits of a run, from the `config.toml` of its output folder; the defaults without one."""
     path = run / "config.toml"
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -87,7 +87,7 @@ def limits_of(run: Path) -> Thresholds:
 
 
 def all_findings(rows: Sequence[OperandStats], thresholds: Thresholds | None = None) -> list[Finding]:
-    """What crossed a limit in any step of a run, as it would have been found when it happened."""
+    """The findings of all steps of a run, as the run itself would have reported them."""
     history, found = History(), []
     for now in _steps(rows):
         found += findings(now, thresholds or Thresholds(), history)
