@@ -36,7 +36,7 @@ from octavo.numerics.formats import E4M3
 from octavo.numerics.spec import QuantSpec
 from octavo.train import TrainConfig, parse_config
 from octavo.train.data import load_corpus
-from octavo.train.metrics import Silent, summarize_losses
+from octavo.train.metrics import NullProgress, summarize_losses
 from octavo.train.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +92,7 @@ def loss_of(arm: str, seed: int, text: Path, steps: int = STEPS) -> float:
     """Train, and return the mean loss over the last 10 % of the steps."""
     config = configuration(arm, seed, text, steps)
     with damaged() if arm == "damaged" else nullcontext():
-        trainer = Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+        trainer = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
         losses = summarize_losses([trainer.train_step() for _ in range(steps)])
     assert losses is not None
     return losses.tail_mean

@@ -26,7 +26,7 @@ from benchmarks.environment import RESULTS, device_name, environment, save_figur
 from octavo.train import RunResult, TrainConfig, load_config, run
 from octavo.train.curves import Curves, smooth
 from octavo.train.data import load_corpus
-from octavo.train.metrics import Silent, read_metrics
+from octavo.train.metrics import NullProgress, read_metrics
 from octavo.train.trainer import Trainer
 
 Row = dict[str, Any]
@@ -160,7 +160,7 @@ def slowdowns(more: Overrides, rounds: int = TIMED_ROUNDS) -> dict[str, float]:
     trainers, best = {}, dict.fromkeys(ARMS, float("inf"))
     for arm in ARMS:
         config = configuration(arm, 1, STEPS, more)
-        trainers[arm] = Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+        trainers[arm] = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
     for turn in range(rounds):
         for arm, trainer in trainers.items():
             start = time.perf_counter()

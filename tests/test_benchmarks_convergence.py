@@ -25,7 +25,7 @@ def check(content):
 
 
 def test_arms_are_what_they_say():
-    asked = {arm: convergence.configuration(arm, 1, STEPS).asked for arm in ARMS}
+    asked = {arm: convergence.configuration(arm, 1, STEPS).resolved for arm in ARMS}
     assert asked[BASELINE].label == "bf16"
     assert asked["everything"].label == "fp8+activations+optimizer rowwise"
     assert (asked["activations"].matmul, asked["activations"].activations) == ("bf16", "fp8")

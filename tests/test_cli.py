@@ -299,10 +299,10 @@ def test_a_stopped_demo_says_how_to_go_on(
 ) -> None:
     import signal
 
-    from octavo.train.console import Bars
+    from octavo.train.progress_bars import ProgressBars
 
     settings = [*TINY_DEMO, "data.source=corpus.txt", f"data.cache={cache.as_posix()}"]
-    monkeypatch.setattr(Bars, "step", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(ProgressBars, "step", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     result = octavo("demo", *settings, "--steps", 4, "--out", "my out")
     monkeypatch.undo()
     monkeypatch.chdir(here)
@@ -319,9 +319,9 @@ def test_a_run_stopped_before_its_first_step_is_a_success(
 ) -> None:
     import signal
 
-    from octavo.train.console import Bars
+    from octavo.train.progress_bars import ProgressBars
 
-    monkeypatch.setattr(Bars, "stage", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(ProgressBars, "stage", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the second stage's signal acts as usual: not at all here
     try:
         result = octavo("train", config, "--out", "out")

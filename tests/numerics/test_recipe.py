@@ -63,7 +63,7 @@ def test_precision_levels_and_switches():
         "bf16", "fp8 rowwise", "fp8+activations rowwise", "fp8+activations+optimizer rowwise",
     ]  # fmt: skip
     assert Precision(matmul="bf16", states="fp8").label == "bf16+optimizer"
-    for alias, name in {"fp8": "fp8", "fp8+activations": "fp8+activations", "fp8+activations+optimizer": "fp8+activations+optimizer"}.items():
+    for alias, name in {"O1": "fp8", "O1+act": "fp8+activations", "O1+act+opt": "fp8+activations+optimizer"}.items():
         assert Precision.level(alias) == Precision.level(name)
     with pytest.raises(ValueError, match=r"unknown precision level 'fp8\+act' \(did you mean 'fp8\+activations'\?\)"):
         Precision.level("fp8+act")

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from octavo import convert
 from octavo.train.config import TrainConfig
 from octavo.train.data import load_corpus
-from octavo.train.metrics import Silent
+from octavo.train.metrics import NullProgress
 from octavo.train.trainer import Trainer
 
 TEXT = {
@@ -65,7 +65,7 @@ class Curve:
 
 def trained(config: TrainConfig) -> Curve:
     """What the trainer makes of a configuration."""
-    trainer = Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+    trainer = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
     curve = Curve(start=_copy(dict(trainer.model.named_parameters())))
     for _ in range(config.run.steps):
         row = trainer.train_step()
@@ -79,19 +79,19 @@ def trained(config: TrainConfig) -> Curve:
 
 def reference(config: TrainConfig) -> Curve:
     """What a plain loop makes of it."""
-    corpus = load_corpus(config, Silent())
+    corpus = load_corpus(config, NullProgress())
     end, optim, precision = corpus.tokenizer.end_id, config.optim, config.precision
     fields = {"vocab_size": corpus.tokenizer.size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     torch.manual_seed(config.run.seed)
     settings = AutoConfig.for_model(config.model.type, **fields, **config.model.config)
     model = AutoModelForCausalLM.from_config(settings, dtype=DTYPES[precision.parameters]).train()
     named = dict(model.named_parameters())
-    keeps_masters = precision.parameters != "fp32" and config.asked.master != "none"
+    keeps_masters = precision.parameters != "fp32" and config.resolved.master != "none"
     masters = (
         {name: p.detach().float().clone().requires_grad_() for name, p in named.items()} if keeps_masters else named
     )
-    if "fp8" in (config.asked.matmul, config.asked.activations):
-        convert(model, precision=config.asked, verbose=False)
+    if "fp8" in (config.resolved.matmul, config.resolved.activations):
+        convert(model, precision=config.resolved, verbose=False)
     decayed = [p for name, p in masters.items() if not NOT_DECAYED.search(name)]
     rest = [p for name, p in masters.items() if NOT_DECAYED.search(name)]
     adamw = torch.optim.AdamW(

@@ -8,14 +8,14 @@ from torch import nn
 from octavo.train.checkpointing import Checkpointing, find_blocks
 from octavo.train.config import ConfigError
 from octavo.train.data import load_corpus
-from octavo.train.metrics import Silent
+from octavo.train.metrics import NullProgress
 from octavo.train.trainer import Trainer
 
 
 def make_trainer(make_config: MakeConfig, mode: str, **precision: Any) -> Trainer:
     model = precision.pop("model", {"type": "llama", "config": LLAMA})
     config = make_config(model=model, precision={"checkpointing": mode} | precision)
-    return Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+    return Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -49,7 +49,7 @@ def test_gradients_are_bitwise_those_without(mode: str, precision: dict[str, Any
 @pytest.mark.parametrize("level", ["bf16", "fp8"])
 def test_less_is_kept(level: str, make_config: MakeConfig) -> None:
     kept = {
-        mode: make_trainer(make_config, mode, level=level)._kept_bytes_per_token()
+        mode: make_trainer(make_config, mode, level=level)._saved_bytes_per_token()
         for mode in ("none", "full", "selective")
     }
     # The head's logits and their softmax are kept in every mode.

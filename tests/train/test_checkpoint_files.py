@@ -19,7 +19,7 @@ from octavo.train.checkpoint import check_same_model, checkpoints, latest_checkp
 from octavo.train.data import load_corpus
 from octavo.train.digests import check_digests
 from octavo.train.export import export
-from octavo.train.metrics import Silent
+from octavo.train.metrics import NullProgress
 from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture
 
@@ -33,7 +33,7 @@ OWN = {"trainer.json", "optimizer.pt", "digests.json"}
 
 
 def make_trainer(config):
-    return Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+    return Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
 
 
 def load(trainer, folder):
@@ -133,7 +133,7 @@ def test_an_export_of_shards_is_what_save_pretrained_writes(gloo, make_config, t
 @pytest.mark.parametrize("templates", ["folder", "table"])
 def test_chat_templates_are_exported(make_config, tmp_path, templates):
     config = make_config(model={"type": "llama", "config": SMALL})
-    source = load_corpus(config, Silent()).tokenizer
+    source = load_corpus(config, NullProgress()).tokenizer
     source.save(tmp_path / "tokenizer")
     if templates == "table":
         path = tmp_path / "tokenizer" / "tokenizer_config.json"
@@ -261,19 +261,19 @@ def test_an_older_checkpoint_is_loaded_with_a_warning(trained):
 def shards_job(tables, folder, flips):
     """A sharded checkpoint with each of some bits flipped: what two ranks raise."""
     from octavo.train import parse_config
-    from octavo.train.ranks import joined
+    from octavo.train.ranks import join_ranks
 
     config, told = parse_config(tables), []
-    with joined(config) as ranks:
-        trainer = Trainer(config, load_corpus(config, Silent()), ranks.device, ranks=ranks)
+    with join_ranks(config) as ranks:
+        trainer = Trainer(config, load_corpus(config, NullProgress()), ranks.device, ranks=ranks)
         for name, bit in flips:
-            ranks.shared(lambda name=name, bit=bit: flip(Path(folder) / name, bit))
+            ranks.run_on_rank0(lambda name=name, bit=bit: flip(Path(folder) / name, bit))
             try:
                 load_checkpoint(Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
                 told.append("")
             except ConfigError as error:
                 told.append(str(error))
-            ranks.shared(lambda name=name, bit=bit: flip(Path(folder) / name, bit))
+            ranks.run_on_rank0(lambda name=name, bit=bit: flip(Path(folder) / name, bit))
         load_checkpoint(Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
     return told
 

@@ -74,7 +74,7 @@ def test_defaults_and_overrides(toml: Path) -> None:
 )
 def test_a_part_of_the_level_can_be_set_by_itself(toml: Path, overrides: list[str], asked: Precision) -> None:
     config = load_config(toml, overrides)
-    assert config.asked == asked
+    assert config.resolved == asked
     assert config.arm == asked.label
     again = parse_config(tomllib.loads(config.to_toml()))
     assert again == config

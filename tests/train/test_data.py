@@ -14,14 +14,14 @@ from tiny_runs import MakeConfig, Recorder, sentences
 from octavo.train import data, source
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.data import Corpus, load_corpus
-from octavo.train.metrics import Silent
+from octavo.train.metrics import NullProgress
 from octavo.train.tokenizer import END
 
 ENTRY = {"digests.json", "facts.json", "ids.bin", "tokenizer.json"}
 
 
 def corpus(config: TrainConfig) -> Corpus:
-    return load_corpus(config, Silent())
+    return load_corpus(config, NullProgress())
 
 
 def decoded(loaded: Corpus, step: int = 0) -> str:
@@ -273,7 +273,7 @@ def test_text_that_spells_a_special_token_stays_text(make_config: MakeConfig, tm
 
 @pytest.mark.parametrize("text", ["line one\n" * 40, "x" * 400])
 def test_long_documents_are_cut_without_loss(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "PIECE", 100)
+    monkeypatch.setattr(data, "PIECE_CHARACTERS", 100)
     pieces = [piece for piece in data._pieces(iter([text[:70], text[70:], None])) if piece]
     assert "".join(pieces) == text
     assert 4 <= len(pieces) <= 5

@@ -12,7 +12,7 @@ from tiny_runs import Recorder, curve
 from octavo.train import NonFiniteError, parse_config, run
 from octavo.train.config import ConfigError
 from octavo.train.events import read_events
-from octavo.train.report import write_report
+from octavo.train.run_report import write_report
 from octavo.train.statistics import read_statistics
 from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture

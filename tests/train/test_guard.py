@@ -121,7 +121,7 @@ def test_spikes_are_recognized_with_the_step_in_which_they_begin(kind):
 def test_it_is_off_unless_asked_for_and_after_enough(config):
     guard = SpikeGuard(config)
     if config.spike:
-        guard.went_back(10, 5, 1)
+        guard.record_rollback(10, 5, 1)
     assert recognized([(50.0, 9.0)] * 99, guard) is None and not guard.active
 
 
@@ -141,11 +141,11 @@ def test_the_way_back_is_before_the_rise_and_further_if_it_comes_back(tmp_path):
         (tmp_path / "checkpoints" / f"step-{number:06d}" / "shards").mkdir(parents=True)
     names = lambda: sorted(path.name[-2:] for path in (tmp_path / "checkpoints").iterdir())  # noqa: E731
     spike = lambda first, step: SpikeError("", first=first, step=step)  # noqa: E731
-    assert guard.way_back(tmp_path, spike(32, 35)).name == "step-000030" and names() == ["10", "20", "30"]
-    guard.went_back(35, 30, 1)
-    assert guard.way_back(tmp_path, spike(34, 36)).name == "step-000020" and names() == ["10", "20"]
-    guard.went_back(36, 20, 2)
-    assert guard.way_back(tmp_path, spike(90, 94)).name == "step-000020"  # another one, long after
+    assert guard.checkpoint_before(tmp_path, spike(32, 35)).name == "step-000030" and names() == ["10", "20", "30"]
+    guard.record_rollback(35, 30, 1)
+    assert guard.checkpoint_before(tmp_path, spike(34, 36)).name == "step-000020" and names() == ["10", "20"]
+    guard.record_rollback(36, 20, 2)
+    assert guard.checkpoint_before(tmp_path, spike(90, 94)).name == "step-000020"  # another one, long after
 
 
 # --- a run ---

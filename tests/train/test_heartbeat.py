@@ -13,8 +13,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 import octavo.comm
-from octavo.train.heartbeat import BEAT, GRACE, LEFT, Heartbeat, from_collective
-from octavo.train.ranks import LostRankError, _watched
+from octavo.train.heartbeat import BEAT_SECONDS, GRACE_SECONDS, LEFT, Heartbeat, from_collective
+from octavo.train.ranks import LostRankError, _detect_lost_ranks
 from processes import Failed, gloo  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.dist
@@ -53,7 +53,7 @@ def lost_job(action, signal_number):
     model = DistributedDataParallel(nn.Linear(4, 4))
     _set_pg_timeout(timedelta(seconds=3))
     try:
-        with _watched(dist.get_rank(), dist.get_world_size()):
+        with _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
             dist.barrier()
             if dist.get_rank() == 1:
                 os.kill(os.getpid(), signal_number)
@@ -83,7 +83,7 @@ def alive_job(action):
     """What comes of an error while all ranks are there, and how long that takes."""
     start = time.monotonic()
     try:
-        with _watched(dist.get_rank(), dist.get_world_size()):
+        with _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
             try:
                 action()
             finally:
@@ -99,16 +99,16 @@ def test_an_error_while_all_ranks_are_alive_is_no_lost_rank(gloo, action):  # no
         assert name in ("RuntimeError", "DistBackendError")
         if action in (invalid, out_of_memory):
             assert "every other rank is alive" in notes[0]
-        assert seconds < GRACE
+        assert seconds < GRACE_SECONDS
 
 
 def leaving_job():
     """A rank that fails for a reason of its own, before the other begins a collective."""
     try:
-        with _watched(dist.get_rank(), dist.get_world_size()):
+        with _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
             if dist.get_rank() == 1:
                 raise ValueError("own")
-            time.sleep(2 * BEAT)
+            time.sleep(2 * BEAT_SECONDS)
             out_of_memory()
     except (LostRankError, ValueError) as error:
         return type(error).__name__
@@ -124,7 +124,7 @@ def test_who_counts_is_alive():
     assert beats[0].gone() == []
     beats[2].close()
     start = time.monotonic()
-    assert beats[0].gone() == [2] and time.monotonic() - start < GRACE
+    assert beats[0].gone() == [2] and time.monotonic() - start < GRACE_SECONDS
     beats[1].close()
     assert beats[0].gone() == [1, 2]
     beats[0].close()

@@ -10,7 +10,7 @@ from test_report import References, text_of
 
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train.heatmap import COLUMNS, LEFT, LEVELS, ROWS, WIDTH, heatmaps
-from octavo.train.report import write_report
+from octavo.train.run_report import write_report
 from octavo.train.statistics import StatisticsWriter
 
 KINDS = ("self_attn.q_proj", "mlp.down_proj")

@@ -65,14 +65,14 @@ def remove_half(folder, ignore_errors=False):
 
 POINTS = {
     "event": (loop, "add_event"),
-    "event shown": (loop, "_note_event"),
-    "state put": (loop, "_put"),
+    "event shown": (loop, "_record_event"),
+    "state put": (loop, "_load_state"),
     "row": (metrics.MetricsWriter, "write"),
     "removal": (checkpoint, "remove_checkpoint"),
-    "save": (checkpoint.Saver, "save"),
-    "save begun": (checkpoint._Checkpoint, "begin"),
-    "save published": (checkpoint._Checkpoint, "publish"),
-    "prune": (checkpoint._Checkpoint, "prune"),
+    "save": (checkpoint.CheckpointSaver, "save"),
+    "save begun": (checkpoint._NewCheckpoint, "begin"),
+    "save published": (checkpoint._NewCheckpoint, "publish"),
+    "prune": (checkpoint._NewCheckpoint, "prune"),
     "beginning of rows": (loop, "drop_later_events"),
 }
 

@@ -15,7 +15,7 @@ from octavo.train import NonFiniteError, RunResult, load_config, loss_scale, rea
 from octavo.train.checkpoint import latest_checkpoint
 from octavo.train.config import ConfigError
 from octavo.train.data import load_corpus
-from octavo.train.metrics import Silent
+from octavo.train.metrics import NullProgress
 from octavo.train.trainer import Trainer
 
 
@@ -154,7 +154,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, steps: set[int], factor: f
 def test_overflow_under_dynamic_scaling_skips_the_step_and_says_so(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_scale, "INITIAL", 2.0**22)  # gradients of fp16 end at 65504: it has to come down
+    monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**22)  # gradients of fp16 end at 65504: it has to come down
     config = make_config(
         run={"steps": 30}, precision={"parameters": "fp16", "loss_scale": "dynamic"}, optim={"lr": 3e-3}
     )
@@ -180,7 +180,7 @@ def test_a_skipped_step_leaves_parameters_as_they_were(
 ) -> None:
     spoil(monkeypatch, "model.layers.1", {0}, torch.inf)
     config = make_config(precision={"loss_scale": 8.0})
-    trainer = Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+    trainer = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     row = trainer.train_step()
     assert row.skipped
@@ -237,7 +237,7 @@ def test_a_failure_leaves_the_checkpoints_before_it(
 def test_a_fixed_loss_scale_is_part_of_the_advice(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_scale, "MOST_SKIPS", 1)
+    monkeypatch.setattr(loss_scale, "MAX_SKIPS", 1)
     spoil(monkeypatch, "model.layers.1", set(range(9)), torch.inf)
     with pytest.raises(NonFiniteError, match=r'with a lower precision\.loss_scale, or with "dynamic"'):
         run(make_config(precision={"loss_scale": 64.0}), out=tmp_path)
@@ -277,7 +277,7 @@ def test_scaling_that_never_recovers_stops(
     with pytest.raises(NonFiniteError, match=r"output of model\.layers\.0"):
         run(config, out=tmp_path, progress=seen)
     assert RunResult.read(tmp_path).skipped_steps == 40
-    assert {row.loss_scale for row in seen.rows} == {loss_scale.INITIAL}
+    assert {row.loss_scale for row in seen.rows} == {loss_scale.INITIAL_SCALE}
     assert "step 2 skipped: the loss is not finite, which no loss scale changes (loss scale 65536 stays)" in seen.notes
 
 
@@ -304,11 +304,11 @@ def test_a_run_stopped_by_overflows_resumes_at_the_scale_from_before(
     folder = latest_checkpoint(tmp_path)
     assert folder is not None and folder.name == "step-000042"
     state = json.loads((folder / "trainer.json").read_text())["loss_scale"]
-    assert (state["value"], state["overflows"]) == (loss_scale.INITIAL, 0)
+    assert (state["value"], state["overflows"]) == (loss_scale.INITIAL_SCALE, 0)
     monkeypatch.undo()
     seen = Recorder()
     run(config, out=tmp_path, resume=True, progress=seen)
-    assert [(row.loss_scale, row.skipped) for row in seen.rows] == [(loss_scale.INITIAL, False)] * 2
+    assert [(row.loss_scale, row.skipped) for row in seen.rows] == [(loss_scale.INITIAL_SCALE, False)] * 2
 
 
 @pytest.mark.parametrize("precision", [{}, {"parameters": "fp16", "loss_scale": 1e-9}])

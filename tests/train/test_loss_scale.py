@@ -11,7 +11,15 @@ from torch import Tensor
 
 from octavo.train import NonFiniteError, read_metrics, run
 from octavo.train.events import read_events
-from octavo.train.loss_scale import COLLAPSE, GROWTH_INTERVAL, INITIAL, LARGEST, MOST_SKIPS, QUIET, LossScale
+from octavo.train.loss_scale import (
+    GROWTH_INTERVAL,
+    INITIAL_SCALE,
+    MAX_SCALE,
+    MAX_SKIPS,
+    QUIET_STEPS,
+    RESTORE_FACTOR,
+    LossScale,
+)
 from octavo.train.metrics import StepMetrics
 from octavo.train.trainer import Trainer
 
@@ -28,26 +36,26 @@ def test_dynamic_halves_and_grows_after_enough_good_steps() -> None:
     scale = LossScale("dynamic")
     scale.update(overflow=True)
     scale.update(overflow=True)
-    assert scale.value == INITIAL / 4
+    assert scale.value == INITIAL_SCALE / 4
     for _ in range(GROWTH_INTERVAL - 1):
         scale.update(overflow=False)
-    assert scale.value == INITIAL / 4
+    assert scale.value == INITIAL_SCALE / 4
     scale.update(overflow=False)
-    assert scale.value == INITIAL / 2
+    assert scale.value == INITIAL_SCALE / 2
     for _ in range(GROWTH_INTERVAL - 1):
         scale.update(overflow=False)
     scale.update(overflow=True)
-    assert scale.value == INITIAL / 4
+    assert scale.value == INITIAL_SCALE / 4
 
 
 def test_exhausted_by_overflows_in_a_row() -> None:
     for mode in ("dynamic", 2.0):
         scale = LossScale(mode)
-        for _ in range(MOST_SKIPS):
+        for _ in range(MAX_SKIPS):
             scale.update(overflow=True)
         assert not scale.exhausted
         scale.update(overflow=False)
-        for _ in range(MOST_SKIPS + 1):
+        for _ in range(MAX_SKIPS + 1):
             assert not scale.exhausted
             scale.update(overflow=True)
         assert scale.exhausted
@@ -62,42 +70,42 @@ def test_state_round_trip_through_json() -> None:
     twin.load_state_dict(json.loads(json.dumps(scale.state_dict())))
     scale.update(overflow=False)
     twin.update(overflow=False)
-    assert twin.value == scale.value == INITIAL
+    assert twin.value == scale.value == INITIAL_SCALE
     assert twin.state_dict() == scale.state_dict()
 
 
 def test_a_loss_that_is_not_finite_is_no_overflow() -> None:
     scale = LossScale("dynamic")
-    for _ in range(MOST_SKIPS + 1):
+    for _ in range(MAX_SKIPS + 1):
         scale.update(overflow=True, loss_is_finite=False)
-    assert scale.value == INITIAL and scale.exhausted
+    assert scale.value == INITIAL_SCALE and scale.exhausted
 
 
 def test_it_grows_up_to_a_bound() -> None:
     scale = LossScale("dynamic")
     for _ in range(20 * GROWTH_INTERVAL):
         scale.update(overflow=False)
-    assert scale.value == LARGEST
+    assert scale.value == MAX_SCALE
 
 
 def test_the_scale_before_the_skipped_steps_comes_back() -> None:
     scale = LossScale("dynamic")
     scale.update(overflow=True)
-    for _ in range(QUIET):
+    for _ in range(QUIET_STEPS):
         scale.update(overflow=False)
-    for _ in range(MOST_SKIPS // 2):
+    for _ in range(MAX_SKIPS // 2):
         scale.update(overflow=True)
     twin = LossScale("dynamic")
     twin.load_state_dict(json.loads(json.dumps(scale.state_dict())))
-    for _ in range(MOST_SKIPS // 2 + 1):
+    for _ in range(MAX_SKIPS // 2 + 1):
         assert not twin.exhausted
         twin.update(overflow=True)
     assert twin.exhausted
-    twin.rewind()
-    assert twin.value == INITIAL / 2 and not twin.exhausted
+    twin.undo_fall()
+    assert twin.value == INITIAL_SCALE / 2 and not twin.exhausted
     twin.update(overflow=False)
-    twin.rewind()
-    assert twin.value == INITIAL / 2
+    twin.undo_fall()
+    assert twin.value == INITIAL_SCALE / 2
 
 
 # --- a scale that fell for another reason than the range of the gradients ---
@@ -121,7 +129,7 @@ def skipped_under(fails: Callable[[int, float], bool], steps: int, scale: LossSc
     [
         range(9),
         range(36),
-        range(MOST_SKIPS),
+        range(MAX_SKIPS),
         {*range(36), *range(37, 43)},  # back for a while, just when the scale is on trial
         {*range(20), *range(21, 41), *range(42, 62)},
         range(0, 120, 2),  # every other step
@@ -133,48 +141,52 @@ def skipped_under(fails: Callable[[int, float], bool], steps: int, scale: LossSc
 def test_a_fault_that_has_passed_leaves_a_scale_as_before(faulty: Iterable[int]) -> None:
     scale, faults = LossScale("dynamic"), {100 + step for step in faulty}
     assert skipped_under(lambda step, _: step in faults, 100 + max(faulty) + 4, scale) == len(faults)
-    assert scale.value * COLLAPSE >= INITIAL
-    if faulty in (range(9), range(36), range(MOST_SKIPS)):
-        assert scale.value == INITIAL
+    assert scale.value * RESTORE_FACTOR >= INITIAL_SCALE
+    if faulty in (range(9), range(36), range(MAX_SKIPS)):
+        assert scale.value == INITIAL_SCALE
 
 
-@pytest.mark.parametrize("fall", range(MOST_SKIPS + 1))
+@pytest.mark.parametrize("fall", range(MAX_SKIPS + 1))
 def test_a_range_that_is_really_smaller_costs_few_more_steps(fall: int) -> None:
-    scale, largest = LossScale("dynamic"), INITIAL / 2**fall
+    scale, largest = LossScale("dynamic"), INITIAL_SCALE / 2**fall
     skips = skipped_under(lambda step, value: step >= 50 and value > largest, 3000, scale)
     growth = math.ceil(3000 / GROWTH_INTERVAL)
-    assert fall <= skips <= fall + max(0, fall - math.log2(COLLAPSE)) + growth
+    assert fall <= skips <= fall + max(0, fall - math.log2(RESTORE_FACTOR)) + growth
     assert largest / 2 <= scale.value <= 2 * largest
     assert fall <= 8 or skipped_under(lambda _, value: value > largest, 500, scale) <= 1  # and no more
 
 
 @pytest.mark.parametrize("real", range(1, 20))
 def test_a_fault_and_a_smaller_range_at_once(real: int) -> None:
-    scale, largest = LossScale("dynamic"), INITIAL / 2**real
+    scale, largest = LossScale("dynamic"), INITIAL_SCALE / 2**real
     skipped_under(lambda step, value: 50 <= step < 80 or (step >= 80 and value > largest), 400, scale)
-    assert largest / COLLAPSE <= scale.value <= largest
+    assert largest / RESTORE_FACTOR <= scale.value <= largest
 
 
 def test_short_streaks_are_those_of_torch() -> None:
     scale = LossScale("dynamic")
     skipped_under(lambda step, _: step < 8, 8 + GROWTH_INTERVAL - 1, scale)
-    assert scale.value == INITIAL / 2**8
+    assert scale.value == INITIAL_SCALE / 2**8
 
 
 def test_zeros_alone_restore_a_scale_that_fell_and_no_other() -> None:
     scale = LossScale("dynamic")
-    assert not scale.lift() and not LossScale("none").lift() and not LossScale(1e-9).lift()
+    assert (
+        not scale.skip_zero_gradient()
+        and not LossScale("none").skip_zero_gradient()
+        and not LossScale(1e-9).skip_zero_gradient()
+    )
     for _ in range(5):
         scale.update(overflow=True)
-    assert scale.lift() and (scale.value, scale.restored_from) == (INITIAL, INITIAL / 32)
+    assert scale.skip_zero_gradient() and (scale.value, scale.restored_from) == (INITIAL_SCALE, INITIAL_SCALE / 32)
     scale.update(overflow=True)
-    assert scale.value == INITIAL / 32
+    assert scale.value == INITIAL_SCALE / 32
     scale.load_state_dict({"value": 2.0**-24, "good_steps": 7, "overflows": 0})  # of a run that had gone on with it
-    assert scale.lift() and scale.value == INITIAL
-    for _ in range(MOST_SKIPS):  # overflow there and zeros here
-        if not scale.lift():
+    assert scale.skip_zero_gradient() and scale.value == INITIAL_SCALE
+    for _ in range(MAX_SKIPS):  # overflow there and zeros here
+        if not scale.skip_zero_gradient():
             scale.update(overflow=True)
-    assert scale.exhausted or not scale.lift()
+    assert scale.exhausted or not scale.skip_zero_gradient()
 
 
 def spoiled(overflowing: Iterable[int], vanishing: Iterable[int] = ()) -> "mock._patch[Callable[..., Tensor]]":
@@ -200,14 +212,14 @@ FP16: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("faults", [30, MOST_SKIPS])
+@pytest.mark.parametrize("faults", [30, MAX_SKIPS])
 def test_a_run_learns_again_after_a_fault(faults: int, make_config: MakeConfig, tmp_path: Path) -> None:
     config, seen = make_config(**FP16, run={"steps": faults + 30, "save_every": 0}), Recorder()
     with spoiled(range(10, 10 + faults)):
         run(config, out=tmp_path, progress=seen)
     rows = read_metrics(tmp_path)
     assert sum(row.skipped for row in rows) in (faults, faults + 1)  # where all vanishes, that step is skipped as well
-    assert {row.loss_scale for row in rows[12 + faults :]} == {INITIAL}
+    assert {row.loss_scale for row in rows[12 + faults :]} == {INITIAL_SCALE}
     assert learned(rows)
     (event,) = read_events(tmp_path)
     assert event["event"] == "loss_scale"
@@ -223,17 +235,17 @@ def test_a_run_that_stops_can_be_resumed(make_config: MakeConfig, tmp_path: Path
     with zeros, pytest.raises(NonFiniteError, match=r"exactly zero.*--resume"):
         run(config, out=tmp_path / "zeros")
     for name in ("overflow", "zeros"):
-        assert saved(tmp_path / name)["trainer"]["loss_scale"]["value"] == INITIAL
+        assert saved(tmp_path / name)["trainer"]["loss_scale"]["value"] == INITIAL_SCALE
         run(config, out=tmp_path / name, resume=True)
         rows = read_metrics(tmp_path / name)
         assert [row.step for row in rows] == list(range(1, 71))
-        assert rows[-1].loss_scale == INITIAL and learned(rows)
+        assert rows[-1].loss_scale == INITIAL_SCALE and learned(rows)
 
 
 @pytest.mark.parametrize(("faults", "period"), [(1, 17), (1, 200), (3, 50), (7, 30)])
 def test_faults_that_recur_lower_the_scale_no_further_than_one_alone(faults: int, period: int) -> None:
-    scale, lowest = LossScale("dynamic"), INITIAL
+    scale, lowest = LossScale("dynamic"), INITIAL_SCALE
     for step in range(20_000):
         scale.update(overflow=step % period < faults)
-        lowest = min(lowest, scale.value if step % period >= faults else INITIAL)
-    assert lowest >= INITIAL / COLLAPSE / 2**faults
+        lowest = min(lowest, scale.value if step % period >= faults else INITIAL_SCALE)
+    assert lowest >= INITIAL_SCALE / RESTORE_FACTOR / 2**faults

@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM
 from octavo.train.config import ConfigError
 from octavo.train.data import load_corpus
 from octavo.train.device import choose_device
-from octavo.train.metrics import Silent
+from octavo.train.metrics import NullProgress
 from octavo.train.model import build_model, prepare_loss
-from octavo.train.plan import plan_memory
+from octavo.train.run_plan import plan_memory
 from octavo.train.tokenizer import TextTokenizer, load_tokenizer
 
 
 @pytest.fixture
 def tokenizer(make_config: MakeConfig) -> TextTokenizer:
-    return load_corpus(make_config(), Silent()).tokenizer
+    return load_corpus(make_config(), NullProgress()).tokenizer
 
 
 @pytest.mark.parametrize("parameters", ["bf16", "fp16", "fp32"])
@@ -82,7 +82,7 @@ def test_a_local_checkpoint_and_its_tokenizer(
     loaded = build_model(config, tokenizer).state_dict()
     assert all(torch.equal(loaded[name], weight.float()) for name, weight in model.state_dict().items())
     tokenizer.save(tmp_path)
-    own = load_corpus(make_config(model={"path": str(tmp_path)}, data={"vocab_size": 280}), Silent())
+    own = load_corpus(make_config(model={"path": str(tmp_path)}, data={"vocab_size": 280}), NullProgress())
     assert own.tokenizer.size == 300
     text = "the leaf folds\n  eight times"
     assert own.tokenizer.encode([text]) == tokenizer.encode([text])
@@ -93,7 +93,7 @@ def test_folders_without_a_tokenizer_or_with_damaged_weights(
     make_config: MakeConfig, tokenizer: TextTokenizer, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
-        load_corpus(make_config(data={"tokenizer": str(tmp_path)}), Silent())
+        load_corpus(make_config(data={"tokenizer": str(tmp_path)}), NullProgress())
     model: Any = build_model(make_config(), tokenizer)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

@@ -95,7 +95,7 @@ def test_what_is_not_finite_stops_the_run_and_moves_nothing(make_config, tmp_pat
 
 
 def test_an_overflow_in_the_first_step_leaves_the_first_look_for_the_next(make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(loss_scale, "INITIAL", 2.0**30)
+    monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**30)
     fp16 = {"parameters": "fp16", "loss_scale": "dynamic"}
     told = Recorder()
     rare = PILOTED | {"precision": PILOTED["precision"] | fp16, "inspect": {"every": 100}, "run": {"steps": 25}}

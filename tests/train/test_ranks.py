@@ -10,8 +10,8 @@ from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train.checkpoint import checkpoints, load_checkpoint, read_trainer_state
 from octavo.train.data import load_corpus
 from octavo.train.export import export
-from octavo.train.metrics import Silent
-from octavo.train.ranks import joined
+from octavo.train.metrics import NullProgress
+from octavo.train.ranks import join_ranks
 from octavo.train.shards import state_of
 from octavo.train.trainer import Trainer
 from processes import Failed, gloo  # noqa: F401  a fixture
@@ -100,8 +100,8 @@ def test_copies_of_shards(gloo, tables, tmp_path):  # noqa: F811
 def opened(tables, folder):
     """A trainer with the state of a checkpoint."""
     config = parse_config(tables)
-    with joined(config) as ranks:
-        trainer = Trainer(config, load_corpus(config, Silent()), ranks.device, ranks=ranks)
+    with join_ranks(config) as ranks:
+        trainer = Trainer(config, load_corpus(config, NullProgress()), ranks.device, ranks=ranks)
         load_checkpoint(Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
         trainer.step = read_trainer_state(Path(folder))["step"]
     return trainer

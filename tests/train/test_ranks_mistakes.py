@@ -25,8 +25,8 @@ from octavo.train.checkpoint import checkpoints, load_checkpoint
 from octavo.train.data import load_corpus
 from octavo.train.digests import write_digests
 from octavo.train.export import export
-from octavo.train.metrics import MetricsWriter, Silent
-from octavo.train.ranks import BEGUN, Ranks, _attempt, joined
+from octavo.train.metrics import MetricsWriter, NullProgress
+from octavo.train.ranks import STARTED_KEY, Ranks, _attempt_prefix, join_ranks
 from octavo.train.trainer import Trainer
 from processes import Failed, gloo  # noqa: F401  a fixture
 
@@ -87,8 +87,8 @@ def test_data_may_take_longer_than_a_step(gloo, tables, tmp_path):  # noqa: F811
 def patience_job(wanted):
     """Seconds that each group of a run's ranks waits."""
     config = parse_config(wanted)
-    with joined(config) as ranks:
-        trainer = Trainer(config, load_corpus(config, Silent()), ranks.device, ranks=ranks)
+    with join_ranks(config) as ranks:
+        trainer = Trainer(config, load_corpus(config, NullProgress()), ranks.device, ranks=ranks)
         mesh = next(trainer.model.parameters()).device_mesh
         groups = [*mesh.get_all_groups(), trainer._saver._group]
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
@@ -136,12 +136,12 @@ def full_disk(after):
 def full_job(wanted, out, full):
     """Save two checkpoints, the second on a disk that is full for some ranks."""
     config = parse_config(wanted)
-    with joined(config) as ranks:
-        trainer = Trainer(config, load_corpus(config, Silent()), ranks.device, ranks=ranks)
+    with join_ranks(config) as ranks:
+        trainer = Trainer(config, load_corpus(config, NullProgress()), ranks.device, ranks=ranks)
         for step in range(2):
             trainer.train_step()
             if step and ranks.rank in full:
-                with full_disk(20_000 if ranks.first else 4_000):
+                with full_disk(20_000 if ranks.is_main else 4_000):
                     message = told(lambda: (trainer.save(Path(out)), trainer.finish_saving()))[0]
             else:
                 message = told(lambda: (trainer.save(Path(out)), trainer.finish_saving()))[0]
@@ -218,8 +218,8 @@ def damaged_job(wanted, folder):
     """A checkpoint that one rank cannot read."""
     config = parse_config(wanted)
     broken = mock.patch.object(share_module, "_mapped", side_effect=ConfigError("invalid header"))
-    with joined(config) as ranks:
-        trainer = Trainer(config, load_corpus(config, Silent()), ranks.device, ranks=ranks)
+    with join_ranks(config) as ranks:
+        trainer = Trainer(config, load_corpus(config, NullProgress()), ranks.device, ranks=ranks)
         with broken if ranks.rank == 1 else nullcontext():
             return told(load_checkpoint, Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
 
@@ -299,13 +299,13 @@ def test_a_run_that_was_not_begun_is_not_taken_for_one_to_go_on_with(launcher, t
     wanted = tables(run={"steps": 3})
     out = tmp_path / "out"
     job(wanted, out)
-    assert launcher.check([BEGUN])
-    launcher.delete_key(BEGUN)
+    assert launcher.check([STARTED_KEY])
+    launcher.delete_key(STARTED_KEY)
     for attempt in range(2):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
         with pytest.raises(ConfigError, match="already holds a run"):
             job(wanted, out)
-    launcher.set(BEGUN, "")
+    launcher.set(STARTED_KEY, "")
     longer = wanted | {"run": wanted["run"] | {"steps": 4}}
     job(longer, out)
     assert len(losses(out)) == 4
@@ -341,7 +341,8 @@ def test_attempts_do_not_meet_the_dead(tmp_path):
         store.set("octavo/asks/1", "dead")
         found = {}
         threads = [
-            threading.Thread(target=lambda r=r, f=found: f.update({r: _attempt(store, r, 3, 20.0)})) for r in order
+            threading.Thread(target=lambda r=r, f=found: f.update({r: _attempt_prefix(store, r, 3, 20.0)}))
+            for r in order
         ]
         for thread in threads:
             thread.start()
@@ -352,7 +353,7 @@ def test_attempts_do_not_meet_the_dead(tmp_path):
         names.append(found[0])
     assert names[0] != names[1]
     with pytest.raises(RuntimeError, match="ranks 1, 2, 3, 4 and 1 more did not come"):
-        _attempt(dist.HashStore(), 0, 6, 0.1)
+        _attempt_prefix(dist.HashStore(), 0, 6, 0.1)
 
 
 def test_only_what_torchrun_started_remembers():

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.data import load_corpus
-from octavo.train.metrics import Silent
+from octavo.train.metrics import NullProgress
 from octavo.train.model import prepare_loss
 from octavo.train.trainer import Trainer
 
@@ -80,7 +80,7 @@ def test_what_a_model_adds_to_its_loss_is_trained_on(family: str, field: str, ma
         config = config_of(make_config, family, {"precision": FP32})
         model = config.model.model_copy(update={"config": config.model.config | {field: coefficient}})
         trainer = Trainer(
-            config.model_copy(update={"model": model}), load_corpus(config, Silent()), torch.device("cpu")
+            config.model_copy(update={"model": model}), load_corpus(config, NullProgress()), torch.device("cpu")
         )
         losses.append(trainer.train_step().loss)
         notes.append(trainer.loss_note)

@@ -248,7 +248,7 @@ def test_folders_that_are_no_checkpoints_are_passed_over(copied: Path, make_conf
     seen = Recorder()
     run(make_config(run={"steps": 7}), out=copied, resume=True, progress=seen)
     assert seen.rows[0].step == 7
-    assert sum("is no checkpoint and is passed over" in note for note in seen.notes) == 4
+    assert sum("is no checkpoint and is ignored" in note for note in seen.notes) == 4
     saved = latest_checkpoint(copied)
     assert saved is not None and saved.name == "step-000007"  # in place of the empty folder
 

@@ -19,7 +19,7 @@ from tiny_runs import MakeConfig, Recorder, sentences
 from octavo.train import data, documents, source
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.data import Corpus, load_corpus
-from octavo.train.metrics import Silent
+from octavo.train.metrics import NullProgress
 from octavo.train.tokenizer import END
 
 LINES = sentences(60).splitlines()
@@ -32,7 +32,7 @@ def own_datasets_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
 
 
 def corpus(config: TrainConfig, seen: Recorder | None = None) -> Corpus:
-    return load_corpus(config, seen or Silent())
+    return load_corpus(config, seen or NullProgress())
 
 
 def decoded(loaded: Corpus) -> str:
@@ -269,7 +269,7 @@ def test_the_sample_is_that_of_whole_documents(monkeypatch: pytest.MonkeyPatch) 
     shuffled = [texts[i] for i in order if texts[i]]
     total = np.cumsum([len(text) for text in shuffled])
     assert data._sample(read) == shuffled[: int(np.searchsorted(total, 2000)) + 1]
-    monkeypatch.setattr(data, "CANDIDATES", 64)
+    monkeypatch.setattr(data, "MAX_CANDIDATES", 64)
     thinned = data._sample(read)
     assert set(thinned) <= set(texts[::4])
 
@@ -278,10 +278,10 @@ PEAK = """
 import resource, sys, tempfile
 from octavo.train.config import TrainConfig
 from octavo.train.data import load_corpus
-from octavo.train.metrics import Silent
+from octavo.train.metrics import NullProgress
 data = {"sequence_length": 16, "vocab_size": 300, "cache": tempfile.mkdtemp(), "source": sys.argv[1]}
 run = {"run": {"steps": 1}, "model": {"type": "llama"}, "optim": {"lr": 1e-3}, "data": data}
-load_corpus(TrainConfig.model_validate(run), Silent())
+load_corpus(TrainConfig.model_validate(run), NullProgress())
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 
 from octavo.train.config import ConfigError
 from octavo.train.data import load_corpus
-from octavo.train.metrics import Silent
+from octavo.train.metrics import NullProgress
 from octavo.train.model import build_model
 from octavo.train.tokenizer import load_tokenizer, train_tokenizer
 
@@ -69,14 +69,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_any_layout_is_used_as_it_is(layout: str, tmp_path: Path, make_config: MakeConfig) -> None:
     folder = write(tmp_path / "model", FILES[layout])
     theirs = AutoTokenizer.from_pretrained(str(folder))
-    corpus = load_corpus(make_config(model={"path": str(folder)}), Silent())
+    corpus = load_corpus(make_config(model={"path": str(folder)}), NullProgress())
     ours = corpus.tokenizer
     expected = theirs([TEXT], add_special_tokens=False, split_special_tokens=True).input_ids
     assert ours.encode([TEXT]) == expected
     assert ours.end_id == theirs.convert_tokens_to_ids(theirs.eos_token or theirs.sep_token)
     assert ours.size == max(theirs.get_vocab().values()) + 1
     assert int(corpus.batch(0, 0, 4)[0].max()) < ours.size
-    assert load_corpus(make_config(model={"path": str(folder)}), Silent()).fingerprint == corpus.fingerprint
+    assert load_corpus(make_config(model={"path": str(folder)}), NullProgress()).fingerprint == corpus.fingerprint
     for name in ("ours", "theirs"):
         (tmp_path / name).mkdir()
     ours.save(tmp_path / "ours")
@@ -105,7 +105,7 @@ def test_everything_of_a_tokenizer_and_the_generation_config_survive(tmp_path: P
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=[0, 283])
     model.save_pretrained(folder)
     source.save_pretrained(str(folder))
-    corpus = load_corpus(make_config(data={"tokenizer": str(folder)}), Silent())
+    corpus = load_corpus(make_config(data={"tokenizer": str(folder)}), NullProgress())
     assert len(corpus.tokenizer.encode(["the leaf folds eight times"] * 2)[1]) == 5  # not cut to 3
     (tmp_path / "saved").mkdir()
     corpus.tokenizer.save(tmp_path / "saved")
@@ -126,7 +126,7 @@ def test_a_pretrained_model_without_a_tokenizer_is_refused(where: str, tmp_path:
     files, message = REFUSED[where]
     folder = write(tmp_path / "model", files)
     with pytest.raises(ConfigError, match=message) as caught:
-        load_corpus(make_config(model={"path": str(folder)}), Silent())
+        load_corpus(make_config(model={"path": str(folder)}), NullProgress())
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -20,7 +20,7 @@ from octavo.train.checkpoint import checkpoints
 from octavo.train.data import load_corpus
 from octavo.train.digests import write_digests
 from octavo.train.export import export
-from octavo.train.metrics import Silent
+from octavo.train.metrics import NullProgress
 from octavo.train.model import build_model
 from octavo.train.pretrained import load_model_config, load_pretrained
 from octavo.train.shard_index import read_index
@@ -234,10 +234,10 @@ def test_a_prepared_checkpoint_of_one_process_runs_nothing(prepared, tables, tmp
 def sharing_job(tables, plant):
     """Share a model; with `plant`, in a file that holds something else by the time it is read."""
     config = parse_config(tables)
-    from octavo.train.ranks import joined
+    from octavo.train.ranks import join_ranks
 
-    with joined(config) as ranks:
-        corpus = load_corpus(config, Silent())
+    with join_ranks(config) as ranks:
+        corpus = load_corpus(config, NullProgress())
         write = share_module._write
 
         def planted(value, file):

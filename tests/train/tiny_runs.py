@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from octavo.train.checkpoint import latest_checkpoint
 from octavo.train.config import TrainConfig
-from octavo.train.metrics import Silent, StepMetrics, read_metrics
+from octavo.train.metrics import NullProgress, StepMetrics, read_metrics
 
 LLAMA = {
     "hidden_size": 32,
@@ -29,7 +29,7 @@ class MakeConfig(Protocol):
     def __call__(self, **sections: dict[str, Any]) -> TrainConfig: ...
 
 
-class Recorder(Silent):
+class Recorder(NullProgress):
     """Keeps what a run tells."""
 
     def __init__(self) -> None:

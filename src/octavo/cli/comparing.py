@@ -20,7 +20,7 @@ from octavo.runtime.terminal import stdout
 if TYPE_CHECKING:
     from octavo.inspect.compare import ArmLosses, LossComparison
     from octavo.train import TrainConfig
-    from octavo.train.compare import Arm
+    from octavo.train.compare_runs import Arm
     from octavo.train.compare_verdict import Comparison
 
 
@@ -199,18 +199,18 @@ def _train(
     """Train and compare; exit with the verdict's code."""
     from octavo.inspect.paired_test import MOST_SEEDS, check_limits
     from octavo.train import LostRankError, load_config
-    from octavo.train.compare import compare as run
-    from octavo.train.compare import make_arms
     from octavo.train.compare_report import to_json
+    from octavo.train.compare_runs import compare as run
+    from octavo.train.compare_runs import make_arms
     from octavo.train.compare_verdict import STOPPED
-    from octavo.train.console import Bars
-    from octavo.train.ranks import launched
+    from octavo.train.progress_bars import ProgressBars
+    from octavo.train.ranks import under_torchrun
 
     arms = make_arms(config, overrides, arm, seeds)
     check_limits(margin, confidence / 100, MOST_SEEDS if max_seeds is None else max_seeds)
     notes: list[str] = []
     folder = out or Path("runs") / f"compare-{load_config(config, overrides, notes.append).run.name}"
-    bars = Bars(Console(stderr=True), _numbered(arms)) if is_first_rank() else nullcontext()
+    bars = ProgressBars(Console(stderr=True), _numbered(arms)) if is_first_rank() else nullcontext()
     problem, comparison = "", None
     with bars as progress:
         if progress is not None:
@@ -228,19 +228,19 @@ def _train(
         if not is_first_rank():
             pass
         elif comparison is None:
-            _print_stopped(problem, Console(stderr=True) if as_json else stdout(), launched())
+            _print_stopped(problem, Console(stderr=True) if as_json else stdout(), under_torchrun())
         elif as_json:
             print(json.dumps(to_json(comparison), indent=1, allow_nan=False))
         else:
             _show(comparison, folder)
 
 
-def _print_stopped(problem: str, console: Console, launched: bool) -> None:
+def _print_stopped(problem: str, console: Console, under_torchrun: bool) -> None:
     if problem:
         show_error(problem)
     else:
         print_plain(console, "Stopped and saved: there is no verdict yet.")
-    command = "under torchrun as before" if launched else shlex.join(["octavo", *sys.argv[1:]])
+    command = "under torchrun as before" if under_torchrun else shlex.join(["octavo", *sys.argv[1:]])
     print_plain(console, f"To go on, the same command:\n  {command}")
 
 

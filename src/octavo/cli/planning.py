@@ -85,7 +85,7 @@ def plan(
     measured where that is given, or where the GPU is this machine's.
     """
     with user_errors(context):
-        from octavo.train.plan import console as run
+        from octavo.train.run_plan import console as run
 
         run(
             config, overrides or [], memory=memory, gpu=gpu, gpus=gpus, calibration=calibration, device=device,

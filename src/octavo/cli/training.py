@@ -12,7 +12,7 @@ from octavo.cli.examples import EXAMPLES
 from octavo.runtime.terminal import stdout
 
 if TYPE_CHECKING:
-    from octavo.train.report import ReportFiles
+    from octavo.train.run_report import ReportFiles
 
 
 @app.command(epilog=EXAMPLES["train"])
@@ -36,14 +36,14 @@ def train(
     """
     with user_errors(context):
         from octavo.train import LostRankError, NonFiniteError, RunResult, load_config, run
-        from octavo.train.console import Bars, summary_table
-        from octavo.train.report import write_report
+        from octavo.train.progress_bars import ProgressBars, summary_table
+        from octavo.train.run_report import write_report
 
         notes: list[str] = []
         settings = load_config(config, overrides or [], notes.append)
         folder = (out or Path(settings.run.out or Path("runs") / settings.run.name)).expanduser()
         failure = None
-        with Bars(Console(stderr=True)) if is_first_rank() else nullcontext() as bars:
+        with ProgressBars(Console(stderr=True)) if is_first_rank() else nullcontext() as bars:
             if bars is not None:
                 for note in notes:
                     bars.note(note)
@@ -112,14 +112,14 @@ def demo(
     """
     options = {"run.steps": steps, "precision.recipe": recipe, "run.device": device, "run.seed": seed}
     with user_errors(context):
-        from octavo.train.console import Bars, summary_table, verdict_text
         from octavo.train.demo import demo_configs, free_folder, run_demo
-        from octavo.train.report import verdict
+        from octavo.train.progress_bars import ProgressBars, summary_table, verdict_text
+        from octavo.train.run_report import verdict
 
         settings = [f"{key}={value}" for key, value in options.items() if value is not None]
         configs = demo_configs([*(overrides or []), *settings], level)
         folder = out or free_folder(Path("runs/demo"))
-        with Bars(Console(stderr=True)) as bars:
+        with ProgressBars(Console(stderr=True)) as bars:
             result = run_demo(configs, folder, bars)
         console = stdout()
         console.print(summary_table(result.arms))

@@ -8,7 +8,7 @@ Levels name useful combinations, as in the literature; each field can also be se
     fp8+activations            fp8     fp8          fp32    fp32       norms, activations and attention save FP8 too
     fp8+activations+optimizer  fp8     fp8          fp8     remainder  AdamW: FP8 moments, 16 bits of each master
 
-`fp8`, `fp8+activations` and `fp8+activations+optimizer` are aliases of the last three (ColossalAI's and COAT's names).
+`O1`, `O1+act` and `O1+act+opt` are aliases of the last three (ColossalAI's and COAT's names).
 """
 
 from dataclasses import dataclass, replace
@@ -108,4 +108,4 @@ LEVELS = {
     "fp8+activations": Precision(matmul="fp8", activations="fp8"),
     "fp8+activations+optimizer": Precision(matmul="fp8", activations="fp8", states="fp8", master="remainder"),
 }
-ALIASES = {"fp8": "fp8", "fp8+activations": "fp8+activations", "fp8+activations+optimizer": "fp8+activations+optimizer"}
+ALIASES = {"O1": "fp8", "O1+act": "fp8+activations", "O1+act+opt": "fp8+activations+optimizer"}

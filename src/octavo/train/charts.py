@@ -80,7 +80,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A line ready to draw: SVG paths, empty where there is none, and the `[step, value]` pairs the pointer reads."""
+    """A line ready to draw: SVG paths, empty if there is none, and the `[step, value]` pairs the pointer reads."""
 
     label: str
     slot: int
@@ -121,9 +121,9 @@ class Chart:
         }
 
 
-def nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Return round numbers (1, 2, 2.5 or 5 times a power of ten apart) inside [low, high], about `wanted` of them."""
-    rough = (high - low) / wanted
+    rough = (high - low) / count
     power = 10.0 ** np.floor(np.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
     first, last = np.ceil(low / step - 1e-9), np.floor(high / step + 1e-9)
@@ -216,12 +216,12 @@ def _extremes(y: Floats) -> Steps:
     """Indices that keep every bucket's minimum and maximum, in order."""
     if len(y) <= 2 * BUCKETS:
         return np.arange(len(y))
-    kept = {0, len(y) - 1}
+    indices = {0, len(y) - 1}
     for bucket in np.array_split(np.arange(len(y)), BUCKETS):
         finite = bucket[np.isfinite(y[bucket])]
         if len(finite):
-            kept |= {int(finite[y[finite].argmin()]), int(finite[y[finite].argmax()])}
-    return np.array(sorted(kept))
+            indices |= {int(finite[y[finite].argmin()]), int(finite[y[finite].argmax()])}
+    return np.array(sorted(indices))
 
 
 def _path(x: Floats, y: Floats) -> str:
@@ -237,9 +237,9 @@ def _path(x: Floats, y: Floats) -> str:
 def _area(x: Floats, low: Floats, high: Floats) -> str:
     """An SVG path around the points between two edges; what is not finite is left out."""
     inside = np.isfinite(low) & np.isfinite(high)
-    there = [f"{px:.1f} {py:.1f}" for px, py in zip(x[inside], high[inside], strict=True)]
-    back = [f"{px:.1f} {py:.1f}" for px, py in zip(x[inside], low[inside], strict=True)]
-    return f"M{'L'.join([*there, *reversed(back)])}Z" if there else ""
+    upper = [f"{px:.1f} {py:.1f}" for px, py in zip(x[inside], high[inside], strict=True)]
+    lower = [f"{px:.1f} {py:.1f}" for px, py in zip(x[inside], low[inside], strict=True)]
+    return f"M{'L'.join([*upper, *reversed(lower)])}Z" if upper else ""
 
 
 def _tick_text(value: float, span: float) -> str:

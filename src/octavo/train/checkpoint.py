@@ -1,23 +1,21 @@
-"""Checkpoints: everything a run is, in one folder that exists whole or not at all.
+"""Checkpoints: the state of a run in one folder, written atomically.
 
     checkpoints/step-000123/
-        model.safetensors, config.json, tokenizer.json …    what `save_pretrained` of model and tokenizer writes
+        model.safetensors, config.json, tokenizer.json …    written by `save_pretrained` of model and tokenizer
         optimizer.pt                                        moments and masters, for torch.load(weights_only=True)
-        shards/                                             of several ranks, instead of both: `octavo.train.shards`
-        trainer.json                                        step, loss scale, the configuration, the data's fingerprint;
-                                                            with recipe "delayed", its histories of maxima
+        shards/                                             instead of both, from several ranks: `octavo.train.shards`
+        trainer.json                                        step, loss scale, configuration, fingerprint of the data;
+                                                            with recipe "delayed", its amax histories
         digests.json                                        of every other file: `octavo.train.digests`
 
-Written under a temporary name, synced to disk and renamed, so a killed process leaves the previous checkpoint as
-the newest; one that is removed is renamed first as well. Either kind is read by one process and by many, and runs
-nothing that is in it. What is not here needs no saving: the learning rate, the batch and the randomness of a step are
-functions of (seed, step).
+A checkpoint is written under a temporary name, synced to disk and renamed, so after a kill the previous checkpoint is
+the newest. Before removal it is renamed as well. One process or several can read either kind; reading executes no code
+from it. Learning rate, batch and randomness of a step are functions of (seed, step) and need no saving.
 
-A run resumes only as itself: model, data, seed, batch and precision must be as they were, and the first difference is
-named. So must the model's own config be; the weights and the settings of generation at `model.path` may change, as the
-checkpoint's replace them.
-The learning rate and its schedule, clipping and a few more may change, to save a run that went wrong; each such
-change is reported.
+Resuming requires the same model, data, seed, batch and precision; otherwise the error names the first difference. The
+model's config must be the same too. Weights and generation settings at `model.path` may change, because the checkpoint
+replaces them. To rescue a run, learning rate, schedule, clipping and a few more settings may change; each change is
+reported.
 """
 
 import json
@@ -43,7 +41,7 @@ from octavo.tensor import local_tensor
 from octavo.train import shards
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.digests import DIGESTS, check_digests, has_digests, write_digests
-from octavo.train.disk import same_mode, sync, sync_entry
+from octavo.train.disk import apply_umask, sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import CompactAdamW, MasterAdamW
 from octavo.train.pretrained import (
@@ -60,25 +58,25 @@ from octavo.train.tokenizer import TextTokenizer
 
 FOLDER = "checkpoints"
 WRITING, REMOVING = ".writing-", ".removing-"
-"""Prefixes of a checkpoint that is not complete yet, and of one that is not any more."""
-DESCRIPTIVE = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
-"""What a model's config says beside what the model computes; the dtype is compared as `precision.parameters`."""
+"""Prefixes of a checkpoint during writing and during removal."""
+IGNORED_CONFIG_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+"""Keys of a model's config that do not change what it computes; the dtype is compared as `precision.parameters`."""
 
 
-class Saver:
-    """Writes the checkpoints of a run.
+class CheckpointSaver:
+    """Write the checkpoints of a run.
 
     Args:
-        ranks: Who trains; several write shards.
-        behind: Let shards be written while training goes on. What is written then is the state when `save` was called;
-            it is published, and its errors raised, by the next `save` or by `finish`.
-        timeout: Seconds that ranks which write behind wait for each other.
+        ranks: The processes of the run; several write shards.
+        async_save: Write shards in the background, with the state at the call of `save`. The next `save` or `finish`
+            publishes the checkpoint, and raises the errors of writing it.
+        timeout: Seconds that ranks wait for each other in the background.
     """
 
-    def __init__(self, ranks: Ranks, *, behind: bool = False, timeout: float = 600.0) -> None:
+    def __init__(self, ranks: Ranks, *, async_save: bool = False, timeout: float = 600.0) -> None:
         self._ranks = ranks
-        self._group = ranks.host_group(timedelta(seconds=timeout)) if behind else None
-        self._pending: tuple[Any, _Checkpoint] | None = None
+        self._group = ranks.host_group(timedelta(seconds=timeout)) if async_save else None
+        self._pending: tuple[Any, _NewCheckpoint] | None = None
 
     def save(
         self,
@@ -91,73 +89,77 @@ class Saver:
         loss_scale: LossScale,
         config: TrainConfig,
         data_fingerprint: str,
-        more: Mapping[str, Any],
+        extra: Mapping[str, Any],
         prune: bool = True,
     ) -> Path:
-        """Writes the checkpoint of `step` under `out` and, with `prune`, removes all but the newest `run.keep`.
+        """Write the checkpoint of `step` under `out` and, with `prune`, removes all but the newest `run.keep`.
 
-        `more`: what else is to be in `trainer.json`.
+        `extra`: more entries of `trainer.json`.
 
-        Returns its folder. A checkpoint of that step that is there already is kept: it is the same. Raises ConfigError
-        where it, or the one before it, cannot be written; those before stay as they were.
+        Returns the folder. An existing checkpoint of the step stays: it is the same. Raises ConfigError if this
+        checkpoint, or a pending one, cannot be written; earlier ones are unchanged.
         """
         self.finish()
-        made = _Checkpoint(out, step, config.run.keep if prune else None)
-        if self._ranks.shared(lambda: made.target in checkpoints(out)):
-            self._ranks.shared(made.prune)  # its process may have been killed before
-            return made.target
-        facts = {
+        checkpoint = _NewCheckpoint(out, step, config.run.keep if prune else None)
+        if self._ranks.run_on_rank0(lambda: checkpoint.target in checkpoints(out)):
+            self._ranks.run_on_rank0(checkpoint.prune)  # an earlier process may have been killed before
+            return checkpoint.target
+        metadata = {
             "step": step,
             "loss_scale": loss_scale.state_dict(),
             "data": data_fingerprint,
             "config": config.model_dump(mode="json", exclude_none=True),
             "ranks": self._ranks.world,
             "digests": True,
-            **more,
+            **extra,
         }
         if maxima := delayed.state_dict(model):
-            facts["delayed"] = delayed.merge_states(self._ranks.gathered(maxima)) if self._ranks.world > 1 else maxima
-        with self._writing(made):
-            self._ranks.shared(lambda: made.begin(facts, model, tokenizer))
+            gathered = self._ranks.world > 1
+            metadata["delayed"] = delayed.merge_states(self._ranks.all_gather(maxima)) if gathered else maxima
+        with self._writing(checkpoint):
+            self._ranks.run_on_rank0(lambda: checkpoint.begin(metadata, model, tokenizer))
             digests: dict[str, str] = {}
             if self._ranks.world == 1 and not shards.has_shards(model):
-                _save_whole(made.scratch, model, optimizer)
+                _save_whole(checkpoint.scratch, model, optimizer)
             elif self._group is None:
-                digests = shards.write(made.scratch / SHARDS, shards.state_of(model, optimizer))
+                digests = shards.write(checkpoint.scratch / SHARDS, shards.state_of(model, optimizer))
             else:
                 state = shards.state_of(model, optimizer)
-                self._pending = shards.write_behind(made.scratch / SHARDS, state, self._group), made
-                return made.target
-            self._publish(made, digests)
-        return made.target
+                self._pending = shards.write_async(checkpoint.scratch / SHARDS, state, self._group), checkpoint
+                return checkpoint.target
+            self._publish(checkpoint, digests)
+        return checkpoint.target
 
     def finish(self) -> None:
-        """Waits for what is being written, and publishes it."""
+        """Wait for a pending checkpoint and publishes it."""
         if self._pending is None:
             return
-        (future, made), self._pending = self._pending, None
-        with self._writing(made):
-            self._publish(made, shards.wait_for(future, made.scratch / SHARDS))
+        (future, checkpoint), self._pending = self._pending, None
+        with self._writing(checkpoint):
+            self._publish(checkpoint, shards.wait_for(future, checkpoint.scratch / SHARDS))
 
-    def _publish(self, made: "_Checkpoint", digests: dict[str, str]) -> None:
-        """Publish a checkpoint; `digests` are those that this rank has computed."""
-        by_rank = self._ranks.gathered(digests) if self._ranks.world > 1 else [digests]
-        self._ranks.shared(lambda: made.publish({name: digest for each in by_rank for name, digest in each.items()}))
+    def _publish(self, checkpoint: "_NewCheckpoint", digests: dict[str, str]) -> None:
+        """Publish a checkpoint; `digests`: those that this rank computed."""
+        by_rank = self._ranks.all_gather(digests) if self._ranks.world > 1 else [digests]
+        merged = {name: digest for own in by_rank for name, digest in own.items()}
+        self._ranks.run_on_rank0(lambda: checkpoint.publish(merged))
 
     @contextmanager
-    def _writing(self, made: "_Checkpoint") -> Iterator[None]:
+    def _writing(self, checkpoint: "_NewCheckpoint") -> Iterator[None]:
         try:
             yield
         except (OSError, SharedError) as error:
-            if self._ranks.first:
-                shutil.rmtree(made.scratch, ignore_errors=True)
-            message = f"the checkpoint of step {made.step} cannot be written: {error}. Those before it are as they were"
+            if self._ranks.is_main:
+                shutil.rmtree(checkpoint.scratch, ignore_errors=True)
+            message = (
+                f"the checkpoint of step {checkpoint.step} cannot be written: {error}. Those before it are as they were"
+            )
             raise SharedError(message) from None
 
 
 @dataclass(frozen=True)
-class _Checkpoint:
-    """A checkpoint that is being made; `keep`: how many stay with it, None for all."""
+class _NewCheckpoint:
+    """A checkpoint during writing; `keep`: the number of checkpoints to keep, None for all."""
 
     out: Path
     step: int
@@ -171,18 +173,18 @@ class _Checkpoint:
     def scratch(self) -> Path:
         return self.out / FOLDER / f"{WRITING}step-{self.step:06d}"
 
-    def begin(self, facts: dict[str, Any], model: Any, tokenizer: TextTokenizer) -> None:
-        """Write what is small, after what an earlier process has left unfinished is gone."""
+    def begin(self, metadata: dict[str, Any], model: Any, tokenizer: TextTokenizer) -> None:
+        """Remove unfinished leftovers of earlier processes and write the small files."""
         for prefix in (WRITING, REMOVING):
-            for left in (self.out / FOLDER).glob(f"{prefix}*"):
-                shutil.rmtree(left, ignore_errors=True)
+            for leftover in (self.out / FOLDER).glob(f"{prefix}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
         self.scratch.mkdir(parents=True)
         save_model_configs(model, self.scratch)
         tokenizer.save(self.scratch)
-        (self.scratch / "trainer.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        (self.scratch / "trainer.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
     def publish(self, digests: Mapping[str, str]) -> None:
-        """Give it its name, with the digests of its files, of which some are known; and remove the oldest."""
+        """Write the missing digests, rename the folder to its final name and remove the oldest checkpoints."""
         if (self.scratch / SHARDS).exists():
             try:
                 shards.check(self.scratch / SHARDS)
@@ -199,16 +201,16 @@ class _Checkpoint:
         self.prune()
 
     def prune(self) -> None:
-        """Remove the oldest."""
+        """Remove the oldest checkpoints."""
         for old in checkpoints(self.out)[: -self.keep] if self.keep else []:
             remove_checkpoint(old)
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Remove a checkpoint, or warn. Renamed first, so that one that is removed in part is never taken for whole."""
+    """Remove a checkpoint, or warn. It is renamed first, so that a partial one never looks complete."""
     removing = checkpoint.with_name(f"{REMOVING}{checkpoint.name}")
     try:
-        if removing.exists():  # a killed process has left it, of one of the same step
+        if removing.exists():  # a leftover of a killed process
             shutil.rmtree(removing)
         shutil.rmtree(checkpoint.rename(removing))
     except OSError as error:
@@ -228,14 +230,14 @@ class _TrainerJson(BaseModel):
 
 
 def latest_checkpoint(out: Path) -> Path | None:
-    """Folder of the newest checkpoint under `out`; None where there is none."""
+    """Folder of the newest checkpoint under `out`; None if there is none."""
     return next(reversed(checkpoints(out)), None)
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """What `trainer.json` of a checkpoint says: step, loss_scale, data, config.
+    """Read `trainer.json` of a checkpoint: step, loss_scale, data, config.
 
-    Raises ConfigError where it cannot be read, or is not what was written.
+    Raises ConfigError if it cannot be read or was changed after writing.
     """
     path = folder / "trainer.json"
     if has_digests(folder):
@@ -253,31 +255,31 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, ranks: Ranks) -> None:
-    """Raise ConfigError on all ranks where a file of a checkpoint is not what was written; each reads its share.
+    """Raise ConfigError on all ranks if a file of a checkpoint does not match its digest; each rank reads its share.
 
-    A checkpoint of Octavo 0.2 or older has no digests: of its files only the kind and the size can be checked.
+    A checkpoint of Octavo 0.2 or older has no digests: only the kind and size of its files can be checked.
     """
-    if ranks.shared(lambda: has_digests(folder)):
+    if ranks.run_on_rank0(lambda: has_digests(folder)):
         check = partial(check_digests, folder, part=ranks.rank, parts=ranks.world)
-        ranks.agreed(lambda: _with_remedy(folder, check))
-    elif ranks.first:
+        ranks.raise_together(lambda: _with_remedy(folder, check))
+    elif ranks.is_main:
         warnings.warn(
             f"{folder} was written without digests: damage to its files may go unnoticed", RuntimeWarning, stacklevel=2
         )
 
 
 def check_same_model(folder: Path, config: Any) -> None:
-    """Raise ConfigError where the model's config is not that of a checkpoint; it names the first difference."""
+    """Raise ConfigError if the model's config differs from the checkpoint's; it names the first difference."""
     try:
         saved = load_model_config(folder).to_dict()
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}: {_remedy(folder)}") from None
-    now = config.to_dict()
-    for key in [*now, *(key for key in saved if key not in now)]:
-        there, here = (_ordered(each.get(key)) for each in (saved, now))
-        if there != here and key not in DESCRIPTIVE:
+    current = config.to_dict()
+    for key in [*current, *(key for key in saved if key not in current)]:
+        before, now = (_ordered(settings.get(key)) for settings in (saved, current))
+        if before != now and key not in IGNORED_CONFIG_KEYS:
             raise ConfigError(
-                f"{folder} holds another model: there {key} = {there}, here {here}. Set it back in model.path or "
+                f"{folder} holds another model: there {key} = {before}, here {now}. Set it back in model.path or "
                 "[model.config] to resume it, or choose another output folder"
             )
 
@@ -285,18 +287,18 @@ def check_same_model(folder: Path, config: Any) -> None:
 def load_checkpoint(
     folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW, loss_scale: LossScale, ranks: Ranks
 ) -> None:
-    """Puts weights, optimizer state and loss scale in place. Raises ConfigError where they do not fit."""
-    state = ranks.shared(lambda: read_trainer_state(folder))
+    """Load weights, optimizer state and loss scale. Raises ConfigError if they do not fit."""
+    state = ranks.run_on_rank0(lambda: read_trainer_state(folder))
     check_files(folder, ranks)
-    ranks.shared(lambda: check_same_model(folder, model.config))
+    ranks.run_on_rank0(lambda: check_same_model(folder, model.config))
     try:
-        if ranks.shared((folder / SHARDS).exists):
-            ranks.shared(lambda: shards.check(folder / SHARDS))
+        if ranks.run_on_rank0((folder / SHARDS).exists):
+            ranks.run_on_rank0(lambda: shards.check(folder / SHARDS))
             shards.read(folder / SHARDS, model, optimizer)
         else:
             weights = load_weights(folder, next(model.parameters()).dtype, ranks)
-            ranks.agreed(lambda: _load_whole(folder, weights, model, optimizer))
-        ranks.agreed(lambda: load_generation_config(folder, model))
+            ranks.raise_together(lambda: _load_whole(folder, weights, model, optimizer))
+        ranks.raise_together(lambda: load_generation_config(folder, model))
         loss_scale.load_state_dict(state["loss_scale"])
         delayed.load_state_dict(model, state.get("delayed", {}))
     except (ConfigError, KeyError, TypeError, ValueError) as error:
@@ -307,21 +309,21 @@ def _save_whole(folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW)
     try:
         save_pretrained(model, folder)
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-    except (RuntimeError, SafetensorError) as error:  # what a full disk is to these two
-        raise OSError(f"{' '.join(str(error).split())}{shards.space(folder)}") from None
-    same_mode(folder)
+    except (RuntimeError, SafetensorError) as error:  # these two raise it for a full disk
+        raise OSError(f"{' '.join(str(error).split())}{shards.free_space(folder)}") from None
+    apply_umask(folder)
 
 
 def _load_whole(
     folder: Path, weights: dict[str, Tensor], model: nn.Module, optimizer: MasterAdamW | CompactAdamW
 ) -> None:
-    """Put in place what one process has saved: all of it here, or this rank's rows of it."""
+    """Load a checkpoint of one process: all of it, or this rank's rows."""
     try:
         if shards.has_shards(model):
             state = model.state_dict()
             for name, value in state.items():
                 local_tensor(value).copy_(local_rows(value, weights[name]))
-            model.load_state_dict(state)  # in place already; this tells the model that its weights have changed
+            model.load_state_dict(state)  # already in place; this notifies the model of new weights
             device = "cpu"
         else:
             device = str(next(model.parameters()).device)
@@ -330,26 +332,26 @@ def _load_whole(
         if not isinstance(states, dict):
             raise TypeError(f"optimizer.pt holds a {type(states).__name__}")
         optimizer.load_state_dict(states)
-    except Exception as error:  # of no common type: damage ends in any of them
+    except Exception as error:  # no common type: damage raises any of them
         raise ConfigError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
 def checkpoints(out: Path) -> list[Path]:
     """Folders of the checkpoints under `out`, the newest last."""
-    found = {*(out / FOLDER).glob("step-*")}.difference(no_checkpoints(out))
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    paths = {*(out / FOLDER).glob("step-*")}.difference(invalid_checkpoints(out))
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _ordered(value: Any) -> str:
-    """As JSON, the keys in order: by what they are in JSON, for there a key that is a number is a string."""
+    """The value as JSON with sorted keys. The keys become strings first, as in JSON."""
     return json.dumps(json.loads(json.dumps(value, default=str)), sort_keys=True)
 
 
-def no_checkpoints(out: Path) -> list[Path]:
-    """What is named like a checkpoint under `out` and is none: no folder, empty, or not named by its step."""
+def invalid_checkpoints(out: Path) -> list[Path]:
+    """Paths under `out` that are named like a checkpoint but are a file, empty, or not named by their step."""
     name = re.compile(r"step-(\d{6}|[1-9]\d{6,})", re.ASCII)
-    found = sorted((out / FOLDER).glob("step-*"))
-    return [path for path in found if not (name.fullmatch(path.name) and path.is_dir() and any(path.iterdir()))]
+    paths = sorted((out / FOLDER).glob("step-*"))
+    return [path for path in paths if not (name.fullmatch(path.name) and path.is_dir() and any(path.iterdir()))]
 
 
 def _with_remedy(folder: Path, check: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""What a comparison leaves to look at: `compare.json`, `report.html`, `loss.png`, and the rows of its table."""
+"""Output of a comparison: `compare.json`, `report.html`, `loss.png`, and the rows of its table."""
 
 import json
 import platform
@@ -18,17 +18,17 @@ from octavo.train.config import TrainConfig
 from octavo.train.curves import Curves, Floats, gap_percent, smooth
 from octavo.train.outputs import check_kind
 from octavo.train.plots import write_loss_png
-from octavo.train.report import Row, config_differences
+from octavo.train.run_report import Row, config_differences
 
 FILES = ("compare.json", "report.html", "loss.png")
-"""What is written into the folder of a comparison, beside its runs."""
+"""Files in the folder of a comparison, besides its runs."""
 CARDS: dict[Verdict, str] = {
     "indistinguishable": "within",
     "better": "within",
     "worse": "above",
     "inconclusive": "none",
 }
-"""How a verdict looks on the page."""
+"""Style of a verdict on the page."""
 COLOURS = 6
 
 
@@ -176,7 +176,7 @@ def _losses_of(seed: int, runs: Sequence[ArmRuns]) -> tuple[int, list[str]]:
 
 
 def mean_curves(curves: Sequence[Curves]) -> Curves | None:
-    """The mean over seeds of each series, of the runs that are as long as the longest; None where none has a step."""
+    """The mean over seeds of each series, of the runs that are as long as the longest; None if none has a step."""
     whole = _longest(curves)
     if not len(whole[0].step):
         return None

@@ -74,7 +74,7 @@ class ArmVerdict:
         losses: The verdict on the loss.
         speed: Tokens/s over the baseline's, median runs.
         memory: Bytes kept for backward per token over the baseline's.
-        time_to_loss: None where an arm diverged on every seed, or reached nothing in common.
+        time_to_loss: None if an arm diverged on every seed, or reached nothing in common.
         notes: What else must be known to read it.
     """
 
@@ -98,7 +98,7 @@ class Comparison:
         judged: The verdicts on the losses.
         margin: The largest gap in loss that passes, in percent; None for none that was given.
         confidence: Of all verdicts together.
-        loss: The baseline's loss, mean over the seeds on which it ended; None where it ended on none.
+        loss: The baseline's loss, mean over the seeds on which it ended; None if it ended on none.
         spread: Standard deviation of the baseline's loss over seeds, in percent; None for fewer than two.
         time_to_loss: Of the baseline.
         arms: Of the arms but the first.
@@ -225,7 +225,7 @@ def common_target(curves: Iterable[Floats]) -> float:
 
 
 def steps_to(curve: Floats, target: float) -> int | None:
-    """Steps, 1, 2, …, until a curve [steps] is first at or below a loss; None where it never is."""
+    """Steps, 1, 2, …, until a curve [steps] is first at or below a loss; None if it never is."""
     reached = np.flatnonzero(curve <= target)
     return int(reached[0]) + 1 if len(reached) else None
 

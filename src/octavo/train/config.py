@@ -1,9 +1,9 @@
 """The configuration of a run: TOML in, frozen pydantic models out.
 
-Read strictly: an unknown key, a wrong type or a value out of range is one `ConfigError` that names the key as it is
-written on the command line (`optim.lr`) and the nearest right one. Nothing is coerced: `steps = "12"` is an error,
-not 12. What takes the real model or data to know (an unknown model type, a context longer than the data) is checked
-where these are made, with the same error.
+Reading is strict: an unknown key, a wrong type or a value out of range raises a `ConfigError` with the key as written
+on the command line (`optim.lr`) and the nearest valid one. Nothing is coerced: `steps = "12"` is an error, not 12.
+Checks that need the real model or data (an unknown model type, a context longer than the data) run when these are
+built, with the same error.
 """
 
 import datetime
@@ -31,14 +31,14 @@ from octavo.train.sections import (
     decay_steps,
 )
 
-SHAPES = {
+EXPECTED_VALUES = {
     "optim.betas": "two numbers in [0, 1), as [0.9, 0.95]",
     "precision.skip": 'a list of patterns, as ["lm_head"]',
     "precision.only": 'a list of patterns, as ["*.mlp.*"]',
     "inspect.what_if": 'a list of recipes, as ["blockwise"]',
     "precision.loss_scale": '"none" | "dynamic", or a number > 0',
 }
-"""Settings of which pydantic would say what is wrong with a part, or with one of two forms."""
+"""Descriptions for settings where pydantic's message covers only a part, or one of two forms."""
 
 
 class ConfigError(ValueError):
@@ -46,7 +46,7 @@ class ConfigError(ValueError):
 
 
 class TrainConfig(Section):
-    """A whole run. Made by `load_config`, or `TrainConfig.model_validate` of a dictionary of sections."""
+    """Configuration of a run, from `load_config` or `TrainConfig.model_validate` of a dictionary of sections."""
 
     run: Run
     model: Model
@@ -58,7 +58,7 @@ class TrainConfig(Section):
     guard: GuardConfig = GuardConfig()
 
     @model_validator(mode="after")
-    def _whole_schedule(self) -> "TrainConfig":
+    def _check_schedule(self) -> "TrainConfig":
         steps, warmup = self.run.steps, self.optim.warmup
         if warmup >= steps:
             raise ValueError(
@@ -73,13 +73,13 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _something_to_go_back_to(self) -> "TrainConfig":
+    def _check_guard(self) -> "TrainConfig":
         if self.guard.spike and not self.run.save_every:
             raise ValueError(
                 f"guard.spike = {self.guard.spike:g} goes back to checkpoints, and run.save_every = 0 makes none "
                 "before the end: set run.save_every, as 100"
             )
-        if self.precision.autopilot and self.asked.matmul != "fp8":
+        if self.precision.autopilot and self.resolved.matmul != "fp8":
             raise ValueError(
                 f"precision.autopilot moves layers out of FP8, and precision.level = {self.precision.level!r} puts "
                 'none into it: set precision.level = "fp8", or leave the autopilot out'
@@ -87,15 +87,15 @@ class TrainConfig(Section):
         return self
 
     @property
-    def asked(self) -> Precision:
-        """The precision of the run, the optimizer's included."""
-        asked = self.precision.asked
-        return asked if self.optim.states is None else replace(asked, states=self.optim.states)
+    def resolved(self) -> Precision:
+        """Precision of the run, including the optimizer."""
+        precision = self.precision.resolved
+        return precision if self.optim.states is None else replace(precision, states=self.optim.states)
 
     @property
     def arm(self) -> str:
         """Short label of the precision, as "bf16" or "fp8 rowwise"."""
-        return self.asked.label
+        return self.resolved.label
 
     def to_toml(self) -> str:
         """The effective configuration as TOML that `load_config` reads back equal; unset keys are left out."""
@@ -108,7 +108,7 @@ class TrainConfig(Section):
 
 
 def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Settings in nested tables, one by one: ("model.config.hidden_size", 256)."""
+    """Yield the settings in nested tables with dotted keys: ("model.config.hidden_size", 256)."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from flat(f"{prefix}.{key}" if prefix else key, item)
@@ -119,11 +119,11 @@ def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
 ) -> TrainConfig:  # fmt: skip
-    """Reads a TOML file and applies overrides of the form `section.key=value`.
+    """Read a TOML file and applies overrides of the form `section.key=value`.
 
-    A value is parsed as TOML (`optim.lr=3e-4`, `run.name="a b"`); one that is not TOML is taken as a string, so that
-    `precision.recipe=rowwise` needs no quotes. Where `run.steps` is overridden and `optim.warmup` is not, a warmup that
-    does not fit into so few steps is shortened, to half of them at most, and `note` gets a sentence about it.
+    A value is parsed as TOML (`optim.lr=3e-4`, `run.name="a b"`); other text is a string, so `precision.recipe=rowwise`
+    needs no quotes. If `run.steps` is overridden and `optim.warmup` is not, a warmup that does not fit is shortened to
+    at most half of the steps, and `note` receives a sentence about it.
 
     Raises:
         ConfigError: For every mistake.
@@ -145,7 +145,7 @@ def load_config(
 
 
 def _fit_warmup(tables: dict[str, Any], note: Callable[[str], None]) -> None:
-    """Shorten a warmup that does not fit; what is wrong otherwise is left for the check of the whole."""
+    """Shorten a warmup that does not fit; other mistakes are left to `parse_config`."""
     try:
         steps, optim = Run.model_validate(tables["run"]).steps, Optim.model_validate(tables["optim"])
     except (ValidationError, KeyError):
@@ -158,7 +158,7 @@ def _fit_warmup(tables: dict[str, Any], note: Callable[[str], None]) -> None:
 
 
 def parse_config(tables: Mapping[str, Any]) -> TrainConfig:
-    """Checks a dictionary of sections. Raises ConfigError naming the first wrong key."""
+    """Check a dictionary of sections. Raises ConfigError naming the first wrong key."""
     try:
         return TrainConfig.model_validate(tables)
     except ValidationError as error:
@@ -166,8 +166,8 @@ def parse_config(tables: Mapping[str, Any]) -> TrainConfig:
 
 
 def _apply(tables: dict[str, Any], override: str) -> tuple[str, ...]:
-    """Set what an override says, and return its key."""
-    key, text = _parted(override)
+    """Apply an override and return its key."""
+    key, text = _split_override(override)
     value = _value(override, text)
     table = tables
     for parent in key[:-1]:
@@ -178,10 +178,10 @@ def _apply(tables: dict[str, Any], override: str) -> tuple[str, ...]:
     return key
 
 
-def _parted(override: str) -> tuple[tuple[str, ...], str]:
-    """Key and value of an override. A part of the key may be quoted, and then hold anything."""
+def _split_override(override: str) -> tuple[tuple[str, ...], str]:
+    """Split an override into key and value. A quoted part of the key may hold any character."""
     for end in (index for index, sign in enumerate(override) if sign == "="):
-        table = _toml_of(f"{override[:end]} = 0")
+        table = _parse_toml(f"{override[:end]} = 0")
         if table is None or override.lstrip().startswith("[") or len(override[:end].splitlines()) != 1:
             continue
         key = []
@@ -194,14 +194,14 @@ def _parted(override: str) -> tuple[tuple[str, ...], str]:
 
 
 def _value(override: str, text: str) -> Any:
-    """A value as TOML, or the text itself. Raises ConfigError for a value that something else follows."""
-    alone, listed = _toml_of(f"value = {text}"), _toml_of(f"value = [{text}]")
-    if alone is not None and alone.keys() == {"value"} and listed is not None and len(listed["value"]) == 1:
-        value = alone["value"]
-        return text.strip() if isinstance(value, datetime.date | datetime.time) else value  # no setting is a date
-    if alone is not None or len(text.splitlines()) > 1:
+    """Parse a value as TOML, else return the text. Raises ConfigError for text after the value."""
+    parsed, parsed_list = _parse_toml(f"value = {text}"), _parse_toml(f"value = [{text}]")
+    if parsed is not None and parsed.keys() == {"value"} and parsed_list is not None and len(parsed_list["value"]) == 1:
+        value = parsed["value"]
+        return text.strip() if isinstance(value, datetime.date | datetime.time) else value  # dates stay text
+    if parsed is not None or len(text.splitlines()) > 1:
         raise ConfigError(
-            f"override {_toml(override)}: one value is wanted, and something follows it: give each setting an "
+            f"override {_toml(override)}: expected one value, and something follows it: give each setting an "
             "argument of its own, and quote a string that holds a line break or a #"
         )
     if text.lstrip()[:1] in ('"', "'"):
@@ -211,7 +211,7 @@ def _value(override: str, text: str) -> Any:
     return text
 
 
-def _toml_of(text: str) -> dict[str, Any] | None:
+def _parse_toml(text: str) -> dict[str, Any] | None:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError):
@@ -229,23 +229,23 @@ def _explain(error: ValidationError, tables: Mapping[str, Any]) -> str:
         key.append(str(part))
         if part not in fields:
             kind = "section" if len(key) == 1 else "key"
-            known = f"; known here: {', '.join(fields)}"
-            return f"unknown {kind} {'.'.join(key)}{nearest(str(part), fields) or known}"
+            choices_text = f"; known here: {', '.join(fields)}"
+            return f"unknown {kind} {'.'.join(key)}{nearest(str(part), fields) or choices_text}"
         model = model.model_fields[str(part)].annotation
     name = ".".join(key)
-    if name in SHAPES:
+    if name in EXPECTED_VALUES:
         hint = nearest(first["input"], _choices(model)) if isinstance(first["input"], str) else ""
-        return f"{name}: should be {SHAPES[name]}, got {tables[key[0]][key[1]]!r}{hint}"
+        return f"{name}: should be {EXPECTED_VALUES[name]}, got {tables[key[0]][key[1]]!r}{hint}"
     if first["type"] == "missing":
         return f"missing {'section' if len(key) == 1 else 'key'} {name}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    given = f", got {first['input']!r}"
+    got = f", got {first['input']!r}"
     choices = _choices(model)
     if choices and isinstance(first["input"], str):
-        return f"{name}: should be {_listed(choices)}{given}{nearest(first['input'], choices)}"
+        return f"{name}: should be {_join(choices)}{got}{nearest(first['input'], choices)}"
     message = first["msg"].removeprefix("Input ")
-    return f"{name}: {message}{given}"
+    return f"{name}: {message}{got}"
 
 
 def _choices(annotation: Any) -> list[str]:
@@ -256,7 +256,7 @@ def _choices(annotation: Any) -> list[str]:
     return values
 
 
-def _listed(choices: list[str]) -> str:
+def _join(choices: list[str]) -> str:
     return " | ".join(f'"{choice}"' for choice in choices)
 
 

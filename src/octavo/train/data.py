@@ -1,21 +1,21 @@
-"""Text to batches: tokenize once, keep the ids in one flat file, and compute which ones a step takes.
+"""Text to batches: tokenize once into one flat file, and compute the windows of each step.
 
-The documents, each followed by the end-of-document token, are written as one stream of ids that is memory-mapped, so
-memory does not grow with the corpus. Window i is the `sequence_length + 1` ids from i · sequence_length: inputs are all
-but its last id, targets all but its first, and every id but the very first is a target once; what remains at the end,
-less than a window, is not used. Attention crosses document borders inside a window, as usual in pretraining.
+The documents, each followed by the end-of-document token, form one stream of ids in a memory-mapped file, so memory
+does not grow with the corpus. Window i is the `sequence_length + 1` ids from i · sequence_length. Inputs are all but
+its last id, targets all but its first. Every id except the first is a target once; a rest shorter than a window is not
+used. Attention crosses document borders inside a window, as usual in pretraining.
 
-The batch of a step is a pure function of (seed, step): sample k of the run is window k mod n of epoch k div n, and
-the order of an epoch is a permutation drawn from a counter-based generator keyed on (seed, epoch). So nothing about
-the loader is saved, and a resumed run reads exactly what the uninterrupted one would have.
+The batch of a step is a function of (seed, step): sample k of the run is window k mod n of epoch k div n, and a
+counter-based generator keyed on (seed, epoch) permutes the windows of an epoch. So the loader has no state to save, and
+a resumed run reads the same batches as an uninterrupted one.
 
-Documents are streamed: about `TEXT_AT_ONCE` bytes of text are encoded at a time, because a tokenizer takes one to two
-hundred bytes of memory per byte, and the sample that a BPE is trained on is taken in two passes over the data.
+Documents are streamed: about `BATCH_BYTES` bytes of text are encoded at a time, because a tokenizer takes one to two
+hundred bytes of memory per byte. Sampling text to train a BPE takes two passes over the data.
 
-The cache folder holds one directory per (content, vocabulary or tokenizer), made under a temporary name and renamed
-when complete and on disk: a killed process leaves nothing that looks finished. It holds digests of its files, which are
-checked each time it is opened. An entry that was damaged is built anew; a lock keeps two processes from building the
-same entry at once, or removing what the other has just built.
+The cache folder holds one directory per (content, vocabulary or tokenizer). It is written under a temporary name,
+synced and renamed, so a killed process leaves no entry that looks complete. The digests of its files are checked
+each time it is opened. A damaged entry is rebuilt. A lock keeps two processes from building or removing the same entry
+at once.
 """
 
 import hashlib
@@ -42,51 +42,51 @@ from octavo.train.sections import Data, expand
 from octavo.train.source import Source, open_source
 from octavo.train.tokenizer import SAMPLE_CHARACTERS, TextTokenizer, load_tokenizer, train_tokenizer
 
-LAYOUT = "1"
+FORMAT_VERSION = "1"
 """Part of every cache key; changes with the format of an entry or the way text is cut."""
-TEXT_AT_ONCE = 1 << 20
-"""UTF-8 bytes that are encoded at once; the tokenizer takes 100 to 200 bytes of memory for each."""
+BATCH_BYTES = 1 << 20
+"""UTF-8 bytes encoded at once; the tokenizer takes 100 to 200 bytes of memory for each."""
 PIECE_BYTES = 2 << 20
-"""Longest piece in UTF-8 bytes; only text of more than two bytes a character is cut below `PIECE` for it."""
-PIECES_AT_ONCE = 4096
-PIECE = 1 << 20
-"""Longer documents are encoded in pieces of at most this many characters, cut after a line break where there is one."""
-CANDIDATES = 1 << 23
-"""Documents that the sample for the BPE is drawn from; of more, only each second, fourth, … is considered."""
+"""Longest piece in UTF-8 bytes; it cuts text of more than two bytes a character below `PIECE_CHARACTERS`."""
+BATCH_PIECES = 4096
+PIECE_CHARACTERS = 1 << 20
+"""Longest piece of a document in characters, cut after a line break if there is one."""
+MAX_CANDIDATES = 1 << 23
+"""Most documents to draw the sample for the BPE from; of more, only each second, fourth, … counts."""
 BUILDING = ".building-"
-"""Prefix of an entry that is not complete."""
-ABANDONED = 24 * 3600.0
-"""Seconds after which an entry that nobody writes to is taken for a killed builder's."""
-ENTRY = ("facts.json", "ids.bin", "tokenizer.json")
+"""Prefix of an incomplete entry."""
+ABANDONED_AFTER = 24 * 3600.0
+"""Seconds without a write after which an incomplete entry counts as left by a killed process."""
+ENTRY_FILES = ("facts.json", "ids.bin", "tokenizer.json")
 DIGESTS = "digests.json"
-REPORT_EVERY = 10.0
-"""Seconds between two reports of how much was read."""
+REPORT_SECONDS = 10.0
+"""Seconds between two progress reports."""
 
 
 class Corpus:
     """Tokenized text, cut into windows.
 
     Attributes:
-        tokenizer: What made the ids, and will make those of a prompt.
-        fingerprint: Hash of the content and of the tokenizer.
-        skipped: Files left out because they are not UTF-8.
+        tokenizer: The tokenizer of the ids.
+        fingerprint: Hash of the content and the tokenizer.
+        skipped: Number of files left out because they are not UTF-8.
     """
 
     def __init__(self, folder: Path, tokenizer: TextTokenizer, config: Data, fingerprint: str) -> None:
-        facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+        counts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
         self.tokenizer = tokenizer
         self.fingerprint = fingerprint
-        self.skipped: int = facts["skipped"]
-        self._documents = (facts["without_text"], facts["documents"] + facts["without_text"])
+        self.skipped: int = counts["skipped"]
+        self._documents = (counts["without_text"], counts["documents"] + counts["without_text"])
         self._config = config
-        size = facts["tokens"]
+        size = counts["tokens"]
         self.windows = (size - 1) // config.sequence_length
         if self.windows < 1:
             raise ConfigError(
                 f"data.sequence_length = {config.sequence_length} is longer than the data: it has {size} tokens in "
-                f"{facts['documents']} documents, of which a sequence needs one more than its length"
+                f"{counts['documents']} documents, of which a sequence needs one more than its length"
             )
-        self._ids = np.memmap(folder / "ids.bin", dtype=facts["dtype"], mode="r", shape=(size,))
+        self._ids = np.memmap(folder / "ids.bin", dtype=counts["dtype"], mode="r", shape=(size,))
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def batch(self, seed: int, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +101,7 @@ class Corpus:
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def without_text(self, what: str) -> str:
-        """A sentence on the documents without text; empty where there are none."""
+        """A sentence about documents without text; empty if there are none."""
         empty, all_documents = self._documents
         return f"{empty} of {all_documents} {what} and are left out" if empty else ""
 
@@ -111,61 +111,61 @@ class Corpus:
         return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(self.windows)
 
 
-class Meter:
-    """Says every few seconds how many bytes a stage has read. A `Tick`."""
+class ReadProgress:
+    """Reports every few seconds how many bytes a stage has read. A `Tick`."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
     def stage(self, text: str) -> None:
         """Begin a stage."""
-        self._text, self._bytes, self._next = text, 0, time.monotonic() + REPORT_EVERY
+        self._text, self._bytes, self._next = text, 0, time.monotonic() + REPORT_SECONDS
         self._progress.stage(text)
 
     def __call__(self, size: int) -> None:
         """Count `size` bytes."""
         self._bytes += size
         if time.monotonic() > self._next:
-            self._next = time.monotonic() + REPORT_EVERY
+            self._next = time.monotonic() + REPORT_SECONDS
             self._progress.stage(f"{self._text}: {self._bytes / 1e9:.2f} GB")
 
 
 def load_corpus(config: TrainConfig, progress: Progress) -> Corpus:
-    """Tokenizes the data of a run, or finds it in the cache. Raises ConfigError for data that cannot serve."""
-    meter = Meter(progress)
+    """Tokenize the data of a run, or open it in the cache. Raises ConfigError for unusable data."""
+    meter = ReadProgress(progress)
     meter.stage("reading the data")
     source = open_source(config.data, meter)
-    given = _given_tokenizer(config)
-    vocabulary = given.fingerprint if given else f"bpe {config.data.vocab_size}"
-    fingerprint = hashlib.sha256("\0".join((LAYOUT, source.fingerprint, vocabulary)).encode()).hexdigest()
+    pretrained = _configured_tokenizer(config)
+    vocabulary = pretrained.fingerprint if pretrained else f"bpe {config.data.vocab_size}"
+    fingerprint = hashlib.sha256("\0".join((FORMAT_VERSION, source.fingerprint, vocabulary)).encode()).hexdigest()
     cache = expand(config.data.cache)
     folder = cache / fingerprint[:24]
     if _damage(folder, fingerprint, meter):
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            with _alone(folder, progress):
-                _make(folder, fingerprint, source, given, config.data, meter, progress)
+            with _exclusive(folder, progress):
+                _build_entry(folder, fingerprint, source, pretrained, config.data, meter, progress)
         except OSError as error:
             raise ConfigError(
                 f"data.cache = {config.data.cache} cannot be written: {error.strerror or error}"
             ) from None
-    corpus = Corpus(folder, given or _stored_tokenizer(folder), config.data, fingerprint)
+    corpus = Corpus(folder, pretrained or _cached_tokenizer(folder), config.data, fingerprint)
     for note in (source.left_out, source.without_text and corpus.without_text(source.without_text)):
         if note:
             progress.note(note)
     return corpus
 
 
-def _make(
+def _build_entry(
     folder: Path,
     fingerprint: str,
     source: Source,
-    given: TextTokenizer | None,
+    pretrained: TextTokenizer | None,
     config: Data,
-    meter: Meter,
+    meter: ReadProgress,
     progress: Progress,
 ) -> None:
-    """Builds the entry, unless another process has done so meanwhile. Call with the entry locked."""
+    """Build the entry, unless another process has just built it. Call with the entry locked."""
     damage = _damage(folder, fingerprint, meter)
     if not damage:
         return
@@ -173,19 +173,19 @@ def _make(
     scratch = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
     try:
         if folder.exists():
-            progress.note(f"{folder} is damaged ({damage}): built anew")
+            progress.note(f"{folder} is damaged ({damage}): rebuilding it")
             folder.rename(scratch / "damaged")
         (scratch / "entry").mkdir()
-        _build(scratch, source, given, config, meter)
-        _seal(scratch / "entry", fingerprint)
+        _build(scratch, source, pretrained, config, meter)
+        _write_digests(scratch / "entry", fingerprint)
         _publish(scratch / "entry", folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager
-def _alone(folder: Path, progress: Progress) -> Iterator[None]:
-    """Waits until no other process builds the entry, and keeps others waiting."""
+def _exclusive(folder: Path, progress: Progress) -> Iterator[None]:
+    """Lock the entry; wait while another process builds it."""
     path = folder.with_name(f"{folder.name}.lock")
     waited = False
     while True:
@@ -204,30 +204,30 @@ def _alone(folder: Path, progress: Progress) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _given_tokenizer(config: TrainConfig) -> TextTokenizer | None:
+def _configured_tokenizer(config: TrainConfig) -> TextTokenizer | None:
     folder = config.data.tokenizer or config.model.path
     return None if folder is None else load_tokenizer(expand(folder))
 
 
-def _build(scratch: Path, source: Source, given: TextTokenizer | None, config: Data, meter: Meter) -> None:
+def _build(scratch: Path, source: Source, pretrained: TextTokenizer | None, config: Data, meter: ReadProgress) -> None:
     folder = scratch / "entry"
-    tokenizer = given
+    tokenizer = pretrained
     if tokenizer is None:
         meter.stage("training the tokenizer")
         tokenizer = train_tokenizer(_sample(lambda: source.read(scratch)), config.vocab_size)
     meter.stage("tokenizing")
-    facts = _tokenize(folder / "ids.bin", source.read(scratch), tokenizer)
-    if not facts["documents"]:
+    counts = _tokenize(folder / "ids.bin", source.read(scratch), tokenizer)
+    if not counts["documents"]:
         raise ConfigError(
-            f'data.source = "{config.source}" is empty: {facts["without_text"]} documents, none with text'
+            f'data.source = "{config.source}" is empty: {counts["without_text"]} documents, none with text'
         )
     tokenizer.backend.save(str(folder / "tokenizer.json"))
-    facts |= {"skipped": source.skipped, "end": tokenizer.end}
-    (folder / "facts.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    counts |= {"skipped": source.skipped, "end": tokenizer.end}
+    (folder / "facts.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
 
 
 def _tokenize(path: Path, stream: Stream, tokenizer: TextTokenizer) -> dict[str, int | str]:
-    """Writes the ids of all documents, the end-of-document token after each; returns counts and the type of the ids."""
+    """Write the ids of all documents, each followed by the end token. Returns counts and the dtype of the ids."""
     dtype = np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
     end = np.array(tokenizer.end_id, dtype=dtype).tobytes()
     tokens = documents = without_text = 0
@@ -247,9 +247,9 @@ def _tokenize(path: Path, stream: Stream, tokenizer: TextTokenizer) -> dict[str,
     return {"tokens": tokens, "documents": documents, "without_text": without_text, "dtype": dtype.name}
 
 
-def _seal(folder: Path, fingerprint: str) -> None:
-    """Writes the digests of an entry's files, and which entry it is."""
-    digests = {"entry": fingerprint} | {name: _digest(folder / name) for name in ENTRY}
+def _write_digests(folder: Path, fingerprint: str) -> None:
+    """Write the digests of an entry's files, and its fingerprint."""
+    digests = {"entry": fingerprint} | {name: _digest(folder / name) for name in ENTRY_FILES}
     (folder / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
 
 
@@ -267,12 +267,12 @@ def _publish(scratch: Path, folder: Path) -> None:
     try:
         scratch.rename(folder)
     except OSError:
-        if not folder.exists():  # else another process has built the same entry meanwhile
+        if not folder.exists():  # else another process has just built the same entry
             raise
 
 
-def _damage(folder: Path, fingerprint: str, meter: Meter) -> str:
-    """What is wrong with an entry of the cache; empty where nothing is."""
+def _damage(folder: Path, fingerprint: str, meter: ReadProgress) -> str:
+    """The damage of a cache entry; empty if it is intact."""
     if not folder.exists():
         return "missing"
     meter.stage("checking the tokenized data")
@@ -284,7 +284,7 @@ def _damage(folder: Path, fingerprint: str, meter: Meter) -> str:
         return f"{DIGESTS} cannot be read"
     if digests.get("entry") != fingerprint:
         return f"{DIGESTS} is of another entry"
-    for name in ENTRY:
+    for name in ENTRY_FILES:
         try:
             if _digest(folder / name, meter) != digests.get(name):
                 return f"{name} is not what was written"
@@ -293,27 +293,27 @@ def _damage(folder: Path, fingerprint: str, meter: Meter) -> str:
     return ""
 
 
-def _stored_tokenizer(folder: Path) -> TextTokenizer:
+def _cached_tokenizer(folder: Path) -> TextTokenizer:
     content = (folder / "tokenizer.json").read_text(encoding="utf-8")
     end = str(json.loads((folder / "facts.json").read_text(encoding="utf-8"))["end"])
     return TextTokenizer(tokenizers.Tokenizer.from_str(content), end)
 
 
 def _clear_abandoned(cache: Path) -> None:
-    """Removes what builders that were killed left behind: entries under construction, untouched for a day."""
+    """Remove incomplete entries of killed processes, untouched for a day."""
     for folder in cache.glob(f"{BUILDING}*"):
         try:
             touched = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
         except OSError:  # its builder has just finished
             continue
-        if touched < time.time() - ABANDONED:
+        if touched < time.time() - ABANDONED_AFTER:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sample(read: Callable[[], Stream]) -> list[str]:
-    """Documents with text in a fixed random order, as many as `train_tokenizer` looks at: a fair sample of all.
+    """A uniform sample of the documents with text, in a fixed random order, as long as `train_tokenizer` needs.
 
-    Two passes: lengths of all documents, from which those of the sample follow, then their text.
+    The first pass reads the lengths of all documents and chooses the sample; the second reads its text.
     """
     lengths = array("I")
     step, length = 1, 0
@@ -324,7 +324,7 @@ def _sample(read: Callable[[], Stream]) -> list[str]:
             continue
         if number % step == 0:
             lengths.append(length)
-            if len(lengths) == CANDIDATES:
+            if len(lengths) == MAX_CANDIDATES:
                 lengths, step = lengths[::2], 2 * step
         number, length = number + 1, 0
     order = np.random.Generator(np.random.Philox(key=0)).permutation(len(lengths))
@@ -335,19 +335,19 @@ def _sample(read: Callable[[], Stream]) -> list[str]:
 
 
 def _documents(stream: Stream, numbers: np.ndarray) -> list[str]:
-    """The beginnings of the documents with these numbers, in this order."""
-    places = np.argsort(numbers)
+    """The beginnings of the documents with these numbers, in the order of `numbers`."""
+    order_of_numbers = np.argsort(numbers)
     texts = [""] * len(numbers)
-    number = found = 0
+    number = done = 0
     parts: list[str] = []
     left = SAMPLE_CHARACTERS
-    while found < len(places):
+    while done < len(order_of_numbers):
         text = next(stream)
-        if number != numbers[places[found]]:
+        if number != numbers[order_of_numbers[done]]:
             number += text is None
         elif text is None:
-            texts[places[found]] = "".join(parts)
-            number, found = number + 1, found + 1
+            texts[order_of_numbers[done]] = "".join(parts)
+            number, done = number + 1, done + 1
             parts, left = [], SAMPLE_CHARACTERS
         elif left:
             parts.append(text[:left])
@@ -356,25 +356,25 @@ def _documents(stream: Stream, numbers: np.ndarray) -> list[str]:
 
 
 def _pieces(stream: Stream) -> Iterator[str | None]:
-    """Text of at most `PIECE` characters, None after each document, and "" instead for one without text."""
-    rest, some = "", False
+    """Text of at most `PIECE_CHARACTERS`; None after each document with text, "" for one without."""
+    rest, has_text = "", False
     for text in stream:
         if text is None:
             yield from _halves(rest) if rest else ()
-            yield None if some else ""
-            rest, some = "", False
+            yield None if has_text else ""
+            rest, has_text = "", False
             continue
-        rest, some = rest + text, True
+        rest, has_text = rest + text, True
         start = 0
-        while len(rest) - start > PIECE:
-            cut = rest.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+        while len(rest) - start > PIECE_CHARACTERS:
+            cut = rest.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
             yield from _halves(rest[start:cut])
             start = cut
         rest = rest[start:]
 
 
 def _halves(piece: str) -> Iterator[str]:
-    """The piece, cut where it has more than `PIECE_BYTES`."""
+    """The piece, cut if it has more than `PIECE_BYTES`."""
     if len(piece.encode()) <= PIECE_BYTES:
         yield piece
         return
@@ -384,12 +384,12 @@ def _halves(piece: str) -> Iterator[str]:
 
 
 def _batches(pieces: Iterator[str | None]) -> Iterator[list[str | None]]:
-    """Pieces in groups that can be encoded at once."""
+    """Groups of pieces to encode at once."""
     batch: list[str | None] = []
     size = 0
     for piece in pieces:
         added = len(piece.encode()) if piece else 0
-        if size + added > TEXT_AT_ONCE or len(batch) >= PIECES_AT_ONCE:
+        if size + added > BATCH_BYTES or len(batch) >= BATCH_PIECES:
             yield batch
             batch, size = [], 0
         batch.append(piece)

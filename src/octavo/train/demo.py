@@ -18,7 +18,7 @@ from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
 from octavo.train.metrics import Progress, RunResult
 from octavo.train.outputs import CONFIG_FILE
-from octavo.train.report import ReportFiles, write_report
+from octavo.train.run_report import ReportFiles, write_report
 
 BASELINE, CANDIDATE = "bf16", "fp8"
 SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out")
@@ -26,13 +26,13 @@ SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out")
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """Both arms, as far as they got; `files` is None where one of them was stopped."""
+    """Both arms, as far as they got; `files` is None if one of them was stopped."""
 
     out: Path
     arms: list[RunResult]
     files: ReportFiles | None
     go_on: str = ""
-    """The command that finishes the arm that was stopped; empty where none was."""
+    """The command that finishes the arm that was stopped; empty if none was."""
 
 
 def demo_configs(overrides: Sequence[str] = (), candidate: str = CANDIDATE) -> tuple[TrainConfig, TrainConfig]:
@@ -67,11 +67,11 @@ def _own_warmup() -> int:
         return load_config(path).optim.warmup
 
 
-def free_folder(wanted: Path) -> Path:
+def free_folder(folder: Path) -> Path:
     """Return `wanted` if nothing is there, else the first of `wanted-2`, `wanted-3`, … that is free."""
-    if not wanted.exists():
-        return wanted
-    return next(path for n in count(2) if not (path := wanted.with_name(f"{wanted.name}-{n}")).exists())
+    if not folder.exists():
+        return folder
+    return next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
 
 
 def run_demo(configs: Sequence[TrainConfig], out: Path, progress: Progress) -> DemoResult:

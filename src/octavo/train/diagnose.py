@@ -1,9 +1,9 @@
-"""Where a NaN or an infinity began: the failing batch once more, with a hook on every module.
+"""Find the origin of a NaN or an infinity: rerun the failing batch with a hook on every module.
 
-Costs nothing until it is needed. The first value that is not finite, in the order of execution, is the origin:
-modules finish their forward before the ones that contain them, and backward reaches the faulty product before what
-lies upstream of it, so all later findings are only its consequences. Of several ranks, which do the same in the same
-order, the one that found something first has the origin: the others have it from sums over ranks.
+This costs nothing before a failure. The origin is the first non-finite value in the order of execution. Modules finish
+their forward before the modules that contain them, and backward reaches the faulty product before everything upstream,
+so later non-finite values are consequences. All ranks execute in the same order, so the rank with the earliest one has
+the origin; the others received it from sums over ranks.
 """
 
 from collections.abc import Callable
@@ -42,18 +42,18 @@ class Origin(NamedTuple):
     """The first value that is not finite."""
 
     text: str | None
-    """Which it is; None where all are finite."""
+    """Which it is; None if all are finite."""
     order: int
     """Values looked at before it."""
 
 
 def non_finite_parameter(model: nn.Module) -> str | None:
-    """Name of the first parameter that holds a NaN or an infinity; None where all are finite."""
+    """Name of the first parameter that holds a NaN or an infinity; None if all are finite."""
     return next((name for name, param in model.named_parameters() if not _finite(param)), None)
 
 
 def find_origin(model: nn.Module, forward_backward: Callable[[], Any]) -> Origin:
-    """Runs `forward_backward` and names the first value that is not finite.
+    """Run `forward_backward` and names the first value that is not finite.
 
     It is the "output of", "gradient of the input of" or "gradient of the output of" a module, or the "gradient of" a
     parameter. Leaves gradients behind.

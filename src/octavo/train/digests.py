@@ -1,10 +1,10 @@
-"""Digests of a checkpoint's files, so that a damaged, missing, added or renamed one is found before it is read.
+"""Digests of a checkpoint's files, to detect damaged, missing, added or renamed files before reading them.
 
     digests.json    {"digest": of what follows, "files": {"model.safetensors": …, "shards/__0_0.distcp": …}}
 
 BLAKE2b with 256 bits, read in pieces: 1.2-1.8 s per GB on one core, the fastest cryptographic digest of `hashlib` on
-CPUs without SHA instructions. Each rank computes those of the shards that it wrote, and checks an equal part of all.
-They find damage, not malice: an attacker who changes the files can change the digests too.
+CPUs without SHA instructions. Each rank computes the digests of its own shards and checks an equal part of all files.
+Digests detect damage, not malice: an attacker who changes the files can change the digests too.
 """
 
 import hashlib
@@ -20,17 +20,17 @@ DIGESTS = "digests.json"
 
 def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """The digest of each file of `folder`, by name. Raises OSError for one that cannot be read."""
-    found = {}
+    digests = {}
     for name in names:
         with (folder / name).open("rb") as file:
-            found[name] = hashlib.file_digest(file, _blake2b).hexdigest()
-    return found
+            digests[name] = hashlib.file_digest(file, _blake2b).hexdigest()
+    return digests
 
 
-def write_digests(folder: Path, known: Mapping[str, str]) -> None:
-    """Write the digests of all files of `folder`; those in `known` are computed already."""
-    missing = digests_of(folder, files_of(folder) - known.keys())
-    (folder / DIGESTS).write_bytes(_text({**known, **missing}))
+def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
+    """Write the digests of all files of `folder`; `digests`: those computed already."""
+    missing = digests_of(folder, files_of(folder) - digests.keys())
+    (folder / DIGESTS).write_bytes(_text({**digests, **missing}))
 
 
 def has_digests(folder: Path) -> bool:
@@ -76,10 +76,10 @@ def files_of(folder: Path) -> set[str]:
 
     File systems and synchronizers leave hidden files, and people notes; nothing that loads a checkpoint reads either.
     """
-    found = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
     return {
         path.as_posix()
-        for path in found
+        for path in paths
         if path.name == ".metadata" or not (path.suffix == ".md" or path.name == DIGESTS or _hidden(path))
     }
 
@@ -95,7 +95,7 @@ def _hidden(path: Path) -> bool:
 
 
 def _read(folder: Path) -> dict[str, str]:
-    """The digests, by file. Raises ConfigError where they are damaged themselves."""
+    """The digests, by file. Raises ConfigError if they are damaged themselves."""
     try:
         content = (folder / DIGESTS).read_bytes()
         files: dict[str, str] = json.loads(content)["files"]

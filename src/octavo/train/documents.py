@@ -1,12 +1,10 @@
 """Read documents as a stream: pieces of text, and None after the last piece of each document.
 
-A document without text is a None with no piece before it, so whoever reads the stream can count it. No reader holds
-more than a row (`ROW_LIMIT` at most) or `CHUNK` bytes of a file: text files are decoded a chunk at a time, .jsonl is
-parsed a line at a time, Parquet is decoded page by page, and the pages of a memory-mapped Arrow file are dropped
-once they are read.
+A document without text is a None with no piece before it, so a reader of the stream can count it. No reader holds more
+than a row (`ROW_LIMIT` at most) or `CHUNK` bytes of a file: text files are decoded by chunks, .jsonl is parsed by
+lines, Parquet is decoded by pages, and the pages of a memory-mapped Arrow file are dropped after reading.
 
-Readers hash what they read. `source.py` reads everything once to get the fingerprint of the content, and compares the
-hash of every later reading with it.
+Readers hash the content. `source.py` reads all content once for its fingerprint and compares every later read with it.
 """
 
 import codecs
@@ -36,9 +34,9 @@ CHUNK = 1 << 20
 """Bytes read at once."""
 ROW_LIMIT = 32 << 20
 """Longest row in UTF-8 bytes: parsing one takes several times its size in memory."""
-ROWS_AT_ONCE = 64
+BATCH_ROWS = 64
 """Rows of a Parquet file that are decoded at once; dictionary encoding hides how long they are."""
-UNREAD_PAGES = 16 << 20
+DROP_PAGES_AFTER = 16 << 20
 """Bytes of a memory-mapped file after which its pages are dropped."""
 BOM = codecs.BOM_UTF8
 
@@ -203,14 +201,14 @@ def _too_long() -> str:
 
 
 def parquet_rows(path: str, field: str, source: str) -> Iterator[list[str | None]]:
-    """The text of a Parquet file, some rows at a time. Raises ConfigError where `field` is missing or not text."""
+    """The text of a Parquet file, some rows at a time. Raises ConfigError if `field` is missing or not text."""
     from pyarrow import parquet
 
     with reading(path), parquet.ParquetFile(path, pre_buffer=False, buffer_size=CHUNK) as file:
         check_column(source, field, file.schema_arrow)
         size = sum(file.metadata.row_group(i).total_byte_size for i in range(file.num_row_groups))
         mean = max(1, size // max(1, file.metadata.num_rows))
-        rows = max(1, min(ROWS_AT_ONCE, CHUNK // mean))
+        rows = max(1, min(BATCH_ROWS, CHUNK // mean))
         first = 0
         for batch in file.iter_batches(batch_size=rows, columns=[field], use_threads=False):
             yield from _texts(path, first, batch.column(field))
@@ -236,7 +234,7 @@ def arrow_rows(path: str, field: str, source: str, tick: Tick) -> Iterator[list[
                     yield texts
                     tick(size)
                     read += size
-                    if read > UNREAD_PAGES and hasattr(pages, "madvise"):
+                    if read > DROP_PAGES_AFTER and hasattr(pages, "madvise"):
                         pages.madvise(mmap.MADV_DONTNEED)
                         read = 0
             first += len(column)
@@ -274,7 +272,7 @@ def rows_as_documents(group: list[str | None]) -> Stream:
 
 
 def check_column(source: str, field: str, schema: Any) -> None:
-    """Raises ConfigError where an Arrow schema has not one column `field`, of strings."""
+    """Raise ConfigError if an Arrow schema has not one column `field`, of strings."""
     import pyarrow
 
     if field not in schema.names:
@@ -288,9 +286,9 @@ def check_column(source: str, field: str, schema: Any) -> None:
 
 def no_field(source: str, field: str, fields: Collection[str]) -> ConfigError:
     """The error for a field that no row has."""
-    known = ", ".join(list(fields)[:50]) or "none"
+    names = ", ".join(list(fields)[:50]) or "none"
     return ConfigError(
-        f'"{source}" has no field "{field}"{nearest(field, fields)} (fields: {known}): set data.text_field'
+        f'"{source}" has no field "{field}"{nearest(field, fields)} (fields: {names}): set data.text_field'
     )
 
 

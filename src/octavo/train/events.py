@@ -37,16 +37,16 @@ def read_events(out: Path) -> list[dict[str, Any]]:
 
 
 def last_rollback(out: Path, step: int) -> dict[str, Any] | None:
-    """The last rollback of a run that goes on from a checkpoint of `step`; None where there was none."""
-    return next((event for event in reversed(read_events(out)) if _happened(event, step)), None)
+    """The last rollback of a run that resumes from a checkpoint of `step`; None if there was none."""
+    return next((event for event in reversed(read_events(out)) if _happened_before(event, step)), None)
 
 
 def drop_later_events(out: Path, after_step: int) -> None:
-    """Leave out what steps brought that will be taken again, and rollbacks to steps after these."""
+    """Drop the events of steps after `after_step`, and rollbacks to such steps."""
     if not (out / EVENTS_FILE).exists():
         return
     events = read_events(out)
-    last = max((number for number, event in enumerate(events) if _happened(event, after_step)), default=-1)
+    last = max((number for number, event in enumerate(events) if _happened_before(event, after_step)), default=-1)
     remaining = [
         event
         for number, event in enumerate(events)
@@ -71,7 +71,7 @@ class _Event(BaseModel):
         return self
 
 
-def _happened(event: dict[str, Any], step: int) -> bool:
+def _happened_before(event: dict[str, Any], step: int) -> bool:
     return event["event"] == ROLLBACK and event.get("to", event["step"]) <= step
 
 

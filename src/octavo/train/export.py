@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that `transformers` loads: as those of one process are already, and of many are not."""
+"""Export a checkpoint of one process or several to a folder that `transformers` loads."""
 
 import shutil
 from pathlib import Path
@@ -11,7 +11,7 @@ from octavo.train import shards
 from octavo.train.checkpoint import check_files, read_trainer_state
 from octavo.train.config import ConfigError
 from octavo.train.digests import DIGESTS, files_of, write_digests
-from octavo.train.disk import output_folder, same_mode
+from octavo.train.disk import apply_umask, output_folder
 from octavo.train.model import DTYPES
 from octavo.train.pretrained import load_generation_config, load_model_config, load_pretrained, save_pretrained
 from octavo.train.ranks import Ranks
@@ -51,7 +51,7 @@ def export(checkpoint: Path, out: Path) -> Path:
                     shutil.copy(path, target)
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise ConfigError(f"{checkpoint} is damaged: {' '.join(str(error).split())}") from None
-        same_mode(out)
+        apply_umask(out)
         write_digests(out, {})
     return out
 

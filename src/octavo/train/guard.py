@@ -3,23 +3,23 @@
 A spike is a rise of the loss that chance does not explain, that lasts, and that does damage. Against the last `window`
 steps (n of them; m is the median of the newer half):
 
-    rises    the loss exceeds each of the n losses, and m by `spike` robust standard deviations (1.4826 times the median
-             distance from the median of the own half, as losses fall; at least 1 % of m)
+    rises    the loss exceeds all n losses, and m by `spike` robust standard deviations (1.4826 times the median
+             distance of a loss from the median of its half, because losses fall; at least 1 % of m)
     lasts    k steps in a row rise, with the smallest k for which C(n + k, k) ≥ 100,000: 4 for n = 64
     damages  the median of these k losses is at least 2 m; or at least 1.25 m, with a gradient norm at least 3 times
              above or below its own median
 
-The last k of n + k losses that come in any order alike are the k largest with probability 1 / C(n + k, k), whatever
-their distribution: heavy tails and hard domains among the batches raise no more than one alarm in 100,000 steps, by
-chance. A new level (a step of a curriculum) does last, and is no spike while the gradient norm stays; after k steps it
-is one of the usual losses. `benchmarks/guard_alarms.py` measures both. A loss or gradient that is not finite is a spike
-at once. A single bad batch is not: clipping bounds what it does, and what it leaves behind lasts.
+If n + k losses are exchangeable, the last k are the k largest with probability 1 / C(n + k, k), for any distribution:
+heavy tails and hard domains raise by chance at most one alarm in 100,000 steps. A new level (a step of a curriculum)
+lasts, and is no spike while the gradient norm stays; after k steps it counts as usual. `benchmarks/guard_alarms.py`
+measures both. A non-finite loss or gradient is a spike at once. A single bad batch is not: clipping bounds its effect,
+and any lasting effect raises the next losses too.
 
-Then the run goes back to its newest checkpoint from before the rise, and on from there with the batches after the
-spike: those in between are not seen again (as PaLM was trained, arXiv 2204.02311, section 5.1). A spike that comes back
-within a window goes back one checkpoint further, as the newest may have had it in its weights already. What a batch is
-stays a function of (seed, step, batches skipped). That number and the state of the guard are in every checkpoint, and
-of a rollback in `events.jsonl` until the next one is saved, so a run that is killed and resumed is the same run.
+After a spike, the run rolls back to its newest checkpoint from before the rise and continues with the batches after the
+spike; it skips those in between (as in PaLM, arXiv 2204.02311, section 5.1). A spike that returns within a window rolls
+back one checkpoint further, because the newest weights may already cause it. A batch is a function of (seed, step,
+skipped batches). Every checkpoint holds that number and the state of the guard, and `events.jsonl` holds those of a
+rollback until the next checkpoint, so a killed and resumed run equals an uninterrupted one.
 """
 
 import math
@@ -33,25 +33,25 @@ from octavo.train.config import ConfigError
 from octavo.train.metrics import StepMetrics
 from octavo.train.sections import GuardConfig
 
-FEWEST = 16
-"""Steps below which none is called a spike."""
-NORMAL = 1.4826
-"""Standard deviations of a normal distribution in one median distance from its median."""
-LEAST = 0.01
-"""Smallest deviation, as a share of the median."""
+MIN_STEPS = 16
+"""Fewest steps in the window before a spike can be detected."""
+MAD_TO_STD = 1.4826
+"""Standard deviation of a normal distribution, in median absolute deviations."""
+MIN_DEVIATION = 0.01
+"""Smallest deviation, as a fraction of the median."""
 STEPS_PER_ALARM = 100_000
-"""Steps for which chance may raise one alarm."""
-RUINED, RAISED = 2.0, 1.25
-"""Factors of the median loss: what is damage by itself, and what is damage with an unusual gradient norm."""
-UNUSUAL = 3.0
-"""Factor from the median gradient norm, either way."""
+"""Expected number of steps per false alarm, at least."""
+LOSS_DAMAGE, LOSS_AND_NORM_DAMAGE = 2.0, 1.25
+"""Factors of the median loss: damage by itself, and damage together with an unusual gradient norm."""
+NORM_FACTOR = 3.0
+"""Factor above or below the median gradient norm that is unusual."""
 
 
 class SpikeError(RuntimeError):
-    """A spike; the run has to go back.
+    """A loss spike; the run has to roll back.
 
     Attributes:
-        step: The step in which it was recognized, 1, 2, …
+        step: The step that detected it, 1, 2, …
         first: The first step of the rise.
     """
 
@@ -62,13 +62,13 @@ class SpikeError(RuntimeError):
 
 
 class SpikeGuard:
-    """Tells spikes from losses.
+    """Detects loss spikes.
 
     Args:
-        config: What a spike is, and how many rollbacks there may be.
+        config: Thresholds of a spike and the largest number of rollbacks.
 
     Attributes:
-        rollbacks: How often the run went back.
+        rollbacks: Number of rollbacks of the run.
     """
 
     def __init__(self, config: GuardConfig) -> None:
@@ -77,23 +77,23 @@ class SpikeGuard:
         self._usual: deque[list[float]] = deque(maxlen=config.window)  # [loss, gradient norm] of the last steps
         self._rise: list[list[float]] = []
         self._first = 0
-        self._last: list[int] = []  # step of the last spike, and where the run went back to
+        self._last: list[int] = []  # step of the last spike, and of the checkpoint after it
 
     @property
     def active(self) -> bool:
-        """Whether the run goes back after a spike."""
+        """Whether the run rolls back after a spike."""
         return self._config.spike > 0 and self.rollbacks < self._config.rollbacks
 
     @property
     def rising(self) -> bool:
-        """Whether the last steps may be the beginning of a spike."""
+        """Whether the last steps may begin a spike."""
         return bool(self._rise)
 
     def check(self, row: StepMetrics) -> None:
-        """Count a step. One that was skipped under loss scaling does not count.
+        """Count a step; a step skipped under loss scaling does not count.
 
         Raises:
-            SpikeError: For the last step of a rise that is a spike.
+            SpikeError: If the step completes a spike.
         """
         if not self.active or row.skipped or row.loss is None or row.grad_norm is None:
             return
@@ -101,77 +101,77 @@ class SpikeGuard:
         if rises:
             self._first = self._first if self._rise else row.step
         else:
-            self._settle()
+            self._accept_rise()
         (self._rise if rises else self._usual).append([row.loss, row.grad_norm])
         if rises and len(self._rise) >= steps_in_a_row(len(self._usual)):
             if damage := self._damage():
-                raise self.spike(damage, row.step)
-            self._settle()
+                raise self.spike_error(damage, row.step)
+            self._accept_rise()
 
-    def spike(self, what: str, step: int) -> SpikeError:
-        """The error for a spike that was recognized in a step; the rise before it, if there is one, is part of it."""
-        return SpikeError(what, step=step, first=self._first if self._rise else step)
+    def spike_error(self, reason: str, step: int) -> SpikeError:
+        """The error for a spike detected in a step; it includes the rise before the step, if any."""
+        return SpikeError(reason, step=step, first=self._first if self._rise else step)
 
-    def way_back(self, out: Path, spike: SpikeError) -> Path:
-        """The checkpoint to go back to. Newer ones are removed: the run will differ from there."""
-        everything = checkpoints(out)
-        before = [path for path in everything if _step(path) < spike.first] or everything[:1]
+    def checkpoint_before(self, out: Path, spike: SpikeError) -> Path:
+        """The checkpoint to roll back to. Removes newer ones, because the run differs from there."""
+        all_paths = checkpoints(out)
+        before = [path for path in all_paths if _step(path) < spike.first] or all_paths[:1]
         if self._last and spike.step - self._last[0] <= self._config.window:
             before = [path for path in before if _step(path) < self._last[1]] or before[:1]
-        for newer in everything[len(before) :]:
+        for newer in all_paths[len(before) :]:
             remove_checkpoint(newer)
             if newer.exists():
                 raise ConfigError(f"{newer} is from after a spike and cannot be removed: remove it, and --resume")
         return before[-1]
 
-    def went_back(self, spike: int, to: int, rollbacks: int) -> None:
+    def record_rollback(self, spike: int, to: int, rollbacks: int) -> None:
         """Record rollback number `rollbacks` of the run: from a spike in step `spike` to step `to`."""
         self.rollbacks, self._last = rollbacks, [spike, to]
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses and gradient norms it compares with, and the rollbacks, for JSON."""
+        """Losses and gradient norms of the window, and the rollbacks, for JSON."""
         return {
             "rollbacks": self.rollbacks, "last": self._last, "usual": list(self._usual), "rise": self._rise,
             "first": self._first,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; of {}, nothing."""
+        """Load what `state_dict` returned; {} loads nothing."""
         self.rollbacks, self._last = state.get("rollbacks", 0), list(state.get("last", []))
         self._usual = deque(state.get("usual", []), self._config.window)
         self._rise, self._first = list(state.get("rise", [])), state.get("first", 0)
 
     def _rises(self, loss: float) -> bool:
         losses = [usual for usual, _ in self._usual]
-        if len(losses) < min(FEWEST, self._config.window) or loss <= max(losses):
+        if len(losses) < min(MIN_STEPS, self._config.window) or loss <= max(losses):
             return False
         halves = losses[: len(losses) // 2], losses[len(losses) // 2 :]
         middles = [median(half) for half in halves]
         distances = (abs(usual - middle) for half, middle in zip(halves, middles, strict=True) for usual in half)
-        spread = max(NORMAL * median(distances), LEAST * abs(middles[1]))
+        spread = max(MAD_TO_STD * median(distances), MIN_DEVIATION * abs(middles[1]))
         return loss - middles[1] > self._config.spike * spread
 
     def _damage(self) -> str:
-        """What makes the rise a spike; empty where nothing does."""
+        """Why the rise is a spike; empty if it is none."""
         newer = list(self._usual)[len(self._usual) // 2 :]
-        (usual, usual_norm), (now, norm) = (map(median, zip(*rows, strict=True)) for rows in (newer, self._rise))
-        unusual = not usual_norm / UNUSUAL < norm < usual_norm * UNUSUAL
-        if now < RUINED * usual and not (unusual and now >= RAISED * usual):
+        (usual_loss, usual_norm), (loss, norm) = (map(median, zip(*rows, strict=True)) for rows in (newer, self._rise))
+        unusual = not usual_norm / NORM_FACTOR < norm < usual_norm * NORM_FACTOR
+        if loss < LOSS_DAMAGE * usual_loss and not (unusual and loss >= LOSS_AND_NORM_DAMAGE * usual_loss):
             return ""
         return (
-            f"steps {self._first} to {self._first + len(self._rise) - 1}: the loss is {now:.4g} and the gradient norm "
-            f"{norm:.3g}; the medians of {len(newer)} steps before were {usual:.4g} and {usual_norm:.3g} "
+            f"steps {self._first} to {self._first + len(self._rise) - 1}: the loss is {loss:.4g} and the gradient norm "
+            f"{norm:.3g}; the medians of {len(newer)} steps before were {usual_loss:.4g} and {usual_norm:.3g} "
             f"(guard.spike = {self._config.spike:g})"
         )
 
-    def _settle(self) -> None:
-        """Count a rise to the usual steps: it did not last, or is a new level."""
+    def _accept_rise(self) -> None:
+        """Add a rise to the usual steps: it did not last, or is a new level."""
         self._usual.extend(self._rise)
         self._rise = []
 
 
 def steps_in_a_row(before: int) -> int:
-    """How many steps have to exceed so many before them, so that chance does it once in `STEPS_PER_ALARM` steps."""
+    """Smallest number of rising steps after `before` others that chance explains once in `STEPS_PER_ALARM` steps."""
     return next(number for number in range(1, STEPS_PER_ALARM) if math.comb(before + number, number) >= STEPS_PER_ALARM)
 
 

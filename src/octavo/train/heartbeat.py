@@ -1,8 +1,8 @@
-"""Which ranks are alive: each counts up a key in the store of the process group, twice a second.
+"""Heartbeats: each rank increments a key in the store of the process group twice a second.
 
-A collective that fails does not tell why. Gloo raises a plain RuntimeError for a dead peer, a timeout and a wrong
-argument alike, NCCL a DistBackendError for a dead peer and a full GPU. So the type and the place of an error decide
-whether it comes from a collective at all, and the store whether another rank is gone.
+The error of a collective does not show its cause. Gloo raises a plain RuntimeError for a dead peer, a timeout and a
+wrong argument, NCCL a DistBackendError for a dead peer and a full GPU. So the type and traceback of an error show
+whether it comes from a collective, and the store shows whether another rank is gone.
 """
 
 import threading
@@ -11,21 +11,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-BEAT = 0.5
-"""Seconds from one count to the next."""
-GRACE = 3.0
-"""Seconds without a count after which a rank is taken for gone: killed, stopped, or its machine down."""
+BEAT_SECONDS = 0.5
+"""Seconds between two counts."""
+GRACE_SECONDS = 3.0
+"""Seconds without a count after which a rank counts as gone: killed, stopped, or its machine down."""
 LEFT = "left"
 
 
 class Heartbeat:
-    """Counts for this rank, in a thread, until it is closed.
+    """Counts for this rank in a thread, until closed.
 
     Args:
-        store: What the ranks share.
-        name: The same on all ranks, and of nothing before.
-        rank: Number of this process.
-        world: How many there are.
+        store: The store that the ranks share.
+        name: A fresh name, the same on all ranks.
+        rank: Rank of this process.
+        world: Number of processes.
     """
 
     def __init__(self, store: Any, name: str, rank: int, world: int) -> None:
@@ -39,14 +39,14 @@ class Heartbeat:
     def gone(self) -> list[int]:
         """Other ranks that had left when this was called, or do not count; all of them where the store is gone.
 
-        Takes up to `GRACE` seconds. A rank that leaves meanwhile was there when the error was raised.
+        Takes up to `GRACE_SECONDS` seconds. A rank that leaves meanwhile was there when the error was raised.
         """
         others = set(range(self._world)) - {self._rank}
         try:
             before = {rank: self._read(rank) for rank in others}
-            silent, end = others, time.monotonic() + GRACE
+            silent, end = others, time.monotonic() + GRACE_SECONDS
             while silent and time.monotonic() < end and LEFT not in before.values():
-                time.sleep(BEAT / 4)
+                time.sleep(BEAT_SECONDS / 4)
                 silent = {rank for rank in silent if self._read(rank) == before[rank]}
         except RuntimeError:  # as all of torch's errors of a store are
             return sorted(others)
@@ -64,7 +64,7 @@ class Heartbeat:
     def _count(self) -> None:
         number = 0
         try:
-            while not self._closing.wait(BEAT):
+            while not self._closing.wait(BEAT_SECONDS):
                 number += 1
                 self._store.set(str(self._rank), str(number))
             self._store.set(str(self._rank), LEFT)

@@ -117,10 +117,10 @@ def heatmaps(rows: Sequence[OperandStats]) -> list[Heatmap]:
         return []
     steps = sorted({row.step for row in rows})
     groups = _groups(list(dict.fromkeys(row.layer for row in rows)))
-    found: dict[tuple[str, str], list[OperandStats]] = {}
+    by_operand: dict[tuple[str, str], list[OperandStats]] = {}
     for row in rows:
-        found.setdefault((row.layer, row.operand), []).append(row)
-    return [_map(figure, steps, groups, found) for figure in FIGURES]
+        by_operand.setdefault((row.layer, row.operand), []).append(row)
+    return [_map(figure, steps, groups, by_operand) for figure in FIGURES]
 
 
 def _groups(layers: list[str]) -> list[tuple[str, list[list[str]]]]:
@@ -144,7 +144,7 @@ def _map(
     figure: Figure,
     steps: list[int],
     groups: list[tuple[str, list[list[str]]]],
-    found: dict[tuple[str, str], list[OperandStats]],
+    by_operand: dict[tuple[str, str], list[OperandStats]],
 ) -> Heatmap:
     count = sum(len(members) for _, members in groups)
     height = min(16.0, max(4.0, 420 / count))
@@ -157,10 +157,10 @@ def _map(
             top += height
         top += gap
     lines = [members for _, rows in groups for members in rows]
-    operands = [operand for operand in OPERANDS if any(key[1] == operand for key in found)]
+    operands = [operand for operand in OPERANDS if any(key[1] == operand for key in by_operand)]
     width = (WIDTH - LEFT - GAP * (len(operands) - 1)) / len(operands)
     panels = [
-        _panel(figure, operand, LEFT + number * (width + GAP), width, steps, lines, tops, height, found)
+        _panel(figure, operand, LEFT + number * (width + GAP), width, steps, lines, tops, height, by_operand)
         for number, operand in enumerate(operands)
     ]
     own = figure.edges is None
@@ -173,20 +173,20 @@ def _map(
 
 def _panel(
     figure: Figure, operand: str, left: float, width: float, steps: list[int], lines: list[list[str]],
-    tops: list[float], height: float, found: dict[tuple[str, str], list[OperandStats]],
+    tops: list[float], height: float, by_operand: dict[tuple[str, str], list[OperandStats]],
 ) -> Panel:  # fmt: skip
     columns = min(len(steps), COLUMNS)
     column_of = {step: number * columns // len(steps) for number, step in enumerate(steps)}
     cells: list[list[list[OperandStats]]] = []
     for members in lines:
         cells.append([[] for _ in range(columns)])
-        for row in (row for layer in members for row in found.get((layer, operand), ())):
+        for row in (row for layer in members for row in by_operand.get((layer, operand), ())):
             cells[-1][column_of[row.step]].append(row)
     edges = figure.edges or _equal([figure.value(row) for line in cells for cell in line for row in cell])
     levels = [[_level(figure, cell, edges) for cell in line] for line in cells]
     step_width = width / columns
     hits = [
-        (top, height, _told(figure, operand, [row for cell in line for row in cell]))
+        (top, height, _tooltip(figure, operand, [row for cell in line for row in cell]))
         for top, line in zip(tops, cells, strict=True)
         if any(line)
     ]
@@ -238,16 +238,16 @@ def _paths(
     return [(level, "".join(parts)) for level, parts in sorted(drawn.items())]
 
 
-def _told(figure: Figure, operand: str, rows: Sequence[OperandStats]) -> str:
+def _tooltip(figure: Figure, operand: str, rows: Sequence[OperandStats]) -> str:
     """What the pointer is told of a layer: its worst sample."""
     broken = [row for row in rows if row.nonfinite]
     if broken:
         return f"{broken[0].layer} {operand}: {broken[0].nonfinite} values NaN or infinite at step {broken[0].step:,}"
-    known = [row for row in rows if not math.isnan(figure.value(row))]
-    if not known:
+    valid = [row for row in rows if not math.isnan(figure.value(row))]
+    if not valid:
         return f"{rows[0].layer} {operand}: nothing above zero"
-    value = figure.worst([figure.value(row) for row in known])
-    row = next(row for row in known if figure.value(row) == value)
+    value = figure.worst([figure.value(row) for row in valid])
+    row = next(row for row in valid if figure.value(row) == value)
     return f"{row.layer} {operand}: {value:.4g}{figure.unit} at step {row.step:,}"
 
 

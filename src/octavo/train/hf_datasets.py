@@ -23,7 +23,7 @@ STDLIB = "python-stdlib"
 def files(config: Data, folder: Path) -> list[str]:
     """The files that `load` reads of a local folder, hidden ones and its card included.
 
-    Raises ConfigError where they are not all in the folder, or are of another kind than `documents.KINDS`.
+    Raises ConfigError if they are not all in the folder, or are of another kind than `documents.KINDS`.
     """
     import datasets
 
@@ -44,7 +44,7 @@ def files(config: Data, folder: Path) -> list[str]:
 def load(config: Data, name: str, **options: Any) -> list[str]:
     """The Arrow files of a data set that `datasets` loads, without running code that comes with it.
 
-    Raises ConfigError where it cannot be loaded, or has no split `data.split`.
+    Raises ConfigError if it cannot be loaded, or has no split `data.split`.
     """
     import datasets
 
@@ -95,7 +95,7 @@ def _without_code() -> dict[str, bool]:
 
 
 def _check_card(folder: Path) -> None:
-    """Raise ValueError where the card names an address: `datasets` would ask the network for it."""
+    """Raise ValueError if the card names an address: `datasets` would ask the network for it."""
     import datasets
     import yaml
     from huggingface_hub import DatasetCard

@@ -1,12 +1,12 @@
-"""The run: data, model, precision, and the steps (`octavo.train.trainer`).
+"""The training loop: data, model, precision and steps (`octavo.train.trainer`).
 
     for each step:  batch(seed, step) → micro-batches: forward, loss / tokens of the step, backward, add up in fp32
                     → norm → finite? → clip → AdamW on the masters → metrics
 
-With the parameters, moments and loss scale of a checkpoint, a resumed run is bitwise the uninterrupted one: all else
-is a function of (seed, step). A run that stops on a value that is not finite leaves the state before that step saved.
+A resumed run equals an uninterrupted one bit for bit: a checkpoint holds parameters, moments and loss scale, and all
+else is a function of (seed, step). A run that stops on a non-finite value saves the state before that step.
 
-Under torchrun every process comes through here; what there is one of is read and written by the first (`ranks`).
+Under torchrun every process runs this loop; rank 0 reads and writes the output folder (`ranks`).
 """
 
 import json
@@ -29,43 +29,43 @@ from octavo.train.disk import output_folder, write_file
 from octavo.train.events import FINDING, LOSS_SCALE, MOVE, ROLLBACK, add_event, drop_later_events, last_rollback
 from octavo.train.guard import SpikeError
 from octavo.train.metrics import (
-    MetricsRows,
+    MetricsBuffer,
     MetricsWriter,
+    NullProgress,
     Progress,
     RunResult,
-    Silent,
     StepMetrics,
     median_speed,
     summarize_losses,
 )
 from octavo.train.model import check_model
-from octavo.train.outputs import CONFIG_FILE, LAYERS_FILE, TOKENIZER_FILE, Claim, claim_folder
-from octavo.train.ranks import Ranks, joined, launched
+from octavo.train.outputs import CONFIG_FILE, LAYERS_FILE, TOKENIZER_FILE, RunFolder, open_run_folder
+from octavo.train.ranks import Ranks, join_ranks, under_torchrun
 from octavo.train.sections import expand
 from octavo.train.signals import stop_on
 from octavo.train.trainer import Trainer
 
-FINDINGS = 4
-"""Statistics that crossed a limit, as many as are shown of one step."""
-PACKAGES = ("safetensors", "tokenizers", "transformers", "tensorboard", "jinja2", "matplotlib")
-"""What every run needs; the last three not before it ends, or writes its first row."""
-PREPARATION = timedelta(days=7)
-"""How long ranks wait for the one that makes the data ready; of one that dies they hear at once."""
+MAX_FINDINGS_SHOWN = 4
+"""Largest number of findings printed for one step."""
+REQUIRED_PACKAGES = ("safetensors", "tokenizers", "transformers", "tensorboard", "jinja2", "matplotlib")
+"""Packages that every run imports, some of them only at its end."""
+PREPARATION_TIMEOUT = timedelta(days=7)
+"""How long ranks wait for the one that prepares the data. The death of a rank ends the wait at once."""
 
 
 def run(
     config: TrainConfig, *, out: Path | None = None, resume: bool = False, progress: Progress | None = None
 ) -> RunResult:
-    """Trains as `config` says and returns the summary, which is also in `run.json`.
+    """Train a model and return the summary, which is also written to `run.json`.
 
     Args:
-        config: The run, from `load_config`.
-        out: Output folder; overrides `run.out`. `runs/<name>` where neither is given.
-        resume: Continue from the newest checkpoint in `out`, a folder; from the start where it holds none.
-        progress: Told of stages, steps and notes; nothing is printed without one.
+        config: Configuration of the run, from `load_config`.
+        out: Output folder; overrides `run.out`. Default: `runs/<name>`.
+        resume: Continue from the newest checkpoint in `out`, or from the start if it holds none.
+        progress: Receives stages, steps and notes; None prints nothing.
 
-    In the main thread, SIGTERM, and SIGINT once training has begun, finish the step, save, and return with
-    `stopped = "sigterm"`. SIGTERM before the first step saves the beginning.
+    In the main thread, SIGTERM (and SIGINT after training has begun) finishes the step, saves, and returns with
+    `stopped = "sigterm"`. SIGTERM before the first step saves the initial state.
 
     Raises:
         ConfigError: For a mistake in configuration, data, model or output folder; nothing is overwritten.
@@ -73,30 +73,30 @@ def run(
     """
     out = expand(out or config.run.out or Path("runs") / config.run.name)
     stop = threading.Event()
-    # A signal to a launcher and its processes reaches these twice; those who lose patience have SIGKILL.
-    with stop_on(stop, signal.SIGTERM, patient=launched()), joined(config) as ranks, ExitStack() as stack:
-        shown = progress if progress is not None and ranks.first else Silent()
-        ranks.agreed(lambda: _check_installed(config, ranks))
+    # A signal to torchrun and its processes reaches the processes twice; SIGKILL still ends them.
+    with stop_on(stop, signal.SIGTERM, patient=under_torchrun()), join_ranks(config) as ranks, ExitStack() as stack:
+        own_progress = progress if progress is not None and ranks.is_main else NullProgress()
+        ranks.raise_together(lambda: _check_installed(config, ranks))
         resume = resume or ranks.restarted
-        claim = ranks.shared(lambda: _claim(stack, out, config, resume, ranks))
-        ranks.agreed(lambda: check_model(config.model))
-        if config.model.path is not None and claim.checkpoint is None:
+        run_folder = ranks.run_on_rank0(lambda: _open_run_folder(stack, out, config, resume, ranks))
+        ranks.raise_together(lambda: check_model(config.model))
+        if config.model.path is not None and run_folder.checkpoint is None:
             _check_start(expand(config.model.path), ranks)
-        corpus = _corpus(config, ranks, shown)
-        shown.stage("building the model")
+        corpus = _load_corpus(config, ranks, own_progress)
+        own_progress.stage("building the model")
         trainer = Trainer(config, corpus, ranks.device, ranks=ranks)
         trainer.check_causal()
         summary = trainer.describe()
-        if resume and claim.checkpoint is None:
-            shown.note(f"no checkpoint in {out}: starting from the first step")
-        _begin(trainer, out, claim, corpus, shown)
-        with stop_on(stop, signal.SIGINT, patient=launched()):
-            return _train(trainer, summary, out, shown, stop)
+        if resume and run_folder.checkpoint is None:
+            own_progress.note(f"no checkpoint in {out}: starting from the first step")
+        _prepare(trainer, out, run_folder, corpus, own_progress)
+        with stop_on(stop, signal.SIGINT, patient=under_torchrun()):
+            return _train(trainer, summary, out, own_progress, stop)
 
 
 def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
-    """Raise ConfigError for what would fail later only: a package that reports need, `async_save` without shards."""
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+    """Raise ConfigError early for a missing package and for `async_save` on one process."""
+    if missing := [name for name in REQUIRED_PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"{missing[0]} is not installed: pip install 'octavo[train]'")
     if config.parallel.async_save and ranks.world == 1:
         raise ConfigError(
@@ -105,51 +105,51 @@ def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
 
 
 def _check_start(folder: Path, ranks: Ranks) -> None:
-    """Raise ConfigError for a damaged checkpoint or export of Octavo's to start from; others have no digests."""
-    if ranks.shared(lambda: has_digests(folder)):
-        ranks.agreed(partial(check_digests, folder, part=ranks.rank, parts=ranks.world))
+    """Raise ConfigError for a damaged start checkpoint or export of Octavo; other folders have no digests."""
+    if ranks.run_on_rank0(lambda: has_digests(folder)):
+        ranks.raise_together(partial(check_digests, folder, part=ranks.rank, parts=ranks.world))
 
 
-def _claim(stack: ExitStack, out: Path, config: TrainConfig, resume: bool, ranks: Ranks) -> Claim:
-    """Lock the output folder for as long as `stack` is open, and say where the run starts."""
+def _open_run_folder(stack: ExitStack, out: Path, config: TrainConfig, resume: bool, ranks: Ranks) -> RunFolder:
+    """Lock the output folder until `stack` closes. Returns where the run starts."""
     if resume and not ranks.restarted and not out.exists():
         raise ConfigError(f"there is no folder {out}, so no run to resume: check --out, or leave out --resume")
     stack.enter_context(output_folder(out))
-    claim = claim_folder(out, config, resume=resume)
+    run_folder = open_run_folder(out, config, resume=resume)
     ranks.begin()
-    return claim
+    return run_folder
 
 
-def _corpus(config: TrainConfig, ranks: Ranks, progress: Progress) -> Corpus:
-    """The data: made ready by one process of each machine, then read by all."""
-    group = ranks.host_group(PREPARATION)  # `parallel.timeout` is for steps
-    made = ranks.agreed(lambda: load_corpus(config, progress) if ranks.local == 0 else None, group=group)
-    corpus = ranks.agreed(lambda: made or load_corpus(config, progress), group=group)
+def _load_corpus(config: TrainConfig, ranks: Ranks, progress: Progress) -> Corpus:
+    """Load the data: one process of each machine prepares it, then all read it."""
+    group = ranks.host_group(PREPARATION_TIMEOUT)  # `parallel.timeout` is for steps
+    built = ranks.raise_together(lambda: load_corpus(config, progress) if ranks.local == 0 else None, group=group)
+    corpus = ranks.raise_together(lambda: built or load_corpus(config, progress), group=group)
     ranks.check_same({"the content of data.source": corpus.fingerprint[:12]})
     if corpus.skipped:
         progress.note(f"{corpus.skipped} files of the data were left out: not UTF-8")
     return corpus
 
 
-def _begin(trainer: Trainer, out: Path, claim: Claim, corpus: Corpus, progress: Progress) -> None:
-    """Puts the trainer where the run starts, and writes what is known of the run before its first step."""
-    config, checkpoint, ranks = trainer.config, claim.checkpoint, trainer.ranks
+def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, corpus: Corpus, progress: Progress) -> None:
+    """Load the checkpoint to resume from, if any, and write the description of the run."""
+    config, checkpoint, ranks = trainer.config, run_folder.checkpoint, trainer.ranks
     if checkpoint is not None:
-        state = ranks.shared(lambda: _state_on(corpus, checkpoint, config))
-        _put(trainer, checkpoint, state)
-        rollback = ranks.shared(lambda: last_rollback(out, trainer.step))
-        if rollback is not None and rollback.get("rollbacks", 0) > trainer.guard.rollbacks:  # after it was saved
+        state = ranks.run_on_rank0(lambda: _read_state(corpus, checkpoint, config))
+        _load_state(trainer, checkpoint, state)
+        rollback = ranks.run_on_rank0(lambda: last_rollback(out, trainer.step))
+        if rollback is not None and rollback.get("rollbacks", 0) > trainer.guard.rollbacks:  # rolled back after saving
             trainer.skipped_batches = rollback["skipped_batches"]
-            trainer.guard.went_back(rollback["step"], rollback["to"], rollback["rollbacks"])
-        if (before := state.get("ranks", 1)) != ranks.world:
-            progress.note(f"resumed by {ranks.world} processes (was {before})")
-    for note in claim.notes:
+            trainer.guard.record_rollback(rollback["step"], rollback["to"], rollback["rollbacks"])
+        if (previous_world := state.get("ranks", 1)) != ranks.world:
+            progress.note(f"resumed by {ranks.world} processes (was {previous_world})")
+    for note in run_folder.notes:
         progress.note(note)
-    ranks.shared(lambda: _describe(trainer, out, corpus))
+    ranks.run_on_rank0(lambda: _write_description(trainer, out, corpus))
 
 
-def _put(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> None:
-    """Put the trainer where a checkpoint is."""
+def _load_state(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> None:
+    """Load a checkpoint into the trainer."""
     try:
         if trainer.pilot is not None and "autopilot" in state:
             trainer.pilot.load_state_dict(state["autopilot"])
@@ -161,16 +161,16 @@ def _put(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> None:
     trainer.skipped_batches = state.get("skipped_batches", 0)
 
 
-def _state_on(corpus: Corpus, checkpoint: Path, config: TrainConfig) -> dict[str, Any]:
-    """The state of a checkpoint. Raises ConfigError where it was trained on other data."""
+def _read_state(corpus: Corpus, checkpoint: Path, config: TrainConfig) -> dict[str, Any]:
+    """Read the state of a checkpoint. Raises ConfigError if its run used other data."""
     state = read_trainer_state(checkpoint)
     if state["data"] != corpus.fingerprint:
         raise ConfigError(f"{checkpoint} is of a run on other data: the content of {config.data.source} has changed")
     return state
 
 
-def _describe(trainer: Trainer, out: Path, corpus: Corpus) -> None:
-    """Writes what is known of the run before its first step."""
+def _write_description(trainer: Trainer, out: Path, corpus: Corpus) -> None:
+    """Write the configuration, layers and tokenizer of the run."""
     config = trainer.config
     write_file(out / CONFIG_FILE, config.to_toml())
     if trainer.layers is not None:
@@ -183,28 +183,28 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
     for note in filter(None, (summary.converted, trainer.attention_note(), trainer.loss_note)):
         progress.note(note)
     spike, failure = None, None
-    if trainer.guard.active and not ranks.shared(lambda: checkpoints(out)):
-        trainer.save(out)  # something to go back to
+    if trainer.guard.active and not ranks.run_on_rank0(lambda: checkpoints(out)):
+        trainer.save(out)  # a checkpoint to roll back to
     progress.start(config, trainer.step)
     while True:
-        with ranks.agreed(lambda: _metrics(trainer, out)) as metrics:
+        with ranks.raise_together(lambda: _metrics(trainer, out)) as metrics:
             try:
                 stopped = _take_steps(trainer, out, metrics, progress, stop)
             except SpikeError as error:
                 spike = error
             except NonFiniteError as error:
                 stopped = "non-finite"
-                ranks.shared(partial(_tell_statistics, trainer, error.step, metrics, progress, out))
+                ranks.run_on_rank0(partial(_record_statistics, trainer, error.step, metrics, progress, out))
                 if trainer.non_finite_parameter() is None:
-                    trainer.save(out, prune=False)  # it may be past saving already: the ones before it stay
+                    trainer.save(out, prune=False)  # this state may already be bad: keep the older ones
                     trainer.finish_saving()
                 message = f"{error}. {trainer.advice(checkpoints(out))}"
                 failure = NonFiniteError(message, step=error.step, origin=error.origin)
             if spike is None:
-                result = replace(summary, **_totals(metrics.rows), stopped=stopped)
-                ranks.shared(partial(result.write, out))
+                result = replace(summary, **_summary_fields(metrics.rows), stopped=stopped)
+                ranks.run_on_rank0(partial(result.write, out))
                 break
-        _go_back(trainer, out, spike, progress)
+        _roll_back(trainer, out, spike, progress)
         spike = None
     progress.finish(result)
     if failure is not None:
@@ -212,15 +212,15 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
     return result
 
 
-def _take_steps(trainer: Trainer, out: Path, metrics: MetricsRows, progress: Progress, stop: threading.Event) -> str:
-    """Trains and saves until the end of the run or a request to stop. Returns which it was, "done" or "sigterm"."""
+def _take_steps(trainer: Trainer, out: Path, metrics: MetricsBuffer, progress: Progress, stop: threading.Event) -> str:
+    """Train and save until the run ends or a signal stops it. Returns "done" or "sigterm"."""
     run_config, guard = trainer.config.run, trainer.guard
     while trainer.step < run_config.steps and not trainer.ranks.any(stop.is_set()):
         row = _step(trainer)
-        trainer.ranks.agreed(partial(_tell, trainer, row, metrics, progress, out))
+        trainer.ranks.raise_together(partial(_record_step, trainer, row, metrics, progress, out))
         due = run_config.save_every and trainer.step % run_config.save_every == 0
-        if due and not trainer.loss_scale.last_chance:  # the scale of this step is none to resume with
-            trainer.save(out, prune=not guard.rising)  # what is before a rise stays
+        if due and not trainer.loss_scale.last_chance:  # not with a scale that is about to stop the run
+            trainer.save(out, prune=not guard.rising)  # keep the checkpoints before a rise
     trainer.save(out, prune=not guard.rising)
     trainer.finish_saving()
     return "done" if trainer.step == run_config.steps else "sigterm"
@@ -231,85 +231,87 @@ def _step(trainer: Trainer) -> StepMetrics:
         row = trainer.train_step()
     except NonFiniteError as error:
         if trainer.guard.active:
-            raise trainer.guard.spike(str(error), trainer.step + 1) from None
+            raise trainer.guard.spike_error(str(error), trainer.step + 1) from None
         raise
     trainer.guard.check(row)
     return row
 
 
-def _go_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progress) -> None:
-    """Put the trainer where a checkpoint before a spike is, with the batches after the spike ahead of it."""
+def _roll_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progress) -> None:
+    """Load the checkpoint before a spike, and continue with the batches after the spike."""
     ranks, guard = trainer.ranks, trainer.guard
     trainer.finish_saving()
-    checkpoint = ranks.shared(lambda: guard.way_back(out, spike))
-    state = ranks.shared(lambda: read_trainer_state(checkpoint))
+    checkpoint = ranks.run_on_rank0(lambda: guard.checkpoint_before(out, spike))
+    state = ranks.run_on_rank0(lambda: read_trainer_state(checkpoint))
     trainer.optimizer.zero_grad()
     skipped, rollbacks = trainer.skipped_batches, guard.rollbacks + 1
     moves = len(trainer.pilot.moves) if trainer.pilot is not None else 0
-    _put(trainer, checkpoint, state)
-    missed = spike.step - trainer.step
-    trainer.skipped_batches = skipped + missed
-    guard.went_back(spike.step, trainer.step, rollbacks)
-    text = f"{spike}. Back to step {trainer.step}, and on without the {missed} batches since"
+    _load_state(trainer, checkpoint, state)
+    batches_to_skip = spike.step - trainer.step
+    trainer.skipped_batches = skipped + batches_to_skip
+    guard.record_rollback(spike.step, trainer.step, rollbacks)
+    text = f"{spike}. Back to step {trainer.step}, and on without the {batches_to_skip} batches since"
     if trainer.pilot is not None and moves > len(trainer.pilot.moves):
         text += f"; {moves - len(trainer.pilot.moves)} moves of the autopilot are taken back"
     text += "" if guard.active else "; the guard goes off after this one (guard.rollbacks)"
     details = {"to": trainer.step, "rollbacks": rollbacks, "skipped_batches": trainer.skipped_batches}
-    ranks.shared(lambda: _note_event(trainer, out, progress, spike.step, ROLLBACK, text, **details))
+    ranks.run_on_rank0(lambda: _record_event(trainer, out, progress, spike.step, ROLLBACK, text, **details))
 
 
-def _note_event(
+def _record_event(
     trainer: Trainer, out: Path, progress: Progress, step: int, event: str, text: str, **details: int
 ) -> None:
-    """Write an event, and show it; by the first rank."""
-    if trainer.ranks.first:
+    """Write an event and print it, on rank 0."""
+    if trainer.ranks.is_main:
         add_event(out, step, event, text, **details)
         progress.note(text)
 
 
-def _metrics(trainer: Trainer, out: Path) -> MetricsRows:
-    """What keeps the steps: the first rank in files."""
-    if not trainer.ranks.first:
-        return MetricsRows()
+def _metrics(trainer: Trainer, out: Path) -> MetricsBuffer:
+    """The store of the steps: files on rank 0, memory elsewhere."""
+    if not trainer.ranks.is_main:
+        return MetricsBuffer()
     config = trainer.config
     drop_later_events(out, trainer.step)
     return MetricsWriter(out, after_step=trainer.step, log_every=config.run.log_every, limits=config.inspect.thresholds)
 
 
-def _tell(trainer: Trainer, row: StepMetrics, metrics: MetricsRows, progress: Progress, out: Path) -> None:
-    """Write and show a step."""
+def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, progress: Progress, out: Path) -> None:
+    """Write and print a step."""
     metrics.write(row)
     progress.step(row)
-    _tell_statistics(trainer, row.step, metrics, progress, out)
+    _record_statistics(trainer, row.step, metrics, progress, out)
     for move in trainer.moved:
-        _note_event(trainer, out, progress, row.step, MOVE, f"autopilot, {move}")
+        _record_event(trainer, out, progress, row.step, MOVE, f"autopilot, {move}")
     scale = trainer.loss_scale
     if row.skipped:
-        at, following = f"loss scale {row.loss_scale:g}", f"(next {scale.value:g})"
+        at, next_scale = f"loss scale {row.loss_scale:g}", f"(next {scale.value:g})"
         if row.loss is None:
             reason = f"the loss is not finite, which no loss scale changes ({at} stays)"
         elif row.grad_norm is None:
-            reason = f"the gradient overflowed at {at} {following}"
+            reason = f"the gradient overflowed at {at} {next_scale}"
         else:
-            reason = f"the gradient is exactly zero in every parameter at {at} {following}"
+            reason = f"the gradient is exactly zero in every parameter at {at} {next_scale}"
         progress.note(f"step {row.step} skipped: {reason}")
     if scale.restored_from is not None:
         text = f"the loss scale fell to {scale.restored_from:g}, at which most gradients underflow: restored to "
         text += f"{scale.value:g}, from before the steps that were skipped"
-        _note_event(trainer, out, progress, row.step, LOSS_SCALE, f"step {row.step}: {text}")
+        _record_event(trainer, out, progress, row.step, LOSS_SCALE, f"step {row.step}: {text}")
 
 
-def _tell_statistics(trainer: Trainer, step: int, metrics: MetricsRows, progress: Progress, out: Path) -> None:
-    """Write the statistics of a step, and show what began to cross a limit in it."""
-    news = metrics.write_statistics(trainer.watch.rows)
-    for finding in news[:FINDINGS]:
-        _note_event(trainer, out, progress, step, FINDING, str(finding))
-    if len(news) > FINDINGS:
-        rest = f"step {step}: {len(news) - FINDINGS} more figures crossed a limit: octavo inspect shows them"
-        _note_event(trainer, out, progress, step, FINDING, rest)
+def _record_statistics(trainer: Trainer, step: int, metrics: MetricsBuffer, progress: Progress, out: Path) -> None:
+    """Write the statistics of a step and print those that began to cross a limit."""
+    findings = metrics.write_statistics(trainer.watch.rows)
+    for finding in findings[:MAX_FINDINGS_SHOWN]:
+        _record_event(trainer, out, progress, step, FINDING, str(finding))
+    if len(findings) > MAX_FINDINGS_SHOWN:
+        rest = (
+            f"step {step}: {len(findings) - MAX_FINDINGS_SHOWN} more figures crossed a limit: octavo inspect shows them"
+        )
+        _record_event(trainer, out, progress, step, FINDING, rest)
 
 
-def _totals(rows: list[StepMetrics]) -> dict[str, Any]:
+def _summary_fields(rows: list[StepMetrics]) -> dict[str, Any]:
     return {
         "steps": rows[-1].step if rows else 0,
         "tokens": rows[-1].tokens if rows else 0,

@@ -5,38 +5,37 @@ not finite is skipped; "dynamic" then halves the scale, and doubles it, up to 2�
 overflow. Powers of two change no mantissa, so a scale that neither overflows nor underflows leaves the gradients
 bitwise as they were.
 
-A loss that is not finite is no overflow, as the scale comes after it: the step is skipped and the scale stays. A run
-that skips more than 40 steps in a row stops, and saves the scale from before them: the one after them, 2⁻⁴⁰ times as
-large, would let all gradients underflow.
+A non-finite loss is not an overflow, because the scale multiplies the finished loss: the step is skipped and the scale
+stays. A run that skips more than 40 steps in a row stops and saves the scale from before them. The scale after them,
+2⁻⁴⁰ times as large, would let all gradients underflow.
 
-A fault that passes (a bad link, a range of bad data) lowers the scale as an overflow does, and most gradients underflow
-long before 2000 steps per doubling have brought it back. So a scale that has fallen by more than 2⁸, at once or over
-faults that recur, is restored in the first good step to what it was before, on trial. If the next step overflows, the
-low scale was needed: it comes back at once, and the next trial, after twice as many good steps (up to 16), is at half
-the scale. A range that is really 2ⁿ smaller costs n - 8 skipped steps at most, a fault that has passed none. A gradient
-of zeros alone restores the scale as well, and its step is skipped, if the scale is below its initial value or the one
-before it fell.
+A temporary fault (a bad link, a range of bad data) lowers the scale as an overflow does. Growth by one doubling per
+2000 steps is too slow to undo that: most gradients underflow meanwhile. So a scale that has fallen by more than 2⁸, in
+one fault or several, is restored on trial in the first good step. If the next step overflows, the low scale returns at
+once; the next trial follows after twice as many good steps (up to 16), at half the scale. A range that is really 2ⁿ
+smaller costs at most n - 8 skipped steps; a temporary fault costs none. A gradient of zeros also restores the scale,
+and its step is skipped, if the scale is below its initial value or its value before the fall.
 """
 
 GROWTH_INTERVAL = 2000
-INITIAL = 2.0**16
-LARGEST = 2.0**24
-"""Where a dynamic scale stops growing: 65504, the largest fp16 gradient, is then one of 0.004."""
-MOST_SKIPS = 40
-"""Skipped steps in a row after which it is no question of range: a dynamic scale has fallen by 2⁴⁰ by then."""
-COLLAPSE = 2.0**8
+INITIAL_SCALE = 2.0**16
+MAX_SCALE = 2.0**24
+"""Upper limit of a dynamic scale: 65504, the largest fp16 value, is then a gradient of 0.004."""
+MAX_SKIPS = 40
+"""Skipped steps in a row before the run stops: a dynamic scale has then fallen by 2⁴⁰, so range is not the cause."""
+RESTORE_FACTOR = 2.0**8
 """Factor by which a scale falls before it is restored on trial."""
-QUIET = 16
-"""Good steps in a row after which an overflow is the beginning of another fall, and the longest wait for a trial."""
+QUIET_STEPS = 16
+"""Good steps in a row after which an overflow starts a new fall; also the longest wait for a trial."""
 
 
 class LossScale:
     """Scale of the loss: "none", "dynamic", or a fixed number.
 
     Attributes:
-        active: Whether a loss scale was asked for.
+        active: Whether the run uses loss scaling.
         value: The scale.
-        restored_from: The scale that the step counted last has restored from; None where it has not.
+        restored_from: The scale before the last step restored it; None if the step restored nothing.
     """
 
     def __init__(self, mode: str | float) -> None:
@@ -44,32 +43,32 @@ class LossScale:
         self._dynamic = mode == "dynamic"
         self._good_steps = 0
         self._skips = 0
-        self.value: float = INITIAL if self._dynamic else 1.0 if isinstance(mode, str) else mode
+        self.value: float = INITIAL_SCALE if self._dynamic else 1.0 if isinstance(mode, str) else mode
         self.restored_from: float | None = None
-        self._before = self.value  # the fall
+        self._before = self.value  # the scale before its fall
         self._trial_from, self._wait = 0.0, 1  # the scale below one on trial; good steps until the next trial
 
     @property
     def exhausted(self) -> bool:
-        """True after so many skipped steps in a row that another would only hide the cause."""
-        return self._skips > MOST_SKIPS
+        """True after more than `MAX_SKIPS` skipped steps in a row."""
+        return self._skips > MAX_SKIPS
 
     @property
     def last_chance(self) -> bool:
-        """True where the next step, if it is skipped too, stops the run."""
-        return self._skips == MOST_SKIPS
+        """True if the next skipped step stops the run."""
+        return self._skips == MAX_SKIPS
 
     def update(self, *, overflow: bool, loss_is_finite: bool = True) -> None:
         """Count a step. A dynamic scale grows after enough good ones, and backs off after an overflow.
 
         Args:
             overflow: Whether the loss or the gradient was not finite, so that the step is skipped.
-            loss_is_finite: Whether it was only the gradient; else the scale stays.
+            loss_is_finite: Whether only the gradient was not finite; otherwise the scale stays.
         """
         self.restored_from = None
-        collapsed = self.value * COLLAPSE < self._before
+        collapsed = self.value * RESTORE_FACTOR < self._before
         if overflow:
-            if self._good_steps >= QUIET and not collapsed:
+            if self._good_steps >= QUIET_STEPS and not collapsed:
                 self._before, self._wait = max(self._before, self.value), 1
             self._skips, self._good_steps = self._skips + 1, 0
             if self._dynamic and loss_is_finite:
@@ -82,16 +81,16 @@ class LossScale:
             self._restore()
         elif self._dynamic and self._good_steps >= GROWTH_INTERVAL:
             self._before = max(self._before, self.value)
-            self.value = max(self.value, min(2 * self.value, LARGEST))
+            self.value = max(self.value, min(2 * self.value, MAX_SCALE))
             self._good_steps = 0
 
-    def lift(self) -> bool:
-        """Count a step whose gradient is exactly zero as skipped, and restore a scale that may be the cause.
+    def skip_zero_gradient(self) -> bool:
+        """Skip a step whose gradient is exactly zero and restore the scale, if underflow may be the cause.
 
-        Returns False, and counts nothing, where it is not: fixed, not below its initial value or that before it fell,
-        or tried in too many steps in a row.
+        Returns False and counts nothing if not: for a fixed scale, for one that is not below its initial value or its
+        value before the fall, and after too many skipped steps.
         """
-        before = max(self._before, INITIAL)
+        before = max(self._before, INITIAL_SCALE)
         if not self._dynamic or self.value >= before or self.exhausted:
             return False
         self._before = before
@@ -99,8 +98,8 @@ class LossScale:
         self._restore()
         return True
 
-    def rewind(self) -> None:
-        """Go back to the scale before it fell: for a run that stops, and is resumed when the cause is gone."""
+    def undo_fall(self) -> None:
+        """Restore the scale from before its fall, for a run that stops and resumes after the cause is fixed."""
         self._skips = 0
         if self.value < self._before:
             self.value, self._good_steps, self._trial_from, self._wait = self._before, 0, 0.0, 1
@@ -108,7 +107,7 @@ class LossScale:
     def _back_off(self) -> None:
         if self._trial_from:
             self.value, self._trial_from = self._trial_from, 0.0
-            self._before, self._wait = self._before / 2, min(2 * self._wait, QUIET)
+            self._before, self._wait = self._before / 2, min(2 * self._wait, QUIET_STEPS)
         else:
             self.value /= 2
 
@@ -117,14 +116,14 @@ class LossScale:
         self.value, self._good_steps = self._before, 0
 
     def state_dict(self) -> dict[str, float]:
-        """The scale, good and skipped steps in a row, the scale before it fell, and what is known of trials."""
+        """The scale, good and skipped steps in a row, the scale before its fall, and the state of the trial."""
         return {
             "value": self.value, "good_steps": self._good_steps, "overflows": self._skips, "before": self._before,
             "trial_from": self._trial_from, "wait": self._wait,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Takes over what `state_dict` returned."""
+        """Load what `state_dict` returned."""
         self.value = state["value"]
         self._good_steps = int(state["good_steps"])
         self._skips = int(state["overflows"])

@@ -1,9 +1,8 @@
-"""What a run leaves behind in numbers: one line per step in `metrics.jsonl`, one summary in `run.json`.
+"""Metrics of a run: one line per step in `metrics.jsonl`, one summary in `run.json`.
 
-`metrics.jsonl` is the record of truth: a line is written and flushed when its step ends, so a killed run loses
-nothing, and the summary of a resumed run is computed from the whole file, not from what one process happened to
-see. On resume the file is cut back to the step of the checkpoint, so each step appears once. JSON has no Infinity
-and no NaN: a value that was not finite is written as null. TensorBoard gets the same numbers.
+Each line of `metrics.jsonl` is written and flushed when its step ends, so a killed run loses nothing. The summary of a
+resumed run is computed from the whole file. On resume the file is truncated to the step of the checkpoint, so each step
+appears once. JSON has no Infinity and no NaN: a non-finite value is written as null. TensorBoard gets the same numbers.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "run.json"
 TENSORBOARD_DIR = "tensorboard"
 WARMUP_STEPS = 5
-"""Steps left out of the median speed: allocation, caches and clocks settle in them."""
+"""First steps excluded from the median speed, because allocation, caches and clocks have not settled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +40,15 @@ class StepMetrics:
     tokens: int
     """Target tokens trained on since the start of the run, this step included."""
     loss: float | None
-    """Mean cross-entropy of the step's batch in nats per token; None where it was not finite (the step was skipped)."""
+    """Mean cross-entropy of the step's batch in nats per token; None if it was not finite (the step was skipped)."""
     lr: float
     """Learning rate the step used."""
     grad_norm: float | None
-    """Global L2 norm of the gradient before clipping; None where it was not finite (the step was skipped)."""
+    """Global L2 norm of the gradient before clipping; None if it was not finite (the step was skipped)."""
     loss_scale: float | None
     """Factor the loss was multiplied by for backward; None without loss scaling."""
     skipped: bool
-    """True where the gradient overflowed and the optimizer did not step."""
+    """True if the gradient overflowed and the optimizer did not step."""
     step_s: float
     """Seconds the step took: batch, forward, backward, optimizer."""
     tokens_per_s: float
@@ -74,7 +73,7 @@ class RunResult:
 
     name: str
     arm: str
-    """What was compared: "bf16", or the precision level and its recipe, as "fp8 rowwise"."""
+    """Precision of the run: "bf16", or the level and its recipe, as "fp8 rowwise"."""
     device: str
     """Name of the device, as "cpu" or "NVIDIA H200"."""
     steps: int
@@ -84,15 +83,15 @@ class RunResult:
     parameters: int
     """Number of model parameters, tied ones counted once."""
     losses: Losses | None
-    """None where no step with a finite loss finished."""
+    """None if no step with a finite loss finished."""
     tokens_per_s: float | None
     """Median over the steps, the first five left out where there are more; None before the first step."""
     kept_bytes_per_token: float | None
-    """Bytes kept for backward per token of a micro-batch, parameters and buffers excluded."""
+    """Bytes saved for backward per token of a micro-batch, without parameters and buffers."""
     skipped_steps: int
     """Steps skipped for an overflow under loss scaling."""
     wall_s: float
-    """Seconds spent in steps, over all parts of a resumed run."""
+    """Seconds spent in steps, including those before a resume."""
     versions: dict[str, str]
     """Versions of octavo, torch, transformers and python."""
     converted: str
@@ -101,12 +100,12 @@ class RunResult:
     """"done", "sigterm" (stopped by SIGTERM or SIGINT, resumable) or "non-finite"."""
 
     def write(self, out: Path) -> None:
-        """Writes `run.json` into the output folder `out`, replacing the earlier one atomically."""
+        """Write `run.json` into the output folder `out`, replacing the earlier one atomically."""
         write_file(out / RESULT_FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, out: Path) -> "RunResult":
-        """Reads `run.json` from the output folder `out`. Raises ValueError where there is none, or it is not one."""
+        """Read `run.json` from the output folder `out`. Raises ValueError if there is none, or it is not one."""
         path = out / RESULT_FILE
         try:
             content = path.read_bytes()
@@ -119,7 +118,7 @@ class RunResult:
 
 
 class Progress(Protocol):
-    """What a run tells whoever watches it; the CLI draws a progress bar with it."""
+    """Receives the progress of a run; the CLI draws a progress bar with it."""
 
     def stage(self, text: str) -> None:
         """A preparation has begun, as "training the tokenizer"."""
@@ -131,13 +130,13 @@ class Progress(Protocol):
         """A step has finished (or was skipped)."""
 
     def note(self, text: str) -> None:
-        """Something a person should read, as a skipped step."""
+        """A message for the user, as for a skipped step."""
 
     def finish(self, result: RunResult) -> None:
         """The run has ended and `run.json` is written."""
 
 
-class Silent:
+class NullProgress:
     """A `Progress` that shows nothing."""
 
     def stage(self, text: str) -> None:
@@ -157,16 +156,16 @@ class Silent:
 
 
 def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
-    """Reads the steps in the output folder `out`, in order; [] where there are none yet.
+    """Read the steps in the output folder `out`, in order; [] where there are none yet.
 
-    A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
-    other line that is not a step, or not after the one before, raises ValueError with its number and the field. Steps
-    that are missing, of `last` at least, are a warning: a power cut takes lines that were not on disk yet.
+    An incomplete last line of a killed process is skipped with a warning. Any other line that is not a step, or out of
+    order, raises ValueError with its number and the field. Missing steps, of at least `last`, give a warning: a power
+    cut loses lines that were not on disk yet.
     """
-    path, what = out / METRICS_FILE, "a step of a run"
-    rows = [StepMetrics(**row) for row in read_records(path, record(StepMetrics), what)]
+    path, record_name = out / METRICS_FILE, "a step of a run"
+    rows = [StepMetrics(**row) for row in read_records(path, record(StepMetrics), record_name)]
     steps = [row.step for row in rows]
-    check_order(path, steps, what)
+    check_order(path, steps, record_name)
     last = max([last, *steps])
     if len(steps) < last:
         first = next((number for number, step in enumerate(steps, 1) if step != number), len(steps) + 1)
@@ -180,12 +179,12 @@ def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
 
 
 def finite(value: float) -> float | None:
-    """`value`, or None where it is NaN or infinite."""
+    """`value`, or None if it is NaN or infinite."""
     return value if math.isfinite(value) else None
 
 
 def summarize_losses(rows: Iterable[StepMetrics]) -> Losses | None:
-    """First, final and mean of the last 10 % of the finite losses in `rows`; None where there is none."""
+    """First, final and mean of the last 10 % of the finite losses in `rows`; None if there is none."""
     losses = [row.loss for row in rows if row.loss is not None]
     if not losses:
         return None
@@ -199,8 +198,8 @@ def median_speed(rows: list[StepMetrics]) -> float | None:
     return statistics.median(row.tokens_per_s for row in measured) if measured else None
 
 
-class MetricsRows:
-    """Keeps steps in memory: what ranks do that write no files. A context manager."""
+class MetricsBuffer:
+    """Collects steps in memory, on ranks that write no files. A context manager."""
 
     def __init__(self) -> None:
         self.rows: list[StepMetrics] = []
@@ -211,20 +210,20 @@ class MetricsRows:
     def __exit__(self, *_: object) -> None: ...
 
     def write(self, row: StepMetrics) -> None:
-        """Keeps one step."""
+        """Store one step."""
         self.rows.append(row)
 
     def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
-        """Nothing: they are in the files of the first rank."""
+        """Do nothing: rank 0 writes the statistics."""
         return []
 
 
-class MetricsWriter(MetricsRows):
-    """Appends steps to `metrics.jsonl`, statistics to `statistics.jsonl`, both to TensorBoard; a context manager.
+class MetricsWriter(MetricsBuffer):
+    """Append steps to `metrics.jsonl`, statistics to `statistics.jsonl`, both to TensorBoard; a context manager.
 
-    `after_step`: steps the run had finished when this process took over. Later lines of an earlier process are dropped,
-    in TensorBoard too. `log_every`: steps between two TensorBoard points. `limits`: which statistics are reported; None
-    for the default ones.
+    `after_step`: number of finished steps at the start of this process. Later lines of an earlier process are dropped,
+    in TensorBoard too. `log_every`: steps between two TensorBoard points. `limits`: thresholds of reported statistics;
+    None for the defaults.
     """
 
     def __init__(self, out: Path, *, after_step: int, log_every: int, limits: Thresholds | None = None) -> None:
@@ -244,7 +243,7 @@ class MetricsWriter(MetricsRows):
         self._board.close()
 
     def write(self, row: StepMetrics) -> None:
-        """Appends one step and flushes it."""
+        """Append one step and flushes it."""
         super().write(row)
         self._file.write(_line(row))
         self._file.flush()
@@ -255,7 +254,7 @@ class MetricsWriter(MetricsRows):
                     self._board.add_scalar(f"train/{name}", value, row.step)
 
     def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
-        """Appends the statistics of a sampled step. Returns what has begun to cross a limit in it."""
+        """Append the statistics of a sampled step. Returns what has begun to cross a limit in it."""
         return self._statistics.write(rows)
 
 

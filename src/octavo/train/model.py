@@ -1,8 +1,7 @@
 """The model: any causal language model of `transformers`, from a config or a local checkpoint.
 
-`transformers` keeps unknown config fields without a word; here a field the type does not have is an error with the
-nearest one it has. Initial weights are drawn on the CPU in the parameters' own type, so a seed means the same
-weights on any device.
+`transformers` accepts unknown config fields silently; this module raises an error with the nearest known field. Initial
+weights are drawn on the CPU in the parameters' own dtype, so a seed gives the same weights on any device.
 """
 
 import inspect
@@ -27,27 +26,27 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
 def check_model(model: Model) -> None:
-    """Raises ConfigError for a folder without a model and for a type or field `transformers` does not know.
+    """Raise ConfigError for a folder without a model and for a type or field `transformers` does not know.
 
-    Quick, so that such a mistake shows before the data is prepared.
+    It is quick, so it can run before the data is prepared.
     """
     if model.path is not None:
         folder = Path(model.path).expanduser()
         if not (folder / "config.json").exists():
             raise ConfigError(f"model.path = {folder} holds no transformers checkpoint: it has no config.json")
         return
-    known = _config_fields(str(model.type))
-    unknown = [field for field in model.config if field not in known]
+    field_names = _config_fields(str(model.type))
+    unknown = [field for field in model.config if field not in field_names]
     if unknown:
-        hint = nearest(unknown[0], known) or f"; it has {', '.join(sorted(known))}"
+        hint = nearest(unknown[0], field_names) or f"; it has {', '.join(sorted(field_names))}"
         raise ConfigError(f"model.config.{unknown[0]}: {model.type} has no such field{hint}")
 
 
 def build_model(config: TrainConfig, tokenizer: TextTokenizer) -> nn.Module:
-    """Makes the model of a run on the CPU, in training mode, with parameters of the type the run asks for.
+    """Build the model of a run on the CPU, in training mode, with parameters of the configured dtype.
 
-    Raises ConfigError as `check_model` does, for a config or weights `transformers` refuses, and for a vocabulary or
-    context too small for the data.
+    Raises ConfigError as `check_model` does, for a config or weights that `transformers` rejects, and for a vocabulary
+    or context too small for the data.
     """
     check_model(config.model)
     dtype = DTYPES[config.precision.parameters]
@@ -63,7 +62,7 @@ def build_model(config: TrainConfig, tokenizer: TextTokenizer) -> nn.Module:
 
 
 Built = tuple[Any, dict[str, torch.Tensor]]
-"""A model, and fp32 values of its parameters where they are known; see `exact_masters`."""
+"""A model, and fp32 values of its parameters if available; see `exact_masters`."""
 
 
 def build_on_ranks(config: TrainConfig, tokenizer: TextTokenizer, ranks: Ranks) -> Built:
@@ -98,7 +97,7 @@ def exact_masters(config: TrainConfig) -> dict[str, torch.Tensor]:
     The checkpoint may hold more bits than the parameters of the run: masters made of the parameters would lose them.
     """
     precision = config.precision
-    if config.model.path is None or precision.parameters == "fp32" or precision.asked.master == "none":
+    if config.model.path is None or precision.parameters == "fp32" or precision.resolved.master == "none":
         return {}
     model = _from_folder(Path(config.model.path).expanduser(), torch.float32)
     return {name: param.detach() for name, param in model.named_parameters()}
@@ -117,8 +116,8 @@ def _from_type(config: TrainConfig, tokenizer: TextTokenizer, dtype: torch.dtype
     model_type = str(config.model.type)
     end = tokenizer.end_id
     from_tokenizer = {"vocab_size": tokenizer.size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
-    known = _config_fields(model_type)
-    fields = {field: value for field, value in from_tokenizer.items() if field in known} | config.model.config
+    field_names = _config_fields(model_type)
+    fields = {field: value for field, value in from_tokenizer.items() if field in field_names} | config.model.config
     model_config = _make_config(model_type, fields)
     torch.manual_seed(config.run.seed)
     try:
@@ -162,15 +161,15 @@ def _make_config(model_type: str, fields: dict[str, Any]) -> Any:
 
 
 def check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None:
-    """Raises ConfigError for a vocabulary or context too small for the data, and outputs without names."""
+    """Raise ConfigError for a vocabulary or context too small for the data, and outputs without names."""
     if not getattr(model.config, "return_dict", True):
         raise ConfigError("the model's config has return_dict = false, but its loss is read by name: leave it out")
     rows = model.get_input_embeddings().weight.shape[0]
-    given = config.model.path is not None
+    from_path = config.model.path is not None
     if rows < tokenizer.size:
         remedy = (
             "give the folder of the model's own tokenizer as data.tokenizer"
-            if given
+            if from_path
             else f"set model.config.vocab_size = {tokenizer.size}, or leave it out"
         )
         raise ConfigError(
@@ -180,5 +179,5 @@ def check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None
     if isinstance(context, int) and -1 < context < config.data.sequence_length:
         raise ConfigError(
             f"data.sequence_length = {config.data.sequence_length} is longer than the model's context of {context}: "
-            f"shorten {'data.sequence_length' if given else 'it, or raise model.config.max_position_embeddings'}"
+            f"shorten {'data.sequence_length' if from_path else 'it, or raise model.config.max_position_embeddings'}"
         )

@@ -1,15 +1,14 @@
-"""AdamW in fp32, whatever the parameters are.
+"""AdamW in fp32 for parameters of any dtype.
 
-16-bit parameters get fp32 master copies: gradients are added up in fp32 over the micro-batches, the step is taken
-on the masters, and the parameters are rounded from them. fp32 parameters are their own masters. Without masters
-(`master = false`) the step is taken on the 16-bit parameters as they are, with 16-bit moments: updates below half a
-unit in the last place are lost.
+16-bit parameters get fp32 master copies: gradients accumulate in fp32 over the micro-batches, the step updates the
+masters, and the parameters are rounded from them. fp32 parameters are their own masters. Without masters
+(`master = "none"`) the step updates the 16-bit parameters with 16-bit moments: updates below half a unit in the last
+place are lost.
 
-With FP8 moments, or masters as 16-bit remainders, `octavo.AdamW` takes the step (`CompactAdamW`): gradients are then
-added up over the micro-batches in the parameters' own dtype, because an fp32 copy of them would cost more than the
-moments save.
+With FP8 moments, or masters as 16-bit remainders, `octavo.AdamW` takes the step (`CompactAdamW`). Gradients then
+accumulate in the parameters' own dtype, because an fp32 copy would cost more memory than the moments save.
 
-Decoupled weight decay goes to weights of products and to embeddings: see `decayed_parameters`.
+Decoupled weight decay applies to weights of products and to embeddings: see `decayed_parameters`.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -24,16 +23,16 @@ from octavo.tensor import local_tensor
 from octavo.train.config import TrainConfig
 from octavo.train.sections import Optim
 
-STATE_SPACE = ("A_log",)
+STATE_SPACE_NAMES = ("A_log",)
 """Logarithms of a state space model's decay rates (Mamba), which their authors exclude from weight decay."""
 
 
 def decayed_parameters(model: nn.Module) -> set[str]:
     """Names of the parameters that weight decay applies to: weights of products and embeddings, of any shape.
 
-    Not decayed are, whatever their number of dimensions: parameters of norms (a module whose class is named so), biases
-    (a name that ends in "bias"), `STATE_SPACE`, parameters marked `_no_weight_decay`, and vectors, also of shape
-    [1, …, 1, N]. Read it before FSDP makes other parameters of these, without the marks.
+    Excluded, for any number of dimensions: parameters of norms (modules whose class name has "norm"), biases (names
+    that end in "bias"), `STATE_SPACE_NAMES`, parameters marked `_no_weight_decay`, and vectors, also of shape
+    [1, …, 1, N]. Call it before FSDP, which replaces the parameters and drops the marks.
     """
     names: set[str] = set()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -41,7 +40,7 @@ def decayed_parameters(model: nn.Module) -> set[str]:
         for leaf, param in module.named_parameters(prefix=path, recurse=False):
             name = leaf.rpartition(".")[2]
             vector = param.dim() < 2 or (param.dim() > 2 and max(param.shape[:-1]) == 1)
-            excluded = norm or vector or name.endswith("bias") or name in STATE_SPACE
+            excluded = norm or vector or name.endswith("bias") or name in STATE_SPACE_NAMES
             if not excluded and not getattr(param, "_no_weight_decay", False):
                 names.add(leaf)
     return names
@@ -58,10 +57,10 @@ def make_optimizer(
         exact: fp32 values of parameters where more is known, by name.
         decayed: Names of the parameters that weight decay applies to.
     """
-    states, master = config.asked.states, config.asked.master
+    states, master = config.resolved.states, config.resolved.master
     if states == "fp8" or (master == "remainder" and config.precision.parameters == "bf16"):
-        kept = None if master == "none" else master
-        return CompactAdamW(model, config.optim, states=states, master=kept, exact=exact, decayed=decayed)
+        master_format = None if master == "none" else master
+        return CompactAdamW(model, config.optim, states=states, master=master_format, exact=exact, decayed=decayed)
     return MasterAdamW(model, config.optim, master=master != "none", exact=exact, decayed=decayed)
 
 
@@ -105,7 +104,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Adds the gradients of a micro-batch to the masters' in fp32, and frees them. Call after each backward."""
+        """Add the gradients of a micro-batch to the masters' in fp32, and frees them. Call after each backward."""
         for param, master in zip(self._params, self._masters, strict=True):
             if param is master or param.grad is None:
                 continue
@@ -117,12 +116,12 @@ class MasterAdamW:
 
     @torch.no_grad()
     def gradient_norm(self, loss_scale: float) -> torch.Tensor:
-        """Divides the gradients by `loss_scale`; returns their global L2 norm, not finite if any of them is not."""
+        """Divide the gradients by `loss_scale`. Returns their global L2 norm, not finite if any of them is not."""
         return _unscaled_norm(self.gradients(), loss_scale)
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor) -> None:
-        """Clips the gradients, whose global norm is `norm`, takes a step and rounds the parameters from the masters."""
+        """Clip the gradients, whose global norm is `norm`, takes a step and rounds the parameters from the masters."""
         _clip(self.gradients(), self._clip, norm)
         for group in self._adamw.param_groups:
             group["lr"] = lr
@@ -132,7 +131,7 @@ class MasterAdamW:
                 local_tensor(param).copy_(local_tensor(master))
 
     def zero_grad(self) -> None:
-        """Frees all gradients."""
+        """Free all gradients."""
         for param in (*self._params, *self._masters):
             param.grad = None
 
@@ -144,21 +143,21 @@ class MasterAdamW:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every state, made where it is not there yet, as "<parameter>.exp_avg" or "<parameter>.master"; no copies."""
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, param, master in zip(self._names, self._params, self._masters, strict=True):
             state = self._adamw.state[master]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=local_tensor(master).device)
                 for moment in ("exp_avg", "exp_avg_sq"):
                     state[moment] = shard_like(master, torch.zeros_like(local_tensor(master)))
-            found |= {f"{name}.{key}": value for key, value in state.items()}
+            tensors |= {f"{name}.{key}": value for key, value in state.items()}
             if param is not master:
-                found[f"{name}.master"] = master.detach()
-        return found
+                tensors[f"{name}.master"] = master.detach()
+        return tensors
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned for the same model; shards take their rows of it."""
+        """Load what `state_dict` returned for the same model; shards take their rows of it."""
         if any(is_sharded(master) for master in self._masters):
             self._load_rows(state["adamw"])
         else:
@@ -196,8 +195,8 @@ class CompactAdamW:
             _groups(model, self._names, self._params, optim, decayed), lr=optim.lr, betas=optim.betas, eps=optim.eps,
             states=states, master=master, nonfinite="ignore",
         )  # fmt: skip
-        known = {named[name]: value for name, value in (exact or {}).items() if name in named}
-        self._adamw.set_masters({param: value for param, value in known.items() if param.dtype != torch.float32})
+        masters = {named[name]: value for name, value in (exact or {}).items() if name in named}
+        self._adamw.set_masters({param: value for param, value in masters.items() if param.dtype != torch.float32})
 
     @property
     def adamw(self) -> torch.optim.Optimizer:
@@ -216,19 +215,19 @@ class CompactAdamW:
 
     @torch.no_grad()
     def gradient_norm(self, loss_scale: float) -> torch.Tensor:
-        """Divides the gradients by `loss_scale`; returns their global L2 norm, not finite if any of them is not."""
+        """Divide the gradients by `loss_scale`. Returns their global L2 norm, not finite if any of them is not."""
         return _unscaled_norm(self.gradients(), loss_scale)
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor) -> None:
-        """Clips the gradients, whose global norm is `norm`, and takes a step."""
+        """Clip the gradients, whose global norm is `norm`, and takes a step."""
         _clip(self.gradients(), self._clip, norm)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
 
     def zero_grad(self) -> None:
-        """Frees all gradients."""
+        """Free all gradients."""
         for param in self._params:
             param.grad = None
 
@@ -246,7 +245,7 @@ class CompactAdamW:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned for the same model."""
+        """Load what `state_dict` returned for the same model."""
         self._adamw.load_state_dict(state["adamw"])
 
 

@@ -1,6 +1,6 @@
-"""Folders as `save_pretrained` writes them: what a run starts from, and the weights and settings of a checkpoint.
+"""Folders of `save_pretrained`: the start of a run, and the weights and settings of a checkpoint.
 
-Nothing in such a folder is run: code that comes with a model is refused, and weights are read as data.
+Reading a folder runs no code from it: a model with its own code raises an error, and weights are read as data.
 """
 
 import json
@@ -17,14 +17,14 @@ from octavo.train.config import ConfigError
 from octavo.train.ranks import Ranks
 from octavo.train.share import share_on_machine
 
-CLASSES = "AutoConfig", "AutoModel", "AutoModelForCausalLM"
-"""What `auto_map` of a config names that would be loaded here."""
+AUTO_CLASSES = "AutoConfig", "AutoModel", "AutoModelForCausalLM"
+"""Entries of `auto_map` in a config that this module would load."""
 
 
 def load_model_config(folder: Path) -> Any:
     """The config of the model in `folder`, a class of Transformers.
 
-    Raises ConfigError where it cannot be read, or the model wants to run its own code. Many models name code that
+    Raises ConfigError if it cannot be read, or the model wants to run its own code. Many models name code that
     Transformers has by now: it is enough that their classes have the names of those of Transformers.
     """
     from transformers import AutoConfig
@@ -36,21 +36,21 @@ def load_model_config(folder: Path) -> Any:
             "peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(another), and "
             "give the folder with the merged model"
         )
-    asked: Any = None
+    auto_map: Any = None
     kernels: list[str] = []
     names: dict[str, Any] = {}
     problem = ""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        asked, kernels = config.get("auto_map"), _hub_kernels(config)
+        auto_map, kernels = config.get("auto_map"), _hub_kernels(config)
         settings = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         kind = settings.model_type
         names = {"AutoConfig": type(settings).__name__, "AutoModel": MODEL_MAPPING_NAMES.get(kind)}
         names["AutoModelForCausalLM"] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     except Exception as error:  # of no common type: each class fails in its own way
         problem = f"config.json cannot be read: {one_line(error)}"
-    asked = asked if isinstance(asked, dict) else {"AutoConfig": asked} if asked else {}
-    classes = {key: str(asked[key]).rpartition(".")[2] for key in CLASSES if key in asked}
+    auto_map = auto_map if isinstance(auto_map, dict) else {"AutoConfig": auto_map} if auto_map else {}
+    classes = {key: str(auto_map[key]).rpartition(".")[2] for key in AUTO_CLASSES if key in auto_map}
     if custom := [name for key, name in classes.items() if name != names.get(key)]:
         raise ConfigError(
             f"the model wants to run its own code ({', '.join(dict.fromkeys(custom))}), which Octavo never does: give "
@@ -83,7 +83,7 @@ def one_line(error: Exception) -> str:
 
 
 def load_pretrained(folder: Path, dtype: torch.dtype) -> Any:
-    """The causal language model in `folder`, on the CPU. Raises ConfigError where it cannot be loaded whole."""
+    """The causal language model in `folder`, on the CPU. Raises ConfigError if it cannot be loaded whole."""
     from transformers import AutoModelForCausalLM
 
     load_model_config(folder)
@@ -105,7 +105,7 @@ def load_pretrained(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _check_indices(folder: Path) -> None:
-    """Raise ConfigError where an index of weights names a file outside of `folder`."""
+    """Raise ConfigError if an index of weights names a file outside of `folder`."""
     for path in folder.glob("*.index.json"):
         try:
             files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())

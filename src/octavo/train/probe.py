@@ -1,7 +1,7 @@
-"""What a model shows before it is trained: that it runs a batch, what it keeps for backward, that it looks back only.
+"""Checks of a model before training: it runs a batch, is causal, and saves so many bytes for backward.
 
-A model can be built and still not run (head counts that do not divide), and one that sees the tokens it is to predict,
-as an encoder does, trains to a loss near zero and has learned nothing. Both are found here, before anything is written.
+Some models can be built but not run (head counts that do not divide). A model that attends to the tokens it predicts,
+such as an encoder, reaches a loss near zero and learns nothing. These checks raise errors before any file is written.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,15 +17,15 @@ from octavo.train.checkpointing import Checkpointing
 from octavo.train.config import ConfigError
 from octavo.train.heartbeat import from_collective
 
-LIFT = 1024.0
-"""Keeps the gradient of the causality check out of fp16's underflow."""
-LEAK = 1e-3
-"""Share of the largest gradient from which the last token's counts as seen; an encoder's is about as large as any."""
+GRADIENT_SCALE = 1024.0
+"""Factor that keeps the gradient of the causality check from underflowing in fp16."""
+MAX_LEAK = 1e-3
+"""Largest gradient of the last token in a causal model, relative to the largest; in an encoder they are similar."""
 
 
 @contextmanager
-def _running(inputs: Tensor) -> Iterator[None]:
-    """What goes wrong inside is the configuration's fault."""
+def _model_errors(inputs: Tensor) -> Iterator[None]:
+    """Turn errors of the model into a ConfigError."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
@@ -35,48 +35,52 @@ def _running(inputs: Tensor) -> Iterator[None]:
         raise ConfigError(f"the model cannot run a batch of {list(inputs.shape)}: {reason}") from None
 
 
-def kept_bytes_per_token(
+def saved_bytes_per_token(
     model: nn.Module, checkpointing: Checkpointing, loss: Callable[[Tensor, Tensor], Tensor], batch: tuple[Tensor, ...]
 ) -> float:
-    """Bytes that one forward of `batch` (inputs and targets) keeps for backward, per token.
+    """Bytes that one forward of `batch` (inputs and targets) saves for backward, per token.
 
-    Raises ConfigError where the model cannot run it.
+    Raises ConfigError if the model cannot run it.
     """
     inputs, targets = batch
-    with _running(inputs), saved_for_backward(model) as saved, checkpointing.kept_outputs() as outputs:
+    with _model_errors(inputs), saved_for_backward(model) as saved, checkpointing.kept_outputs() as outputs:
         value = loss(inputs, targets)
     del value
     return (saved.bytes + outputs.bytes) / inputs.numel()
 
 
 def check_causal(model: Any, logits: Callable[[Tensor], Tensor], inputs: Tensor) -> None:
-    """Raises ConfigError where logits depend on a later token.
+    """Raise ConfigError if logits depend on a later token.
 
-    Asked of the gradient, which is zero where nothing depends, rather than of the logits of two inputs: these differ
-    too where a sum is rounded in another way, or where one FP8 scale serves all tokens. It is the model's matter
-    alone, so converted layers compute unconverted.
+    The check uses the gradient, which is zero without a dependency. Comparing the logits of two inputs would not do:
+    these differ also by rounding, or by an FP8 scale shared by all tokens. Converted layers run unconverted, because
+    only the model matters.
     """
-    seen: list[Tensor] = []
+    embeddings: list[Tensor] = []
 
     def keep(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         leaf = output.detach().requires_grad_()
-        seen.append(leaf)
+        embeddings.append(leaf)
         return leaf
 
     training = model.training
     handle = model.get_input_embeddings().register_forward_hook(keep)
-    model.eval()  # dropout has nothing to do with it
+    model.eval()  # without dropout
     try:
-        with _running(inputs), disabled():
+        with _model_errors(inputs), disabled():
             earlier = logits(inputs)[:, :-1].float().logsumexp(-1).sum()
-            (gradient,) = torch.autograd.grad(earlier * LIFT, seen[:1], allow_unused=True) if seen else (None,)
+            (gradient,) = (
+                torch.autograd.grad(earlier * GRADIENT_SCALE, embeddings[:1], allow_unused=True)
+                if embeddings
+                else (None,)
+            )
     finally:
         handle.remove()
         model.train(training)
     if gradient is None:
         return
-    leak, whole = gradient[:, -1].abs().max(), gradient.abs().max()
-    if bool(leak > LEAK * whole):  # NaN is another matter, and not greater
+    leak, largest = gradient[:, -1].abs().max(), gradient.abs().max()
+    if bool(leak > MAX_LEAK * largest):  # False for NaN
         raise ConfigError(
             f"{type(model).__name__} is not causal: what it says of a token depends on later ones, so it would be "
             'trained on inputs that hold the answer. Choose a model.type that generates text, as "llama"; of an '

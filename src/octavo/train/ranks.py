@@ -2,13 +2,13 @@
 
     torchrun --nproc-per-node 8 -m octavo train CONFIG
 
-Every rank trains on its share of each batch; what there is one of (the output folder, metrics, reports) is the first
-one's. What may go wrong on one rank alone is done inside `agreed` or `shared`: then all of them stop with the same
-message, instead of waiting for one that has stopped already.
+Every rank trains on its share of each batch. Rank 0 owns the output folder, metrics and reports. An action that may
+fail on one rank alone runs inside `raise_together` or `run_on_rank0`: all ranks then stop with the same message,
+instead of waiting for a rank that has stopped already.
 
-A rank that dies takes the run with it: the others find out from the collective they are in, at once where a connection
-breaks and after `parallel.timeout` where it does not, and end with `LostRankError`. torchrun's `--max-restarts` starts
-all of them again, and the run goes on from its newest checkpoint.
+The death of a rank ends the run: the collective of the other ranks fails, at once if the connection breaks, else after
+`parallel.timeout`, and they raise `LostRankError`. torchrun's `--max-restarts` restarts all ranks, and the run resumes
+from its newest checkpoint.
 """
 
 import os
@@ -33,14 +33,14 @@ from octavo.train.heartbeat import Heartbeat, from_collective
 
 T = TypeVar("T")
 
-PLACES = {"run.out", "data.source", "data.cache"}
-"""Settings that name a place on a machine, and may differ between ranks; the data is compared by its fingerprint."""
-BEGUN = "octavo/begun"
-"""Key of torchrun's store that says that a run was begun."""
+MACHINE_PATHS = {"run.out", "data.source", "data.cache"}
+"""Settings that hold paths of a machine and may differ between ranks; the data is compared by its fingerprint."""
+STARTED_KEY = "octavo/begun"
+"""Key in torchrun's store of a run that has started."""
 
 
 class SharedError(ConfigError):
-    """A mistake that all ranks know of, so that one of them need tell."""
+    """An error that all ranks raise, so that only one of them prints it."""
 
 
 class LostRankError(RuntimeError):
@@ -49,14 +49,14 @@ class LostRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who else trains.
+    """The processes of a run.
 
     Attributes:
-        device: Where this process trains.
-        rank: Number of this process.
-        world: How many there are.
-        local: Number of this process on its machine.
-        store: What processes that torchrun starts again find of those before them; None without torchrun.
+        device: Device of this process.
+        rank: Rank of this process.
+        world: Number of processes.
+        local: Rank of this process on its machine.
+        store: torchrun's store, which survives a restart of the processes; None without torchrun.
     """
 
     device: torch.device
@@ -67,57 +67,57 @@ class Ranks:
 
     @property
     def restarted(self) -> bool:
-        """Whether torchrun has started these processes again, after others had begun the run."""
-        return self.store is not None and self.store.check([BEGUN])
+        """Whether torchrun has restarted these processes after the run had started."""
+        return self.store is not None and self.store.check([STARTED_KEY])
 
     def begin(self) -> None:
-        """Tell those that may come after these that the run was begun."""
+        """Record for restarted processes that the run has started."""
         if self.store is not None:
-            self.store.set(BEGUN, "")
+            self.store.set(STARTED_KEY, "")
 
     @property
-    def first(self) -> bool:
-        """Whether this is the rank that reads and writes what there is one of."""
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which reads and writes the output folder."""
         return self.rank == 0
 
-    def agreed(self, action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-        """What `action` returns here, once no rank has failed in it; it must not wait for other ranks.
+    def raise_together(self, action: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+        """Run `action` on every rank and return its result; raise on all ranks if it fails on one.
 
-        Ranks wait for each other in `group`, or the default one. Raises ConfigError on all of them where `action`
-        raised ValueError or OSError on one.
+        `action` must not wait for other ranks. Ranks wait for each other in `group`, or the default group. Raises
+        ConfigError on all ranks if `action` raises ValueError or OSError on any.
         """
         if self.world == 1:
             return action()
-        result, problem = _tried(action)
-        if self.any(problem is not None, group=group):
-            problems = self.gathered(problem)
-            rank, first = next((rank, other) for rank, other in enumerate(problems) if other is not None)
-            raise SharedError(first if None not in problems else f"rank {rank}: {first}")
+        result, error = _try(action)
+        if self.any(error is not None, group=group):
+            errors = self.all_gather(error)
+            rank, message = next((rank, other) for rank, other in enumerate(errors) if other is not None)
+            raise SharedError(message if None not in errors else f"rank {rank}: {message}")
         return result  # type: ignore[return-value]
 
-    def shared(self, action: Callable[[], T]) -> T:
-        """What `action` returns on the first rank, which alone does it. Raises its ConfigError on all ranks."""
+    def run_on_rank0(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 and return its result on all ranks. Raises its error on all ranks as ConfigError."""
         if self.world == 1:
             return action()
-        told: list[Any] = [_tried(action)] if self.first else [None]
-        dist.broadcast_object_list(told, 0)
-        result, problem = told[0]
-        if problem is not None:
-            raise SharedError(problem)
-        found: T = result
-        return found
+        payload: list[Any] = [_try(action)] if self.is_main else [None]
+        dist.broadcast_object_list(payload, 0)
+        result, error = payload[0]
+        if error is not None:
+            raise SharedError(error)
+        value: T = result
+        return value
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
-        """Raise ConfigError on all ranks where a setting differs between them; it names the first and who has which."""
+        """Raise ConfigError on all ranks if a setting differs; it names the first one and each rank's value."""
         if self.world == 1:
             return
-        by_rank = self.gathered(dict(settings))
-        for key in dict.fromkeys(key for found in by_rank for key in found):
+        by_rank = self.all_gather(dict(settings))
+        for key in dict.fromkeys(key for settings_of_rank in by_rank for key in settings_of_rank):
             owners: dict[str, list[int]] = {}
-            for rank, found in enumerate(by_rank):
-                owners.setdefault(repr(found[key]) if key in found else "unset", []).append(rank)
+            for rank, settings_of_rank in enumerate(by_rank):
+                owners.setdefault(repr(settings_of_rank[key]) if key in settings_of_rank else "unset", []).append(rank)
             if len(owners) > 1:
-                shown = "; ".join(f"{value} on {_named(ranks)}" for value, ranks in owners.items())
+                shown = "; ".join(f"{value} on {_rank_names(ranks)}" for value, ranks in owners.items())
                 raise SharedError(f"the ranks do not train the same: {key} = {shown}. Give every machine the same one")
 
     def any(self, flag: bool, *, group: dist.ProcessGroup | None = None) -> bool:
@@ -128,15 +128,15 @@ class Ranks:
         dist.all_reduce(flags, dist.ReduceOp.MAX, group)
         return bool(flags)
 
-    def first_found(self, found: str | None, order: int = 0) -> str | None:
-        """What was found at the lowest order by the lowest rank, with that rank named."""
+    def first_reported(self, text: str | None, order: int = 0) -> str | None:
+        """The text of the lowest order, then lowest rank, with that rank's number; None if no rank has one."""
         if self.world == 1:
-            return found
-        by_rank = enumerate(self.gathered((order, found)))
-        of_all = [(order, rank, text) for rank, (order, text) in by_rank if text is not None]
-        return "{2} (rank {1})".format(*min(of_all)) if of_all else None
+            return text
+        by_rank = enumerate(self.all_gather((order, text)))
+        reports = [(order, rank, text) for rank, (order, text) in by_rank if text is not None]
+        return "{2} (rank {1})".format(*min(reports)) if reports else None
 
-    def totals(self, *values: Tensor) -> list[Tensor]:
+    def all_reduce(self, *values: Tensor) -> list[Tensor]:
         """Sums of float64 scalars over the ranks."""
         stacked = torch.stack([value.double().to(self.device) for value in values])
         if self.world > 1:
@@ -144,48 +144,50 @@ class Ranks:
         return list(stacked)
 
     def share(self, batch: Tensor) -> Tensor:
-        """This rank's rows of a batch [B, …] that the ranks divide."""
+        """This rank's rows of a batch [B, …]."""
         return batch.chunk(self.world)[self.rank]
 
     def wait(self) -> None:
-        """Until all ranks are here."""
-        self.agreed(lambda: None)
+        """Wait for all ranks."""
+        self.raise_together(lambda: None)
 
     def host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
-        """Another group of all ranks' CPUs, with a patience of its own; None for one process."""
+        """Make a gloo group of all ranks with its own timeout; None for one process."""
         if self.world == 1:
             return None
-        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-        return made
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        return group
 
-    def gathered(self, value: Any) -> list[Any]:
-        """A value of each rank, by rank."""
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value)
-        return found
+    def all_gather(self, value: Any) -> list[Any]:
+        """The value of each rank, in rank order."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
 
-def launched() -> bool:
-    """Whether torchrun, or whatever sets its variables, has started this process."""
+def under_torchrun() -> bool:
+    """Whether torchrun, or another launcher that sets its variables, has started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextmanager
-def joined(config: TrainConfig) -> Iterator[Ranks]:
-    """The ranks of a run: those of a process group that is there, those torchrun started, or this process alone.
+def join_ranks(config: TrainConfig) -> Iterator[Ranks]:
+    """Join the ranks of a run: an existing process group, the processes of torchrun, or this process alone.
 
     Raises:
-        ConfigError: Where they cannot be reached or are not configured alike, or `[parallel]` asks for ranks and this
-            process is alone.
-        LostRankError: Where one of them is lost while the run lasts.
+        ConfigError: If ranks cannot be reached or their configurations differ, or if `[parallel]` needs several ranks
+            and this process is alone.
+        LostRankError: If a rank is lost during the run.
     """
     environment = os.environ
     if dist.is_initialized():
         local = dist.get_node_local_rank(0)
-        with _watched(dist.get_rank(), dist.get_world_size()):
-            yield _alike(config, Ranks(_device(config, local), dist.get_rank(), dist.get_world_size(), local))
+        with _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
+            yield _check_same_config(
+                config, Ranks(_device(config, local), dist.get_rank(), dist.get_world_size(), local)
+            )
         return
-    if not launched():
+    if not under_torchrun():
         if problem := config.parallel.alone():
             raise ConfigError(problem)
         yield Ranks(choose_device(config.run.device))
@@ -194,27 +196,27 @@ def joined(config: TrainConfig) -> Iterator[Ranks]:
     device = _device(config, local)
     store = _connect(device, rank, config.parallel.timeout)
     try:
-        with _watched(rank, world):
-            yield _alike(config, Ranks(device, rank, world, local, store))
+        with _detect_lost_ranks(rank, world):
+            yield _check_same_config(config, Ranks(device, rank, world, local, store))
     except (ConfigError, NonFiniteError):
         dist.destroy_process_group()
         raise
     dist.destroy_process_group()
 
 
-def _alike(config: TrainConfig, ranks: Ranks) -> Ranks:
-    """The ranks, where all have the same configuration and it is one for so many. Raises ConfigError on all of them."""
+def _check_same_config(config: TrainConfig, ranks: Ranks) -> Ranks:
+    """Return `ranks` if all have the same configuration and it fits their number. Raises ConfigError on all ranks."""
     settings = dict(flat("", config.model_dump(mode="json", exclude_none=True)))
-    ranks.check_same({key: value for key, value in settings.items() if key not in PLACES})
+    ranks.check_same({key: value for key, value in settings.items() if key not in MACHINE_PATHS})
     try:
-        config.parallel.asked.sizes(ranks.world)
+        config.parallel.resolved.sizes(ranks.world)
     except ValueError as error:
         raise SharedError(str(error)) from None
     return ranks
 
 
 def _device(config: TrainConfig, local: int) -> torch.device:
-    """The device of a process, one for each on its machine."""
+    """The device of a process; each process of a machine has its own."""
     device = choose_device(config.run.device)
     if device.type != "cuda":
         return device
@@ -229,8 +231,8 @@ def _device(config: TrainConfig, local: int) -> torch.device:
 
 
 @contextmanager
-def _watched(rank: int, world: int) -> Iterator[None]:
-    """What a collective raises when another rank is gone, as a LostRankError."""
+def _detect_lost_ranks(rank: int, world: int) -> Iterator[None]:
+    """Turn the error of a collective into a LostRankError if another rank has ended."""
     if world == 1:
         yield
         return
@@ -255,60 +257,60 @@ def _watched(rank: int, world: int) -> Iterator[None]:
 
 
 def _connect(device: torch.device, rank: int, timeout: float) -> dist.Store:  # type: ignore[name-defined]
-    """Make the process group, and return torchrun's store. Objects and flags travel between CPUs, whatever tensors do.
+    """Make the process group and return torchrun's store. Objects and flags use gloo on every device.
 
-    The store outlives the processes that torchrun starts again, with the addresses of the dead in it (pytorch issue
-    135712): so each attempt has keys of its own.
+    The store survives a restart by torchrun and still holds the addresses of ended processes (pytorch issue 135712).
+    So each attempt has its own key prefix.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    patience = timedelta(seconds=timeout)
+    limit = timedelta(seconds=timeout)
     try:
-        store, rank, world = next(rendezvous("env://", timeout=patience))
-        store.set_timeout(patience)
-        own = dist.PrefixStore(_attempt(store, rank, world, timeout), store)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=patience)
+        store, rank, world = next(rendezvous("env://", timeout=limit))
+        store.set_timeout(limit)
+        prefixed = dist.PrefixStore(_attempt_prefix(store, rank, world, timeout), store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world, timeout=limit)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        place = ":".join(os.environ.get(name, "(unset)") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        address = ":".join(os.environ.get(name, "(unset)") for name in ("MASTER_ADDR", "MASTER_PORT"))
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = {place} within {timeout:g} s "
+            f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = {address} within {timeout:g} s "
             f"({reason}): give every machine the same --rdzv-endpoint HOST:PORT, and see that HOST answers on PORT"
         ) from None
     return store
 
 
-def _attempt(store: dist.Store, rank: int, world: int, timeout: float) -> str:  # type: ignore[name-defined]
-    """A name that the processes of one attempt know, and those of an earlier one did not.
+def _attempt_prefix(store: dist.Store, rank: int, world: int, timeout: float) -> str:  # type: ignore[name-defined]
+    """Agree on a key prefix that is unique to this attempt of torchrun.
 
-    torchrun's restart count is none: a machine whose processes were only stopped because another's had failed does not
-    count it. So rank 0 makes one up, and tells it to whoever asks until every rank has thanked; the dead do not.
+    torchrun's restart count does not serve: a machine does not count restarts that another machine caused. So rank 0
+    makes up a token and answers each request for it until every rank has confirmed; ended processes never confirm.
     """
-    own = uuid4().hex
+    token = uuid4().hex
     if rank:
-        store.set(f"octavo/asks/{rank}", own)
-        name = str(store.get(f"octavo/answer/{own}").decode())
+        store.set(f"octavo/asks/{rank}", token)
+        name = str(store.get(f"octavo/answer/{token}").decode())
         store.set(f"octavo/thanks/{name}/{rank}", "")
         return f"octavo/{name}"
     end, missing = time.monotonic() + timeout, set(range(1, world))
     while missing:
         for other in sorted(missing):
-            if store.check([f"octavo/thanks/{own}/{other}"]):
+            if store.check([f"octavo/thanks/{token}/{other}"]):
                 missing.remove(other)
             elif store.check([f"octavo/asks/{other}"]):
-                store.set(f"octavo/answer/{store.get(f'octavo/asks/{other}').decode()}", own)
+                store.set(f"octavo/answer/{store.get(f'octavo/asks/{other}').decode()}", token)
         if missing and time.monotonic() > end:
-            raise RuntimeError(f"{_named(sorted(missing))} did not come")
+            raise RuntimeError(f"{_rank_names(sorted(missing))} did not come")
         time.sleep(0.01)
-    return f"octavo/{own}"
+    return f"octavo/{token}"
 
 
-def _named(ranks: list[int]) -> str:
+def _rank_names(ranks: list[int]) -> str:
     """[1, 2] → "ranks 1, 2"."""
     shown = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def _tried(action: Callable[[], T]) -> tuple[T | None, str | None]:
+def _try(action: Callable[[], T]) -> tuple[T | None, str | None]:
     try:
         return action(), None
     except (ValueError, OSError) as error:

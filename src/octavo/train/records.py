@@ -18,7 +18,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def read_records(path: Path, model: type[BaseModel], what: str) -> list[dict[str, Any]]:
-    """The objects in a file, in order, each checked by `model`; [] where there is no file. `what`: as "a step"."""
+    """Read the objects in a file, in order, each checked by `model`; [] without a file. `what`: as "a step"."""
     if not path.exists():
         return []
     *lines, torn = path.read_bytes().split(b"\n")
@@ -42,7 +42,7 @@ def read_record(text: bytes, model: type[BaseModel], problem: str) -> dict[str, 
 
 
 def check_order(path: Path, steps: Iterable[int], what: str, *, repeated: bool = False) -> None:
-    """Raise ValueError where the steps of a file do not rise from line to line; `repeated`: several may be equal."""
+    """Raise ValueError if the steps of a file do not rise from line to line; `repeated`: several may be equal."""
     before = 0
     for number, step in enumerate(steps, 1):
         if step < before + (not repeated):
@@ -51,7 +51,7 @@ def check_order(path: Path, steps: Iterable[int], what: str, *, repeated: bool =
 
 
 def first_error(error: ValidationError) -> str:
-    """The first thing that is wrong, as "loss: Input should be a valid number"."""
+    """The first error, as "loss: Input should be a valid number"."""
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"]))
     return f"{where}: {first['msg']}" if where else str(first["msg"])

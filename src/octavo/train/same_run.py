@@ -1,4 +1,4 @@
-"""Whether a run is the one in a folder: which settings may differ on resume, and which make it another run."""
+"""Comparison of a configuration with a saved run: which settings may differ on resume."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -14,9 +14,7 @@ FREE = {
     *(f"parallel.{key}" for key in ("async_save", "timeout")),
     *(f"inspect.{key}" for key in ("every", "what_if")),
 }
-"""What may differ on resume without a word: names, places and what is only looked at. The data is compared by its
-fingerprint.
-"""
+"""Settings that may differ on resume without a note: names, paths and monitoring. The data has a fingerprint."""
 TUNABLE = {
     "run.steps",
     *(f"optim.{key}" for key in ("lr", "clip", "schedule", "warmup", "decay", "min_lr_ratio")),
@@ -26,33 +24,33 @@ TUNABLE = {
     "inspect.restore_after",
     *(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "reshard_after_forward", "cpu_offload", "fp8_comm")),
 }
-"""What may differ on resume, and is reported: the run goes on, but is no longer the uninterrupted one."""
+"""Settings that may differ on resume with a note: the run then differs from an uninterrupted one."""
 
 
 def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -> list[str]:
-    """Returns what was tuned since, one line each.
+    """Return a line for each changed setting in `TUNABLE`.
 
-    Raises ConfigError naming the first setting that makes `config` another run than the one saved in `where`.
+    Raises ConfigError for the first other setting of `config` that differs from the run saved in `where`.
     """
-    before = dict(_settings(saved))
-    now = dict(_settings(config.model_dump(mode="json", exclude_none=True)))
-    tuned = []
-    for key in [*now, *(key for key in before if key not in now)]:
-        old, new = before.get(key, "unset"), now.get(key, "unset")
+    old_settings = dict(_settings(saved))
+    new_settings = dict(_settings(config.model_dump(mode="json", exclude_none=True)))
+    changes = []
+    for key in [*new_settings, *(key for key in old_settings if key not in new_settings)]:
+        old, new = old_settings.get(key, "unset"), new_settings.get(key, "unset")
         if old == new:
             continue
         if key in TUNABLE:
-            tuned.append(f"resumed with {key} = {_shown(new)} (was {_shown(old)})")
+            changes.append(f"resumed with {key} = {_shown(new)} (was {_shown(old)})")
         else:
             raise ConfigError(
                 f"{where} holds another run: there {key} = {_shown(old)}, here {_shown(new)}. "
                 f"Set {key} back to resume it, or choose another output folder"
             )
-    return tuned
+    return changes
 
 
 def _settings(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The settings that decide a run's numbers, the model's first, as ("model.config.hidden_size", 256)."""
+    """The settings that affect a run's numbers, the model's first, as ("model.config.hidden_size", 256)."""
     for section in ("model", *(name for name in tables if name != "model")):
         yield from ((key, value) for key, value in flat(section, tables.get(section, {})) if key not in FREE)
 

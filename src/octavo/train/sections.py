@@ -1,6 +1,6 @@
-"""The sections of a run's configuration: frozen pydantic models, with what each setting means under it.
+"""The sections of a run's configuration: frozen pydantic models with a docstring under each setting.
 
-A section checks itself; what takes two of them is `octavo.train.config.TrainConfig`'s.
+A section checks itself; `octavo.train.config.TrainConfig` checks combinations of sections.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from octavo.parallel import Parallel
 
 
 def expand(path: str | Path) -> Path:
-    """The path, with the home folder for `~`. Raises ValueError where there is no such user, or the path has a NUL."""
+    """The path, with the home folder for `~`. Raises ValueError if there is no such user, or the path has a NUL."""
     try:
         expanded = Path(path).expanduser()
     except RuntimeError:
@@ -36,7 +36,7 @@ def _check_path(path: str) -> str:
 
 
 PathText = Annotated[str, AfterValidator(_check_path)]
-"""A path as it is given; `expand` makes it one of the machine."""
+"""A path as written in the configuration; `expand` resolves `~`."""
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -68,7 +68,7 @@ class Run(Section):
     """Newest checkpoints kept."""
 
     @model_validator(mode="after")
-    def _name_of_a_folder(self) -> "Run":
+    def _check_name(self) -> "Run":
         if self.name in (".", "..") or "/" in self.name or "\\" in self.name or not self.name.isprintable():
             raise ValueError(
                 f"run.name = {self.name!r} names the folder runs/<name>: give one name, without separators or control "
@@ -88,7 +88,7 @@ class Model(Section):
     """Fields of that type's config, as `hidden_size = 256`; `vocab_size` is the tokenizer's where not given."""
 
     @model_validator(mode="after")
-    def _one_origin(self) -> "Model":
+    def _check_origin(self) -> "Model":
         if (self.path is None) == (self.type is None):
             raise ValueError('give either model.path (a local checkpoint) or model.type, as "llama"')
         if self.path is not None and self.config:
@@ -164,7 +164,7 @@ class Optim(Section):
     """Learning rate at the end, as a share of `lr` (cosine and wsd)."""
 
     @model_validator(mode="after")
-    def _whole_micro_batches(self) -> "Optim":
+    def _check_micro_batches(self) -> "Optim":
         if self.batch % self.micro_batches:
             divisors = [n for n in range(1, self.batch + 1) if self.batch % n == 0]
             raise ValueError(
@@ -184,16 +184,16 @@ def decay_steps(optim: Optim, steps: int) -> int:
 
 
 class PrecisionConfig(Section):
-    """`[precision]`: what is computed and kept in how many bits."""
+    """`[precision]`: number formats of computation, saved activations and optimizer."""
 
     level: str = "bf16"
     """Level of `octavo.Precision.level`: "bf16", "fp8" (FP8 matrix products), "fp8+activations" (and stored
     activations) or "fp8+activations+optimizer" (and optimizer states). `matmul`, `activations`, `master` and
-    `optim.states` set one part of it. The aliases "fp8", "fp8+activations" and "fp8+activations+optimizer" are replaced by these names."""
+    `optim.states` set one part of it. The aliases "O1", "O1+act" and "O1+act+opt" are replaced by these names."""
     matmul: Literal["bf16", "fp8"] | None = None
     """Products of the linear layers."""
     activations: Literal["bf16", "fp8"] | None = None
-    """What norms, gated MLPs, activations and attention keep for backward; "bf16" is as they compute it."""
+    """Format of the tensors that norms, gated MLPs, activations and attention save for backward."""
     recipe: str = "rowwise"
     """Recipe of the FP8 products, a name in `octavo.RECIPES`; not used by "bf16". "auto": on a GPU the fastest for each
     layer, where it pays by predicted cost; elsewhere the default."""
@@ -218,7 +218,7 @@ class PrecisionConfig(Section):
     loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
     """"dynamic", a fixed number, or "none". fp16 gradients underflow without one."""
     autopilot: bool = False
-    """Move a layer whose numbers go bad to a safer recipe; looks every `inspect.every` steps, or 50."""
+    """Move a layer whose statistics cross a limit to a safer recipe; samples every `inspect.every` steps, or 50."""
     loss: Literal["chunked", "whole"] = "chunked"
     """"chunked" computes head and loss a chunk of tokens at a time, so that whole logits never exist."""
     checkpointing: Literal["none", "full", "selective"] = "none"
@@ -230,16 +230,16 @@ class PrecisionConfig(Section):
         return ALIASES.get(level, level)
 
     @property
-    def asked(self) -> Precision:
-        """The level, with what is set besides it."""
-        given = {name: getattr(self, name) for name in ("matmul", "activations", "master")}
-        changes = {name: value for name, value in given.items() if value is not None}
+    def resolved(self) -> Precision:
+        """Precision of the level, with the overrides of its parts."""
+        parts = {name: getattr(self, name) for name in ("matmul", "activations", "master")}
+        changes = {name: value for name, value in parts.items() if value is not None}
         changes |= {name: getattr(self, name) for name in ("recipe", "keep_weights", *SELECTION)}
         return Precision.level(self.level, **changes)
 
     @model_validator(mode="after")
-    def _known_precision(self) -> "PrecisionConfig":
-        master = self.asked.master
+    def _check_precision(self) -> "PrecisionConfig":
+        master = self.resolved.master
         if self.parameters == "fp16" and master != "fp32":
             raise ValueError(
                 f'precision.master = "{master}" with fp16 parameters: AdamW\'s second moment underflows in fp16, '
@@ -249,7 +249,7 @@ class PrecisionConfig(Section):
 
 
 class ParallelConfig(Section):
-    """`[parallel]`: how the processes that torchrun starts share the work. A process of its own needs none of it."""
+    """`[parallel]`: how the processes of torchrun share the work; not for a single process."""
 
     dp_replicate: Count = 1
     """Copies of the model, each sharded or not (with dp_shard = 1: DDP)."""
@@ -260,57 +260,58 @@ class ParallelConfig(Section):
     cpu_offload: bool = False
     """Shards, gradients and optimizer states in host memory: models larger than the device."""
     fp8_comm: Literal["auto", "on", "gather", "off"] = "auto"
-    """FP8 on the wire: weights and gradients ("on"), weights alone, neither, or what pays ("auto")."""
+    """FP8 communication: weights and gradients ("on"), weights ("gather"), none ("off"), or by cost ("auto")."""
     async_save: bool = False
-    """Write checkpoints while training goes on, from a copy in host memory."""
+    """Write checkpoints in the background, from a copy in host memory."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds that a process waits for the others before it gives up."""
+    """Seconds that a process waits for the others before it raises an error."""
 
     @model_validator(mode="after")
-    def _known_sizes(self) -> "ParallelConfig":
-        _ = self.asked
+    def _check_sizes(self) -> "ParallelConfig":
+        _ = self.resolved
         return self
 
     @property
-    def asked(self) -> Parallel:
-        """What `octavo.parallelize` takes."""
+    def resolved(self) -> Parallel:
+        """The layout for `octavo.parallelize`."""
         return Parallel(**self.model_dump(exclude={"async_save", "timeout"}))
 
     def alone(self) -> str:
-        """Why one process is not enough; empty where it is."""
+        """Why the layout needs several processes; empty if one is enough."""
         ranks = self.dp_replicate * max(self.dp_shard, 1)
         if ranks > 1 or self.cpu_offload:
-            what = f"asks for {ranks} processes" if ranks > 1 else "asks for cpu_offload, which shards do"
+            problem = f"asks for {ranks} processes" if ranks > 1 else "asks for cpu_offload, which shards do"
             return (
-                f"[parallel] {what}, and this is one by itself: start it with "
+                f"[parallel] {problem}, and this is one by itself: start it with "
                 f"torchrun --nproc-per-node {ranks} -m octavo train CONFIG"
             )
         return ""
 
 
 class GuardConfig(Section):
-    """`[guard]`: what happens when the loss leaves its way; see `octavo.train.guard`."""
+    """`[guard]`: rollback after a loss spike; see `octavo.train.guard`."""
 
     spike: Annotated[float, Field(ge=0)] = 0.0
-    """Robust standard deviations above the median of the last losses that a loss in a spike has at least, as 8. After
-    a spike the run goes back to its newest checkpoint, and on with later batches. 0: never."""
+    """Threshold of a spike in robust standard deviations above the median of the last losses, as 8. After a spike the
+    run rolls back to a checkpoint and skips the batches of the spike. 0: never."""
     window: Annotated[int, Field(ge=8)] = 64
-    """Steps whose losses are the last ones."""
+    """Number of last steps to compare with."""
     rollbacks: Count = 3
-    """How often a run goes back; after that it goes on without the guard."""
+    """Largest number of rollbacks; after that the run continues without the guard."""
 
 
 class Limits(Section):
-    """`[inspect.limits]`: from where on a figure is reported, and moves a layer under the autopilot; see
-    `octavo.inspect.Thresholds`.
+    """`[inspect.limits]`: limits of statistics that are reported, and that move layers under the autopilot.
+
+    See `octavo.inspect.Thresholds`.
     """
 
     sqnr: float = Thresholds.sqnr
-    """Fewest dB."""
+    """Smallest SQNR in dB."""
     underflow: Share = Thresholds.underflow
     """Largest share of X and W that quantizes to zero; of G twice that."""
     saturation: Share = Thresholds.saturation
-    """Largest share that is cut off."""
+    """Largest share of saturated values."""
     amax_jump: Annotated[float, Field(gt=1)] = Thresholds.amax_jump
     """Largest factor between a maximum and the median of its earlier samples."""
     product_error: Share = Thresholds.product_error
@@ -321,13 +322,13 @@ class InspectConfig(Section):
     """`[inspect]`: statistics of what FP8 does to the operands of the linear layers, in some steps."""
 
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps from one sample to the next; 0 for none."""
+    """Steps between two samples; 0 for none."""
     what_if: Annotated[tuple[str, ...], Strict(False)] = ()
-    """Other recipes, of which the SQNR on the same tensors is wanted."""
+    """Other recipes, to report their SQNR on the same tensors."""
     limits: Limits = Limits()
-    """What is reported."""
+    """Limits of reported statistics."""
     restore_after: Annotated[int, Field(ge=0)] = 0
-    """Samples without harm after which the autopilot moves a layer back to its first recipe; 0 for never."""
+    """Samples within the limits after which the autopilot moves a layer back to its first recipe; 0 for never."""
 
     @property
     def thresholds(self) -> Thresholds:
@@ -335,7 +336,7 @@ class InspectConfig(Section):
         return Thresholds(**self.limits.model_dump())
 
     @model_validator(mode="after")
-    def _known_recipes(self) -> "InspectConfig":
+    def _check_recipes(self) -> "InspectConfig":
         for name in self.what_if:
             try:
                 get_recipe(name)

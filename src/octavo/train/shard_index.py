@@ -1,10 +1,11 @@
-"""The index of a sharded state (`shards/.metadata`), read so that it can run nothing.
+"""Safe reader of the index of a sharded state (`shards/.metadata`).
 
-torch writes it as a pickle and reads it with `pickle.load`, which calls whatever the file names. Here the file is read
-once; the names in it become inert records, of a short list; and what torch gets is made of these, each value checked:
+torch writes the index as a pickle and reads it with `pickle.load`, which calls any function that the file names. This
+module reads the file once and turns a short list of allowed names into inert records. It builds the index for torch
+from these records and checks each value:
 
-    tensors    dtype, sizes and pieces of each; an entry of bytes is a pickle as well, and is refused
-    files      a name in the folder of the index, no way out of it; no transformations of their content
+    tensors    dtype, sizes and chunks; an entry of bytes is a pickle as well and raises an error
+    files      a name in the folder of the index, no path out of it; no transformed content
 """
 
 import io
@@ -34,28 +35,28 @@ _NAMES = {
     ("torch.serialization", "_get_layout"),
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
 }
-"""What an index of tensors names, besides `torch.Size` and dtypes."""
+"""Names in an index of tensors, besides `torch.Size` and dtypes."""
 
 
 class ShardReader(FileSystemReader):
-    """What torch reads shards with: it gets the checked index, and no file but those beside it.
+    """Read shards with the checked index, and only files next to it.
 
     Raises:
-        ConfigError: For an index that cannot be read, names anything else, or points out of the folder.
+        ConfigError: For an index that cannot be read, contains other names, or points out of the folder.
     """
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The index, checked."""
+        """Return the checked index."""
         return read_index(Path(self.path))
 
 
 def read_index(folder: Path) -> Metadata:
-    """The index of the shards in `folder`. Raises ConfigError as `ShardReader`."""
+    """Read and check the index of the shards in `folder`. Raises ConfigError as `ShardReader`."""
     try:
         index = _metadata(_Unpickler(io.BytesIO((folder / INDEX).read_bytes())).load())
     except ConfigError as error:
         raise ConfigError(f"{folder / INDEX} is refused: {error}") from None
-    except Exception as error:  # of no other type: whatever unpickling finds wrong
+    except Exception as error:  # no common type: unpickling raises many
         raise ConfigError(f"{INDEX} cannot be read ({type(error).__name__})") from None
     for info in index.storage_data.values():
         place = folder / info.relative_path
@@ -72,7 +73,7 @@ class _Sealed(type):
 
 
 class _Record(metaclass=_Sealed):
-    """A call and the state that followed it, as a pickle has them. Nothing is called."""
+    """Arguments and state of an object in a pickle. Nothing is called."""
 
     def __new__(cls, *args: Any) -> "_Record":
         return super().__new__(cls)
@@ -100,55 +101,58 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def _metadata(stored: Any) -> Metadata:
-    state = _state(stored, "Metadata")
+def _metadata(record: Any) -> Metadata:
+    state = _state(record, "Metadata")
     return Metadata(
-        {_is(name, str): _tensor(name, entry) for name, entry in _is(state["state_dict_metadata"], dict).items()},
-        planner_data={_is(k, str): _path(v) for k, v in _is(state.get("planner_data") or {}, dict).items()},
-        storage_data=dict(_stored(key, value) for key, value in _is(state["storage_data"], dict).items()),
+        {
+            _expect(name, str): _tensor(name, entry)
+            for name, entry in _expect(state["state_dict_metadata"], dict).items()
+        },
+        planner_data={_expect(k, str): _path(v) for k, v in _expect(state.get("planner_data") or {}, dict).items()},
+        storage_data=dict(_stored(key, value) for key, value in _expect(state["storage_data"], dict).items()),
         storage_meta=StorageMeta(),
-        version=_is(state.get("version"), str | None),
+        version=_expect(state.get("version"), str | None),
     )
 
 
-def _tensor(name: str, stored: Any) -> TensorStorageMetadata:
-    if not isinstance(stored, _Record) or type(stored).__name__ != "TensorStorageMetadata":
+def _tensor(name: str, record: Any) -> TensorStorageMetadata:
+    if not isinstance(record, _Record) or type(record).__name__ != "TensorStorageMetadata":
         raise ConfigError(f"{name} is no tensor, and whatever else it is would be unpickled")
-    state = _state(stored, "TensorStorageMetadata")
+    state = _state(record, "TensorStorageMetadata")
     dtype, *_ = _state(state["properties"], "TensorProperties", tuple)
-    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in _is(state["chunks"], list)]
+    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in _expect(state["chunks"], list)]
     return TensorStorageMetadata(
-        TensorProperties(dtype=_is(dtype, torch.dtype)),
-        _is(state["size"], torch.Size),
-        [ChunkStorageMetadata(_is(c["offsets"], torch.Size), _is(c["sizes"], torch.Size)) for c in chunks],
+        TensorProperties(dtype=_expect(dtype, torch.dtype)),
+        _expect(state["size"], torch.Size),
+        [ChunkStorageMetadata(_expect(c["offsets"], torch.Size), _expect(c["sizes"], torch.Size)) for c in chunks],
     )
 
 
 def _stored(key: Any, value: Any) -> tuple[MetadataIndex, _StorageInfo]:
-    place, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
-    file = _is(info["relative_path"], str)
+    key_state, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
+    file = _expect(info["relative_path"], str)
     if Path(file).name != file or "\\" in file or file.startswith("."):
         raise ConfigError(f"it points to {file!r}, which is no file beside it")
     if info.get("transform_descriptors"):
         raise ConfigError(f"the content of {file} is transformed, which Octavo's is not")
-    offset, length = (_is(info[name], int) for name in ("offset", "length"))
+    offset, length = (_expect(info[name], int) for name in ("offset", "length"))
     if offset < 0 or length < 0:
         raise ConfigError(f"it points to {offset}, {length} in {file}")
-    start, hint = _is(place.get("offset"), torch.Size | None), _is(place.get("index"), int | None)
-    return MetadataIndex(_is(place["fqn"], str), start, hint), _StorageInfo(file, offset, length)
+    start, hint = _expect(key_state.get("offset"), torch.Size | None), _expect(key_state.get("index"), int | None)
+    return MetadataIndex(_expect(key_state["fqn"], str), start, hint), _StorageInfo(file, offset, length)
 
 
 def _path(value: Any) -> tuple[str | int, ...]:
-    return tuple(_is(part, str | int) for part in _is(value, tuple))
+    return tuple(_expect(part, str | int) for part in _expect(value, tuple))
 
 
-def _state(stored: Any, name: str, kind: Any = dict) -> Any:
-    if not isinstance(stored, _Record) or type(stored).__name__ != name:
+def _state(record: Any, name: str, kind: Any = dict) -> Any:
+    if not isinstance(record, _Record) or type(record).__name__ != name:
         raise TypeError(f"{name} expected")
-    return _is(stored.state, kind)
+    return _expect(record.state, kind)
 
 
-def _is(value: Any, kind: Any) -> Any:
+def _expect(value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{kind} expected, {type(value)} found")
     return value

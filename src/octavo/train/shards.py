@@ -1,14 +1,14 @@
-"""The state of a run in pieces, one file per rank, that any number of ranks can read: `torch.distributed.checkpoint`.
+"""Sharded state of a run, one file per rank, readable by any number of ranks: `torch.distributed.checkpoint`.
 
     checkpoints/step-000123/shards/
         __0_0.distcp  __1_0.distcp …    each rank's rows of parameters ("model.…") and states ("optimizer.…")
-        .metadata                       which rows are where; written last, and read by `octavo.train.shard_index`
+        .metadata                       the index of the rows; written last, read by `octavo.train.shard_index`
 
-Parameters, moments, their scales and remainders are sharded by rows (`octavo.optim.sharded`), so a rank reads those it
-has, whoever wrote them: four ranks, two, or one process.
+Parameters, moments, their scales and remainders are sharded by rows (`octavo.optim.sharded`). A rank reads its
+own rows, for any number of writers.
 
-Written in the background (`parallel.async_save`), the state is copied to host memory first, and training goes on; the
-checkpoint is published, and older ones removed, when the next one is due or the run ends.
+With `parallel.async_save`, the state is copied to host memory and written in the background while training continues.
+The checkpoint is published, and older ones removed, when the next one is due or the run ends.
 """
 
 import shutil
@@ -38,29 +38,29 @@ Optimizer = MasterAdamW | CompactAdamW
 
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Parameters, buffers and optimizer states by name; shards as DTensors. No copies."""
+    """Return parameters, buffers and optimizer states by name, without copies; shards as DTensors."""
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     return state | {f"optimizer.{name}": value.detach() for name, value in optimizer.tensors().items()}
 
 
 def has_shards(model: nn.Module) -> bool:
-    """Whether the parameters of a model are shards; they may be gathered at the moment."""
+    """Whether the parameters of a model are shards, even if they are gathered at the moment."""
     return isinstance(model, FSDPModule)
 
 
 def write(folder: Path, state: dict[str, Tensor]) -> dict[str, str]:
-    """Write this rank's part of a state into `folder`, and wait for the others. Raises OSError where one cannot.
+    """Write this rank's part of a state into `folder` and wait for the others. Raises OSError if any rank fails.
 
-    Returns the digests of the files that this rank wrote, by their place in the checkpoint.
+    Returns the digests of the files of this rank, by their path in the checkpoint.
     """
-    with _dcp_errors(folder), _quiet():
+    with _dcp_errors(folder), _ignore_warnings():
         save(state, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=not dist.is_initialized())
     return _own_digests(folder)
 
 
-def write_behind(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup) -> Future[dict[str, str]]:
-    """Copy a state to host memory and write it in the background; `wait_for` the digests that `write` returns."""
-    with _dcp_errors(folder), _quiet():
+def write_async(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup) -> Future[dict[str, str]]:
+    """Copy a state to host memory and write it in the background; `wait_for` returns the digests."""
+    with _dcp_errors(folder), _ignore_warnings():
         writer = FileSystemWriter(folder, sync_files=True)
         written: Any = async_save(state, storage_writer=writer, process_group=group)
     background = ThreadPoolExecutor(1)
@@ -70,8 +70,8 @@ def write_behind(folder: Path, state: dict[str, Tensor], group: dist.ProcessGrou
 
 
 def wait_for(future: Future[dict[str, str]], folder: Path) -> dict[str, str]:
-    """Until what `write_behind` began is written. Raises OSError where a rank could not."""
-    with _dcp_errors(folder), _quiet():
+    """Wait until `write_async` has finished. Raises OSError if any rank failed."""
+    with _dcp_errors(folder), _ignore_warnings():
         return future.result()
 
 
@@ -81,36 +81,38 @@ def _own_digests(folder: Path) -> dict[str, str]:
 
 
 def read(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Put a state in place, each rank its rows. Raises ConfigError where it does not fit, on all ranks."""
+    """Load a state in place, each rank its rows. Raises ConfigError on all ranks if it does not fit."""
     state = state_of(model, optimizer)
     _load(folder, state, alone=not dist.is_initialized())
-    # Loaded in place; this tells the model that its weights have changed.
+    # Already in place; this notifies the model of new weights.
     model.load_state_dict({name: state[f"model.{name}"] for name in model.state_dict()})
 
 
 def read_weights(folder: Path, model: nn.Module) -> None:
-    """Put the weights of a state into a whole model, in one process. Raises ConfigError where it does not fit."""
+    """Load the weights of a state into a whole model, in one process. Raises ConfigError if they do not fit."""
     _load(folder, {f"model.{name}": value for name, value in model.state_dict().items()}, alone=True)
 
 
 def check(folder: Path) -> None:
-    """Raise ConfigError, naming them, where files of a state are missing or too short, or its index is refused."""
-    needed: dict[str, int] = {}
+    """Raise ConfigError if files of a state are missing or too short, or its index is invalid."""
+    expected_sizes: dict[str, int] = {}
     for stored in read_index(folder).storage_data.values():
-        needed[stored.relative_path] = max(needed.get(stored.relative_path, 0), stored.offset + stored.length)
-    found = {name: (folder / name).stat().st_size if (folder / name).exists() else -1 for name in needed}
-    missing = sorted(name for name, size in found.items() if size < 0)
-    short = sorted(name for name, size in found.items() if 0 <= size < needed[name])
+        expected_sizes[stored.relative_path] = max(
+            expected_sizes.get(stored.relative_path, 0), stored.offset + stored.length
+        )
+    sizes = {name: (folder / name).stat().st_size if (folder / name).exists() else -1 for name in expected_sizes}
+    missing = sorted(name for name, size in sizes.items() if size < 0)
+    short = sorted(name for name, size in sizes.items() if 0 <= size < expected_sizes[name])
     if missing:
-        raise ConfigError(f"{len(missing)} of {len(needed)} shards are missing ({', '.join(missing[:4])})")
+        raise ConfigError(f"{len(missing)} of {len(expected_sizes)} shards are missing ({', '.join(missing[:4])})")
     if short:
         raise ConfigError(f"shards are cut off ({', '.join(short[:4])})")
 
 
 def _load(folder: Path, state: dict[str, Tensor], *, alone: bool) -> None:
-    """Fill a state in place. What a lost rank makes of it is no CheckpointException, and goes on as it is."""
+    """Fill a state in place. The error of a lost rank is no CheckpointException and propagates."""
     try:
-        with _quiet():
+        with _ignore_warnings():
             load(state, storage_reader=ShardReader(folder), no_dist=alone)
     except CheckpointException as error:
         raise ConfigError(_reason(error)) from None
@@ -118,15 +120,15 @@ def _load(folder: Path, state: dict[str, Tensor], *, alone: bool) -> None:
 
 @contextmanager
 def _dcp_errors(folder: Path) -> Iterator[None]:
-    """Any failure to write as an OSError: of a full disk, torch.save makes a RuntimeError."""
+    """Turn any failure to write into an OSError: for a full disk, torch.save raises a RuntimeError."""
     try:
         yield
     except CheckpointException as error:
-        raise OSError(f"{folder} cannot be written: {_reason(error)}{space(folder)}") from None
+        raise OSError(f"{folder} cannot be written: {_reason(error)}{free_space(folder)}") from None
 
 
-def space(folder: Path) -> str:
-    """How much is free on the disk of a folder, to end a sentence with; empty where that cannot be told."""
+def free_space(folder: Path) -> str:
+    """Free space on the disk of a folder, as the end of a sentence; empty if unknown."""
     for place in (folder, *folder.parents):
         with suppress(OSError):  # the first rank may have removed it already
             return f" ({shutil.disk_usage(place).free / 2**30:.1f} GiB are free there)"
@@ -134,14 +136,14 @@ def space(folder: Path) -> str:
 
 
 def _reason(error: CheckpointException) -> str:
-    """The first of what ranks say went wrong, without its traceback."""
+    """The error of the lowest failed rank, without its traceback."""
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
     return f"rank {rank}: {' '.join(str(cause).split())[:300]}"
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what the library says of its own interfaces."""
+def _ignore_warnings() -> Iterator[None]:
+    """Silence the library's warnings about its own interfaces."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", UserWarning)

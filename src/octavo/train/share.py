@@ -1,9 +1,9 @@
-"""One copy of a model in the memory of each machine, for all of its ranks.
+"""Share one copy of a model per machine among its ranks.
 
-One process of each machine makes it and writes its tensors to a file in a folder that only its user may enter; all of
-them map that file, and what a rank reads of the map are the rows that it keeps. The file has no name any more when
-training begins. What is no tensor (the modules themselves) travels over the process group: a file holds tensors alone,
-and is read as such (`weights_only`), so a planted file cannot run code.
+One process of each machine builds the model and writes its tensors to a file in a folder that only its user may enter.
+All ranks map the file, and each reads only its own rows. The file is unlinked before training begins. The rest (the
+modules) travels over the process group. The file holds only tensors and is read with `weights_only`, so a planted file
+cannot run code.
 """
 
 import io
@@ -24,20 +24,20 @@ T = TypeVar("T")
 
 
 def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
-    """What `make` returns, on every rank; called by one of each machine.
+    """Call `make` on one rank of each machine and return its result on every rank.
 
-    Raises ConfigError on all ranks where `make` raises it, or TMPDIR has no room for the tensors.
+    Raises ConfigError on all ranks if `make` raises it, or TMPDIR has no room for the tensors.
     """
     if ranks.world == 1:
         return make()
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:  # of mode 0700
         file = Path(folder) / "tensors.pt"
-        skeleton = ranks.agreed(lambda: _write(make(), file) if ranks.local == 0 else b"")
+        skeleton = ranks.raise_together(lambda: _write(make(), file) if ranks.local == 0 else b"")
         owner = ranks.rank - ranks.local
-        pickled, path = ranks.gathered((skeleton, str(file)))[owner]
-        made: T = ranks.agreed(lambda: _TensorJoiner(pickled, _mapped(Path(path))).load())
+        pickled, path = ranks.all_gather((skeleton, str(file)))[owner]
+        value: T = ranks.raise_together(lambda: _TensorJoiner(pickled, _mapped(Path(path))).load())
         ranks.wait()  # until all have mapped it
-    return made
+    return value
 
 
 def _write(value: Any, file: Path) -> bytes:
@@ -82,7 +82,7 @@ class _TensorSeparator(pickle.Pickler):
 
 
 class _TensorJoiner(pickle.Unpickler):
-    """Reads what `_TensorSeparator` wrote, with the tensors in their places."""
+    """Read what `_TensorSeparator` wrote, with the tensors in their places."""
 
     def __init__(self, pickled: bytes, tensors: dict[str, Tensor]) -> None:
         super().__init__(io.BytesIO(pickled))

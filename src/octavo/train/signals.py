@@ -1,4 +1,4 @@
-"""Requests to stop: a signal sets an event, and the run stops where it can save."""
+"""Signal handling: a signal sets an event, and the run stops after saving."""
 
 import signal
 import threading
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def stop_on(stop: threading.Event, *signals: signal.Signals, patient: bool = False) -> Iterator[None]:
-    """Sets `stop` when one of `signals` comes; a second one acts as usual, or, with `patient`, does no more.
+    """Set `stop` when one of `signals` comes; a second one acts as usual, or, with `patient`, does no more.
 
     Does nothing outside the main thread.
     """

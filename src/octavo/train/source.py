@@ -1,11 +1,11 @@
-"""Where text comes from: the standard library's own source, files, a folder or a dataset; always a stream of documents.
+"""Sources of text: the source code of the standard library, files, a folder or a dataset, as a stream of documents.
 
-The standard library is the default because every Python installation carries it: no download, and the same on every
-machine with the same Python. `datasets` loads datasets from the Hub and local folders in formats that are not read
-here; what it prepares is read like a data set that `save_to_disk` wrote. It executes no code of a data folder.
+The standard library is the default: every Python installation has it, without a download, and it is the same on all
+machines with the same Python. `datasets` loads datasets from the Hub and local folders in other formats; its Arrow
+files are read like those of `save_to_disk`. It executes no code of a data folder.
 
-A source knows a fingerprint of its content before it is tokenized: `data.py` keys its cache on it. Content alone
-counts, never a modification time. Every later reading is hashed too, and one that differs raises an error.
+A source has a fingerprint of its content, never of modification times; `data.py` keys its cache on it. Every later
+read is hashed too, and a difference raises an error.
 """
 
 import glob
@@ -28,12 +28,12 @@ from octavo.train.sections import Data, expand
 
 STDLIB = hf_datasets.STDLIB
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-"""What is read here, of `documents.KINDS`, all that is read in a folder; the others are read through `datasets`."""
+"""Kinds of files read by this module, of `documents.KINDS`; `datasets` reads the others."""
 METADATA = {"config.json", "dataset_info.json", "dataset_infos.json"}
-"""Names of .json files that are no data."""
+"""Names of .json files without data."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz")
 NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__"}
-"""Folders of the standard library left out: what is installed beside it, and tests (two thirds of the text)."""
+"""Folders of the standard library to leave out: installed packages, and tests (two thirds of the text)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,43 +43,43 @@ class Source:
     fingerprint: str
     """Hash of the content."""
     read: Callable[[Path], Stream]
-    """Given a folder for intermediate files, reads the documents; may be called again with the same folder."""
+    """Read the documents, with a folder for intermediate files; may be called several times with one folder."""
     skipped: int = 0
-    """Files left out because they are not UTF-8 (standard library only; elsewhere that is an error)."""
+    """Number of files left out because they are not UTF-8 (standard library only; elsewhere an error)."""
     left_out: str = ""
-    """What the folder holds besides; empty where there is nothing."""
+    """A note on ignored files of the folder; empty if there are none."""
     without_text: str = ""
-    """What to print of documents without text, after their number; empty where they are usual."""
+    """The note on documents without text, after their number; empty if they need none."""
 
 
 def open_source(config: Data, tick: Tick) -> Source:
     """Find the data and fingerprint it. `tick` is called with the number of bytes just read.
 
-    Raises ConfigError where there is no data, it is not text, or it has no split `data.split`.
+    Raises ConfigError if there is no data, it is not text, or it has no split `data.split`.
     """
     path = expand(config.source)
     if config.source == STDLIB:
-        _no_splits(config, "the standard library has")
+        _refuse_split(config, "the standard library has")
         return _standard_library(Path(sysconfig.get_paths()["stdlib"]))
     if path.is_dir():
-        return _folder(config, path, tick)
+        return _open_folder(config, path, tick)
     suffix = documents.suffix(path)
     if suffix in SUFFIXES:
-        _no_splits(config, "files have")
-        return _files(config, _matches(config, str(path)), suffix, tick)
+        _refuse_split(config, "files have")
+        return _open_files(config, _matches(config, str(path)), suffix, tick)
     if suffix in COMPRESSED:
         raise ConfigError(f'data.source = "{config.source}": compressed files are not read: decompress them first')
     if path.is_file() or glob.has_magic(config.source):
         raise ConfigError(f'data.source = "{config.source}": files must end in {", ".join(SUFFIXES)}')
     folder = expand(config.source.partition(":")[0])
     if folder.is_dir():  # "folder:subset"
-        return _prepared(config, folder, tick)
+        return _open_prepared(config, folder, tick)
     if path.is_absolute() or config.source.startswith("."):
         raise ConfigError(f'data.source = "{config.source}" cannot be read: there is no such file or folder')
-    return _hub(config, tick)
+    return _open_hub(config, tick)
 
 
-def _no_splits(config: Data, what: str) -> None:
+def _refuse_split(config: Data, what: str) -> None:
     if config.split != "train":
         raise ConfigError(
             f'data.split = "{config.split}": {what} no splits: leave data.split out, and name the text in data.source'
@@ -87,8 +87,8 @@ def _no_splits(config: Data, what: str) -> None:
 
 
 def _standard_library(root: Path) -> Source:
-    found = (path.relative_to(root) for path in root.rglob("*.py"))
-    names = sorted(name.as_posix() for name in found if not NOT_SOURCE.intersection(name.parts))
+    paths = (path.relative_to(root) for path in root.rglob("*.py"))
+    names = sorted(name.as_posix() for name in paths if not NOT_SOURCE.intersection(name.parts))
     skipped = 0
 
     def texts(digest: "hashlib._Hash") -> Stream:
@@ -112,21 +112,21 @@ def _standard_library(root: Path) -> Source:
     return Source(
         fingerprint=fingerprint,
         skipped=skipped,
-        read=lambda _: _unchanged(STDLIB, fingerprint, hashlib.sha256(), texts),
+        read=lambda _: _check_unchanged(STDLIB, fingerprint, hashlib.sha256(), texts),
     )
 
 
-def _unchanged(
+def _check_unchanged(
     source: str, fingerprint: str, digest: "hashlib._Hash", stream: Callable[["hashlib._Hash"], Stream]
 ) -> Stream:
-    """The documents of `stream`, which adds to `digest` what it reads. Raises ConfigError where that has changed."""
+    """Yield the documents of `stream`, which updates `digest`. Raises ConfigError if the content has changed."""
     yield from stream(digest)
     if digest.hexdigest() != fingerprint:
         raise ConfigError(f'data.source = "{source}" changed while it was read: start again once nothing writes to it')
 
 
 def _matches(config: Data, pattern: str) -> list[str]:
-    """The files of a glob, sorted. A file that several paths through linked folders lead to is one."""
+    """The files of a glob, sorted. A file reached by several paths through linked folders counts once."""
     paths = [pattern] if Path(pattern).is_file() else sorted(glob.glob(pattern, recursive=True))  # [ ] may be literal
     real = lru_cache(maxsize=None)(os.path.realpath)
     files: dict[tuple[str, str], str] = {}
@@ -144,7 +144,7 @@ def _check_link(path: str) -> None:
         raise ConfigError(f"{path} cannot be read: it is a link to {os.readlink(path)}, which does not exist")
 
 
-def _files(config: Data, paths: list[str], suffix: str, tick: Tick, left_out: str = "") -> Source:
+def _open_files(config: Data, paths: list[str], suffix: str, tick: Tick, left_out: str = "") -> Source:
     column = "" if suffix == ".txt" else f"\0{config.text_field}"
     seed = f"{suffix}{column}".encode()
     digest = hashlib.sha256(seed)
@@ -167,7 +167,7 @@ def _files(config: Data, paths: list[str], suffix: str, tick: Tick, left_out: st
     without_text = "files are empty" if suffix == ".txt" else _rows_without_text(config)
     return Source(
         fingerprint=fingerprint,
-        read=lambda _: _unchanged(config.source, fingerprint, hashlib.sha256(seed), texts),
+        read=lambda _: _check_unchanged(config.source, fingerprint, hashlib.sha256(seed), texts),
         left_out=left_out,
         without_text=without_text,
     )
@@ -177,22 +177,22 @@ def _rows_without_text(config: Data) -> str:
     return f'rows have no text in field "{config.text_field}" (missing, null or empty)'
 
 
-def _folder(config: Data, path: Path, tick: Tick) -> Source:
-    """A folder: what `save_to_disk` wrote; else the files below it, which must be of one kind."""
+def _open_folder(config: Data, path: Path, tick: Tick) -> Source:
+    """Open a folder of `save_to_disk`, or one whose files are all of one kind."""
     if (path / "dataset_dict.json").is_file():
-        splits = _manifest(path / "dataset_dict.json", "splits")["splits"]
+        splits = _read_manifest(path / "dataset_dict.json", "splits")["splits"]
         if config.split not in splits:
             raise documents.no_split(config.source, config.split, splits)
-        return _saved(config, path / config.split, tick)
+        return _open_saved(config, path / config.split, tick)
     if (path / "state.json").is_file():
-        if config.split not in ("train", _manifest(path / "state.json", "_data_files").get("_split")):
-            _no_splits(config, "a saved data set that is not a DatasetDict has")
-        return _saved(config, path, tick)
-    files = _below(path)
+        if config.split not in ("train", _read_manifest(path / "state.json", "_data_files").get("_split")):
+            _refuse_split(config, "a saved data set that is not a DatasetDict has")
+        return _open_saved(config, path, tick)
+    files = _files_below(path)
     kinds = {documents.suffix(file) for file in files if os.path.basename(file) not in METADATA}
     usable = sorted(kinds.intersection(documents.KINDS))
     if _has_configs(path / "README.md") or (len(usable) == 1 and usable[0] not in SUFFIXES):
-        return _prepared(config, path, tick)
+        return _open_prepared(config, path, tick)
     if len(usable) != 1:
         kind = next((kind for kind in usable if kind in SUFFIXES), SUFFIXES[0])
         raise ConfigError(
@@ -203,7 +203,7 @@ def _folder(config: Data, path: Path, tick: Tick) -> Source:
     chosen = _files_of_split(config, path, [file for file in files if documents.suffix(file) == usable[0]])
     rest = sorted(set(files) - set(chosen))
     left_out = f'{len(rest)} of {len(files)} files in "{config.source}" are left out: {_contents(rest)}'
-    return _files(config, chosen, usable[0], tick, left_out if rest else "")
+    return _open_files(config, chosen, usable[0], tick, left_out if rest else "")
 
 
 def _contents(files: list[str]) -> str:
@@ -212,8 +212,8 @@ def _contents(files: list[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in counts.most_common(20)) or "no files"
 
 
-def _below(folder: Path) -> list[str]:
-    """The files below a folder, sorted; hidden ones are left out, and a folder that links lead to is read once."""
+def _files_below(folder: Path) -> list[str]:
+    """The files below a folder, sorted, without hidden ones; a linked folder is read once."""
 
     def unreadable(error: OSError) -> None:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
@@ -233,9 +233,9 @@ def _below(folder: Path) -> list[str]:
 
 
 def _files_of_split(config: Data, folder: Path, files: list[str]) -> list[str]:
-    """Those of `files` whose names say that they belong to `data.split`; where no name says a split, all are "train".
+    """The files whose names belong to `data.split`; if no name has a split, all are "train".
 
-    The names are those `datasets` goes by, as "train-00000-of-00002.parquet", "test.jsonl", "validation/a.txt".
+    The patterns are those of `datasets`, as "train-00000-of-00002.parquet", "test.jsonl", "validation/a.txt".
     """
     from datasets.data_files import EmptyDatasetError, get_data_patterns, resolve_pattern
 
@@ -261,7 +261,7 @@ def _files_of_split(config: Data, folder: Path, files: list[str]) -> list[str]:
 
 
 def _has_configs(readme: Path) -> bool:
-    """True where the card of a data set folder says which files are which subset or split."""
+    """Whether the card of a data set folder assigns files to subsets or splits."""
     if not readme.is_file():
         return False
     with documents.reading(str(readme)):
@@ -270,8 +270,8 @@ def _has_configs(readme: Path) -> bool:
     return any(line.startswith("configs:") for line in head)
 
 
-def _manifest(path: Path, key: str) -> dict[str, Any]:
-    """What `save_to_disk` wrote of a data set, where `key` lists names. Raises ConfigError for any other content."""
+def _read_manifest(path: Path, key: str) -> dict[str, Any]:
+    """Read a JSON file of `save_to_disk` whose `key` lists names. Raises ConfigError for any other content."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         entries = content[key]
@@ -285,15 +285,15 @@ def _manifest(path: Path, key: str) -> dict[str, Any]:
     return dict(content)
 
 
-def _saved(config: Data, folder: Path, tick: Tick) -> Source:
-    """What `Dataset.save_to_disk` wrote."""
-    entries = _manifest(folder / "state.json", "_data_files")["_data_files"]
+def _open_saved(config: Data, folder: Path, tick: Tick) -> Source:
+    """Open a folder of `Dataset.save_to_disk`."""
+    entries = _read_manifest(folder / "state.json", "_data_files")["_data_files"]
     paths = [str(folder / os.path.basename(entry["filename"])) for entry in entries]
-    return _arrow(config, lambda _: paths, tick)
+    return _open_arrow(config, lambda _: paths, tick)
 
 
-def _arrow(config: Data, prepare: Callable[[Path], list[str]], tick: Tick, fingerprint: str = "") -> Source:
-    """Files of Arrow streams, hashed by their rows unless a fingerprint is given."""
+def _open_arrow(config: Data, prepare: Callable[[Path], list[str]], tick: Tick, fingerprint: str = "") -> Source:
+    """Open Arrow files, hashed by their rows unless `fingerprint` is set."""
 
     def texts(lengths: "hashlib._Hash", scratch: Path) -> Stream:
         content = hashlib.sha256()
@@ -302,8 +302,8 @@ def _arrow(config: Data, prepare: Callable[[Path], list[str]], tick: Tick, finge
             yield from documents.hashed_rows(groups, lengths, content)
         lengths.update(content.digest())
 
-    def again(scratch: Path) -> Stream:
-        return _unchanged(config.source, fingerprint, hashlib.sha256(), lambda digest: texts(digest, scratch))
+    def reread(scratch: Path) -> Stream:
+        return _check_unchanged(config.source, fingerprint, hashlib.sha256(), lambda digest: texts(digest, scratch))
 
     without_text = _rows_without_text(config)
     if fingerprint:
@@ -316,16 +316,16 @@ def _arrow(config: Data, prepare: Callable[[Path], list[str]], tick: Tick, finge
     for _ in texts(digest, Path()):
         pass
     fingerprint = digest.hexdigest()
-    return Source(fingerprint=fingerprint, read=again, without_text=without_text)
+    return Source(fingerprint=fingerprint, read=reread, without_text=without_text)
 
 
-def _prepared(config: Data, folder: Path, tick: Tick) -> Source:
-    """A local folder that `datasets` reads, prepared in the scratch folder: its own cache looks at times alone."""
+def _open_prepared(config: Data, folder: Path, tick: Tick) -> Source:
+    """Open a local folder with `datasets`, in the scratch folder: its own cache checks only modification times."""
 
     def fingerprint() -> str:
         subset = config.source.partition(":")[2] if not expand(config.source).is_dir() else ""
         digest = hashlib.sha256(f"folder\0{subset}\0{config.split}\0{config.text_field}".encode())
-        for path in sorted({*_below(folder), *hf_datasets.files(config, folder)}):
+        for path in sorted({*_files_below(folder), *hf_datasets.files(config, folder)}):
             if documents.suffix(path) in COMPRESSED:
                 raise ConfigError(f"{path} is compressed, and compressed files are not read: decompress it first")
             if documents.suffix(path) in documents.KINDS and Path(path).suffix not in documents.KINDS:
@@ -334,17 +334,17 @@ def _prepared(config: Data, folder: Path, tick: Tick) -> Source:
             documents.hash_file(path, digest, tick, kind="")
         return digest.hexdigest()
 
-    before = fingerprint()
+    fingerprint_before = fingerprint()
 
     def prepare(scratch: Path) -> list[str]:
         paths = hf_datasets.load(config, str(folder), cache_dir=str(scratch / "arrow"))
-        if fingerprint() != before:
+        if fingerprint() != fingerprint_before:
             raise ConfigError(f'data.source = "{config.source}" changed while it was read: start again')
         return paths
 
-    return _arrow(config, prepare, tick, before)
+    return _open_arrow(config, prepare, tick, fingerprint_before)
 
 
-def _hub(config: Data, tick: Tick) -> Source:
+def _open_hub(config: Data, tick: Tick) -> Source:
     paths = hf_datasets.load(config, config.source.partition(":")[0])
-    return _arrow(config, lambda _: paths, tick)
+    return _open_arrow(config, lambda _: paths, tick)

@@ -33,7 +33,7 @@ Level = float | Literal["inf"] | None
 
 
 def read_statistics(out: Path) -> list[OperandStats]:
-    """Reads the statistics in the output folder `out`, in order; [] where there are none.
+    """Read the statistics in the output folder `out`, in order; [] where there are none.
 
     A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
     other line that is not a row, or is of a step before the last line's, raises ValueError with its number.
@@ -75,7 +75,7 @@ def run_of(folder: Path) -> Path:
 
 
 def limits_of(run: Path) -> Thresholds:
-    """The limits that a run was given, in the `config.toml` of its output folder; the default ones where none is."""
+    """The limits of a run, from the `config.toml` of its output folder; the defaults without one."""
     path = run / "config.toml"
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -87,7 +87,7 @@ def limits_of(run: Path) -> Thresholds:
 
 
 def all_findings(rows: Sequence[OperandStats], thresholds: Thresholds | None = None) -> list[Finding]:
-    """What crossed a limit in any step of a run, as it would have been found when it happened."""
+    """The findings of all steps of a run, as the run itself would have reported them."""
     history, found = History(), []
     for now in _steps(rows):
         found += findings(now, thresholds or Thresholds(), history)
@@ -100,7 +100,7 @@ def _steps(rows: Sequence[OperandStats]) -> Iterator[list[OperandStats]]:
 
 
 class StatisticsWriter:
-    """Appends rows to `statistics.jsonl` and TensorBoard.
+    """Append rows to `statistics.jsonl` and TensorBoard.
 
     Args:
         out: The output folder.
@@ -120,7 +120,7 @@ class StatisticsWriter:
             write_file(self._path, "".join(map(_line, kept)))
 
     def write(self, rows: Sequence[OperandStats]) -> list[Finding]:
-        """Appends the rows of a step. Returns what crossed a limit in it, and did not in the sample before."""
+        """Append the rows of a step. Returns what crossed a limit in it, and did not in the sample before."""
         if not rows:
             return []
         with self._path.open("a", encoding="utf-8") as file:

@@ -1,8 +1,8 @@
-"""The tokenizer: a byte-level BPE trained on the data itself, or the one that comes with a model.
+"""The tokenizer: a byte-level BPE trained on the data, or the tokenizer of a model.
 
-Byte-level, so that any text can be encoded and none is lost; trained on a sample, because the merges of a small
-vocabulary settle within a few megabytes. One that comes with a model is what `AutoTokenizer` loads from its folder, in
-any layout, and is saved whole: special tokens, chat template, maximal length. Code in such a folder never runs.
+A byte-level BPE encodes any text without loss. It is trained on a sample, because the merges of a small vocabulary
+converge within a few megabytes. A model's tokenizer is loaded by `AutoTokenizer` from any layout and saved completely:
+special tokens, chat template, maximal length. Code in its folder never runs.
 
 Text is encoded without special tokens, and the end-of-document token follows each document; there is no BOS token.
 """
@@ -27,7 +27,7 @@ from octavo.train.pretrained import one_line
 
 END = "<|endoftext|>"
 SAMPLE_CHARACTERS = 4_000_000
-"""Text the BPE is trained on: two to three seconds on two cores."""
+"""Characters of the sample that trains the BPE: two to three seconds on two cores."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class TextTokenizer:
     """A tokenizer and its end-of-document token."""
 
     backend: tokenizers.Tokenizer
-    """What encodes; of a `pretrained` one that is written in Python, its vocabulary alone."""
+    """The encoder; for a `pretrained` tokenizer written in Python, only its vocabulary."""
     end: str
     """The token that ends a document."""
     pretrained: Any = None
-    """The tokenizer of Transformers that comes with a model; None for one trained here."""
+    """The model's tokenizer from Transformers; None for a trained BPE."""
 
     @property
     def end_id(self) -> int:
@@ -53,7 +53,7 @@ class TextTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that decides how text is encoded."""
+        """Hash of everything that affects the encoding."""
         digest = hashlib.sha256((self.backend.to_str() + self.end).encode())
         if self._in_python:
             with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
@@ -66,7 +66,7 @@ class TextTokenizer:
         return self.pretrained is not None and not self.pretrained.is_fast
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without special tokens: text that spells one, as "<|endoftext|>", is encoded as text."""
+        """Encode texts without special tokens; a text such as "<|endoftext|>" is encoded as plain text."""
         if self._in_python:
             options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
             encoded: list[list[int]] = self.pretrained(texts, **options).input_ids
@@ -75,7 +75,7 @@ class TextTokenizer:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def save(self, folder: Path) -> None:
-        """Writes the files `AutoTokenizer.from_pretrained(folder)` reads; of a pretrained one, all that it has."""
+        """Write the files that `AutoTokenizer.from_pretrained(folder)` reads; for a pretrained tokenizer, all files."""
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = self.pretrained
@@ -85,7 +85,7 @@ class TextTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Trains a byte-level BPE of `vocab_size` ids (fewer where the text has fewer merges) on a sample of `texts`."""
+    """Train a byte-level BPE of `vocab_size` ids (fewer if the text has fewer merges) on a sample of `texts`."""
     backend = tokenizers.Tokenizer(BPE())
     backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
     backend.decoder = ByteLevelDecoder()
@@ -100,11 +100,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 
 def load_tokenizer(folder: Path) -> TextTokenizer:
-    """Loads the tokenizer of a folder as `AutoTokenizer` does, in any layout, without running code of the folder.
+    """Load a tokenizer with `AutoTokenizer`, in any layout, without running code of its folder.
 
-    Documents end with its `eos_token`, or its `sep_token` where it has none (BERT).
+    Documents end with its `eos_token`, else its `sep_token` (BERT).
 
-    Raises ConfigError where there is no tokenizer, or it needs a missing package or its own code, or has no end token.
+    Raises ConfigError if there is no tokenizer, a package is missing, it needs its own code, or it has no end token.
     """
     from transformers import AutoTokenizer  # two seconds to import, and not every caller loads one
 
@@ -149,18 +149,18 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
 
 
 def _custom_classes(folder: Path) -> list[str]:
-    """Classes of the folder's own code that its tokenizer asks for."""
+    """Classes of custom code that the folder's tokenizer needs."""
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        asked = settings.get("auto_map", {})
-        asked = asked.get("AutoTokenizer") if isinstance(asked, dict) else asked
+        classes = settings.get("auto_map", {})
+        classes = classes.get("AutoTokenizer") if isinstance(classes, dict) else classes
     except (OSError, ValueError, AttributeError):  # none, or one that AutoTokenizer refuses
         return []
-    return [str(name).rpartition(".")[2] for name in (asked if isinstance(asked, list) else [asked]) if name]
+    return [str(name).rpartition(".")[2] for name in (classes if isinstance(classes, list) else [classes]) if name]
 
 
 def _missing_package(folder: Path) -> str:
-    """What has to be installed to read the folder's vocabulary; empty where nothing is known to be missing."""
+    """The missing package for the folder's vocabulary, with its install command; empty if none is missing."""
     for path in sorted((*folder.glob("*.model"), *folder.glob("*.tiktoken"))):
         with path.open("rb") as file:
             is_text = file.readline(1000).rstrip().rpartition(b" ")[2].isdigit()  # tiktoken: base64, a space, the id

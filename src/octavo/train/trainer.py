@@ -1,13 +1,13 @@
-"""A model in training: what a step needs and changes, on one process or on its share of many.
+"""The training step and the state it changes, on one process or on one rank of several.
 
-The loss is the model's own: what `model(input_ids=inputs, labels=targets, shift_labels=targets)` returns, router losses
-and z-losses of its configuration included. That of a step is the mean over its micro-batches and ranks, which hold
-equal numbers of targets: of a plain cross-entropy it is the mean over all tokens, however the batch is cut. Everything
-a step uses (batch, learning rate, randomness of dropout) is a function of (seed, step).
+The loss is the model's own: `model(input_ids=inputs, labels=targets, shift_labels=targets).loss`, including router
+losses and z-losses of its configuration. The loss of a step is the mean over micro-batches and ranks, which hold equal
+numbers of targets. For a plain cross-entropy this is the mean over all tokens, for any number of micro-batches.
+The batch, learning rate and dropout of a step are functions of (seed, step).
 
-A loss or gradient that is not finite never reaches the optimizer: under loss scaling the step is skipped and counted;
-otherwise the run stops, with the layer named. A gradient that is exactly zero everywhere stops the run as well, unless
-a loss scale that has fallen may be the cause. Loss and norm are those of all ranks, so all of them do the same.
+A non-finite loss or gradient never reaches the optimizer. Under loss scaling the step is skipped and counted; otherwise
+the run stops and the error names the layer. A gradient of zeros stops the run as well, unless a loss scale that has
+fallen may be the cause. Loss and norm are reduced over all ranks, so all ranks take the same branch.
 """
 
 import inspect
@@ -35,7 +35,7 @@ from octavo.nn.report import is_converted
 from octavo.numerics.plan import Plan
 from octavo.parallel import parallelize
 from octavo.parallel.parallelize import make_mesh
-from octavo.train.checkpoint import Saver
+from octavo.train.checkpoint import CheckpointSaver
 from octavo.train.checkpointing import Checkpointing
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.data import Corpus
@@ -46,107 +46,107 @@ from octavo.train.loss_scale import LossScale
 from octavo.train.metrics import RunResult, StepMetrics, finite
 from octavo.train.model import build_on_ranks, prepare_loss
 from octavo.train.optimizer import decayed_parameters, make_optimizer
-from octavo.train.probe import check_causal, kept_bytes_per_token
+from octavo.train.probe import check_causal, saved_bytes_per_token
 from octavo.train.ranks import Ranks
 from octavo.train.schedule import learning_rate
 
-PILOT_EVERY = 50
-"""Steps from one look of the autopilot to the next, where `inspect.every` says nothing."""
+AUTOPILOT_EVERY = 50
+"""Steps between two samples of the autopilot if `inspect.every` is not set."""
 
 
 class Trainer:
-    """A model in training: what a step needs and changes.
+    """Trains a model step by step.
 
     Args:
-        config: The run.
-        corpus: What it reads.
-        device: Where it trains.
-        model: Built already, without a checkpoint's weights: for planning.
-        ranks: The processes that train it; None for this one alone.
-        plan: What becomes of each layer, decided before; None: as the configuration says.
+        config: Configuration of the run.
+        corpus: Training data.
+        device: Device of this process.
+        model: A model to use instead of building one; for planning.
+        ranks: The processes of the run; None for this process alone.
+        plan: Precision plan of the layers; None to derive it from the configuration.
 
     Attributes:
-        step: Steps finished.
-        model: The model itself; its parameters may be shards.
-        layers: What became of each linear layer; None where no FP8 was asked for.
+        step: Number of finished steps.
+        model: The model; its parameters may be shards.
+        layers: Report of the converted linear layers; None without FP8.
         watch: Statistics of the operands of the linears, in the steps that `[inspect]` samples.
-        pilot: Moves layers whose numbers go bad; None where no layer is in FP8. It acts where `precision.autopilot` is
-            set, and without it only remembers the moves of a resumed run.
-        moved: What it moved in the step just taken.
-        guard: Recognizes spikes of the loss.
-        skipped_batches: Batches that the run went past without training on them, after spikes of the loss.
-        loss_note: Why the loss takes whole logits although chunks were asked for; else empty.
+        pilot: Autopilot of the layers; None if no layer is in FP8. It moves layers if `precision.autopilot` is set;
+            otherwise it only restores the moves of a resumed run.
+        moved: Moves of the autopilot in the last step.
+        guard: Detects loss spikes.
+        skipped_batches: Number of batches skipped after loss spikes.
+        loss_note: Why the loss computes whole logits although the configuration asks for chunks; else empty.
     """
 
     def __init__(
         self, config: TrainConfig, corpus: Corpus, device: torch.device, model: nn.Module | None = None,
         *, ranks: Ranks | None = None, plan: Plan | None = None,
     ) -> None:  # fmt: skip
-        precision = config.precision
+        precision, parallel = config.precision, config.parallel
         self.config = config
         self.step = 0
         self.ranks = ranks or Ranks(device)
         self._corpus = corpus
         self._device = device
-        self.ranks.agreed(lambda: _check_batch(config, self.ranks.world))
+        self.ranks.raise_together(lambda: _check_batch(config, self.ranks.world))
         if model is None:
-            model, known = build_on_ranks(config, corpus.tokenizer, self.ranks)
-            # FSDP moves what it shards to the device, block after block: the whole may not fit there.
-            spread = self.ranks.world > 1 or config.parallel.cpu_offload
-            self.model: Any = model if spread else model.to(device)
+            model, fp32_masters = build_on_ranks(config, corpus.tokenizer, self.ranks)
+            # FSDP moves its shards to the device block by block: the whole model may not fit there.
+            distributed = self.ranks.world > 1 or parallel.cpu_offload
+            self.model: Any = model if distributed else model.to(device)
         else:
-            self.model, spread, known = model, False, {}
-        self.layers = self.ranks.agreed(lambda: _convert(self.model, config, device, self.ranks.world, plan))
-        self.loss_note = self.ranks.agreed(lambda: prepare_loss(self.model, precision.loss))
+            self.model, distributed, fp32_masters = model, False, {}
+        self.layers = self.ranks.raise_together(lambda: _convert(self.model, config, device, self.ranks.world, plan))
+        self.loss_note = self.ranks.raise_together(lambda: prepare_loss(self.model, precision.loss))
         self._checkpointing = Checkpointing(self.model, precision.checkpointing)
         takes_cache = "use_cache" in inspect.signature(self.model.forward).parameters
-        self._options = {"use_cache": False} if takes_cache else {}
-        self._copies = 1
-        self._call: Callable[..., Any] = self.model
+        self._kwargs = {"use_cache": False} if takes_cache else {}
+        self._replicas = 1
+        self._forward: Callable[..., Any] = self.model
         decayed = decayed_parameters(self.model)
-        if spread:
-            self._copies, self._call = _spread(self.model, config, device)
-        self.optimizer = make_optimizer(self.model, config, known, decayed)
+        if distributed:
+            self._replicas, self._forward = _parallelize(self.model, config, device)
+        self.optimizer = make_optimizer(self.model, config, fp32_masters, decayed)
         self.loss_scale = LossScale(precision.loss_scale)
-        every = config.inspect.every or (PILOT_EVERY if precision.autopilot else 0)
+        every = config.inspect.every or (AUTOPILOT_EVERY if precision.autopilot else 0)
         self.watch = Watch(self.model, every=every, what_if=config.inspect.what_if, high_precision=self.layers is None)
-        limits, back = config.inspect.thresholds, config.inspect.restore_after
+        thresholds, restore_after = config.inspect.thresholds, config.inspect.restore_after
         self.pilot = None
-        if any(is_converted(module) for module in self.model.modules()):  # none may gain from FP8
-            self.pilot = Autopilot(self.model, watch=self.watch, thresholds=limits, restore_after=back)
+        if any(is_converted(module) for module in self.model.modules()):
+            self.pilot = Autopilot(self.model, watch=self.watch, thresholds=thresholds, restore_after=restore_after)
         self.moved: list[Move] = []
         self.guard = SpikeGuard(config.guard)
         self.skipped_batches = 0
-        self._saver = Saver(self.ranks, behind=config.parallel.async_save, timeout=config.parallel.timeout)
+        self._saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
 
     def train_step(self) -> StepMetrics:
-        """Takes the next step.
+        """Take one optimizer step.
 
-        Raises NonFiniteError, with the state before it left as it was, and the loss scale as before skipped steps.
+        Raises NonFiniteError; the state is then that before the step, with the loss scale from before skipped steps.
         """
         start = time.perf_counter()
         config = self.config
         inputs, targets = self._batch(self.step)
-        before = self.pilot.state_dict() if self.pilot is not None else {}
-        loss_value, norm = self._piloted_gradients(inputs, targets)
+        autopilot_state = self.pilot.state_dict() if self.pilot is not None else {}
+        loss_value, norm = self._gradients_with_autopilot(inputs, targets)
         norm_value = norm.item()
-        good, vanished = _are_finite(loss_value, norm_value), norm_value == 0 and loss_value != 0
+        is_finite, is_zero = _are_finite(loss_value, norm_value), norm_value == 0 and loss_value != 0
         scale = self.loss_scale.value if self.loss_scale.active else None
-        if not vanished:
-            self.loss_scale.update(overflow=not good, loss_is_finite=finite(loss_value) is not None)
-        stops = not good and (not self.loss_scale.active or self.loss_scale.exhausted)
-        if stops or (vanished and not self.loss_scale.lift()):
+        if not is_zero:
+            self.loss_scale.update(overflow=not is_finite, loss_is_finite=finite(loss_value) is not None)
+        must_stop = not is_finite and (not self.loss_scale.active or self.loss_scale.exhausted)
+        if must_stop or (is_zero and not self.loss_scale.skip_zero_gradient()):
             if self.pilot is not None and self.moved:
-                self.pilot.load_state_dict(before)
+                self.pilot.load_state_dict(autopilot_state)
                 self.moved = []
             error: NonFiniteError = ZeroGradientError(self.step + 1, loss_value, scale)
-            error = self._diagnose(inputs, targets, loss_value) if stops else error
+            error = self._diagnose(inputs, targets, loss_value) if must_stop else error
             self.optimizer.zero_grad()
-            self.loss_scale.rewind()
+            self.loss_scale.undo_fall()
             raise error
         lr = learning_rate(config.optim, self.step, config.run.steps)
-        taken = good and not vanished
-        if taken:
+        applied = is_finite and not is_zero
+        if applied:
             self.optimizer.step(lr, norm)
         self.optimizer.zero_grad()
         self.step += 1
@@ -159,18 +159,18 @@ class Trainer:
             lr=lr,
             grad_norm=finite(norm_value),
             loss_scale=scale,
-            skipped=not taken,
+            skipped=not applied,
             step_s=seconds,
             tokens_per_s=tokens / seconds,
         )
 
     def save(self, out: Path, *, prune: bool = True) -> None:
-        """Saves a checkpoint under `out`. Raises NonFiniteError for parameters that are not worth it.
+        """Save a checkpoint under `out`; with `prune`, removes all but the newest `run.keep`.
 
-        With `prune`, only the newest `run.keep` checkpoints stay.
+        Raises NonFiniteError if a parameter is not finite.
         """
         if bad := self.non_finite_parameter():
-            raise self._failure(self.step, "its update was not finite", f"parameter {bad}")
+            raise self._non_finite_error(self.step, "its update was not finite", f"parameter {bad}")
         self._saver.save(
             out,
             step=self.step,
@@ -180,21 +180,21 @@ class Trainer:
             loss_scale=self.loss_scale,
             config=self.config,
             data_fingerprint=self._corpus.fingerprint,
-            more={"skipped_batches": self.skipped_batches, "guard": self.guard.state_dict()}
+            extra={"skipped_batches": self.skipped_batches, "guard": self.guard.state_dict()}
             | ({"autopilot": self.pilot.state_dict()} if self.pilot is not None else {}),
             prune=prune,
         )
 
     def finish_saving(self) -> None:
-        """Waits for a checkpoint that is being written."""
+        """Wait until a checkpoint in the background is written."""
         self._saver.finish()
 
     def non_finite_parameter(self) -> str | None:
-        """Name of a parameter that holds a NaN or an infinity on some rank; None where all are finite."""
-        return self.ranks.first_found(non_finite_parameter(self.model))
+        """Name of a parameter that holds a NaN or an infinity on any rank; None if all are finite."""
+        return self.ranks.first_reported(non_finite_parameter(self.model))
 
     def describe(self) -> RunResult:
-        """The summary of the run before its first step. Raises ConfigError where the model cannot run a micro-batch."""
+        """Summary of the run before its first step. Raises ConfigError if the model cannot run a micro-batch."""
         import transformers
 
         return RunResult(
@@ -206,7 +206,7 @@ class Trainer:
             parameters=sum(param.numel() for param in self.model.parameters()),
             losses=None,
             tokens_per_s=None,
-            kept_bytes_per_token=self._kept_bytes_per_token(),
+            kept_bytes_per_token=self._saved_bytes_per_token(),
             skipped_steps=0,
             wall_s=0.0,
             versions={
@@ -220,28 +220,28 @@ class Trainer:
         )
 
     def check_causal(self) -> None:
-        """Raises ConfigError for a model that sees later tokens."""
+        """Raise ConfigError for a model that attends to later tokens."""
         inputs, _ = self._corpus.batch(self.config.run.seed, 0, 1)  # the same on every rank
         check_causal(self.model, self._logits, inputs.to(self._device))
 
     def attention_note(self) -> str:
-        """Says so where the model has no fused attention; empty where it has."""
-        used = getattr(self.model.config, "_attn_implementation", "sdpa")
-        return "" if used == "sdpa" else f"{type(self.model).__name__} has no fused attention: using {used}"
+        """A note for a model without fused attention; else empty."""
+        attention = getattr(self.model.config, "_attn_implementation", "sdpa")
+        return "" if attention == "sdpa" else f"{type(self.model).__name__} has no fused attention: using {attention}"
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's share of each micro-batch of a step, one behind the other."""
+        """This rank's share of each micro-batch of a step, concatenated."""
         parts = self.config.optim.micro_batches
         inputs, targets = (
-            torch.cat([self.ranks.share(part) for part in whole.chunk(parts)]).to(self._device)
-            for whole in self._corpus.batch(self.config.run.seed, step + self.skipped_batches, self.config.optim.batch)
+            torch.cat([self.ranks.share(part) for part in batch.chunk(parts)]).to(self._device)
+            for batch in self._corpus.batch(self.config.run.seed, step + self.skipped_batches, self.config.optim.batch)
         )
         return inputs, targets
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Leaves the step's gradients, times the loss scale, in the optimizer. Returns the mean loss in fp32.
+        """Compute the scaled gradients of this rank's share of the batch and leaves them in the optimizer.
 
-        Of this rank's share of the batch; the gradients are averaged over the ranks already.
+        Returns the mean loss of the share in fp32. The gradients are already averaged over the ranks.
         """
         _seed_step(self.config.run.seed, self.step, self.ranks.rank)
         total = torch.zeros((), device=self._device)
@@ -250,20 +250,20 @@ class Trainer:
             for number, (part_inputs, part_targets) in enumerate(
                 zip(inputs.chunk(parts), targets.chunk(parts), strict=True), 1
             ):
-                if isinstance(self._call, DistributedDataParallel):
-                    self._call.require_backward_grad_sync = number == parts or not self.optimizer.in_place
+                if isinstance(self._forward, DistributedDataParallel):
+                    self._forward.require_backward_grad_sync = number == parts or not self.optimizer.in_place
                 total += self.accumulate(part_inputs, part_targets, targets=targets.numel())
         return total
 
     def accumulate(self, inputs: Tensor, part: Tensor, *, targets: int) -> Tensor:
-        """Adds the gradients of a micro-batch of a step with so many targets. Returns its share of the mean loss."""
+        """Add the gradients of a micro-batch. Returns its share of the mean loss over the step's `targets` tokens."""
         loss = self.loss(inputs, part) * (part.numel() / targets)
         (loss * self.loss_scale.value).backward()
         self.optimizer.accumulate()
         return loss.detach()
 
-    def _piloted_gradients(self, inputs: Tensor, targets: Tensor) -> tuple[float, Tensor]:
-        """Leaves the gradients of the step in the optimizer, by layers that the autopilot is content with."""
+    def _gradients_with_autopilot(self, inputs: Tensor, targets: Tensor) -> tuple[float, Tensor]:
+        """Compute the gradients of the step; repeat it while the autopilot moves layers that the step needs."""
         self.moved = []
         pilot = self.pilot if self.config.precision.autopilot else None
         while True:
@@ -276,29 +276,29 @@ class Trainer:
             self.optimizer.zero_grad()
 
     def _gradients(self, inputs: Tensor, targets: Tensor, pilot: Autopilot | None) -> tuple[float, Tensor]:
-        """Leaves the gradients of the step in the optimizer. Returns the mean loss, and their norm, of all ranks."""
-        look, measure = (pilot.wants_sample, pilot.measures) if pilot is not None else (False, None)
-        with self.watch.step(self.step + 1, force=look, measure=measure):
+        """Compute the gradients of the step. Returns the mean loss and the gradient norm over all ranks."""
+        sample, measure = (pilot.wants_sample, pilot.measures) if pilot is not None else (False, None)
+        with self.watch.step(self.step + 1, force=sample, measure=measure):
             loss = self.forward_backward(inputs, targets)
-        loss, norm = self._over_ranks(loss, self.optimizer.gradient_norm(self.loss_scale.value))
+        loss, norm = self._reduce(loss, self.optimizer.gradient_norm(self.loss_scale.value))
         return loss.item(), norm
 
-    def _over_ranks(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss over the ranks, and the norm of the whole gradient, of which each copy has a part each."""
+    def _reduce(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean loss over the ranks, and the norm of the whole gradient from the norms of each rank's part."""
         if self.ranks.world == 1:
             return loss, norm
-        total, squares = self.ranks.totals(loss, norm.double() ** 2)
-        return total / self.ranks.world, (squares / self._copies).sqrt().float()
+        total, squares = self.ranks.all_reduce(loss, norm.double() ** 2)
+        return total / self.ranks.world, (squares / self._replicas).sqrt().float()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The model's own loss of a micro-batch, a mean over its targets."""
+        """The model's loss of a micro-batch, a mean over its targets."""
         with self._autocast():
-            loss: Tensor = self._call(input_ids=inputs, labels=targets, shift_labels=targets, **self._options).loss
+            loss: Tensor = self._forward(input_ids=inputs, labels=targets, shift_labels=targets, **self._kwargs).loss
         return loss
 
     def _logits(self, inputs: Tensor) -> Tensor:
         with self._autocast():
-            logits: Tensor = self._call(input_ids=inputs, **self._options).logits
+            logits: Tensor = self._forward(input_ids=inputs, **self._kwargs).logits
         return logits
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -306,29 +306,29 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self._device.type, torch.bfloat16)
 
-    def _kept_bytes_per_token(self) -> float:
+    def _saved_bytes_per_token(self) -> float:
         batch = tuple(tensor.chunk(self.config.optim.micro_batches)[0] for tensor in self._batch(0))
-        return kept_bytes_per_token(self.model, self._checkpointing, self.loss, batch)
+        return saved_bytes_per_token(self.model, self._checkpointing, self.loss, batch)
 
     def _diagnose(self, inputs: Tensor, targets: Tensor, loss: float) -> NonFiniteError:
         self.optimizer.zero_grad()
         if bad := self.non_finite_parameter():
-            return self._failure(self.step, "its update was not finite", f"parameter {bad}")
+            return self._non_finite_error(self.step, "its update was not finite", f"parameter {bad}")
         with nullcontext() if self.watch.rows else self.watch.step(self.step + 1, force=True):
             origin = find_origin(self.model, lambda: self.forward_backward(inputs, targets))
-        found = self.ranks.first_found(*origin) or "none in particular, the norm of the gradient exceeds fp32"
+        location = self.ranks.first_reported(*origin) or "none in particular, the norm of the gradient exceeds fp32"
         operands = [finding for finding in self.watch.findings() if finding.what == "nonfinite"]
-        found += f" (first operand: {operands[0].operand} of {operands[0].layer})" if operands else ""
-        what = "the gradient is not finite" if finite(loss) is not None else f"the loss is {loss}"
-        return self._failure(self.step + 1, what, found)
+        location += f" (first operand: {operands[0].operand} of {operands[0].layer})" if operands else ""
+        problem = "the gradient is not finite" if finite(loss) is not None else f"the loss is {loss}"
+        return self._non_finite_error(self.step + 1, problem, location)
 
-    def _failure(self, step: int, what: str, origin: str) -> NonFiniteError:
+    def _non_finite_error(self, step: int, problem: str, origin: str) -> NonFiniteError:
         return NonFiniteError(
-            f"step {step}: {what}; first value that is not finite: {origin}", step=step, origin=origin
+            f"step {step}: {problem}; first value that is not finite: {origin}", step=step, origin=origin
         )
 
     def advice(self, saved: Sequence[Path]) -> str:
-        """How to go on after a NonFiniteError, with the checkpoints there are, the newest last."""
+        """What to do after a NonFiniteError; `saved`: the existing checkpoints, the newest last."""
         precision = self.config.precision
         advice = f"Resume {saved[-1]} (--resume)" if saved else "No checkpoint was saved: run anew"
         advice += " with a lower optim.lr or optim.clip"
@@ -346,18 +346,18 @@ class Trainer:
 def _convert(
     model: nn.Module, config: TrainConfig, device: torch.device, world: int, plan: Plan | None
 ) -> Report | None:
-    """Convert a model as planned, or as its run asks for; with the recipe "auto", on a GPU, by what layers cost."""
-    asked = config.asked
+    """Convert a model by a plan or by its configuration; the recipe "auto" uses measured costs on a GPU."""
+    precision = config.resolved
     if plan is not None:
         if plan.converted or plan.storing:
-            convert(model, plan=plan, keep_weights=asked.keep_weights, verbose=False)
-    elif "fp8" not in (asked.matmul, asked.activations):
+            convert(model, plan=plan, keep_weights=precision.keep_weights, verbose=False)
+    elif "fp8" not in (precision.matmul, precision.activations):
         return None
     elif device.type == "cuda":
         tokens = config.optim.batch // (config.optim.micro_batches * world) * config.data.sequence_length
-        convert_by_cost(model, precision=asked, tokens=tokens, verbose=False)
+        convert_by_cost(model, precision=precision, tokens=tokens, verbose=False)
     else:
-        convert(model, precision=asked, verbose=False)
+        convert(model, precision=precision, verbose=False)
     return report(model)
 
 
@@ -366,34 +366,34 @@ def _are_finite(loss: float, norm: float) -> bool:
 
 
 def _check_batch(config: TrainConfig, world: int) -> None:
-    """Raise ConfigError for micro-batches that the ranks cannot share."""
+    """Raise ConfigError if the ranks cannot share the micro-batches evenly."""
     batch, parts = config.optim.batch, config.optim.micro_batches
     if batch % (parts * world):
-        fitting = -(-batch // (parts * world)) * parts * world
+        suggestion = -(-batch // (parts * world)) * parts * world
         raise ConfigError(
             f"optim.batch = {batch} sequences in {parts} micro-batches cannot be shared by {world} processes evenly: "
-            f"set optim.batch to a multiple of {parts * world}, as {fitting}"
+            f"set optim.batch to a multiple of {parts * world}, as {suggestion}"
         )
 
 
-def _spread(model: nn.Module, config: TrainConfig, device: torch.device) -> tuple[int, Callable[..., Any]]:
-    """Make a model parallel, in place. Returns how many copies of its gradients there are, and what to call."""
-    parallel = config.parallel.asked
+def _parallelize(model: nn.Module, config: TrainConfig, device: torch.device) -> tuple[int, Callable[..., Any]]:
+    """Parallelize a model in place. Returns the number of gradient replicas and the module to call."""
+    parallel = config.parallel.resolved
     mesh = make_mesh(parallel, device.type)
     for group in mesh.get_all_groups():
-        if dist.get_world_size(group) < dist.get_world_size():  # a part of it has a patience of its own
+        if dist.get_world_size(group) < dist.get_world_size():  # subgroups do not inherit the timeout
             _set_pg_timeout(timedelta(seconds=config.parallel.timeout), group)
     copies, shards = mesh.shape
     if shards == 1 and copies > 1:
         model.to(device)
-    called: Callable[..., Any] = parallelize(
+    forward: Callable[..., Any] = parallelize(
         model, mesh, fp8_comm=parallel.fp8_comm, reshard_after_forward=parallel.reshard_after_forward,
         cpu_offload=parallel.cpu_offload,
     )  # fmt: skip
-    return copies, called
+    return copies, forward
 
 
 def _seed_step(seed: int, step: int, rank: int) -> None:
-    """Seeds all generators with a hash of (seed, step, rank), so that dropout needs no saved state."""
+    """Seed all generators with a hash of (seed, step, rank), so that dropout needs no saved state."""
     entropy = [seed, step, rank] if rank else [seed, step]
     torch.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]))

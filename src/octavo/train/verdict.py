@@ -57,8 +57,8 @@ class Verdict:
 
 def arm_name(arm: str) -> str:
     """The arm of a run for people: `"BF16"` for `"bf16"`, `"FP8+activations rowwise"` for that in lower case."""
-    matmul, more, rest = re.match(r"(bf16|fp8|fp8)?([^ ]*)(.*)", arm, re.DOTALL).groups()  # type: ignore[union-attr]
-    return {"bf16": "BF16", "fp8": "FP8", "fp8": "FP8", None: ""}[matmul] + more + rest
+    matmul, more, rest = re.match(r"(bf16|fp8|O1)?([^ ]*)(.*)", arm, re.DOTALL).groups()  # type: ignore[union-attr]
+    return {"bf16": "BF16", "fp8": "FP8", "O1": "FP8", None: ""}[matmul] + more + rest
 
 
 def verdict(a: RunResult, b: RunResult) -> Verdict:

@@ -1,12 +1,11 @@
-"""plan_memory and plan_step: what a run takes, from its configuration alone.
+"""plan_memory and plan_step: predict memory and time of a run from its configuration alone.
 
-Memory is found by taking one of the run's own steps without storage. The trainer is the real one, on a model whose
-tensors have no bytes, so what is planned is what will run: conversion, loss, activation checkpointing, accumulation,
-masters and moments included. No data is read and no weights: a vocabulary that is to be trained on the data counts as
-`data.vocab_size`.
+The memory comes from a training step on fake tensors. The real trainer runs the step, so the plan includes conversion,
+loss, activation checkpointing, accumulation, masters and moments. It reads no data and no weights: a vocabulary still
+to be trained counts as `data.vocab_size`.
 
-`plan_step` is the whole forecast of a step on a GPU that need not be here (`octavo.planner.forecast`): its time from
-one forward of the same model, its memory from steps of the same trainer on two and three of the model's blocks.
+`plan_step` forecasts a step on a GPU that this machine need not have (`octavo.planner.forecast`): the time from one
+forward of the same model, the memory from steps of the same trainer on two and three of the model's blocks.
 """
 
 import json
@@ -68,15 +67,15 @@ from octavo.train.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.trainer import Trainer
 
 Progress = Callable[[str], None]
-"""Gets what is being planned, as it begins."""
+"""Called with the subject of each part of the plan when it begins."""
 
 LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("states",)}
-"""Settings that change a part of the level."""
+"""Settings that override a part of the level."""
 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """What a tokenizer that does not exist yet will be like."""
+    """Stand-in for a tokenizer that is not trained yet."""
 
     size: int
     end_id: int = 0
@@ -87,19 +86,19 @@ class _NoData:
     tokenizer: Any
 
 
-def _silent(what: str) -> None:
+def _silent(subject: str) -> None:
     """No progress."""
 
 
 def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None = None) -> MemoryPlan:
     """Predict the memory of a training step of a run.
 
-    One micro-batch is run. Where a step has several, the gradients of those before are there already.
+    The step runs one micro-batch. If a step has several, the gradients of earlier ones exist already.
 
     Args:
         config: The run. Its batch is `optim.batch / optim.micro_batches` sequences at a time.
-        device: What the prediction is for, `"cuda"` or `"cpu"`; it need not be there.
-        label: Heading; the precision where None.
+        device: Device of the prediction, `"cuda"` or `"cpu"`; this machine need not have it.
+        label: Heading; None for the precision.
 
     Returns:
         The plan of one micro-batch's size, with `largest_batch` in sequences of one micro-batch.
@@ -110,18 +109,18 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
     check_model(config.model)
-    place = fake_device(torch.device(device))
+    fake = fake_device(torch.device(device))
 
     def plan(size: int, *, first: bool = False) -> MemoryPlan:
         with fake_tensors():
             tokenizer = cast(TextTokenizer, _vocabulary(config))
-            with place:
+            with fake:
                 model = _build(config, tokenizer)
-            trainer = Trainer(config, cast(Corpus, _NoData(tokenizer)), place, model)
+            trainer = Trainer(config, cast(Corpus, _NoData(tokenizer)), fake, model)
             shape = size, config.data.sequence_length
-            batch = tuple(torch.zeros(shape, dtype=torch.int64, device=place) for _ in range(2))
-            of_loss = partial(audit, trainer.model, batch, loss=lambda _, its: trainer.loss(*its))
-            kept = _run(of_loss, size) if first else Audit(rows=())  # other sizes are planned for their peaks
+            batch = tuple(torch.zeros(shape, dtype=torch.int64, device=fake) for _ in range(2))
+            of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
+            saved = _run(of_loss, size) if first else Audit(rows=())  # other sizes are planned for their peaks
             timeline = _trace_step(trainer, batch, ALLOCATION_GRANULARITY[device])
             return summarize(
                 timeline,
@@ -129,8 +128,8 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
                 device=torch.device(device),
                 batch=size,
                 tokens=batch[0].numel(),
-                kept_by_dtype={dtype_name(name): held for name, held in kept.by_dtype.items()},
-                kept_by_layer=kept.by_owner,
+                kept_by_dtype={dtype_name(name): held for name, held in saved.by_dtype.items()},
+                kept_by_layer=saved.by_owner,
                 notes=_notes(trainer),
                 replan=plan,
             )
@@ -139,9 +138,9 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
 
 
 def plan_arms(config: TrainConfig, *, device: str = "cuda", progress: Progress = _silent) -> list[MemoryPlan]:
-    """Plans of the configuration, and of it at each level of precision with bf16 parameters, in this order.
+    """Plan the memory of the configuration, then of each level of precision with bf16 parameters.
 
-    At level "bf16" the loss is computed from whole logits, as plain training does; at others as the configuration says.
+    At level "bf16" the loss uses whole logits, as in plain training; at others it follows the configuration.
     """
     progress("a step of this config")
     plans = [plan_memory(config, device=device, label="this config")]
@@ -155,7 +154,7 @@ def plan_arms(config: TrainConfig, *, device: str = "cuda", progress: Progress =
 
 
 def at_level(config: TrainConfig, level: str, changes: Mapping[str, Any]) -> TrainConfig:
-    """A configuration at another level of precision, with no part of it set by itself; and other changes of it."""
+    """The configuration at another level of precision, without overrides of its parts, and with `changes`."""
     tables = config.model_dump(exclude_none=True)
     for section, parts in LEVEL_PARTS.items():
         tables[section] = {key: value for key, value in tables[section].items() if key not in parts}
@@ -166,18 +165,17 @@ def at_level(config: TrainConfig, level: str, changes: Mapping[str, Any]) -> Tra
 def plan_step(
     config: TrainConfig, *, gpu: str, gpus: int = 1, calibration: str | Path | None = None, progress: Progress = _silent
 ) -> Forecast:  # fmt: skip
-    """Predict the time and memory of a training step of a run, as it is configured and at its best.
+    """Predict the time and memory of a training step, as configured and with the best plan.
 
-    `.configured` is the run: it converts what `octavo train` converts on such a GPU. The plan itself is the best: each
-    linear in the recipe that is fastest, or in bf16 where none gains, with all else as configured.
+    `.configured` converts the same layers as `octavo train` on such a GPU. The best plan uses the fastest recipe for
+    each linear, or bf16 if none gains, with all other settings as configured.
 
     Args:
-        config: The run. Its batch is that of all GPUs, as torchrun shares it, and they share the model as `[parallel]`
-            says.
+        config: The run. Its batch is that of all GPUs; `[parallel]` divides the model among them.
         gpu: Name of a GPU, or the path of a TOML file that describes one (`octavo.planner.devices`).
-        gpus: GPUs in all.
-        calibration: A table of `octavo calibrate` of such a GPU, whose times go before predicted ones.
-        progress: Told what is being planned.
+        gpus: Number of GPUs.
+        calibration: A table of `octavo calibrate` of such a GPU; its times replace predicted ones.
+        progress: Called with the subject of each part.
 
     Raises:
         ConfigError: As a run would, for a mistake in the configuration or model.
@@ -185,11 +183,11 @@ def plan_step(
     """
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
-    found, asked = with_measurements(find_gpu(gpu), calibration), config.asked
-    parts, layout = config.optim.micro_batches, config.parallel.asked
+    gpu_spec, precision = with_measurements(find_gpu(gpu), calibration), config.resolved
+    parts, layout = config.optim.micro_batches, config.parallel.resolved
     setting = Setting(
         **layout_settings(gpus, layout), micro_batches=parts, recompute=CHECKPOINTING[config.precision.checkpointing],
-        states=asked.states,
+        states=precision.states,
     )  # fmt: skip
     if config.optim.batch % (parts * gpus):
         raise ConfigError(
@@ -197,55 +195,58 @@ def plan_step(
             f"evenly: set optim.batch to a multiple of {parts * gpus}"
         )
     check_model(config.model)
-    about = plan_request(replace(asked, matmul="fp8", recipe=AUTO))
+    request = plan_request(replace(precision, matmul="fp8", recipe=AUTO))
     if layout.fp8_comm in ("on", "gather"):
-        about = replace(about, recipes=tuple(recipe for recipe in about.recipes if recipe.gathers_w))
-    place = fake_device(torch.device("cuda"))
+        request = replace(request, recipes=tuple(recipe for recipe in request.recipes if recipe.gathers_w))
+    fake = fake_device(torch.device("cuda"))
     shape = config.optim.batch // (parts * gpus), config.data.sequence_length
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = _build(config, cast(TextTokenizer, _vocabulary(config)))
-    progress(f"the linear layers on {found.name}")
-    rule, kept = default_decisions(model, about)
-    own = _configured(model, config, found, shape[0] * shape[1])
-    check_gathered(own, layout)
+    progress(f"the linear layers on {gpu_spec.name}")
+    rule, decisions = default_decisions(model, request)
+    own_plan = _configured(model, config, gpu_spec, shape[0] * shape[1])
+    check_gathered(own_plan, layout)
 
     def forward(copy: torch.nn.Module) -> Any:
-        ids = torch.zeros(shape, dtype=torch.int64, device=place)
-        with torch.autocast(place.type, torch.bfloat16, enabled=config.precision.parameters == "fp32"):
+        ids = torch.zeros(shape, dtype=torch.int64, device=fake)
+        with torch.autocast(fake.type, torch.bfloat16, enabled=config.precision.parameters == "fp32"):
             return copy(input_ids=ids, labels=ids, use_cache=False)
 
-    trace = _run(lambda: trace_model(model, forward, [shape], place), shape[0])
-    cost = decide_by_cost(found, trace, planned_linears(model, rule), kept, about.recipes, eager=setting.eager)
+    trace = _run(lambda: trace_model(model, forward, [shape], fake), shape[0])
+    cost = decide_by_cost(
+        gpu_spec, trace, planned_linears(model, rule), decisions, request.recipes, eager=setting.eager
+    )
     best = plan_from_costs(rule, cost)
     blocks = len(find_blocks(model))
 
-    def memory(what: str, run: TrainConfig, plan: Plan, how: Setting) -> Footprint:
-        progress(f"the memory of {what}")
-        steps = partial(_step_on_blocks, run, model, plan, how)
+    def memory(subject: str, run: TrainConfig, plan: Plan, arm_setting: Setting) -> Footprint:
+        progress(f"the memory of {subject}")
+        steps = partial(_step_on_blocks, run, model, plan, arm_setting)
         equal = blocks_are_equal(model, plan)
-        return step_footprint(steps, blocks, how, shape[0], equal=equal, offloaded=layout.cpu_offload)
+        return step_footprint(steps, blocks, arm_setting, shape[0], equal=equal, offloaded=layout.cpu_offload)
 
-    of_own = memory("this configuration", config, own, setting)
+    own_memory = memory("this configuration", config, own_plan, setting)
     return forecast(
-        best, cost.times, found, trace, about.recipes, setting, shape[0] * shape[1],
-        memory=of_own if _same(own, best) else memory("the best plan", config, best, setting),
-        bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), setting.bf16), configured=(own, of_own),
+        best, cost.times, gpu_spec, trace, request.recipes, setting, shape[0] * shape[1],
+        memory=own_memory if _same_decisions(own_plan, best) else memory("the best plan", config, best, setting),
+        bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), setting.bf16),
+        configured=(own_plan, own_memory),
     )  # fmt: skip
 
 
 def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu, tokens: int) -> Plan:
-    """What the trainer converts on a GPU: as it does it, on a copy. Raises ValueError as it does."""
-    asked = config.asked
-    if "fp8" not in (asked.matmul, asked.activations):
+    """The trainer's plan on a GPU, from a conversion of a copy. Raises ValueError as the trainer does."""
+    precision = config.resolved
+    if "fp8" not in (precision.matmul, precision.activations):
         return Plan({})
-    if asked.recipe == AUTO and asked.matmul == "fp8":
-        return plan_on_gpu(model, gpu, asked, None, tokens)
-    done: Plan = getattr(convert(deepcopy(model), precision=asked, verbose=False), PLAN_ATTRIBUTE)
-    return done
+    if precision.recipe == AUTO and precision.matmul == "fp8":
+        return plan_on_gpu(model, gpu, precision, None, tokens)
+    plan: Plan = getattr(convert(deepcopy(model), precision=precision, verbose=False), PLAN_ATTRIBUTE)
+    return plan
 
 
-def _same(one: Plan, other: Plan) -> bool:
-    """Whether two plans of a model do the same, for whatever reasons."""
+def _same_decisions(one: Plan, other: Plan) -> bool:
+    """Whether two plans convert the same layers in the same way."""
     return {(n, d.recipe, d.storage) for n, d in one.decisions.items() if d.recipe or d.storage} == {
         (n, d.recipe, d.storage) for n, d in other.decisions.items() if d.recipe or d.storage
     }
@@ -254,14 +255,14 @@ def _same(one: Plan, other: Plan) -> bool:
 def _step_on_blocks(
     config: TrainConfig, model: torch.nn.Module, plan: Plan, setting: Setting, blocks: int | None, size: int
 ) -> StepTrace:
-    """A step of the run's trainer, with so many of the model's blocks and a batch of one micro-batch of so many."""
-    place = fake_device(torch.device("cuda"))
+    """Trace a training step of one micro-batch of `size` sequences on `blocks` of the model's blocks."""
+    fake = fake_device(torch.device("cuda"))
     with fake_tensors() as mode:
-        copy = copy_with_blocks(model, blocks, mode, place)
+        copy = copy_with_blocks(model, blocks, mode, fake)
         corpus = cast(Corpus, _NoData(_vocabulary(config)))
-        trainer = Trainer(config, corpus, place, copy, plan=restrict_plan(plan, copy))
+        trainer = Trainer(config, corpus, fake, copy, plan=restrict_plan(plan, copy))
         shape = size, config.data.sequence_length
-        batch = tuple(torch.zeros(shape, dtype=torch.int64, device=place) for _ in range(2))
+        batch = tuple(torch.zeros(shape, dtype=torch.int64, device=fake) for _ in range(2))
         timeline = _run(lambda: _trace_step(trainer, batch, ALLOCATION_GRANULARITY["cuda"], find_blocks(copy)), size)
         return step_trace(trainer.model, timeline, setting)
 
@@ -270,15 +271,15 @@ def console(
     path: Path, overrides: Sequence[str], *, memory: bool, gpu: str | None, gpus: int, calibration: Path | None,
     device: str, limit: float | None, layers: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """What `octavo plan` prints. Raises ValueError for a mistake; `limit` is in GiB, None is that of an 80 GB GPU."""
+    """Print the output of `octavo plan`. Raises ValueError for wrong options; `limit`: GiB, None for an 80 GB GPU."""
     if not memory and gpu is None:
         raise ValueError("say what to plan: octavo plan --memory CONFIG, or octavo plan CONFIG --gpu h100")
     if calibration is not None and gpu is None:
         raise ValueError("--calibration is of a GPU: say which with --gpu, as octavo plan CONFIG --gpu h100")
     if limit is not None and not 0 < limit < math.inf:
         raise ValueError(f"--limit is the memory of the device in GiB, above 0; got {limit:g}")
-    for option, asked in (("--limit", limit is not None), ("--layers", layers)):
-        if asked and not memory:
+    for option, is_set in (("--limit", limit is not None), ("--layers", layers)):
+        if is_set and not memory:
             raise ValueError(f"{option} is for --memory: octavo plan --memory CONFIG")
     if memory and gpu is not None and as_json:
         raise ValueError("--json is for one of them at a time: --memory, or --gpu")
@@ -318,19 +319,19 @@ def _show_memory(
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """Says on stderr what is being planned: a line that changes in a terminal, elsewhere one line after the other."""
+    """Report progress on stderr: one changing line in a terminal, else one line per subject."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda what: console.print(f"planning {what} …", markup=False, highlight=False, soft_wrap=True)
+        yield lambda subject: console.print(f"planning {subject} …", markup=False, highlight=False, soft_wrap=True)
         return
     with console.status("planning") as status:
-        yield lambda what: status.update(f"planning {what}")
+        yield lambda subject: status.update(f"planning {subject}")
 
 
 def _trace_step(
     trainer: Trainer, batch: Sequence[Tensor], granule: int, blocks: Iterable[torch.nn.Module] = ()
 ) -> Timeline:
-    """The timeline of one step, gradients of `blocks` told from others."""
+    """The timeline of one step; it labels the gradients of `blocks` separately."""
     optimizer = trainer.optimizer
     timeline = Timeline(granule)
     timeline.label(trainer.model.parameters(), PARAMETERS)
@@ -374,8 +375,8 @@ def _build(config: TrainConfig, tokenizer: TextTokenizer) -> torch.nn.Module:
     except Exception as error:  # of no common type: each class fails in its own way
         raise ConfigError(f"model.path = {folder}: the model cannot be built: {one_line(error)}") from None
     check_fit(model, config, tokenizer)
-    made: torch.nn.Module = model.train()
-    return made
+    built: torch.nn.Module = model.train()
+    return built
 
 
 def _run(step: Any, size: int) -> Any:
@@ -386,7 +387,7 @@ def _run(step: Any, size: int) -> Any:
 
 
 def _notes(trainer: Trainer) -> tuple[str, ...]:
-    found = [trainer.loss_note, trainer.attention_note()]
+    notes = [trainer.loss_note, trainer.attention_note()]
     if trainer.config.precision.checkpointing == "selective":
-        found.append("What selective checkpointing holds is in the first table only.")
-    return tuple(filter(None, found))
+        notes.append("What selective checkpointing holds is in the first table only.")
+    return tuple(filter(None, notes))

@@ -41,12 +41,12 @@ CHIPS = {
     "none": "no verdict",
 }
 NOT_COMPARED = ("run.name", "run.out")
-"""Settings that differ between any two runs and say nothing about them."""
+"""Settings that differ between any two runs and do not affect the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFiles:
-    """Where the parts of a report are; `verdict` is None for a single run."""
+    """Paths of a report's files; `verdict` is None for a single run."""
 
     html: Path
     png: Path
@@ -74,7 +74,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedRun:
-    """A run as its folder tells it; `label` is unique in its report, `slot` picks its colour."""
+    """A run read from its folder; `label` is unique in the report, `slot` picks its colour."""
 
     label: str
     slot: int
@@ -88,12 +88,12 @@ class LoggedRun:
 
     @property
     def converted(self) -> str:
-        """What `octavo.convert` reported, in one line."""
+        """The summary line of `octavo.convert`."""
         return self.result.converted
 
     @property
     def heatmaps(self) -> list[Heatmap]:
-        """What FP8 does to the operands, over layers and steps."""
+        """FP8 statistics of the operands, over layers and steps."""
         return heatmaps(self.statistics)
 
 
@@ -177,7 +177,7 @@ def _read(folders: list[Path]) -> list[LoggedRun]:
 
 
 def _labels(folders: Sequence[Path], results: Sequence[RunResult]) -> list[str]:
-    """What tells each run from the others: its arm; else its name as well; else its folder's."""
+    """A unique label per run: its arm; else with its name; else with its folder."""
     arms = [arm_name(result.arm) for result in results]
     named = [f"{result.name} ({arm})" for result, arm in zip(results, arms, strict=True)]
     labels = []
@@ -190,7 +190,7 @@ def _labels(folders: Sequence[Path], results: Sequence[RunResult]) -> list[str]:
 
 
 def _layers(folder: Path) -> list[LayerGroup]:
-    """What `octavo.report` said of the run's layers, layers of repeated blocks merged."""
+    """The rows of `octavo.report`, with the layers of repeated blocks merged."""
     path = folder / LAYERS_FILE
     try:
         rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
@@ -288,7 +288,7 @@ def _charts(runs: list[LoggedRun]) -> dict[str, list[Chart]]:
 
 
 def config_differences(configs: list[str]) -> list[tuple[str, list[str]]]:
-    """The settings whose values are not the same in all configs, with each run's value."""
+    """The settings that differ between configs, with each run's value."""
     flat = [_flatten(tomllib.loads(config)) for config in configs]
     keys = dict.fromkeys(key for config in flat for key in config if key not in NOT_COMPARED)
     return [

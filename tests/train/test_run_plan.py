@@ -25,8 +25,8 @@ from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
 from octavo.train.config import ConfigError, TrainConfig, load_config
 from octavo.train.data import load_corpus
-from octavo.train.metrics import Silent
-from octavo.train.plan import _build, _NoData, _vocabulary, plan_arms, plan_memory, plan_step
+from octavo.train.metrics import NullProgress
+from octavo.train.run_plan import _build, _NoData, _vocabulary, plan_arms, plan_memory, plan_step
 from octavo.train.trainer import Trainer, _convert
 
 SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b-80gb.toml"
@@ -43,7 +43,7 @@ RUNS = [
 def test_the_plan_is_what_the_trainer_has(make_config: MakeConfig, changes):
     # The vocabulary that is trained on so little data has fewer ids than were asked for.
     config = make_config(**changes)
-    trainer = Trainer(config, load_corpus(config, Silent()), torch.device("cpu"))
+    trainer = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
     size = trainer.model.config.vocab_size
     plan = plan_memory(make_config(**changes, model={"type": "llama", "config": LLAMA | {"vocab_size": size}}),
                        device="cpu")  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 from fake_runs import folder, result
 
 from octavo.train.metrics import RunResult, read_metrics
-from octavo.train.report import summary_rows, write_report
+from octavo.train.run_report import summary_rows, write_report
 from octavo.train.verdict import verdict
 
 FP8 = "fp8 rowwise"
@@ -211,7 +211,7 @@ def test_the_fakes_are_what_a_run_leaves(pair: list[Path]) -> None:
 
 def test_importing_the_report_imports_no_matplotlib_and_drawing_no_pyplot(pair: list[Path], tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from octavo.train.report import write_report\n"
+        "import sys, pathlib; from octavo.train.run_report import write_report\n"
         "assert 'matplotlib' not in sys.modules and 'jinja2' not in sys.modules\n"
         f"write_report([pathlib.Path(p) for p in {[str(path) for path in pair]!r}], pathlib.Path({str(tmp_path)!r}))\n"
         "assert 'matplotlib.pyplot' not in sys.modules"

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from octavo.cli import app
 from octavo.train import ConfigError, RunResult, read_metrics
-from octavo.train import compare as comparing
-from octavo.train.compare import compare, make_arms, parse_arm, parse_seeds
-from octavo.train.console import Bars
+from octavo.train import compare_runs as comparing
+from octavo.train.compare_runs import compare, make_arms, parse_arm, parse_seeds
+from octavo.train.progress_bars import ProgressBars
 from processes import gloo  # noqa: F401  a fixture
 
 STEPS = 4
@@ -203,7 +203,7 @@ def test_sigterm_saves_and_says_how_to_go_on(config, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Bars, "step", step)
+        patch.setattr(ProgressBars, "step", step)
         found = octavo(*words)
     assert found.exit_code == 4, found.output
     assert "Stopped and saved" in found.stdout and f"'{tmp_path / 'my out'}'" in found.stdout

@@ -1,7 +1,7 @@
-"""What a terminal shows of a run: a progress bar on stderr while it trains, tables on stdout when it has ended.
+"""Terminal output of a run: a progress bar on stderr during training, tables on stdout at the end.
 
-Where stderr is not a terminal (a log file, CI) a bar would be one unreadable line at the end; there a plain line is
-written for every tenth of the run instead.
+If stderr is not a terminal (a log file, CI), a bar would be unreadable: a plain line is printed for every tenth of the
+run instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from octavo.train.config import TrainConfig
 from octavo.train.metrics import RunResult, StepMetrics
-from octavo.train.report import summary_rows
+from octavo.train.run_report import summary_rows
 from octavo.train.verdict import Verdict, arm_name
 
 STATUS_STYLES = {"within": "bold green", "above": "bold yellow", "below": "bold yellow", "none": "bold red"}
@@ -30,12 +30,12 @@ class _Numbers(ProgressColumn):
         return Text("") if row is None else _numbers(row)
 
 
-class Bars:
+class ProgressBars:
     """A `Progress` that draws one bar per run; notes appear above the bars. A context manager.
 
     Args:
-        console: Where to.
-        label: Names a run; by its precision where it is not given.
+        console: The console to draw on.
+        label: Returns the name of a run; default: its precision.
     """
 
     def __init__(self, console: Console, label: Callable[[TrainConfig], str] | None = None) -> None:
@@ -54,7 +54,7 @@ class Bars:
         self._label = ""
         self._steps = 0
 
-    def __enter__(self) -> "Bars":
+    def __enter__(self) -> "ProgressBars":
         self._bars.start()
         return self
 
@@ -64,8 +64,8 @@ class Bars:
         self._bars.stop()
 
     def stage(self, text: str) -> None:
-        """Say that a preparation has begun."""
-        self._say(f"{text} …", "dim")
+        """Print the beginning of a preparation."""
+        self._print(f"{text} …", "dim")
 
     def start(self, config: TrainConfig, first_step: int) -> None:
         """Open the bar of a run."""
@@ -76,16 +76,16 @@ class Bars:
         """Move the bar; without a terminal, write a line for every tenth of the run."""
         self._bars.update(self._task, completed=row.step, row=row)
         if not self._console.is_terminal and 10 * row.step // self._steps > 10 * (row.step - 1) // self._steps:
-            self._say(f"{self._label}  step {row.step}/{self._steps}  {_numbers(row).plain}", "")
+            self._print(f"{self._label}  step {row.step}/{self._steps}  {_numbers(row).plain}", "")
 
     def note(self, text: str) -> None:
         """Print a notice."""
-        self._say(f"note: {text}", "yellow")
+        self._print(f"note: {text}", "yellow")
 
     def finish(self, result: RunResult) -> None:
         """Leave the bar where it is."""
 
-    def _say(self, text: str, style: str) -> None:
+    def _print(self, text: str, style: str) -> None:
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
