@@ -176,7 +176,7 @@ def test_the_estimate_fills_the_device_and_prefers_large_tiles():
     hopper = kernels._target_of(90, 132)
 
     def guess(m, n, fast):
-        config = kernels.CONFIGS[kernels._guess(m, n, hopper, fast, False, 2)]
+        config = kernels.CONFIGS[kernels._estimated_fastest(m, n, hopper, fast, False, 2)]
         return config.tile_m, config.tile_n
 
     assert guess(16384, 14336, True) == (128, 256)

@@ -302,6 +302,7 @@ def ranks_job(tables, out):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_ranks_go_back_together(gloo, make_config, tmp_path):  # noqa: F811
     wanted = make_config(**GUARDED, precision={"level": "fp8"}).model_dump(exclude_none=True)
     assert gloo.run(ranks_job, 2, wanted, str(tmp_path)) == [34, 34]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import fake_runs
 import pytest
-from test_report import References, text_of
+from test_run_report import References, text_of
 
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train.heatmap import COLUMNS, LEFT, LEVELS, ROWS, WIDTH, heatmaps

@@ -87,6 +87,7 @@ def test_gathering_in_fp8_changes_no_bit(gloo, tables, tmp_path):  # noqa: F811
     assert losses(tmp_path / "gather") == losses(tmp_path / "off")
 
 
+@pytest.mark.slow
 def test_copies_of_shards(gloo, tables, tmp_path):  # noqa: F811
     wanted = tables(precision=EVERYTHING, parallel={"dp_replicate": 2, "fp8_comm": "off"})
     gloo.run(job, 4, wanted, str(tmp_path / "four"))

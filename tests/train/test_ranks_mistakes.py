@@ -94,6 +94,7 @@ def patience_job(wanted):
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
+@pytest.mark.slow
 def test_every_group_has_the_patience_that_was_asked_for(gloo, tables):  # noqa: F811
     wanted = tables(parallel={"dp_replicate": 2, "timeout": 77.0, "async_save": True})
     assert gloo.run(patience_job, 4, wanted) == [[77.0, 77.0, 77.0]] * 4
@@ -105,7 +106,7 @@ def test_every_group_has_the_patience_that_was_asked_for(gloo, tables):  # noqa:
 def first_fails_job(wanted, out, place):
     """A run whose first rank cannot write something."""
     owner, name = {
-        "settings": (loop_module, "_describe"),
+        "settings": (loop_module, "_write_description"),
         "metrics": (MetricsWriter, "__init__"),
         "step": (MetricsWriter, "write"),
         "result": (RunResult, "write"),

@@ -165,6 +165,7 @@ def config_file(tmp_path: Path, make_config: MakeConfig) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_command_shows_all_side_by_side(config_file: Path):
     less = ["optim.batch=8", "model.config.num_hidden_layers=2"]
     result = CliRunner().invoke(app, ["plan", "--memory", str(config_file), *less, "--layers", "--limit", "0.01"])

@@ -227,6 +227,7 @@ def rebuild(config: TrainConfig, start: Any, results: Any) -> None:
         results.put((repr(error), []))
 
 
+@pytest.mark.slow
 def test_processes_that_rebuild_one_entry(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(data={"cache": str(tmp_path)})
     expected = corpus(config)._ids.tobytes()

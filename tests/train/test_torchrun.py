@@ -102,6 +102,7 @@ def written(make_config, tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_run_and_a_restart_goes_on(written, tmp_path):
     """Nothing is lost but the steps since the last checkpoint, and these come out the same."""
     config, _ = written(run={"steps": 30, "save_every": 4, "keep": 2})

@@ -15,6 +15,7 @@ original class. Its attribute `octavo_storage` says how it stores. Under torch.c
 every module runs its own forward and saves what that saves.
 """
 
+import inspect
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -192,7 +193,9 @@ def mixed_class(*both: Any) -> Any:
     members = {ORIGINAL: original, "__reduce_ex__": reduce, "__module__": __name__, "__doc__": original.__doc__}
     prefix = "Storing" if mixin.__module__ == __name__ else "FP8"
     mixed: Any = type(f"{prefix}{original.__name__}", both, members)
-    if mixed.__bases__ != both or mixed.forward is not mixin.forward:  # by its metaclass, or __init_subclass__
+    # A metaclass or `__init_subclass__` may wrap forward, as Transformers' checkpointing layers do, but not replace it.
+    innermost = inspect.unwrap(mixed.forward, stop=lambda function: function is mixin.forward)
+    if mixed.__bases__ != both or innermost is not mixin.forward:
         raise TypeError(f"a subclass of {original.__name__} is not made as Python makes one")
     become(object.__new__(original), mixed)
     return mixed
