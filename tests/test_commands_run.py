@@ -31,7 +31,7 @@ NOT_RUN = {
     r"--nnodes": "needs four machines",
     r"--max-restarts N": "an option in a sentence, not a command",
     r"--nproc-per-node 8$": "an option in a sentence, not a command",
-    r"octavo (calibrate|compare|export|train|plan --memory)$": "names the command in a sentence",
+    r"octavo (calibrate|compare|export|inspect|train|plan --memory)$": "names the command in a sentence",
     r"octavo calibrate": "needs a GPU; without one it ends with an error, which tests/test_cli.py holds",
 }
 COMMANDS = [c for c in dict.fromkeys(c for _, c in QUOTED) if re.match("octavo |torchrun ", c)]
@@ -50,7 +50,9 @@ def octavo(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "octavo", *words]
     if words[0] == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, start_new_session=True
+    )
 
 
 @pytest.fixture(scope="module")
