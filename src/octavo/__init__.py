@@ -7,7 +7,7 @@
     optimizer = octavo.AdamW(model.parameters(), lr=3e-4)      # moments in FP8, exact masters in 16 bits
 
 Importing it imports nothing else, torch included: names and subpackages are imported on first use, so that
-`octavo --help` takes a tenth of a second.
+`octavo --version` takes 0.3 s of CPU time, where torch alone takes 2.
 """
 
 from importlib import import_module
