@@ -9,6 +9,7 @@ from tiny_runs import MakeConfig
 
 from octavo.numerics import Precision
 from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
+from octavo.train.same_run import check_same_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TEXT = """
@@ -54,6 +55,18 @@ def test_defaults_and_overrides(toml: Path) -> None:
     assert config.precision.loss_scale == 1024.0
     assert config.arm == "fp8 rowwise"
     assert load_config(toml).arm == "bf16"
+
+
+def test_an_alias_of_a_level_is_saved_under_its_name(toml: Path) -> None:
+    config = load_config(toml, ["precision.level=O1+act"])
+    assert config == load_config(toml, ["precision.level=fp8+activations"])
+    assert 'level = "fp8+activations"' in config.to_toml()
+    saved = config.model_dump(mode="json", exclude_none=True)
+    saved["precision"]["level"] = "O1+act"  # a run from before the levels had their names
+    assert check_same_run(saved, config, toml) == []
+    saved["precision"]["level"] = "O1"
+    with pytest.raises(ConfigError, match='there precision.level = "fp8", here "fp8.activations"'):
+        check_same_run(saved, config, toml)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.numerics.precision import ALIASES
 from octavo.train.config import ConfigError, TrainConfig, flat
 from octavo.train.sections import SELECTION, Limits
 
@@ -50,9 +51,14 @@ def check_same_run(saved: Mapping[str, Any], config: TrainConfig, where: Path) -
 
 
 def _settings(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The settings that affect a run's numbers, the model's first, as ("model.config.hidden_size", 256)."""
+    """The settings that affect a run's numbers, the model's first, as ("model.config.hidden_size", 256).
+
+    Runs from before the precision levels had their present names hold an alias.
+    """
     for section in ("model", *(name for name in tables if name != "model")):
-        yield from ((key, value) for key, value in flat(section, tables.get(section, {})) if key not in FREE)
+        for key, value in flat(section, tables.get(section, {})):
+            if key not in FREE:
+                yield key, ALIASES.get(value, value) if key == "precision.level" else value
 
 
 def _shown(value: Any) -> str:
