@@ -203,9 +203,9 @@ def find_gpu(device: str | Path | Mapping[str, Any] | Gpu) -> Gpu:
     gpu = _gpu_by_name(device)
     if gpu is None:
         raise ValueError(
-            f"unknown GPU {device!r}{nearest(device.lower(), DEVICES)}. Known: {', '.join(DEVICES)}. Any other is "
-            'described by a TOML file, whose path is given instead of a name; its lines are like = "h100", '
-            f'name = "Other", bf16_tflops = 800, and so on for what differs of: {", ".join(_fields())}'
+            f"unknown GPU {device!r}{nearest(device.lower(), DEVICES)}. Known: {', '.join(DEVICES)}. For another GPU "
+            'pass the path of a TOML file: like = "h100", name = "Other", and a line such as bf16_tflops = 800 for '
+            f"each property that differs. Properties: {', '.join(_fields())}"
         )
     return gpu
 

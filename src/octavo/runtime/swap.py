@@ -1,6 +1,6 @@
-"""Swap the classes of modules, all of them or none.
+"""Swap the classes of modules, and restore the whole model if an error interrupts the swaps.
 
-The class and the attributes are written past `__setattr__` and properties of the module's class, which may refuse.
+Writes bypass `__setattr__` and properties of a module's class, because those may raise.
 """
 
 from collections.abc import Iterator
@@ -15,15 +15,16 @@ _CONTAINERS = [name for name, value in vars(nn.Module()).items() if isinstance(v
 
 
 def become(module: nn.Module, owner: type[nn.Module], **attributes: Any) -> None:
-    """Make a module, whose forward was not replaced, one of another class, and set attributes."""
+    """Set the class and attributes of a module whose forward was not replaced on the instance."""
     vars(module).update(attributes)
-    vars(module).pop("forward", None)  # that of the class before, which would hide that of the new one
+    vars(module).pop("forward", None)  # the old class's bound method would hide the new class's
     object.__setattr__(module, "__class__", owner)
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether the forward of a module was replaced on the instance. The bound method of its class, which accelerate
-    leaves there when it takes its hooks off, is no other.
+    """Return whether the forward of a module was replaced on the instance.
+
+    accelerate leaves the bound method of the class there when it removes its hooks; that does not count.
     """
     own = vars(module).get("forward")
     plain = isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward
@@ -32,9 +33,10 @@ def has_own_forward(module: nn.Module) -> bool:
 
 @contextmanager
 def all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """Where anything is raised inside, Ctrl-C included, put back the modules of a model as they were: their classes,
-    attributes, parameters, buffers, children and hooks. Values of tensors, and what attributes refer to, are not
-    copied.
+    """Restore the modules of a model if the block raises, also for Ctrl-C.
+
+    Restores classes, attributes, parameters, buffers, children and hooks; not the values of tensors, nor changes inside
+    the objects that attributes refer to.
     """
     before = []
     for module in model.modules():

@@ -31,7 +31,7 @@ def disabled() -> Iterator[None]:
 
 
 def stores() -> bool:
-    """Whether modules that store their activations in FP8 do so now; torch.compile is told once that they do not."""
+    """Return whether modules store their activations in FP8 now; warns once under torch.compile, where they do not."""
     if torch.compiler.is_compiling():
         return _compiled()
     return SWITCH.enabled

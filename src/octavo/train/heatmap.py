@@ -1,10 +1,9 @@
 """Heat maps of the report: layers down, steps across, one panel per operand, a colour per level.
 
-Layers of one kind lie together (all down projections, then all gate projections), in the order of their blocks, and
-share one label: 60 blocks are legible so, and what grows with depth is seen. Cells are drawn as one SVG path per level,
-a run of equal cells as one rectangle, in one hue whose opacity says how bad it is: it reads on light and on dark alike.
-What lies under the pointer is told by a `<title>` per layer and panel. Long runs and deep models are reduced to what
-the eye can tell apart, the worst of what falls together.
+Layers of one kind are adjacent (all down projections, then all gate projections), in the order of their blocks, and
+share one label: 60 blocks stay legible, and growth with depth is visible. Each level is one SVG path, a run of equal
+cells one rectangle, in one hue whose opacity is the severity, so it reads on light and dark pages. A `<title>` per
+layer and panel is the tooltip. Long runs and deep models are downsampled; each cell shows its worst sample.
 
 Levels of SQNR and underflow are fixed, so that two reports can be compared; those of an amax span its own range.
 """
@@ -239,7 +238,7 @@ def _paths(
 
 
 def _tooltip(figure: Figure, operand: str, rows: Sequence[OperandStats]) -> str:
-    """What the pointer is told of a layer: its worst sample."""
+    """Return the tooltip of a layer: its worst sample."""
     broken = [row for row in rows if row.nonfinite]
     if broken:
         return f"{broken[0].layer} {operand}: {broken[0].nonfinite} values NaN or infinite at step {broken[0].step:,}"

@@ -4,8 +4,8 @@ As `metrics.jsonl` it is the record of truth: written and flushed when its step 
 on resume. A run that samples nothing has no such file. JSON has no NaN and no Infinity: an SQNR that is NaN is null,
 one that is infinite "inf".
 
-What crosses a limit (`[inspect.limits]`) is told when it happens, and not again while it lasts. Earlier samples, which
-an amax is compared with, are read from the file, so a resumed run finds what the uninterrupted one does.
+A figure that crosses a limit (`[inspect.limits]`) is reported once, and not again while it lasts. A resumed run reads
+earlier samples, with which an amax is compared, from the file, so its findings equal an uninterrupted run's.
 """
 
 import json
