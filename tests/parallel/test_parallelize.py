@@ -45,6 +45,10 @@ def mistakes_job():
         "cpu_offload needs shards, and this mesh has copies only: add a dp_shard dimension",
     )
     refused(lambda: parallelize(make(), Parallel(dp_replicate=2), dtype=torch.bfloat16), "needs shards")
+    for name, dtype in (("dtype", torch.int8), ("dtype", torch.float8_e4m3fn), ("reduce_dtype", "bf16")):
+        model = make()
+        refused(lambda m=model, k={name: dtype}: parallelize(m, **k), f"{name} is a floating-point", TypeError)
+        assert not isinstance(model, FSDPModule)
     for recipe in ("blockwise", "mxfp8"):
         for comm in ("on", "gather"):
             model = make(recipe, hidden=128)

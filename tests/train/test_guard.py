@@ -12,7 +12,7 @@ from tiny_runs import At, Recorder, assert_same, curve, fail, saved
 
 from octavo.inspect import Autopilot, Move
 from octavo.train import NonFiniteError, parse_config, run
-from octavo.train.checkpoint import latest_checkpoint, read_trainer_state
+from octavo.train.checkpoint import checkpoints, latest_checkpoint, read_trainer_state
 from octavo.train.config import ConfigError
 from octavo.train.data import Corpus
 from octavo.train.events import read_events
@@ -41,6 +41,24 @@ def step(number, loss, norm=1.0):
 def wobble(number):
     """A loss that falls slowly, and up and down by 2 %."""
     return (4.0 - 0.01 * number) * (1 + 0.02 * math.sin(7 * number))
+
+
+def test_a_rollback_killed_while_it_removes_a_checkpoint_leaves_no_partial_one(tmp_path: Path) -> None:
+    for number in (5, 10):
+        folder = tmp_path / "checkpoints" / f"step-{number:06}"
+        folder.mkdir(parents=True)
+        (folder / "trainer.json").write_text("{}")
+        (folder / "model.safetensors").write_text("")
+
+    def killed(path: Path) -> None:
+        (Path(path) / "trainer.json").unlink()
+        raise KeyboardInterrupt
+
+    guard = SpikeGuard(GuardConfig(spike=8.0))
+    spike = SpikeError("a spike", step=9, first=8)
+    with mock.patch("octavo.train.checkpoint.shutil.rmtree", killed), pytest.raises(KeyboardInterrupt):
+        guard.checkpoint_before(tmp_path, spike)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000005"]
 
 
 @contextmanager
