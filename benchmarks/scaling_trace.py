@@ -28,12 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.inspect.memory import ALLOCATION_GRANULARITY, make_states
 from octavo.nn.causal import chunked_loss
 from octavo.nn.report import is_converted
 from octavo.parallel import Parallel, parallelize
 from octavo.planner.fake import fake_tensors
 from octavo.planner.memory_plan import BATCH, BUFFERS, PARAMETERS, STATES
+from octavo.planner.model_memory import ALLOCATION_GRANULARITY, make_states
 from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, TEMPORARIES, Timeline
 from octavo.runtime.blocks import find_blocks
 

@@ -29,9 +29,9 @@ from benchmarks.scaling_trace import (
 from benchmarks.scaling_trace import Call as Given
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
-from octavo.inspect.memory import make_states
 from octavo.planner.fake import fake_tensors
 from octavo.planner.memory_plan import PARAMETERS, STATES
+from octavo.planner.model_memory import make_states
 from octavo.planner.timeline import GRADIENTS
 
 KEPT = Path(scaling.RESULTS / "simulated" / scaling.FILE)

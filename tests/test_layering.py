@@ -24,13 +24,13 @@ LEVELS = {
     "activations": 3,
     "optim": 3,
     "comm": 3,
-    "planner": 3,
     "nn": 4,
+    "planner": 5,
     "parallel": 5,
-    "inspect": 5,
-    "integrations": 6,
-    "train": 6,
-    "cli": 7,
+    "inspect": 6,
+    "integrations": 7,
+    "train": 7,
+    "cli": 8,
 }
 FRONT_DOORS = {"__init__", "__main__"}
 

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from octavo import planner as planner
     from octavo import runtime as runtime
     from octavo import train as train
-    from octavo.inspect import plan
-    from octavo.inspect.auto_convert import convert
     from octavo.nn import disabled, report, revert
     from octavo.numerics import RECIPES, Plan, Precision, Recipe
     from octavo.optim import AdamW
     from octavo.parallel import parallelize
+    from octavo.planner.convert import convert
+    from octavo.planner.model_plan import plan
 
 __all__ = [
     "RECIPES",
@@ -56,10 +56,10 @@ _PACKAGES = {
     "Plan": "numerics",
     "Precision": "numerics",
     "Recipe": "numerics",
-    "convert": "inspect.auto_convert",
+    "convert": "planner.convert",
     "disabled": "nn",
     "parallelize": "parallel",
-    "plan": "inspect",
+    "plan": "planner.model_plan",
     "report": "nn",
     "revert": "nn",
 }

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import importlib
 import pickle
 
 import pytest
@@ -12,11 +11,9 @@ from torch import nn
 
 import octavo
 from octavo.activations import modules as activations
-from octavo.nn import change, filters
+from octavo.nn import change, convert, filters
 from octavo.nn.change import change_recipe
 from octavo.nn.linear import Linear
-
-convert = importlib.import_module("octavo.nn.convert")  # octavo.nn has a function of that name
 
 
 class ClassAttribute(nn.Linear):

@@ -8,10 +8,10 @@ from models import llama
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.inspect.memory import make_gradients, make_states
 from octavo.nn.causal import chunked_loss
 from octavo.planner.fake import fake_copy, fake_tensors
 from octavo.planner.memory_extrapolation import extrapolate_blocks, memory_series
+from octavo.planner.model_memory import make_gradients, make_states
 from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, TEMPORARIES, StorageEvents, Timeline
 from octavo.runtime.blocks import find_blocks
 

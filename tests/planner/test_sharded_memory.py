@@ -8,14 +8,14 @@ from benchmarks import scaling
 from benchmarks.scaling_trace import ARMS, build
 
 import octavo
-from octavo.inspect.memory import default_loss, trace_step_memory
-from octavo.inspect.step_memory import copy_with_blocks, step_trace
 from octavo.nn.causal import chunked_loss
 from octavo.planner.fake import fake_batch, fake_tensors
 from octavo.planner.memory_extrapolation import MemorySeries, extrapolate_blocks
 from octavo.planner.memory_plan import PARAMETERS, STATES
+from octavo.planner.model_memory import default_loss, trace_step_memory
 from octavo.planner.sharded_memory import GATHERED, Group, Shards, memory_per_rank
 from octavo.planner.step import Setting
+from octavo.planner.step_memory import copy_with_blocks, step_trace
 from octavo.planner.timeline import ACTIVATIONS, BLOCK_GRADIENTS, GRADIENTS, TEMPORARIES
 from octavo.runtime.blocks import find_blocks
 

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from models import llama
 from torch import nn
 
-from octavo.inspect.step_memory import copy_with_blocks
 from octavo.numerics import RECIPES
 from octavo.parallel import Parallel
 from octavo.planner.collective_cost import bytes_saved_by_fp8_gather
@@ -16,6 +15,7 @@ from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
 from octavo.planner.roofline import LinearCall, bf16_linear
 from octavo.planner.step import CHECKPOINTING, Setting, layout_settings, linear_costs, step_time
+from octavo.planner.step_memory import copy_with_blocks
 from octavo.planner.trace import Trace, Work, extrapolate_trace, trace
 
 H100 = DEVICES["h100"]

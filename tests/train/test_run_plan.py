@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 import octavo
 from octavo import train as train_package
 from octavo.cli import app
-from octavo.inspect import auto_convert
-from octavo.inspect.memory import make_gradients, make_states
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import LEVELS
+from octavo.planner import convert as auto_convert
 from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
+from octavo.planner.model_memory import make_gradients, make_states
 from octavo.train.config import ConfigError, TrainConfig, load_config
 from octavo.train.data import load_corpus
 from octavo.train.metrics import NullProgress

@@ -1,17 +1,16 @@
-"""Level 5: inspect a model before or during training: memory, time, and the effect of FP8 on its numerics."""
+"""Level 6: inspect a model before or during training: memory, time, and the effect of FP8 on its numerics."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from octavo.inspect.memory import memory
 
 if TYPE_CHECKING:
     from octavo.inspect.autopilot import Autopilot, Move
     from octavo.inspect.compare import compare_losses
     from octavo.inspect.findings import Finding, History, Thresholds
-    from octavo.inspect.planning import plan
     from octavo.inspect.stats import OperandStats
     from octavo.inspect.watch import Watch
+    from octavo.planner.model_memory import memory
+    from octavo.planner.model_plan import plan
 
 __all__ = [
     "Autopilot",
@@ -26,21 +25,27 @@ __all__ = [
     "plan",
 ]
 
-_ON_FIRST_USE = {
-    "Autopilot": "autopilot",
-    "Finding": "findings",
-    "History": "findings",
-    "Move": "autopilot",
-    "OperandStats": "stats",
-    "Thresholds": "findings",
-    "Watch": "watch",
-    "compare_losses": "compare",
-    "plan": "planning",
+_MODULES = {
+    "Autopilot": "inspect.autopilot",
+    "Finding": "inspect.findings",
+    "History": "inspect.findings",
+    "Move": "inspect.autopilot",
+    "OperandStats": "inspect.stats",
+    "Thresholds": "inspect.findings",
+    "Watch": "inspect.watch",
+    "compare_losses": "inspect.compare",
+    "memory": "planner.model_memory",
+    "plan": "planner.model_plan",
 }
+"""Where each public name lives."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import the other names on first use, so that `import octavo` stays fast."""
-    if name in _ON_FIRST_USE:
-        return getattr(import_module(f"octavo.inspect.{_ON_FIRST_USE[name]}"), name)
+    """Import a public name on first use, so that `import octavo` stays fast."""
+    if name in _MODULES:
+        return getattr(import_module(f"octavo.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'octavo.inspect' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

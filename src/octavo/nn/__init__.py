@@ -2,7 +2,7 @@
 
 from octavo.activations.detect import Activation, Glu, Norm, register
 from octavo.nn.change import change_recipe
-from octavo.nn.convert import convert, revert
+from octavo.nn.convert import apply_plan, revert, rule_plan
 from octavo.nn.linear import Linear, linear
 from octavo.nn.report import Report, report
 from octavo.nn.weights import accumulating
@@ -15,11 +15,12 @@ __all__ = [
     "Norm",
     "Report",
     "accumulating",
+    "apply_plan",
     "change_recipe",
-    "convert",
     "disabled",
     "linear",
     "register",
     "report",
     "revert",
+    "rule_plan",
 ]

@@ -1,4 +1,4 @@
-"""Convert a model to FP8 (`convert`), and back (`revert`).
+"""Decide which layers compute in FP8 (`rule_plan`), convert them (`apply_plan`), and undo it (`revert`).
 
 Both swap the class of each chosen module and change nothing else: the module object, its parameters, hooks, buffers,
 training flag and names stay the same. So optimizers, weight tying, `state_dict` and references keep working, and a
@@ -8,7 +8,7 @@ failed conversion leaves the model unchanged.
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -25,85 +25,67 @@ from octavo.runtime.swap import all_or_nothing, become
 
 M = TypeVar("M", bound=nn.Module)
 
-_HINTS = {
-    "plan": ": read one with octavo.Plan.from_json(text)",
-    "precision": ": make one with octavo.Precision.level('fp8')",
-}
 
-
-def convert(
-    model: M,
+def rule_plan(
+    model: nn.Module,
     recipe: str | Recipe | Mapping[Filter | ModuleFilter, str | Recipe] | None = None,
     *,
     precision: Precision | None = None,
-    plan: Plan | None = None,
     skip: Sequence[str] = (),
     filter: Filter | ModuleFilter | None = None,
-    keep_weights: bool = False,
-    activations: Literal["bf16", "fp8"] = "bf16",
-    verbose: bool = True,
-) -> M:
-    """Make the linear layers of a model compute in FP8, in place.
-
-    By default every `nn.Linear` and Transformers `Conv1D` is converted to the `rowwise` recipe, except vocabulary
-    heads and layers too narrow to gain (LoRA adapters, routers, classifiers): call `octavo.convert(model.lm_head)`
-    afterwards to convert one anyway. `octavo.report(model)` lists each layer with
-    its recipe and reason.
+    activations: str = "bf16",
+) -> Plan:
+    """Decide by rule, without costs: every linear layer except vocabulary heads and layers too narrow to gain.
 
     Args:
-        model: Any module, on any device including meta; a linear itself is fine.
-        recipe: `"rowwise"` (default), `"tensorwise"`, `"rowwise_hp_wgrad"`, `"blockwise"`, `"mxfp8"`, `"delayed"`, or a
-            `Recipe`. Or recipes by filter, e.g. `{filters.last(2): "rowwise_hp_wgrad"}`: a layer gets the recipe of
-            the first filter that matches it, else the default.
-        precision: Replaces `recipe`, `skip`, `keep_weights` and `activations`.
-        plan: Decisions per layer; replaces all other arguments.
-        skip: Name patterns of layers to skip, as in `fnmatch`, such as `["*.o_proj", "model.layers.0"]`.
-        filter: A rule of `octavo.nn.filters`, e.g. `filters.name("*.mlp.*") & ~filters.last(2)`, or any callable
-            `filter(module, fqn) -> bool`, True to convert. Called for each layer that nothing else excludes.
-        keep_weights: Quantize each weight once per forward and backward instead of twice (1 byte per parameter in
-            between), and once for all micro-batches inside `octavo.nn.accumulating(model)` (2 on a GPU). Same losses.
-            No effect on weights that FSDP shards, nor under torch.compile: see `octavo.nn.weights`.
-        activations: `"fp8"`: norms, gated MLPs and activation functions with recognized code save tensors for backward
-            in FP8; other modules do so where it is safe (docs/memory.md). Not under torch.compile. To do only this:
-            `precision=Precision(matmul="bf16", activations="fp8")`.
-        verbose: Print a one-line summary on stderr.
-
-    Returns:
-        The same model.
+        model: Not converted yet; not changed.
+        recipe: For every layer, or by filter; default `rowwise`.
+        precision: Replaces `recipe`, `skip` and `activations`.
+        skip: Name patterns of layers to skip.
+        filter: Selects among the layers that nothing else excludes.
+        activations: "fp8" to store activations in FP8, or "bf16".
 
     Raises:
-        ValueError: If the recipe is unknown, the model is converted already, arguments contradict each other, a filter
-            raises or counts blocks in a model without blocks, or FP8 is requested but no layer would be converted.
-        TypeError: If `model` is not a module, a filter is not valid, or a weight's dtype cannot be quantized.
-
-    After an error the model is unchanged.
+        ValueError: If the recipe is unknown, a filter raises or counts blocks in a model without blocks, or FP8 is
+            requested but no layer would be converted.
+        TypeError: If a filter is not valid, or a weight's dtype cannot be quantized.
     """
-    check_module("convert", model)
-    already = [fqn for fqn, module in model.named_modules() if is_converted(module) or is_storing(module)]
-    if already:
-        raise ValueError(
-            f"{len(already)} layers of this model are converted already (first: {already[0] or 'the model itself'!r}). "
-            "Call octavo.revert(model) first to convert it differently, or octavo.report(model) to list its recipes"
-        )
-    for name, argument, expected in (("plan", plan, Plan), ("precision", precision, Precision)):
-        if argument is not None and not isinstance(argument, expected):
-            raise TypeError(f"{name} is an octavo.{expected.__name__}; got {argument!r}{_HINTS[name]}")
-    allows_none = precision is not None and precision.matmul == "bf16" and precision.activations == "bf16"
-    allows_storing_only = plan is not None or (precision is not None and precision.matmul == "bf16")
-    if plan is None:
-        plan = _plan(model, recipe, precision, skip, filter, keep_weights, activations)
-    elif recipe is not None or precision is not None or skip or filter is not None or activations != "bf16":
-        raise ValueError(
-            "plan replaces recipe, precision, skip, filter and activations: pass plan alone, or those without plan"
-        )
-    if not (plan.converted or allows_none or (plan.storing and allows_storing_only)):
-        raise ValueError(f"no layer would be converted, so the model would train without FP8: {_why_none(plan)}")
+    if precision is None:
+        check_activations(activations)
+        by_filter = recipe if isinstance(recipe, Mapping) else {}
+        rest = get_recipe(DEFAULT if recipe is None or isinstance(recipe, Mapping) else recipe)
+        recipes = {rule: get_recipe(name) for rule, name in by_filter.items()}
+        plan = default_plan(model, rest, skip, filter, activations, recipes)
+    else:
+        name = DEFAULT.name if precision.recipe == AUTO else precision.recipe
+        chosen = get_recipe(name) if precision.matmul == "fp8" else None
+        rule = both(of_precision(precision), filter)
+        plan = default_plan(model, chosen, precision.skip, rule, precision.activations)
+    fp8_products = precision is None or precision.matmul == "fp8"
+    fp8_storage = precision is not None and precision.activations == "fp8"
+    if not plan.converted and (fp8_products or (fp8_storage and not plan.storing)):
+        raise ValueError(f"no layer would be converted, so the model would train without FP8: {why_none(plan)}")
+    return plan
+
+
+def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: bool = False) -> M:
+    """Convert the layers of a model as planned, in place.
+
+    Args:
+        model: Not converted yet, on any device including meta.
+        plan: A decision per layer.
+        keep_weights: As of `octavo.convert`.
+        verbose: Print a one-line summary on stderr.
+
+    Raises:
+        ValueError: If the model is converted already, or the plan does not fit it. The model is unchanged.
+    """
+    check_unconverted(model)
     modules = dict(model.named_modules())
     storages = _check(plan, modules)
-    keeps_weight = keep_weights if precision is None else precision.keep_weights
     with all_or_nothing(model):
         for fqn in plan.converted:
-            become(modules[fqn], fp8_class(modules[fqn]), recipe=plan[fqn].recipe, keeps_weight=keeps_weight)
+            become(modules[fqn], fp8_class(modules[fqn]), recipe=plan[fqn].recipe, keeps_weight=keep_weights)
         for fqn, storage in storages.items():
             make_storing(modules[fqn], storage)
         # Drops the predictions of octavo.plan.
@@ -111,6 +93,22 @@ def convert(
         if verbose:
             print(f"octavo: {report(model).summary}", file=sys.stderr)
     return model
+
+
+def check_unconverted(model: nn.Module) -> None:
+    """Raise ValueError if a layer of a model is converted already."""
+    already = [fqn for fqn, module in model.named_modules() if is_converted(module) or is_storing(module)]
+    if already:
+        raise ValueError(
+            f"{len(already)} layers of this model are converted already (first: {already[0] or 'the model itself'!r}). "
+            "Call octavo.revert(model) first to convert it differently, or octavo.report(model) to list its recipes"
+        )
+
+
+def why_none(plan: Plan) -> str:
+    """Return the reasons of a plan that converts no layer."""
+    reasons = {plan[fqn].reason for fqn in plan}
+    return "; ".join(sorted(reasons)) if reasons else "it has no nn.Linear and no transformers Conv1D"
 
 
 def revert(model: M) -> M:
@@ -174,32 +172,3 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
             ) from error
         storages[fqn] = storage
     return storages
-
-
-def _plan(
-    model: nn.Module,
-    recipe: str | Recipe | Mapping[Filter | ModuleFilter, str | Recipe] | None,
-    precision: Precision | None,
-    skip: Sequence[str],
-    filter: Filter | ModuleFilter | None,
-    keep_weights: bool,
-    activations: str,
-) -> Plan:
-    check_activations(activations)
-    if precision is None:
-        by_filter = recipe if isinstance(recipe, Mapping) else {}
-        rest = get_recipe(DEFAULT if recipe is None or isinstance(recipe, Mapping) else recipe)
-        recipes = {rule: get_recipe(name) for rule, name in by_filter.items()}
-        return default_plan(model, rest, skip, filter, activations, recipes)
-    if recipe is not None or skip or keep_weights or activations != "bf16":
-        raise ValueError(
-            "precision holds recipe, skip, keep_weights and activations: set them there, or pass them without precision"
-        )
-    name = DEFAULT.name if precision.recipe == AUTO else precision.recipe
-    chosen = get_recipe(name) if precision.matmul == "fp8" else None
-    return default_plan(model, chosen, precision.skip, both(of_precision(precision), filter), precision.activations)
-
-
-def _why_none(plan: Plan) -> str:
-    reasons = {plan[fqn].reason for fqn in plan}
-    return "; ".join(sorted(reasons)) if reasons else "it has no nn.Linear and no transformers Conv1D"

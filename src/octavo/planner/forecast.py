@@ -137,14 +137,6 @@ class Forecast(Plan):
         return text.getvalue().rstrip()
 
 
-@dataclass(frozen=True, kw_only=True)
-class CostDecisions:
-    """Decisions by cost, and the times of each linear layer."""
-
-    decisions: Mapping[str, Decision]
-    times: Mapping[str, LinearTimes]
-
-
 def decide_by_cost(
     gpu: Gpu,
     trace: Trace,
@@ -153,8 +145,8 @@ def decide_by_cost(
     recipes: Sequence[Recipe],
     *,
     eager: bool,
-) -> CostDecisions:
-    """Decide for every linear layer of a traced forward.
+) -> tuple[dict[str, Decision], dict[str, LinearTimes]]:
+    """Decide for every linear layer of a traced forward; return the decisions and the times by layer.
 
     Args:
         gpu: GPU to predict for.
@@ -180,7 +172,7 @@ def decide_by_cost(
         else:
             decisions[name] = decided.decision
             times[name] = LinearTimes(decided.bf16, decided.planned)
-    return CostDecisions(decisions=decisions, times=times)
+    return decisions, times
 
 
 def forecast(

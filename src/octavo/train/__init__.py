@@ -1,4 +1,4 @@
-"""Level 6: the trainer behind `octavo train` and `octavo demo`.
+"""Level 7: the trainer behind `octavo train` and `octavo demo`.
 
 From Python:
 

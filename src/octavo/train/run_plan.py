@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,18 +22,28 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from octavo.inspect.auto_convert import plan_on_gpu
-from octavo.inspect.memory import ALLOCATION_GRANULARITY, make_gradients, make_states
-from octavo.inspect.planning import (
+from octavo.nn.convert import rule_plan
+from octavo.nn.memory_audit import Audit, audit, dtype_name
+from octavo.numerics.names import nearest
+from octavo.numerics.plan import Plan
+from octavo.numerics.precision import AUTO, LEVELS
+from octavo.optim import AdamW
+from octavo.planner.convert import plan_on_gpu
+from octavo.planner.devices import Gpu, find_gpu
+from octavo.planner.fake import fake_device, fake_tensors
+from octavo.planner.footprint import Footprint
+from octavo.planner.forecast import Forecast, forecast
+from octavo.planner.memory_plan import MemoryPlan, summarize
+from octavo.planner.model_memory import ALLOCATION_GRANULARITY, follow_step, make_gradients, make_states
+from octavo.planner.model_plan import (
     check_gathered,
     default_decisions,
-    plan_from_costs,
     plan_request,
-    planned_linears,
     trace_model,
     with_measurements,
 )
-from octavo.inspect.step_memory import (
+from octavo.planner.step import CHECKPOINTING, Setting, layout_settings
+from octavo.planner.step_memory import (
     StepTrace,
     blocks_are_equal,
     copy_with_blocks,
@@ -42,19 +51,6 @@ from octavo.inspect.step_memory import (
     step_footprint,
     step_trace,
 )
-from octavo.nn import convert
-from octavo.nn.memory_audit import Audit, audit, dtype_name
-from octavo.nn.report import PLAN_ATTRIBUTE
-from octavo.numerics.names import nearest
-from octavo.numerics.plan import Plan
-from octavo.numerics.precision import AUTO, LEVELS
-from octavo.optim import AdamW
-from octavo.planner.devices import Gpu, find_gpu
-from octavo.planner.fake import fake_device, fake_tensors
-from octavo.planner.footprint import Footprint
-from octavo.planner.forecast import Forecast, decide_by_cost, forecast
-from octavo.planner.memory_plan import BATCH, BUFFERS, PARAMETERS, STATES, MemoryPlan, summarize
-from octavo.planner.step import CHECKPOINTING, Setting, layout_settings
 from octavo.planner.tables import compare_memory, forecast_tables, plan_notes
 from octavo.planner.timeline import Timeline
 from octavo.runtime.blocks import find_blocks
@@ -203,7 +199,7 @@ def plan_step(
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = _build(config, cast(TextTokenizer, _vocabulary(config)))
     progress(f"the linear layers on {gpu_spec.name}")
-    rule, decisions = default_decisions(model, request)
+    rule = default_decisions(model, request)
     own_plan = _configured(model, config, gpu_spec, shape[0] * shape[1])
     check_gathered(own_plan, layout)
 
@@ -213,10 +209,7 @@ def plan_step(
             return copy(input_ids=ids, labels=ids, use_cache=False)
 
     trace = _run(lambda: trace_model(model, forward, [shape], fake), shape[0])
-    cost = decide_by_cost(
-        gpu_spec, trace, planned_linears(model, rule), decisions, request.recipes, eager=setting.eager
-    )
-    best = plan_from_costs(rule, cost)
+    best, times = rule.by_cost(gpu_spec, trace, eager=setting.eager)
     blocks = len(find_blocks(model))
 
     def memory(subject: str, run: TrainConfig, plan: Plan, arm_setting: Setting) -> Footprint:
@@ -227,7 +220,7 @@ def plan_step(
 
     own_memory = memory("this configuration", config, own_plan, setting)
     return forecast(
-        best, cost.times, gpu_spec, trace, request.recipes, setting, shape[0] * shape[1],
+        best, times, gpu_spec, trace, request.recipes, setting, shape[0] * shape[1],
         memory=own_memory if _same_decisions(own_plan, best) else memory("the best plan", config, best, setting),
         bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), setting.bf16),
         configured=(own_plan, own_memory),
@@ -235,14 +228,13 @@ def plan_step(
 
 
 def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu, tokens: int) -> Plan:
-    """The trainer's plan on a GPU, from a conversion of a copy. Raises ValueError as the trainer does."""
+    """The trainer's plan on a GPU. Raises ValueError as the trainer does."""
     precision = config.resolved
     if "fp8" not in (precision.matmul, precision.activations):
         return Plan({})
     if precision.recipe == AUTO and precision.matmul == "fp8":
         return plan_on_gpu(model, gpu, precision, None, tokens)
-    plan: Plan = getattr(convert(deepcopy(model), precision=precision, verbose=False), PLAN_ATTRIBUTE)
-    return plan
+    return rule_plan(model, precision=precision)
 
 
 def _same_decisions(one: Plan, other: Plan) -> bool:
@@ -333,23 +325,19 @@ def _trace_step(
 ) -> Timeline:
     """The timeline of one step; it labels the gradients of `blocks` separately."""
     optimizer = trainer.optimizer
-    timeline = Timeline(granule)
-    timeline.label(trainer.model.parameters(), PARAMETERS)
-    timeline.label(trainer.model.buffers(), BUFFERS)
-    timeline.label(batch, BATCH)
     make_states(optimizer.adamw)
-    timeline.label([t for t in tree_leaves(optimizer.state_dict()) if isinstance(t, Tensor)], STATES)
-    if trainer.config.optim.micro_batches > 1:
-        timeline.label_gradients(make_gradients(optimizer.adamw))
-    timeline.follow(trainer.model, blocks)
-    with timeline:
-        trainer.accumulate(*batch, targets=batch[1].numel())
-        timeline.label_gradients(optimizer.gradients())
-        timeline.set_phase("optimizer step")
+    states = [t for t in tree_leaves(optimizer.state_dict()) if isinstance(t, Tensor)]
+    earlier = make_gradients(optimizer.adamw) if trainer.config.optim.micro_batches > 1 else []
+
+    def optimizer_step() -> None:
         norm = optimizer.gradient_norm(1.0)
-        if not isinstance(optimizer.adamw, AdamW):  # a step of ours takes no memory beside its states
+        if not isinstance(optimizer.adamw, AdamW):  # a step of octavo.AdamW needs no memory beside its states
             optimizer.step(0.0, norm)
-    return timeline
+
+    return follow_step(
+        trainer.model, batch, states, earlier, lambda: trainer.accumulate(*batch, targets=batch[1].numel()),
+        optimizer_step, granule=granule, blocks=blocks, gradients=optimizer.gradients,
+    )  # fmt: skip
 
 
 def _vocabulary(config: TrainConfig) -> TextTokenizer | _Vocabulary:

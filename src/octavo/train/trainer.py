@@ -27,14 +27,14 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo._version import __version__
-from octavo.inspect.auto_convert import convert as convert_by_cost
 from octavo.inspect.autopilot import Autopilot, Move
 from octavo.inspect.watch import Watch
-from octavo.nn import Report, accumulating, convert, report
+from octavo.nn import Report, accumulating, apply_plan, report
 from octavo.nn.report import is_converted
 from octavo.numerics.plan import Plan
 from octavo.parallel import parallelize
 from octavo.parallel.parallelize import make_mesh
+from octavo.planner.convert import convert
 from octavo.train.checkpoint import CheckpointSaver
 from octavo.train.checkpointing import Checkpointing
 from octavo.train.config import ConfigError, TrainConfig
@@ -350,14 +350,13 @@ def _convert(
     precision = config.resolved
     if plan is not None:
         if plan.converted or plan.storing:
-            convert(model, plan=plan, keep_weights=precision.keep_weights, verbose=False)
+            apply_plan(model, plan, keep_weights=precision.keep_weights)
     elif "fp8" not in (precision.matmul, precision.activations):
         return None
-    elif device.type == "cuda":
-        tokens = config.optim.batch // (config.optim.micro_batches * world) * config.data.sequence_length
-        convert_by_cost(model, precision=precision, tokens=tokens, verbose=False)
     else:
-        convert(model, precision=precision, verbose=False)
+        tokens = config.optim.batch // (config.optim.micro_batches * world) * config.data.sequence_length
+        gpu = None if device.type == "cuda" else "cpu"
+        convert(model, precision=precision, device=gpu, tokens=tokens, verbose=False)
     return report(model)
 
 

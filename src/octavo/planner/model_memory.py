@@ -8,14 +8,14 @@ optimizer. A 7B model takes about a second. The original model is not changed an
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from octavo.nn import convert
+from octavo.nn.convert import apply_plan, rule_plan
 from octavo.nn.memory_audit import audit, call, dtype_name
 from octavo.numerics.precision import Precision
 from octavo.optim import AdamW
@@ -72,7 +72,7 @@ def memory(
         with fake_tensors() as mode:
             copy = fake_copy(model, mode, place)
             if precision is not None:
-                convert(copy, precision=precision, verbose=False)
+                apply_plan(copy, rule_plan(copy, precision=precision), keep_weights=precision.keep_weights)
             inputs = fake_batch(batch, size, dtype, place)
             tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
             if not tensors:
@@ -107,20 +107,51 @@ def trace_step_memory(
     Raises:
         ValueError: If the model cannot run.
     """
+    states = [] if stepper is None else make_states(stepper)
+    earlier = make_gradients(stepper) if stepper is not None and micro_batches > 1 else []
+
+    def optimizer_step() -> None:
+        if stepper is not None and not isinstance(stepper, AdamW):
+            stepper.step()
+
+    def forward_backward() -> None:
+        _run(lambda: loss(model, inputs).backward(), inputs)
+
+    return follow_step(
+        model, inputs, states, earlier, forward_backward, optimizer_step, granule=granule, blocks=blocks
+    )  # fmt: skip
+
+
+def follow_step(
+    model: nn.Module, batch: Any, states: Sequence[Tensor], earlier_gradients: Sequence[Tensor],
+    forward_backward: Callable[[], Any], optimizer_step: Callable[[], Any], *, granule: int,
+    blocks: Iterable[nn.Module] = (), gradients: Callable[[], Sequence[Tensor]] = tuple,
+) -> Timeline:  # fmt: skip
+    """Record the timeline of a step of a fake model under FakeTensorMode.
+
+    Args:
+        model: The model.
+        batch: Its input.
+        states: Tensors of the optimizer.
+        earlier_gradients: Gradients of earlier micro-batches.
+        forward_backward: Runs forward and backward.
+        optimizer_step: Runs the rest of the step.
+        granule: Granularity of the allocator in bytes.
+        blocks: Modules whose gradients are labelled separately.
+        gradients: Returns gradients that are not those of the model's parameters, after backward.
+    """
     timeline = Timeline(granule)
     timeline.label(model.parameters(), PARAMETERS)
     timeline.label(model.buffers(), BUFFERS)
-    timeline.label([leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)], BATCH)
-    if stepper is not None:
-        timeline.label(make_states(stepper), STATES)
-        if micro_batches > 1:
-            timeline.label_gradients(make_gradients(stepper))
+    timeline.label([leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)], BATCH)
+    timeline.label(states, STATES)
+    timeline.label_gradients(earlier_gradients)
     timeline.follow(model, blocks)
     with timeline:
-        _run(lambda: loss(model, inputs).backward(), inputs)
+        forward_backward()
+        timeline.label_gradients(gradients())
         timeline.set_phase("optimizer step")
-        if stepper is not None and not isinstance(stepper, AdamW):
-            stepper.step()
+        optimizer_step()
     return timeline
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from octavo.inspect.memory import ALLOCATION_GRANULARITY
 from octavo.nn.report import is_converted
 from octavo.numerics.plan import Plan
 from octavo.numerics.recipe import Recipe
@@ -21,6 +20,7 @@ from octavo.planner.collective_cost import FP8_BYTES_PER_ELEMENT
 from octavo.planner.fake import fake_copy
 from octavo.planner.footprint import Footprint, footprint
 from octavo.planner.memory_extrapolation import extrapolate_blocks, memory_series
+from octavo.planner.model_memory import ALLOCATION_GRANULARITY
 from octavo.planner.sharded_memory import Group, Shards
 from octavo.planner.step import Setting
 from octavo.planner.timeline import BLOCK_GRADIENTS, StorageEvents, Timeline

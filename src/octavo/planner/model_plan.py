@@ -6,7 +6,7 @@ step gains, and how much memory it needs.
     octavo.convert(model, plan=plan)
 
 One forward runs on fake copies of the model, to count the calls of each linear layer, their sizes and the other work.
-Steps run on such copies for their memory (`octavo.inspect.step_memory`). If the blocks are equal, the copies have two
+Steps run on such copies for their memory (`octavo.planner.step_memory`). If the blocks are equal, the copies have two
 and three of them and the rest is extrapolated. The model may be on meta. A GPU is read only if the device is this
 machine's and `octavo calibrate` has measured it.
 """
@@ -23,20 +23,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from octavo.inspect.memory import ALLOCATION_GRANULARITY, default_loss, trace_step_memory
-from octavo.inspect.step_memory import (
-    TRACED_BLOCKS,
-    StepTrace,
-    blocks_are_equal,
-    copy_with_blocks,
-    restrict_plan,
-    step_footprint,
-    step_trace,
-)
-from octavo.nn import convert
+from octavo.nn.convert import apply_plan, check_unconverted
 from octavo.nn.filters import FilterLike, both, of_precision
 from octavo.nn.memory_audit import call
-from octavo.nn.report import check_module, is_converted
+from octavo.nn.report import check_module
 from octavo.nn.select import HEAD_REASON, default_plan, is_linear
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
@@ -47,9 +37,19 @@ from octavo.planner.decide import candidates
 from octavo.planner.devices import Gpu, find_gpu, gpu_by_driver_name
 from octavo.planner.fake import fake_batch, fake_device, fake_tensors
 from octavo.planner.footprint import Footprint
-from octavo.planner.forecast import CostDecisions, Forecast, decide_by_cost, forecast
+from octavo.planner.forecast import Forecast, LinearTimes, decide_by_cost, forecast
 from octavo.planner.measured import Measurements, read_measurements
+from octavo.planner.model_memory import ALLOCATION_GRANULARITY, default_loss, trace_step_memory
 from octavo.planner.step import CHECKPOINTING, Layout, Setting, is_count, layout_settings
+from octavo.planner.step_memory import (
+    TRACED_BLOCKS,
+    StepTrace,
+    blocks_are_equal,
+    copy_with_blocks,
+    restrict_plan,
+    step_footprint,
+    step_trace,
+)
 from octavo.planner.trace import Trace, extrapolate_trace, trace
 from octavo.runtime.blocks import find_blocks
 
@@ -125,11 +125,10 @@ def plan(
         recompute=CHECKPOINTING[checkpointing], states=request.precision.states,
     )  # fmt: skip
     shapes = _shapes(model, batch, seq)
-    rule, forced_bf16 = default_decisions(model, request)
+    rule = default_decisions(model, request)
     traced, size = _trace(model, shapes, batch)
     tokens = seq * batch if seq is not None else max((c.m for cs in traced.calls.values() for c in cs), default=1)
-    cost = decide_by_cost(gpu, traced, planned_linears(model, rule), forced_bf16, request.recipes, eager=setting.eager)
-    decided = plan_from_costs(rule, cost)
+    decided, times = rule.by_cost(gpu, traced, eager=setting.eager)
     check_gathered(decided, parallel)
     offloaded = parallel is not None and parallel.cpu_offload
 
@@ -140,7 +139,7 @@ def plan(
         return replace(predicted, note=_SELECTIVE_NOTE) if checkpointing == "selective" else predicted
 
     return forecast(
-        decided, cost.times, gpu, traced, request.recipes, setting, tokens,
+        decided, times, gpu, traced, request.recipes, setting, tokens,
         memory=memory(decided, request.precision, setting), bf16_memory=memory(Plan({}), LEVELS["bf16"], setting.bf16),
     )  # fmt: skip
 
@@ -204,26 +203,48 @@ def with_measurements(gpu: Gpu, calibration: str | Path | None) -> Gpu:
     return gpu
 
 
-def default_decisions(model: nn.Module, request: PlanRequest) -> tuple[Plan, dict[str, str]]:
-    """Return the plan of the default rules, and the layers that stay in bf16 whatever they cost, with the reason."""
-    if any(is_converted(module) for module in model.modules()):
-        raise ValueError("this model is converted already: octavo.revert(model) first, or plan before converting")
-    rule = _default_plan(model, request, request.filter)
-    reasons = {name: rule[name].reason for name in planned_linears(model, rule) if rule[name].recipe is None}
-    return rule, {name: why for name, why in reasons.items() if not (request.heads and why.startswith(HEAD_REASON))}
+@dataclass(frozen=True, kw_only=True)
+class DefaultDecisions:
+    """The decisions of the rules about a model, which predicted cost may change.
+
+    Attributes:
+        plan: The decisions.
+        linears: Names of the linear layers in it, which may also list modules that store activations.
+        forced_bf16: Layers that stay in bf16 whatever they cost, with the reason.
+        recipes: The recipes to choose from.
+    """
+
+    plan: Plan
+    linears: tuple[str, ...]
+    forced_bf16: Mapping[str, str]
+    recipes: tuple[Recipe, ...]
+
+    def by_cost(self, gpu: Gpu, traced: Trace, *, eager: bool) -> tuple[Plan, dict[str, LinearTimes]]:
+        """Decide each linear layer by its time on a GPU.
+
+        Args:
+            gpu: The GPU.
+            traced: The calls of each linear layer.
+            eager: Count the host's launch time where it exceeds the GPU time.
+
+        Returns:
+            The plan, with stored activations as decided by the rules, and the times of each layer.
+        """
+        by_cost, times = decide_by_cost(gpu, traced, self.linears, self.forced_bf16, self.recipes, eager=eager)
+        stored = {name: replace(decision, storage=self.plan[name].storage) for name, decision in by_cost.items()}
+        return Plan({**self.plan.decisions, **stored}, self.plan.activations), times
 
 
-def planned_linears(model: nn.Module, rule: Plan) -> list[str]:
-    """Return the names of the linear layers in a plan, which may also list modules that store activations."""
-    return [name for name in rule if is_linear(model.get_submodule(name))]
-
-
-def plan_from_costs(rule: Plan, cost: CostDecisions) -> Plan:
-    """Return the plan of layers decided by cost, with the stored activations of the default plan."""
-    decisions = dict(rule.decisions)
-    for name, decision in cost.decisions.items():
-        decisions[name] = replace(decision, storage=decisions[name].storage)
-    return Plan(decisions, rule.activations)
+def default_decisions(model: nn.Module, request: PlanRequest) -> DefaultDecisions:
+    """Decide by the rules of `octavo.nn.select`. Raises ValueError if a layer is converted already."""
+    check_unconverted(model)
+    precision = request.precision
+    recipe = request.recipes[0] if precision.matmul == "fp8" else None
+    plan = default_plan(model, recipe, precision.skip, request.filter, precision.activations)
+    linears = tuple(name for name in plan if is_linear(model.get_submodule(name)))
+    reasons = {name: plan[name].reason for name in linears if plan[name].recipe is None}
+    forced = {name: why for name, why in reasons.items() if not (request.heads and why.startswith(HEAD_REASON))}
+    return DefaultDecisions(plan=plan, linears=linears, forced_bf16=forced, recipes=request.recipes)
 
 
 def trace_model(
@@ -284,11 +305,6 @@ def _request(
     return replace(plan_request(Precision(skip=tuple(skip)), filter, heads=heads), recipes=candidates(recipe))
 
 
-def _default_plan(model: nn.Module, request: PlanRequest, filter: FilterLike | None) -> Plan:
-    recipe = request.recipes[0] if request.precision.matmul == "fp8" else None
-    return default_plan(model, recipe, request.precision.skip, filter, request.precision.activations)
-
-
 def _trace(model: nn.Module, shapes: Any, batch: Any) -> tuple[Trace, int]:
     """Trace one forward; return it with its number of sequences."""
     dtype, place = _dtype(model), fake_device(torch.device("cuda"))
@@ -313,7 +329,7 @@ def _trace_blocks(
         copy = copy_with_blocks(model, blocks, mode, place)
         part = restrict_plan(plan, copy)
         if part.converted or part.storing:
-            convert(copy, plan=part, keep_weights=precision.keep_weights, verbose=False)
+            apply_plan(copy, part, keep_weights=precision.keep_weights)
         if checkpointing == "full":
             for block in find_blocks(copy):
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -16,12 +16,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.inspect.memory import make_gradients, make_states
-from octavo.inspect.step_memory import blocks_are_equal, copy_with_blocks
 from octavo.nn.causal import chunked_loss
 from octavo.numerics.plan import Decision, Plan
 from octavo.parallel import Parallel
 from octavo.planner.fake import fake_copy, fake_tensors
+from octavo.planner.model_memory import make_gradients, make_states
+from octavo.planner.step_memory import blocks_are_equal, copy_with_blocks
 from octavo.runtime.blocks import find_blocks
 
 CPU = torch.device("cpu")

@@ -1,6 +1,5 @@
 """octavo.convert: by cost where a GPU is present, as told elsewhere."""
 
-import inspect
 import warnings
 
 import pytest
@@ -10,9 +9,8 @@ from torch import nn
 
 import octavo
 from octavo import Precision
-from octavo.inspect import auto_convert
-from octavo.nn import convert as convert_linears
-from octavo.nn import filters
+from octavo.nn import apply_plan, filters, rule_plan
+from octavo.planner import convert as convert_module
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -22,7 +20,7 @@ def gpu(monkeypatch):
     """Makes this machine say that it has a GPU."""
 
     def present(name=H100):
-        monkeypatch.setattr(auto_convert, "local_gpu_name", lambda: name)
+        monkeypatch.setattr(convert_module, "local_gpu_name", lambda: name)
 
     present()
     return present
@@ -38,18 +36,42 @@ def converted(model):
     return {row.name for row in octavo.report(model) if row.converted}
 
 
-def test_without_a_gpu_it_is_the_same_as_before():
+def test_without_a_gpu_the_rules_decide():
     ours, theirs = llama(), llama()
-    assert auto_convert.local_gpu_name() is None or torch.cuda.is_available()
+    assert convert_module.local_gpu_name() is None or torch.cuda.is_available()
     octavo.convert(ours, verbose=False)
-    convert_linears(theirs, verbose=False)
+    apply_plan(theirs, rule_plan(theirs))
     assert ours.octavo_plan == theirs.octavo_plan and converted(ours)
 
 
-def test_it_takes_the_arguments_of_the_other_and_tokens():
-    ours, theirs = (inspect.signature(f).parameters for f in (octavo.convert, convert_linears))
-    assert [p for p in ours if p != "tokens"] == list(theirs)
-    assert all(ours[name].default == theirs[name].default for name in theirs)
+def test_a_gpu_that_is_elsewhere_decides_as_one_that_is_here(gpu):
+    here, elsewhere = octavo.convert(wide(), verbose=False), wide()
+    gpu(None)
+    octavo.convert(elsewhere, device="h100", verbose=False)
+    assert elsewhere.octavo_plan == here.octavo_plan
+    assert converted(octavo.convert(wide(), verbose=False)) != converted(here)
+
+
+def test_the_cpu_decides_by_rule_beside_a_gpu(gpu):
+    rule = wide()
+    apply_plan(rule, rule_plan(rule))
+    assert octavo.convert(wide(), device="cpu", verbose=False).octavo_plan == rule.octavo_plan
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "h1000"}, "h100"),
+        ({"device": "h100", "recipe": "rowwise"}, "device decides which layers gain"),
+        ({"device": "h100", "precision": Precision(matmul="bf16", activations="fp8")}, "no FP8 products"),
+        ({"device": "h100", "plan": octavo.Plan({})}, "plan replaces"),
+    ],
+)
+def test_a_device_that_cannot_decide_raises(arguments, message):
+    model = wide()
+    with pytest.raises(ValueError, match=message):
+        octavo.convert(model, **arguments)
+    assert not converted(model) and not hasattr(model, "octavo_plan")
 
 
 def test_what_gains_is_converted_and_the_reason_says_by_how_much(gpu):
@@ -126,7 +148,7 @@ def test_recipe_auto_and_precision_auto_leave_it_to_cost(gpu):
     assert converted(octavo.convert(wide(), precision=Precision(recipe="auto"), verbose=False)) == by_default
     last = converted(octavo.convert(wide(), precision=Precision(recipe="auto", skip_last=1), verbose=False))
     assert last == {name for name in by_default if "layers.0" in name}
-    with pytest.raises(ValueError, match="precision includes recipe"):
+    with pytest.raises(ValueError, match="precision holds recipe"):
         octavo.convert(wide(), precision=Precision(recipe="auto"), skip=["*"])
 
 

@@ -1,0 +1,220 @@
+"""convert, the one line: decide for each linear layer, then convert in place.
+
+    octavo.convert(model)                       with a GPU: every layer that gains on it, in the recipe that gains most
+    octavo.convert(model, device="h100")        the same decisions on any machine
+    octavo.convert(model, "rowwise")            every layer, in this recipe
+    octavo.convert(model, plan=octavo.plan(…))  as planned
+
+Without a GPU, a recipe and a plan, the rules of `octavo.nn.select` decide: every layer is converted to the default
+recipe. With a GPU they select the candidates, and predicted cost decides among them. The number of tokens is unknown
+before the first batch, so one is assumed; every reason states it and the GPU, and `tokens` sets it. Each layer is
+assumed to be called once in eager mode with an input of its own: siblings that share an input gain a little more than
+predicted. `octavo.plan` uses a real batch.
+"""
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from octavo.nn.convert import apply_plan, check_unconverted, rule_plan, why_none
+from octavo.nn.filters import Filter, ModuleFilter
+from octavo.nn.report import PLAN_ATTRIBUTE, check_module, report
+from octavo.numerics.plan import Plan
+from octavo.numerics.precision import AUTO, Precision
+from octavo.numerics.recipe import Recipe
+
+if TYPE_CHECKING:
+    from octavo.planner.devices import Gpu
+
+M = TypeVar("M", bound=nn.Module)
+
+ASSUMED_TOKENS = 8192
+"""Assumed tokens per call of a linear layer."""
+_HINTS = {
+    "plan": ": read one with octavo.Plan.from_json(text)",
+    "precision": ": make one with octavo.Precision.level('fp8')",
+}
+
+
+def convert(
+    model: M,
+    recipe: str | Recipe | Mapping[Filter | ModuleFilter, str | Recipe] | None = None,
+    *,
+    precision: Precision | None = None,
+    plan: Plan | None = None,
+    skip: Sequence[str] = (),
+    filter: Filter | ModuleFilter | None = None,
+    keep_weights: bool = False,
+    activations: Literal["bf16", "fp8"] = "bf16",
+    device: "str | Path | Mapping[str, Any] | Gpu | None" = None,
+    tokens: int = ASSUMED_TOKENS,
+    verbose: bool = True,
+) -> M:
+    """Convert the linear layers of a model to FP8, in place: on a GPU those that gain there, else all.
+
+    Without a recipe and a plan, and for a GPU that `octavo.planner.devices` knows, each layer gets the recipe
+    predicted to be fastest for `tokens`, or stays in bf16 if none gains. If no layer gains, the model is left as it is,
+    with a warning. Otherwise every `nn.Linear` and Transformers `Conv1D` is converted, by default to the `rowwise`
+    recipe, except layers too narrow to gain (LoRA adapters, routers, classifiers). Vocabulary heads are never converted
+    (call `octavo.convert(model.lm_head, "rowwise")` afterwards to convert one). `octavo.report(model)` lists each layer
+    with its recipe and reason.
+
+    Args:
+        model: Any module, on any device including meta; a linear layer itself is fine.
+        recipe: `"rowwise"`, `"tensorwise"`, `"rowwise_hp_wgrad"`, `"blockwise"`, `"mxfp8"`, `"delayed"`, or a `Recipe`,
+            for every layer regardless of its gain; or `"auto"`, same as None. Or recipes by filter, such as
+            `{filters.last(2): "rowwise_hp_wgrad"}`: a layer gets the recipe of the first filter that matches it, else
+            the default.
+        precision: The whole request in one object, instead of `recipe`, `skip`, `keep_weights` and `activations`.
+        plan: Decisions made before, for example by `octavo.plan`, instead of all other arguments.
+        skip: Name patterns of layers to leave alone, as in `fnmatch`, such as `["*.o_proj", "model.layers.0"]`.
+        filter: A filter of `octavo.nn.filters`, such as `filters.name("*.mlp.*") & ~filters.last(2)`, or any callable
+            `filter(module, fqn) -> bool`, True to convert. It is called for each layer that no other rule excludes.
+        keep_weights: Quantize each weight once per forward and backward instead of twice (1 byte per parameter in
+            between), and once for all micro-batches inside `octavo.nn.accumulating(model)` (2 on a GPU). Same losses.
+            No effect on weights that FSDP shards, nor under torch.compile: see `octavo.nn.weights`.
+        activations: `"fp8"`: norms, gated MLPs and activation functions with recognized code save tensors for backward
+            in FP8; other modules do so where it is safe (docs/memory.md). Not under torch.compile. For this alone:
+            `precision=Precision(matmul="bf16", activations="fp8")`.
+        device: The GPU to decide for, as of `octavo.plan`: a name such as `"h100"`, a file or a table. None: this
+            machine's GPU, if it has one. `"cpu"`: decide without costs, also on a machine with a GPU.
+        tokens: Tokens per call of a layer on one GPU; used only for the decision.
+        verbose: Print a one-line summary on stderr.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: For an unknown recipe or GPU, a model converted already, contradicting arguments, a filter that
+            raises or counts blocks in a model without blocks, tokens below 1, or if no layer would be converted
+            although a recipe was requested by name.
+        TypeError: If `model` is not a module, a filter is not one, or weights have a dtype without an FP8 format.
+
+    After any error the model is unchanged.
+    """
+    _check_request(model, recipe, precision, plan, skip, filter, keep_weights, activations, device, tokens)
+    if plan is not None:
+        return apply_plan(model, plan, keep_weights=keep_weights, verbose=verbose)
+    auto = recipe in (None, AUTO) if precision is None else _is_auto(precision)
+    gpu = (device or local_gpu_name()) if auto and device != "cpu" else None
+    if gpu is None:
+        chosen = None if recipe == AUTO else recipe
+        decided = rule_plan(model, chosen, precision=precision, skip=skip, filter=filter, activations=activations)
+        keep_weights = keep_weights if precision is None else precision.keep_weights
+        return apply_plan(model, decided, keep_weights=keep_weights, verbose=verbose)
+    if precision is None:
+        precision = Precision(recipe=AUTO, skip=tuple(skip), keep_weights=keep_weights, activations=activations)
+    decided, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
+    if decided.converted or decided.storing:
+        return apply_plan(model, decided, keep_weights=precision.keep_weights, verbose=verbose)
+    vars(model)[PLAN_ATTRIBUTE] = decided
+    warnings.warn(
+        f"octavo: no layer of this model is predicted to gain from FP8 on {where} with {tokens} tokens, so the model "
+        "is unchanged; octavo.report(model) has the figures. octavo.convert(model, 'rowwise') converts it anyway",
+        UserWarning, stacklevel=2,
+    )  # fmt: skip
+    if verbose:
+        print(f"octavo: {report(model).summary}", file=sys.stderr)
+    return model
+
+
+def _check_request(
+    model: nn.Module, recipe: Any, precision: Precision | None, plan: Plan | None, skip: Sequence[str], filter: Any,
+    keep_weights: bool, activations: str, device: Any, tokens: int,
+) -> None:  # fmt: skip
+    """Raise for arguments of `convert` that are invalid or contradict each other."""
+    if tokens < 1:
+        raise ValueError(f"tokens is an integer of 1 or more; got {tokens!r}")
+    check_module("convert", model)
+    check_unconverted(model)
+    for name, argument, expected in (("plan", plan, Plan), ("precision", precision, Precision)):
+        if argument is not None and not isinstance(argument, expected):
+            raise TypeError(f"{name} is an octavo.{expected.__name__}; got {argument!r}{_HINTS[name]}")
+    if plan is not None:
+        settings = (recipe, precision, filter, device)
+        if skip or activations != "bf16" or any(setting is not None for setting in settings):
+            raise ValueError(
+                "plan replaces recipe, precision, skip, filter, activations and device: pass plan alone, or those "
+                "without plan"
+            )
+        if not (plan.converted or plan.storing):
+            raise ValueError(f"no layer would be converted, so the model would train without FP8: {why_none(plan)}")
+        return
+    if precision is not None and (recipe is not None or skip or keep_weights or activations != "bf16"):
+        raise ValueError(
+            "precision holds recipe, skip, keep_weights and activations: set them there, or pass them without precision"
+        )
+    auto = recipe in (None, AUTO) if precision is None else _is_auto(precision)
+    if device is not None and device != "cpu" and not auto:
+        raise ValueError(
+            "device decides which layers gain on a GPU, but this request names the recipe or has no FP8 products: "
+            "leave out device, or ask for recipe='auto'"
+        )
+
+
+def _is_auto(precision: Precision) -> bool:
+    """Return whether a precision leaves the recipe of its FP8 products to cost."""
+    return precision.recipe == AUTO and precision.matmul == "fp8"
+
+
+def local_gpu_name() -> str | None:
+    """Return the name of this machine's GPU, as its driver reports it; None without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def _plan_on(
+    gpu: Any, local: bool, model: nn.Module, precision: Precision, filter: Filter | ModuleFilter | None, tokens: int
+) -> tuple[Plan, str]:
+    """Plan a model for a GPU; return the plan and the name of the GPU.
+
+    Args:
+        gpu: Driver name of this machine's GPU, or a GPU as `find_gpu` takes it.
+        local: Whether it is this machine's. If the table of GPUs does not have it, the rules decide.
+        model: Not converted yet.
+        precision: The request, including its recipe.
+        filter: Selects the layers.
+        tokens: Tokens per call of a layer.
+    """
+    from octavo.planner.devices import find_gpu, gpu_by_driver_name
+    from octavo.planner.model_plan import default_decisions, plan_request, with_measurements
+
+    known = gpu_by_driver_name(gpu) if local else find_gpu(gpu)
+    if known is None:
+        rule = default_decisions(model, plan_request(precision, filter)).plan
+        note = f"by rule: {gpu} is not in the table of GPUs, so no cost is known"
+        decisions = {f: replace(d, reason=f"{d.reason}; {note}") if d.recipe else d for f, d in rule.decisions.items()}
+        return Plan(decisions, rule.activations), gpu
+    plan = plan_on_gpu(model, with_measurements(known, None), precision, filter, tokens)
+    return plan, gpu if local else known.name
+
+
+def plan_on_gpu(
+    model: nn.Module, gpu: "Gpu", precision: Precision, filter: Filter | ModuleFilter | None, tokens: int
+) -> Plan:  # fmt: skip
+    """Plan a model by cost on a GPU, which need not be present; for an assumed number of tokens per call."""
+    from octavo.nn.filters import sizes
+    from octavo.planner.model_plan import default_decisions, plan_request
+    from octavo.planner.roofline import LinearCall
+    from octavo.planner.trace import Trace
+
+    rule = default_decisions(model, plan_request(precision, filter))
+    calls = {}
+    for fqn in rule.linears:
+        module = model.get_submodule(fqn)
+        inner, outer = sizes(module)
+        trained = all(p.requires_grad for p in module.parameters(recurse=False) if p.ndim == 2)
+        calls[fqn] = (LinearCall(m=tokens, k=inner, n=outer, wgrad=trained),)
+    assumed = Trace(calls=calls, attention=0, products=(), rest=(), regions=(), parameters=0, trained=0)
+    decided, _ = rule.by_cost(gpu, assumed, eager=True)
+    note = f"{tokens} tokens assumed on {gpu.name}"
+    decisions = {
+        fqn: replace(d, reason=f"{d.reason}; {note}") if d.gain is not None else d
+        for fqn, d in decided.decisions.items()
+    }
+    return Plan(decisions, decided.activations)
