@@ -245,7 +245,8 @@ each layer and their sizes, so any model works; Llama 3 70B takes seconds. If th
 only two and three of them run and the rest is extrapolated; otherwise all run.
 
 **With a GPU present `octavo.convert(model)` decides the same way**, for 8192 tokens (`tokens=`); times that `octavo
-calibrate` measured there take precedence. A named recipe applies to all layers, whatever it gains:
+calibrate` measured there take precedence. `octavo.convert(model, device="h100")` makes the decisions of that GPU on any
+machine; `device="cpu"` decides by rule, also beside a GPU. A named recipe applies to all layers, whatever it gains:
 `octavo.convert(model, "rowwise")`. On a GPU that is missing from the table below every layer is converted, and the
 report notes that the cost is unknown. LoRA adapters of rank 64 or less, and layers with at most 64 features on one
 side and at least eight times as many on the other (routers, small classifiers), are never converted by default, with
