@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from benchmarks.environment import RESULTS, device_name, environment, save_figure, write_json, write_text
+from octavo.experiments.curves import Curves, smooth
 from octavo.train import RunResult, TrainConfig, load_config, run
-from octavo.train.curves import Curves, smooth
-from octavo.train.data import load_corpus
-from octavo.train.metrics import NullProgress, read_metrics
+from octavo.train.data.corpus import load_corpus
+from octavo.train.record.metrics import NullProgress, read_metrics
 from octavo.train.trainer import Trainer
 
 Row = dict[str, Any]
@@ -90,7 +90,7 @@ Overrides = Sequence[str]
 def configuration(arm: str, seed: int, steps: int, more: Overrides = ()) -> TrainConfig:
     """The demonstration's configuration with the settings of an arm."""
     settings = [f"run.seed={seed}", f"run.steps={steps}", *ARMS[arm], *more]
-    with resources.as_file(resources.files("octavo.train") / "demo.toml") as path:
+    with resources.as_file(resources.files("octavo.experiments") / "demo.toml") as path:
         return load_config(path, settings)
 
 

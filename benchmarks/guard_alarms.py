@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import RESULTS, device_name, environment, write_json, write_text
+from octavo.train.config.sections import GuardConfig
 from octavo.train.guard import STEPS_PER_ALARM, SpikeError, SpikeGuard
-from octavo.train.metrics import StepMetrics
-from octavo.train.sections import GuardConfig
+from octavo.train.record.metrics import StepMetrics
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "autopilot.md"
 BEGIN, END = "<!-- guard_alarms: begin -->\n", "<!-- guard_alarms: end -->\n"

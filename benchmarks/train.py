@@ -79,7 +79,7 @@ class RandomCorpus:
 
 def octavo_train(session: Session, model: Model, arm: Arm) -> Callable[[], Any]:
     """One step of the loop behind `octavo train`."""
-    from octavo.train.config import parse_config
+    from octavo.train.config.run_config import parse_config
     from octavo.train.trainer import Trainer
 
     precision = {"level": "fp8", "recipe": arm.recipe} if arm.recipe else {"level": "bf16"}

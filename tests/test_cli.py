@@ -231,7 +231,7 @@ def test_a_loss_that_is_not_finite_is_a_failed_run(config: Path, here: Path) -> 
 
 
 def test_the_demo_config_is_in_the_package_and_in_configs() -> None:
-    packaged = (resources.files("octavo.train") / "demo.toml").read_bytes()
+    packaged = (resources.files("octavo.experiments") / "demo.toml").read_bytes()
     assert packaged == (ROOT / "configs/demo.toml").read_bytes()
     assert tomllib.loads(packaged.decode())["run"]["name"] == "demo"
 
@@ -289,7 +289,7 @@ def test_a_demo_takes_a_folder_that_a_failed_start_left_empty(here: Path) -> Non
     ],
 )
 def test_the_warmup_of_a_demo_fits_its_steps(overrides: list[str], warmup: int) -> None:
-    from octavo.train.demo import demo_configs
+    from octavo.experiments.demo import demo_configs
 
     assert {config.optim.warmup for config in demo_configs(overrides)} == {warmup}
 
@@ -299,7 +299,7 @@ def test_a_stopped_demo_says_how_to_go_on(
 ) -> None:
     import signal
 
-    from octavo.train.progress_bars import ProgressBars
+    from octavo.experiments.progress_bars import ProgressBars
 
     settings = [*TINY_DEMO, "data.source=corpus.txt", f"data.cache={cache.as_posix()}"]
     monkeypatch.setattr(ProgressBars, "step", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
@@ -319,7 +319,7 @@ def test_a_run_stopped_before_its_first_step_is_a_success(
 ) -> None:
     import signal
 
-    from octavo.train.progress_bars import ProgressBars
+    from octavo.experiments.progress_bars import ProgressBars
 
     monkeypatch.setattr(ProgressBars, "stage", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the second stage's signal acts as usual: not at all here
@@ -335,7 +335,7 @@ def test_a_run_stopped_before_its_first_step_is_a_success(
 
 
 def test_the_default_folder_of_a_demo_is_the_next_that_is_free(tmp_path: Path) -> None:
-    from octavo.train.demo import free_folder
+    from octavo.experiments.demo import free_folder
 
     wanted = tmp_path / "runs/demo"
     assert free_folder(wanted) == wanted

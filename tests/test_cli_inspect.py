@@ -14,7 +14,7 @@ from octavo.cli import app
 from octavo.inspect import OperandStats
 from octavo.runtime import terminal
 from octavo.runtime.terminal import shortened
-from octavo.train.statistics import StatisticsWriter
+from octavo.train.record.statistics import StatisticsWriter
 
 ROW = OperandStats(
     step=50, layer="model.layers.0.mlp.up_proj", operand="x", recipe="rowwise", elements=64, nonfinite=0, amax=4.0,

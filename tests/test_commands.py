@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from octavo.cli import app
 from octavo.cli.examples import EXAMPLES
-from octavo.train.config import ConfigError, load_config
+from octavo.train.config.run_config import ConfigError, load_config
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

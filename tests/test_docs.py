@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from octavo.numerics import RECIPES
-from octavo.train.config import TrainConfig
-from octavo.train.sections import Section
+from octavo.train.config.run_config import TrainConfig
+from octavo.train.config.sections import Section
 
 ROOT = Path(__file__).parent.parent
 

@@ -30,7 +30,8 @@ LEVELS = {
     "inspect": 6,
     "integrations": 7,
     "train": 7,
-    "cli": 8,
+    "experiments": 8,
+    "cli": 9,
 }
 FRONT_DOORS = {"__init__", "__main__"}
 

@@ -19,6 +19,7 @@ from octavo._version import __version__
 if TYPE_CHECKING:
     from octavo import activations as activations
     from octavo import comm as comm
+    from octavo import experiments as experiments
     from octavo import inspect as inspect
     from octavo import kernels as kernels
     from octavo import nn as nn
@@ -67,6 +68,7 @@ _PACKAGES = {
 _SUBPACKAGES = (
     "activations",
     "comm",
+    "experiments",
     "inspect",
     "kernels",
     "nn",

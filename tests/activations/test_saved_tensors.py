@@ -20,7 +20,7 @@ from octavo.activations.recompute import RECOMPUTABLE, Rematerializer, restored,
 from octavo.activations.saved_tensors import FEWEST, _Decompress, compressed
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, sqnr
-from octavo.train.checkpointing import Checkpointing
+from octavo.train.activation_checkpointing import Checkpointing
 
 
 def randn(*shape, seed=0):

@@ -6,7 +6,7 @@ import math
 import random
 from pathlib import Path
 
-from octavo.train.metrics import Losses, RunResult, StepMetrics, median_speed, summarize_losses
+from octavo.train.record.metrics import Losses, RunResult, StepMetrics, median_speed, summarize_losses
 
 CONFIG = """[run]
 name = "{name}"

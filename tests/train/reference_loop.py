@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo import convert
-from octavo.train.config import TrainConfig
-from octavo.train.data import load_corpus
-from octavo.train.metrics import NullProgress
+from octavo.train.config.run_config import TrainConfig
+from octavo.train.data.corpus import load_corpus
+from octavo.train.record.metrics import NullProgress
 from octavo.train.trainer import Trainer
 
 TEXT = {

@@ -5,10 +5,10 @@ import torch
 from tiny_runs import GPT2, LLAMA, MakeConfig
 from torch import nn
 
-from octavo.train.checkpointing import Checkpointing, find_blocks
-from octavo.train.config import ConfigError
-from octavo.train.data import load_corpus
-from octavo.train.metrics import NullProgress
+from octavo.train.activation_checkpointing import Checkpointing, find_blocks
+from octavo.train.config.run_config import ConfigError
+from octavo.train.data.corpus import load_corpus
+from octavo.train.record.metrics import NullProgress
 from octavo.train.trainer import Trainer
 
 

@@ -8,12 +8,12 @@ import torch
 from tiny_runs import LLAMA, MakeConfig, without_digests
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from octavo.train import checkpoint
-from octavo.train.checkpoint import latest_checkpoint, load_checkpoint, read_trainer_state
-from octavo.train.config import ConfigError
-from octavo.train.data import load_corpus
-from octavo.train.metrics import NullProgress
-from octavo.train.same_run import check_same_run
+from octavo.train.checkpoint import store as checkpoint
+from octavo.train.checkpoint.store import latest_checkpoint, load_checkpoint, read_trainer_state
+from octavo.train.config.run_config import ConfigError
+from octavo.train.config.same_run import check_same_run
+from octavo.train.data.corpus import load_corpus
+from octavo.train.record.metrics import NullProgress
 from octavo.train.trainer import Trainer
 
 

@@ -15,11 +15,11 @@ from tiny_runs import LLAMA, without_digests
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.train import ConfigError, run
-from octavo.train.checkpoint import check_same_model, checkpoints, latest_checkpoint, load_checkpoint
-from octavo.train.data import load_corpus
-from octavo.train.digests import check_digests
-from octavo.train.export import export
-from octavo.train.metrics import NullProgress
+from octavo.train.checkpoint.digests import check_digests
+from octavo.train.checkpoint.export import export
+from octavo.train.checkpoint.store import check_same_model, checkpoints, latest_checkpoint, load_checkpoint
+from octavo.train.data.corpus import load_corpus
+from octavo.train.record.metrics import NullProgress
 from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture
 
@@ -303,7 +303,7 @@ def test_a_checkpoint_that_cannot_be_removed_ends_no_run(make_config, tmp_path):
     trainer.save(tmp_path)
     trainer.step = 1
     with (
-        mock.patch("octavo.train.checkpoint.shutil.rmtree", side_effect=OSError(13, "Permission denied")),
+        mock.patch("octavo.train.checkpoint.store.shutil.rmtree", side_effect=OSError(13, "Permission denied")),
         pytest.warns(RuntimeWarning, match=r"step-000000 cannot be removed: .*Permission denied"),
     ):
         trainer.save(tmp_path)

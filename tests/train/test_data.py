@@ -11,11 +11,11 @@ import pytest
 import torch
 from tiny_runs import MakeConfig, Recorder, sentences
 
-from octavo.train import data, source
-from octavo.train.config import ConfigError, TrainConfig
-from octavo.train.data import Corpus, load_corpus
-from octavo.train.metrics import NullProgress
-from octavo.train.tokenizer import END
+from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.data import corpus as data
+from octavo.train.data.corpus import Corpus, load_corpus, source
+from octavo.train.data.tokenizer import END
+from octavo.train.record.metrics import NullProgress
 
 ENTRY = {"digests.json", "facts.json", "ids.bin", "tokenizer.json"}
 

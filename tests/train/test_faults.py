@@ -9,11 +9,11 @@ import pytest
 from benchmarks import adversarial_faults as faults
 from tiny_runs import Recorder, curve
 
+from octavo.experiments.run_report import write_report
 from octavo.train import NonFiniteError, parse_config, run
-from octavo.train.config import ConfigError
-from octavo.train.events import read_events
-from octavo.train.run_report import write_report
-from octavo.train.statistics import read_statistics
+from octavo.train.config.run_config import ConfigError
+from octavo.train.record.events import read_events
+from octavo.train.record.statistics import read_statistics
 from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture
 

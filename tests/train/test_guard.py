@@ -12,13 +12,13 @@ from tiny_runs import At, Recorder, assert_same, curve, fail, saved
 
 from octavo.inspect import Autopilot, Move
 from octavo.train import NonFiniteError, parse_config, run
-from octavo.train.checkpoint import checkpoints, latest_checkpoint, read_trainer_state
-from octavo.train.config import ConfigError
-from octavo.train.data import Corpus
-from octavo.train.events import read_events
+from octavo.train.checkpoint.store import checkpoints, latest_checkpoint, read_trainer_state
+from octavo.train.config.run_config import ConfigError
+from octavo.train.config.sections import GuardConfig
+from octavo.train.data.corpus import Corpus
 from octavo.train.guard import STEPS_PER_ALARM, SpikeError, SpikeGuard, steps_in_a_row
-from octavo.train.metrics import StepMetrics, read_metrics
-from octavo.train.sections import GuardConfig
+from octavo.train.record.events import read_events
+from octavo.train.record.metrics import StepMetrics, read_metrics
 from octavo.train.trainer import Trainer
 from processes import gloo  # noqa: F401  a fixture
 
@@ -56,7 +56,7 @@ def test_a_rollback_killed_while_it_removes_a_checkpoint_leaves_no_partial_one(t
 
     guard = SpikeGuard(GuardConfig(spike=8.0))
     spike = SpikeError("a spike", step=9, first=8)
-    with mock.patch("octavo.train.checkpoint.shutil.rmtree", killed), pytest.raises(KeyboardInterrupt):
+    with mock.patch("octavo.train.checkpoint.store.shutil.rmtree", killed), pytest.raises(KeyboardInterrupt):
         guard.checkpoint_before(tmp_path, spike)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-000005"]
 

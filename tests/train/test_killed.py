@@ -16,10 +16,12 @@ from tiny_runs import LLAMA, assert_same, curve
 from torch import distributed as dist
 
 from octavo.inspect import Autopilot, Move
-from octavo.train import checkpoint, loop, metrics, parse_config, run
-from octavo.train.checkpoint import checkpoints, read_trainer_state
-from octavo.train.digests import digests_of
+from octavo.train import loop, parse_config, run
+from octavo.train.checkpoint import store as checkpoint
+from octavo.train.checkpoint.digests import digests_of
+from octavo.train.checkpoint.store import checkpoints, read_trainer_state
 from octavo.train.guard import steps_in_a_row
+from octavo.train.record import metrics
 from octavo.train.trainer import Trainer
 from processes import Failed, gloo  # noqa: F401  a fixture
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from octavo.nn import weights
 from octavo.train import NonFiniteError, RunResult, load_config, loss_scale, read_metrics, run
-from octavo.train.checkpoint import latest_checkpoint
-from octavo.train.config import ConfigError
-from octavo.train.data import load_corpus
-from octavo.train.metrics import NullProgress
+from octavo.train.checkpoint.store import latest_checkpoint
+from octavo.train.config.run_config import ConfigError
+from octavo.train.data.corpus import load_corpus
+from octavo.train.record.metrics import NullProgress
 from octavo.train.trainer import Trainer
 
 

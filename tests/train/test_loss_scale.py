@@ -10,7 +10,6 @@ from tiny_runs import LLAMA, MakeConfig, Recorder, saved
 from torch import Tensor
 
 from octavo.train import NonFiniteError, read_metrics, run
-from octavo.train.events import read_events
 from octavo.train.loss_scale import (
     GROWTH_INTERVAL,
     INITIAL_SCALE,
@@ -20,7 +19,8 @@ from octavo.train.loss_scale import (
     RESTORE_FACTOR,
     LossScale,
 )
-from octavo.train.metrics import StepMetrics
+from octavo.train.record.events import read_events
+from octavo.train.record.metrics import StepMetrics
 from octavo.train.trainer import Trainer
 
 

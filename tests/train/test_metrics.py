@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from octavo.train.metrics import (
+from octavo.train.record.metrics import (
     Losses,
     MetricsWriter,
     RunResult,

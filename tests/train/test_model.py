@@ -9,13 +9,13 @@ from safetensors.torch import load_file, save_file
 from tiny_runs import LLAMA, MakeConfig
 from transformers import AutoModelForCausalLM
 
-from octavo.train.config import ConfigError
-from octavo.train.data import load_corpus
+from octavo.train.config.run_config import ConfigError
+from octavo.train.data.corpus import load_corpus
+from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.device import choose_device
-from octavo.train.metrics import NullProgress
 from octavo.train.model import build_model, prepare_loss
+from octavo.train.record.metrics import NullProgress
 from octavo.train.run_plan import plan_memory
-from octavo.train.tokenizer import TextTokenizer, load_tokenizer
 
 
 @pytest.fixture

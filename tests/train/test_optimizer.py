@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
+from octavo.train.config.sections import Optim
 from octavo.train.optimizer import CompactAdamW, MasterAdamW, decayed_parameters
-from octavo.train.sections import Optim
 
 OPTIM = Optim(lr=1e-3, weight_decay=0.1, clip=0.0)
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from octavo.inspect import Autopilot
 from octavo.train import NonFiniteError, loss_scale, parse_config, run
 from octavo.train import trainer as trainer_module
-from octavo.train.checkpoint import latest_checkpoint
-from octavo.train.config import ConfigError
-from octavo.train.events import read_events
-from octavo.train.statistics import read_statistics
+from octavo.train.checkpoint.store import latest_checkpoint
+from octavo.train.config.run_config import ConfigError
+from octavo.train.record.events import read_events
+from octavo.train.record.statistics import read_statistics
 from octavo.train.trainer import Trainer
 
 DOWN = "model.layers.1.mlp.down_proj"

@@ -19,14 +19,14 @@ from tiny_runs import Recorder
 
 from octavo.train import ConfigError, NonFiniteError, RunResult, parse_config, run
 from octavo.train import loop as loop_module
-from octavo.train import shards as shards_module
 from octavo.train import share as share_module
-from octavo.train.checkpoint import checkpoints, load_checkpoint
-from octavo.train.data import load_corpus
-from octavo.train.digests import write_digests
-from octavo.train.export import export
-from octavo.train.metrics import MetricsWriter, NullProgress
+from octavo.train.checkpoint import shards as shards_module
+from octavo.train.checkpoint.digests import write_digests
+from octavo.train.checkpoint.export import export
+from octavo.train.checkpoint.store import checkpoints, load_checkpoint
+from octavo.train.data.corpus import load_corpus
 from octavo.train.ranks import STARTED_KEY, Ranks, _attempt_prefix, join_ranks
+from octavo.train.record.metrics import MetricsWriter, NullProgress
 from octavo.train.trainer import Trainer
 from processes import Failed, gloo  # noqa: F401  a fixture
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from fake_runs import folder
 
+from octavo.experiments.run_report import write_report
 from octavo.inspect.stats import OperandStats
-from octavo.train.events import drop_later_events, last_rollback, read_events
-from octavo.train.metrics import MetricsWriter, RunResult, read_metrics
-from octavo.train.run_report import write_report
-from octavo.train.statistics import limits_of, read_statistics
+from octavo.train.record.events import drop_later_events, last_rollback, read_events
+from octavo.train.record.metrics import MetricsWriter, RunResult, read_metrics
+from octavo.train.record.statistics import limits_of, read_statistics
 
 ROWS: dict[str, dict[str, Any]] = {
     "metrics.jsonl": {

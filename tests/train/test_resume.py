@@ -14,8 +14,8 @@ import pytest
 from tiny_runs import LLAMA, VARIANTS, At, MakeConfig, Recorder, assert_same, fail, terminate, without_digests
 
 from octavo.train import RunResult, read_metrics, run
-from octavo.train.checkpoint import latest_checkpoint
-from octavo.train.config import ConfigError
+from octavo.train.checkpoint.store import latest_checkpoint
+from octavo.train.config.run_config import ConfigError
 
 
 @pytest.mark.parametrize("sections", VARIANTS)

@@ -23,9 +23,9 @@ from octavo.planner import convert as auto_convert
 from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
 from octavo.planner.model_memory import make_gradients, make_states
-from octavo.train.config import ConfigError, TrainConfig, load_config
-from octavo.train.data import load_corpus
-from octavo.train.metrics import NullProgress
+from octavo.train.config.run_config import ConfigError, TrainConfig, load_config
+from octavo.train.data.corpus import load_corpus
+from octavo.train.record.metrics import NullProgress
 from octavo.train.run_plan import _build, _NoData, _vocabulary, plan_arms, plan_memory, plan_step
 from octavo.train.trainer import Trainer, _convert
 

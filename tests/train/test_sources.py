@@ -16,11 +16,11 @@ import pytest
 from pyarrow import parquet
 from tiny_runs import MakeConfig, Recorder, sentences
 
-from octavo.train import data, documents, source
-from octavo.train.config import ConfigError, TrainConfig
-from octavo.train.data import Corpus, load_corpus
-from octavo.train.metrics import NullProgress
-from octavo.train.tokenizer import END
+from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.data import corpus as data
+from octavo.train.data.corpus import Corpus, documents, load_corpus, source
+from octavo.train.data.tokenizer import END
+from octavo.train.record.metrics import NullProgress
 
 LINES = sentences(60).splitlines()
 
@@ -277,9 +277,9 @@ def test_the_sample_is_that_of_whole_documents(monkeypatch: pytest.MonkeyPatch) 
 
 PEAK = """
 import resource, sys, tempfile
-from octavo.train.config import TrainConfig
-from octavo.train.data import load_corpus
-from octavo.train.metrics import NullProgress
+from octavo.train.config.run_config import TrainConfig
+from octavo.train.data.corpus import load_corpus
+from octavo.train.record.metrics import NullProgress
 data = {"sequence_length": 16, "vocab_size": 300, "cache": tempfile.mkdtemp(), "source": sys.argv[1]}
 run = {"run": {"steps": 1}, "model": {"type": "llama"}, "optim": {"lr": 1e-3}, "data": data}
 load_corpus(TrainConfig.model_validate(run), NullProgress())

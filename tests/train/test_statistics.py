@@ -10,12 +10,18 @@ import pytest
 import torch
 from tiny_runs import At, MakeConfig, assert_same, curve, fail
 
+from octavo.experiments.demo import demo_configs
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train import ConfigError, NonFiniteError, run
-from octavo.train.data import load_corpus
-from octavo.train.demo import demo_configs
-from octavo.train.metrics import NullProgress
-from octavo.train.statistics import STATISTICS_FILE, StatisticsWriter, all_findings, read_statistics, statistics_of
+from octavo.train.data.corpus import load_corpus
+from octavo.train.record.metrics import NullProgress
+from octavo.train.record.statistics import (
+    STATISTICS_FILE,
+    StatisticsWriter,
+    all_findings,
+    read_statistics,
+    statistics_of,
+)
 from octavo.train.trainer import Trainer
 
 fp8 = {"level": "fp8"}

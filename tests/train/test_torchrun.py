@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from octavo.train import RunResult, read_metrics
-from octavo.train.checkpoint import checkpoints
-from octavo.train.config import parse_config
+from octavo.train.checkpoint.store import checkpoints
+from octavo.train.config.run_config import parse_config
 from octavo.train.loop import run
 
 pytestmark = pytest.mark.dist

@@ -14,16 +14,16 @@ from tiny_runs import LLAMA
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo.train import ConfigError, parse_config, run, shards
+from octavo.train import ConfigError, parse_config, run
 from octavo.train import share as share_module
-from octavo.train.checkpoint import checkpoints
-from octavo.train.data import load_corpus
-from octavo.train.digests import write_digests
-from octavo.train.export import export
-from octavo.train.metrics import NullProgress
+from octavo.train.checkpoint.digests import write_digests
+from octavo.train.checkpoint.export import export
+from octavo.train.checkpoint.pretrained import load_model_config, load_pretrained
+from octavo.train.checkpoint.shard_index import read_index
+from octavo.train.checkpoint.store import checkpoints, shards
+from octavo.train.data.corpus import load_corpus
 from octavo.train.model import build_model
-from octavo.train.pretrained import load_model_config, load_pretrained
-from octavo.train.shard_index import read_index
+from octavo.train.record.metrics import NullProgress
 from octavo.train.share import share_on_machine
 from processes import gloo  # noqa: F401  a fixture
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from octavo.train.checkpoint import latest_checkpoint
-from octavo.train.config import TrainConfig
-from octavo.train.metrics import NullProgress, StepMetrics, read_metrics
+from octavo.train.checkpoint.store import latest_checkpoint
+from octavo.train.config.run_config import TrainConfig
+from octavo.train.record.metrics import NullProgress, StepMetrics, read_metrics
 
 LLAMA = {
     "hidden_size": 32,

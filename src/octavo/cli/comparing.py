@@ -18,10 +18,10 @@ from octavo.cli.exit_codes import verdict
 from octavo.runtime.terminal import stdout
 
 if TYPE_CHECKING:
+    from octavo.experiments.compare_runs import Arm
+    from octavo.experiments.compare_verdict import Comparison
     from octavo.inspect.compare import ArmLosses, LossComparison
     from octavo.train import TrainConfig
-    from octavo.train.compare_runs import Arm
-    from octavo.train.compare_verdict import Comparison
 
 
 @app.command(epilog=EXAMPLES["compare"])
@@ -197,13 +197,13 @@ def _train(
     as_json: bool,
 ) -> None:
     """Train and compare; exit with the verdict's code."""
+    from octavo.experiments.compare_report import to_json
+    from octavo.experiments.compare_runs import compare as run
+    from octavo.experiments.compare_runs import make_arms
+    from octavo.experiments.compare_verdict import STOPPED
+    from octavo.experiments.progress_bars import ProgressBars
     from octavo.inspect.paired_test import MOST_SEEDS, check_limits
     from octavo.train import LostRankError, load_config
-    from octavo.train.compare_report import to_json
-    from octavo.train.compare_runs import compare as run
-    from octavo.train.compare_runs import make_arms
-    from octavo.train.compare_verdict import STOPPED
-    from octavo.train.progress_bars import ProgressBars
     from octavo.train.ranks import under_torchrun
 
     arms = make_arms(config, overrides, arm, seeds)
@@ -273,7 +273,7 @@ def _show(comparison: "Comparison", folder: Path) -> None:
     from rich.box import ROUNDED
     from rich.table import Table
 
-    from octavo.train.compare_report import comparison_rows
+    from octavo.experiments.compare_report import comparison_rows
 
     console = stdout()
     table = Table(box=ROUNDED, border_style="dim", header_style="bold")

@@ -48,7 +48,7 @@ def inspect_run(
     a limit in any sampled step, and the worst operands of one of them.
     """
     with user_errors(context):
-        from octavo.train.statistics import all_findings, limits_of, run_of, statistics_of
+        from octavo.train.record.statistics import all_findings, limits_of, run_of, statistics_of
 
         if by not in ORDERS:
             from octavo.numerics.names import nearest

@@ -12,7 +12,7 @@ from octavo.cli.examples import EXAMPLES
 from octavo.runtime.terminal import stdout
 
 if TYPE_CHECKING:
-    from octavo.train.run_report import ReportFiles
+    from octavo.experiments.run_report import ReportFiles
 
 
 @app.command(epilog=EXAMPLES["train"])
@@ -35,9 +35,9 @@ def train(
     run is never overwritten. SIGTERM and Ctrl-C save before they stop.
     """
     with user_errors(context):
+        from octavo.experiments.progress_bars import ProgressBars, summary_table
+        from octavo.experiments.run_report import write_report
         from octavo.train import LostRankError, NonFiniteError, RunResult, load_config, run
-        from octavo.train.progress_bars import ProgressBars, summary_table
-        from octavo.train.run_report import write_report
 
         notes: list[str] = []
         settings = load_config(config, overrides or [], notes.append)
@@ -86,7 +86,7 @@ def export(
     Of one process or of many: shards are put together.
     """
     with user_errors(context):
-        from octavo.train.export import export as write
+        from octavo.train.checkpoint.export import export as write
 
         print_plain(stdout(), f"written: {write(checkpoint, out)}")
 
@@ -112,9 +112,9 @@ def demo(
     """
     options = {"run.steps": steps, "precision.recipe": recipe, "run.device": device, "run.seed": seed}
     with user_errors(context):
-        from octavo.train.demo import demo_configs, free_folder, run_demo
-        from octavo.train.progress_bars import ProgressBars, summary_table, verdict_text
-        from octavo.train.run_report import verdict
+        from octavo.experiments.demo import demo_configs, free_folder, run_demo
+        from octavo.experiments.progress_bars import ProgressBars, summary_table, verdict_text
+        from octavo.experiments.run_report import verdict
 
         settings = [f"{key}={value}" for key, value in options.items() if value is not None]
         configs = demo_configs([*(overrides or []), *settings], level)

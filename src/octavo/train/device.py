@@ -2,7 +2,7 @@
 
 import torch
 
-from octavo.train.config import ConfigError
+from octavo.train.config.run_config import ConfigError
 
 
 def choose_device(name: str) -> torch.device:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from octavo.train.config import ConfigError
+from octavo.train.config.run_config import ConfigError
 
 try:
     import fcntl

@@ -28,10 +28,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from octavo.train.checkpoint import checkpoints, remove_checkpoint
-from octavo.train.config import ConfigError
-from octavo.train.metrics import StepMetrics
-from octavo.train.sections import GuardConfig
+from octavo.train.checkpoint.store import checkpoints, remove_checkpoint
+from octavo.train.config.run_config import ConfigError
+from octavo.train.config.sections import GuardConfig
+from octavo.train.record.metrics import StepMetrics
 
 MIN_STEPS = 16
 """Fewest steps in the window before a spike can be detected."""

@@ -20,15 +20,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from octavo.train.checkpoint import checkpoints, load_checkpoint, read_trainer_state
-from octavo.train.config import ConfigError, TrainConfig
-from octavo.train.data import Corpus, load_corpus
+from octavo.train.checkpoint.digests import check_digests, has_digests
+from octavo.train.checkpoint.store import checkpoints, load_checkpoint, read_trainer_state
+from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.sections import expand
+from octavo.train.data.corpus import Corpus, load_corpus
 from octavo.train.diagnose import NonFiniteError
-from octavo.train.digests import check_digests, has_digests
 from octavo.train.disk import output_folder, write_file
-from octavo.train.events import FINDING, LOSS_SCALE, MOVE, ROLLBACK, add_event, drop_later_events, last_rollback
 from octavo.train.guard import SpikeError
-from octavo.train.metrics import (
+from octavo.train.model import check_model
+from octavo.train.ranks import Ranks, join_ranks, under_torchrun
+from octavo.train.record.events import FINDING, LOSS_SCALE, MOVE, ROLLBACK, add_event, drop_later_events, last_rollback
+from octavo.train.record.metrics import (
     MetricsBuffer,
     MetricsWriter,
     NullProgress,
@@ -38,10 +41,7 @@ from octavo.train.metrics import (
     median_speed,
     summarize_losses,
 )
-from octavo.train.model import check_model
-from octavo.train.outputs import CONFIG_FILE, LAYERS_FILE, TOKENIZER_FILE, RunFolder, open_run_folder
-from octavo.train.ranks import Ranks, join_ranks, under_torchrun
-from octavo.train.sections import expand
+from octavo.train.record.outputs import CONFIG_FILE, LAYERS_FILE, TOKENIZER_FILE, RunFolder, open_run_folder
 from octavo.train.signals import stop_on
 from octavo.train.trainer import Trainer
 

@@ -14,13 +14,13 @@ from torch import nn
 
 from octavo.nn.causal import check_next_token_loss, chunked_loss
 from octavo.numerics.names import nearest
-from octavo.train.config import ConfigError, TrainConfig
+from octavo.train.checkpoint.pretrained import load_pretrained, one_line
+from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.sections import Model
+from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.diagnose import non_finite_parameter
-from octavo.train.pretrained import load_pretrained, one_line
 from octavo.train.ranks import Ranks
-from octavo.train.sections import Model
 from octavo.train.share import share_on_machine
-from octavo.train.tokenizer import TextTokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 

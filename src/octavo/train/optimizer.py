@@ -20,8 +20,8 @@ from torch import nn
 from octavo.optim import AdamW
 from octavo.optim.sharded import is_sharded, local_rows, shard_like
 from octavo.tensor import local_tensor
-from octavo.train.config import TrainConfig
-from octavo.train.sections import Optim
+from octavo.train.config.run_config import TrainConfig
+from octavo.train.config.sections import Optim
 
 STATE_SPACE_NAMES = ("A_log",)
 """Logarithms of a state space model's decay rates (Mamba), which their authors exclude from weight decay."""

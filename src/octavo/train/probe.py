@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from octavo.nn import disabled
 from octavo.nn.memory_audit import saved_for_backward
-from octavo.train.checkpointing import Checkpointing
-from octavo.train.config import ConfigError
+from octavo.train.activation_checkpointing import Checkpointing
+from octavo.train.config.run_config import ConfigError
 from octavo.train.heartbeat import from_collective
 
 GRADIENT_SCALE = 1024.0

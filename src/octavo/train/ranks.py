@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from octavo.train.config import ConfigError, TrainConfig, flat
+from octavo.train.config.run_config import ConfigError, TrainConfig, flat
 from octavo.train.device import choose_device
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.heartbeat import Heartbeat, from_collective

@@ -55,11 +55,11 @@ from octavo.planner.tables import compare_memory, forecast_tables, plan_notes
 from octavo.planner.timeline import Timeline
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.terminal import show, stdout
-from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
-from octavo.train.data import Corpus
+from octavo.train.checkpoint.pretrained import load_model_config, one_line
+from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config
+from octavo.train.data.corpus import Corpus
+from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.model import DTYPES, build_model, check_fit, check_model
-from octavo.train.pretrained import load_model_config, one_line
-from octavo.train.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.trainer import Trainer
 
 Progress = Callable[[str], None]

@@ -10,7 +10,7 @@ With S steps, W of warmup, peak 1 and end e, at step t = 0 … S - 1:
 
 import math
 
-from octavo.train.sections import Optim, decay_steps
+from octavo.train.config.sections import Optim, decay_steps
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from octavo.train.config import ConfigError
+from octavo.train.config.run_config import ConfigError
 from octavo.train.ranks import Ranks
 
 T = TypeVar("T")

@@ -35,19 +35,19 @@ from octavo.numerics.plan import Plan
 from octavo.parallel import parallelize
 from octavo.parallel.parallelize import make_mesh
 from octavo.planner.convert import convert
-from octavo.train.checkpoint import CheckpointSaver
-from octavo.train.checkpointing import Checkpointing
-from octavo.train.config import ConfigError, TrainConfig
-from octavo.train.data import Corpus
+from octavo.train.activation_checkpointing import Checkpointing
+from octavo.train.checkpoint.store import CheckpointSaver
+from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.data.corpus import Corpus
 from octavo.train.device import device_name
 from octavo.train.diagnose import NonFiniteError, ZeroGradientError, find_origin, non_finite_parameter
 from octavo.train.guard import SpikeGuard
 from octavo.train.loss_scale import LossScale
-from octavo.train.metrics import RunResult, StepMetrics, finite
 from octavo.train.model import build_on_ranks, prepare_loss
 from octavo.train.optimizer import decayed_parameters, make_optimizer
 from octavo.train.probe import check_causal, saved_bytes_per_token
 from octavo.train.ranks import Ranks
+from octavo.train.record.metrics import RunResult, StepMetrics, finite
 from octavo.train.schedule import learning_rate
 
 AUTOPILOT_EVERY = 50

@@ -1,0 +1,218 @@
+"""Output of a comparison: `compare.json`, `report.html`, `loss.png`, and the rows of its table."""
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo._version import __version__
+from octavo.experiments.charts import FLAT, Chart, Line, draw
+from octavo.experiments.compare_verdict import ArmRuns, ArmVerdict, Comparison, TimeToLoss
+from octavo.experiments.curves import Curves, Floats, gap_percent, smooth
+from octavo.experiments.plots import write_loss_png
+from octavo.experiments.run_report import Row, config_differences
+from octavo.inspect.compare import Verdict, percent, signed
+from octavo.train.config.run_config import TrainConfig
+from octavo.train.record.outputs import check_kind
+
+FILES = ("compare.json", "report.html", "loss.png")
+"""Files in the folder of a comparison, besides its runs."""
+CARDS: dict[Verdict, str] = {
+    "indistinguishable": "within",
+    "better": "within",
+    "worse": "above",
+    "inconclusive": "none",
+}
+"""Style of a verdict on the page."""
+COLOURS = 6
+
+
+def write_comparison(comparison: Comparison, configs: Sequence[TrainConfig], out: Path) -> None:
+    """Write `FILES` into the folder `out`.
+
+    Args:
+        comparison: Of `judge`.
+        configs: A configuration of each arm, of the same seed.
+        out: A folder that is there.
+    """
+    for name in FILES:
+        check_kind(out / name, "a report")
+    runs = comparison.runs
+    means = [(run.name, mean_curves(run.curves)) for run in runs]
+    drawn = [(name, curves) for name, curves in means if curves is not None and np.isfinite(curves.loss).any()]
+    title = f"{' and '.join(run.name for run in runs[1:])} against {comparison.baseline}"
+    if drawn:
+        write_loss_png(drawn, out / "loss.png", title=f"{title}: mean of {len(comparison.seeds)} seeds")
+    (out / "report.html").write_text(_page(comparison, configs, title), encoding="utf-8")
+    text = json.dumps(to_json(comparison), indent=2, allow_nan=False)
+    (out / "compare.json").write_text(text + "\n", encoding="utf-8")
+
+
+def comparison_rows(comparison: Comparison) -> list[Row]:
+    """The table: a value per arm, the baseline first."""
+    runs, arms = comparison.runs, comparison.arms
+
+    def row(label: str, first: str, others: Sequence[str]) -> Row:
+        return Row(label=label, values=[first, *others])
+
+    def ratios(key: str) -> list[str]:
+        return ["–" if (value := getattr(arm, key)) is None else f"{value:.2f} ×" for arm in arms]
+
+    times = [comparison.time_to_loss, *(arm.time_to_loss for arm in arms)]
+    target = "" if times[0] is None else f" {np.mean(times[0].targets):.3f}"
+    taken = {
+        f"steps to loss{target}": [f"{np.mean(time.steps):,.0f}" if time else "–" for time in times],
+        "tokens to it": [f"{time.tokens:,.0f}" if time else "–" for time in times],
+        "seconds to it": [f"{time.seconds:,.1f}" if time else "–" for time in times],
+        "speed at equal loss": [f"{time.speed:.2f} ×" if time else "–" for time in times],
+    }
+    failures = [arms[0].losses.baseline_failed, *(arm.losses.failed for arm in arms)]
+    failed = [f"{len(seeds)} of {len(comparison.seeds)}" if seeds else "–" for seeds in failures]
+    return [
+        row("mean loss, last 10 % of steps", _loss(runs[0]), [_loss(run) for run in runs[1:]]),
+        row(f"above {comparison.baseline}", "", [_interval(arm) for arm in arms]),
+        row("detectable, about 90 % power", "", [_detectable(arm) for arm in arms]),
+        *([row("failed", failed[0], failed[1:])] if any(failures) else []),
+        row("tokens/s", "1.00 ×", ratios("speed")),
+        row("kept for backward, bytes/token", "1.00 ×", ratios("memory")),
+        *(row(label, values[0], values[1:]) for label, values in taken.items()),
+        row("verdict", "", [arm.losses.verdict for arm in arms]),
+    ]
+
+
+def _loss(run: ArmRuns) -> str:
+    losses = [run.loss(seed) for seed in run.seeds if seed not in run.diverged]
+    return f"{np.mean(losses):.4f}" if losses else "–"
+
+
+def _interval(arm: ArmVerdict) -> str:
+    if (test := arm.losses.test) is None:
+        return "–"
+    return f"{signed(test.mean)} % ({signed(test.low)} to {signed(test.high)})"
+
+
+def _detectable(arm: ArmVerdict) -> str:
+    return "–" if arm.losses.test is None else f"{percent(arm.losses.test.detectable(0.9))} %"
+
+
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """Everything, with the losses of all runs; `docs/compare.md` explains the keys."""
+    return {
+        "octavo": __version__,
+        "exit_code": comparison.exit_code,
+        "outcome": comparison.judged.outcome,
+        "confidence": comparison.confidence,
+        "margin_percent": comparison.margin,
+        "planned_seeds": comparison.judged.planned,
+        "extended": comparison.judged.extended,
+        "seeds": list(comparison.seeds),
+        "baseline": comparison.baseline,
+        "baseline_loss": comparison.loss,
+        "baseline_spread_percent": comparison.spread,
+        "arms": [
+            _run_json(comparison.runs[0]) | {"time_to_loss": _time_json(comparison.time_to_loss)},
+            *(_run_json(run) | _arm_json(arm) for run, arm in zip(comparison.runs[1:], comparison.arms, strict=True)),
+        ],
+        "notes": list(comparison.notes),
+    }
+
+
+def _run_json(run: ArmRuns) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "settings": list(run.settings),
+        "losses": {str(seed): None if seed in run.diverged else run.loss(seed) for seed in run.seeds},
+        "steps": {str(seed): result.steps for seed, result in zip(run.seeds, run.results, strict=True)},
+        "tokens_per_s": {str(s): result.tokens_per_s for s, result in zip(run.seeds, run.results, strict=True)},
+    }
+
+
+def _arm_json(arm: ArmVerdict) -> dict[str, Any]:
+    return {
+        **arm.losses.to_json(),
+        "speed_ratio": arm.speed,
+        "memory_ratio": arm.memory,
+        "time_to_loss": _time_json(arm.time_to_loss),
+        "notes": list(arm.notes),
+    }
+
+
+def _time_json(time: TimeToLoss | None) -> dict[str, Any] | None:
+    return None if time is None else {**vars(time), "targets": list(time.targets), "steps": list(time.steps)}
+
+
+def _page(comparison: Comparison, configs: Sequence[TrainConfig], title: str) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("octavo.experiments"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    runs = comparison.runs
+    first = runs[0].results[0]
+    seeds = ", ".join(map(str, comparison.seeds))
+    return environment.get_template("compare.html.j2").render(
+        title=title,
+        subtitle=f"{first.parameters:,} parameters · {first.tokens:,} tokens a run · seeds {seeds} · {first.device}",
+        comparison=comparison,
+        cards=CARDS,
+        charts=_charts(runs),
+        runs=runs,
+        slots={run.name: slot % COLOURS for slot, run in enumerate(runs)},
+        rows=comparison_rows(comparison),
+        losses=[_losses_of(seed, runs) for seed in comparison.seeds],
+        differences=config_differences([config.to_toml() for config in configs]),
+        version=__version__,
+        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}",
+    )
+
+
+def _losses_of(seed: int, runs: Sequence[ArmRuns]) -> tuple[int, list[str]]:
+    return seed, ["diverged" if seed in run.diverged else f"{run.loss(seed):.4f}" for run in runs]
+
+
+def mean_curves(curves: Sequence[Curves]) -> Curves | None:
+    """The mean over seeds of each series, of the runs that are as long as the longest; None if none has a step."""
+    whole = _longest(curves)
+    if not len(whole[0].step):
+        return None
+    series = {f.name: np.mean([getattr(curve, f.name) for curve in whole], 0) for f in fields(Curves)}
+    return Curves(**series | {"step": whole[0].step})
+
+
+def _longest(curves: Sequence[Curves]) -> list[Curves]:
+    """Runs that ended, where one did: a mean over fewer and fewer runs would jump where one stops."""
+    longest = max(len(curve.step) for curve in curves)
+    return [curve for curve in curves if len(curve.step) == longest]
+
+
+def _charts(runs: Sequence[ArmRuns]) -> list[Chart]:
+    """Mean loss of each arm, and its gap to the baseline; shaded, the range of all seeds."""
+    lines, gaps = [], []
+    for slot, run in enumerate(runs):
+        mean = mean_curves(run.curves)
+        if mean is None or not np.isfinite(mean.loss).any():
+            continue
+        smoothed = [smooth(curve.loss) for curve in _longest(run.curves)]
+        lines.append(_line(run.name, slot, mean.step, mean.loss, smoothed, noisy=True))
+        pairs = [gap_percent(base, own) for base, own in zip(runs[0].curves, run.curves, strict=True)]
+        longest = max(len(steps) for steps, _ in pairs)
+        whole = [smooth(gap) for steps, gap in pairs if len(steps) == longest]
+        if slot and np.isfinite(whole).any():
+            steps = next(steps for steps, _ in pairs if len(steps) == longest)
+            gaps.append(_line(run.name, slot, steps, np.mean(whole, 0), whole, noisy=False))
+    shaded = "Mean over seeds; shaded: from the lowest to the highest seed, smoothed."
+    charts = [draw("Loss", "nats per token", lines, caption=f"Nats per token. {shaded}")] if lines else []
+    if gaps:
+        caption = f"Percent of {runs[0].name}'s loss at the same step of the same seed. {shaded}"
+        charts.append(draw(f"Loss above {runs[0].name}", "percent", gaps, caption=caption, box=FLAT, keep=[0]))
+    return charts
+
+
+def _line(label: str, slot: int, steps: Any, values: Floats, seeds: Sequence[Floats], *, noisy: bool) -> Line:
+    low, high = np.min(seeds, 0), np.max(seeds, 0)
+    return Line(label=label, slot=slot % COLOURS, x=steps, y=values, noisy=noisy, low=low, high=high)

@@ -1,0 +1,294 @@
+"""Paired runs: some arms, each on the same seeds, from one configuration.
+
+    arms = make_arms("configs/demo.toml", [], ["bf16", "rowwise:precision.level=fp8"], seeds="3")
+    comparison = compare(arms, Path("runs/compare"))
+
+An arm is a name and settings on top of the configuration; the first is the baseline. All arms share seeds, steps,
+model, data and batch, so runs of one seed start from the same weights and read the same tokens in the same order. All
+else (recipe, precision, optimizer, micro-batches, parallelism) may differ.
+
+Seeds are the outer loop, so other load on the machine affects all arms of a seed. Each run has its own folder,
+`<arm>-seed<k>`, and is an ordinary run: it locks, saves, resumes and logs like `octavo train`. A finished run is not
+repeated; a run that stopped on a non-finite value counts as finished. Under torchrun all runs share one process group.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.experiments.compare_report import FILES, write_comparison
+from octavo.experiments.compare_verdict import ArmRuns, Comparison, judge
+from octavo.experiments.curves import Curves
+from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, check_limits
+from octavo.train.checkpoint.store import latest_checkpoint, read_trainer_state
+from octavo.train.config.run_config import ConfigError, TrainConfig, flat, load_config, parse_config
+from octavo.train.config.same_run import FREE
+from octavo.train.diagnose import NonFiniteError
+from octavo.train.loop import run
+from octavo.train.ranks import Ranks, join_ranks
+from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, Progress, RunResult, read_metrics
+from octavo.train.record.outputs import CONFIG_FILE, RUN_MARKERS
+
+SHARED_SECTIONS = ("run", "model", "data")
+"""Sections that all arms share."""
+SHARED_KEYS = ("optim.batch",)
+FREE_KEYS = FREE - {"data.source"}
+"""Settings that may differ between an existing run and the requested one."""
+ARM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+SETTING_SEPARATOR = re.compile(r"\s+(?=\w+(?:\.\w+)+\s*=)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One side of a comparison: a name, its settings, and a configuration for each seed."""
+
+    name: str
+    settings: tuple[str, ...]
+    configs: Mapping[int, TrainConfig]
+
+    def folder(self, seed: int) -> str:
+        """Name of the folder of one run."""
+        return f"{self.name}-seed{seed}"
+
+
+def make_arms(config: str | Path, overrides: Sequence[str], arms: Sequence[str], seeds: str) -> list[Arm]:
+    """Read a configuration and make the arms of a comparison; the first is the baseline.
+
+    Args:
+        config: A TOML file.
+        overrides: `section.key=value`, for all arms.
+        arms: `NAME` or `NAME:section.key=value section.key=value …`, two or more.
+        seeds: How many, counted from `run.seed` of the configuration, as "3"; or which, as "1,2,5".
+
+    Raises:
+        ConfigError: A setting is wrong, or one that arms must share differs; names are not usable or not unique; fewer
+            than two arms or seeds.
+    """
+    base = load_config(config, overrides)
+    chosen_seeds = parse_seeds(seeds, base.run.seed)
+    parsed = [parse_arm(arm) for arm in arms]
+    names = [name for name, _ in parsed]
+    if len(parsed) < 2:
+        problem = f"there is only {names[0]!r}" if names else "there is none"
+        raise ConfigError(f"a comparison takes two arms or more, the baseline first, and {problem}: give --arm again")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"two arms are named {twice[0]!r}: each needs a name of its own, which names its folders too")
+    result = []
+    for name, settings in parsed:
+        try:
+            arm_config = load_config(config, [*overrides, *settings])
+        except ConfigError as error:
+            raise ConfigError(f"arm {name!r}: {error}") from None
+        _check_shared(name, base, arm_config)
+        configs = {seed: _with_seed(arm_config, name, seed) for seed in chosen_seeds}
+        result.append(Arm(name=name, settings=settings, configs=configs))
+    return result
+
+
+def parse_arm(text: str) -> tuple[str, tuple[str, ...]]:
+    """`"name:optim.lr=1 optim.eps=2"` → `("name", ("optim.lr=1", "optim.eps=2"))`. Raises ConfigError."""
+    name, _, settings = (part.strip() for part in text.partition(":"))
+    if not ARM.fullmatch(name):
+        raise ConfigError(
+            f"arm {text!r}: write NAME:section.key=value, as rowwise:precision.level=fp8, with a name of letters, "
+            "digits and . _ + - (it names the folders of the runs); the baseline may be a name alone"
+        )
+    return name, tuple(SETTING_SEPARATOR.split(settings)) if settings else ()
+
+
+def parse_seeds(text: str, first: int) -> tuple[int, ...]:
+    """`"3"` → three seeds from `first` on; `"1,2,5"` → these. Raises ConfigError, also for fewer than two."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() for word in words):
+        raise ConfigError(f"seeds are a number of them, as 3, or a list, as 1,2,5; got {text!r}")
+    seeds = [int(word) for word in words]
+    if len(seeds) == 1:
+        seeds = list(range(first, first + seeds[0]))
+    if repeated := [seed for seed in seeds if seeds.count(seed) > 1]:
+        raise ConfigError(f"seed {repeated[0]} is given twice: repeated runs add no information")
+    if len(seeds) < 2:
+        raise ConfigError(
+            f"a comparison takes two seeds or more; got {text!r}. One seed cannot tell an effect from chaos: how far "
+            "apart two runs end that differ in rounding alone is known from several pairs. `octavo demo` shows one pair"
+        )
+    return tuple(seeds)
+
+
+def _check_shared(name: str, base: TrainConfig, arm_config: TrainConfig) -> None:
+    """Raise ConfigError if an arm changes a setting that all arms share."""
+    changed = _differences(base, arm_config)
+    for key, (base_value, value) in changed.items():
+        if key.partition(".")[0] in SHARED_SECTIONS or key in SHARED_KEYS:
+            raise ConfigError(
+                f"arm {name!r} sets {key} = {value!r} (the others: {base_value!r}): arms share model, data, batch, "
+                "seeds and steps, else their losses cannot be compared seed by seed. Set it for all arms, after CONFIG"
+            )
+
+
+def _differences(one: TrainConfig, other: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ, with both values; None for an unset one."""
+    first, second = (dict(flat("", config.model_dump(mode="json", exclude_none=True))) for config in (one, other))
+    keys = dict.fromkeys([*first, *second])
+    return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
+
+
+def _with_seed(config: TrainConfig, name: str, seed: int) -> TrainConfig:
+    tables = config.model_dump(exclude_none=True)
+    run_table = {key: value for key, value in tables["run"].items() if key != "out"}
+    return parse_config(tables | {"run": run_table | {"seed": seed, "name": f"{name}-seed{seed}"}})
+
+
+def compare(
+    arms: Sequence[Arm],
+    out: Path,
+    *,
+    margin: float | None = None,
+    confidence: float = CONFIDENCE,
+    max_seeds: int | None = None,
+    progress: Progress | None = None,
+) -> Comparison | None:
+    """Train every arm on every seed into `out/<arm>-seed<k>`, or read its finished run, and compare.
+
+    Writes `compare.json`, `report.html` and `loss.png` into `out`. Call it again to go on after an interruption, or
+    with more arms or seeds.
+
+    Args:
+        arms: Of `make_arms`.
+        out: The folder of all runs.
+        margin: The largest gap in loss that passes, in percent; None for 2, and then an arm shown to be worse fails.
+        confidence: Of all verdicts together.
+        max_seeds: Planned maximum of seeds, 2 to 40; None for that of the comparison that is there, else 40.
+        progress: Receives the progress of each run.
+
+    Returns:
+        The comparison; None if a signal has stopped a run, which is then saved.
+
+    Raises:
+        ConfigError: A run's folder holds something else, or a run cannot begin. Nothing is overwritten.
+        ValueError: A margin, a confidence or a planned maximum is out of range.
+    """
+    check_limits(margin, confidence, MOST_SEEDS if max_seeds is None else max_seeds)
+    configs = {arm.folder(seed): arm.configs[seed] for seed in arms[0].configs for arm in arms}
+    with join_ranks(arms[0].configs[min(arms[0].configs)]) as ranks:
+        ranks.run_on_rank0(lambda: check_folders(out, configs))
+        planned = ranks.run_on_rank0(lambda: planned_seeds(out, max_seeds))
+        results: dict[str, RunResult] = {}
+        for folder, config in configs.items():
+            result = _train_or_read(out / folder, config, ranks, progress)
+            if result.stopped == "sigterm":
+                return None
+            results[folder] = result
+        return ranks.run_on_rank0(lambda: _judge(arms, out, results, margin, confidence, planned))
+
+
+def planned_seeds(out: Path, max_seeds: int | None) -> int:
+    """The planned maximum of seeds, from the comparison in `out` if there is one. Raises ConfigError."""
+    path = out / FILES[0]
+    planned = json.loads(path.read_text()).get("planned_seeds") if path.exists() else None
+    if planned is not None and max_seeds not in (None, planned):
+        raise ConfigError(
+            f"{path} was planned for at most {planned} seeds, and its results are known: a plan that changes with them "
+            f"does not hold its error rates. Leave out --max-seeds {max_seeds} (more seeds than planned are marked), "
+            "or compare into another folder (--out)"
+        )
+    return planned or max_seeds or MOST_SEEDS
+
+
+def check_folders(out: Path, configs: Mapping[str, TrainConfig]) -> None:
+    """Raise ConfigError if `out` holds files that a comparison would overwrite, or other runs.
+
+    Args:
+        out: The folder of all runs.
+        configs: Folder → the run that belongs there.
+    """
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file: give a folder with --out")
+    existing = [name for name in (*RUN_MARKERS, *FILES) if (out / name).exists()]
+    if existing and not (out / FILES[0]).exists():
+        raise ConfigError(f"{out} holds {existing[0]}, which is of no comparison: give another folder with --out")
+    for name, config in configs.items():
+        folder = out / name
+        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+            continue
+        if not (folder / CONFIG_FILE).exists():
+            raise ConfigError(f"{folder} holds something else than a run: give another folder with --out")
+        for key, (saved, requested) in _differences(load_config(folder / CONFIG_FILE), config).items():
+            if key not in FREE_KEYS:
+                raise ConfigError(
+                    f"{folder} holds a run of another configuration: {key} is {saved!r} there, {requested!r} here. "
+                    "Give another folder with --out, or another name to the arm; nothing was overwritten"
+                )
+
+
+def _train_or_read(folder: Path, config: TrainConfig, ranks: Ranks, progress: Progress | None) -> RunResult:
+    """Read the result of a finished run, or train it."""
+    if (result := ranks.run_on_rank0(lambda: finished(folder, config))) is not None:
+        return result
+    exists = ranks.run_on_rank0(folder.exists)
+    try:
+        return run(config, out=folder, resume=exists, progress=progress)
+    except NonFiniteError as error:
+        if ranks.is_main and progress is not None:
+            progress.note(str(error).partition(". ")[0])
+        return ranks.run_on_rank0(lambda: RunResult.read(folder))
+
+
+def finished(folder: Path, config: TrainConfig) -> RunResult | None:
+    """The result of a run that ended at its last step or on a non-finite value; else None."""
+    if not (folder / RESULT_FILE).exists():
+        return None
+    result = RunResult.read(folder)
+    complete = result.stopped == "done" and result.steps == config.run.steps
+    return result if complete or result.stopped == "non-finite" else None
+
+
+def _judge(
+    arms: Sequence[Arm],
+    out: Path,
+    results: Mapping[str, RunResult],
+    margin: float | None,
+    confidence: float,
+    planned: int,
+) -> Comparison:
+    _check_data([out / folder for folder in results])
+    runs = [
+        ArmRuns(
+            name=arm.name,
+            settings=arm.settings,
+            seeds=tuple(arm.configs),
+            results=tuple(results[arm.folder(seed)] for seed in arm.configs),
+            curves=tuple(_curves(out / arm.folder(seed), results[arm.folder(seed)]) for seed in arm.configs),
+        )
+        for arm in arms
+    ]
+    comparison = judge(runs, margin=margin, confidence=confidence, max_seeds=planned)
+    write_comparison(comparison, [next(iter(arm.configs.values())) for arm in arms], out)
+    return comparison
+
+
+def _curves(folder: Path, result: RunResult) -> Curves:
+    """The steps of a run. Raises ConfigError if some are missing."""
+    curves = Curves.of(read_metrics(folder))
+    if (last := int(curves.step[-1]) if len(curves.step) else 0) != result.steps:
+        raise ConfigError(
+            f"{folder / METRICS_FILE} ends at step {last}, the run at step {result.steps}: the file was changed. "
+            f"Remove {folder}, and the same command trains it anew"
+        )
+    return curves
+
+
+def _check_data(folders: Sequence[Path]) -> None:
+    """Raise ConfigError if runs with a checkpoint were trained on different data."""
+    folder_of_data: dict[str, Path] = {}
+    for folder in folders:
+        if (checkpoint := latest_checkpoint(folder)) is not None:
+            folder_of_data.setdefault(read_trainer_state(checkpoint)["data"], folder)
+    if len(folder_of_data) > 1:
+        first, second, *_ = folder_of_data.values()
+        raise ConfigError(
+            f"{first} and {second} were trained on different data: the content of data.source has changed in between. "
+            "Compare into another folder (--out)"
+        )

@@ -1,0 +1,249 @@
+"""What a comparison found: a verdict per arm, and what CI makes of it.
+
+The loss of a run is its mean over the last 10 % of the steps; a run that stops on a value that is not finite has
+diverged. The verdict is `octavo.inspect.compare_losses`'s, which judges losses of any trainer; here it is joined with
+speed and memory.
+
+Time to loss: the lowest smoothed loss that all arms reach on a seed, and the steps, tokens and seconds each takes to
+get there; seconds at the run's median speed, so that a pause of the machine does not count. Their ratio is the speed at
+equal capability: an arm that computes a step in half the time but takes twice the steps gains nothing.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.experiments.curves import Curves, Floats, smooth
+from octavo.inspect.compare import ArmLosses, LossComparison, compare_losses
+from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS
+from octavo.train.record.metrics import RunResult
+
+STOPPED = 4
+"""Exit code of a comparison that was stopped before its last run: the same command goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmRuns:
+    """What the runs of an arm left, one of each per seed."""
+
+    name: str
+    settings: tuple[str, ...]
+    seeds: tuple[int, ...]
+    results: tuple[RunResult, ...]
+    curves: tuple[Curves, ...]
+
+    @property
+    def diverged(self) -> tuple[int, ...]:
+        """Seeds whose run stopped on a value that is not finite, or has no finite loss."""
+        pairs = zip(self.seeds, self.results, strict=True)
+        return tuple(seed for seed, result in pairs if result.stopped == "non-finite" or result.losses is None)
+
+    def loss(self, seed: int) -> float:
+        """Mean loss over the last 10 % of the steps; NaN of a run that diverged."""
+        losses = self.results[self.seeds.index(seed)].losses
+        return math.nan if seed in self.diverged or losses is None else losses.tail_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeToLoss:
+    """What an arm takes to the losses that all arms reach, one per seed: means over the seeds.
+
+    Attributes:
+        targets: Smoothed loss to reach, per seed.
+        steps: Until then, per seed.
+        tokens: Mean over the seeds.
+        seconds: Mean over the seeds, at the median speed of each run.
+        speed: The baseline's seconds over this arm's: at equal loss.
+    """
+
+    targets: tuple[float, ...]
+    steps: tuple[int, ...]
+    tokens: float
+    seconds: float
+    speed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmVerdict:
+    """One arm beside the baseline.
+
+    Attributes:
+        losses: The verdict on the loss.
+        speed: Tokens/s over the baseline's, median runs.
+        memory: Bytes kept for backward per token over the baseline's.
+        time_to_loss: None if an arm diverged on every seed, or reached nothing in common.
+        notes: What else must be known to read it.
+    """
+
+    losses: ArmLosses
+    speed: float | None
+    memory: float | None
+    time_to_loss: TimeToLoss | None
+    notes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the arm."""
+        return self.losses.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All arms beside the first.
+
+    Attributes:
+        judged: The verdicts on the losses.
+        margin: The largest gap in loss that passes, in percent; None for none that was given.
+        confidence: Of all verdicts together.
+        loss: The baseline's loss, mean over the seeds on which it ended; None if it ended on none.
+        spread: Standard deviation of the baseline's loss over seeds, in percent; None for fewer than two.
+        time_to_loss: Of the baseline.
+        arms: Of the arms but the first.
+        notes: What makes all of it less than it seems.
+        runs: What was compared, the baseline first.
+    """
+
+    judged: LossComparison
+    margin: float | None
+    confidence: float
+    loss: float | None
+    spread: float | None
+    time_to_loss: TimeToLoss | None
+    arms: tuple[ArmVerdict, ...]
+    notes: tuple[str, ...]
+    runs: tuple[ArmRuns, ...]
+
+    @property
+    def baseline(self) -> str:
+        """Name of the first arm."""
+        return self.runs[0].name
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Of the runs of each arm."""
+        return self.runs[0].seeds
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command."""
+        return self.judged.exit_code
+
+
+def judge(
+    runs: Sequence[ArmRuns],
+    *,
+    margin: float | None = None,
+    confidence: float = CONFIDENCE,
+    max_seeds: int = MOST_SEEDS,
+) -> Comparison:
+    """Compare the arms `runs[1:]` with `runs[0]`, all of the same seeds and steps."""
+    baseline, *others = runs
+    judged = compare_losses(
+        [baseline.loss(seed) for seed in baseline.seeds],
+        {run.name: [run.loss(seed) for seed in run.seeds] for run in others},
+        margin=margin,
+        confidence=confidence,
+        max_seeds=max_seeds,
+        seeds=baseline.seeds,
+        baseline_name=baseline.name,
+    )
+    times = times_to_loss(runs)
+    arms = tuple(
+        ArmVerdict(
+            losses=losses,
+            speed=_ratio(baseline, run, lambda result: result.tokens_per_s),
+            memory=_ratio(baseline, run, lambda result: result.kept_bytes_per_token),
+            time_to_loss=time,
+            notes=(*losses.notes, *_arm_notes(run, losses)),
+        )
+        for run, losses, time in zip(others, judged.arms, times[1:], strict=True)
+    )
+    losses = [baseline.loss(seed) for seed in baseline.seeds if seed not in baseline.diverged]
+    return Comparison(
+        judged=judged,
+        margin=margin,
+        confidence=confidence,
+        loss=statistics.fmean(losses) if losses else None,
+        spread=100 * statistics.stdev(losses) / statistics.fmean(losses) if len(losses) > 1 else None,
+        time_to_loss=times[0],
+        arms=arms,
+        notes=tuple(_notes(runs, judged)),
+        runs=tuple(runs),
+    )
+
+
+def _arm_notes(run: ArmRuns, losses: ArmLosses) -> list[str]:
+    notes = []
+    if losses.test is not None and not any(losses.test.gaps):
+        notes.append(
+            f"The losses of {run.name} are the baseline's: do its settings change anything? "
+            "precision.recipe, for one, takes precision.level=fp8."
+        )
+    if skipped := sum(result.skipped_steps for result in run.results):
+        notes.append(f"{run.name} skipped {skipped:,} steps on overflow.")
+    return notes
+
+
+def _ratio(baseline: ArmRuns, arm: ArmRuns, value: Callable[[RunResult], float | None]) -> float | None:
+    """The median over the seeds of the arm's value over the baseline's."""
+    pairs = [(value(b), value(a)) for b, a in zip(baseline.results, arm.results, strict=True)]
+    ratios = [after / before for before, after in pairs if before and after is not None]
+    return statistics.median(ratios) if ratios else None
+
+
+def times_to_loss(runs: Sequence[ArmRuns]) -> list[TimeToLoss | None]:
+    """Time to the losses that all arms reach, on the seeds on which none diverged; None for all where there is none."""
+    seeds = [seed for seed in runs[0].seeds if not any(seed in run.diverged for run in runs)]
+    if not seeds:
+        return [None] * len(runs)
+    index = [runs[0].seeds.index(seed) for seed in seeds]
+    smoothed = [[smooth(run.curves[i].loss) for i in index] for run in runs]
+    targets = [common_target(curves) for curves in zip(*smoothed, strict=True)]
+    rows: list[tuple[tuple[int, ...], float, float]] = []
+    for run, curves in zip(runs, smoothed, strict=True):
+        steps, tokens, seconds = [], [], []
+        for i, curve, target in zip(index, curves, targets, strict=True):
+            taken = steps_to(curve, target)
+            result = run.results[i]
+            assert taken is not None and result.tokens_per_s is not None
+            steps.append(taken)
+            tokens.append(result.tokens / result.steps * taken)
+            seconds.append(tokens[-1] / result.tokens_per_s)
+        rows.append((tuple(steps), statistics.fmean(tokens), statistics.fmean(seconds)))
+    return [
+        TimeToLoss(targets=tuple(targets), steps=steps, tokens=tokens, seconds=seconds, speed=rows[0][2] / seconds)
+        for steps, tokens, seconds in rows
+    ]
+
+
+def common_target(curves: Iterable[Floats]) -> float:
+    """The lowest loss that all curves reach; each holds a finite value."""
+    return max(float(np.nanmin(curve)) for curve in curves)
+
+
+def steps_to(curve: Floats, target: float) -> int | None:
+    """Steps, 1, 2, …, until a curve [steps] is first at or below a loss; None if it never is."""
+    reached = np.flatnonzero(curve <= target)
+    return int(reached[0]) + 1 if len(reached) else None
+
+
+def _notes(runs: Sequence[ArmRuns], judged: LossComparison) -> list[str]:
+    notes = []
+    if judged.extended:
+        notes.append(judged.extension)
+    results = [result for run in runs for result in run.results]
+    devices = sorted({result.device for result in results})
+    if len(devices) > 1:
+        notes.append(f"The runs are of different devices ({', '.join(devices)}): their speeds cannot be compared.")
+    elif devices[0].endswith("cpu"):
+        notes.append("On a CPU FP8 is computed exactly but emulated: speeds here say nothing about a GPU's.")
+    for package in sorted({package for result in results for package in result.versions}):
+        versions = sorted({result.versions.get(package, "none") for result in results})
+        if len(versions) > 1:
+            notes.append(f"The runs are of different versions of {package}: {', '.join(versions)}.")
+    if len(runs[0].seeds) == 2:
+        notes.append("Two seeds find only large gaps: with a third, gaps a hundredth as large.")
+    return notes

@@ -1,0 +1,74 @@
+"""The per-step series of a run as arrays: what the report draws and compares.
+
+Smoothing is a centred running mean over 5 % of the run: unlike an exponential average it does not lag, so the smoothed
+curve at a step speaks of that step. A value that was not finite leaves a gap, never a zero.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.train.record.metrics import StepMetrics
+
+Floats = NDArray[np.float64]
+Steps = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """One run's series, all of one length; NaN where a step has no value.
+
+    Attributes:
+        step: Optimizer steps finished, ascending from 1.
+        loss: Mean cross-entropy of the step's batch, in nats per token.
+        lr: Learning rate of the step.
+        grad_norm: Global L2 norm of the gradient before clipping.
+        tokens_per_s: Target tokens per second of the step.
+    """
+
+    step: Steps
+    loss: Floats
+    lr: Floats
+    grad_norm: Floats
+    tokens_per_s: Floats
+
+    @classmethod
+    def of(cls, rows: Sequence[StepMetrics]) -> "Curves":
+        """Turn a run's steps into arrays."""
+
+        def column(key: str) -> Floats:
+            return np.array([getattr(row, key) for row in rows], dtype=np.float64)  # None becomes NaN
+
+        return cls(
+            step=np.array([row.step for row in rows], dtype=np.int64),
+            loss=column("loss"),
+            lr=column("lr"),
+            grad_norm=column("grad_norm"),
+            tokens_per_s=column("tokens_per_s"),
+        )
+
+
+def smoothing_window(steps: int) -> int:
+    """Steps in the running mean for a run of `steps` steps: 5 % of them, odd, at least 1."""
+    return max(1, steps // 20 | 1)
+
+
+def smooth(values: Floats) -> Floats:
+    """Centred running mean of [n] values, over fewer at both ends, ignoring what is not finite."""
+    finite = np.isfinite(values)
+    half = smoothing_window(len(values)) // 2
+    total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    count = np.concatenate([[0], np.cumsum(finite)])
+    index = np.arange(len(values))
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    inside = count[high] - count[low]
+    return np.where(inside > 0, (total[high] - total[low]) / np.maximum(inside, 1), np.nan)
+
+
+def gap_percent(baseline: Curves, candidate: Curves) -> tuple[Steps, Floats]:
+    """Return the steps both runs have and, for each, the candidate's loss above the baseline's, in percent."""
+    steps, mine, theirs = np.intersect1d(baseline.step, candidate.step, return_indices=True)
+    reference = baseline.loss[mine]
+    return steps, 100 * (candidate.loss[theirs] - reference) / reference

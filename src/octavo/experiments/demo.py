@@ -1,0 +1,102 @@
+"""The paired demonstration: one small model, trained in BF16 and again in FP8, and what came of it.
+
+Both arms have the same seed, initial weights, data and order of the data; only `precision.level` differs. The
+configuration is `demo.toml` beside this file, so that it is there after `pip install` too; `configs/demo.toml` is its
+copy.
+"""
+
+import shlex
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib import resources
+from itertools import count
+from pathlib import Path
+
+from octavo.experiments.run_report import ReportFiles, write_report
+from octavo.train.config.run_config import ConfigError, TrainConfig, load_config
+from octavo.train.diagnose import NonFiniteError
+from octavo.train.loop import run
+from octavo.train.record.metrics import Progress, RunResult
+from octavo.train.record.outputs import CONFIG_FILE
+
+BASELINE, CANDIDATE = "bf16", "fp8"
+SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """Both arms, as far as they got; `files` is None if one of them was stopped."""
+
+    out: Path
+    arms: list[RunResult]
+    files: ReportFiles | None
+    go_on: str = ""
+    """The command that finishes the arm that was stopped; empty if none was."""
+
+
+def demo_configs(overrides: Sequence[str] = (), candidate: str = CANDIDATE) -> tuple[TrainConfig, TrainConfig]:
+    """Return the configurations of the BF16 arm and of the arm at level `candidate`.
+
+    `overrides` (`section.key=value`) are applied to both.
+
+    Raises:
+        ConfigError: An override is wrong, or sets what the demonstration sets itself.
+    """
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key in SET_BY_DEMO:
+            raise ConfigError(
+                f"{key} is set by the demo, which compares {BASELINE} with {candidate}: use --level, or `octavo train`"
+            )
+    if candidate == BASELINE:
+        raise ConfigError(f"the demo compares {BASELINE} with another level: give one with --level, as {CANDIDATE}")
+    with _packaged() as path:
+        first, second = (
+            load_config(path, [*overrides, f'precision.level="{level}"']) for level in (BASELINE, candidate)
+        )
+    return first, second
+
+
+def _packaged() -> AbstractContextManager[Path]:
+    return resources.as_file(resources.files("octavo.experiments") / "demo.toml")
+
+
+def _own_warmup() -> int:
+    with _packaged() as path:
+        return load_config(path).optim.warmup
+
+
+def free_folder(folder: Path) -> Path:
+    """Return `wanted` if nothing is there, else the first of `wanted-2`, `wanted-3`, … that is free."""
+    if not folder.exists():
+        return folder
+    return next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
+
+
+def run_demo(configs: Sequence[TrainConfig], out: Path, progress: Progress) -> DemoResult:
+    """Train each config into `out/<level>` and write the report into `out`.
+
+    An arm that stops on a loss that is not finite is a result like any other: it is in the report, without a verdict.
+
+    Raises:
+        ConfigError: `out` holds something already.
+    """
+    if out.exists() and (not out.is_dir() or any(not path.is_dir() for path in out.rglob("*"))):
+        raise ConfigError(f"{out} is not empty, and a demo overwrites nothing: give another folder with --out")
+    if (warmup := configs[0].optim.warmup) != _own_warmup():
+        progress.note(f"the learning rate warms up over {warmup} of the {configs[0].run.steps} steps")
+    arms: list[RunResult] = []
+    folders: list[Path] = []
+    for config in configs:
+        folders.append(out / config.precision.level)
+        try:
+            arms.append(run(config, out=folders[-1], progress=progress))
+        except NonFiniteError as error:
+            progress.note(str(error))
+            arms.append(RunResult.read(folders[-1]))
+        if arms[-1].stopped == "sigterm":
+            folder = shlex.quote(str(folders[-1]))
+            go_on = f"octavo train {shlex.quote(str(folders[-1] / CONFIG_FILE))} --out {folder} --resume"
+            return DemoResult(out=out, arms=arms, files=None, go_on=go_on)
+    return DemoResult(out=out, arms=arms, files=write_report(folders, out))

@@ -1,0 +1,305 @@
+"""The report of one run, or of several compared with the first: `report.html`, `loss.png`, `verdict.json`.
+
+The page is one file: CSS, charts and script are inline, nothing is fetched, and it follows the reader's light or dark
+scheme. Everything on it is read from what the runs left in their folders, so a report can be written again, later and
+elsewhere, with the same result.
+"""
+
+import json
+import platform
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from octavo._version import __version__
+from octavo.experiments.charts import FLAT, SMALL, Chart, Line, draw
+from octavo.experiments.curves import Curves, gap_percent
+from octavo.experiments.heatmap import Heatmap, heatmaps
+from octavo.experiments.plots import write_loss_png
+from octavo.experiments.verdict import BAND_PERCENT, Verdict, arm_name, verdict
+from octavo.inspect.findings import Finding
+from octavo.inspect.stats import OperandStats
+from octavo.train.disk import write_file
+from octavo.train.record.events import read_events
+from octavo.train.record.metrics import RunResult, read_metrics
+from octavo.train.record.outputs import LAYERS_FILE, check_kind
+from octavo.train.record.statistics import all_findings, limits_of, read_statistics
+
+__all__ = ["ReportFiles", "Row", "Verdict", "summary_rows", "verdict", "write_report"]
+
+CHIPS = {
+    "within": f"within {BAND_PERCENT:g} %",
+    "above": f"more than {BAND_PERCENT:g} % higher",
+    "below": f"more than {BAND_PERCENT:g} % lower",
+    "none": "no verdict",
+}
+NOT_COMPARED = ("run.name", "run.out")
+"""Settings that differ between any two runs and do not affect the result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportFiles:
+    """Paths of a report's files; `verdict` is None for a single run."""
+
+    html: Path
+    png: Path
+    verdict: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the summary table: a value per run as text, and how the second differs from the first."""
+
+    label: str
+    values: list[str]
+    difference: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Layers that differ only in the numbers in their names and were treated alike."""
+
+    pattern: str
+    count: int
+    precision: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRun:
+    """A run read from its folder; `label` is unique in the report, `slot` picks its colour."""
+
+    label: str
+    slot: int
+    result: RunResult
+    curves: Curves
+    config: str
+    layers: list[LayerGroup]
+    statistics: list[OperandStats]
+    findings: list[Finding]
+    events: list[dict[str, Any]]
+
+    @property
+    def converted(self) -> str:
+        """The summary line of `octavo.convert`."""
+        return self.result.converted
+
+    @property
+    def heatmaps(self) -> list[Heatmap]:
+        """FP8 statistics of the operands, over layers and steps."""
+        return heatmaps(self.statistics)
+
+
+def write_report(runs: list[Path], out: Path) -> ReportFiles:
+    """Write the report of the runs in the folders `runs` into the folder `out`; the first run is the baseline.
+
+    Raises:
+        ValueError: A folder holds no finished run, a file of one is damaged, or a link is where the report would be.
+    """
+    logged = _read(runs)
+    verdicts = [verdict(logged[0].result, run.result) for run in logged[1:]]
+    out.mkdir(parents=True, exist_ok=True)
+    files = ReportFiles(
+        html=out / "report.html", png=out / "loss.png", verdict=out / "verdict.json" if verdicts else None
+    )
+    title = logged[0].label
+    if verdicts:
+        title = f"{' and '.join(run.label for run in logged[1:])} against {title}"
+    for path in filter(None, (files.html, files.png, files.verdict)):
+        check_kind(path, "a report")
+    write_loss_png([(run.label, run.curves) for run in logged], files.png, title=title)
+    write_file(files.html, _page(logged, verdicts, title))
+    if files.verdict:
+        summary = {"verdicts": [v.to_json() for v in verdicts], "runs": [asdict(run.result) for run in logged]}
+        write_file(files.verdict, json.dumps(summary, indent=2) + "\n")
+    return files
+
+
+def summary_rows(results: Sequence[RunResult]) -> list[Row]:
+    """The summary table of one run or several; the difference is the second run's from the first's."""
+
+    def row(label: str, value: Callable[[RunResult], float | None], text: str, compare: str = "") -> Row:
+        values = [value(result) for result in results]
+        return Row(
+            label=label,
+            values=["–" if v is None else text.format(v) for v in values],
+            difference=_difference(values[0], values[1], compare) if compare and len(values) > 1 else "",
+        )
+
+    return [
+        row("mean loss, last 10 % of steps", lambda r: r.losses.tail_mean if r.losses else None, "{:.4f}", "gap"),
+        row("final loss", lambda r: r.losses.final if r.losses else None, "{:.4f}", "gap"),
+        row("first loss", lambda r: r.losses.first if r.losses else None, "{:.4f}", "gap"),
+        row("tokens/s, median", lambda r: r.tokens_per_s, "{:,.0f}", "ratio"),
+        row("kept for backward, bytes/token", lambda r: r.kept_bytes_per_token, "{:,.0f}", "ratio"),
+        row("steps", lambda r: r.steps, "{:,}"),
+        row("tokens", lambda r: r.tokens, "{:,}"),
+        row("skipped steps", lambda r: r.skipped_steps, "{:,}"),
+        row("parameters", lambda r: r.parameters, "{:,}"),
+        row("seconds in steps", lambda r: r.wall_s, "{:,.1f}", "ratio"),
+    ]
+
+
+def _difference(first: float | None, second: float | None, kind: str) -> str:
+    if first is None or second is None or not first:
+        return "–"
+    if kind == "ratio":
+        return f"{second / first:.2f} ×"
+    return f"{second - first:+.4f}  ({100 * (second - first) / first:+.2f} %)"
+
+
+def _read(folders: list[Path]) -> list[LoggedRun]:
+    results = [RunResult.read(folder) for folder in folders]
+    logged = []
+    for slot, (folder, result, label) in enumerate(zip(folders, results, _labels(folders, results), strict=True)):
+        statistics = read_statistics(folder)
+        logged.append(
+            LoggedRun(
+                label=label,
+                slot=slot % 6,
+                result=result,
+                curves=Curves.of(read_metrics(folder, result.steps)),
+                config=(folder / "config.toml").read_text(encoding="utf-8"),
+                layers=_layers(folder),
+                statistics=statistics,
+                findings=all_findings(statistics, limits_of(folder)),
+                events=read_events(folder),
+            )
+        )
+    return logged
+
+
+def _labels(folders: Sequence[Path], results: Sequence[RunResult]) -> list[str]:
+    """A unique label per run: its arm; else with its name; else with its folder."""
+    arms = [arm_name(result.arm) for result in results]
+    named = [f"{result.name} ({arm})" for result, arm in zip(results, arms, strict=True)]
+    labels = []
+    for folder, arm, name in zip(folders, arms, named, strict=True):
+        if len(arms) > 1 and arms.count(arm) == 1:
+            labels.append(arm)
+        else:
+            labels.append(name if named.count(name) == 1 else f"{folder.resolve().name} ({arm})")
+    return labels
+
+
+def _layers(folder: Path) -> list[LayerGroup]:
+    """The rows of `octavo.report`, with the layers of repeated blocks merged."""
+    path = folder / LAYERS_FILE
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+        groups = Counter((re.sub(r"\d+", "*", row["name"]), row["recipe"], row["reason"]) for row in rows)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is not what a run says of its layers: {error!r}") from None
+    return [
+        LayerGroup(
+            pattern=name or "the model",
+            count=count,
+            precision=f"FP8 {recipe}" if recipe else "high precision",
+            reason=reason,
+        )
+        for (name, recipe, reason), count in groups.items()
+    ]
+
+
+def _page(runs: list[LoggedRun], verdicts: list[Verdict], title: str) -> str:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("octavo.experiments"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    first = runs[0].result
+    return environment.get_template("report.html.j2").render(
+        title=title,
+        subtitle=f"{first.name} · {first.parameters:,} parameters · {first.tokens:,} tokens · {first.device}",
+        verdicts=verdicts,
+        chips=CHIPS,
+        tiles=_tiles(runs, verdicts),
+        charts=_charts(runs),
+        runs=runs,
+        rows=summary_rows([run.result for run in runs]),
+        differences=config_differences([run.config for run in runs]),
+        packages=sorted({package for run in runs for package in run.result.versions}),
+        version=__version__,
+        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}",
+    )
+
+
+def _tiles(runs: list[LoggedRun], verdicts: list[Verdict]) -> list[dict[str, str]]:
+    """The few large figures at the top."""
+
+    def tile(value: float | None, text: str, label: str) -> dict[str, str]:
+        return {"value": "–" if value is None else text.format(value), "label": label}
+
+    if len(verdicts) == 1:
+        (pair,) = verdicts
+        return [
+            tile(pair.tail_gap_percent, "{:+.2f} %", "loss gap, mean of the last 10 % of steps"),
+            tile(pair.speed_ratio, "{:.2f} ×", f"{pair.baseline}'s tokens/s"),
+            tile(pair.memory_ratio, "{:.2f} ×", f"{pair.baseline}'s bytes kept for backward"),
+        ]
+    if len(runs) == 1:
+        result = runs[0].result
+        return [
+            tile(result.losses.tail_mean if result.losses else None, "{:.4f}", "mean loss, last 10 % of steps"),
+            tile(result.tokens_per_s, "{:,.0f}", "tokens/s, median"),
+            tile(result.kept_bytes_per_token, "{:,.0f}", "kept for backward, bytes/token"),
+        ]
+    return [tile(pair.tail_gap_percent, "{:+.2f} %", f"loss gap of {pair.candidate}") for pair in verdicts]
+
+
+def _charts(runs: list[LoggedRun]) -> dict[str, list[Chart]]:
+    """Loss and gap large; speed, gradient norm and learning rate small. A chart without any value is left out."""
+
+    def lines(column: str, noisy: bool = True) -> list[Line]:
+        return [
+            Line(label=run.label, slot=run.slot, x=run.curves.step, y=getattr(run.curves, column), noisy=noisy)
+            for run in runs
+        ]
+
+    def chart(title: str, unit: str, series: list[Line], **layout: Any) -> list[Chart]:
+        drawn = [line for line in series if np.isfinite(line.y).any()]
+        return [draw(title, unit, drawn, **layout)] if drawn else []
+
+    large = chart(
+        "Loss", "nats per token", lines("loss"), caption="Nats per token. Strong: running mean; light: each step."
+    )
+    if len(runs) > 1:
+        baseline = runs[0]
+        gaps = [(run, *gap_percent(baseline.curves, run.curves)) for run in runs[1:]]
+        large += chart(
+            f"Loss above {baseline.label}",
+            "percent",
+            [Line(label=run.label, slot=run.slot, x=x, y=y) for run, x, y in gaps],
+            caption=f"Percent of {baseline.label}'s loss at the same step. Shaded: ±{BAND_PERCENT:g} %.",
+            box=FLAT,
+            band=BAND_PERCENT,
+        )
+    small = chart("Tokens per second", "tokens/s", lines("tokens_per_s"), box=SMALL, keep=[0])
+    small += chart("Gradient norm", "L2 norm before clipping", lines("grad_norm"), box=SMALL, keep=[0])
+    small += chart("Learning rate", "learning rate", lines("lr", noisy=False), box=SMALL, keep=[0])
+    return {"large": large, "small": small}
+
+
+def config_differences(configs: list[str]) -> list[tuple[str, list[str]]]:
+    """The settings that differ between configs, with each run's value."""
+    flat = [_flatten(tomllib.loads(config)) for config in configs]
+    keys = dict.fromkeys(key for config in flat for key in config if key not in NOT_COMPARED)
+    return [
+        (key, [str(config.get(key, "not set")) for config in flat])
+        for key in keys
+        if any(config.get(key) != flat[0].get(key) for config in flat)
+    ]
+
+
+def _flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

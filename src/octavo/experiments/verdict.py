@@ -1,0 +1,155 @@
+"""Two runs, one sentence: is the candidate's loss as good as the baseline's, and at what speed and memory?
+
+Everything said is computed from the two `RunResult`s. The loss compared is the mean over the last 10 % of the steps:
+the loss of a single step depends on that step's batch. The band is ±1 % of the baseline, both ways, because a loss that
+is lower by chance is as little evidence as one that is higher. One pair of runs is one seed: how far two BF16 runs
+with different seeds lie apart is not known from it, so the verdict does not claim that a gap is noise or is not;
+`octavo compare` does, from several seeds.
+"""
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from octavo.train.record.metrics import RunResult
+
+BAND_PERCENT = 1.0
+FEWEST_STEPS = 100
+"""Steps below which a loss says nothing about where training ends."""
+ONE_SEED = (
+    "One seed is one seed: how far apart two seeds of the same arm would lie was not measured, "
+    "so the gap is not compared with seed noise."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The comparison of a candidate with a baseline; gaps are candidate minus baseline.
+
+    Attributes:
+        baseline, candidate: Labels of the arms, as people read them.
+        status: `"within"` the band, `"above"` or `"below"` it; `"none"` where the runs cannot be compared, or are of
+            fewer than `FEWEST_STEPS` steps.
+        final_gap, tail_gap: Gap of the last loss, and of the mean over the last 10 % of steps, in nats per token.
+        final_gap_percent, tail_gap_percent: The same, in percent of the baseline.
+        speed_ratio: Candidate's tokens/s over the baseline's.
+        memory_ratio: Candidate's bytes kept for backward per token over the baseline's.
+        sentence: The verdict on the loss.
+        notes: What else must be known to read it: speed, memory, seeds.
+    """
+
+    baseline: str
+    candidate: str
+    status: Literal["within", "above", "below", "none"]
+    final_gap: float | None = None
+    final_gap_percent: float | None = None
+    tail_gap: float | None = None
+    tail_gap_percent: float | None = None
+    speed_ratio: float | None = None
+    memory_ratio: float | None = None
+    sentence: str
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and the width of the band."""
+        return {**asdict(self), "band_percent": BAND_PERCENT}
+
+
+def arm_name(arm: str) -> str:
+    """The arm of a run for people: `"BF16"` for `"bf16"`, `"FP8+activations rowwise"` for that in lower case."""
+    matmul, more, rest = re.match(r"(bf16|fp8|O1)?([^ ]*)(.*)", arm, re.DOTALL).groups()  # type: ignore[union-attr]
+    return {"bf16": "BF16", "fp8": "FP8", "O1": "FP8", None: ""}[matmul] + more + rest
+
+
+def verdict(a: RunResult, b: RunResult) -> Verdict:
+    """Compare run `b`, the candidate, with run `a`, the baseline."""
+    baseline, candidate = arm_name(a.arm), arm_name(b.arm)
+    obstacle = _obstacle(a, b)
+    if obstacle or a.losses is None or b.losses is None:
+        return Verdict(baseline=baseline, candidate=candidate, status="none", sentence=f"No verdict: {obstacle}.")
+    gap, percent = _gap(a.losses.tail_mean, b.losses.tail_mean)
+    final_gap, final_percent = _gap(a.losses.final, b.losses.final)
+    status: Literal["within", "above", "below", "none"] = (
+        "within" if abs(percent) <= BAND_PERCENT else "above" if percent > 0 else "below"
+    )
+    if a.steps < FEWEST_STEPS:
+        status = "none"
+    return Verdict(
+        baseline=baseline,
+        candidate=candidate,
+        status=status,
+        final_gap=final_gap,
+        final_gap_percent=final_percent,
+        tail_gap=gap,
+        tail_gap_percent=percent,
+        speed_ratio=_ratio(a.tokens_per_s, b.tokens_per_s),
+        memory_ratio=_ratio(a.kept_bytes_per_token, b.kept_bytes_per_token),
+        sentence=_sentence(baseline, candidate, status, percent, a, b),
+        notes=tuple(_notes(a, b)),
+    )
+
+
+def _obstacle(a: RunResult, b: RunResult) -> str:
+    """Why the two runs cannot be compared; empty if they can."""
+    for run in (a, b):
+        if run.stopped == "non-finite":
+            return f"{arm_name(run.arm)} stopped after {run.steps:,} steps on a loss or gradient that was not finite"
+        if run.losses is None:
+            return f"{arm_name(run.arm)} has no step with a finite loss"
+        if run.losses.tail_mean <= 0:
+            return f"{arm_name(run.arm)}'s loss is {run.losses.tail_mean:g}, of which there is no percentage"
+    for field, unit in (("steps", "steps"), ("tokens", "tokens")):
+        mine, theirs = getattr(a, field), getattr(b, field)
+        if mine != theirs:
+            return f"{arm_name(a.arm)} trained for {mine:,} {unit} and {arm_name(b.arm)} for {theirs:,}"
+    return ""
+
+
+def _gap(baseline: float, candidate: float) -> tuple[float, float]:
+    gap = candidate - baseline
+    return gap, 100 * gap / baseline
+
+
+def _ratio(baseline: float | None, candidate: float | None) -> float | None:
+    return candidate / baseline if baseline and candidate is not None else None
+
+
+def _sentence(baseline: str, candidate: str, status: str, percent: float, a: RunResult, b: RunResult) -> str:
+    assert a.losses is not None and b.losses is not None
+    numbers = f"{b.losses.tail_mean:.4f} against {a.losses.tail_mean:.4f} nats per token, {percent:+.2f} %"
+    where = "over the last 10 % of the steps"
+    if status == "none":
+        return (
+            f"No verdict: {a.steps:,} steps are too few, {FEWEST_STEPS} are wanted. "
+            f"{candidate} against {baseline} so far: {numbers}."
+        )
+    if status == "within":
+        return f"{candidate}'s loss is within {BAND_PERCENT:g} % of {baseline}'s {where}: {numbers}."
+    if status == "above":
+        return f"{candidate}'s loss is not within {BAND_PERCENT:g} % of {baseline}'s {where}: it is higher, {numbers}."
+    return (
+        f"{candidate}'s loss is more than {BAND_PERCENT:g} % below {baseline}'s {where}: {numbers}. "
+        "One seed does not show that it is better."
+    )
+
+
+def _notes(a: RunResult, b: RunResult) -> list[str]:
+    baseline, candidate = arm_name(a.arm), arm_name(b.arm)
+    notes = []
+    if (speed := _ratio(a.tokens_per_s, b.tokens_per_s)) is not None:
+        figure = f"{candidate} ran at {speed:.2f} × {baseline}'s tokens/s"
+        if b.device == "cpu":
+            notes.append(
+                f"{figure}, on a CPU, which has no FP8 matrix units: FP8 is computed exactly but emulated there. "
+                "This says nothing about the speed on a GPU."
+            )
+        else:
+            notes.append(f"{figure} on {b.device}.")
+    if (memory := _ratio(a.kept_bytes_per_token, b.kept_bytes_per_token)) is not None:
+        notes.append(f"{candidate} keeps {memory:.2f} × {baseline}'s bytes per token for the backward pass.")
+    notes += [
+        f"{arm_name(run.arm)} skipped {run.skipped_steps:,} of {run.steps:,} steps on overflow."
+        for run in (a, b)
+        if run.skipped_steps
+    ]
+    return [*notes, ONE_SEED]

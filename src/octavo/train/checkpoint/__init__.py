@@ -1,0 +1,1 @@
+"""Checkpoints: what a run saves and resumes from, and its export for Transformers."""

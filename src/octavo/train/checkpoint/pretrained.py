@@ -1,0 +1,163 @@
+"""Folders of `save_pretrained`: the start of a run, and the weights and settings of a checkpoint.
+
+Reading a folder runs no code from it: a model with its own code raises an error, and weights are read as data.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.train.config.run_config import ConfigError
+from octavo.train.ranks import Ranks
+from octavo.train.share import share_on_machine
+
+AUTO_CLASSES = "AutoConfig", "AutoModel", "AutoModelForCausalLM"
+"""Entries of `auto_map` in a config that this module would load."""
+
+
+def load_model_config(folder: Path) -> Any:
+    """The config of the model in `folder`, a class of Transformers.
+
+    Raises ConfigError if it cannot be read, or the model wants to run its own code. Many models name code that
+    Transformers has by now: it is enough that their classes have the names of those of Transformers.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(
+            "it holds a PEFT adapter (adapter_config.json), which Transformers would put into the model: merge it, "
+            "peft.AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(another), and "
+            "give the folder with the merged model"
+        )
+    auto_map: Any = None
+    kernels: list[str] = []
+    names: dict[str, Any] = {}
+    problem = ""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        auto_map, kernels = config.get("auto_map"), _hub_kernels(config)
+        settings = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        kind = settings.model_type
+        names = {"AutoConfig": type(settings).__name__, "AutoModel": MODEL_MAPPING_NAMES.get(kind)}
+        names["AutoModelForCausalLM"] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    except Exception as error:  # of no common type: each class fails in its own way
+        problem = f"config.json cannot be read: {one_line(error)}"
+    auto_map = auto_map if isinstance(auto_map, dict) else {"AutoConfig": auto_map} if auto_map else {}
+    classes = {key: str(auto_map[key]).rpartition(".")[2] for key in AUTO_CLASSES if key in auto_map}
+    if custom := [name for key, name in classes.items() if name != names.get(key)]:
+        raise ConfigError(
+            f"the model wants to run its own code ({', '.join(dict.fromkeys(custom))}), which Octavo never does: give "
+            "a model that Transformers has, without auto_map in its config.json"
+        )
+    if problem:
+        raise ConfigError(problem)
+    if kernels:
+        raise ConfigError(
+            f"the model wants attention from the hub ({kernels[0]!r}), code that Octavo never fetches nor runs: set "
+            'attn_implementation in its config.json to "sdpa" or "eager", or leave it out'
+        )
+    return settings
+
+
+def _hub_kernels(config: Any, inside: bool = False) -> list[str]:
+    """What a config, or a part of it, names as attention of a repository, as "owner/kernel"."""
+    if isinstance(config, dict):
+        parts = [(value, inside or "attn_implementation" in key) for key, value in config.items()]
+        return [kernel for part in parts for kernel in _hub_kernels(*part)]
+    return [config] if inside and isinstance(config, str) and "/" in config else []
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, without line breaks; its type as well where it says little without."""
+    reason = " ".join(str(error).split())
+    if isinstance(error, OSError | ValueError | RuntimeError) and reason:
+        return reason
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+
+
+def load_pretrained(folder: Path, dtype: torch.dtype) -> Any:
+    """The causal language model in `folder`, on the CPU. Raises ConfigError if it cannot be loaded whole."""
+    from transformers import AutoModelForCausalLM
+
+    load_model_config(folder)
+    _check_indices(folder)
+    try:
+        with _no_progress_bar():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
+    except UnpicklingError:
+        raise ConfigError("its weights are a pickle that names more than tensors, which is not read") from None
+    except Exception as error:  # of no common type
+        raise ConfigError(f"the model cannot be loaded: {one_line(error)}") from None
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):  # transformers would go on with random weights there
+        raise ConfigError(f"the checkpoint lacks {missing[0]} ({len(missing)} weights in all)")
+    load_generation_config(folder, model)  # for a damaged one transformers would take the defaults
+    return model
+
+
+def _check_indices(folder: Path) -> None:
+    """Raise ConfigError if an index of weights names a file outside of `folder`."""
+    for path in folder.glob("*.index.json"):
+        try:
+            files = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+            outside = [name for name in files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
+        except Exception as error:
+            raise ConfigError(f"{path.name} cannot be read: {one_line(error)}") from None
+        if outside:
+            raise ConfigError(f"{path.name} names {min(outside)!r}, which is not in the folder: copy it there")
+
+
+def load_weights(folder: Path, dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:
+    """The weights in `folder` by the names that the model has for them, on every rank; one copy on each machine."""
+    return share_on_machine(lambda: load_pretrained(folder, dtype).state_dict(), ranks)
+
+
+def load_generation_config(folder: Path, model: Any) -> None:
+    """Give a model the settings of generation in `folder`, if it has any. Raises ConfigError for damaged ones."""
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").exists():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # of no common type
+            raise ConfigError(f"generation_config.json cannot be read: {one_line(error)}") from None
+
+
+def save_pretrained(model: Any, folder: Path) -> None:
+    """Write weights and settings as `model.save_pretrained` does, without its progress bar."""
+    with _no_progress_bar():
+        model.save_pretrained(folder)
+
+
+def save_model_configs(model: Any, folder: Path) -> None:
+    """Write what `save_pretrained` writes of a model besides its weights.
+
+    `model.save_pretrained` does not do for shards, whose weights are written otherwise.
+    """
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,150 @@
+"""Sharded state of a run, one file per rank, readable by any number of ranks: `torch.distributed.checkpoint`.
+
+    checkpoints/step-000123/shards/
+        __0_0.distcp  __1_0.distcp …    each rank's rows of parameters ("model.…") and states ("optimizer.…")
+        .metadata                       the index of the rows; written last, read by `shard_index.py`
+
+Parameters, moments, their scales and remainders are sharded by rows (`octavo.optim.sharded`). A rank reads its
+own rows, for any number of writers.
+
+With `parallel.async_save`, the state is copied to host memory and written in the background while training continues.
+The checkpoint is published, and older ones removed, when the next one is due or the run ends.
+"""
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.fsdp import FSDPModule
+
+from octavo.train.checkpoint.digests import digests_of
+from octavo.train.checkpoint.shard_index import ShardReader, read_index
+from octavo.train.config.run_config import ConfigError
+from octavo.train.optimizer import CompactAdamW, MasterAdamW
+
+SHARDS = "shards"
+
+Optimizer = MasterAdamW | CompactAdamW
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return parameters, buffers and optimizer states by name, without copies; shards as DTensors."""
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    return state | {f"optimizer.{name}": value.detach() for name, value in optimizer.tensors().items()}
+
+
+def has_shards(model: nn.Module) -> bool:
+    """Whether the parameters of a model are shards, even if they are gathered at the moment."""
+    return isinstance(model, FSDPModule)
+
+
+def write(folder: Path, state: dict[str, Tensor]) -> dict[str, str]:
+    """Write this rank's part of a state into `folder` and wait for the others. Raises OSError if any rank fails.
+
+    Returns the digests of the files of this rank, by their path in the checkpoint.
+    """
+    with _dcp_errors(folder), _ignore_warnings():
+        save(state, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=not dist.is_initialized())
+    return _own_digests(folder)
+
+
+def write_async(folder: Path, state: dict[str, Tensor], group: dist.ProcessGroup) -> Future[dict[str, str]]:
+    """Copy a state to host memory and write it in the background; `wait_for` returns the digests."""
+    with _dcp_errors(folder), _ignore_warnings():
+        writer = FileSystemWriter(folder, sync_files=True)
+        written: Any = async_save(state, storage_writer=writer, process_group=group)
+    background = ThreadPoolExecutor(1)
+    digests = background.submit(lambda: (written.result(), _own_digests(folder))[1])
+    background.shutdown(wait=False)
+    return digests
+
+
+def wait_for(future: Future[dict[str, str]], folder: Path) -> dict[str, str]:
+    """Wait until `write_async` has finished. Raises OSError if any rank failed."""
+    with _dcp_errors(folder), _ignore_warnings():
+        return future.result()
+
+
+def _own_digests(folder: Path) -> dict[str, str]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return digests_of(folder.parent, [f"{SHARDS}/{path.name}" for path in folder.glob(f"__{rank}_*")])
+
+
+def read(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Load a state in place, each rank its rows. Raises ConfigError on all ranks if it does not fit."""
+    state = state_of(model, optimizer)
+    _load(folder, state, alone=not dist.is_initialized())
+    # Already in place; this notifies the model of new weights.
+    model.load_state_dict({name: state[f"model.{name}"] for name in model.state_dict()})
+
+
+def read_weights(folder: Path, model: nn.Module) -> None:
+    """Load the weights of a state into a whole model, in one process. Raises ConfigError if they do not fit."""
+    _load(folder, {f"model.{name}": value for name, value in model.state_dict().items()}, alone=True)
+
+
+def check(folder: Path) -> None:
+    """Raise ConfigError if files of a state are missing or too short, or its index is invalid."""
+    expected_sizes: dict[str, int] = {}
+    for stored in read_index(folder).storage_data.values():
+        expected_sizes[stored.relative_path] = max(
+            expected_sizes.get(stored.relative_path, 0), stored.offset + stored.length
+        )
+    sizes = {name: (folder / name).stat().st_size if (folder / name).exists() else -1 for name in expected_sizes}
+    missing = sorted(name for name, size in sizes.items() if size < 0)
+    short = sorted(name for name, size in sizes.items() if 0 <= size < expected_sizes[name])
+    if missing:
+        raise ConfigError(f"{len(missing)} of {len(expected_sizes)} shards are missing ({', '.join(missing[:4])})")
+    if short:
+        raise ConfigError(f"shards are cut off ({', '.join(short[:4])})")
+
+
+def _load(folder: Path, state: dict[str, Tensor], *, alone: bool) -> None:
+    """Fill a state in place. The error of a lost rank is no CheckpointException and propagates."""
+    try:
+        with _ignore_warnings():
+            load(state, storage_reader=ShardReader(folder), no_dist=alone)
+    except CheckpointException as error:
+        raise ConfigError(_reason(error)) from None
+
+
+@contextmanager
+def _dcp_errors(folder: Path) -> Iterator[None]:
+    """Turn any failure to write into an OSError: for a full disk, torch.save raises a RuntimeError."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise OSError(f"{folder} cannot be written: {_reason(error)}{free_space(folder)}") from None
+
+
+def free_space(folder: Path) -> str:
+    """Free space on the disk of a folder, as the end of a sentence; empty if unknown."""
+    for place in (folder, *folder.parents):
+        with suppress(OSError):  # the first rank may have removed it already
+            return f" ({shutil.disk_usage(place).free / 2**30:.1f} GiB are free there)"
+    return ""
+
+
+def _reason(error: CheckpointException) -> str:
+    """The error of the lowest failed rank, without its traceback."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    return f"rank {rank}: {' '.join(str(cause).split())[:300]}"
+
+
+@contextmanager
+def _ignore_warnings() -> Iterator[None]:
+    """Silence the library's warnings about its own interfaces."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", UserWarning)
+        yield

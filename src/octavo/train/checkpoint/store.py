@@ -1,0 +1,365 @@
+"""Checkpoints: the state of a run in one folder, written atomically.
+
+    checkpoints/step-000123/
+        model.safetensors, config.json, tokenizer.json …    written by `save_pretrained` of model and tokenizer
+        optimizer.pt                                        moments and masters, for torch.load(weights_only=True)
+        shards/                                             instead of both, from several ranks: `shards.py`
+        trainer.json                                        step, loss scale, configuration, fingerprint of the data;
+                                                            with recipe "delayed", its amax histories
+        digests.json                                        of every other file: `octavo.train.checkpoint.digests`
+
+A checkpoint is written under a temporary name, synced to disk and renamed, so after a kill the previous checkpoint is
+the newest. Before removal it is renamed as well. One process or several can read either kind; reading executes no code
+from it. Learning rate, batch and randomness of a step are functions of (seed, step) and need no saving.
+
+Resuming requires the same model, data, seed, batch and precision; otherwise the error names the first difference. The
+model's config must be the same too. Weights and generation settings at `model.path` may change, because the checkpoint
+replaces them. To rescue a run, learning rate, schedule, clipping and a few more settings may change; each change is
+reported.
+"""
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from octavo.nn import delayed
+from octavo.optim.sharded import local_rows
+from octavo.tensor import local_tensor
+from octavo.train.checkpoint import shards
+from octavo.train.checkpoint.digests import DIGESTS, check_digests, has_digests, write_digests
+from octavo.train.checkpoint.pretrained import (
+    load_generation_config,
+    load_model_config,
+    load_weights,
+    save_model_configs,
+    save_pretrained,
+)
+from octavo.train.checkpoint.shards import SHARDS
+from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.data.tokenizer import TextTokenizer
+from octavo.train.disk import apply_umask, sync, sync_entry
+from octavo.train.loss_scale import LossScale
+from octavo.train.optimizer import CompactAdamW, MasterAdamW
+from octavo.train.ranks import Ranks, SharedError
+from octavo.train.record.json_lines import first_error
+
+FOLDER = "checkpoints"
+WRITING, REMOVING = ".writing-", ".removing-"
+"""Prefixes of a checkpoint during writing and during removal."""
+IGNORED_CONFIG_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+"""Keys of a model's config that do not change what it computes; the dtype is compared as `precision.parameters`."""
+
+
+class CheckpointSaver:
+    """Write the checkpoints of a run.
+
+    Args:
+        ranks: The processes of the run; several write shards.
+        async_save: Write shards in the background, with the state at the call of `save`. The next `save` or `finish`
+            publishes the checkpoint, and raises the errors of writing it.
+        timeout: Seconds that ranks wait for each other in the background.
+    """
+
+    def __init__(self, ranks: Ranks, *, async_save: bool = False, timeout: float = 600.0) -> None:
+        self._ranks = ranks
+        self._group = ranks.host_group(timedelta(seconds=timeout)) if async_save else None
+        self._pending: tuple[Any, _NewCheckpoint] | None = None
+
+    def save(
+        self,
+        out: Path,
+        *,
+        step: int,
+        model: Any,
+        tokenizer: TextTokenizer,
+        optimizer: MasterAdamW | CompactAdamW,
+        loss_scale: LossScale,
+        config: TrainConfig,
+        data_fingerprint: str,
+        extra: Mapping[str, Any],
+        prune: bool = True,
+    ) -> Path:
+        """Write the checkpoint of `step` under `out` and, with `prune`, removes all but the newest `run.keep`.
+
+        `extra`: more entries of `trainer.json`.
+
+        Returns the folder. An existing checkpoint of the step stays: it is the same. Raises ConfigError if this
+        checkpoint, or a pending one, cannot be written; earlier ones are unchanged.
+        """
+        self.finish()
+        checkpoint = _NewCheckpoint(out, step, config.run.keep if prune else None)
+        if self._ranks.run_on_rank0(lambda: checkpoint.target in checkpoints(out)):
+            self._ranks.run_on_rank0(checkpoint.prune)  # an earlier process may have been killed before
+            return checkpoint.target
+        metadata = {
+            "step": step,
+            "loss_scale": loss_scale.state_dict(),
+            "data": data_fingerprint,
+            "config": config.model_dump(mode="json", exclude_none=True),
+            "ranks": self._ranks.world,
+            "digests": True,
+            **extra,
+        }
+        if maxima := delayed.state_dict(model):
+            gathered = self._ranks.world > 1
+            metadata["delayed"] = delayed.merge_states(self._ranks.all_gather(maxima)) if gathered else maxima
+        with self._writing(checkpoint):
+            self._ranks.run_on_rank0(lambda: checkpoint.begin(metadata, model, tokenizer))
+            digests: dict[str, str] = {}
+            if self._ranks.world == 1 and not shards.has_shards(model):
+                _save_whole(checkpoint.scratch, model, optimizer)
+            elif self._group is None:
+                digests = shards.write(checkpoint.scratch / SHARDS, shards.state_of(model, optimizer))
+            else:
+                state = shards.state_of(model, optimizer)
+                self._pending = shards.write_async(checkpoint.scratch / SHARDS, state, self._group), checkpoint
+                return checkpoint.target
+            self._publish(checkpoint, digests)
+        return checkpoint.target
+
+    def finish(self) -> None:
+        """Wait for a pending checkpoint and publishes it."""
+        if self._pending is None:
+            return
+        (future, checkpoint), self._pending = self._pending, None
+        with self._writing(checkpoint):
+            self._publish(checkpoint, shards.wait_for(future, checkpoint.scratch / SHARDS))
+
+    def _publish(self, checkpoint: "_NewCheckpoint", digests: dict[str, str]) -> None:
+        """Publish a checkpoint; `digests`: those that this rank computed."""
+        by_rank = self._ranks.all_gather(digests) if self._ranks.world > 1 else [digests]
+        merged = {name: digest for own in by_rank for name, digest in own.items()}
+        self._ranks.run_on_rank0(lambda: checkpoint.publish(merged))
+
+    @contextmanager
+    def _writing(self, checkpoint: "_NewCheckpoint") -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SharedError) as error:
+            if self._ranks.is_main:
+                shutil.rmtree(checkpoint.scratch, ignore_errors=True)
+            message = (
+                f"the checkpoint of step {checkpoint.step} cannot be written: {error}. Those before it are as they were"
+            )
+            raise SharedError(message) from None
+
+
+@dataclass(frozen=True)
+class _NewCheckpoint:
+    """A checkpoint during writing; `keep`: the number of checkpoints to keep, None for all."""
+
+    out: Path
+    step: int
+    keep: int | None
+
+    @property
+    def target(self) -> Path:
+        return self.out / FOLDER / f"step-{self.step:06d}"
+
+    @property
+    def scratch(self) -> Path:
+        return self.out / FOLDER / f"{WRITING}step-{self.step:06d}"
+
+    def begin(self, metadata: dict[str, Any], model: Any, tokenizer: TextTokenizer) -> None:
+        """Remove unfinished leftovers of earlier processes and write the small files."""
+        for prefix in (WRITING, REMOVING):
+            for leftover in (self.out / FOLDER).glob(f"{prefix}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        self.scratch.mkdir(parents=True)
+        save_model_configs(model, self.scratch)
+        tokenizer.save(self.scratch)
+        (self.scratch / "trainer.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
+
+    def publish(self, digests: Mapping[str, str]) -> None:
+        """Write the missing digests, rename the folder to its final name and remove the oldest checkpoints."""
+        if (self.scratch / SHARDS).exists():
+            try:
+                shards.check(self.scratch / SHARDS)
+            except ConfigError as error:
+                raise OSError(
+                    f"{error}, of what was just written: give --out a folder that all machines share"
+                ) from None
+        write_digests(self.scratch, digests)
+        for folder in (self.scratch / SHARDS, self.scratch):
+            if folder.exists():
+                sync(folder)
+        self.scratch.rename(self.target)
+        sync_entry(self.target.parent)
+        self.prune()
+
+    def prune(self) -> None:
+        """Remove the oldest checkpoints."""
+        for old in checkpoints(self.out)[: -self.keep] if self.keep else []:
+            remove_checkpoint(old)
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Remove a checkpoint, or warn. It is renamed first, so that a partial one never looks complete."""
+    removing = checkpoint.with_name(f"{REMOVING}{checkpoint.name}")
+    try:
+        if removing.exists():  # a leftover of a killed process
+            shutil.rmtree(removing)
+        shutil.rmtree(checkpoint.rename(removing))
+    except OSError as error:
+        warnings.warn(f"the old checkpoint {checkpoint} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
+
+
+class _TrainerJson(BaseModel):
+    model_config = ConfigDict(strict=True)
+    step: NonNegativeInt
+    loss_scale: dict[str, FiniteFloat]
+    data: str
+    config: dict[str, Any]
+    ranks: PositiveInt = 1
+    skipped_batches: NonNegativeInt = 0
+    guard: dict[str, NonNegativeInt | list[Any]] = {}
+    delayed: dict[str, Any] = {}
+
+
+def latest_checkpoint(out: Path) -> Path | None:
+    """Folder of the newest checkpoint under `out`; None if there is none."""
+    return next(reversed(checkpoints(out)), None)
+
+
+def read_trainer_state(folder: Path) -> dict[str, Any]:
+    """Read `trainer.json` of a checkpoint: step, loss_scale, data, config.
+
+    Raises ConfigError if it cannot be read or was changed after writing.
+    """
+    path = folder / "trainer.json"
+    if has_digests(folder):
+        _with_remedy(folder, lambda: check_digests(folder, [path.name]))
+    try:
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _TrainerJson.model_validate(state)
+    except ValidationError as error:
+        raise ConfigError(f"{path} is not the state of a trainer ({first_error(error)}): {_remedy(folder)}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): {_remedy(folder)}") from None
+    if state.get("digests") and not has_digests(folder):
+        raise ConfigError(f"{folder} is damaged: {DIGESTS} is missing: {_remedy(folder)}")
+    return state
+
+
+def check_files(folder: Path, ranks: Ranks) -> None:
+    """Raise ConfigError on all ranks if a file of a checkpoint does not match its digest; each rank reads its share.
+
+    A checkpoint of Octavo 0.2 or older has no digests: only the kind and size of its files can be checked.
+    """
+    if ranks.run_on_rank0(lambda: has_digests(folder)):
+        check = partial(check_digests, folder, part=ranks.rank, parts=ranks.world)
+        ranks.raise_together(lambda: _with_remedy(folder, check))
+    elif ranks.is_main:
+        warnings.warn(
+            f"{folder} was written without digests: damage to its files may go unnoticed", RuntimeWarning, stacklevel=2
+        )
+
+
+def check_same_model(folder: Path, config: Any) -> None:
+    """Raise ConfigError if the model's config differs from the checkpoint's; it names the first difference."""
+    try:
+        saved = load_model_config(folder).to_dict()
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}: {_remedy(folder)}") from None
+    current = config.to_dict()
+    for key in [*current, *(key for key in saved if key not in current)]:
+        before, now = (_ordered(settings.get(key)) for settings in (saved, current))
+        if before != now and key not in IGNORED_CONFIG_KEYS:
+            raise ConfigError(
+                f"{folder} holds another model: there {key} = {before}, here {now}. Set it back in model.path or "
+                "[model.config] to resume it, or choose another output folder"
+            )
+
+
+def load_checkpoint(
+    folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW, loss_scale: LossScale, ranks: Ranks
+) -> None:
+    """Load weights, optimizer state and loss scale. Raises ConfigError if they do not fit."""
+    state = ranks.run_on_rank0(lambda: read_trainer_state(folder))
+    check_files(folder, ranks)
+    ranks.run_on_rank0(lambda: check_same_model(folder, model.config))
+    try:
+        if ranks.run_on_rank0((folder / SHARDS).exists):
+            ranks.run_on_rank0(lambda: shards.check(folder / SHARDS))
+            shards.read(folder / SHARDS, model, optimizer)
+        else:
+            weights = load_weights(folder, next(model.parameters()).dtype, ranks)
+            ranks.raise_together(lambda: _load_whole(folder, weights, model, optimizer))
+        ranks.raise_together(lambda: load_generation_config(folder, model))
+        loss_scale.load_state_dict(state["loss_scale"])
+        delayed.load_state_dict(model, state.get("delayed", {}))
+    except (ConfigError, KeyError, TypeError, ValueError) as error:
+        raise SharedError(f"{folder} does not fit this model, or is damaged ({error}): {_remedy(folder)}") from None
+
+
+def _save_whole(folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW) -> None:
+    try:
+        save_pretrained(model, folder)
+        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    except (RuntimeError, SafetensorError) as error:  # these two raise it for a full disk
+        raise OSError(f"{' '.join(str(error).split())}{shards.free_space(folder)}") from None
+    apply_umask(folder)
+
+
+def _load_whole(
+    folder: Path, weights: dict[str, Tensor], model: nn.Module, optimizer: MasterAdamW | CompactAdamW
+) -> None:
+    """Load a checkpoint of one process: all of it, or this rank's rows."""
+    try:
+        if shards.has_shards(model):
+            state = model.state_dict()
+            for name, value in state.items():
+                local_tensor(value).copy_(local_rows(value, weights[name]))
+            model.load_state_dict(state)  # already in place; this notifies the model of new weights
+            device = "cpu"
+        else:
+            device = str(next(model.parameters()).device)
+            model.load_state_dict(weights)
+        states = torch.load(folder / "optimizer.pt", map_location=device, weights_only=True, mmap=True)
+        if not isinstance(states, dict):
+            raise TypeError(f"optimizer.pt holds a {type(states).__name__}")
+        optimizer.load_state_dict(states)
+    except Exception as error:  # no common type: damage raises any of them
+        raise ConfigError(" ".join(str(error).split()) or type(error).__name__) from None
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Folders of the checkpoints under `out`, the newest last."""
+    paths = {*(out / FOLDER).glob("step-*")}.difference(invalid_checkpoints(out))
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def _ordered(value: Any) -> str:
+    """The value as JSON with sorted keys. The keys become strings first, as in JSON."""
+    return json.dumps(json.loads(json.dumps(value, default=str)), sort_keys=True)
+
+
+def invalid_checkpoints(out: Path) -> list[Path]:
+    """Paths under `out` that are named like a checkpoint but are a file, empty, or not named by their step."""
+    name = re.compile(r"step-(\d{6}|[1-9]\d{6,})", re.ASCII)
+    paths = sorted((out / FOLDER).glob("step-*"))
+    return [path for path in paths if not (name.fullmatch(path.name) and path.is_dir() and any(path.iterdir()))]
+
+
+def _with_remedy(folder: Path, check: Callable[[], None]) -> None:
+    try:
+        check()
+    except ConfigError as error:
+        raise ConfigError(f"{error}: {_remedy(folder)}") from None
+
+
+def _remedy(folder: Path) -> str:
+    return f"remove {folder} to resume from the one before"

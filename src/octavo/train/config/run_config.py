@@ -1,0 +1,272 @@
+"""The configuration of a run: TOML in, frozen pydantic models out.
+
+Reading is strict: an unknown key, a wrong type or a value out of range raises a `ConfigError` with the key as written
+on the command line (`optim.lr`) and the nearest valid one. Nothing is coerced: `steps = "12"` is an error, not 12.
+Checks that need the real model or data (an unknown model type, a context longer than the data) run when these are
+built, with the same error.
+"""
+
+import datetime
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError, model_validator
+
+from octavo.numerics import Precision
+from octavo.numerics.names import nearest
+from octavo.train.config.sections import (
+    Data,
+    GuardConfig,
+    InspectConfig,
+    Model,
+    Optim,
+    ParallelConfig,
+    PrecisionConfig,
+    Run,
+    Section,
+    decay_steps,
+)
+
+EXPECTED_VALUES = {
+    "optim.betas": "two numbers in [0, 1), as [0.9, 0.95]",
+    "precision.skip": 'a list of patterns, as ["lm_head"]',
+    "precision.only": 'a list of patterns, as ["*.mlp.*"]',
+    "inspect.what_if": 'a list of recipes, as ["blockwise"]',
+    "precision.loss_scale": '"none" | "dynamic", or a number > 0',
+}
+"""Descriptions for settings where pydantic's message covers only a part, or one of two forms."""
+
+
+class ConfigError(ValueError):
+    """A mistake in a configuration, or in the data or model it names."""
+
+
+class TrainConfig(Section):
+    """Configuration of a run, from `load_config` or `TrainConfig.model_validate` of a dictionary of sections."""
+
+    run: Run
+    model: Model
+    data: Data
+    optim: Optim
+    precision: PrecisionConfig = PrecisionConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    inspect: InspectConfig = InspectConfig()
+    guard: GuardConfig = GuardConfig()
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> "TrainConfig":
+        steps, warmup = self.run.steps, self.optim.warmup
+        if warmup >= steps:
+            raise ValueError(
+                f"optim.warmup = {warmup} leaves nothing of run.steps = {steps}: lower it, or take more steps"
+            )
+        decay = decay_steps(self.optim, steps)
+        if self.optim.schedule == "wsd" and warmup + decay > steps:
+            raise ValueError(
+                f"optim.warmup = {warmup} and a decay of {decay} steps (optim.decay = {self.optim.decay:g}) do not fit "
+                f"into run.steps = {steps}: lower either, or take more steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_guard(self) -> "TrainConfig":
+        if self.guard.spike and not self.run.save_every:
+            raise ValueError(
+                f"guard.spike = {self.guard.spike:g} goes back to checkpoints, and run.save_every = 0 makes none "
+                "before the end: set run.save_every, as 100"
+            )
+        if self.precision.autopilot and self.resolved.matmul != "fp8":
+            raise ValueError(
+                f"precision.autopilot moves layers out of FP8, and precision.level = {self.precision.level!r} puts "
+                'none into it: set precision.level = "fp8", or leave the autopilot out'
+            )
+        return self
+
+    @property
+    def resolved(self) -> Precision:
+        """Precision of the run, including the optimizer."""
+        precision = self.precision.resolved
+        return precision if self.optim.states is None else replace(precision, states=self.optim.states)
+
+    @property
+    def arm(self) -> str:
+        """Short label of the precision, as "bf16" or "fp8 rowwise"."""
+        return self.resolved.label
+
+    def to_toml(self) -> str:
+        """The effective configuration as TOML that `load_config` reads back equal; unset keys are left out."""
+        lines = []
+        for name, section in self.model_dump(exclude_none=True).items():
+            lines.append(f"[{name}]")
+            lines += [f"{key} = {_toml(value)}" for key, value in section.items()]
+            lines.append("")
+        return "\n".join(lines)
+
+
+def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the settings in nested tables with dotted keys: ("model.config.hidden_size", 256)."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from flat(f"{prefix}.{key}" if prefix else key, item)
+    else:
+        yield prefix, value
+
+
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
+) -> TrainConfig:  # fmt: skip
+    """Read a TOML file and applies overrides of the form `section.key=value`.
+
+    A value is parsed as TOML (`optim.lr=3e-4`, `run.name="a b"`); other text is a string, so `precision.recipe=rowwise`
+    needs no quotes. If `run.steps` is overridden and `optim.warmup` is not, a warmup that does not fit is shortened to
+    at most half of the steps, and `note` receives a sentence about it.
+
+    Raises:
+        ConfigError: For every mistake.
+    """
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise ConfigError(f"no such config file: {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a TOML file: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be read as a TOML file: it is nested too deeply") from None
+    keys = {_apply(tables, override) for override in overrides}
+    if ("run", "steps") in keys and ("optim", "warmup") not in keys:
+        _fit_warmup(tables, note)
+    return parse_config(tables)
+
+
+def _fit_warmup(tables: dict[str, Any], note: Callable[[str], None]) -> None:
+    """Shorten a warmup that does not fit; other mistakes are left to `parse_config`."""
+    try:
+        steps, optim = Run.model_validate(tables["run"]).steps, Optim.model_validate(tables["optim"])
+    except (ValidationError, KeyError):
+        return
+    decay = decay_steps(optim, steps) if optim.schedule == "wsd" else 0
+    if optim.warmup >= steps or optim.warmup + decay > steps:
+        shorter = min(steps // 2, max(0, steps - decay))
+        tables["optim"]["warmup"] = shorter
+        note(f"the learning rate warms up over {shorter} of the {steps} steps, as the file's {optim.warmup} do not fit")
+
+
+def parse_config(tables: Mapping[str, Any]) -> TrainConfig:
+    """Check a dictionary of sections. Raises ConfigError naming the first wrong key."""
+    try:
+        return TrainConfig.model_validate(tables)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, tables)) from None
+
+
+def _apply(tables: dict[str, Any], override: str) -> tuple[str, ...]:
+    """Apply an override and return its key."""
+    key, text = _split_override(override)
+    value = _value(override, text)
+    table = tables
+    for parent in key[:-1]:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {_toml(override)}: {parent} is a value, not a table")
+    table[key[-1]] = value
+    return key
+
+
+def _split_override(override: str) -> tuple[tuple[str, ...], str]:
+    """Split an override into key and value. A quoted part of the key may hold any character."""
+    for end in (index for index, sign in enumerate(override) if sign == "="):
+        table = _parse_toml(f"{override[:end]} = 0")
+        if table is None or override.lstrip().startswith("[") or len(override[:end].splitlines()) != 1:
+            continue
+        key = []
+        while isinstance(table, dict) and table:
+            ((name, table),) = table.items()
+            key.append(name)
+        if len(key) > 1:
+            return tuple(key), override[end + 1 :]
+    raise ConfigError(f"override {_toml(override)}: write section.key=value, as optim.lr=3e-4")
+
+
+def _value(override: str, text: str) -> Any:
+    """Parse a value as TOML, else return the text. Raises ConfigError for text after the value."""
+    parsed, parsed_list = _parse_toml(f"value = {text}"), _parse_toml(f"value = [{text}]")
+    if parsed is not None and parsed.keys() == {"value"} and parsed_list is not None and len(parsed_list["value"]) == 1:
+        value = parsed["value"]
+        return text.strip() if isinstance(value, datetime.date | datetime.time) else value  # dates stay text
+    if parsed is not None or len(text.splitlines()) > 1:
+        raise ConfigError(
+            f"override {_toml(override)}: expected one value, and something follows it: give each setting an "
+            "argument of its own, and quote a string that holds a line break or a #"
+        )
+    if text.lstrip()[:1] in ('"', "'"):
+        raise ConfigError(
+            f"override {_toml(override)}: the string does not end where the value does: look at its quotes"
+        )
+    return text
+
+
+def _parse_toml(text: str) -> dict[str, Any] | None:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _explain(error: ValidationError, tables: Mapping[str, Any]) -> str:
+    first = error.errors()[0]
+    model: Any = TrainConfig
+    key: list[str] = []
+    for part in first["loc"]:
+        if isinstance(part, int) or not (isinstance(model, type) and issubclass(model, Section)):
+            break
+        fields: list[str] = list(model.model_fields)
+        key.append(str(part))
+        if part not in fields:
+            kind = "section" if len(key) == 1 else "key"
+            choices_text = f"; known here: {', '.join(fields)}"
+            return f"unknown {kind} {'.'.join(key)}{nearest(str(part), fields) or choices_text}"
+        model = model.model_fields[str(part)].annotation
+    name = ".".join(key)
+    if name in EXPECTED_VALUES:
+        hint = nearest(first["input"], _choices(model)) if isinstance(first["input"], str) else ""
+        return f"{name}: should be {EXPECTED_VALUES[name]}, got {tables[key[0]][key[1]]!r}{hint}"
+    if first["type"] == "missing":
+        return f"missing {'section' if len(key) == 1 else 'key'} {name}"
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    got = f", got {first['input']!r}"
+    choices = _choices(model)
+    if choices and isinstance(first["input"], str):
+        return f"{name}: should be {_join(choices)}{got}{nearest(first['input'], choices)}"
+    message = first["msg"].removeprefix("Input ")
+    return f"{name}: {message}{got}"
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The strings a Literal (or a union with one) allows."""
+    values = [value for value in get_args(annotation) if isinstance(value, str)]
+    for part in get_args(annotation):
+        values += _choices(part) if get_args(part) else []
+    return values
+
+
+def _join(choices: list[str]) -> str:
+    return " | ".join(f'"{choice}"' for choice in choices)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    return repr(value)

@@ -1,0 +1,1 @@
+"""Text to batches: sources, documents, the tokenizer, and the windows of each step."""

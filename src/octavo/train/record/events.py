@@ -1,0 +1,79 @@
+"""What happened in a run besides its steps, in `events.jsonl`: statistics that crossed a limit, layers that were moved,
+rollbacks, loss scales that were restored.
+
+    {"step": 50, "event": "move", "text": "model.layers.3.mlp.down_proj: rowwise → blockwise (x: …)"}
+    {"step": 23, "event": "rollback", "text": "…", "to": 20, "rollbacks": 1, "skipped_batches": 3}
+
+A resumed run takes the steps after its checkpoint again, and what they brought is dropped. A rollback to that
+checkpoint or to one before it has happened: it is the state of the guard until the next checkpoint is saved.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, model_validator
+
+from octavo.train.disk import write_file
+from octavo.train.record.json_lines import read_records
+
+EVENTS_FILE = "events.jsonl"
+FINDING, MOVE, ROLLBACK, LOSS_SCALE = "finding", "move", "rollback", "loss_scale"
+
+
+def add_event(out: Path, step: int, event: str, text: str, **details: int) -> None:
+    """Append an event to the record of the run in `out`."""
+    with (out / EVENTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(_line({"step": step, "event": event, "text": text} | details))
+
+
+def read_events(out: Path) -> list[dict[str, Any]]:
+    """The events of a run, in order; [] where there were none.
+
+    A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
+    other line that is not an event raises ValueError with its number and the field.
+    """
+    return read_records(out / EVENTS_FILE, _Event, "an event of a run")
+
+
+def last_rollback(out: Path, step: int) -> dict[str, Any] | None:
+    """The last rollback of a run that resumes from a checkpoint of `step`; None if there was none."""
+    return next((event for event in reversed(read_events(out)) if _happened_before(event, step)), None)
+
+
+def drop_later_events(out: Path, after_step: int) -> None:
+    """Drop the events of steps after `after_step`, and rollbacks to such steps."""
+    if not (out / EVENTS_FILE).exists():
+        return
+    events = read_events(out)
+    last = max((number for number, event in enumerate(events) if _happened_before(event, after_step)), default=-1)
+    remaining = [
+        event
+        for number, event in enumerate(events)
+        if (number <= last if event["event"] == ROLLBACK else event["step"] <= after_step)
+    ]
+    write_file(out / EVENTS_FILE, "".join(map(_line, remaining)))
+
+
+class _Event(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    step: NonNegativeInt
+    event: str
+    text: str
+    to: NonNegativeInt = 0
+    rollbacks: NonNegativeInt = 0
+    skipped_batches: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _whole(self) -> "_Event":
+        if "rollbacks" in self.model_fields_set and not {"to", "skipped_batches"} <= self.model_fields_set:
+            raise ValueError("rollbacks: come with to and skipped_batches")
+        return self
+
+
+def _happened_before(event: dict[str, Any], step: int) -> bool:
+    return event["event"] == ROLLBACK and event.get("to", event["step"]) <= step
+
+
+def _line(event: dict[str, Any]) -> str:
+    return json.dumps(event, ensure_ascii=False) + "\n"

@@ -1,0 +1,262 @@
+"""Metrics of a run: one line per step in `metrics.jsonl`, one summary in `run.json`.
+
+Each line of `metrics.jsonl` is written and flushed when its step ends, so a killed run loses nothing. The summary of a
+resumed run is computed from the whole file. On resume the file is truncated to the step of the checkpoint, so each step
+appears once. JSON has no Infinity and no NaN: a non-finite value is written as null. TensorBoard gets the same numbers.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from octavo.inspect.findings import Finding, Thresholds
+from octavo.inspect.stats import OperandStats
+from octavo.train.disk import write_file
+from octavo.train.record.json_lines import check_order, read_record, read_records, record
+from octavo.train.record.statistics import StatisticsWriter
+
+if TYPE_CHECKING:
+    from octavo.train.config.run_config import TrainConfig
+
+METRICS_FILE = "metrics.jsonl"
+RESULT_FILE = "run.json"
+TENSORBOARD_DIR = "tensorboard"
+WARMUP_STEPS = 5
+"""First steps excluded from the median speed, because allocation, caches and clocks have not settled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """One line of `metrics.jsonl`."""
+
+    step: int
+    """Steps finished, this one included: 1, 2, …"""
+    tokens: int
+    """Target tokens trained on since the start of the run, this step included."""
+    loss: float | None
+    """Mean cross-entropy of the step's batch in nats per token; None if it was not finite (the step was skipped)."""
+    lr: float
+    """Learning rate the step used."""
+    grad_norm: float | None
+    """Global L2 norm of the gradient before clipping; None if it was not finite (the step was skipped)."""
+    loss_scale: float | None
+    """Factor the loss was multiplied by for backward; None without loss scaling."""
+    skipped: bool
+    """True if the gradient overflowed and the optimizer did not step."""
+    step_s: float
+    """Seconds the step took: batch, forward, backward, optimizer."""
+    tokens_per_s: float
+    """Target tokens per second of this step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """The loss curve in three numbers (nats per token)."""
+
+    first: float
+    """Loss of the first step."""
+    final: float
+    """Loss of the last step."""
+    tail_mean: float
+    """Mean over the last 10 % of the steps (at least one)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """The summary of a run, written to `run.json` in its output folder."""
+
+    name: str
+    arm: str
+    """Precision of the run: "bf16", or the level and its recipe, as "fp8 rowwise"."""
+    device: str
+    """Name of the device, as "cpu" or "NVIDIA H200"."""
+    steps: int
+    """Steps finished."""
+    tokens: int
+    """Target tokens trained on."""
+    parameters: int
+    """Number of model parameters, tied ones counted once."""
+    losses: Losses | None
+    """None if no step with a finite loss finished."""
+    tokens_per_s: float | None
+    """Median over the steps, the first five left out where there are more; None before the first step."""
+    kept_bytes_per_token: float | None
+    """Bytes saved for backward per token of a micro-batch, without parameters and buffers."""
+    skipped_steps: int
+    """Steps skipped for an overflow under loss scaling."""
+    wall_s: float
+    """Seconds spent in steps, including those before a resume."""
+    versions: dict[str, str]
+    """Versions of octavo, torch, transformers and python."""
+    converted: str
+    """What `octavo.convert` reported, in one line; empty for a bf16 run."""
+    stopped: str
+    """"done", "sigterm" (stopped by SIGTERM or SIGINT, resumable) or "non-finite"."""
+
+    def write(self, out: Path) -> None:
+        """Write `run.json` into the output folder `out`, replacing the earlier one atomically."""
+        write_file(out / RESULT_FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def read(cls, out: Path) -> "RunResult":
+        """Read `run.json` from the output folder `out`. Raises ValueError if there is none, or it is not one."""
+        path = out / RESULT_FILE
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished") from None
+        model = record(RunResult, losses=record(Losses) | None)
+        fields = read_record(content, model, f"{path} is not the summary of a run")
+        losses = fields.pop("losses")
+        return cls(losses=None if losses is None else Losses(**losses), **fields)
+
+
+class Progress(Protocol):
+    """Receives the progress of a run; the CLI draws a progress bar with it."""
+
+    def stage(self, text: str) -> None:
+        """A preparation has begun, as "training the tokenizer"."""
+
+    def start(self, config: "TrainConfig", first_step: int) -> None:
+        """Training begins; `first_step` steps were finished before (0 unless resumed)."""
+
+    def step(self, row: StepMetrics) -> None:
+        """A step has finished (or was skipped)."""
+
+    def note(self, text: str) -> None:
+        """A message for the user, as for a skipped step."""
+
+    def finish(self, result: RunResult) -> None:
+        """The run has ended and `run.json` is written."""
+
+
+class NullProgress:
+    """A `Progress` that shows nothing."""
+
+    def stage(self, text: str) -> None:
+        """Nothing."""
+
+    def start(self, config: "TrainConfig", first_step: int) -> None:
+        """Nothing."""
+
+    def step(self, row: StepMetrics) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def finish(self, result: RunResult) -> None:
+        """Nothing."""
+
+
+def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
+    """Read the steps in the output folder `out`, in order; [] where there are none yet.
+
+    An incomplete last line of a killed process is skipped with a warning. Any other line that is not a step, or out of
+    order, raises ValueError with its number and the field. Missing steps, of at least `last`, give a warning: a power
+    cut loses lines that were not on disk yet.
+    """
+    path, record_name = out / METRICS_FILE, "a step of a run"
+    rows = [StepMetrics(**row) for row in read_records(path, record(StepMetrics), record_name)]
+    steps = [row.step for row in rows]
+    check_order(path, steps, record_name)
+    last = max([last, *steps])
+    if len(steps) < last:
+        first = next((number for number, step in enumerate(steps, 1) if step != number), len(steps) + 1)
+        warnings.warn(
+            f"{path} lacks {last - len(steps)} of {last} steps, the first of them step {first}: curves and means are "
+            "of the others",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return rows
+
+
+def finite(value: float) -> float | None:
+    """`value`, or None if it is NaN or infinite."""
+    return value if math.isfinite(value) else None
+
+
+def summarize_losses(rows: Iterable[StepMetrics]) -> Losses | None:
+    """First, final and mean of the last 10 % of the finite losses in `rows`; None if there is none."""
+    losses = [row.loss for row in rows if row.loss is not None]
+    if not losses:
+        return None
+    tail = losses[-max(1, len(losses) // 10) :]
+    return Losses(first=losses[0], final=losses[-1], tail_mean=statistics.fmean(tail))
+
+
+def median_speed(rows: list[StepMetrics]) -> float | None:
+    """Median tokens per second of `rows`, the first five left out where there are more; None for no rows."""
+    measured = rows[WARMUP_STEPS:] or rows
+    return statistics.median(row.tokens_per_s for row in measured) if measured else None
+
+
+class MetricsBuffer:
+    """Collects steps in memory, on ranks that write no files. A context manager."""
+
+    def __init__(self) -> None:
+        self.rows: list[StepMetrics] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def write(self, row: StepMetrics) -> None:
+        """Store one step."""
+        self.rows.append(row)
+
+    def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
+        """Do nothing: rank 0 writes the statistics."""
+        return []
+
+
+class MetricsWriter(MetricsBuffer):
+    """Append steps to `metrics.jsonl`, statistics to `statistics.jsonl`, both to TensorBoard; a context manager.
+
+    `after_step`: number of finished steps at the start of this process. Later lines of an earlier process are dropped,
+    in TensorBoard too. `log_every`: steps between two TensorBoard points. `limits`: thresholds of reported statistics;
+    None for the defaults.
+    """
+
+    def __init__(self, out: Path, *, after_step: int, log_every: int, limits: Thresholds | None = None) -> None:
+        super().__init__()
+        self.rows = [row for row in read_metrics(out, after_step) if row.step <= after_step]
+        self._log_every = log_every
+        path = out / METRICS_FILE
+        write_file(path, "".join(_line(row) for row in self.rows))
+        self._file = path.open("a", encoding="utf-8")
+        from torch.utils.tensorboard import SummaryWriter  # half a second, and only a run that trains needs it
+
+        self._board: Any = SummaryWriter(str(out / TENSORBOARD_DIR), purge_step=after_step + 1)
+        self._statistics = StatisticsWriter(out, after_step=after_step, board=self._board, limits=limits)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._board.close()
+
+    def write(self, row: StepMetrics) -> None:
+        """Append one step and flushes it."""
+        super().write(row)
+        self._file.write(_line(row))
+        self._file.flush()
+        if row.step % self._log_every == 0:
+            for name in ("loss", "lr", "grad_norm", "loss_scale", "tokens_per_s"):
+                value = getattr(row, name)
+                if value is not None:
+                    self._board.add_scalar(f"train/{name}", value, row.step)
+
+    def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
+        """Append the statistics of a sampled step. Returns what has begun to cross a limit in it."""
+        return self._statistics.write(rows)
+
+
+def _line(row: StepMetrics) -> str:
+    return json.dumps(dataclasses.asdict(row), allow_nan=False) + "\n"

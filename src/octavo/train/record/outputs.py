@@ -1,0 +1,104 @@
+"""The output folder of a run: check its content before a run writes into it.
+
+    config.toml  layers.json  metrics.jsonl  run.json  tokenizer.json  checkpoints/  tensorboard/
+    statistics.jsonl          with `[inspect]`
+    events.jsonl              for events other than steps
+    report.html  loss.png     from the command line
+
+Only the same run continues a folder, and only on request. A run never overwrites a foreign file with one of these
+names, and leaves other files alone.
+"""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from octavo.train.checkpoint.store import FOLDER, invalid_checkpoints, latest_checkpoint, read_trainer_state
+from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.same_run import check_same_run
+from octavo.train.config.sections import expand
+from octavo.train.record.events import EVENTS_FILE
+from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, TENSORBOARD_DIR
+from octavo.train.record.statistics import STATISTICS_FILE
+
+CONFIG_FILE = "config.toml"
+LAYERS_FILE = "layers.json"
+"""The rows of `octavo.report`, from an FP8 run only."""
+TOKENIZER_FILE = "tokenizer.json"
+RUN_MARKERS = (METRICS_FILE, RESULT_FILE, FOLDER, CONFIG_FILE)
+"""Files that identify the folder of a run."""
+OTHER_FILES = (TOKENIZER_FILE, LAYERS_FILE, STATISTICS_FILE, EVENTS_FILE, TENSORBOARD_DIR, "report.html", "loss.png")
+"""Other files of a run or its report."""
+
+
+class RunFolder(NamedTuple):
+    """A checked output folder: the checkpoint to resume from, if any, and notes to print."""
+
+    checkpoint: Path | None = None
+    notes: tuple[str, ...] = ()
+    """Changed settings and ignored folders."""
+
+
+def open_run_folder(out: Path, config: TrainConfig, *, resume: bool) -> RunFolder:
+    """Check that a run may write into the folder `out`, and find the checkpoint to resume from.
+
+    Raises ConfigError if `out` holds a run without `resume`, another run, files that the run would overwrite, or links
+    that it would write through.
+    """
+    if config.model.path is not None and expand(config.model.path).resolve() == out.resolve():
+        raise ConfigError(f"{out} is model.path, the checkpoint to start from: choose another folder (--out)")
+    for name in (*RUN_MARKERS, *OTHER_FILES):
+        check_kind(out / name)
+    run_files = [name for name in RUN_MARKERS if (out / name).exists()]
+    foreign_files = [name for name in OTHER_FILES if (out / name).exists()]
+    if not resume:
+        if run_files:
+            raise ConfigError(
+                f"{out} already holds a run ({run_files[0]}): resume it (--resume), or choose another folder (--out)"
+            )
+        if foreign_files:
+            raise ConfigError(
+                f"{out} holds {foreign_files[0]}, which a run would overwrite: choose another folder (--out)"
+            )
+        return RunFolder()
+    checkpoint = latest_checkpoint(out)
+    ignored = tuple(
+        f"{path} is no checkpoint and is ignored: it is empty, or not named as step-000100"
+        for path in invalid_checkpoints(out)
+    )
+    if checkpoint is None:
+        if (run_files or foreign_files) and not (out / CONFIG_FILE).exists():
+            raise ConfigError(
+                f"{out} holds {(run_files + foreign_files)[0]} but no checkpoint and no {CONFIG_FILE}, so whose it is "
+                "cannot be told: choose another folder (--out)"
+            )
+        if run_files:
+            check_same_run(_read_config(out / CONFIG_FILE), config, out)
+        return RunFolder(notes=ignored)
+    state = read_trainer_state(checkpoint)
+    changes = check_same_run(state["config"], config, out)
+    if config.run.steps < state["step"]:
+        raise ConfigError(f"run.steps = {config.run.steps}, but {checkpoint} is already at step {state['step']}")
+    return RunFolder(checkpoint, (*ignored, *changes))
+
+
+def check_kind(path: Path, writer: str = "a run") -> None:
+    """Raise ConfigError for a folder or link at the path of a file, or a non-folder at the path of a folder.
+
+    A link to a folder counts as a folder. `writer`: who writes there.
+    """
+    folder = path.name in (FOLDER, TENSORBOARD_DIR)
+    if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file() and not path.is_symlink()):
+        kind = f"a link to {os.readlink(path)}" if path.is_symlink() else "a folder" if path.is_dir() else "no folder"
+        raise ConfigError(
+            f"{path} is {kind}, and {writer} writes a {'folder' if folder else 'file'} there: move it away, or choose "
+            "another folder (--out)"
+        )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None

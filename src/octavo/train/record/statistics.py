@@ -1,0 +1,150 @@
+"""What `[inspect]` leaves behind: one line per operand and sampled step in `statistics.jsonl`, and TensorBoard scalars.
+
+As `metrics.jsonl` it is the record of truth: written and flushed when its step ends, cut back to the checkpoint's step
+on resume. A run that samples nothing has no such file. JSON has no NaN and no Infinity: an SQNR that is NaN is null,
+one that is infinite "inf".
+
+A figure that crosses a limit (`[inspect.limits]`) is reported once, and not again while it lasts. A resumed run reads
+earlier samples, with which an amax is compared, from the file, so its findings equal an uninterrupted run's.
+"""
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from octavo.inspect.findings import Finding, History, Thresholds, findings
+from octavo.inspect.stats import OPERANDS, OperandStats
+from octavo.train.config.sections import Limits
+from octavo.train.disk import write_file
+from octavo.train.record.json_lines import check_order, first_error, read_records, record
+
+STATISTICS_FILE = "statistics.jsonl"
+CHECKPOINT = re.compile(r"step-(\d+)")
+"""Folder of a checkpoint."""
+Level = float | Literal["inf"] | None
+"""dB, as JSON has them."""
+
+
+def read_statistics(out: Path) -> list[OperandStats]:
+    """Read the statistics in the output folder `out`, in order; [] where there are none.
+
+    A last line without its newline is one that a killed process did not finish: it is left out, with a warning. Any
+    other line that is not a row, or is of a step before the last line's, raises ValueError with its number.
+    """
+    path, what = out / STATISTICS_FILE, "a row of statistics"
+    model = record(OperandStats, sqnr=Level, what_if=dict[str, Level])
+    rows = [OperandStats.from_json(row) for row in read_records(path, model, what)]
+    check_order(path, (row.step for row in rows), what, repeated=True)
+    return rows
+
+
+def statistics_of(folder: Path) -> list[OperandStats]:
+    """The statistics of a run, or of a run up to one of its checkpoints.
+
+    Args:
+        folder: The run's output folder, or a `step-NNNNNN` of it.
+
+    Raises:
+        ValueError: Where there are none, with how to get some.
+    """
+    at = CHECKPOINT.fullmatch(folder.resolve().name)
+    run = run_of(folder)
+    if not run.is_dir():
+        raise ValueError(f"there is no folder {run}: give the output folder of a run, as runs/demo")
+    rows = [row for row in read_statistics(run) if at is None or row.step <= int(at[1])]
+    if not rows:
+        before = f" up to step {int(at[1])}" if at else ""
+        raise ValueError(
+            f"{run} has no statistics{before}: train with inspect.every=50, which samples every 50th step into "
+            f"{STATISTICS_FILE}"
+        )
+    return rows
+
+
+def run_of(folder: Path) -> Path:
+    """The output folder of a run, given that or a checkpoint of it."""
+    folder = folder.resolve()
+    return folder.parents[1] if CHECKPOINT.fullmatch(folder.name) else folder
+
+
+def limits_of(run: Path) -> Thresholds:
+    """The limits of a run, from the `config.toml` of its output folder; the defaults without one."""
+    path = run / "config.toml"
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return Thresholds(**Limits.model_validate(tables.get("inspect", {}).get("limits", {})).model_dump())
+    except ValidationError as error:
+        raise ValueError(f"{path} is not the configuration of a run: inspect.limits.{first_error(error)}") from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not the configuration of a run: {error}") from None
+
+
+def all_findings(rows: Sequence[OperandStats], thresholds: Thresholds | None = None) -> list[Finding]:
+    """The findings of all steps of a run, as the run itself would have reported them."""
+    history, found = History(), []
+    for now in _steps(rows):
+        found += findings(now, thresholds or Thresholds(), history)
+        history.add(now)
+    return found
+
+
+def _steps(rows: Sequence[OperandStats]) -> Iterator[list[OperandStats]]:
+    return (list(of_step) for _, of_step in groupby(rows, key=lambda row: row.step))
+
+
+class StatisticsWriter:
+    """Append rows to `statistics.jsonl` and TensorBoard.
+
+    Args:
+        out: The output folder.
+        after_step: Steps the run had finished when this process took over; later lines are dropped.
+        board: TensorBoard's writer.
+        limits: What is reported; None for the default limits.
+    """
+
+    def __init__(self, out: Path, *, after_step: int, board: Any, limits: Thresholds | None = None) -> None:
+        self._path, self._board, self._limits = out / STATISTICS_FILE, board, limits or Thresholds()
+        self._history = History()
+        self._crossed: set[tuple[str, str, str]] = set()
+        if self._path.exists():
+            kept = [row for row in read_statistics(out) if row.step <= after_step]
+            for rows in _steps(kept):
+                self._news(rows)
+            write_file(self._path, "".join(map(_line, kept)))
+
+    def write(self, rows: Sequence[OperandStats]) -> list[Finding]:
+        """Append the rows of a step. Returns what crossed a limit in it, and did not in the sample before."""
+        if not rows:
+            return []
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("".join(map(_line, rows)))
+        for row in rows:
+            for figure, value in (("sqnr", row.sqnr), ("underflow", row.underflow), ("amax", row.amax)):
+                self._scalar(f"{row.operand}_{figure}/{row.layer}", value, row.step)
+        for operand in OPERANDS:
+            levels = [row.sqnr for row in rows if row.operand == operand]
+            if levels:
+                self._scalar(f"inspect/lowest_sqnr_{operand}", min(levels), rows[0].step)
+        return self._news(rows)
+
+    def _news(self, rows: Sequence[OperandStats]) -> list[Finding]:
+        found = findings(rows, self._limits, self._history)
+        self._history.add(rows)
+        before = self._crossed
+        self._crossed = {(finding.layer, finding.operand, finding.what) for finding in found}
+        return [finding for finding in found if (finding.layer, finding.operand, finding.what) not in before]
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        if math.isfinite(value):
+            self._board.add_scalar(name, value, step)
+
+
+def _line(row: OperandStats) -> str:
+    return json.dumps(row.to_json(), allow_nan=False) + "\n"

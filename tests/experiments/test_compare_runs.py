@@ -1,0 +1,433 @@
+"""`octavo compare`: arms and seeds as they are given, runs that are made, found or resumed, and what is refused."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from tiny_runs import At, Recorder, fail
+from typer.testing import CliRunner
+
+from octavo.cli import app
+from octavo.experiments import compare_runs as comparing
+from octavo.experiments.compare_runs import compare, make_arms, parse_arm, parse_seeds
+from octavo.experiments.progress_bars import ProgressBars
+from octavo.train import ConfigError, RunResult, read_metrics
+from processes import gloo  # noqa: F401  a fixture
+
+STEPS = 4
+FILES = ("compare.json", "loss.png", "report.html")
+ARMS = ("bf16", "rowwise:precision.level=fp8")
+
+
+@pytest.fixture
+def config(make_config, tmp_path):
+    """The file of a tiny run."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(make_config(run={"steps": STEPS, "seed": 3}).to_toml())
+    return path
+
+
+def written(folder):
+    """Every file with its content and time."""
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(Path(folder).rglob("*")) if p.is_file()}
+
+
+def octavo(*words):
+    return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+
+
+def refused(found, *words):
+    message = " ".join(found.stderr.split())
+    assert found.exit_code == 2, (found.exit_code, found.output)
+    for word in words:
+        assert word in message
+    assert found.stdout == "" and "Traceback" not in message
+
+
+# --- what is given ---
+
+
+@pytest.mark.parametrize(
+    ("text", "arm"),
+    [
+        ("bf16", ("bf16", ())),
+        ("bf16:", ("bf16", ())),
+        ("a-1.b+c_d: optim.lr=1e-3 ", ("a-1.b+c_d", ("optim.lr=1e-3",))),
+        (
+            "x:precision.level=fp8 precision.recipe=blockwise",
+            ("x", ("precision.level=fp8", "precision.recipe=blockwise")),
+        ),
+        ('x:precision.skip=["a b", "*.c"]  optim.lr = 1', ("x", ('precision.skip=["a b", "*.c"]', "optim.lr = 1"))),
+        ("x:model.config.hidden_size=3", ("x", ("model.config.hidden_size=3",))),
+    ],
+)
+def test_an_arm_is_a_name_and_settings(text, arm):
+    assert parse_arm(text) == arm
+
+
+@pytest.mark.parametrize(
+    "text", ["", ":optim.lr=1", "precision.level=fp8", "a/b:optim.lr=1", "..", "-x", "a b:optim.lr=1"]
+)
+def test_what_is_no_arm_is_refused(text):
+    with pytest.raises(ConfigError, match=r"write NAME:section\.key=value"):
+        parse_arm(text)
+
+
+def test_seeds_are_a_number_or_a_list():
+    assert parse_seeds("3", 7) == (7, 8, 9)
+    assert parse_seeds(" 5, 1,2", 7) == (5, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1", "two seeds or more.*One seed cannot tell an effect from chaos"),
+        ("0", "two seeds or more"),
+        ("1,2,1", "seed 1 is given twice"),
+        ("0,0", "seed 0 is given twice"),
+        ("three", "a number of them, as 3, or a list, as 1,2,5; got 'three'"),
+        ("1,", "got '1,'"),
+        ("-3", "got '-3'"),
+    ],
+)
+def test_what_are_no_seeds_is_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_seeds(text, 0)
+
+
+def test_settings_after_the_file_are_for_all_arms_and_seeds_from_its_own_on(config):
+    arms = make_arms(config, ["optim.lr=0.5"], ["a", "b:optim.lr=0.25 optim.micro_batches=2"], "2")
+    assert [arm.name for arm in arms] == ["a", "b"]
+    assert all(list(arm.configs) == [3, 4] for arm in arms)
+    assert [arm.configs[4].optim.lr for arm in arms] == [0.5, 0.25]
+    assert [arm.configs[4].run.seed for arm in arms] == [4, 4]
+    assert [arm.configs[4].run.name for arm in arms] == ["a-seed4", "b-seed4"]
+
+
+@pytest.mark.parametrize(
+    ("arms", "words"),
+    [
+        ([], "two arms or more, the baseline first, and there is none"),
+        (["bf16"], "there is only 'bf16'"),
+        (["a", "b:optim.lr=1", "a"], "two arms are named 'a'"),
+        (["a", "b:optim.warmpu=1"], "arm 'b': unknown key optim.warmpu.*'warmup'"),
+        (["a", "b:precision.level=fp8 precision.recipe=rowise"], "arm 'b': .*rowise.*'rowwise'"),
+        (["a", "b:optim.lr"], "arm 'b': .*write section.key=value"),
+        (["a", "b:optim.batch=8"], r"arm 'b' sets optim.batch = 8 \(the others: 4\): arms share model"),
+        (["a", "b:run.steps=9"], "arm 'b' sets run.steps = 9"),
+        (["a", "b:run.seed=9"], "arm 'b' sets run.seed = 9"),
+        (["a", "b:data.shuffle=false"], "arm 'b' sets data.shuffle = False"),
+        (["a:model.config.hidden_size=64", "b"], "arm 'a' sets model.config.hidden_size = 64"),
+    ],
+)
+def test_arms_that_cannot_be_compared_are_refused(config, arms, words):
+    with pytest.raises(ConfigError, match=words):
+        make_arms(config, [], arms, "2")
+
+
+# --- what is made of it ---
+
+
+def test_a_comparison_from_the_command_line(config, tmp_path):
+    """Runs of a seed start alike, everything is written, and the same command trains nothing anew."""
+    out = tmp_path / "out"
+    words = ["compare", config, "--seeds", "2", "--out", out]
+    for arm in ARMS:
+        words += ["--arm", arm]
+    first = octavo(*words)
+    read = json.loads((out / "compare.json").read_text())
+    assert first.exit_code == read["exit_code"] == {"worse": 1, "inconclusive": 3}.get(read["arms"][1]["verdict"], 0)
+    assert "rowwise-seed4 (4/4)  step 4/4" in first.stderr
+    shown = " ".join(first.stdout.split())
+    assert read["arms"][1]["sentence"] in shown and "report.html" in shown and "detectable" in shown
+    folders = [out / f"{arm}-seed{seed}" for seed in (3, 4) for arm in ("bf16", "rowwise")]
+    start = [read_metrics(folder)[0].loss for folder in folders]
+    assert start[0] == pytest.approx(start[1], rel=0.01) and start[2] == pytest.approx(start[3], rel=0.01)
+    assert start[0] != start[2]  # another seed
+    for arm, name in zip(read["arms"], ("bf16", "rowwise"), strict=True):
+        tails = {str(seed): RunResult.read(out / f"{name}-seed{seed}").losses.tail_mean for seed in (3, 4)}
+        assert arm["losses"] == tails
+    base, rowwise = (arm["losses"] for arm in read["arms"])
+    whole = sum(base.values()) / 2
+    assert read["arms"][1]["gaps_percent"]["3"] == pytest.approx(100 * (rowwise["3"] - base["3"]) / whole)
+    before = {path: kept for folder in folders for path, kept in written(folder).items()}
+    assert octavo(*words).exit_code == first.exit_code
+    assert before == {path: kept for folder in folders for path, kept in written(folder).items()}
+    assert json.loads((out / "compare.json").read_text()) == read
+
+
+def test_the_same_arm_twice_is_equal_to_the_last_digit(config, tmp_path):
+    found = compare(make_arms(config, [], ["a", "b"], "2"), tmp_path / "out")
+    assert found.arms[0].losses.test.gaps == (0.0, 0.0) and found.exit_code == 0
+    assert "not a digit of the losses differs" in found.arms[0].losses.sentence
+
+
+def test_an_interrupted_comparison_goes_on(config, tmp_path):
+    """A run that died goes on from its checkpoint, those before it are kept, and the losses come out the same."""
+    arms = make_arms(config, ["run.save_every=2"], ARMS, "2")
+    whole = compare(arms, tmp_path / "whole")
+    out = tmp_path / "out"
+
+    class Third(Recorder):
+        """Fails at step 3 of the third run."""
+
+        def start(self, config, first_step):
+            self.runs = getattr(self, "runs", 0) + 1
+
+        def step(self, row):
+            if self.runs == 3 and row.step == 3:
+                fail()
+
+    with pytest.raises(RuntimeError, match="killed"):
+        compare(arms, out, progress=Third())
+    assert not (out / "compare.json").exists()
+    ended = written(out / "bf16-seed3") | written(out / "rowwise-seed3")
+    progress = At(3, lambda: None)
+    found = compare(arms, out, progress=progress)
+    assert [row.step for row in progress.rows] == [3, 4, 1, 2, 3, 4]
+    assert ended == written(out / "bf16-seed3") | written(out / "rowwise-seed3")
+    assert found.arms[0].losses.test == whole.arms[0].losses.test
+
+
+def test_sigterm_saves_and_says_how_to_go_on(config, tmp_path, monkeypatch):
+    words = ["compare", config, "--seeds", "2", "--out", tmp_path / "my out", "--arm", "bf16", "--arm", ARMS[1]]
+    monkeypatch.setattr("sys.argv", ["octavo", *map(str, words)])
+    seen = []
+
+    def step(bars, row):
+        seen.append(row.step)
+        if len(seen) == STEPS + 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgressBars, "step", step)
+        found = octavo(*words)
+    assert found.exit_code == 4, found.output
+    assert "Stopped and saved" in found.stdout and f"'{tmp_path / 'my out'}'" in found.stdout
+    assert "octavo compare" in found.stdout
+    assert not (tmp_path / "my out/compare.json").exists()
+    assert RunResult.read(tmp_path / "my out/rowwise-seed3").stopped == "sigterm"
+    assert octavo(*words).exit_code in (0, 1, 3)
+    assert RunResult.read(tmp_path / "my out/rowwise-seed3").steps == STEPS
+
+
+def test_a_run_that_diverges_is_a_result(config, tmp_path):
+    words = ["compare", config, "--seeds", "2", "--out", tmp_path / "out", "--arm", "a", "--arm",
+             "b:optim.lr=1e38 optim.clip=0"]  # fmt: skip
+    found = octavo(*words)
+    assert found.exit_code == 3, found.output
+    assert "b failed (diverged, or ended above twice the baseline's loss) on seeds 3, 4." in " ".join(
+        found.stdout.split()
+    )
+    assert "not finite" in found.stderr
+    before = written(tmp_path / "out/b-seed3")
+    words[3] = "3"
+    assert octavo(*words).exit_code == 1
+    assert written(tmp_path / "out/b-seed3") == before  # it has ended
+
+
+def test_the_plan_stays_what_it_was(config, tmp_path):
+    """It is that of the first report; another raises an error, and more seeds are marked."""
+    words = ["compare", config, "--out", tmp_path / "out", "--arm", "a", "--arm", "b", "--json"]
+    found = octavo(*words, "--seeds", "2", "--max-seeds", "2")
+    assert found.exit_code == 0 and json.loads(found.stdout)["planned_seeds"] == 2
+    refused(
+        octavo(*words, "--seeds", "3", "--max-seeds", "3"), "was planned for at most 2 seeds", "Leave out --max-seeds 3"
+    )
+    assert not (tmp_path / "out/a-seed5").exists()
+    read = json.loads(octavo(*words, "--seeds", "3").stdout)
+    assert (read["planned_seeds"], read["extended"]) == (2, True)
+    assert read == json.loads((tmp_path / "out/compare.json").read_text())
+
+
+# --- losses of any trainer ---
+
+GOOD = {"baseline": [3.0, 3.02, 2.98], "arms": {"fp8": [3.001, 3.0195, 2.9812]}}
+
+
+def test_losses_of_a_file_are_judged(tmp_path):
+    """A list of results, also of one object; NaN, null and "nan" have diverged; the worst exit code."""
+    path = tmp_path / "losses.json"
+    path.write_text(json.dumps(GOOD))
+    found = octavo("compare", "--losses", path, "--json")
+    (one,) = json.loads(found.stdout)
+    assert found.exit_code == one["exit_code"] == 0 and one["arms"]["fp8"]["verdict"] == "indistinguishable"
+    few = '{"baseline": [3.0, 3.02, 2.98], "arms": {"x": [3.0, NaN, 2.98], "y": [null, "nan", "NaN"], "z": [6, 9, 30]}}'
+    path.write_text(f"[{json.dumps(GOOD)}, {few}]")
+    found = octavo("compare", "--losses", path, "--json")
+    _, many = json.loads(found.stdout)
+    assert found.exit_code == many["exit_code"] == 1
+    assert [arm["verdict"] for arm in many["arms"].values()] == ["inconclusive", "inconclusive", "worse"]
+    assert many["arms"]["y"]["failed_seeds"] == [1, 2, 3]
+    shown = octavo("compare", "--losses", path).stdout
+    assert "z is worse than the baseline" in shown and "2 of 2" in shown
+    path.write_text(json.dumps([GOOD, GOOD | {"arms": {"x": [3.0, None, 2.98]}}]))
+    assert octavo("compare", "--losses", path).exit_code == 3
+    path.write_text(json.dumps(GOOD))
+    assert octavo("compare", "--losses", path, "--margin", "0.1").exit_code == 3
+    read = json.loads(octavo("compare", "--losses", path, "--max-seeds", "2", "--json").stdout)
+    assert read[0]["extended"] and read[0]["notes"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
+        ("[]", "is an empty list"),
+        ("[1]", "does not have the expected structure"),
+        ('{"arms": {"a": [3, 3]}}', "has the keys 'arms': write"),
+        ('{"baseline": [3, 3], "arm": {"a": [3, 3]}}', "has the keys 'baseline', 'arm'"),
+        ('{"baseline": [3, 3], "arms": [3, 3]}', "does not have the expected structure"),
+        ('{"baseline": [3, 3], "arms": {}}', "there is none"),
+        ('{"baseline": null, "arms": {"a": [3]}}', "the baseline is a list"),
+        ('{"baseline": [3, 3], "arms": {"a": [3, 3], "a": [3, 3]}}', "the key 'a' is given twice"),
+        ('{"baseline": [3, 3], "arms": {"a": [3, "three"]}}', "arm 'a' holds 'three'"),
+        ('{"baseline": [3, 3], "arms": {"a": [3, 1e400]}}', "1e400 is beyond the range of floats"),
+        ('{"baseline": [3, 3], "arms": {"a": [3, -Infinity]}}', "arm 'a' holds -inf at index 1: a loss is above zero"),
+        ('{"baseline": [3, 3], "arms": {"a": [3, true]}}', "arm 'a' holds True at index 1"),
+        ('{"baseline": [3, 3], "arms": {"a": [3, 3, 3]}}', "arm 'a' has 3 losses and the baseline 2"),
+        (
+            '[{"baseline": [3, 3], "arms": {"a": [3, 3]}}, {"baseline": [3], "arms": {"a": [3]}}]',
+            "object 2 of 2: a comp",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_judged_is_refused(tmp_path, text, message):
+    (tmp_path / "losses.json").write_text(text)
+    refused(octavo("compare", "--losses", tmp_path / "losses.json", "--json"), message, "losses.json")
+
+
+def test_encodings_of_a_file(tmp_path):
+    """What Windows writes is read; what is no text, and what is no file, is one message."""
+    path = tmp_path / "losses.json"
+    for encoding in ("utf-8-sig", "utf-16", "utf-16-le", "utf-32"):
+        path.write_bytes(json.dumps(GOOD).encode(encoding))
+        assert octavo("compare", "--losses", path).exit_code == 0
+    path.write_bytes(b"\xff\x00\xfe\x80\x00")
+    refused(octavo("compare", "--losses", path), "cannot be read as JSON", "losses.json")
+    refused(octavo("compare", "--losses", tmp_path), "Is a directory")
+
+
+def test_losses_and_runs_do_not_mix(config, tmp_path):
+    (tmp_path / "losses.json").write_text(json.dumps(GOOD))
+    refused(octavo("compare", config, "--losses", tmp_path / "losses.json"), "leave out CONFIG")
+    refused(octavo("compare", "--losses", tmp_path / "losses.json", "--seeds", "3"), "leave out CONFIG")
+    refused(octavo("compare", "--losses", tmp_path / "none.json"), "none.json")
+    refused(octavo("compare"), "give CONFIG and two --arm, or --losses FILE")
+    refused(octavo("compare", "--losses", tmp_path / "losses.json", "--max-seeds", "0"), "2 to 40 seeds; got 0")
+
+
+def test_a_folder_of_something_else_is_left_as_it_is(config, tmp_path):
+    out = tmp_path / "out"
+    words = ["compare", config, "--seeds", "2", "--out", out, "--arm", "a", "--arm", "b:precision.level=fp8"]
+    assert octavo(*words).exit_code in (0, 1, 3)
+    before = written(out)
+    refused(
+        octavo(*words, "optim.lr=0.5"), "a-seed3 holds a run of another configuration", "optim.lr is 0.01 there, 0.5"
+    )
+    refused(
+        octavo(*words[:-1], "b:precision.level=fp8+activations"),
+        "b-seed3",
+        "precision.level is 'fp8' there, 'fp8+activations' here",
+    )
+    assert written(out) == before
+    for name in ("report.html", "config.toml"):
+        mine = tmp_path / name.partition(".")[0]
+        mine.mkdir()
+        (mine / name).write_text("mine")
+        refused(octavo(*words[:5], mine, *words[6:]), f"{mine} holds {name}, which is of no comparison")
+        assert [path.name for path in mine.iterdir()] == [name]
+    (tmp_path / "third/b-seed4").mkdir(parents=True)
+    (tmp_path / "third/b-seed4/notes.txt").write_text("mine")
+    refused(octavo(*words[:5], tmp_path / "third", *words[6:]), "b-seed4 holds something else than a run")
+    assert len(written(tmp_path / "third")) == 1
+    refused(octavo(*words[:5], config, *words[6:]), "is a file")
+
+
+def test_seeds_and_arms_can_be_added(config, tmp_path):
+    compare(make_arms(config, [], ARMS, "2"), tmp_path)
+    before = written(tmp_path / "rowwise-seed4")
+    found = compare(make_arms(config, ["run.save_every=3"], [*ARMS, "again:optim.micro_batches=2"], "3"), tmp_path)
+    assert written(tmp_path / "rowwise-seed4") == before
+    assert found.seeds == (3, 4, 5) and [arm.name for arm in found.arms] == ["rowwise", "again"]
+
+
+def test_data_that_changed_between_runs_is_noticed(config, tmp_path, make_config):
+    text = tmp_path / "a.txt"
+    text.write_text("the leaf folds eight times before it is cut. " * 40)
+    arms = make_arms(config, [f"data.source={text}"], ARMS, "2")
+    compare(arms, tmp_path / "out")
+    text.write_text("something else is said here, at some length. " * 40)
+    more = make_arms(config, [f"data.source={text}"], ARMS, "3")
+    with pytest.raises(ConfigError, match="bf16-seed3 and .*bf16-seed5 were trained on different data"):
+        compare(more, tmp_path / "out")
+
+
+def test_a_run_whose_steps_are_gone_is_named(config, tmp_path):
+    compare(make_arms(config, [], ARMS, "2"), tmp_path / "out")
+    path = tmp_path / "out/rowwise-seed3/metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(ConfigError, match=r"rowwise-seed3/metrics\.jsonl ends at step 2, the run at step 4"):
+        compare(make_arms(config, [], ARMS, "2"), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--arm", "a", "--arm", "b", "--seeds", f"1,{2**63}"], "run.seed"),
+        (["--arm", "a"], "there is only 'a'"),
+        (["--arm", "a", "--arm", "b", "--seeds", "1"], "two seeds or more"),
+        (["--arm", "a", "--arm", "b", "--margin", "0"], "above 0 and below 100; got 0"),
+        (["--arm", "a", "--arm", "b", "--confidence", "100"], "50 % or more and below 100 %; got 100 %"),
+        (["--arm", "a", "--arm", "b", "--confidence", "0.95"], "got 0.95 %"),
+        (["--arm", "a", "--arm", "b", "--max-seeds", "1"], "2 to 40 seeds; got 1"),
+        (["--arm", "a", "--arm", "b", "optim.warmpu=1"], "'warmup'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_trained(config, tmp_path, monkeypatch, words, message):
+    monkeypatch.setattr(comparing, "run", None)
+    refused(octavo("compare", config, "--out", tmp_path / "out", *words), message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_has_examples_and_exit_codes():
+    shown = re.sub(r"\s+", " ", octavo("compare", "--help").stdout)
+    assert shown.count("octavo compare") >= 4 and "inconclusive" in shown
+
+
+def job(path, out):
+    """One rank of a comparison: its exit code, the verdict, and the process groups that are left."""
+    found = compare(make_arms(path, [], ARMS, "2"), Path(out))
+    return found.exit_code, found.arms[0].losses.test.gaps
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_two_processes_compare_as_one(gloo, config, tmp_path):  # noqa: F811
+    """All ranks know the verdict, one writes; the losses are those of one process but for rounding."""
+    (code, gaps), other = gloo.run(job, 2, str(config), str(tmp_path / "two"), timeout=240.0)
+    assert other == (code, gaps)
+    assert {path.name for path in (tmp_path / "two").iterdir() if path.is_file()} == set(FILES)
+    alone = compare(make_arms(config, [], ARMS, "2"), tmp_path / "one")
+    assert gaps == pytest.approx(alone.arms[0].losses.test.gaps, abs=0.5)
+    results = [RunResult.read(tmp_path / f"{world}/rowwise-seed4") for world in ("one", "two")]
+    assert [result.device for result in results] == ["cpu", "2 × cpu"]
+
+
+@pytest.mark.dist
+def test_a_mistake_is_told_to_all_processes(gloo, config, tmp_path):  # noqa: F811
+    (tmp_path / "out/bf16-seed4").mkdir(parents=True)
+    (tmp_path / "out/bf16-seed4/notes.txt").write_text("mine")
+    messages = gloo.run(told, 2, str(config), str(tmp_path / "out"))
+    assert len(set(messages)) == 1 and "holds something else than a run" in messages[0]
+
+
+def told(path, out):
+    """What a rank is told."""
+    with pytest.raises(ConfigError) as caught:
+        job(path, out)
+    return str(caught.value)

@@ -1,0 +1,232 @@
+"""Verdicts, exit codes and the report of comparisons of runs that never ran."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from fake_runs import result
+
+from octavo.experiments.charts import Line, draw
+from octavo.experiments.compare_report import FILES, comparison_rows, mean_curves, to_json, write_comparison
+from octavo.experiments.compare_verdict import ArmRuns, common_target, judge, steps_to
+from octavo.experiments.curves import Curves, smooth
+from octavo.train.record.metrics import Losses
+
+STEPS = 100
+
+
+def curve(start, end, steps=STEPS):
+    """A straight loss."""
+    series = dict.fromkeys(("lr", "grad_norm", "tokens_per_s"), np.ones(steps))
+    return Curves(step=np.arange(1, steps + 1), loss=np.linspace(start, end, STEPS)[:steps], **series)
+
+
+def runs(name, losses, *, diverged=(), ends=None, **changes):
+    """An arm with these tail losses, on seeds 1, 2, …; `diverged` at half the steps on some."""
+    results, curves = [], []
+    for seed, loss in enumerate(losses, 1):
+        steps = STEPS // 2 if seed in diverged else STEPS
+        facts = {"steps": steps, "tokens": 256 * steps, "losses": Losses(first=8.0, final=loss, tail_mean=loss)}
+        if seed in diverged:
+            facts["stopped"] = "non-finite"
+        results.append(result(**facts | changes))
+        curves.append(curve(8.0, ends or loss, steps))
+    seeds = tuple(range(1, len(losses) + 1))
+    return ArmRuns(name=name, settings=(), seeds=seeds, results=tuple(results), curves=tuple(curves))
+
+
+BASE = [3.0000712, 3.2999136, 2.9000357]
+
+
+def gap(*percent):
+    return [base + sum(BASE) / 3 * value / 100 for base, value in zip(BASE, percent, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "verdict", "outcome", "words"),
+    [
+        ((0.1, -0.1, 0.05), "indistinguishable", "pass", r"worse would have been found with about 90 % probability"),
+        ((1.0, -1.0, 0.5), "inconclusive", "inconclusive", r"arm is at \+0.17 % of the loss .* beside base"),
+        ((2.0, 2.1, 1.9), "worse", "fail", r"worse than base by 2.00 % of the loss \(\+1.5"),
+        ((-2.0, -2.1, -1.9), "better", "pass", r"better than base by 2.00 %"),
+        ((0.0, 0.0, 0.0), "indistinguishable", "pass", r"not a digit of the losses differs"),
+        ((150.0, 0.1, 0.0), "worse", "fail", r"seed 1 ended at 7.6, 2.53 times the loss of base"),
+    ],
+)
+def test_a_verdict_is_that_of_the_losses(gaps, verdict, outcome, words):
+    found = judge([runs("base", BASE), runs("arm", gap(*gaps))])
+    (arm,) = found.arms
+    assert (arm.losses.verdict, arm.losses.outcome) == (verdict, outcome)
+    assert found.exit_code == {"pass": 0, "fail": 1, "inconclusive": 3}[outcome]
+    assert re.search(words, arm.losses.sentence)
+    assert arm.notes[: len(arm.losses.notes)] == arm.losses.notes
+    assert any("do its settings change anything?" in note for note in arm.notes) == (not any(gaps))
+
+
+def test_limits_go_through():
+    arms = [runs("base", BASE), runs("arm", gap(0.1, -0.1, 0.05))]
+    assert judge(arms, margin=0.5).arms[0].losses.outcome == "inconclusive"
+    low = [judge(arms, **options).arms[0].losses.test.low for options in ({}, {"confidence": 0.99}, {"max_seeds": 3})]
+    assert low[1] < low[0] < low[2]
+    beyond = judge(arms, max_seeds=2)
+    assert any("planned maximum of 2 seeds" in note for note in beyond.notes) and to_json(beyond)["extended"]
+    assert not to_json(judge(arms))["extended"] and to_json(judge(arms))["planned_seeds"] == 40
+
+
+def test_divergence_is_a_result():
+    """Of the arm it is no pass, of all its seeds a failure; seeds on which a run failed are not in the gaps."""
+    base = runs("base", BASE)
+    found = judge([base, runs("arm", BASE, diverged=(2,))])
+    (arm,) = found.arms
+    assert (arm.losses.verdict, found.exit_code, arm.losses.failed) == ("inconclusive", 3, (2,))
+    assert arm.losses.seeds == (1, 3) and arm.time_to_loss.steps
+    found = judge([base, runs("arm", BASE, diverged=(1, 2, 3))])
+    assert found.exit_code == 1 and found.arms[0].losses.sentence == (
+        "arm is worse than base: it failed on 3 of 3 seeds, base on 0."
+    )
+    found = judge([runs("base", BASE, diverged=(1,)), runs("arm", BASE)])
+    assert found.arms[0].losses.verdict == "indistinguishable" and found.arms[0].losses.seeds == (2, 3)
+    assert any(note.startswith("base failed") and "on seed 1." in note for note in found.arms[0].notes)
+    found = judge([runs("base", BASE, diverged=(1, 2)), runs("arm", BASE, diverged=(1,))], margin=1.0)
+    assert (found.arms[0].losses.verdict, found.exit_code, found.arms[0].losses.test) == ("inconclusive", 3, None)
+    assert found.loss == BASE[2] and found.spread is None
+
+
+def test_a_run_without_a_finite_loss_has_diverged():
+    arm = runs("arm", BASE)
+    arm = ArmRuns(**vars(arm) | {"results": (result(losses=None), *arm.results[1:])})
+    assert judge([runs("base", BASE), arm]).arms[0].losses.failed == (1,)
+
+
+def test_time_to_loss_is_speed_times_steps():
+    """Half the baseline's time per step, but its loss falls to 4 where the baseline's falls to 3, so to 4 at 80 %."""
+    base = runs("base", [3.0, 3.0], tokens_per_s=1000.0)
+    arm = runs("arm", [4.0, 4.0], tokens_per_s=2000.0)
+    found = judge([base, arm])
+    time, its = found.time_to_loss, found.arms[0].time_to_loss
+    assert time.targets == its.targets == pytest.approx((4.06, 4.06), abs=0.1)  # the smoothed end
+    assert its.steps[0] in range(98, 101) and time.steps[0] in range(78, 82)
+    assert time.seconds == pytest.approx(256 * time.steps[0] / 1000)
+    assert its.speed == pytest.approx(2 * time.steps[0] / its.steps[0])
+    assert (time.speed, found.arms[0].speed) == (1, 2)
+
+
+def test_mixed_machines_and_two_seeds_are_said():
+    both = judge([runs("base", BASE), runs("arm", BASE, device="NVIDIA H200")]).notes
+    assert any("different devices (NVIDIA H200, cpu)" in note for note in both)
+    versions = {"torch": "2.14.0"}
+    assert any("different versions of torch: 2.13.0, 2.14.0" in note for note in judge(
+        [runs("base", BASE), runs("arm", BASE, versions=versions)]).notes)  # fmt: skip
+    assert any("a third" in note for note in judge([runs("base", BASE[:2]), runs("arm", BASE[:2])]).notes)
+    assert not any("a third" in note for note in both)
+
+
+def test_a_mean_is_of_runs_that_ended():
+    curves = [curve(8, 3), curve(8, 4), curve(8, 5, steps=50)]
+    assert mean_curves(curves).loss == pytest.approx(curve(8, 3.5).loss)
+    assert len(mean_curves(curves[2:]).loss) == 50
+    assert mean_curves([curve(8, 3, steps=0)]) is None
+
+
+def test_a_shaded_area_lies_between_its_edges_and_in_view():
+    x, y = np.arange(1, 51), np.linspace(5, 3, 50)
+    low, high = y - 0.5, y + 2.0
+    low[7] = np.nan
+    chart = draw("Loss", "nats", [Line(label="a", slot=0, x=x, y=y, noisy=False, low=low, high=high)])
+    (trace,) = chart.traces
+    points = [tuple(map(float, pair.split())) for pair in re.findall(r"[\d.]+ [\d.]+", trace.area)]
+    assert len(points) == 2 * 49 and trace.area.endswith("Z")
+    assert all(0 <= py <= chart.box.height for _, py in points)
+    assert points[0][1] < points[-1][1]  # the upper edge first: up is down in SVG
+    assert draw("Loss", "nats", [Line(label="a", slot=0, x=x, y=y)]).traces[0].area == ""
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced, and keeps text and tags."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.text = [], [], ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "path", "line", "rect", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture
+def config(make_config):
+    return [make_config(run={"steps": STEPS}), make_config(run={"steps": STEPS}, precision={"level": "fp8"})]
+
+
+def test_the_files_say_what_was_found(config, tmp_path):
+    found = judge([runs("base", BASE), runs("arm", gap(2.0, 2.1, 1.9), diverged=(3,))], margin=1.0)
+    write_comparison(found, config, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(FILES)
+    page = Page((tmp_path / "report.html").read_text())
+    for words in (
+        found.arms[0].losses.sentence,
+        "diverged",
+        "Planned maximum: 40 seeds",
+        "Loss above base",
+        "precision.level",
+        "fp8",
+        f"{gap(2.0, 2.1, 1.9)[0]:.4f}",
+        "95 %",
+    ):
+        assert words in page.text
+    areas = [tag for tag in page.tags if tag[0] == "path" and tag[1].get("class", "").startswith("area")]
+    assert len(areas) == 3  # two losses and a gap
+    assert not [tag for tag in page.tags if tag[0] in ("link", "img") or "src" in tag[1]]
+    read = json.loads((tmp_path / "compare.json").read_text())
+    assert read == json.loads(json.dumps(to_json(found)))
+    assert (read["outcome"], read["exit_code"], read["arms"][1]["failed_seeds"]) == ("inconclusive", 3, [3])
+    assert read["arms"][1]["losses"]["3"] is None
+    assert read["arms"][1]["gaps_percent"]["1"] == pytest.approx(2 * sum(BASE) / 3 / (sum(BASE[:2]) / 2))
+    assert set(read["arms"][1]["detectable_percent"]) == {"0.8", "0.9"}
+
+
+def test_a_comparison_in_which_nothing_ended_has_a_page_too(config, tmp_path):
+    empty = curve(8, 3, steps=0)
+    arms = [ArmRuns(**vars(runs(name, BASE, diverged=(1, 2, 3))) | {"curves": (empty,) * 3}) for name in "ab"]
+    found = judge(arms)
+    write_comparison(found, config, tmp_path)
+    assert "fewer than two pairs of runs of b and a ended" in Page((tmp_path / "report.html").read_text()).text
+    assert found.exit_code == 3 and not (tmp_path / "loss.png").exists()
+    assert to_json(found)["arms"][1]["time_to_loss"] is None
+    assert all(len(row.values) == 2 for row in comparison_rows(found))
+
+
+def test_the_table_has_a_value_per_arm():
+    found = judge([runs("base", BASE), runs("a", gap(2.0, 2.1, 1.9)), runs("b", BASE, diverged=(1,))])
+    rows = {row.label: row.values for row in comparison_rows(found)}
+    assert all(len(values) == 3 for values in rows.values())
+    assert rows["verdict"] == ["", "worse", "inconclusive"]
+    assert rows["failed"] == ["–", "–", "1 of 3"]
+    assert rows["above base"][1].startswith("+2.00 % (+1.") and rows["mean loss, last 10 % of steps"][0] == "3.0667"
+
+
+def test_smoothing_of_the_mean_is_the_mean_of_the_smoothed():
+    curves = [curve(8, 3), curve(7, 4)]
+    assert smooth(mean_curves(curves).loss) == pytest.approx(np.mean([smooth(c.loss) for c in curves], 0))
+
+
+def test_time_to_a_loss_that_all_reach():
+    slow, fast = np.array([5.0, np.nan, 4.0, 3.5, 3.6]), np.array([5.0, 3.4, 3.3, 3.2, 3.1])
+    target = common_target([slow, fast])
+    assert target == 3.5
+    assert (steps_to(slow, target), steps_to(fast, target)) == (4, 2)
+    assert steps_to(slow, 3.0) is None

@@ -1,0 +1,219 @@
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from fake_runs import folder, result
+
+from octavo.experiments.run_report import summary_rows, write_report
+from octavo.experiments.verdict import verdict
+from octavo.train.record.metrics import RunResult, read_metrics
+
+FP8 = "fp8 rowwise"
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[Path]:
+    return [folder(tmp_path / "bf16"), folder(tmp_path / "fp8", FP8, shift=0.004)]
+
+
+class References(HTMLParser):
+    """Collects everything a browser would fetch, and whether all tags are closed in order."""
+
+    VOID = frozenset({"meta", "link", "img", "br", "hr", "input"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.found += [
+            value or "" for name, value in attrs if name in ("src", "href", "data", "action", "srcset", "xlink:href")
+        ]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parse(html: str) -> References:
+    parser = References()
+    parser.feed(html)
+    assert parser.open == []
+    return parser
+
+
+def text_of(html: str) -> str:
+    """The page's text, scripts and styles left out, entities resolved, white space collapsed."""
+    from html import unescape
+
+    without = re.sub(r"<(script|style)\b.*?</\1>", " ", html, flags=re.S)
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", without)).split())
+
+
+def test_the_page_fetches_nothing(pair: list[Path], tmp_path: Path) -> None:
+    html = write_report(pair, tmp_path).html.read_text(encoding="utf-8")
+    assert parse(html).found == []
+    assert "<svg" in html
+    for outside in ("http:", "https:", "//cdn", "@import", "<link", "url(http", "fetch(", "XMLHttpRequest"):
+        assert outside not in html
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
+
+
+def test_the_page_follows_the_readers_colour_scheme(pair: list[Path], tmp_path: Path) -> None:
+    html = write_report(pair, tmp_path).html.read_text(encoding="utf-8")
+    assert "prefers-color-scheme: dark" in html
+    defined = set(re.findall(r"(--[a-z0-9-]+):", html))
+    assert set(re.findall(r"var\((--[a-z0-9-]+)\)", html)) <= defined
+
+
+def test_the_page_says_what_the_runs_measured(pair: list[Path], tmp_path: Path) -> None:
+    text = text_of(write_report(pair, tmp_path).html.read_text(encoding="utf-8"))
+    first, second = (RunResult.read(path) for path in pair)
+    expected = verdict(first, second)
+    assert expected.sentence in text
+    assert all(note in text for note in expected.notes)
+    for run in (first, second):
+        assert f"{run.losses.tail_mean:.4f}" in text and f"{run.losses.final:.4f}" in text
+        assert f"{run.tokens_per_s:,.0f}" in text
+    assert "transformers" in text and "5.23.0" in text
+    assert "precision.level bf16 fp8" in text  # what differs
+    assert "hidden_size" in text  # the effective configuration
+    assert all(part in text for part in second.converted.split("; "))
+
+
+def test_layers_are_listed_with_their_reasons_and_blocks_merged(pair: list[Path], tmp_path: Path) -> None:
+    rows = [(f"model.layers.{n}.mlp.{name}", "rowwise", "converted") for n in range(12) for name in ("up", "down")]
+    rows[3] = ("model.layers.1.mlp.down", None, "named by skip")
+    keys = ("name", "recipe", "reason")
+    layers = [dict(zip(keys, row, strict=True)) | {"converted": row[1] is not None} for row in rows]
+    (pair[1] / "layers.json").write_text(json.dumps(layers), encoding="utf-8")
+    text = text_of(write_report(pair, tmp_path).html.read_text(encoding="utf-8"))
+    assert "model.layers.*.mlp.up 12 FP8 rowwise converted" in text
+    assert "model.layers.*.mlp.down 11 FP8 rowwise converted" in text
+    assert "model.layers.*.mlp.down 1 high precision named by skip" in text
+
+
+def test_a_config_difference_is_shown_and_equal_settings_are_not(tmp_path: Path) -> None:
+    runs = [folder(tmp_path / "a"), folder(tmp_path / "b", FP8, lr=1e-3)]
+    text = text_of(write_report(runs, tmp_path).html.read_text(encoding="utf-8"))
+    differing = text[text.index("What differs") : text.index("Every other setting")]
+    assert "optim.lr 0.003 0.001" in differing
+    assert "run.seed" not in differing and "run.name" not in differing and "run.out" not in differing
+
+
+def test_names_from_outside_are_escaped(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    run = folder(tmp_path / "a", name=evil, converted=f"</script>{evil}")
+    html = write_report([run], tmp_path).html.read_text(encoding="utf-8")
+    assert evil not in html and "alert(1)&lt;/script&gt;" in html
+    parse(html)
+
+
+def test_verdict_json_holds_the_verdict_and_both_runs(pair: list[Path], tmp_path: Path) -> None:
+    read = json.loads(write_report(pair, tmp_path).verdict.read_text(encoding="utf-8"))
+    first, second = (RunResult.read(path) for path in pair)
+    assert read["verdicts"] == [json.loads(json.dumps(verdict(first, second).to_json()))]
+    assert [run["arm"] for run in read["runs"]] == ["bf16", FP8]
+
+
+def test_steps_are_whole_numbers_on_the_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    seen: list[float] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: seen.extend(figure.axes[-1].get_xticks()))
+    write_report([folder(tmp_path / "a", steps=3)], tmp_path)
+    assert seen and all(tick == round(tick) for tick in seen)
+
+
+def test_the_png_shows_both_curves(pair: list[Path], tmp_path: Path) -> None:
+    import numpy as np
+    from matplotlib.image import imread
+
+    pixels = imread(write_report(pair, tmp_path).png)[..., :3]
+    assert pixels.shape[1] == 1600
+    vermillion = np.array([0xD5, 0x5E, 0x00]) / 255
+    blue = (np.array([0x00, 0x72, 0xB2]) / 255 + 1) / 2  # the baseline, at half opacity on white
+    for colour in (vermillion, blue):
+        assert (np.abs(pixels - colour).max(axis=-1) < 0.03).sum() > 1000
+
+
+def test_a_single_run_has_a_report_without_a_verdict(pair: list[Path]) -> None:
+    files = write_report(pair[:1], pair[0])
+    text = text_of(files.html.read_text(encoding="utf-8"))
+    assert files.verdict is None and not (pair[0] / "verdict.json").exists()
+    assert files.png.stat().st_size > 10_000
+    assert "Loss above" not in text and "What differs" not in text
+    assert text.count("tokens/s, median") == 2  # tile and table
+
+
+def test_several_runs_are_each_compared_with_the_first(tmp_path: Path) -> None:
+    runs = [folder(tmp_path / "0"), folder(tmp_path / "1", FP8), folder(tmp_path / "2", "fp8 mxfp8", shift=0.05)]
+    files = write_report(runs, tmp_path)
+    found = json.loads(files.verdict.read_text(encoding="utf-8"))["verdicts"]
+    assert [(v["baseline"], v["candidate"]) for v in found] == [("BF16", "FP8 rowwise"), ("BF16", "FP8 mxfp8")]
+    assert [v["status"] for v in found] == ["within", "above"]
+    parse(files.html.read_text(encoding="utf-8"))
+
+
+def test_two_runs_of_one_arm_are_told_apart(tmp_path: Path) -> None:
+    runs = [folder(tmp_path / "0", name="first"), folder(tmp_path / "1", name="second")]
+    text = text_of(write_report(runs, tmp_path).html.read_text(encoding="utf-8"))
+    assert "second (BF16) against first (BF16)" in text
+
+
+def test_two_runs_of_one_name_too(tmp_path: Path) -> None:
+    runs = [folder(tmp_path / "0"), folder(tmp_path / "a", FP8), folder(tmp_path / "b", FP8)]
+    text = text_of(write_report(runs, tmp_path).html.read_text(encoding="utf-8"))
+    assert "a (FP8 rowwise) and b (FP8 rowwise) against BF16" in text
+
+
+def test_a_run_that_failed_at_its_first_step_still_has_a_report(tmp_path: Path) -> None:
+    broken = {"stopped": "non-finite", "losses": None, "tokens_per_s": None, "kept_bytes_per_token": None, "steps": 0}
+    runs = [folder(tmp_path / "a"), folder(tmp_path / "b", FP8, **broken)]
+    (runs[1] / "metrics.jsonl").write_text("", encoding="utf-8")
+    text = text_of(write_report(runs, tmp_path).html.read_text(encoding="utf-8"))
+    assert "No verdict: FP8 rowwise stopped after 0 steps" in text
+    alone = write_report(runs[1:], runs[1])
+    assert alone.png.exists() and parse(alone.html.read_text(encoding="utf-8"))
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run"):
+        write_report([tmp_path], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_summary_table_has_a_difference_for_a_pair_only() -> None:
+    pair = summary_rows([result(), result(FP8, tail=3.3)])
+    assert pair[0].values == ["3.0000", "3.3000"]
+    assert "+0.3000" in pair[0].difference and "+10.00 %" in pair[0].difference
+    assert {row.label: row.difference for row in pair}["tokens/s, median"] == "0.40 ×"
+    assert all(row.difference == "" for row in summary_rows([result()]))
+    assert summary_rows([result(losses=None, tokens_per_s=None)])[0].values == ["–"]
+
+
+def test_the_fakes_are_what_a_run_leaves(pair: list[Path]) -> None:
+    assert [row.step for row in read_metrics(pair[0])] == list(range(1, 101))
+
+
+def test_importing_the_report_imports_no_matplotlib_and_drawing_no_pyplot(pair: list[Path], tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from octavo.experiments.run_report import write_report\n"
+        "assert 'matplotlib' not in sys.modules and 'jinja2' not in sys.modules\n"
+        f"write_report([pathlib.Path(p) for p in {[str(path) for path in pair]!r}], pathlib.Path({str(tmp_path)!r}))\n"
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

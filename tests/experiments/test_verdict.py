@@ -1,0 +1,116 @@
+import json
+
+import pytest
+from fake_runs import result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.experiments.verdict import ONE_SEED, arm_name, verdict
+from octavo.train.record.metrics import Losses
+
+FP8 = "fp8 rowwise"
+losses = st.floats(0.05, 20, allow_nan=False)
+
+
+@given(a=losses, b=losses)
+def test_swapping_the_arms_flips_the_gap_and_inverts_the_ratios(a: float, b: float) -> None:
+    bf16, fp8 = result(tail=a), result(FP8, tail=b)
+    there, back = verdict(bf16, fp8), verdict(fp8, bf16)
+    assert there.tail_gap == -back.tail_gap == b - a
+    assert there.final_gap == -back.final_gap
+    assert there.tail_gap_percent * back.tail_gap_percent <= 0
+    assert there.speed_ratio * back.speed_ratio == pytest.approx(1)
+    assert there.memory_ratio * back.memory_ratio == pytest.approx(1)
+    assert (there.baseline, there.candidate) == (back.candidate, back.baseline) == ("BF16", "FP8 rowwise")
+
+
+@given(a=losses, b=losses)
+def test_the_status_is_decided_by_the_gap_alone(a: float, b: float) -> None:
+    found = verdict(result(tail=a), result(FP8, tail=b))
+    percent = 100 * (b - a) / a
+    assert found.tail_gap_percent == pytest.approx(percent)
+    assert found.status == ("within" if abs(percent) <= 1 else "above" if b > a else "below")
+    assert f"{b:.4f} against {a:.4f}" in found.sentence
+    assert f"{percent:+.2f} %" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("tail", "status", "words"),
+    [
+        (3.0, "within", "is within 1 % of BF16's"),
+        (3.029, "within", "is within 1 % of BF16's"),
+        (2.971, "within", "is within 1 % of BF16's"),
+        (3.031, "above", "is not within 1 % of BF16's"),
+        (2.969, "below", "One seed does not show that it is better"),
+    ],
+)
+def test_the_sentence_says_what_the_numbers_say(tail: float, status: str, words: str) -> None:
+    found = verdict(result(tail=3.0), result(FP8, tail=tail))
+    assert found.status == status
+    assert words in found.sentence
+    assert ("is within" in found.sentence) == (status == "within")
+
+
+def test_few_steps_are_no_claim() -> None:
+    found = verdict(result(tail=3.0, steps=12), result(FP8, tail=3.001, steps=12))
+    assert found.status == "none" and found.tail_gap == pytest.approx(0.001)
+    assert (
+        found.sentence.startswith("No verdict: 12 steps are too few, 100 are wanted.") and "+0.03 %" in found.sentence
+    )
+    assert "within" not in found.sentence
+
+
+def test_a_cpu_is_no_speed_claim_and_a_gpu_is_named() -> None:
+    on_cpu = verdict(result(), result(FP8)).notes[0]
+    assert "0.40 ×" in on_cpu and "emulated" in on_cpu and "nothing about the speed on a GPU" in on_cpu
+    on_gpu = verdict(result(device="NVIDIA H200"), result(FP8, device="NVIDIA H200", tokens_per_s=1300.0)).notes[0]
+    assert "1.30 ×" in on_gpu and "NVIDIA H200" in on_gpu and "emulated" not in on_gpu
+
+
+def test_memory_skipped_steps_and_the_single_seed_are_always_said() -> None:
+    notes = verdict(result(), result(FP8, skipped_steps=3, kept_bytes_per_token=12_000.0)).notes
+    assert any("1.20 × BF16's bytes" in note for note in notes)
+    assert any("skipped 3 of 100 steps" in note for note in notes)
+    assert notes[-1] == ONE_SEED
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"stopped": "non-finite", "steps": 17}, "FP8 rowwise stopped after 17 steps"),
+        ({"losses": None}, "FP8 rowwise has no step with a finite loss"),
+        ({"steps": 90}, "BF16 trained for 100 steps and FP8 rowwise for 90"),
+        ({"tokens": 1}, "BF16 trained for 25,600 tokens and FP8 rowwise for 1"),
+        ({"losses": Losses(first=1.0, final=0.0, tail_mean=0.0)}, "FP8 rowwise's loss is 0"),
+    ],
+)
+def test_runs_that_cannot_be_compared_get_no_verdict(changes: dict, reason: str) -> None:
+    for pair in ((result(), result(FP8, **changes)), (result(FP8, **changes), result())):
+        found = verdict(*pair)
+        assert found.status == "none" and found.tail_gap is None
+        assert found.sentence.startswith("No verdict: ")
+    assert reason in verdict(result(), result(FP8, **changes)).sentence
+
+
+def test_what_was_not_measured_is_not_said() -> None:
+    found = verdict(result(), result(FP8, tokens_per_s=None, kept_bytes_per_token=None))
+    assert found.speed_ratio is None and found.memory_ratio is None
+    assert found.notes == (ONE_SEED,)
+
+
+def test_a_verdict_is_json() -> None:
+    found = verdict(result(), result(FP8, tail=3.3))
+    read = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert read["status"] == "above" and read["band_percent"] == 1.0
+    assert read["tail_gap_percent"] == pytest.approx(10)
+
+
+def test_arms_are_named_as_people_read_them() -> None:
+    arms = {
+        "bf16": "BF16",
+        "fp8 mxfp8": "FP8 mxfp8",
+        "bf16+optimizer": "BF16+optimizer",
+        "fp8+activations rowwise": "FP8+activations rowwise",
+    }
+    assert [arm_name(arm) for arm in arms] == list(arms.values())
+    assert arm_name("anything else") == "anything else"

@@ -1,0 +1,70 @@
+"""Fixtures of tests that run the trainer."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.summary.writer import event_file_writer
+from tiny_runs import LLAMA, MakeConfig, sentences
+
+from octavo.train.config.run_config import TrainConfig, parse_config
+
+with warnings.catch_warnings():
+    # Where torchao is installed, transformers imports it with its first model, and torchao's own source warns.
+    warnings.simplefilter("ignore")
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only wait for a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def ordered_event_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads files of one second in the order of their numbers as text, in which 10 comes before 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(100))
+
+
+@pytest.fixture(scope="session")
+def text_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(4):
+        (folder / f"{number}.txt").write_text(sentences(40, seed=number), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def make_config(text_files: Path, cache: Path) -> MakeConfig:
+    """Makes the config of a tiny run; keyword arguments replace keys, a section at a time."""
+
+    def make(**sections: dict[str, Any]) -> TrainConfig:
+        tables: dict[str, dict[str, Any]] = {
+            "run": {"steps": 6, "seed": 3, "device": "cpu"},
+            "model": {"type": "llama", "config": LLAMA},
+            "data": {
+                "source": str(text_files / "*.txt"),
+                "sequence_length": 16,
+                "vocab_size": 300,
+                "cache": str(cache),
+            },
+            "optim": {"lr": 1e-2, "batch": 4, "warmup": 2},
+            "precision": {},
+        }
+        for name, keys in sections.items():
+            tables[name] = tables.get(name, {}) | keys if name != "model" else keys
+        return parse_config(tables)
+
+    return make
