@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.inspect import Watch
 from octavo.inspect.stats import OPERANDS
-from octavo.nn.linear import _quantized_gradient, _quantized_input
+from octavo.nn.input_casts import quantized_input
+from octavo.nn.operands import quantized_gradient
 from octavo.numerics import RECIPES, Precision
 from octavo.numerics.error import sqnr
 
@@ -151,9 +152,9 @@ def test_figures_are_those_of_the_forms_that_products_read(recipe):
         linear(x).backward(g)
     actual = {row.operand: row.sqnr for row in watch.rows}
     x_MK, g_MN, w_NK = x.detach().flatten(0, 1), g.flatten(0, 1), linear.weight.detach()
-    x_q, kept = _quantized_input(x_MK, recipe, True, None)
+    x_q, kept = quantized_input(x_MK, recipe, True, None)
     w_q, w_back = octavo.kernels.quantize(w_NK, recipe.w), octavo.kernels.quantize(w_NK, recipe.dgrad_w)
-    g_dgrad, g_wgrad = _quantized_gradient(g_MN, w_back, kept, recipe, None)
+    g_dgrad, g_wgrad = quantized_gradient(g_MN, w_back, kept, recipe, None)
     reference = {"x": sqnr(x_MK, x_q.dequantize()), "w": sqnr(w_NK, w_q.dequantize())}
     reference["dgrad_g"] = sqnr(g_MN * w_back.scale.t() if recipe.folds_w else g_MN, g_dgrad.dequantize())
     if g_wgrad is not None:

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.kernels.quantize import QUANTIZE
-from octavo.nn.linear import _INPUT_CASTS, linear
+from octavo.nn.input_casts import INPUT_CASTS
+from octavo.nn.linear import linear
 from octavo.numerics import RECIPES
 
 SHAPE = (16, 32)
@@ -121,7 +122,7 @@ def test_a_dead_tensor_leaves_no_copy_and_no_graph():
     x = Receive.apply(randn().requires_grad_())
     Receive.buffer = torch.zeros(SHAPE)
     first(x)
-    node, entry = weakref.ref(x.grad_fn), _INPUT_CASTS._entry[1]
+    node, entry = weakref.ref(x.grad_fn), INPUT_CASTS._entry[1]
     data = weakref.ref(next(iter(entry.casts.values()))[0].data)
     del x
     assert data() is None and entry.state == ()
@@ -186,7 +187,7 @@ def test_a_tensor_that_another_thread_drops_leaves_no_copy():
     first, _ = pair()
     box = [made()]
     first(box[0])
-    entry = _INPUT_CASTS._entry[1]
+    entry = INPUT_CASTS._entry[1]
     with ThreadPoolExecutor(1) as pool:
         pool.submit(box.clear).result()
     assert not entry.casts and entry.state == ()

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import octavo
 from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.quantize import QUANTIZE
-from octavo.nn.linear import _INPUT_CASTS, linear
+from octavo.nn.input_casts import INPUT_CASTS
+from octavo.nn.linear import linear
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, RECIPES, QuantSpec, sqnr
 
@@ -339,7 +340,7 @@ def test_shared_copy_dies_with_its_tensor():
     layer = octavo.convert(nn.Linear(32, 16), verbose=False)
     x = randn(8, 32).requires_grad_() * 1
     layer(x)
-    entry = _INPUT_CASTS._entry[1]
+    entry = INPUT_CASTS._entry[1]
     assert entry.casts and entry.state
     del x
     gc.collect()

@@ -1,0 +1,101 @@
+"""X, quantized for forward and for wgrad, and shared by sibling layers that read the same tensor."""
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from octavo.kernels import quantize, quantize_pair, wants_copies
+from octavo.nn.delayed import DelayedScaling, X
+from octavo.numerics.recipe import Recipe
+from octavo.runtime.execution_context import execution_context
+from octavo.tensor import ScaledTensor
+
+InputCasts = tuple[ScaledTensor, ScaledTensor | None]
+"""X for forward, and X for wgrad."""
+
+
+def quantized_input(
+    x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None
+) -> tuple[ScaledTensor, ScaledTensor | None]:
+    """Quantize X for forward, and for wgrad if needed. `amax`, for delayed scaling, needs equal specs for both."""
+    spec, spec_t, copies = recipe.x, recipe.wgrad_x, wants_copies(x_MK.device)
+    if not needs_wgrad or spec_t is None:
+        return quantize(x_MK, spec, amax=amax), None
+    if spec == spec_t:
+        x = quantize(x_MK, spec, order="both" if copies else "rows", amax=amax)
+        return x, x if x.copy is None else ScaledTensor(x.copy, x.scale, spec)
+    if copies:
+        return quantize_pair(x_MK, spec, None, spec_t, None)
+    return quantize(x_MK, spec), quantize(x_MK, spec_t)
+
+
+@dataclass
+class _CacheEntry:
+    """The casts of a tensor in this state. Holds no reference to the tensor, whose deletion calls `forget`.
+
+    `storage` is a weak reference; it prevents reuse of the address in `state` by another storage.
+    """
+
+    state: tuple[Any, ...]
+    storage: StorageWeakRef
+    casts: dict[Any, InputCasts] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Free the casts, and the graph that `state` holds; called from any thread."""
+        self.state, self.casts = (), {}
+
+
+class InputCastCache(threading.local):
+    """Casts of the last input of any linear, per thread, for sibling layers that read the same tensor.
+
+    q, k and v are called one after the other with the same tensor object; so are gate and up. The lookup is by
+    identity, so it needs no knowledge of the model. An entry is dropped when its tensor is deleted or another input
+    arrives. Layers with an amax history share the cast of the first layer: they read the same tensors, so their
+    histories are equal.
+
+    Only tensors with a `grad_fn` are cached. Others may be buffers that are written without autograd noticing (a
+    receive buffer, a CUDA graph's input, an array shared with NumPy). A cast is not reused once the tensor's version,
+    `grad_fn` or memory changes, nor on another stream, inside another dispatch mode or CUDA graph capture: see
+    `execution_context`.
+
+    Limit, as in autograd, which saves tensors by reference: the cache misses a write into an activation that PyTorch
+    does not report (through `.data`, NumPy or a custom kernel) between two layers that read it. PyTorch's own gradients
+    of the first layer are then wrong, too.
+
+    Under torch.compile the graph of a training step merges equal `quantize` calls instead.
+    """
+
+    def __init__(self) -> None:
+        self._entry: tuple[weakref.ref[Tensor], _CacheEntry] | None = None
+
+    def quantized(
+        self, owner: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, scaling: DelayedScaling | None
+    ) -> InputCasts:
+        """Return `quantized_input(x_MK, …)`, cached; x_MK is the matrix view of `owner`."""
+        amax = None if scaling is None else scaling.amax(X, x_MK)
+        if torch.compiler.is_compiling() or owner.grad_fn is None or torch.is_inference_mode_enabled():
+            return quantized_input(x_MK, recipe, needs_wgrad, amax)
+        state = (
+            owner._version, owner.grad_fn, owner.untyped_storage()._cdata, owner.storage_offset(), owner.shape,
+            owner.stride(), owner.dtype, *execution_context(owner),
+        )  # fmt: skip
+        entry = self._entry
+        if entry is None or entry[0]() is not owner or entry[1].state != state:
+            new_entry = _CacheEntry(state, StorageWeakRef(owner.untyped_storage()))
+            entry = self._entry = weakref.ref(owner, lambda _: new_entry.forget()), new_entry
+        casts = entry[1].casts
+        delay = None if scaling is None else (scaling.history.passes, scaling.history.margin)
+        with_wgrad, forward_only = (recipe.x, recipe.wgrad_x, delay), (recipe.x, None, delay)
+        key = with_wgrad if needs_wgrad or forward_only not in casts else forward_only
+        if key not in casts:
+            key = with_wgrad if needs_wgrad else forward_only
+            casts[key] = quantized_input(x_MK, recipe, needs_wgrad, amax)
+        return casts[key]
+
+
+INPUT_CASTS = InputCastCache()
