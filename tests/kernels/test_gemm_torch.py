@@ -1,14 +1,17 @@
 """What torch_scaled hands to PyTorch's products, against the rules those have on a GPU."""
 
+import threading
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from cublas_rules import Rules, install
 from test_gemm import operands
 
-from octavo.kernels import quantize, scaled_mm
+from octavo.kernels import scaled_mm
 from octavo.kernels.gemm import SCALED_MM, torch_scaled
-from octavo.numerics import RECIPES, QuantSpec, sqnr
+from octavo.numerics import RECIPES, sqnr
 from octavo.tensor import ScaledTensor
 
 SHAPES = [
@@ -161,10 +164,26 @@ def test_unsupported_cases_by_version(monkeypatch):
     assert "no product for scales" in torch_scaled.unsupported_reason(cuda, ("e4m3/row", "e4m3/row", "nn"))
 
 
-def test_unit_scales_are_cached(rules, monkeypatch):
+def test_unit_scales_are_cached_by_another_thread_and_never_in_a_capture(monkeypatch):
+    """A tensor made in a graph's warm-up or capture lies in the graph's pool; one in the cache outlives every graph."""
+    device, threads, capturing = torch.device("cuda", 0), [], [True]
+
+    def new_ones(size, device):
+        threads.append(threading.get_ident())
+        return torch.ones((size, 1))
+
     monkeypatch.setattr(torch_scaled, "_ONES", {})
-    a = quantize(torch.randn(16, 32), QuantSpec.parse("e4m3/row"))
-    with SCALED_MM.force("torch_scaled"):
-        for _ in range(2):
-            scaled_mm(a, a.unscaled, "nt", out_dtype=torch.bfloat16)
-    assert [tuple(ones.shape) for ones in torch_scaled._ONES.values()] == [(16, 1)]
+    monkeypatch.setattr(torch_scaled, "_MAX_ONES", 2)
+    monkeypatch.setattr(torch_scaled, "_new_ones", new_ones)
+    monkeypatch.setattr(torch_scaled, "is_capturing", lambda device: capturing[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock())
+    assert torch_scaled._ones(16, device) is not torch_scaled._ones(16, device) and not torch_scaled._ONES
+    capturing[0] = False
+    cached = torch_scaled._ones(16, device)
+    assert torch_scaled._ones(16, device) is cached and threads[-1] != threading.get_ident()
+    capturing[0] = True
+    assert torch_scaled._ones(16, device) is not cached
+    capturing[0] = False
+    for size in (32, 64, 128):
+        assert torch_scaled._ones(size, device).shape == (size, 1)
+    assert torch_scaled._ones(16, device) is cached and len(torch_scaled._ONES) == 2

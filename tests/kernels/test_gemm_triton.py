@@ -155,18 +155,13 @@ def test_nan_reaches_its_row_only():
     assert y[2].isnan().all() and not y[[0, 1, 3, 4, 5, 6, 7]].isnan().any()
 
 
-def test_unsupported_cases_have_a_reason(monkeypatch):
-    cuda = torch.device("cuda")
-    assert "compiles for GPUs" in kernels.unsupported_reason(torch.device("cpu"), ("e4m3/row", "e4m3/row", "nt"))
+def test_unsupported_cases_have_a_reason():
     assert "does not support scales of e4m3/1x32/e8m0" in kernels.unsupported_reason(
-        cuda, ("e4m3/1x32/e8m0", "e4m3/1x32/e8m0", "nt")
+        ("e4m3/1x32/e8m0", "e4m3/1x32/e8m0", "nt")
     )
-    assert "does not support scales" in kernels.unsupported_reason(cuda, ("e4m3/row", "e4m3/row", "nn"))
-    assert "E5M2" in kernels.unsupported_reason(cuda, ("e5m2/tensor", "e5m2/tensor", "nt"))
-    for capability, reason in (((8, 0), "sm_80"), ((8, 9), None), ((9, 0), None), ((12, 0), None)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, value=capability: value)
-        reported = kernels.unsupported_reason(cuda, ("e4m3/1x128", "e4m3/128x128", "nt"))
-        assert reported is None if reason is None else reason in reported
+    assert "does not support scales" in kernels.unsupported_reason(("e4m3/row", "e4m3/row", "nn"))
+    assert "E5M2" in kernels.unsupported_reason(("e5m2/tensor", "e5m2/tensor", "nt"))
+    assert kernels.unsupported_reason(("e4m3/1x128", "e4m3/128x128", "nt")) is None
     a, b, layout = operands(8, 8, 32, ("e4m3/1x32/e8m0", "e4m3/1x32/e8m0", "nt"))
     with pytest.raises(NotImplementedError, match="does not support scales of e4m3/1x32/e8m0"):
         kernels.scaled_mm(a, b, layout, torch.float32, None, False)

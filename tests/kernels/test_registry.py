@@ -3,7 +3,7 @@ import torch
 
 from octavo.kernels import quantize, scaled_mm
 from octavo.kernels.gemm import SCALED_MM, accelerated
-from octavo.kernels.registry import Backend, Op, status
+from octavo.kernels.registry import OPS, Backend, Op, status
 from octavo.numerics import RECIPES, QuantSpec
 
 CPU = torch.device("cpu")
@@ -47,6 +47,7 @@ def test_order_is_that_of_registration_with_reference_last():
 def test_emulation_on_a_gpu_warns_once_whatever_the_shapes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     op = Op(name="answer", cases={"": ()}, probe=lambda backend, device, case: None)
     op.add(Backend(name="triton", run=lambda: 42, unsupported_reason=lambda device, case: "not today"))
     op.add(Backend(name="reference", run=lambda: 42))
@@ -61,6 +62,7 @@ def test_the_cache_of_choices_by_shape_is_bounded(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(registry, "MAX_CACHED_SHAPES", 10)
     op = make_op(lambda: 42)
     for rows in range(100):
@@ -148,3 +150,22 @@ def test_default_dtype_does_not_reach_the_scales():
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(y, scaled_mm(a, a.unscaled, "nt", out_dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "reason"),
+    [((8, 0), None, "sm_80"), ((9, 4), "6.3", "ROCm 6.3"), ((8, 9), None, None), ((12, 0), None, None)],
+)
+def test_gpus_without_fp8_run_no_kernel_of_octavo(monkeypatch, capability, hip, reason):
+    """MI300X reports capability (9, 4); an A100 would fail in ptxas."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    device = torch.device("cuda", 0)
+    for name, op in OPS.items():
+        case = next(iter(op.cases.values()))
+        for backend in op.backends.values():
+            why = backend.unsupported_reason(device, case)
+            if reason is None:
+                assert why is None or "sm_" not in why, f"{name} {backend.name}: {why}"
+            elif backend.name != "reference":
+                assert reason in why, f"{name} {backend.name}: {why}"

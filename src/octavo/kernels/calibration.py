@@ -1,13 +1,14 @@
 """The table of fastest backends and configurations on a GPU: `octavo calibrate` writes it, the registry reads it.
 
-    <cache>/octavo/calibration/<device>-torch…-triton…-cuda….json        <cache>: $XDG_CACHE_HOME or ~/.cache
+    <cache>/octavo/calibration/<device>-octavo…-torch…-triton…-cuda….json        <cache>: $XDG_CACHE_HOME or ~/.cache
 
-A table holds for one device name and one set of versions, because another torch or Triton has other kernels. A process
-reads it once, when the first op with a shape runs on a GPU. A shape without a measurement uses the nearest one of its
-op and case if no dimension differs by more than a factor of `MAX_SHAPE_RATIO`; otherwise the registry's order decides.
-Only `octavo calibrate` measures: training, torch.compile and CUDA graph capture never do.
+A table holds for one device name and one set of versions, because another Octavo, torch or Triton has other kernels. A
+process reads it once, when the first op with a shape runs on a GPU. A shape without a measurement uses the nearest one
+of its op and case if no dimension differs by more than a factor of `MAX_SHAPE_RATIO`; otherwise the registry's order
+decides. Only `octavo calibrate` measures: training, torch.compile and CUDA graph capture never do.
 
-An unreadable table causes a warning, never an error; a damaged one is deleted.
+An unreadable table causes a warning, never an error; a damaged one is deleted. Processes that save at the same time
+wait for each other, so that no entry is lost.
 """
 
 import json
@@ -16,8 +17,8 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -27,10 +28,21 @@ from typing import Any
 
 import torch
 
+from octavo._version import __version__
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 MAX_SHAPE_RATIO = 1.7
 """Largest ratio of dimensions between a shape and the measured shape it uses."""
 
 FORMAT = 1
+
+
+class UnknownFormatError(ValueError):
+    """A table is of another release's format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +131,25 @@ def make_folder(device: torch.device) -> Path:
 def save(device: torch.device, measured: Iterable[Entry]) -> Path:
     """Add entries to the table atomically, replacing those of the same op, case and shape; returns its path."""
     file = make_folder(device)
+    with _locked(file.parent):
+        return _merge_and_write(device, file, measured)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait for other processes that save into a folder, where the system has locks."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _merge_and_write(device: torch.device, file: Path, measured: Iterable[Entry]) -> Path:
     clear_cache()
     merged = {(e.op, e.case, e.shape): e for e in [*entries(device), *measured]}
     content = {
@@ -186,6 +217,9 @@ def _read(device: torch.device) -> list[Entry]:
         text = ""
     try:
         return _parse(text)[1]
+    except UnknownFormatError as error:
+        _warn(f"the calibration table {file} has {error}; running without it. `octavo calibrate` replaces it")
+        return []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         _warn(
             f"the calibration table {file} is damaged ({type(error).__name__}: {error}) and is deleted; running "
@@ -207,7 +241,7 @@ def read(file: Path) -> tuple[str, list[Entry]]:
 def _parse(text: str) -> tuple[str, list[Entry]]:
     content = json.loads(text)
     if content["format"] != FORMAT:
-        raise ValueError(f"format {content['format']!r}, not {FORMAT}")
+        raise UnknownFormatError(f"format {content['format']!r}, not {FORMAT}")
     return str(content["device"]), [Entry.from_json(fields) for fields in content["entries"]]
 
 
@@ -227,4 +261,4 @@ def _versions() -> dict[str, str]:
         triton = metadata.version("triton")
     except metadata.PackageNotFoundError:
         triton = "none"
-    return {"torch": str(torch.__version__), "triton": triton, "cuda": str(torch.version.cuda)}
+    return {"octavo": __version__, "torch": str(torch.__version__), "triton": triton, "cuda": str(torch.version.cuda)}

@@ -14,6 +14,9 @@ import triton
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's CPU interpreter (TRITON_INTERPRET=1 at the import of Triton)."""
 
+MAX_GRID_YZ = 65535
+"""Largest second and third dimension of a grid in CUDA."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -36,7 +39,15 @@ class Launch:
 
         Triton launches on the current device, so this switches to the device of the tensors. FP fusion is off: the
         reference rounds after each operation.
+
+        Raises:
+            ValueError: If the second or third dimension of the grid is larger than CUDA allows.
         """
+        if any(programs > MAX_GRID_YZ for programs in grid[1:]):
+            raise ValueError(
+                f"{self.kernel.fn.__name__} cannot be launched on a grid of {grid}: CUDA allows {MAX_GRID_YZ} in the "
+                "second and third dimension. Reshape the input to more rows and fewer columns"
+            )
         kernel_arguments = {name: arguments[name] for name in self.kernel.arg_names if name in arguments}
         device = next(value.device for value in kernel_arguments.values() if isinstance(value, torch.Tensor))
         with torch.cuda.device(device) if _on_other_gpu(device) else nullcontext():

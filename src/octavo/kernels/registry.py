@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from octavo.kernels import calibration
 from octavo.numerics.names import nearest
+from octavo.runtime.execution_context import is_capturing
 
 Case = tuple[str, ...]
 """Texts of an op's specs (and the layout of a product), which determine the available backends."""
@@ -144,13 +146,34 @@ class Op:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
+def triton_unsupported(device: torch.device, case: Case) -> str | None:
+    """Return why Octavo's Triton kernels cannot run on a device, whatever the case, or None. Compiles nothing."""
+    if device.type != "cuda":
+        return f"Triton compiles for GPUs; this device is {device.type!r}"
+    if (reason := unsupported_gpu(device)) is not None:
+        return reason
+    return None if find_spec("triton") else "Triton is not installed"
+
+
+def unsupported_gpu(device: torch.device) -> str | None:
+    """Return why a GPU cannot convert to FP8, or None."""
+    if torch.version.hip is not None:
+        return f"the kernels are for NVIDIA GPUs; this torch is built for ROCm {torch.version.hip}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FIRST_CAPABILITY:
+        return "FP8 needs sm_89 (Ada) or later; this device is sm_{}{}".format(*capability)
+    return None
+
+
+FIRST_CAPABILITY = (8, 9)
+"""The first compute capability with FP8."""
 MAX_CACHED_SHAPES = 4096
 """Cached choices by shape; the cache is cleared beyond that."""
 
 
 def _can_probe(device: torch.device) -> bool:
     """Whether probes can run: not during CUDA graph capture, when nothing is cached either."""
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+    return not is_capturing(device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,4 +11,14 @@ def execution_context(x: Tensor) -> tuple[Any, ...]:
     mode = torch.utils._python_dispatch._get_current_dispatch_mode()
     if not x.is_cuda:
         return (mode,)
-    return mode, torch.cuda.current_stream(x.device).cuda_stream, torch.cuda.is_current_stream_capturing()
+    return mode, torch.cuda.current_stream(x.device).cuda_stream, is_capturing(x.device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph captures the current stream of a device."""
+    if device.type != "cuda":
+        return False
+    if device.index in (None, torch.cuda.current_device()):
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

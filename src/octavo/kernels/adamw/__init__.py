@@ -3,15 +3,13 @@
 Not a torch op: it updates lists of tensors in place, and nothing differentiates or compiles through it.
 """
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from octavo.kernels.adamw import reference
 from octavo.kernels.adamw.moments import GROUP, compress, expand, groups, random_bits, seed_after
 from octavo.kernels.adamw.reference import HyperParams, ParamState, split
-from octavo.kernels.registry import Backend, Case, Op, register
+from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
 from octavo.numerics.error import sqnr
 
 __all__ = [
@@ -45,12 +43,6 @@ def _run_triton(work: Work) -> None:
     from octavo.kernels.adamw import triton  # imports Triton
 
     triton.step(work)
-
-
-def _triton_unsupported(device: torch.device, case: Case) -> str | None:
-    if device.type != "cuda":
-        return f"Triton compiles for GPUs; this device is {device.type!r}"
-    return None if find_spec("triton") else "Triton is not installed"
 
 
 def sample(device: torch.device) -> Work:
@@ -94,5 +86,5 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
 
 
 ADAMW = register(Op(name="adamw", cases={"step": ("step",)}, probe=_probe))
-ADAMW.add(Backend(name="triton", run=_run_triton, unsupported_reason=_triton_unsupported))
+ADAMW.add(Backend(name="triton", run=_run_triton, unsupported_reason=triton_unsupported))
 ADAMW.add(Backend(name="reference", run=reference.step_all))

@@ -4,15 +4,13 @@ Memory traffic per element: 1 byte read (plus scales), 2 written in bf16. Produc
 activations that were saved for backward in FP8 (`octavo.activations.recompute`).
 """
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from octavo.kernels.dequantize import reference
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
-from octavo.kernels.registry import Backend, Case, Op, register
+from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
 from octavo.numerics.error import first_mismatch
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -54,11 +52,9 @@ def _run_triton(data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype
 
 
 def _triton_unsupported(device: torch.device, case: Case) -> str | None:
-    if device.type != "cuda":
-        return f"Triton compiles for GPUs; this device is {device.type!r}"
-    if QuantSpec.parse(case[0]).granularity.rows != 1:
+    if device.type == "cuda" and QuantSpec.parse(case[0]).granularity.rows != 1:
         return "this kernel supports scales by row or by block of a row only"
-    return None if find_spec("triton") else "Triton is not installed"
+    return triton_unsupported(device, case)
 
 
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:

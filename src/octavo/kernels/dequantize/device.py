@@ -13,8 +13,9 @@ def dequantize_kernel(
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Dequantize one tile. BLOCK: columns that share a scale, 0 for a whole row. E8M0: scales are exponent bytes."""
-    row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
-    column = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    across = tl.cdiv(columns, TILE_C)  # one grid dimension: the second ends at 65535 programs
+    row = (tl.program_id(0) // across).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
+    column = tl.program_id(0) % across * TILE_C + tl.arange(0, TILE_C)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     values = tl.load(q + offsets(row, column, q_r, q_c), mask=inside, other=0.0)
     if INTERPRETED:  # the interpreter's own cast loses NaN

@@ -39,7 +39,7 @@ def dequantize(data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype,
         "columns": columns, "grid_columns": scale.shape[1], "q_r": data.stride(0), "q_c": data.stride(1),
     }  # fmt: skip
     down, across = triton.cdiv(rows, step.constants["TILE_R"]), triton.cdiv(columns, step.constants["TILE_C"])
-    step.run((down, across), arguments)
+    step.run((down * across,), arguments)
     return out
 
 

@@ -1,12 +1,9 @@
 """Argument checks, probes and inputs shared by the fused ops."""
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from octavo.kernels.fused.fp8_outputs import ORDERS, supports_output
-from octavo.kernels.registry import Case
 from octavo.numerics.error import first_mismatch
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import RECIPES
@@ -57,13 +54,6 @@ def check_output(op: str, spec: QuantSpec | None, order: str, keep: bool) -> Non
 def cases_of_inputs() -> list[str]:
     """Return the specs of X in all recipes."""
     return list(dict.fromkeys(recipe.x.text for recipe in RECIPES.values()))
-
-
-def triton_unsupported(device: torch.device, case: Case) -> str | None:
-    """Return why Triton kernels cannot run on a device, or None."""
-    if device.type != "cuda":
-        return f"Triton compiles for GPUs; this device is {device.type!r}"
-    return None if find_spec("triton") else "Triton is not installed"
 
 
 def difference(expected: list[Tensor], actual: list[Tensor]) -> str | None:

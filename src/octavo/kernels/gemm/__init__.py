@@ -9,7 +9,6 @@ apply to the float32 sum, which is rounded once to the output dtype. Each backen
 (transposed bytes, sizes in multiples of 16).
 """
 
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -19,7 +18,7 @@ from octavo.kernels.gemm import reference, torch_scaled
 from octavo.kernels.gemm.operands import UNIT
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
-from octavo.kernels.registry import Backend, Case, Op, register
+from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
 from octavo.numerics.error import sqnr
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
@@ -164,13 +163,11 @@ def _run_triton(
 
 
 def _triton_unsupported(device: torch.device, case: Case) -> str | None:
-    if device.type != "cuda":
-        return f"Triton compiles for GPUs; this device is {device.type!r}"
-    if not find_spec("triton"):
-        return "Triton is not installed"
+    if (reason := triton_unsupported(device, case)) is not None:
+        return reason
     from octavo.kernels.gemm import triton
 
-    return triton.unsupported_reason(device, case)
+    return triton.unsupported_reason(case)
 
 
 SCALED_MM = register(Op(name="scaled_mm", cases=_cases(), probe=_probe))

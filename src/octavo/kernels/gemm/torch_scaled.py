@@ -21,6 +21,7 @@ Block scales need a specific memory order, produced here (scales are 1/128 of th
 first, 128×128 scales contraction first and padded to multiples of 4.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import torch
@@ -36,10 +37,11 @@ from octavo.kernels.gemm.operands import (
     packed,
     scale_sums,
 )
-from octavo.kernels.registry import Case
+from octavo.kernels.registry import Case, unsupported_gpu
 from octavo.numerics.error import sqnr
 from octavo.numerics.formats import E4M3, E5M2, E8M0
 from octavo.numerics.spec import FULL, Granularity
+from octavo.runtime.execution_context import is_capturing
 from octavo.tensor import ScaledTensor
 
 Kind = Literal["tensor", "row", "block", "mx"]
@@ -54,6 +56,8 @@ def unsupported_reason(device: torch.device, case: Case) -> str | None:
         return "torch._scaled_mm is a slow loop on a CPU; reference is exact and faster"
     if device.type != "cuda":
         return f"torch._scaled_mm has no FP8 kernel for device type {device.type!r}"
+    if (reason := unsupported_gpu(device)) is not None:
+        return reason
     if (reason := unsupported_by_capability(torch.cuda.get_device_capability(device), case)) is not None:
         return reason
     kind = _kind(*blocks_of(case))
@@ -216,7 +220,7 @@ def _is_supported(kind: Kind, device: torch.device, out_dtype: torch.dtype, bias
     key = (kind, device, out_dtype, biased)
     supported = _SUPPORTED.get(key)
     if supported is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             return out_dtype == torch.bfloat16 or (kind == "tensor" and not biased)
         supported = _SUPPORTED[key] = _matches_exact_product(*key)
     return supported
@@ -251,20 +255,35 @@ def _matches_exact_product(kind: Kind, device: torch.device, out_dtype: torch.dt
 
 _ONES: dict[tuple[int, torch.device], Tensor] = {}
 """Unit scales; the backward products of the default recipe read a vector of them in every call."""
+_MAX_ONES = 256
 
 
 def _ones(size: int, device: torch.device) -> Tensor:
-    """Return a cached [size, 1] of ones; uncached in CUDA graph capture, where memory belongs to the graph."""
+    """Return [size, 1] of ones; on a GPU cached for the life of the process.
+
+    During CUDA graph capture the cache is neither read nor written: the graph would hold a pointer that it does not
+    own. Cached tensors are never freed, because any stream may read them, and are allocated by another thread, so that
+    they never lie in the memory pool of a graph whose warm-up this thread runs (`torch.compile`, mode
+    "reduce-overhead").
+    """
+    if device.type != "cuda" or is_capturing(device):
+        return _new_ones(size, device)
     ones = _ONES.get((size, device))
     if ones is None:
-        ones = torch.ones((size, 1), device=device, dtype=torch.float32)
-        if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return ones
-            torch.cuda.current_stream(device).synchronize()  # before any other stream reads it
-        if len(_ONES) >= 256:
-            _ONES.clear()
-        _ONES[size, device] = ones
+        with ThreadPoolExecutor(1) as thread:
+            ones = thread.submit(_synchronized_ones, size, device).result()
+        if len(_ONES) < _MAX_ONES:
+            _ONES[size, device] = ones
+    return ones
+
+
+def _new_ones(size: int, device: torch.device) -> Tensor:
+    return torch.ones((size, 1), device=device, dtype=torch.float32)
+
+
+def _synchronized_ones(size: int, device: torch.device) -> Tensor:
+    ones = _new_ones(size, device)
+    torch.cuda.current_stream(device).synchronize()  # before any other stream reads it
     return ones
 
 

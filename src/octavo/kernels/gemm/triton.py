@@ -79,17 +79,12 @@ CONFIGS = (
 )
 
 
-def unsupported_reason(device: torch.device, case: Case) -> str | None:
-    """Return why this backend cannot run a case on a device, or None. Runs no kernel."""
-    if device.type != "cuda":
-        return f"Triton compiles for GPUs; this device is {device.type!r}"
+def unsupported_reason(case: Case) -> str | None:
+    """Return why this backend cannot run a case, or None; `registry.triton_unsupported` checks the device."""
     if not supports_blocks(*blocks_of(case)):
         return f"this kernel does not support scales of {case[0]} by {case[1]}, layout {case[2]}"
     if all(text.startswith(E5M2.name) for text in case[:2]):
         return "FP8 matrix units do not multiply E5M2 by E5M2"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        return "FP8 matrix units need sm_89 or later; this device is sm_{}{}".format(*capability)
     return None
 
 

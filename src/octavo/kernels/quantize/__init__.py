@@ -7,7 +7,6 @@ Memory traffic per element (bf16 input): 2 bytes read and 1 written per output a
 Scales by tensor or column, and pairs with them, need all maxima before the cast: 2 more bytes read.
 """
 
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from octavo.kernels.library import define
 from octavo.kernels.quantize import reference
-from octavo.kernels.registry import Backend, Case, Op, register
+from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
 from octavo.numerics.error import first_mismatch
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import QuantSpec
@@ -190,18 +189,12 @@ def _run_triton_pair(
     return triton.quantize_pair(x, spec, fold, spec_t, fold_t, config)
 
 
-def _triton_unsupported(device: torch.device, case: Case) -> str | None:
-    if device.type != "cuda":
-        return f"Triton compiles for GPUs; this device is {device.type!r}"
-    return None if find_spec("triton") else "Triton is not installed"
-
-
 QUANTIZE = register(Op(name="quantize", cases=_specs(), probe=_probe))
-QUANTIZE.add(Backend(name="triton", run=_run_triton, unsupported_reason=_triton_unsupported))
+QUANTIZE.add(Backend(name="triton", run=_run_triton, unsupported_reason=triton_unsupported))
 QUANTIZE.add(Backend(name="reference", run=reference.quantize))
 
 QUANTIZE_PAIR = register(Op(name="quantize_pair", cases=_pairs(), probe=_probe_pair))
-QUANTIZE_PAIR.add(Backend(name="triton", run=_run_triton_pair, unsupported_reason=_triton_unsupported))
+QUANTIZE_PAIR.add(Backend(name="triton", run=_run_triton_pair, unsupported_reason=triton_unsupported))
 QUANTIZE_PAIR.add(Backend(name="reference", run=reference.quantize_pair))
 
 

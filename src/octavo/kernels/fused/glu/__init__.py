@@ -21,11 +21,10 @@ from octavo.kernels.fused.checks import (
     check_output,
     difference,
     sample,
-    triton_unsupported,
 )  # fmt: skip
 from octavo.kernels.fused.fp8_outputs import Order, empty_outputs, parse_spec, unpack_outputs
 from octavo.kernels.library import define
-from octavo.kernels.registry import Backend, Case, Op, register
+from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
 from octavo.numerics.names import nearest
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
