@@ -51,25 +51,23 @@ def convert(
     """Convert the linear layers of a model to FP8, in place; on a machine with a GPU, those that gain there.
 
     Without a recipe and a plan, and with a GPU that `octavo.planner.devices` knows, each layer gets the recipe
-    predicted to be fastest for `tokens`, or stays in bf16 if none gains. If no layer gains, the model is left as it is,
-    with a warning. Otherwise every `nn.Linear` and Transformers `Conv1D` is converted, by default to the `rowwise`
-    recipe. Vocabulary heads are never converted (call `octavo.convert(model.lm_head, "rowwise")` afterwards to convert
-    one). `octavo.report(model)` lists each layer with its recipe and reason.
+    predicted to be fastest for `tokens`, or stays in bf16 if none gains; if no layer does, the model is unchanged, with
+    a warning. Otherwise every `nn.Linear` and Transformers `Conv1D` is converted, by default to `rowwise`. Vocabulary
+    heads stay in high precision: `octavo.convert(model.lm_head, "rowwise")` converts one.
 
     Args:
         model: Any module, on any device including meta; a linear layer itself is fine.
-        recipe: `"rowwise"`, `"tensorwise"`, `"rowwise_hp_wgrad"`, `"blockwise"`, `"mxfp8"`, `"delayed"`, or a `Recipe`,
-            for every layer regardless of its gain; or `"auto"`, same as None. Or recipes by filter, such as
-            `{filters.last(2): "rowwise_hp_wgrad"}`: a layer gets the recipe of the first filter that matches it, else
-            the default.
+        recipe: A name in `octavo.RECIPES` or a `Recipe`, for every layer regardless of its gain; or `"auto"`, same as
+            None. Or recipes by filter, such as `{filters.last(2): "rowwise_hp_wgrad"}`: a layer gets the recipe of the
+            first filter that matches it, else the default.
         precision: The whole request in one object, instead of `recipe`, `skip`, `keep_weights` and `activations`.
-        plan: Decisions made before, for example by `octavo.plan`, instead of all other arguments.
+        plan: Decisions of `octavo.plan` or `octavo.Plan.from_json`, instead of all other arguments.
         skip: Name patterns of layers to leave alone, as in `fnmatch`, such as `["*.o_proj", "model.layers.0"]`.
-        filter: A filter of `octavo.nn.filters`, such as `filters.name("*.mlp.*") & ~filters.last(2)`, or any callable
-            `filter(module, fqn) -> bool`, True to convert. It is called for each layer that no other rule excludes.
-        keep_weights: Quantize each weight once per forward and backward instead of twice (1 byte per parameter in
-            between), and once for all micro-batches inside `octavo.nn.accumulating(model)` (2 on a GPU). Same losses.
-            No effect on weights that FSDP shards, nor under torch.compile: see `octavo.nn.weights`.
+        filter: A filter of `octavo.nn.filters`, such as `filters.name("*.mlp.*") & ~filters.last(2)`, or a callable
+            `filter(module, fqn) -> bool`, True to convert, for layers that no other rule excludes.
+        keep_weights: Quantize each weight once per forward and backward instead of twice (1 byte per parameter), and
+            once for all micro-batches inside `octavo.nn.accumulating(model)` (2 on a GPU). Same losses. No effect on
+            weights that FSDP shards, nor under torch.compile: see `octavo.nn.weights`.
         activations: `"fp8"`: norms, gated MLPs, activations and attention save tensors for backward in FP8. Not under
             torch.compile. For this alone: `precision=Precision(matmul="bf16", activations="fp8")`.
         tokens: Tokens per call of a layer on one GPU; used only for the decision.
@@ -80,10 +78,13 @@ def convert(
 
     Raises:
         ValueError: For an unknown recipe, a model converted already, contradicting arguments, an unusable filter,
-            tokens below 1, or if no layer would be converted although a recipe was requested by name.
+            tokens below 1, or if a recipe was named and no layer would be converted.
         TypeError: If `model` is not a module, a filter is not one, or weights have a dtype without an FP8 format.
+            After any error the model is unchanged.
 
-    After any error the model is unchanged.
+    Examples:
+        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)))
+        >>> model(torch.randn(8, 64)).sum().backward()
     """
     if tokens < 1:
         raise ValueError(f"tokens is an integer of 1 or more; got {tokens!r}")

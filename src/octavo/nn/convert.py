@@ -43,40 +43,16 @@ def convert(
     activations: Literal["bf16", "fp8"] = "bf16",
     verbose: bool = True,
 ) -> M:
-    """Make the linear layers of a model compute in FP8, in place.
+    """Make the linear layers of a model compute in FP8, in place, without a decision by cost.
 
-    By default every `nn.Linear` and Transformers `Conv1D` is converted to the `rowwise` recipe, except vocabulary
-    heads and layers too narrow to gain (LoRA adapters, routers, classifiers): call `octavo.convert(model.lm_head)`
-    afterwards to convert one anyway. `octavo.report(model)` lists each layer with
-    its recipe and reason.
+    Every `nn.Linear` and Transformers `Conv1D` is converted, except vocabulary heads and layers too narrow to gain
+    (LoRA adapters, routers, classifiers). `octavo.convert` calls this function, after it has decided by cost on a GPU;
+    arguments, result and errors are its own, without `tokens`. The default recipe is `rowwise`.
 
-    Args:
-        model: Any module, on any device including meta; a linear itself is fine.
-        recipe: `"rowwise"` (default), `"tensorwise"`, `"rowwise_hp_wgrad"`, `"blockwise"`, `"mxfp8"`, `"delayed"`, or a
-            `Recipe`. Or recipes by filter, e.g. `{filters.last(2): "rowwise_hp_wgrad"}`: a layer gets the recipe of
-            the first filter that matches it, else the default.
-        precision: Replaces `recipe`, `skip`, `keep_weights` and `activations`.
-        plan: Decisions per layer; replaces all other arguments.
-        skip: Name patterns of layers to skip, as in `fnmatch`, such as `["*.o_proj", "model.layers.0"]`.
-        filter: A rule of `octavo.nn.filters`, e.g. `filters.name("*.mlp.*") & ~filters.last(2)`, or any callable
-            `filter(module, fqn) -> bool`, True to convert. Called for each layer that nothing else excludes.
-        keep_weights: Quantize each weight once per forward and backward instead of twice (1 byte per parameter in
-            between), and once for all micro-batches inside `octavo.nn.accumulating(model)` (2 on a GPU). Same losses.
-            No effect on weights that FSDP shards, nor under torch.compile: see `octavo.nn.weights`.
-        activations: `"fp8"`: norms, gated MLPs and activation functions with recognized code save tensors for backward
-            in FP8; other modules do so where it is safe (docs/memory.md). Not under torch.compile. To do only this:
-            `precision=Precision(matmul="bf16", activations="fp8")`.
-        verbose: Print a one-line summary on stderr.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ValueError: If the recipe is unknown, the model is converted already, arguments contradict each other, a filter
-            raises or counts blocks in a model without blocks, or FP8 is requested but no layer would be converted.
-        TypeError: If `model` is not a module, a filter is not valid, or a weight's dtype cannot be quantized.
-
-    After an error the model is unchanged.
+    Examples:
+        >>> model = octavo.nn.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "mxfp8", verbose=False)
+        >>> octavo.report(model)[0].recipe
+        'mxfp8'
     """
     check_module("convert", model)
     already = [fqn for fqn, module in model.named_modules() if is_converted(module) or is_storing(module)]
@@ -120,6 +96,13 @@ def revert(model: M) -> M:
         TypeError: If `model` is not a module.
         ValueError: If the model has no converted layer, or the class or forward of one was replaced since. The model is
             unchanged.
+
+    Examples:
+        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)))
+        >>> octavo.revert(model)
+        Sequential(
+          (0): Linear(in_features=64, out_features=64, bias=True)
+        )
     """
     check_module("revert", model)
     converted = {fqn: module for fqn, module in model.named_modules() if is_converted(module)}
