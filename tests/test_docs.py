@@ -55,3 +55,12 @@ def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
         if output:
             matches(printed, output)
     assert blocks
+
+
+def test_troubleshooting_quotes_errors_of_the_code():
+    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    written = re.sub(r"""["']\s+f?["']""", "", code)  # literals side by side are one
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.M)
+    quotes = [quote for row in rows for quote in re.findall(r"`([^`]+)`", row)]
+    assert len(quotes) >= 40
+    assert [quote for quote in quotes if quote not in written] == []
