@@ -77,8 +77,9 @@ test-versions: $(TORCHES:%=$(VENV)/torch-%/.ready)  ## The library's tests on th
 	done; \
 	test -z "$$failed" || { echo "tests fail on torch$$failed"; exit 1; }
 
+# Without --quiet, which would keep warnings from --strict.
 docs: $(VENV)/.docs  ## Build the documentation site into build/site; warnings and broken links fail
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "built build/site; python -m http.server -d build/site shows it"
 
 sass: $(VENV)/.triton-$(TRITON)  ## What Triton's compilers make of each kernel, for four GPUs; needs none (minutes)

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import inspect
+import json
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
@@ -11,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from benchmarks.environment import write_text
-from octavo.train.config import TrainConfig, _toml
+from octavo.train.config import TrainConfig
 from octavo.train.sections import Section
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "settings.md"
@@ -40,7 +41,7 @@ def type_text(annotation: Any, metadata: Any = ()) -> str:
     if get_origin(annotation) in (Union, UnionType):
         return " or ".join(type_text(part) for part in get_args(annotation) if part is not NoneType)
     if get_origin(annotation) is Literal:
-        return ", ".join(f"`{_toml(value)}`" for value in get_args(annotation))
+        return ", ".join(f"`{json.dumps(value)}`" for value in get_args(annotation))
     if hasattr(annotation, "__metadata__"):
         field = FieldInfo.from_annotation(annotation)
         return type_text(field.annotation, field.metadata)
@@ -57,7 +58,8 @@ def table(name: str, section: type[Section]) -> str:
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             nested += table(f"{name}.{key}", field.annotation)
             continue
-        default = "required" if field.is_required() else "–" if field.default is None else f"`{_toml(field.default)}`"
+        value = "–" if field.is_required() or field.default is None else f"`{json.dumps(field.default)}`"
+        default = "required" if field.is_required() else value
         lines.append(f"| `{key}` | {type_text(field.annotation, field.metadata)} | {default} | {texts[key]} |")
     return "\n".join(lines) + "\n" + nested
 
