@@ -64,3 +64,8 @@ def test_troubleshooting_quotes_errors_of_the_code():
     quotes = [quote for row in rows for quote in re.findall(r"`([^`]+)`", row)]
     assert len(quotes) >= 40
     assert [quote for quote in quotes if quote not in written] == []
+
+
+def test_every_page_is_in_the_navigation():
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text())) == pages
