@@ -14,7 +14,7 @@ QUIET  := --quiet --disable-pip-version-check
 PIP    := $(BIN)/python -m pip $(QUIET)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-versions lint sass gpu bench clean
+.PHONY: help setup demo test test-slow test-versions lint docs sass gpu bench clean
 
 help:            ## List what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -30,6 +30,13 @@ $(VENV)/.developer: $(VENV)/.user
 	@echo "installing test and lint tools into $(VENV) (once) ..."
 	@$(PIP) install --upgrade 'pip>=25.1'
 	@$(PIP) install --no-compile --constraint constraints.txt --group test --group lint
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing what builds the documentation into $(VENV) (once) ..."
+	@$(PIP) install --upgrade 'pip>=25.1'
+	@$(PIP) install --no-compile --constraint constraints.txt --group docs
 	@touch $@
 
 $(VENV)/.peers: $(VENV)/.developer
@@ -69,6 +76,11 @@ test-versions: $(TORCHES:%=$(VENV)/torch-%/.ready)  ## The library's tests on th
 	  $(VENV)/torch-$$torch/bin/python -m pytest -n 2 $(LIBRARY:%=tests/%) || failed="$$failed $$torch"; \
 	done; \
 	test -z "$$failed" || { echo "tests fail on torch$$failed"; exit 1; }
+
+# Without --quiet, which would keep warnings from --strict.
+docs: $(VENV)/.docs  ## Build the documentation site into build/site; warnings and broken links fail
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "built build/site; python -m http.server -d build/site shows it"
 
 sass: $(VENV)/.triton-$(TRITON)  ## What Triton's compilers make of each kernel, for four GPUs; needs none (minutes)
 	@$(BIN)/python -m benchmarks sass

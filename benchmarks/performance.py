@@ -1,4 +1,4 @@
-"""docs/performance.md from the result files: a pure function of them, so that a test can hold the document to them.
+"""docs/performance.md and its appendix docs/machine-code.md from the result files: pure functions of them, tested.
 
 Measured on GPUs first, where there are results; then what is predicted from machine code and from the roofline,
 labelled as such; then the CPU. A figure stands with its command, and arms that lose stand with those that win.
@@ -17,6 +17,7 @@ Row = dict[str, Any]
 Files = Mapping[str, Mapping[str, Any]]
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "performance.md"
+APPENDIX = "machine-code.md"
 IMAGES = "images"
 NOT_DEVICES = ("cpu", "sass", "simulated")
 MATRIX, PRODUCT = "16384×4096", "8192×8192×8192"
@@ -47,13 +48,20 @@ COMPILE = """### Quantizing under `torch.compile`
 fuse.
 
 """
-MACHINE_CODE = """## Predicted from machine code: not measured
+MACHINE_CODE = """# Machine code
+
+Generated from `benchmarks/results/sass/sm_90.json` by `python -m benchmarks performance`; edit nothing here. `make
+sass` renews the results. No figure here is measured on a GPU.
 
 Hopper code (sm_90) of each kernel's default configuration, as Triton {version} compiles it without a GPU; what bounds
 it (memory, latency, or a unit of the SM), and the time that follows for a {matrix} matrix, or for a {product}
-product in the best of its configurations. `make sass`, `benchmarks/results/sass/sm_90.json`. A kernel can be slower
-than its bound and not faster.
+product in the best of its configurations. A kernel can be slower than its bound and not faster.
 
+"""
+BOUNDS = """## Predicted from machine code: not measured
+
+[Machine code](machine-code.md) lists registers, spills and bytes of each kernel on Hopper, what bounds it, and the
+times that follow.
 """
 ROOFLINE = """## Predicted by the roofline: not measured
 
@@ -86,8 +94,14 @@ def document(results: Path) -> str:
     parts = [HEAD, *(_device(name, files) for name, files in devices.items() if files)]
     if len(parts) == 1:
         parts.append(_no_gpu())
-    parts += [_machine_code(load(results / "sass")), _roofline(), _cpu(load(results / "cpu"))]
+    bounds = BOUNDS if appendix(results) else ""
+    parts += [bounds, _roofline(), _cpu(load(results / "cpu"))]
     return "\n".join(part for part in parts if part)
+
+
+def appendix(results: Path) -> str:
+    """The page about machine code; empty without results."""
+    return _machine_code(load(results / "sass"))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -335,5 +349,6 @@ def main(arguments: list[str]) -> None:
     options.add_argument("--out", type=Path, default=DOCUMENT, help="the document; plots go to images/ beside it")
     out = options.parse_args(arguments).out
     write_text(out, document(RESULTS))
+    write_text(out.parent / APPENDIX, appendix(RESULTS))
     draw(RESULTS, out.parent / IMAGES)
     print(f"written to {out}")

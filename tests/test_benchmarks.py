@@ -217,7 +217,7 @@ def test_rows_of_kernels(lying):
     assert row["of_cublas"] == 0.5
 
 
-def test_bytes_of_quantizers_are_the_design_s():
+def test_bytes_of_quantizers_are_the_stated_ones():
     per_row, by_tensor, block = (kernels.QuantSpec.parse(f"e4m3/{name}") for name in ("row", "tensor", "1x128"))
     assert kernels.bytes_per_element(per_row, "rows") == 3 and kernels.bytes_per_element(per_row, "both") == 4
     assert kernels.bytes_per_element(by_tensor, "both") == 6

@@ -4,20 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
+from benchmarks import settings
 
 from octavo.numerics import RECIPES
-from octavo.train.config.run_config import TrainConfig
-from octavo.train.config.sections import Section
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_every_setting_is_in_the_training_guide():
-    text = (ROOT / "docs" / "training.md").read_text()
-    for name, section in TrainConfig.model_fields.items():
-        assert isinstance(section.annotation, type) and issubclass(section.annotation, Section)
-        row = next(line for line in text.splitlines() if line.startswith(f"| `[{name}]`"))
-        assert set(re.findall(r"`(\w+)`", row)) == set(section.annotation.model_fields), name
+def test_every_setting_is_in_the_reference():
+    assert settings.DOCUMENT.read_text() == settings.document(), "run `python -m benchmarks settings`"
 
 
 def test_every_recipe_is_in_the_numerics_guide():
@@ -36,3 +31,41 @@ def test_files_named_in_documents_exist(document):
         assert (base / link).exists(), link
     for path in (*paths, *commands):
         assert (ROOT / path).exists(), path
+
+
+def matches(text, expected):
+    """The same words, and numbers within 2 %: other CPUs round otherwise."""
+    words, expected_words = text.split(), expected.split()
+    assert len(words) == len(expected_words), text
+    for word, expected_word in zip(words, expected_words, strict=True):
+        numeric = re.fullmatch(r"[\d.]+", expected_word)
+        assert float(word) == pytest.approx(float(expected_word), rel=0.02) if numeric else word == expected_word
+
+
+@pytest.mark.parametrize("page", ["quickstart", "howto", "migration", "extending"])
+def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
+    """In order, with the names of the blocks before; a block of text right after one is what it prints."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    blocks = re.findall(r"```python\n(.*?)```\n(?:\nIt prints:\n\n```text\n(.*?)```)?", text, flags=re.S)
+    for block, output in blocks:
+        exec(compile(block, f"docs/{page}.md", "exec"), names)
+        printed = capsys.readouterr().out
+        if output:
+            matches(printed, output)
+    assert blocks
+
+
+def test_troubleshooting_quotes_errors_of_the_code():
+    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    written = re.sub(r"""["']\s+f?["']""", "", code)  # literals side by side are one
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.M)
+    quotes = [quote for row in rows for quote in re.findall(r"`([^`]+)`", row)]
+    assert len(quotes) >= 40
+    assert [quote for quote in quotes if quote not in written] == []
+
+
+def test_every_page_is_in_the_navigation():
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text())) == pages

@@ -77,7 +77,7 @@ def loads_of_x(row):
 
 
 def check_what_bounds(rows):
-    """Quantizers by memory, moving what the design's table says; products by the matrix units of Hopper."""
+    """Quantizers by memory, moving what docs/architecture.md states; products by the matrix units of Hopper."""
     for name, row in rows.items():
         if row["op"] in ("quantize", "quantize_pair"):
             assert row["bound"] == "memory", (name, row["bound"], row["clocks"])

@@ -1,4 +1,4 @@
-"""Bytes that each kernel moves, counted under the interpreter, against the table of the design."""
+"""Bytes that each kernel moves, counted under the interpreter, against the table in docs/architecture.md."""
 
 import math
 
@@ -28,7 +28,7 @@ TASKS = {label: task for task, label in quantizers.recipe_tasks().items()}
 
 
 def table(task):
-    """Section 4 of the design: bytes per element of each launch, bf16 in."""
+    """Bytes per element of each launch, bf16 in."""
     written = 2 if task.second or task.order == "both" else 1
     maxima_first = task.precomputed == "nothing" and task.first.spec.granularity in (TENSOR, COLUMN)
     if task.second is not None:
@@ -54,7 +54,7 @@ def run(task, config, x):
 
 @pytest.mark.parametrize("label", TASKS)
 @pytest.mark.slow
-def test_quantizers_move_the_bytes_of_the_design(label):
+def test_quantizers_move_the_stated_bytes(label):
     task = TASKS[label]
     x = torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16)
     variants = [v for v in quantizers.variants() if v.case == label]
@@ -110,7 +110,7 @@ FUSED = list(fused_outputs())
 
 @pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)
 @pytest.mark.parametrize("config", range(2))
-def test_norms_move_the_bytes_of_the_design(spec, order, written, config):
+def test_norms_move_the_stated_bytes(spec, order, written, config):
     """x, the residual, the sum, y with `keep`, the FP8 outputs; repeated reads of a band are on chip.
 
     Where the transposed copy is a step of its own, that reads the row-major bytes, which are written for it if need be.
@@ -127,7 +127,7 @@ def test_norms_move_the_bytes_of_the_design(spec, order, written, config):
 
 
 @pytest.mark.parametrize("config", range(len(norms.BACKWARD_CONFIGS)))
-def test_gradients_of_norms_move_the_bytes_of_the_design(config):
+def test_gradients_of_norms_move_the_stated_bytes(config):
     """grad and x (and the residual stream's gradient) in, dx out, float32 partial sums per band of rows beside them."""
     grad, x, passed = (torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(3))
     weight, rstd = torch.ones(COLUMNS, dtype=torch.bfloat16), torch.ones(ROWS, 1)
@@ -142,7 +142,7 @@ def test_gradients_of_norms_move_the_bytes_of_the_design(config):
 @pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)
 @pytest.mark.parametrize("config", range(2))
 @pytest.mark.slow
-def test_gated_activations_move_the_bytes_of_the_design(spec, order, written, config):
+def test_gated_activations_move_the_stated_bytes(spec, order, written, config):
     gate, up = (torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(2))
     for keep in (True,) if spec.granularity == TENSOR else (True, False):
         with counted() as launches:

@@ -26,7 +26,7 @@ by_recipe = pytest.mark.parametrize("name", RECIPES)
 sizes = st.one_of(st.sampled_from([0, 1, 2, 16, 31, 127, 257]), st.integers(0, 300))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# The operands and values (dB: Y, ∂X, ∂W) of the design's table, normal operands.
+# The values of docs/numerics.md in dB (Y, ∂X, ∂W), on normal operands.
 M, K, N = 1024, 512, 768
 NORMAL_SQNR = {
     "tensorwise": (28.5, 24.6, 24.6),
@@ -58,7 +58,7 @@ def exact_products(x, w, g, bias=None):
 
 
 @pytest.mark.parametrize("name", NORMAL_SQNR)
-def test_reaches_the_accuracy_of_the_design_on_normal_operands(name):
+def test_reaches_the_stated_accuracy_on_normal_operands(name):
     operands = randn(M, K), randn(N, K, seed=1), randn(M, N, seed=2)
     reached = [sqnr(e, a) for e, a in zip(exact_products(*operands), three_products(*operands, name), strict=True)]
     assert reached == pytest.approx(NORMAL_SQNR[name], abs=0.3)
@@ -72,8 +72,7 @@ def test_rowwise_reaches_the_formats_tolerance_at_any_shape_from_64(m, k, n, see
         assert sqnr(exact, actual) >= E4M3.tolerance_db
 
 
-# The same for "outlier channels + tokens, log-normal gradients". The design does not say how strong they were, so its
-# values are lower bounds here, on operands of that kind.
+# The same with outlier channels and tokens in X and log-normal gradients; lower bounds.
 OUTLIER_SQNR = {
     "tensorwise": (28.1, 25.4, 24.5),
     "rowwise": (29.6, 29.1, 31.7),
@@ -91,7 +90,7 @@ def outliers():
 
 
 @pytest.mark.parametrize("name", OUTLIER_SQNR)
-def test_reaches_the_accuracy_of_the_design_on_outliers(name):
+def test_reaches_the_stated_accuracy_on_outliers(name):
     operands = outliers()
     for exact, actual, value in zip(
         exact_products(*operands), three_products(*operands, name), OUTLIER_SQNR[name], strict=True

@@ -235,7 +235,7 @@ def register(owner: type[nn.Module], computes: ModuleSpec) -> None:
         TypeError: If `owner` is not a module class, or `computes` is not one of the three.
         ValueError: If `owner` has no `forward` of its own, or the name of an activation is unknown.
 
-    Example:
+    Examples:
         >>> import octavo, torch
         >>> class MyNorm(torch.nn.Module):
         ...     def __init__(self, width):

@@ -22,13 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.comm.encoding import DTYPES, WIRE, as_rows, pack, parse_spec, unpack, width
-from octavo.numerics.names import nearest
+from octavo.comm.checks import Group, check_args, check_op, needs_grad, split_sizes, world_size
+from octavo.comm.encoding import WIRE, as_rows, pack, unpack, width
 from octavo.numerics.spec import QuantSpec
 
 T = TypeVar("T")
 Op = Literal["sum", "avg"]
-Group = dist.ProcessGroup | None
 
 _gather_bytes = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 
@@ -64,9 +63,14 @@ def all_gather(
 
     Raises:
         ValueError: For a wrong dtype or spec, no process group, or async_op on a tensor that autograd records.
+
+    Examples:
+        >>> x = torch.full((2, 64), 1.0 + dist.get_rank())      # on two ranks, under torchrun
+        >>> octavo.comm.all_gather(x)[:, 0]
+        tensor([1., 1., 2., 2.])
     """
-    quant_spec, grad_spec = _check_args("all_gather", x, spec, backward_spec, async_op)
-    if _needs_grad(x):
+    quant_spec, grad_spec = check_args("all_gather", x, spec, backward_spec, async_op)
+    if needs_grad(x):
         return _AllGather.apply(x, group, quant_spec, grad_spec)
     return _start(_all_gather(x, group, quant_spec), async_op)
 
@@ -95,16 +99,21 @@ def reduce_scatter(
 
     Raises:
         ValueError: As `all_gather`, or if the first dimension is not a multiple of W.
+
+    Examples:
+        >>> x = torch.full((2, 64), 1.0 + dist.get_rank())      # on two ranks, under torchrun
+        >>> octavo.comm.reduce_scatter(x)[:, 0]
+        tensor([3.])
     """
-    quant_spec, grad_spec = _check_args("reduce_scatter", x, spec, backward_spec, async_op)
-    world = _world_size(group)
-    _check_op(op)
+    quant_spec, grad_spec = check_args("reduce_scatter", x, spec, backward_spec, async_op)
+    world = world_size(group)
+    check_op(op)
     if x.ndim == 0 or x.shape[0] % world:
         raise ValueError(
             f"reduce_scatter splits dimension 0 into {world} equal pieces, one per rank; got shape {list(x.shape)}: "
             "pad it to a multiple"
         )
-    if _needs_grad(x):
+    if needs_grad(x):
         return _ReduceScatter.apply(x, group, op, quant_spec, grad_spec)
     return _start(_reduce_scatter(x, group, op, quant_spec), async_op)
 
@@ -133,10 +142,15 @@ def all_reduce(
 
     Raises:
         ValueError: As `all_gather`.
+
+    Examples:
+        >>> x = torch.full((2, 64), 1.0 + dist.get_rank())      # on two ranks, under torchrun
+        >>> octavo.comm.all_reduce(x, op="avg")[:, 0]
+        tensor([1.5000, 1.5000])
     """
-    quant_spec, grad_spec = _check_args("all_reduce", x, spec, backward_spec, async_op)
-    _check_op(op)
-    if _needs_grad(x):
+    quant_spec, grad_spec = check_args("all_reduce", x, spec, backward_spec, async_op)
+    check_op(op)
+    if needs_grad(x):
         return _AllReduce.apply(x, group, op, quant_spec, grad_spec)
     return _start(_all_reduce(x, group, op, quant_spec), async_op)
 
@@ -168,15 +182,20 @@ def all_to_all_single(
 
     Raises:
         ValueError: As `all_gather`, and for splits that do not add up.
+
+    Examples:
+        >>> x = torch.full((2, 64), 1.0 + dist.get_rank())      # on two ranks, under torchrun
+        >>> octavo.comm.all_to_all_single(x)[:, 0]
+        tensor([1., 2.])
     """
-    quant_spec, grad_spec = _check_args("all_to_all_single", x, spec, backward_spec, async_op)
-    world = _world_size(group)
+    quant_spec, grad_spec = check_args("all_to_all_single", x, spec, backward_spec, async_op)
+    world = world_size(group)
     if x.ndim == 0:
         raise ValueError("all_to_all_single sends parts of dimension 0; got a tensor without dimensions: use x.view(1)")
-    sent = _splits("input_split_sizes", input_split_sizes, x.shape[0], world)
+    sent = split_sizes("input_split_sizes", input_split_sizes, x.shape[0], world)
     equal = not output_split_sizes and not input_split_sizes
-    received = sent if equal else _splits("output_split_sizes", output_split_sizes, None, world)
-    if _needs_grad(x):
+    received = sent if equal else split_sizes("output_split_sizes", output_split_sizes, None, world)
+    if needs_grad(x):
         return _AllToAll.apply(x, group, sent, received, quant_spec, grad_spec)
     return _start(_all_to_all(x, group, sent, received, quant_spec), async_op)
 
@@ -192,13 +211,20 @@ def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group
 
     Raises:
         ValueError: As `all_gather`, or if there is not one tensor per rank.
+
+    Examples:
+        >>> x = torch.full((2, 64), 1.0 + dist.get_rank())      # on two ranks, under torchrun
+        >>> outputs = [torch.empty(64), torch.empty(64)]
+        >>> octavo.comm.all_to_all(outputs, list(x))
+        >>> [output[0].item() for output in outputs]
+        [1.0, 2.0]
     """
-    world = _world_size(group)
+    world = world_size(group)
     for name, tensors in (("inputs", inputs), ("outputs", outputs)):
         if len(tensors) != world:
             raise ValueError(f"all_to_all: {name} must hold one tensor per rank, {world}; got {len(tensors)}")
         for tensor in tensors:
-            quant_spec, _ = _check_args("all_to_all", tensor, spec, None, False)
+            quant_spec, _ = check_args("all_to_all", tensor, spec, None, False)
     coming, going = ([_bytes(tensor, quant_spec) for tensor in tensors] for tensors in (outputs, inputs))
     message = torch.cat([pack(as_rows(tensor), quant_spec).flatten() for tensor in inputs])
     received = message.new_empty(sum(coming))
@@ -212,7 +238,7 @@ def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group
 
 
 def _all_gather(x: Tensor, group: Group, spec: QuantSpec) -> Pending[Tensor]:
-    world, rows = _world_size(group), as_rows(x)
+    world, rows = world_size(group), as_rows(x)
     message = pack(rows, spec)
     gathered = message.new_empty(world * message.shape[0], message.shape[1])
     work = _gather_bytes(gathered, message, group=group, async_op=True)
@@ -221,7 +247,7 @@ def _all_gather(x: Tensor, group: Group, spec: QuantSpec) -> Pending[Tensor]:
 
 
 def _reduce_scatter(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> Pending[Tensor]:
-    world = _world_size(group)
+    world = world_size(group)
     rows = as_rows(x, world)
     message = pack(rows, spec)
     received = torch.empty_like(message)
@@ -240,7 +266,7 @@ def _sum(message: Tensor, world: int, columns: int, op: Op, spec: QuantSpec) -> 
 
 
 def _all_reduce(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> Pending[Tensor]:
-    world, count = _world_size(group), x.numel()
+    world, count = world_size(group), x.numel()
     unit = world * (spec.granularity.columns or 1)
     flat = torch.nn.functional.pad(x.detach().reshape(-1), (0, -count % unit)).view(world, -1)
     message = pack(flat, spec)
@@ -310,7 +336,7 @@ class _ReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         group, op, grad_spec = ctx.saved_args
         gathered = _all_gather(grad, group, grad_spec).wait()
-        return gathered.div_(_world_size(group)) if op == "avg" else gathered, None, None, None, None
+        return gathered.div_(world_size(group)) if op == "avg" else gathered, None, None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
@@ -341,55 +367,8 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grad, group, received, sent, grad_spec).wait(), None, None, None, None, None
 
 
-def _needs_grad(x: Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
-
-
 def _start(pending: Pending[Tensor], async_op: bool) -> Any:
     return pending if async_op else pending.wait()
-
-
-def _world_size(group: Group) -> int:
-    if not dist.is_initialized():
-        raise ValueError(
-            "octavo.comm needs a process group: call torch.distributed.init_process_group() first, under torchrun"
-        )
-    world = dist.get_world_size(group)
-    if world < 1:
-        raise ValueError("octavo.comm: this process is not a member of the given group")
-    return world
-
-
-def _check_args(
-    name: str, x: Tensor, spec: str, backward_spec: str | None, async_op: bool
-) -> tuple[QuantSpec, QuantSpec]:
-    if x.dtype not in DTYPES:
-        raise ValueError(f"{name} takes float32, bfloat16 or float16; got {x.dtype}: use torch.distributed for others")
-    if async_op and _needs_grad(x):
-        raise ValueError(f"{name}: async_op does not support autograd: detach the tensor, or call without async_op")
-    quant_spec = parse_spec(spec)
-    return quant_spec, quant_spec if backward_spec is None else parse_spec(backward_spec)
-
-
-def _check_op(op: str) -> None:
-    if op not in ("sum", "avg"):
-        raise ValueError(f"op is 'sum' or 'avg'; got {op!r}{nearest(str(op), ('sum', 'avg'))}")
-
-
-def _splits(name: str, sizes: Sequence[int] | None, rows: int | None, world: int) -> list[int]:
-    if not sizes:
-        if rows is None:
-            raise ValueError("all_to_all_single: input_split_sizes needs output_split_sizes, the rows to receive")
-        if rows % world:
-            raise ValueError(
-                f"all_to_all_single: {rows} rows are not {world} equal parts: pass input_split_sizes and "
-                "output_split_sizes"
-            )
-        return [rows // world] * world
-    if len(sizes) != world or min(sizes) < 0 or (rows is not None and sum(sizes) != rows):
-        expected = f"{world} numbers of rows" + ("" if rows is None else f" that add up to {rows}")
-        raise ValueError(f"all_to_all_single: {name} is {expected}; got {list(sizes)}")
-    return list(sizes)
 
 
 def _bytes(x: Tensor, spec: QuantSpec) -> int:

@@ -11,12 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.comm.collectives import Group, Pending, _check_args, _world_size
+from octavo.comm.checks import Group, check_args, world_size
+from octavo.comm.collectives import Pending
 from octavo.comm.encoding import DTYPES, WIRE, as_rows, pack, parse_spec, unpack, width
 
 
 def send(x: Tensor, dst: int, group: Group = None, *, spec: str = WIRE, tag: int = 0) -> None:
-    """Send a tensor; return when the message may be freed. See `isend`."""
+    """Send a tensor; return when the message may be freed. See `isend`.
+
+    Examples:
+        >>> rank = dist.get_rank()      # on two ranks, under torchrun
+        >>> if rank == 0:
+        ...     octavo.comm.send(torch.ones(4, 64), dst=1)
+        ... else:
+        ...     received = octavo.comm.recv((4, 64), src=0, dtype=torch.bfloat16)
+    """
     isend(x, dst, group, spec=spec, tag=tag).wait()
 
 
@@ -30,7 +39,15 @@ def recv(
     spec: str = WIRE,
     tag: int = 0,
 ) -> Tensor:
-    """Receive a tensor. See `irecv`."""
+    """Receive a tensor. See `irecv`.
+
+    Examples:
+        >>> rank = dist.get_rank()      # on two ranks, under torchrun
+        >>> if rank == 1:
+        ...     octavo.comm.send(torch.ones(4, 64), dst=0)
+        ... else:
+        ...     received = octavo.comm.recv((4, 64), src=1, dtype=torch.float32)
+    """
     return irecv(shape, src, group, dtype=dtype, device=device, spec=spec, tag=tag).wait()
 
 
@@ -49,9 +66,15 @@ def isend(x: Tensor, dst: int, group: Group = None, *, spec: str = WIRE, tag: in
 
     Raises:
         ValueError: For a wrong dtype or spec, or no process group.
+
+    Examples:
+        >>> rank = dist.get_rank()      # on two ranks, under torchrun
+        >>> sending = octavo.comm.isend(torch.ones(4, 64), dst=1 - rank)
+        >>> received = octavo.comm.recv((4, 64), src=1 - rank, dtype=torch.float32)
+        >>> sending.wait()
     """
-    _world_size(group)
-    quant_spec, _ = _check_args("send", x.detach(), spec, None, False)
+    world_size(group)
+    quant_spec, _ = check_args("send", x.detach(), spec, None, False)
     message = pack(as_rows(x.detach()), quant_spec)
     work: Any = dist.isend(message, dst, group=group, tag=tag)
 
@@ -87,8 +110,15 @@ def irecv(
 
     Raises:
         ValueError: For a wrong dtype or spec, or no process group.
+
+    Examples:
+        >>> rank = dist.get_rank()      # on two ranks, under torchrun
+        >>> receiving = octavo.comm.irecv((4, 64), src=1 - rank, dtype=torch.float32)
+        >>> octavo.comm.send(torch.full((4, 64), 2.0), dst=1 - rank)
+        >>> receiving.wait()[0, 0]
+        tensor(2.)
     """
-    _world_size(group)
+    world_size(group)
     if dtype not in DTYPES:
         raise ValueError(f"recv returns float32, bfloat16 or float16; got {dtype}")
     quant_spec = parse_spec(spec)

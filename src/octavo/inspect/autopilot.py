@@ -103,6 +103,14 @@ class Autopilot:
 
     Raises:
         ValueError: For a model without converted layers, `every` below 1, or `restore_after` below 0.
+
+    Examples:
+        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)))
+        >>> pilot = octavo.inspect.Autopilot(model, every=50)
+        >>> with pilot.step():
+        ...     model(torch.randn(8, 64)).sum().backward()
+        >>> pilot.moved, pilot.again
+        ([], False)
     """
 
     def __init__(

@@ -168,7 +168,7 @@ def compare_losses(
         ValueError: If there are fewer than two seeds or no arm, lengths differ, a value is not a loss, seeds do not
             fit, or a limit is out of range.
 
-    Example:
+    Examples:
         >>> from octavo.inspect import compare_losses
         >>> comparison = compare_losses([3.00, 3.02, 2.98], {"damaged": [3.01, 3.03, 9.0]})
         >>> comparison.exit_code, comparison.arms[0].verdict

@@ -67,6 +67,14 @@ class Watch(Displayed):
 
     Raises:
         ValueError: For a negative `every` or an unknown recipe.
+
+    Examples:
+        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)))
+        >>> watch = octavo.inspect.Watch(model, every=1)
+        >>> with watch.step():
+        ...     model(torch.randn(8, 64)).sum().backward()
+        >>> [row.operand for row in watch.rows], watch.findings()
+        (['x', 'w', 'wgrad_g'], [])
     """
 
     def __init__(

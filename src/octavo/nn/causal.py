@@ -153,6 +153,14 @@ def chunked_loss(model: M) -> M:
     Raises:
         ValueError: As `find_head`; the model is unchanged. From `forward`, if the head, the base model or the loss
             function was replaced since: `del model.forward`, then `chunked_loss(model)` again.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> model = octavo.nn.causal.chunked_loss(LlamaForCausalLM(LlamaConfig(vocab_size=300, **shape)))
+        >>> tokens = torch.arange(16).view(1, 16)
+        >>> model(input_ids=tokens, labels=tokens).logits is None
+        True
     """
     if isinstance(vars(model).get("forward"), _ChunkedForward):
         return model

@@ -34,6 +34,12 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     Raises:
         ValueError: If the name is not a linear of this model, the recipe is unknown, or the class of the linear cannot
             change: it is sharded by itself, or its forward was replaced after conversion. The model is unchanged.
+
+    Examples:
+        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)))
+        >>> octavo.nn.change_recipe(model, "0", "blockwise", reason="outliers in x")
+        >>> print(octavo.report(model)[0].recipe)
+        blockwise
     """
     modules, aliases = dict(model.named_modules()), dict(model.named_modules(remove_duplicate=False))
     if fqn not in aliases:

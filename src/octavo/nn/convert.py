@@ -49,6 +49,10 @@ def rule_plan(
         ValueError: If the recipe is unknown, a filter raises or counts blocks in a model without blocks, or FP8 is
             requested but no layer would be converted.
         TypeError: If a filter is not valid, or a weight's dtype cannot be quantized.
+
+    Examples:
+        >>> octavo.nn.rule_plan(torch.nn.Sequential(torch.nn.Linear(64, 64)), "mxfp8")["0"].recipe.name
+        'mxfp8'
     """
     if precision is None:
         check_activations(activations)
@@ -79,6 +83,12 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: boo
 
     Raises:
         ValueError: If the model is converted already, or the plan does not fit it. The model is unchanged.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        >>> model = octavo.nn.apply_plan(model, octavo.nn.rule_plan(model, skip=["1"]))
+        >>> [row.converted for row in octavo.report(model)]
+        [True, False]
     """
     check_unconverted(model)
     modules = dict(model.named_modules())
@@ -118,6 +128,13 @@ def revert(model: M) -> M:
         TypeError: If `model` is not a module.
         ValueError: If the model has no converted layer, or the class or forward of one was replaced since. The model is
             unchanged.
+
+    Examples:
+        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)))
+        >>> octavo.revert(model)
+        Sequential(
+          (0): Linear(in_features=64, out_features=64, bias=True)
+        )
     """
     check_module("revert", model)
     converted = {fqn: module for fqn, module in model.named_modules() if is_converted(module)}

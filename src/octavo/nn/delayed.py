@@ -214,6 +214,12 @@ def state_dict(model: nn.Module) -> dict[str, list[list[float]]]:
     Returns:
         For each layer's name the amaxes of X and of G: of the current pass, then of the previous ones, newest first.
         Exact and JSON-serializable.
+
+    Examples:
+        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "delayed")
+        >>> model(torch.ones(2, 64)).sum().backward()
+        >>> octavo.nn.delayed.state_dict(model)["0"][0][:3]      # the amax of X of this pass, and of the two before
+        [0.0, 1.0, 0.0]
     """
     state = {}
     for name, history in histories(model):
@@ -238,6 +244,10 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: If a history has another length, or a value is not finite and at least 0.
+
+    Examples:
+        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "delayed")
+        >>> octavo.nn.delayed.load_state_dict(model, octavo.nn.delayed.state_dict(model))
     """
     for name, history in histories(model):
         amaxes = None

@@ -58,6 +58,9 @@ def name(*patterns: str) -> Filter:
     Raises:
         TypeError: If a pattern is not a string.
         ValueError: If there is no pattern.
+
+    Examples:
+        >>> layers = octavo.nn.filters.name("*.mlp.*", "*.o_proj")
     """
     for pattern in patterns:
         if not isinstance(pattern, str):
@@ -71,6 +74,9 @@ def kind(*types: type[nn.Module] | str) -> Filter:
     Raises:
         TypeError: If an argument is neither a module class nor a string.
         ValueError: If there is no class.
+
+    Examples:
+        >>> layers = octavo.nn.filters.kind("LlamaMLP", torch.nn.TransformerEncoderLayer)
     """
     for owner in types:
         if not isinstance(owner, str) and not (isinstance(owner, type) and issubclass(owner, nn.Module)):
@@ -91,6 +97,12 @@ def shape(
     Raises:
         TypeError: If a bound is not an integer.
         ValueError: If a bound is below 1, or there is none.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64))
+        >>> model = octavo.convert(model, filter=octavo.nn.filters.shape(min_in=128))
+        >>> [row.recipe for row in octavo.report(model)]
+        [None, 'rowwise']
     """
     bounds = {"min_in": min_in, "max_in": max_in, "min_out": min_out, "max_out": max_out, "multiple_of": multiple_of}
     integers = {key: _count(f"shape({key}=…)", value) for key, value in bounds.items() if value is not None}
@@ -98,7 +110,14 @@ def shape(
 
 
 def first(count: int, of: Literal["blocks", "linears"] = "blocks") -> Filter:
-    """Match layers in the first blocks of the model, or the first linears; see `last`."""
+    """Match layers in the first blocks of the model, or the first linears; see `last`.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        >>> model = octavo.convert(model, recipe={octavo.nn.filters.first(1, of="linears"): "mxfp8"})
+        >>> [row.recipe for row in octavo.report(model)]
+        ['mxfp8', 'rowwise']
+    """
     return AtEnd("first", _count("first", count), _unit(of))
 
 
@@ -114,6 +133,12 @@ def last(count: int, of: Literal["blocks", "linears"] = "blocks") -> Filter:
     Raises:
         TypeError: If `count` is not an integer.
         ValueError: If `count` is below 1 or the unit is unknown; in `convert`, if the model has no blocks.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        >>> model = octavo.convert(model, filter=~octavo.nn.filters.last(1, of="linears"))
+        >>> octavo.report(model)[1].reason
+        'excluded by filter: in the last of 2 linears'
     """
     return AtEnd("last", _count("last", count), _unit(of))
 

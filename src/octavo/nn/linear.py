@@ -39,6 +39,10 @@ class Linear(nn.Linear):
 
     Parameters, `state_dict`, hooks and flags are those of `nn.Linear`; `recipe` sets the precision. The constructor
     takes the arguments of `nn.Linear`.
+
+    Examples:
+        >>> octavo.nn.Linear(64, 128)(torch.randn(2, 64)).shape
+        torch.Size([2, 128])
     """
 
     recipe: Recipe = DEFAULT
@@ -75,6 +79,12 @@ def linear(
     Raises:
         ValueError: If the last dimension is not K, or dtypes differ without autocast.
         TypeError: If the dtype cannot be quantized.
+
+    Examples:
+        >>> x, weight = torch.randn(8, 64), torch.randn(32, 64, requires_grad=True)
+        >>> octavo.nn.linear(x, weight, None, octavo.RECIPES["rowwise"]).sum().backward()
+        >>> weight.grad.shape
+        torch.Size([32, 64])
     """
     device_type = input.device.type
     if not SWITCH.enabled:

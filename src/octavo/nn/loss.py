@@ -74,6 +74,10 @@ def linear_cross_entropy(
         ValueError: If shapes, dtypes or options do not fit.
         RuntimeError: In a second backward of the same forward (`retain_graph`), because the first consumes the
             gradients. Allowed under activation checkpointing, which recomputes them.
+
+    Examples:
+        >>> hidden, head = torch.randn(8, 64, requires_grad=True), torch.randn(1000, 64)
+        >>> octavo.nn.loss.linear_cross_entropy(hidden, head, torch.arange(8)).backward()
     """
     _check(hidden, weight, target, bias, reduction, softcap, chunk, backend)
     dtype = _product_dtype(hidden, weight)

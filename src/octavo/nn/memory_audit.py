@@ -158,6 +158,11 @@ def audit(model: nn.Module, batch: Any, *, loss: Callable[[nn.Module, Any], Tens
 
     Returns:
         An `Audit`: its rows sum up to what `saved_for_backward` counts.
+
+    Examples:
+        >>> audit = octavo.nn.memory_audit.audit(torch.nn.Linear(64, 64), torch.ones(8, 64))
+        >>> [(row.bytes, row.op) for row in audit.rows]
+        [(2048, 'Addmm')]
     """
     with saved_for_backward(model, owners=True) as saved:
         outputs = loss(model, batch) if loss is not None else call(model, batch)

@@ -165,6 +165,11 @@ def report(model: nn.Module, batch: Any = None) -> Report:
 
     Raises:
         TypeError: If `model` is not a module.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
+        >>> octavo.report(octavo.convert(model))[0].recipe
+        'rowwise'
     """
     check_module("report", model)
     plans = _plans(model)

@@ -93,6 +93,12 @@ def where(function: ModuleFilter, reason: str = "") -> Filter:
     Raises:
         TypeError: If `function` is not such a callable; in `convert`, if it does not return a bool.
         ValueError: In `convert`, if `function` raises.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64, bias=False))
+        >>> rule = octavo.nn.filters.where(lambda module, fqn: module.bias is None, reason="no bias")
+        >>> [row.converted for row in octavo.report(octavo.convert(model, filter=rule))]
+        [False, True]
     """
     if isinstance(function, type):
         raise TypeError(f"a filter is a rule of octavo.nn.filters or a callable; of a class, kind({function.__name__})")

@@ -129,6 +129,12 @@ def accumulating(model: nn.Module) -> Iterator[None]:
     Raises:
         RuntimeError: At exit, or at an optimizer step inside, if weights changed without PyTorch reporting it. Names
             the first layer.
+
+    Examples:
+        >>> model = octavo.convert(torch.nn.Linear(64, 64), keep_weights=True)
+        >>> with octavo.nn.accumulating(model):
+        ...     for x in torch.randn(4, 8, 64):
+        ...         model(x).sum().backward()
     """
     caches = {}
     for fqn, module in model.named_modules():

@@ -15,6 +15,10 @@ def sqnr(reference: Tensor, approximation: Tensor) -> float:
 
     Raises:
         ValueError: The shapes differ.
+
+    Examples:
+        >>> octavo.numerics.sqnr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]))
+        20.0
     """
     if reference.shape != approximation.shape:
         raise ValueError(f"sqnr needs equal shapes; got {tuple(reference.shape)} and {tuple(approximation.shape)}")
@@ -27,6 +31,10 @@ def first_mismatch(expected: Tensor, actual: Tensor) -> str | None:
     """Compare raw bytes and describe the first element that differs, or return None.
 
     NaNs with the same bits are equal; -0.0 and 0.0 are not.
+
+    Examples:
+        >>> octavo.numerics.first_mismatch(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
+        '1 of 2 elements differ, first at (1,): expected 2.0, got 2.5'
     """
     if expected.dtype != actual.dtype or expected.shape != actual.shape:
         return f"expected {expected.dtype} {tuple(expected.shape)}, got {actual.dtype} {tuple(actual.shape)}"

@@ -61,6 +61,12 @@ class Plan(Displayed):
     Attributes:
         decisions: Decision for each module.
         activations: Requested storage of activations: `"bf16"` (unchanged) or `"fp8"` (where supported).
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8192, 8192, device="meta", dtype=torch.bfloat16))
+        >>> plan = octavo.plan(model, ((8192, 8192),), device="h100")
+        >>> octavo.Plan.from_json(plan.to_json()).converted
+        ['0']
     """
 
     decisions: Mapping[str, Decision]

@@ -48,6 +48,10 @@ class Precision:
     Raises:
         ValueError: A value is unknown (with the closest match), or a number is below 0.
         TypeError: Patterns are not a list of strings.
+
+    Examples:
+        >>> octavo.Precision.level("fp8+activations", recipe="mxfp8", skip_last=1).label
+        'fp8+activations mxfp8'
     """
 
     matmul: Literal["bf16", "fp8"] = "fp8"

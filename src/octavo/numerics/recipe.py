@@ -41,6 +41,10 @@ class Recipe:
         note: One line for tables.
         history: Length of the amax history of X and G, in forward-backward passes; 0 for just-in-time scales.
         margin: Exponent of two that enlarges scales from the history, against growing maxima.
+
+    Examples:
+        >>> octavo.RECIPES["blockwise"].w.text
+        'e4m3/128x128'
     """
 
     name: str
@@ -191,7 +195,12 @@ DEFAULT = ROWWISE
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
-    """Look up a recipe by name (a Recipe passes through); raises ValueError with the closest match."""
+    """Look up a recipe by name (a Recipe passes through); raises ValueError with the closest match.
+
+    Examples:
+        >>> octavo.numerics.get_recipe("tensorwise").dgrad_g.text
+        'e5m2/tensor'
+    """
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):

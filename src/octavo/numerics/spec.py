@@ -70,6 +70,10 @@ class QuantSpec:
             float32. `"e8m0"`: the power of two stored in one byte, as in the OCP MX formats.
         text: Text that `parse` reads, such as `e4m3/row` or `e4m3/1x32/e8m0`. Torch ops take specs as this string. It
             is computed once, so that `torch.compile` sees a constant.
+
+    Examples:
+        >>> octavo.numerics.QuantSpec.parse("e4m3/1x32/e8m0").granularity
+        Granularity(rows=1, columns=32)
     """
 
     format: Format = E4M3

@@ -67,6 +67,12 @@ class AdamW(torch.optim.Optimizer):
 
     Raises:
         ValueError: An argument is invalid (with the closest match), or a parameter does not support `master`.
+
+    Examples:
+        >>> layer = torch.nn.Linear(256, 256, dtype=torch.bfloat16)
+        >>> optimizer = octavo.AdamW(layer.parameters(), lr=3e-4)
+        >>> layer(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(

@@ -27,6 +27,12 @@ class Fp8AllReduce:
         group: Process group; None for the default group.
         spec: FP8 format of the messages.
         error_feedback: Carry rounding errors over to the next step.
+
+    Examples:
+        Under `torchrun`, on each rank:
+
+        >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+        >>> octavo.parallel.Fp8AllReduce(error_feedback=True).register(model)
     """
 
     def __init__(

@@ -49,6 +49,10 @@ class Parallel:
         fp8_comm: FP8 communication of weights and gradients: `"on"`, `"off"`; `"gather"`, weights only; or `"auto"`:
             weights if they cross machines, and gradients if each machine has one rank, because an all-to-all of many
             ranks sends more between machines than a ring (docs/scaling.md).
+
+    Examples:
+        >>> octavo.parallel.Parallel(dp_replicate=2, fp8_comm="on").sizes(world=8)
+        (2, 4)
     """
 
     dp_replicate: int = 1
@@ -116,6 +120,15 @@ def parallelize(
         TypeError: As `octavo.convert`, or if `dtype` or `reduce_dtype` is no floating-point type of 16 bits or more.
 
     If an error is raised, the model is left as it was.
+
+    Examples:
+        Under `torchrun`, on each rank:
+
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        >>> model = octavo.parallelize(model, precision=octavo.Precision.level("fp8"), fp8_comm="on")
+        >>> optimizer = octavo.AdamW(model.parameters())
+        >>> type(model[0].weight).__name__
+        'DTensor'
     """
     check_module("parallelize", model)
     if not dist.is_initialized():

@@ -67,18 +67,17 @@ def convert(
 
     Args:
         model: Any module, on any device including meta; a linear layer itself is fine.
-        recipe: `"rowwise"`, `"tensorwise"`, `"rowwise_hp_wgrad"`, `"blockwise"`, `"mxfp8"`, `"delayed"`, or a `Recipe`,
-            for every layer regardless of its gain; or `"auto"`, same as None. Or recipes by filter, such as
-            `{filters.last(2): "rowwise_hp_wgrad"}`: a layer gets the recipe of the first filter that matches it, else
-            the default.
+        recipe: A name in `octavo.RECIPES` or a `Recipe`, for every layer regardless of its gain; or `"auto"`, same as
+            None. Or recipes by filter, such as `{filters.last(2): "rowwise_hp_wgrad"}`: a layer gets the recipe of the
+            first filter that matches it, else the default.
         precision: The whole request in one object, instead of `recipe`, `skip`, `keep_weights` and `activations`.
-        plan: Decisions made before, for example by `octavo.plan`, instead of all other arguments.
+        plan: Decisions of `octavo.plan` or `octavo.Plan.from_json`, instead of all other arguments.
         skip: Name patterns of layers to leave alone, as in `fnmatch`, such as `["*.o_proj", "model.layers.0"]`.
-        filter: A filter of `octavo.nn.filters`, such as `filters.name("*.mlp.*") & ~filters.last(2)`, or any callable
-            `filter(module, fqn) -> bool`, True to convert. It is called for each layer that no other rule excludes.
-        keep_weights: Quantize each weight once per forward and backward instead of twice (1 byte per parameter in
-            between), and once for all micro-batches inside `octavo.nn.accumulating(model)` (2 on a GPU). Same losses.
-            No effect on weights that FSDP shards, nor under torch.compile: see `octavo.nn.weights`.
+        filter: A filter of `octavo.nn.filters`, such as `filters.name("*.mlp.*") & ~filters.last(2)`, or a callable
+            `filter(module, fqn) -> bool`, True to convert, for layers that no other rule excludes.
+        keep_weights: Quantize each weight once per forward and backward instead of twice (1 byte per parameter), and
+            once for all micro-batches inside `octavo.nn.accumulating(model)` (2 on a GPU). Same losses. No effect on
+            weights that FSDP shards, nor under torch.compile: see `octavo.nn.weights`.
         activations: `"fp8"`: norms, gated MLPs and activation functions with recognized code save tensors for backward
             in FP8; other modules do so where it is safe (docs/memory.md). Not under torch.compile. For this alone:
             `precision=Precision(matmul="bf16", activations="fp8")`.
@@ -95,24 +94,26 @@ def convert(
             raises or counts blocks in a model without blocks, tokens below 1, or if no layer would be converted
             although a recipe was requested by name.
         TypeError: If `model` is not a module, a filter is not one, or weights have a dtype without an FP8 format.
+            After any error the model is unchanged.
 
-    After any error the model is unchanged.
+    Examples:
+        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)))
+        >>> model(torch.randn(8, 64)).sum().backward()
     """
     _check_request(model, recipe, precision, plan, skip, filter, keep_weights, activations, device, tokens)
     if plan is not None:
         return apply_plan(model, plan, keep_weights=keep_weights, verbose=verbose)
     auto = recipe in (None, AUTO) if precision is None else _is_auto(precision)
+    keep_weights = keep_weights if precision is None else precision.keep_weights
     gpu = (device or local_gpu_name()) if auto and device != "cpu" else None
     if gpu is None:
         chosen = None if recipe == AUTO else recipe
         decided = rule_plan(model, chosen, precision=precision, skip=skip, filter=filter, activations=activations)
-        keep_weights = keep_weights if precision is None else precision.keep_weights
         return apply_plan(model, decided, keep_weights=keep_weights, verbose=verbose)
-    if precision is None:
-        precision = Precision(recipe=AUTO, skip=tuple(skip), keep_weights=keep_weights, activations=activations)
+    precision = precision or Precision(recipe=AUTO, skip=tuple(skip), activations=activations)
     decided, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
     if decided.converted or decided.storing:
-        return apply_plan(model, decided, keep_weights=precision.keep_weights, verbose=verbose)
+        return apply_plan(model, decided, keep_weights=keep_weights, verbose=verbose)
     vars(model)[PLAN_ATTRIBUTE] = decided
     warnings.warn(
         f"octavo: no layer of this model is predicted to gain from FP8 on {where} with {tokens} tokens, so the model "

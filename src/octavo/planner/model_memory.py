@@ -61,6 +61,12 @@ def memory(
     Raises:
         ValueError: If the model cannot run the batch, with the reason.
         TypeError: For a batch in another form.
+
+    Examples:
+        >>> model = torch.nn.Linear(1024, 1024, dtype=torch.bfloat16, device="meta")
+        >>> plan = octavo.inspect.memory(model, ((8192, 1024),), optimizer=octavo.AdamW)
+        >>> plan.peak > 8192 * 1024 * 2
+        True
     """
     device = torch.device(device)
     if device.type not in ALLOCATION_GRANULARITY:

@@ -89,18 +89,14 @@ def plan(
         batch: Sequences of one forward on one GPU, with `seq`; or the input of the model, as `octavo.inspect.memory`
             takes it.
         seq: Tokens of a sequence: the model is then called with `input_ids`, and with `labels` if it takes them.
-        device: A GPU: "h100", "h200", "l40s", "rtx4090", "b200", "mi300x", …; the path of a TOML file that describes
-            one; or such a table. See `octavo.planner.devices`.
+        device: "h100", "h200", "b200", …; a TOML file that describes a GPU; or such a table (`octavo.planner.devices`).
         world: Number of GPUs, each with its own batch.
-        parallel: How they share the model, an `octavo.parallel.Parallel`; None: all share one copy (FSDP2). Tensor,
-            sequence, pipeline and expert parallelism are not predicted.
-        precision: The whole request in one object, instead of `recipe` and `skip`. Its `states` and `master` configure
-            an `octavo.AdamW`. Default: level fp8.
+        parallel: How they share the model, an `octavo.parallel.Parallel`; None: all share one copy (FSDP2).
+        precision: Replaces `recipe` and `skip`; its `states` and `master` configure an `octavo.AdamW`. Default: fp8.
         recipe: `"auto"` for the fastest one, or the recipe to use wherever it pays.
         skip: Name patterns of layers to leave as they are.
         filter: A filter of `octavo.nn.filters`, or a callable; layers that it does not match stay as they are.
-        heads: Decide vocabulary heads by cost too. By default they stay in bf16 to protect the loss, as in
-            `octavo.convert`; the reason states what they would gain.
+        heads: Decide vocabulary heads by cost too. By default they stay in bf16; the reason states their gain.
         compiled: Predict the time under torch.compile: no host time, and the work between products fused.
         checkpointing: `"none"`, `"selective"` or `"full"` recomputation of blocks. The memory of `"selective"` is only
             predicted for a configuration (`octavo plan`); here it is that without recomputation, with a note.
@@ -116,6 +112,11 @@ def plan(
         ValueError: For an unknown GPU or recipe, a calibration of another GPU, GPUs that cannot share the model so, a
             model that cannot run the batch, or one that is already converted or distributed.
         TypeError: For a batch, a device or `parallel` in another form.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8192, 8192, device="meta", dtype=torch.bfloat16))
+        >>> octavo.plan(model, ((8192, 8192),), device="h100").rows[0].recipe
+        'rowwise'
     """
     _check(model, checkpointing)
     gpu = with_measurements(find_gpu(device), calibration)

@@ -21,6 +21,14 @@ def disabled() -> Iterator[None]:
     What stores its activations in FP8 computes as it did before it was converted. Holds for the whole process, all
     threads. Do the backward of what was computed inside before leaving it, where activation checkpointing would compute
     it again.
+
+    Examples:
+        >>> layer, x = torch.nn.Linear(64, 64), torch.randn(2, 64)
+        >>> expected = layer(x)
+        >>> layer = octavo.convert(layer)
+        >>> with octavo.disabled():
+        ...     torch.equal(layer(x), expected)
+        True
     """
     before = SWITCH.enabled
     SWITCH.enabled = False

@@ -70,6 +70,11 @@ def run(
     Raises:
         ConfigError: For a mistake in configuration, data, model or output folder; nothing is overwritten.
         NonFiniteError: For a loss or gradient that is NaN or infinite; names the layer.
+
+    Examples:
+        >>> config = octavo.train.load_config("config.toml", ["run.steps=2"])
+        >>> octavo.train.run(config, out=Path("runs/two-steps")).steps
+        2
     """
     out = expand(out or config.run.out or Path("runs") / config.run.name)
     stop = threading.Event()

@@ -127,6 +127,11 @@ def load_config(
 
     Raises:
         ConfigError: For every mistake.
+
+    Examples:
+        >>> config = octavo.train.load_config("config.toml", ["precision.level=fp8", "run.steps=2"])
+        >>> config.run.steps, config.arm
+        (2, 'fp8 rowwise')
     """
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
@@ -158,7 +163,13 @@ def _fit_warmup(tables: dict[str, Any], note: Callable[[str], None]) -> None:
 
 
 def parse_config(tables: Mapping[str, Any]) -> TrainConfig:
-    """Check a dictionary of sections. Raises ConfigError naming the first wrong key."""
+    """Check a dictionary of sections. Raises ConfigError naming the first wrong key.
+
+    Examples:
+        >>> octavo.train.parse_config({"run": {"steps": "10"}})
+        Traceback (most recent call last):
+        octavo.train.config.run_config.ConfigError: run.steps: should be a valid integer, got '10'
+    """
     try:
         return TrainConfig.model_validate(tables)
     except ValidationError as error:

@@ -55,7 +55,7 @@ class Run(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights and of the order of the data."""
     steps: Count
-    """Optimizer steps of the whole run. May differ on resume, as may what `same_run.TUNABLE` lists."""
+    """Optimizer steps of the whole run; may differ on resume."""
     out: PathText | None = None
     """Output folder; `runs/<name>` where it is not given."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -161,6 +161,12 @@ def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
     An incomplete last line of a killed process is skipped with a warning. Any other line that is not a step, or out of
     order, raises ValueError with its number and the field. Missing steps, of at least `last`, give a warning: a power
     cut loses lines that were not on disk yet.
+
+    Examples:
+        >>> config, out = octavo.train.load_config("config.toml", ["run.steps=2"]), Path("runs/metrics")
+        >>> result = octavo.train.run(config, out=out)
+        >>> [step.step for step in octavo.train.read_metrics(out)]
+        [1, 2]
     """
     path, record_name = out / METRICS_FILE, "a step of a run"
     rows = [StepMetrics(**row) for row in read_records(path, record(StepMetrics), record_name)]

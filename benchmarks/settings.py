@@ -1,0 +1,77 @@
+"""docs/settings.md: every setting of `octavo train`, read from the pydantic sections and the docstrings in them."""
+
+import argparse
+import ast
+import inspect
+import json
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from benchmarks.environment import write_text
+from octavo.train.config.run_config import TrainConfig
+from octavo.train.config.sections import Section
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "settings.md"
+HEAD = """# Settings
+
+Generated from `src/octavo/train/config/sections.py` by `python -m benchmarks settings`; edit nothing here. A setting is
+written as `key = value` in its section of a TOML file, or as `section.key=value` on the command line
+([training](training.md)). An unknown key, a wrong type and a value out of range raise an error before anything runs.
+"""
+NAMES = {int: "integer", float: "number", bool: "true, false", str: "text", dict: "table", tuple: "list"}
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def docstrings(section: type[Section]) -> dict[str, str]:
+    """The text under each field of a section."""
+    body = ast.parse(inspect.getsource(section)).body[0].body
+    return {
+        field.target.id: inspect.cleandoc(text.value.value).replace("\n", " ").replace("  ", " ")
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+def type_text(annotation: Any, metadata: Any = ()) -> str:
+    """What a field accepts, such as `integer ≥ 1` or `"none"`, `"full"`."""
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(type_text(part) for part in get_args(annotation) if part is not NoneType)
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{json.dumps(value)}`" for value in get_args(annotation))
+    if hasattr(annotation, "__metadata__"):
+        field = FieldInfo.from_annotation(annotation)
+        return type_text(field.annotation, field.metadata)
+    name = NAMES[get_origin(annotation) or annotation]
+    limits = [(sign, getattr(limit, key)) for limit in metadata for key, sign in BOUNDS.items() if hasattr(limit, key)]
+    return " ".join([name, ", ".join(f"{sign} {limit}" for sign, limit in limits)]).rstrip()
+
+
+def table(name: str, section: type[Section]) -> str:
+    """The tables of a section and of the sections in it."""
+    lines = [f"\n## {name}\n", "| key | value | default | |", "|---|---|---|---|"]
+    texts, nested = docstrings(section), ""
+    for key, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            nested += table(f"{name}.{key}", field.annotation)
+            continue
+        value = "–" if field.is_required() or field.default is None else f"`{json.dumps(field.default)}`"
+        default = "required" if field.is_required() else value
+        lines.append(f"| `{key}` | {type_text(field.annotation, field.metadata)} | {default} | {texts[key]} |")
+    return "\n".join(lines) + "\n" + nested
+
+
+def document() -> str:
+    """The whole page."""
+    return HEAD + "".join(table(name, field.annotation) for name, field in TrainConfig.model_fields.items())
+
+
+def main(arguments: list[str]) -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks settings", description=__doc__)
+    parser.parse_args(arguments)
+    write_text(DOCUMENT, document())
+    print(f"written to {DOCUMENT}")
