@@ -8,9 +8,12 @@ messages to stderr.
 Commands import torch and the trainer inside, so that help and command line errors appear without delay.
 """
 
-from octavo.cli import training, comparing, inspecting, planning  # noqa: I001 (the order in which --help lists commands)
-from octavo.cli.app import app
-from octavo.cli.exit_codes import run
+from octavo.runtime.extras import needs_extras
+
+with needs_extras("the command octavo"):
+    from octavo.cli import training, comparing, inspecting, planning  # noqa: I001 (the order in which --help lists commands)
+    from octavo.cli.app import app
+    from octavo.cli.exit_codes import run
 
 __all__ = ["app", "comparing", "inspecting", "main", "planning", "training"]
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from octavo._version import __version__
 from octavo.cli.examples import EXAMPLES
 from octavo.cli.exit_codes import MISTAKE, is_closed
+from octavo.runtime.extras import missing
 
 app = typer.Typer(
     name="octavo",
@@ -68,9 +69,7 @@ def show_error(message: str) -> None:
 
 
 def _message(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error}. What `octavo train` and `octavo demo` need comes with: pip install 'octavo[train]'"
-    return str(error)
+    return missing(error, "this command") if isinstance(error, ModuleNotFoundError) else str(error)
 
 
 def print_plain(console: Console, text: str) -> None:

@@ -10,11 +10,14 @@ reads (source, tokenizer, data), what it trains (model, checkpointing), how (opt
 leaves (metrics, checkpoint), and where it went wrong (diagnose).
 """
 
-from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
-from octavo.train.diagnose import NonFiniteError
-from octavo.train.loop import run
-from octavo.train.metrics import Losses, Progress, RunResult, StepMetrics, read_metrics
-from octavo.train.ranks import LostRankError
+from octavo.runtime.extras import needs_extras
+
+with needs_extras("octavo.train"):
+    from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
+    from octavo.train.diagnose import NonFiniteError
+    from octavo.train.loop import run
+    from octavo.train.metrics import Losses, Progress, RunResult, StepMetrics, read_metrics
+    from octavo.train.ranks import LostRankError
 
 __all__ = [
     "ConfigError",

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from octavo.runtime.extras import INSTALL
 from octavo.train.checkpoint import checkpoints, load_checkpoint, read_trainer_state
 from octavo.train.config import ConfigError, TrainConfig
 from octavo.train.data import Corpus, load_corpus
@@ -97,7 +98,7 @@ def run(
 def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
     """Raise ConfigError early for a missing package and for `async_save` on one process."""
     if missing := [name for name in REQUIRED_PACKAGES if find_spec(name) is None]:
-        raise ConfigError(f"{missing[0]} is not installed: pip install 'octavo[train]'")
+        raise ConfigError(f"{missing[0]} is not installed: {INSTALL}")
     if config.parallel.async_save and ranks.world == 1:
         raise ConfigError(
             "parallel.async_save is for several processes, which write shards, and this is one: leave it out"

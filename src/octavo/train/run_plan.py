@@ -55,10 +55,10 @@ from octavo.planner.footprint import Footprint
 from octavo.planner.forecast import Forecast, decide_by_cost, forecast
 from octavo.planner.memory_plan import BATCH, BUFFERS, PARAMETERS, STATES, MemoryPlan, summarize
 from octavo.planner.step import CHECKPOINTING, Setting, layout_settings
-from octavo.planner.tables import compare_memory, forecast_tables, plan_notes
+from octavo.planner.tables import compare_memory, forecast_text, plan_notes
 from octavo.planner.timeline import Timeline
 from octavo.runtime.blocks import find_blocks
-from octavo.runtime.terminal import show, stdout
+from octavo.runtime.terminal import width
 from octavo.train.config import ConfigError, TrainConfig, load_config, parse_config
 from octavo.train.data import Corpus
 from octavo.train.model import DTYPES, build_model, check_fit, check_model
@@ -290,7 +290,7 @@ def console(
         if as_json:
             print(step.to_json())
         else:
-            show(*forecast_tables(step, stdout().width))
+            print(forecast_text(step, width()))
     if memory:
         _show_memory(path, overrides, device=device, limit=limit or 79.0, layers=layers, as_json=as_json)
 
@@ -314,7 +314,7 @@ def _show_memory(
     if layers:
         print(plans[0])
     table = compare_memory(plans, baseline="bf16", fitting=fitting, limit_bytes=limit_bytes)
-    show(table, *plan_notes(plans))
+    print("\n".join([*table.lines(), *plan_notes(plans)]))
 
 
 @contextmanager
