@@ -8,6 +8,8 @@ messages to stderr.
 Commands import torch and the trainer inside, so that help and command line errors appear without delay.
 """
 
+import os
+
 from octavo.runtime.extras import needs_extras
 
 with needs_extras("the command octavo"):
@@ -20,4 +22,6 @@ __all__ = ["app", "comparing", "inspecting", "main", "planning", "training"]
 
 def main() -> None:
     """Entry point of the `octavo` command."""
+    if "_OCTAVO_COMPLETE" in os.environ:  # set by a shell that completes a line; Typer exits by itself
+        app()
     raise SystemExit(run(app))
