@@ -49,7 +49,7 @@ $(VENV)/torch-%/.ready: pyproject.toml
 
 setup: $(VENV)/.developer  ## Make .venv with everything a developer needs
 
-demo: $(VENV)/.user  ## Train a small Llama in BF16 and in FP8 and compare them (a few minutes on 2 cores)
+demo: $(VENV)/.user  ## Train a small Llama in BF16 and with every FP8 switch, and compare them (3 minutes on 2 cores)
 	@$(BIN)/octavo demo
 
 lint: $(VENV)/.developer  ## Ruff (rules and formatting) and mypy

@@ -40,6 +40,7 @@ from octavo.train.metrics import (
     summarize_losses,
 )
 from octavo.train.model import check_model
+from octavo.train.optimizer import state_bytes_per_parameter
 from octavo.train.outputs import CONFIG_FILE, LAYERS_FILE, TOKENIZER_FILE, RunFolder, open_run_folder
 from octavo.train.ranks import Ranks, join_ranks, under_torchrun
 from octavo.train.sections import expand
@@ -202,7 +203,10 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
                 message = f"{error}. {trainer.advice(checkpoints(out))}"
                 failure = NonFiniteError(message, step=error.step, origin=error.origin)
             if spike is None:
-                result = replace(summary, **_summary_fields(metrics.rows), stopped=stopped)
+                states = state_bytes_per_parameter(trainer.optimizer, trainer.model) if trainer.step else None
+                result = replace(
+                    summary, **_summary_fields(metrics.rows), stopped=stopped, state_bytes_per_parameter=states
+                )
                 ranks.run_on_rank0(partial(result.write, out))
                 break
         _roll_back(trainer, out, spike, progress)
