@@ -58,7 +58,7 @@ lint: $(VENV)/.developer  ## Ruff (rules and formatting) and mypy
 	@$(BIN)/mypy
 
 test: lint  ## Lint, type-check, and run the tests
-	@$(BIN)/python -m pytest -n 2
+	@$(BIN)/python -m pytest -n 2 --durations=15
 
 test-slow: $(VENV)/.peers $(VENV)/.triton-$(TRITON) lint  ## All tests, with the slow ones, torchao and an older Triton
 	@$(BIN)/python -m pytest -n 2 -m 'not gpu'
