@@ -38,7 +38,7 @@ EXAMPLES = {
   octavo demo
   octavo demo --steps 50 --recipe mxfp8 --out runs/mxfp8
   [dim]# products alone in FP8, and as many tokens as configs/demo.toml[/dim]
-  octavo demo --level fp8 --steps 200 optim.batch=8
+  octavo demo --level fp8 --steps 200 optim.batch=8 optim.lr=3e-3
   octavo demo --seed 1 optim.lr=1e-3
 """,
     "compare": """
