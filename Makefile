@@ -56,7 +56,7 @@ $(VENV)/torch-%/.ready: pyproject.toml
 
 setup: $(VENV)/.developer  ## Make .venv with everything a developer needs
 
-demo: $(VENV)/.user  ## Train a small Llama in BF16 and in FP8 and compare them (a few minutes on 2 cores)
+demo: $(VENV)/.user  ## Train a small Llama in BF16 and with every FP8 switch, and compare them (3 minutes on 2 cores)
 	@$(BIN)/octavo demo
 
 lint: $(VENV)/.developer  ## Ruff (rules and formatting) and mypy
@@ -65,7 +65,7 @@ lint: $(VENV)/.developer  ## Ruff (rules and formatting) and mypy
 	@$(BIN)/mypy
 
 test: lint  ## Lint, type-check, and run the tests
-	@$(BIN)/python -m pytest -n 2
+	@$(BIN)/python -m pytest -n 2 --durations=15
 
 test-slow: $(VENV)/.peers $(VENV)/.triton-$(TRITON) lint  ## All tests, with the slow ones, torchao and an older Triton
 	@$(BIN)/python -m pytest -n 2 -m 'not gpu'

@@ -241,24 +241,29 @@ def test_a_demo_compares_both_arms(config: Path, here: Path, cache: Path) -> Non
         "demo", *TINY_DEMO, "data.source=corpus.txt", f"data.cache={cache.as_posix()}", "--steps", 12, "--seed", 3,
         "--recipe", "tensorwise", "--out", "out",
     )  # fmt: skip
+    level = "fp8+activations+optimizer"
     assert result.exit_code == 0, result.output
     found = json.loads((here / "out/verdict.json").read_text())
     (verdict,), (bf16, fp8) = found["verdicts"], found["runs"]
-    assert (bf16["arm"], fp8["arm"]) == ("bf16", "fp8 tensorwise")
+    assert (bf16["arm"], fp8["arm"]) == ("bf16", f"{level} tensorwise")
     assert verdict["tail_gap"] == fp8["losses"]["tail_mean"] - bf16["losses"]["tail_mean"] != 0
     assert (
         abs(bf16["losses"]["first"] - fp8["losses"]["first"]) < 0.02 * bf16["losses"]["first"]
     )  # one start, one batch
     assert fp8["kept_bytes_per_token"] < bf16["kept_bytes_per_token"]
+    assert bf16["state_bytes_per_parameter"] == pytest.approx(12, abs=0.01)  # the step counts are beside
+    assert 4 < fp8["state_bytes_per_parameter"] < 4.5
+    assert verdict["state_ratio"] == fp8["state_bytes_per_parameter"] / bf16["state_bytes_per_parameter"]
+    assert 1.05 < verdict["prediction"]["gain"] < 1.6 and "Llama 3 8B on 8 × H100" in verdict["prediction"]["where"]
     assert bf16["steps"] == fp8["steps"] == 12
     shown = " ".join(result.stdout.split())
     assert verdict["sentence"] in shown and all(note in shown for note in verdict["notes"])
     for number in (bf16["losses"]["final"], fp8["losses"]["tail_mean"]):
         assert f"{number:.4f}" in shown
     left = files(here / "out")
-    assert {"report.html", "loss.png", "bf16/metrics.jsonl", "fp8/metrics.jsonl"} <= set(left)
-    configs = [tomllib.loads(left[f"{arm}/config.toml"].decode()) for arm in ("bf16", "fp8")]
-    assert [c["precision"].pop("level") for c in configs] == ["bf16", "fp8"]
+    assert {"report.html", "loss.png", "bf16/metrics.jsonl", f"{level}/metrics.jsonl"} <= set(left)
+    configs = [tomllib.loads(left[f"{arm}/config.toml"].decode()) for arm in ("bf16", level)]
+    assert [c["precision"].pop("level") for c in configs] == ["bf16", level]
     assert configs[0] == configs[1] and configs[0]["run"]["seed"] == 3
 
 

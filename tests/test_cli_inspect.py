@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 from octavo.cli import app
 from octavo.inspect import OperandStats
+from octavo.numerics.display import shortened
 from octavo.runtime import terminal
-from octavo.runtime.terminal import shortened
 from octavo.train.record.statistics import StatisticsWriter
 
 ROW = OperandStats(

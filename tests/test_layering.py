@@ -57,19 +57,19 @@ def imports_of(path: Path) -> list[str]:
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_go_downward_only(path: Path) -> None:
-    here = path.relative_to(SOURCE).with_suffix("").parts[0]
-    if here in FRONT_DOORS:
-        return
-    for name in imports_of(path):
-        there = room(name)
-        if there == here:
-            continue
-        assert there in LEVELS, f"{path.name} imports {name}: from the root package, or a room this test does not know"
-        assert LEVELS[there] < LEVELS[here] or there == "_version", (
-            f"{here} (level {LEVELS[here]}) imports {name} (level {LEVELS[there]}); imports go to lower levels only"
-        )
+def test_imports_go_downward_only() -> None:
+    wrong = []
+    for path in FILES:
+        here = path.relative_to(SOURCE).with_suffix("").parts[0]
+        for name in () if here in FRONT_DOORS else imports_of(path):
+            there = room(name)
+            if there not in LEVELS:
+                wrong.append(f"{path} imports {name}: from the root package, or a room this test does not know")
+            elif there not in (here, "_version") and LEVELS[there] >= LEVELS[here]:
+                wrong.append(
+                    f"{path} (level {LEVELS[here]}) imports {name} (level {LEVELS[there]}), which is not lower"
+                )
+    assert len(FILES) > 150 and not wrong, "\n".join(wrong)
 
 
 def test_there_are_no_import_cycles() -> None:
@@ -99,15 +99,15 @@ def test_there_are_no_import_cycles() -> None:
         visit(module, ())
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_files_and_functions_stay_short(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= 400
-    assert path.name != "utils.py"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= 80, f"{node.name} has {length} lines"
+def test_files_and_functions_stay_short() -> None:
+    for path in FILES:
+        text = path.read_text()
+        assert text.count("\n") <= 400, path
+        assert path.name != "utils.py", path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                assert length <= 80, f"{path}: {node.name} has {length} lines"
 
 
 def test_import_is_lean() -> None:
@@ -129,15 +129,9 @@ def test_import_is_lean() -> None:
     assert heavy.strip() == "[]"
 
 
-def test_import_and_help_do_not_import_torch() -> None:
-    code = (
-        "import sys, octavo; dir(octavo); import octavo.cli; from typer.main import get_command;"
-        "group = get_command(octavo.cli.app);"
-        "[c.get_help(c.make_context(n, [], resilient_parsing=True)) for n, c in group.commands.items()];"
-        "print(sorted({'torch', 'numpy', 'triton', 'transformers'} & set(sys.modules)))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.splitlines()[-1] == "[]"
+def test_import_does_not_import_torch() -> None:
+    code = "import sys, octavo; dir(octavo); print(sorted({'torch', 'numpy', 'triton', 'rich'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_dir_lists_public_names_and_every_subpackage() -> None:

@@ -1,6 +1,17 @@
-"""`python -m octavo`: the same as the `octavo` command."""
+"""`python -m octavo` and the `octavo` command: one line and exit code 2 if the packages of the command are missing."""
 
-from octavo.cli import main
+import sys
+
+
+def main() -> None:
+    """Entry point of the `octavo` command."""
+    try:
+        from octavo.cli import main as run
+    except ModuleNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fake_runs import folder, result
 
+from octavo.experiments.predicted import PredictedSpeed
 from octavo.experiments.run_report import summary_rows, write_report
 from octavo.experiments.verdict import verdict
 from octavo.train.record.metrics import RunResult, read_metrics
@@ -148,6 +149,20 @@ def test_the_png_shows_both_curves(pair: list[Path], tmp_path: Path) -> None:
     blue = (np.array([0x00, 0x72, 0xB2]) / 255 + 1) / 2  # the baseline, at half opacity on white
     for colour in (vermillion, blue):
         assert (np.abs(pixels - colour).max(axis=-1) < 0.03).sum() > 1000
+
+
+def test_the_tiles_of_a_pair_are_loss_memory_and_speed(pair: list[Path], tmp_path: Path) -> None:
+    def tiles(prediction: PredictedSpeed | None) -> list[str]:
+        html = write_report(pair, tmp_path, prediction).html.read_text(encoding="utf-8")
+        return [text_of(tile) for tile in re.findall(r'<div class="tile">.*?</div>', html, flags=re.S)]
+
+    measured = tiles(None)
+    assert len(measured) == 4 and measured[0].endswith("mean of the last 10 % of steps")
+    assert "0.70 ×" in measured[1] and "saved for backward" in measured[1]
+    assert "0.34 ×" in measured[2] and "optimizer states" in measured[2]
+    assert "tokens/s" in measured[3] and "predicted" not in measured[3]
+    predicted = tiles(PredictedSpeed(gain=1.234, where="a model on 8 GPUs"))
+    assert "1.23 ×" in predicted[3] and "predicted, not measured: a model on 8 GPUs" in predicted[3]
 
 
 def test_a_single_run_has_a_report_without_a_verdict(pair: list[Path]) -> None:

@@ -5,6 +5,7 @@ from fake_runs import result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.experiments.predicted import PredictedSpeed
 from octavo.experiments.verdict import ONE_SEED, arm_name, verdict
 from octavo.train.record.metrics import Losses
 
@@ -61,17 +62,27 @@ def test_few_steps_are_no_claim() -> None:
 
 
 def test_a_cpu_is_no_speed_claim_and_a_gpu_is_named() -> None:
-    on_cpu = verdict(result(), result(FP8)).notes[0]
+    (on_cpu,) = [note for note in verdict(result(), result(FP8)).notes if "tokens/s" in note]
     assert "0.40 ×" in on_cpu and "emulated" in on_cpu and "nothing about the speed on a GPU" in on_cpu
-    on_gpu = verdict(result(device="NVIDIA H200"), result(FP8, device="NVIDIA H200", tokens_per_s=1300.0)).notes[0]
+    of_gpu = verdict(result(device="NVIDIA H200"), result(FP8, device="NVIDIA H200", tokens_per_s=1300.0)).notes
+    (on_gpu,) = [note for note in of_gpu if "tokens/s" in note]
     assert "1.30 ×" in on_gpu and "NVIDIA H200" in on_gpu and "emulated" not in on_gpu
 
 
 def test_memory_skipped_steps_and_the_single_seed_are_always_said() -> None:
     notes = verdict(result(), result(FP8, skipped_steps=3, kept_bytes_per_token=12_000.0)).notes
     assert any("1.20 × BF16's bytes" in note for note in notes)
+    assert any("0.34 × BF16's memory: 4.1 against 12.0 bytes per parameter" in note for note in notes)
     assert any("skipped 3 of 100 steps" in note for note in notes)
     assert notes[-1] == ONE_SEED
+
+
+def test_a_prediction_is_marked_as_one() -> None:
+    prediction = PredictedSpeed(gain=1.234, where="a model on 8 GPUs")
+    found = verdict(result(), result(FP8), prediction)
+    assert "Predicted, not measured: 1.23 × BF16's speed for a model on 8 GPUs." in found.notes
+    assert found.to_json()["prediction"] == {"gain": 1.234, "where": "a model on 8 GPUs"}
+    assert not any("Predicted" in note for note in verdict(result(), result(FP8)).notes)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +104,9 @@ def test_runs_that_cannot_be_compared_get_no_verdict(changes: dict, reason: str)
 
 
 def test_what_was_not_measured_is_not_said() -> None:
-    found = verdict(result(), result(FP8, tokens_per_s=None, kept_bytes_per_token=None))
-    assert found.speed_ratio is None and found.memory_ratio is None
+    unknown = {"tokens_per_s": None, "kept_bytes_per_token": None, "state_bytes_per_parameter": None}
+    found = verdict(result(), result(FP8, **unknown))
+    assert found.speed_ratio is None and found.memory_ratio is None and found.state_ratio is None
     assert found.notes == (ONE_SEED,)
 
 

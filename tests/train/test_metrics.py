@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,9 @@ def test_result_round_trip(tmp_path: Path) -> None:
     result.write(tmp_path)
     assert RunResult.read(tmp_path) == result
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    earlier = {key: value for key, value in asdict(result).items() if key != "state_bytes_per_parameter"}
+    (tmp_path / "run.json").write_text(json.dumps(earlier))
+    assert RunResult.read(tmp_path) == result
     with pytest.raises(ValueError, match=r"holds no run\.json"):
         RunResult.read(tmp_path / "other")
     for text in ("[]", "{", "{}", '{"losses": null, "x": 1}'):

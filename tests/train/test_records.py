@@ -40,17 +40,22 @@ def wrong(name: str, field: str, value: Any) -> str:
 
 
 @pytest.mark.parametrize(("name", "field"), CASES)
-@pytest.mark.parametrize("value", WRONG, ids=str)
-def test_a_field_of_another_type_is_named(name: str, field: str, value: Any, tmp_path: Path) -> None:
+def test_a_field_of_another_type_is_named(name: str, field: str, tmp_path: Path) -> None:
     strings = ("text", "event", "layer", "operand", "recipe")
-    if (isinstance(value, str) and field in strings) or (field == "what_if" and isinstance(value, dict)):
-        pytest.skip("that is its type")
-    if value == -1j and field in ("to", "rollbacks", "skipped_batches"):
-        pytest.skip("below")
     good = json.dumps(ROWS[name])
-    (tmp_path / name).write_text(f"{good}\n{wrong(name, field, value)}\n")
-    with pytest.raises(ValueError, match=rf"^{re.escape(str(tmp_path / name))}, line 2 is not .*: {field}\b.*"):
-        READERS[name](tmp_path)
+    for value in WRONG:
+        if (isinstance(value, str) and field in strings) or (field == "what_if" and isinstance(value, dict)):
+            continue  # that is its type
+        if value == -1j and field in ("to", "rollbacks", "skipped_batches"):
+            continue  # below
+        (tmp_path / name).write_text(f"{good}\n{wrong(name, field, value)}\n")
+        try:
+            READERS[name](tmp_path)
+        except ValueError as error:
+            place = rf"{re.escape(str(tmp_path / name))}, line 2 is not .*: {field}\b.*"
+            assert re.match(place, str(error)), value
+        else:
+            pytest.fail(f"{value!r} is read")
 
 
 LINES = [b"[]", b"3", b"null", b"", b"{", b'{"step": 1}', b"\xff", b'{"a":' * 5000, b"[" * 100_000]

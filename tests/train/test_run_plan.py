@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import octavo
-from octavo import train as train_package
+from octavo import experiments
 from octavo.cli import app
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import LEVELS
@@ -222,7 +222,7 @@ def test_the_speed_of_a_run_is_that_of_its_configuration():
     assert two.bf16.flops == pytest.approx(speed.bf16.flops)
 
 
-SHIPPED = [*sorted(SEVEN_B.parent.glob("*.toml")), Path(train_package.__file__).with_name("demo.toml")]
+SHIPPED = [*sorted(SEVEN_B.parent.glob("*.toml")), Path(experiments.__file__).with_name("demo.toml")]
 SMALL = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=2", "vocab_size=320")
 SMALLER = [*(f"model.config.{size}" for size in SMALL), "model.config.num_key_value_heads=2", "data.vocab_size=320",
            "data.sequence_length=32", "model.config.max_position_embeddings=32"]  # fmt: skip

@@ -8,13 +8,20 @@ messages to stderr.
 Commands import torch and the trainer inside, so that help and command line errors appear without delay.
 """
 
-from octavo.cli import training, comparing, inspecting, planning  # noqa: I001 (the order in which --help lists commands)
-from octavo.cli.app import app
-from octavo.cli.exit_codes import run
+import os
+
+from octavo.runtime.extras import needs_extras
+
+with needs_extras("the command octavo"):
+    from octavo.cli import training, comparing, inspecting, planning  # noqa: I001 (the order in which --help lists commands)
+    from octavo.cli.app import app
+    from octavo.cli.exit_codes import run
 
 __all__ = ["app", "comparing", "inspecting", "main", "planning", "training"]
 
 
 def main() -> None:
     """Entry point of the `octavo` command."""
+    if "_OCTAVO_COMPLETE" in os.environ:  # set by a shell that completes a line; Typer exits by itself
+        app()
     raise SystemExit(run(app))

@@ -11,14 +11,29 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from octavo._version import __version__
+from octavo.cli.completion import complete_setting
 from octavo.cli.examples import EXAMPLES
 from octavo.cli.exit_codes import MISTAKE, is_closed
+from octavo.runtime.extras import missing
+
+
+class _Group(TyperGroup):
+    """Shows `COMMAND --help` without parsing the group's options, for which Typer imports pydantic."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        command = self.commands.get(args[0]) if len(args) == 2 and args[1] in ctx.help_option_names else None
+        if command is None:
+            return super().parse_args(ctx, args)
+        typer.echo(command.get_help(typer.Context(command, info_name=args[0], parent=ctx, **command.context_settings)))
+        raise typer.Exit()
+
 
 app = typer.Typer(
     name="octavo",
-    add_completion=False,
+    cls=_Group,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -26,7 +41,12 @@ app = typer.Typer(
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="SECTION.KEY=VALUE", help="Settings to change, as optim.lr=1e-3.", show_default=False),
+    typer.Argument(
+        metavar="SECTION.KEY=VALUE",
+        help="Settings to change, as optim.lr=1e-3.",
+        show_default=False,
+        autocompletion=complete_setting,
+    ),
 ]
 
 
@@ -68,9 +88,7 @@ def show_error(message: str) -> None:
 
 
 def _message(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error}. What `octavo train` and `octavo demo` need comes with: pip install 'octavo[train]'"
-    return str(error)
+    return missing(error, "this command") if isinstance(error, ModuleNotFoundError) else str(error)
 
 
 def print_plain(console: Console, text: str) -> None:

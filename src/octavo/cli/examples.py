@@ -4,7 +4,7 @@ EXAMPLES = {
     "octavo": """
 [bold]Examples[/bold]
 
-  [dim]# BF16 against FP8 on a small model; a few minutes on a CPU[/dim]
+  [dim]# BF16 against every part in FP8 on a small model; about three minutes on two CPU cores[/dim]
   octavo demo
   [dim]# one run, into runs/<its name>; any setting can be given after the file[/dim]
   octavo train configs/demo.toml precision.level=fp8 precision.recipe=mxfp8
@@ -37,8 +37,8 @@ EXAMPLES = {
 
   octavo demo
   octavo demo --steps 50 --recipe mxfp8 --out runs/mxfp8
-  [dim]# stored activations and optimizer states in FP8 as well[/dim]
-  octavo demo --level fp8+activations+optimizer
+  [dim]# products alone in FP8, and as many tokens as configs/demo.toml[/dim]
+  octavo demo --level fp8 --steps 200 optim.batch=8 optim.lr=3e-3
   octavo demo --seed 1 optim.lr=1e-3
 """,
     "compare": """

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from octavo.cli.app import app, in_home, print_plain, user_errors
 from octavo.cli.examples import EXAMPLES
-from octavo.runtime.terminal import Name, show, stdout
+from octavo.runtime.terminal import stdout, width
 
 if TYPE_CHECKING:
     from octavo.inspect import OperandStats
+    from octavo.numerics.display import Table
 
 ORDERS: "dict[str, Callable[[OperandStats], float]]" = {
     "sqnr": lambda row: -math.inf if math.isnan(row.sqnr) else row.sqnr,
@@ -73,15 +72,18 @@ def inspect_run(
             print_plain(console, f"  {finding}")
         if len(findings) > SHOWN:
             print_plain(console, f"  … and {len(findings) - SHOWN} more: report.html has a table and heat maps")
-        show(_table(shown[:top], f"step {selected:,}: {min(top, len(shown))} of {len(shown)}, worst {by} first"))
+        title = f"step {selected:,}: {min(top, len(shown))} of {len(shown)}, worst {by} first"
+        print("\n".join(_table(shown[:top], title).lines(width())))
 
 
 def _counted(number: int, what: str) -> str:
     return f"{number or 'No'} {what}{'' if number == 1 else 's'}"
 
 
-def _table(rows: "list[OperandStats]", title: str) -> Table:
+def _table(rows: "list[OperandStats]", title: str) -> "Table":
     """Return a table of rows, without columns that are equal in all rows, or zero."""
+    from octavo.numerics.display import Table
+
     recipes = {row.recipe for row in rows}
     columns: dict[str, Callable[[OperandStats], str]] = {"operand": lambda row: row.operand}
     if len(recipes) > 1:
@@ -98,10 +100,10 @@ def _table(rows: "list[OperandStats]", title: str) -> Table:
         "spread": lambda row: f"{row.scale_spread:.3g}",
     }
     of_all = f" ({recipes.pop()})" if len(recipes) == 1 else ""
-    table = Table(title=title + of_all, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("layer")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("operand", "recipe") else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(Name(row.layer), *(text(row) for text in columns.values()))
-    return table
+    return Table(
+        title=f"\n{title}{of_all}",
+        headings=("layer", *columns),
+        align="<" + "".join("<" if name in ("operand", "recipe") else ">" for name in columns),
+        rows=[(row.layer, *(text(row) for text in columns.values())) for row in rows],
+        shorten=True,
+    )

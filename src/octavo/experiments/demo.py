@@ -2,7 +2,10 @@
 
 Both arms have the same seed, initial weights, data and order of the data; only `precision.level` differs. The
 configuration is `demo.toml` beside this file, so that it is there after `pip install` too; `configs/demo.toml` is its
-copy.
+copy. `SHORTENED` lets both arms finish within three minutes on two CPU cores without bf16 instructions.
+
+The speed of a CPU, which emulates FP8, means nothing for a GPU. On a CPU the report has the planner's prediction for a
+model of real size instead.
 """
 
 import shlex
@@ -13,24 +16,29 @@ from importlib import resources
 from itertools import count
 from pathlib import Path
 
+from octavo.experiments.predicted import predict_speed
 from octavo.experiments.run_report import ReportFiles, write_report
+from octavo.experiments.verdict import Verdict, verdict
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
 from octavo.train.record.metrics import Progress, RunResult
 from octavo.train.record.outputs import CONFIG_FILE
 
-BASELINE, CANDIDATE = "bf16", "fp8"
+BASELINE, CANDIDATE = "bf16", "fp8+activations+optimizer"
+SHORTENED = ("run.steps=100", "optim.batch=2", "optim.lr=1e-3")
+"""Settings of both arms beside `demo.toml`, whose learning rate is for larger batches; overrides come after them."""
 SET_BY_DEMO = ("precision.level", "precision.matmul", "run.out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """Both arms, as far as they got; `files` is None if one of them was stopped."""
+    """Both arms, as far as they got; `files` and `verdict` are None if one of them was stopped."""
 
     out: Path
     arms: list[RunResult]
     files: ReportFiles | None
+    verdict: Verdict | None = None
     go_on: str = ""
     """The command that finishes the arm that was stopped; empty if none was."""
 
@@ -53,7 +61,7 @@ def demo_configs(overrides: Sequence[str] = (), candidate: str = CANDIDATE) -> t
         raise ConfigError(f"the demo compares {BASELINE} with another level: give one with --level, as {CANDIDATE}")
     with _packaged() as path:
         first, second = (
-            load_config(path, [*overrides, f'precision.level="{level}"']) for level in (BASELINE, candidate)
+            load_config(path, [*SHORTENED, *overrides, f'precision.level="{level}"']) for level in (BASELINE, candidate)
         )
     return first, second
 
@@ -68,7 +76,7 @@ def _own_warmup() -> int:
 
 
 def free_folder(folder: Path) -> Path:
-    """Return `wanted` if nothing is there, else the first of `wanted-2`, `wanted-3`, … that is free."""
+    """Return `folder` if nothing is there, else the first of `<folder>-2`, `<folder>-3`, … that is free."""
     if not folder.exists():
         return folder
     return next(path for n in count(2) if not (path := folder.with_name(f"{folder.name}-{n}")).exists())
@@ -99,4 +107,10 @@ def run_demo(configs: Sequence[TrainConfig], out: Path, progress: Progress) -> D
             folder = shlex.quote(str(folders[-1]))
             go_on = f"octavo train {shlex.quote(str(folders[-1] / CONFIG_FILE))} --out {folder} --resume"
             return DemoResult(out=out, arms=arms, files=None, go_on=go_on)
-    return DemoResult(out=out, arms=arms, files=write_report(folders, out))
+    prediction = None
+    if arms[0].device == "cpu":
+        progress.stage("predicting the speed on GPUs")
+        prediction = predict_speed(configs[1].resolved)
+    return DemoResult(
+        out=out, arms=arms, files=write_report(folders, out, prediction), verdict=verdict(arms[0], arms[1], prediction)
+    )

@@ -23,6 +23,7 @@ from octavo.experiments.charts import FLAT, SMALL, Chart, Line, draw
 from octavo.experiments.curves import Curves, gap_percent
 from octavo.experiments.heatmap import Heatmap, heatmaps
 from octavo.experiments.plots import write_loss_png
+from octavo.experiments.predicted import PredictedSpeed
 from octavo.experiments.verdict import BAND_PERCENT, Verdict, arm_name, verdict
 from octavo.inspect.findings import Finding
 from octavo.inspect.stats import OperandStats
@@ -97,14 +98,16 @@ class LoggedRun:
         return heatmaps(self.statistics)
 
 
-def write_report(runs: list[Path], out: Path) -> ReportFiles:
+def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None = None) -> ReportFiles:
     """Write the report of the runs in the folders `runs` into the folder `out`; the first run is the baseline.
+
+    `prediction`: the speed of the second run's precision on GPUs.
 
     Raises:
         ValueError: A folder holds no finished run, a file of one is damaged, or a link is where the report would be.
     """
     logged = _read(runs)
-    verdicts = [verdict(logged[0].result, run.result) for run in logged[1:]]
+    verdicts = [verdict(logged[0].result, run.result, prediction) for run in logged[1:]]
     out.mkdir(parents=True, exist_ok=True)
     files = ReportFiles(
         html=out / "report.html", png=out / "loss.png", verdict=out / "verdict.json" if verdicts else None
@@ -138,7 +141,8 @@ def summary_rows(results: Sequence[RunResult]) -> list[Row]:
         row("final loss", lambda r: r.losses.final if r.losses else None, "{:.4f}", "gap"),
         row("first loss", lambda r: r.losses.first if r.losses else None, "{:.4f}", "gap"),
         row("tokens/s, median", lambda r: r.tokens_per_s, "{:,.0f}", "ratio"),
-        row("kept for backward, bytes/token", lambda r: r.kept_bytes_per_token, "{:,.0f}", "ratio"),
+        row("saved for backward, bytes/token", lambda r: r.kept_bytes_per_token, "{:,.0f}", "ratio"),
+        row("optimizer states, bytes/parameter", lambda r: r.state_bytes_per_parameter, "{:.2f}", "ratio"),
         row("steps", lambda r: r.steps, "{:,}"),
         row("tokens", lambda r: r.tokens, "{:,}"),
         row("skipped steps", lambda r: r.skipped_steps, "{:,}"),
@@ -239,17 +243,22 @@ def _tiles(runs: list[LoggedRun], verdicts: list[Verdict]) -> list[dict[str, str
 
     if len(verdicts) == 1:
         (pair,) = verdicts
+        speed = tile(pair.speed_ratio, "{:.2f} ×", f"{pair.baseline}'s tokens/s")
+        if pair.prediction is not None:
+            label = f"{pair.baseline}'s speed, predicted, not measured: {pair.prediction.where}"
+            speed = tile(pair.prediction.gain, "{:.2f} ×", label)
         return [
             tile(pair.tail_gap_percent, "{:+.2f} %", "loss gap, mean of the last 10 % of steps"),
-            tile(pair.speed_ratio, "{:.2f} ×", f"{pair.baseline}'s tokens/s"),
-            tile(pair.memory_ratio, "{:.2f} ×", f"{pair.baseline}'s bytes kept for backward"),
+            tile(pair.memory_ratio, "{:.2f} ×", f"{pair.baseline}'s bytes saved for backward"),
+            tile(pair.state_ratio, "{:.2f} ×", f"{pair.baseline}'s bytes of optimizer states"),
+            speed,
         ]
     if len(runs) == 1:
         result = runs[0].result
         return [
             tile(result.losses.tail_mean if result.losses else None, "{:.4f}", "mean loss, last 10 % of steps"),
             tile(result.tokens_per_s, "{:,.0f}", "tokens/s, median"),
-            tile(result.kept_bytes_per_token, "{:,.0f}", "kept for backward, bytes/token"),
+            tile(result.kept_bytes_per_token, "{:,.0f}", "saved for backward, bytes/token"),
         ]
     return [tile(pair.tail_gap_percent, "{:+.2f} %", f"loss gap of {pair.candidate}") for pair in verdicts]
 

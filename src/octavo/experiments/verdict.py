@@ -11,6 +11,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from octavo.experiments.predicted import PredictedSpeed
 from octavo.train.record.metrics import RunResult
 
 BAND_PERCENT = 1.0
@@ -33,7 +34,9 @@ class Verdict:
         final_gap, tail_gap: Gap of the last loss, and of the mean over the last 10 % of steps, in nats per token.
         final_gap_percent, tail_gap_percent: The same, in percent of the baseline.
         speed_ratio: Candidate's tokens/s over the baseline's.
-        memory_ratio: Candidate's bytes kept for backward per token over the baseline's.
+        memory_ratio: Candidate's bytes saved for backward per token over the baseline's.
+        state_ratio: Candidate's bytes of optimizer states per parameter over the baseline's.
+        prediction: Predicted speed-up of a larger model on GPUs, if one was made.
         sentence: The verdict on the loss.
         notes: What else must be known to read it: speed, memory, seeds.
     """
@@ -47,6 +50,8 @@ class Verdict:
     tail_gap_percent: float | None = None
     speed_ratio: float | None = None
     memory_ratio: float | None = None
+    state_ratio: float | None = None
+    prediction: PredictedSpeed | None = None
     sentence: str
     notes: tuple[str, ...] = ()
 
@@ -61,8 +66,8 @@ def arm_name(arm: str) -> str:
     return {"bf16": "BF16", "fp8": "FP8", "O1": "FP8", None: ""}[matmul] + more + rest
 
 
-def verdict(a: RunResult, b: RunResult) -> Verdict:
-    """Compare run `b`, the candidate, with run `a`, the baseline."""
+def verdict(a: RunResult, b: RunResult, prediction: PredictedSpeed | None = None) -> Verdict:
+    """Compare run `b`, the candidate, with run `a`, the baseline; `prediction` is of the candidate's precision."""
     baseline, candidate = arm_name(a.arm), arm_name(b.arm)
     obstacle = _obstacle(a, b)
     if obstacle or a.losses is None or b.losses is None:
@@ -84,8 +89,10 @@ def verdict(a: RunResult, b: RunResult) -> Verdict:
         tail_gap_percent=percent,
         speed_ratio=_ratio(a.tokens_per_s, b.tokens_per_s),
         memory_ratio=_ratio(a.kept_bytes_per_token, b.kept_bytes_per_token),
+        state_ratio=_ratio(a.state_bytes_per_parameter, b.state_bytes_per_parameter),
+        prediction=prediction,
         sentence=_sentence(baseline, candidate, status, percent, a, b),
-        notes=tuple(_notes(a, b)),
+        notes=tuple(_notes(a, b, prediction)),
     )
 
 
@@ -133,9 +140,16 @@ def _sentence(baseline: str, candidate: str, status: str, percent: float, a: Run
     )
 
 
-def _notes(a: RunResult, b: RunResult) -> list[str]:
+def _notes(a: RunResult, b: RunResult, prediction: PredictedSpeed | None) -> list[str]:
     baseline, candidate = arm_name(a.arm), arm_name(b.arm)
     notes = []
+    if (memory := _ratio(a.kept_bytes_per_token, b.kept_bytes_per_token)) is not None:
+        notes.append(f"{candidate} saves {memory:.2f} × {baseline}'s bytes per token for the backward pass.")
+    if (states := _ratio(a.state_bytes_per_parameter, b.state_bytes_per_parameter)) is not None:
+        numbers = f"{b.state_bytes_per_parameter:.1f} against {a.state_bytes_per_parameter:.1f} bytes per parameter"
+        notes.append(f"{candidate}'s optimizer states take {states:.2f} × {baseline}'s memory: {numbers}.")
+    if prediction is not None:
+        notes.append(f"Predicted, not measured: {prediction.gain:.2f} × {baseline}'s speed for {prediction.where}.")
     if (speed := _ratio(a.tokens_per_s, b.tokens_per_s)) is not None:
         figure = f"{candidate} ran at {speed:.2f} × {baseline}'s tokens/s"
         if b.device == "cpu":
@@ -145,8 +159,6 @@ def _notes(a: RunResult, b: RunResult) -> list[str]:
             )
         else:
             notes.append(f"{figure} on {b.device}.")
-    if (memory := _ratio(a.kept_bytes_per_token, b.kept_bytes_per_token)) is not None:
-        notes.append(f"{candidate} keeps {memory:.2f} × {baseline}'s bytes per token for the backward pass.")
     notes += [
         f"{arm_name(run.arm)} skipped {run.skipped_steps:,} of {run.steps:,} steps on overflow."
         for run in (a, b)

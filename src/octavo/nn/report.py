@@ -14,7 +14,7 @@ from octavo.kernels.gemm import accelerated
 from octavo.nn.linear import Linear
 from octavo.nn.memory_audit import saved_by_layer
 from octavo.nn.select import STORED_HOW, is_linear
-from octavo.numerics.display import Displayed, text_table
+from octavo.numerics.display import Displayed, Table
 from octavo.numerics.names import merged, pattern
 from octavo.numerics.plan import Decision, Plan, merged_rows
 from octavo.numerics.recipe import Recipe
@@ -124,8 +124,8 @@ class Report(Displayed):
     def __str__(self) -> str:
         rows: list[tuple[str, Row | StorageRow]] = [*merged_rows(self.rows), *merged_rows(self.activations)]
         cells = [(names or "(the model)", row.recipe or "–", row.reason) for names, row in rows]
-        table = text_table(("layer", "recipe", "reason"), cells)
-        return "\n".join([*table, "", *self._saved_bytes_lines(), self.summary])
+        table = Table(headings=("layer", "recipe", "reason"), align="<<<", rows=cells)
+        return "\n".join([*table.lines(), "", *self._saved_bytes_lines(), self.summary])
 
     def _saved_bytes_lines(self) -> list[str]:
         """Return the lines of a table of `kept`, with similar modules in one row."""

@@ -1,10 +1,21 @@
-"""Text tables of results: complete for `print`, shortened at a prompt and in a notebook."""
+"""Text tables of results: complete for `print`, shortened at a prompt and in a notebook.
+
+Plain text rather than `rich`: the library prints plans and reports with torch and numpy alone.
+"""
 
 import html
+import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 MAX_LINES = 60
 """Maximum number of lines of a `repr`."""
+MAX_RULE = 100
+"""Maximum length of a rule below the headings of a table of unlimited width."""
+MIN_NAME_WIDTH = 16
+"""Minimum characters of a shortened name."""
+MIN_TEXT_WIDTH = 40
+"""Minimum characters of a wrapped last column."""
 
 
 class Displayed:
@@ -22,12 +33,59 @@ class Displayed:
         return f'<pre style="white-space: pre; overflow-x: auto">{html.escape(repr(self))}</pre>'
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table; the last column is not padded."""
-    cells = [header, *rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header) - 1)]
-    lines = [
-        "  ".join([f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)] + [row[-1]]) for row in cells
-    ]
-    lines.insert(1, "─" * min(100, max(len(line) for line in lines)))
-    return lines
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of text.
+
+    Attributes:
+        headings: One for each column; a heading may have several lines.
+        align: `"<"` (left) or `">"` (right) for each column; a last column that is left-aligned may be long.
+        rows: The cells; an empty row prints as a rule.
+        title: Line above the headings.
+        shorten: Whether the first column holds names, to be shortened in the middle where the width is too small.
+    """
+
+    headings: Sequence[str]
+    align: str
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    shorten: bool = False
+
+    def lines(self, width: int | None = None) -> list[str]:
+        """Return the lines, of at most `width` characters where names and the last column allow it."""
+        parts = [heading.split("\n") for heading in self.headings]
+        height = max(map(len, parts))
+        head = [[([""] * (height - len(part)) + part)[line] for part in parts] for line in range(height)]
+        cells = [*head, *(row for row in self.rows if row)]
+        widths = [max(len(row[column]) for row in cells) for column in range(len(self.headings))]
+        excess = 0 if width is None else sum(widths) + 2 * (len(widths) - 1) - width
+        if excess > 0 and self.align[-1] == "<":
+            wrapped = max(widths[-1] - excess, min(widths[-1], MIN_TEXT_WIDTH))
+            excess -= widths[-1] - wrapped
+            widths[-1] = wrapped
+        if excess > 0 and self.shorten:
+            widths[0] = max(widths[0] - excess, min(widths[0], MIN_NAME_WIDTH))
+        total = sum(widths) + 2 * (len(widths) - 1)
+        rule = "─" * (min(MAX_RULE, total) if width is None else total)
+        body = [line for row in self.rows for line in (self._row(row, widths) if row else [rule])]
+        return [*([self.title] if self.title else []), *(self._row(row, widths)[0] for row in head), rule, *body]
+
+    def _row(self, row: Sequence[str], widths: Sequence[int]) -> list[str]:
+        """Return the lines of a row: several if the last column is wrapped."""
+        last = [row[-1]]
+        if self.align[-1] == "<" and len(row[-1]) > widths[-1]:
+            last = textwrap.wrap(row[-1], widths[-1])
+        first = shortened(row[0], widths[0]) if self.shorten else row[0]
+        lines = []
+        for cells in ([first, *row[1:-1], last[0]], *([""] * (len(row) - 1) + [text] for text in last[1:])):
+            padded = (f"{cell:{side}{size}}" for cell, side, size in zip(cells, self.align, widths, strict=True))
+            lines.append("  ".join(padded).rstrip())
+        return lines
+
+
+def shortened(name: str, width: int) -> str:
+    """Shorten a name in the middle to at most `width` characters, 3 or more."""
+    if len(name) <= width:
+        return name
+    end = width // 2
+    return f"{name[: width - 1 - end]}…{name[-end:]}"

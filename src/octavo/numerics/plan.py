@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from octavo.numerics.display import Displayed, text_table
+from octavo.numerics.display import Displayed, Table
 from octavo.numerics.names import merged, pattern
 from octavo.numerics.recipe import Recipe, get_recipe
 
@@ -109,7 +109,8 @@ class Plan(Displayed):
         rows = [(name or "(the model)", row.recipe or "–", row.reason) for name, row in merged_rows(self.rows)]
         stored = f", {len(self.storing)} store activations in FP8" if self.storing else ""
         summary = f"{len(self.converted)} of {len(self)} modules compute in FP8{stored}"
-        return "\n".join([*text_table(("layer", "recipe", "reason"), rows), "", summary])
+        table = Table(headings=("layer", "recipe", "reason"), align="<<<", rows=rows)
+        return "\n".join([*table.lines(), "", summary])
 
     def to_json(self) -> str:
         """Return JSON that `from_json` reads; recipes are written in full, so it does not depend on defaults."""

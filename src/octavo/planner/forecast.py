@@ -10,7 +10,6 @@ predictions with published measurements.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from io import StringIO
 from typing import Any, NamedTuple
 
 from octavo.numerics.plan import Decision, Plan
@@ -128,13 +127,9 @@ class Forecast(Plan):
         return json.dumps(content, indent=1)
 
     def __str__(self) -> str:
-        from rich.console import Console  # imported only for printing
+        from octavo.planner.tables import WIDE_COLUMNS, forecast_text  # which imports this module's names
 
-        from octavo.planner.tables import forecast_tables
-
-        text = StringIO()
-        Console(file=text, width=140).print(*forecast_tables(self), sep="\n", highlight=False)
-        return text.getvalue().rstrip()
+        return forecast_text(self, WIDE_COLUMNS)
 
 
 def decide_by_cost(

@@ -11,11 +11,10 @@ counted: the CUDA context (0.5 GB), workspaces inside kernels, and what the cach
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from io import StringIO
 
 import torch
 
-from octavo.numerics.display import Displayed
+from octavo.numerics.display import Displayed, Table
 from octavo.numerics.names import merged, pattern
 from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, TEMPORARIES, Timeline
 
@@ -86,11 +85,8 @@ class MemoryPlan(Displayed):
         return json.dumps(asdict(replace(self, replan=None)) | {"kept": self.kept}, indent=1)
 
     def __str__(self) -> str:
-        from rich.console import Console  # imported only for printing
-
-        text = StringIO()
-        Console(file=text, width=110).print(*_tables(self), sep="\n")
-        return text.getvalue().rstrip()
+        at_peak, saved = _tables(self)
+        return "\n".join([*at_peak.lines(), "", *saved.lines(), *(f"\n{note}" for note in self.notes)])
 
 
 def largest_fitting(peak: Callable[[int], int], peaks: dict[int, int], limit_bytes: int, slope: float) -> int:
@@ -190,32 +186,27 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-def _tables(plan: MemoryPlan) -> list[object]:
-    from rich.box import ROUNDED
-    from rich.table import Table
+def _tables(plan: MemoryPlan) -> tuple[Table, Table]:
+    """Return the memory at the peak by category, and what is saved for backward by layer and by dtype."""
 
-    table = Table(
-        box=ROUNDED,
-        title_justify="left",
+    def of_tokens(name: str, layers: str, size: int) -> tuple[str, ...]:
+        return name, layers, gib(size), f"{size / plan.tokens:,.0f}"
+
+    at_peak = Table(
         title=f"{plan.label}, {plan.batch} sequences, {plan.tokens} tokens, {plan.device}",
-    )
-    for heading in ("memory", f"at the peak ({plan.phase})", "at its largest"):
-        table.add_column(heading, justify="left" if heading == "memory" else "right")
-    for kind in KINDS:
-        table.add_row(kind, gib(plan.at_peak[kind]), gib(plan.largest[kind]))
-    table.add_section()
-    table.add_row("total", gib(plan.peak), "")
-    saved = Table(box=ROUNDED)
-    for heading in ("saved for backward", "layers", "total", "bytes/token"):
-        saved.add_column(heading, justify="left" if heading == "saved for backward" else "right")
+        headings=("memory", f"at the peak ({plan.phase})", "at its largest"),
+        align="<>>",
+        rows=[*((kind, gib(plan.at_peak[kind]), gib(plan.largest[kind])) for kind in KINDS), (),
+              ("total", gib(plan.peak), "")],
+    )  # fmt: skip
     rows = merge_like_layers(plan.kept_by_layer)
-    for name, count, size in rows[:MOST_LAYERS]:
-        saved.add_row(name, str(count), gib(size), f"{size / plan.tokens:,.0f}")
+    layers = [of_tokens(name, str(count), size) for name, count, size in rows[:MOST_LAYERS]]
     if rest := rows[MOST_LAYERS:]:
-        size = sum(row[2] for row in rest)
-        saved.add_row("all others", str(sum(row[1] for row in rest)), gib(size), f"{size / plan.tokens:,.0f}")
-    saved.add_section()
-    for name, size in plan.kept_by_dtype.items():
-        saved.add_row(f"as {name}", "", gib(size), f"{size / plan.tokens:,.0f}")
-    saved.add_row("total", "", gib(plan.kept), f"{plan.kept / plan.tokens:,.0f}")
-    return [table, saved, *plan.notes]
+        layers.append(of_tokens("all others", str(sum(row[1] for row in rest)), sum(row[2] for row in rest)))
+    dtypes = [of_tokens(f"as {name}", "", size) for name, size in plan.kept_by_dtype.items()]
+    saved = Table(
+        headings=("saved for backward", "layers", "total", "bytes/token"),
+        align="<>>>",
+        rows=[*layers, (), *dtypes, of_tokens("total", "", plan.kept)],
+    )
+    return at_peak, saved

@@ -3,15 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.box import ROUNDED
-from rich.table import Table
-
+from octavo.numerics.display import Table
 from octavo.numerics.names import merged, pattern
 from octavo.numerics.plan import PlanRow
 from octavo.planner.footprint import CATEGORIES, Footprint
 from octavo.planner.memory_plan import KINDS, MemoryPlan, gib
 from octavo.planner.step import PARTS, StepTime
-from octavo.runtime.terminal import Name
 
 CONFIGURED, BEST = "this configuration", "best plan"
 """Headings of a run as configured, and of the best plan for it."""
@@ -29,21 +26,22 @@ def compare_memory(plans: Sequence[MemoryPlan], *, baseline: str, fitting: Seque
     first = plans[0]
     size = f"{first.batch} sequences ({first.tokens:,} tokens) at a time"
     unit, name = (2**30, "GiB") if first.peak >= 2**30 else (2**20, "MiB")
-    table = Table(box=ROUNDED, title_justify="left", title=f"{name} at the peak of a step, {size}, {first.device}")
-    table.add_column("", no_wrap=True)
-    for plan in plans:
-        table.add_column(plan.label.replace(" ", "\n").replace("+", "\n+"), justify="right", no_wrap=True)
-    for kind in KINDS:
-        table.add_row(kind, *(f"{plan.at_peak[kind] / unit:.2f}" for plan in plans))
-    table.add_section()
-    table.add_row("total", *(f"{plan.peak / unit:.2f}" for plan in plans), style="bold")
     whole = next(plan.peak for plan in plans if plan.label == baseline)
-    table.add_row(f"of {baseline}", *(f"{plan.peak / whole:.0%}" for plan in plans))
-    table.add_row("reached in", *(plan.phase for plan in plans))
-    table.add_section()
-    table.add_row("saved, kB/token", *(f"{plan.kept / plan.tokens / 1000:,.1f}" for plan in plans))
-    table.add_row(f"fit in {limit_bytes / 2**30:g} GiB", *(str(most or "none") for most in fitting))
-    return table
+    return Table(
+        title=f"{name} at the peak of a step, {size}, {first.device}",
+        headings=("", *(plan.label.replace(" ", "\n").replace("+", "\n+") for plan in plans)),
+        align="<" + ">" * len(plans),
+        rows=[
+            *((kind, *(f"{plan.at_peak[kind] / unit:.2f}" for plan in plans)) for kind in KINDS),
+            (),
+            ("total", *(f"{plan.peak / unit:.2f}" for plan in plans)),
+            (f"of {baseline}", *(f"{plan.peak / whole:.0%}" for plan in plans)),
+            ("reached in", *(plan.phase for plan in plans)),
+            (),
+            ("saved, kB/token", *(f"{plan.kept / plan.tokens / 1000:,.1f}" for plan in plans)),
+            (f"fit in {limit_bytes / 2**30:g} GiB", *(str(most or "none") for most in fitting)),
+        ],
+    )
 
 
 def plan_notes(plans: Sequence[MemoryPlan]) -> list[str]:
@@ -57,30 +55,32 @@ WIDE_COLUMNS = 140
 """Minimum width in columns to print reasons inside the table."""
 
 
-def forecast_tables(plan: Any, width: int = WIDE_COLUMNS) -> list[Table | str]:
+def forecast_text(plan: Any, width: int | None = None) -> str:
     """Format a `Forecast`: its layers, like ones in one row; time and memory of the step next to bf16; remarks.
 
     Args:
         plan: The forecast.
-        width: Columns to print in.
+        width: Columns to print in; None for no limit.
     """
     gpu, own = plan.gpu, plan.configured
     mode = "eager" if plan.setting.eager else "compiled"
     basis = "predicted; times marked measured are of this GPU" if gpu.measured else "predicted, not measured"
     title = f"{basis}: {gpu.name}, {plan.tokens:,} tokens a GPU, {mode}"
-    layers = Table(box=ROUNDED, title_justify="left", title=title)
-    layers.add_column("linear")
-    for heading in [CONFIGURED, BEST] if own is not None else ["recipe"]:
-        layers.add_column(heading.replace(" ", "\n"), no_wrap=True)
-    layers.add_column("gain", justify="right", no_wrap=True)
     why = "why: tokens × in × out, forward and backward"
-    if width >= WIDE_COLUMNS:
-        layers.add_column(why)
-    reasons = []
+    is_wide = width is None or width >= WIDE_COLUMNS
+    recipes = [heading.replace(" ", "\n") for heading in ([CONFIGURED, BEST] if own is not None else ["recipe"])]
+    rows, reasons = [], []
     for name, row, own_recipe in _merge_like_rows(plan):
         cells = [*([own_recipe] if own is not None else []), row.recipe or "bf16", f"{row.gain or 1.0:.2f}"]
-        layers.add_row(Name(name), *cells, *([row.reason] if width >= WIDE_COLUMNS else []))
+        rows.append((name, *cells, *([row.reason] if is_wide else [])))
         reasons.append(f"  {name}: {row.reason}")
+    layers = Table(
+        title=title,
+        headings=("linear", *recipes, "gain", *([why] if is_wide else [])),
+        align="<" * (1 + len(recipes)) + ">" + "<" * is_wide,
+        rows=rows,
+        shorten=True,
+    )
     sizes = "at no size up to 16384" if plan.break_even is None else f"from K = N = {plan.break_even} on"
     columns = _columns(plan)[1:]
     summaries = [f"{plan.summary}."]
@@ -96,7 +96,8 @@ def forecast_tables(plan: Any, width: int = WIDE_COLUMNS) -> list[Table | str]:
     ]
     if gpu.measured:
         notes.append(f"Measured: {len(gpu.measured)} times of octavo calibrate on {gpu.measured.device}.")
-    return [layers, *([] if width >= WIDE_COLUMNS else [why, *reasons]), _step(plan), *notes]
+    below = [] if is_wide else ["", why, *reasons]
+    return "\n".join([*layers.lines(width), *below, "", *_step(plan).lines(), "", *notes])
 
 
 def _columns(plan: Any) -> list[tuple[str, StepTime, Footprint]]:
@@ -109,30 +110,28 @@ def _columns(plan: Any) -> list[tuple[str, StepTime, Footprint]]:
 
 def _step(plan: Any) -> Table:
     """Table of milliseconds and GiB, by column."""
-    table, columns = Table(box=ROUNDED), _columns(plan)
-    table.add_column(f"a step of {plan.setting.gpus} × {plan.gpu.name}", no_wrap=True)
-    for name, _, _ in columns:
-        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
+    rows: list[Sequence[str]] = []
+    columns = _columns(plan)
 
     def of_time(name: str, form: Callable[[StepTime], str]) -> None:
-        table.add_row(name, *(form(time) for _, time, _ in columns))
+        rows.append((name, *(form(time) for _, time, _ in columns)))
 
     def of_memory(name: str, form: Callable[[Footprint], str]) -> None:
-        table.add_row(name, *(form(memory) for _, _, memory in columns))
+        rows.append((name, *(form(memory) for _, _, memory in columns)))
 
     for part in PARTS:
         of_time(f"{part}, ms", lambda time, part=part: f"{1e3 * getattr(time, part):,.2f}")  # type: ignore[misc]
-    table.add_section()
+    rows.append(())
     of_time("total, ms", lambda time: f"{1e3 * time.seconds:,.2f}")
     of_time("tokens/s", lambda time: f"{time.tokens_per_second:,.0f}")
     of_time("MFU of the bf16 peak", lambda time: f"{time.mfu:.1%}")
     of_time("× bf16", lambda time: f"{plan.bf16.seconds / time.seconds:.2f}")
-    table.add_section()
+    rows.append(())
     of_each = " of each GPU" if plan.setting.gpus > 1 else ""
     for kind in CATEGORIES:
         if kind in CATEGORIES[:5] or any(memory.at_peak[kind] for _, _, memory in columns):
             of_memory(kind, lambda memory, kind=kind: gib(memory.at_peak[kind]))  # type: ignore[misc]
-    table.add_section()
+    rows.append(())
     of_memory(f"memory{of_each}", lambda memory: gib(memory.peak))
     of_memory("peak in", lambda memory: memory.phase)
     of_memory(
@@ -140,7 +139,11 @@ def _step(plan: Any) -> Table:
         lambda memory: "yes" if memory.peak <= plan.gpu.usable else "no",
     )
     of_memory("largest that fits", lambda memory: str(memory.largest_batch(plan.gpu.usable) or "none"))
-    return table
+    headings = (
+        f"a step of {plan.setting.gpus} × {plan.gpu.name}",
+        *(name.replace(" ", "\n") for name, _, _ in columns),
+    )
+    return Table(headings=headings, align="<" + ">" * len(columns), rows=rows)
 
 
 def _fit_note(plan: Any, memory: Footprint, name: str) -> str:

@@ -1,1 +1,1 @@
-"""Terminal output, and compatibility between torch releases."""
+"""Terminal output, errors for missing packages, and compatibility between torch releases."""

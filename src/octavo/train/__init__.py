@@ -11,11 +11,14 @@ batches (`data/`), the model and one step (`model`, `trainer`, `optimizer`, `sch
 (`diagnose`, `guard`).
 """
 
-from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config
-from octavo.train.diagnose import NonFiniteError
-from octavo.train.loop import run
-from octavo.train.ranks import LostRankError
-from octavo.train.record.metrics import Losses, Progress, RunResult, StepMetrics, read_metrics
+from octavo.runtime.extras import needs_extras
+
+with needs_extras("octavo.train"):
+    from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config
+    from octavo.train.diagnose import NonFiniteError
+    from octavo.train.loop import run
+    from octavo.train.ranks import LostRankError
+    from octavo.train.record.metrics import Losses, Progress, RunResult, StepMetrics, read_metrics
 
 __all__ = [
     "ConfigError",

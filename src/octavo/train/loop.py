@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from octavo.runtime.extras import INSTALL
 from octavo.train.checkpoint.digests import check_digests, has_digests
 from octavo.train.checkpoint.store import checkpoints, load_checkpoint, read_trainer_state
 from octavo.train.config.run_config import ConfigError, TrainConfig
@@ -29,6 +30,7 @@ from octavo.train.diagnose import NonFiniteError
 from octavo.train.disk import output_folder, write_file
 from octavo.train.guard import SpikeError
 from octavo.train.model import check_model
+from octavo.train.optimizer import state_bytes_per_parameter
 from octavo.train.ranks import Ranks, join_ranks, under_torchrun
 from octavo.train.record.events import FINDING, LOSS_SCALE, MOVE, ROLLBACK, add_event, drop_later_events, last_rollback
 from octavo.train.record.metrics import (
@@ -102,7 +104,7 @@ def run(
 def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
     """Raise ConfigError early for a missing package and for `async_save` on one process."""
     if missing := [name for name in REQUIRED_PACKAGES if find_spec(name) is None]:
-        raise ConfigError(f"{missing[0]} is not installed: pip install 'octavo[train]'")
+        raise ConfigError(f"{missing[0]} is not installed: {INSTALL}")
     if config.parallel.async_save and ranks.world == 1:
         raise ConfigError(
             "parallel.async_save is for several processes, which write shards, and this is one: leave it out"
@@ -206,7 +208,10 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
                 message = f"{error}. {trainer.advice(checkpoints(out))}"
                 failure = NonFiniteError(message, step=error.step, origin=error.origin)
             if spike is None:
-                result = replace(summary, **_summary_fields(metrics.rows), stopped=stopped)
+                states = state_bytes_per_parameter(trainer.optimizer, trainer.model) if trainer.step else None
+                result = replace(
+                    summary, **_summary_fields(metrics.rows), stopped=stopped, state_bytes_per_parameter=states
+                )
                 ranks.run_on_rank0(partial(result.write, out))
                 break
         _roll_back(trainer, out, spike, progress)

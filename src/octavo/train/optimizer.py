@@ -249,6 +249,12 @@ class CompactAdamW:
         self._adamw.load_state_dict(state["adamw"])
 
 
+def state_bytes_per_parameter(optimizer: MasterAdamW | CompactAdamW, model: nn.Module) -> float:
+    """Return the bytes of this rank's states, masters included, per trained parameter of this rank."""
+    trained = sum(local_tensor(param).numel() for param in model.parameters() if param.requires_grad)
+    return sum(local_tensor(state).nbytes for state in optimizer.tensors().values()) / max(trained, 1)
+
+
 def _master(param: torch.Tensor, exact: torch.Tensor | None) -> nn.Parameter:
     """An fp32 copy of a parameter, sharded as it is; with exact values where they are known."""
     rows = local_tensor(param).detach() if exact is None else local_rows(param, exact)

@@ -51,10 +51,10 @@ from octavo.planner.step_memory import (
     step_footprint,
     step_trace,
 )
-from octavo.planner.tables import compare_memory, forecast_tables, plan_notes
+from octavo.planner.tables import compare_memory, forecast_text, plan_notes
 from octavo.planner.timeline import Timeline
 from octavo.runtime.blocks import find_blocks
-from octavo.runtime.terminal import show, stdout
+from octavo.runtime.terminal import width
 from octavo.train.checkpoint.pretrained import load_model_config, one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config
 from octavo.train.data.corpus import Corpus
@@ -282,7 +282,7 @@ def console(
         if as_json:
             print(step.to_json())
         else:
-            show(*forecast_tables(step, stdout().width))
+            print(forecast_text(step, width()))
     if memory:
         _show_memory(path, overrides, device=device, limit=limit or 79.0, layers=layers, as_json=as_json)
 
@@ -306,7 +306,7 @@ def _show_memory(
     if layers:
         print(plans[0])
     table = compare_memory(plans, baseline="bf16", fitting=fitting, limit_bytes=limit_bytes)
-    show(table, *plan_notes(plans))
+    print("\n".join([*table.lines(), *plan_notes(plans)]))
 
 
 @contextmanager

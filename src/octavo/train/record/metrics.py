@@ -98,6 +98,9 @@ class RunResult:
     """What `octavo.convert` reported, in one line; empty for a bf16 run."""
     stopped: str
     """"done", "sigterm" (stopped by SIGTERM or SIGINT, resumable) or "non-finite"."""
+    state_bytes_per_parameter: float | None = None
+    """Bytes of moments, scales, masters and remainders per trained parameter; None before the first step, and in the
+    files of releases that did not write it."""
 
     def write(self, out: Path) -> None:
         """Write `run.json` into the output folder `out`, replacing the earlier one atomically."""
@@ -111,7 +114,7 @@ class RunResult:
             content = path.read_bytes()
         except FileNotFoundError:
             raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished") from None
-        model = record(RunResult, losses=record(Losses) | None)
+        model = record(RunResult, losses=record(Losses) | None, state_bytes_per_parameter=(float | None, None))
         fields = read_record(content, model, f"{path} is not the summary of a run")
         losses = fields.pop("losses")
         return cls(losses=None if losses is None else Losses(**losses), **fields)

@@ -1,0 +1,27 @@
+"""Import errors that name the command which installs what is missing."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+INSTALL = "pip install 'octavo[train]'"
+
+
+@contextmanager
+def needs_extras(what: str) -> Iterator[None]:
+    """Import optional dependencies in this context.
+
+    Args:
+        what: What needs them, as `"octavo.train"`.
+
+    Raises:
+        ModuleNotFoundError: If a package is missing, in one line that names the install command.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(missing(error, what), name=error.name) from error
+
+
+def missing(error: ModuleNotFoundError, what: str) -> str:
+    """Return the message of an error with the install command, once."""
+    return str(error) if INSTALL in str(error) else f"{error}, which {what} needs: {INSTALL}"
