@@ -14,7 +14,7 @@ for an instability that n seeds are likely not to show, and for a gap that round
 With m arms α_n/m is far from α_n at few degrees of freedom. Separation needs no normal gaps: arms that are all equal
 are seldom in the same order on every seed, so few arms that pass at α_n by chance also have a positive floor. Rejected:
 a fixed sequence of the arms by mean square gap, exact for normal gaps of any covariance, but 12 % for uniform ones;
-separation of gaps across seeds, which finds less; the remainder of a small plan as its level, with 8 % for two seeds.
+separation of gaps across seeds, which finds less; what a small plan leaves, for separation too: 4.7 % for three seeds.
 `docs/compare.md` has the derivations and measured rates.
 """
 
