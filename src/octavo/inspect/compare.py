@@ -298,8 +298,8 @@ def _judge(pairs: _Pairs, rule: Rule, test: PairedTest | None) -> ArmLosses:
         p = fisher(len(failed), len(base_failed), len(pairs.seeds))
         notes.append(f"Two arms that fail equally often differ so much, in this direction, with probability {p:.2g}.")
     if test is not None and test.separated:
-        above = f"alone or with other arms it lies above {pairs.baseline} and all remaining arms on every seed"
-        notes.append(f"Shown by separation: {above}. The lower bound is that of this arm alone.")
+        above = f"alone or with other arms, above {pairs.baseline} and all remaining arms without failures"
+        notes.append(f"Shown by separation: it is on every seed, {above}. The lower bound is that of this arm alone.")
     return ArmLosses(
         name=pairs.arm,
         verdict=verdict,
