@@ -13,7 +13,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from benchmarks.environment import RESULTS, environment, write_json, write_text
 from octavo.inspect.compare import BEYOND_SPREAD, BLOW_UP, Rule
-from octavo.inspect.paired_test import MOST_SEEDS, PairedTest
+from octavo.inspect.paired_test import MOST_SEEDS, SEPARATED_FROM, PairedTest
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -51,9 +51,29 @@ def _mirrored(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
     return _rare(0.1, 10)(rng, shape) - _rare(0.1, 10)(rng, shape)
 
 
+def _correlated(noise: float) -> "Draw":
+    """A baseline with so many times the noise of an arm: the gaps of one seed share it."""
+
+    def draw(rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+        return (rng.normal(size=shape) - noise * rng.normal(size=(shape[0], 1, *shape[2:]))) / math.hypot(1, noise)
+
+    return draw
+
+
+def _unequal(noisy: range) -> "Draw":
+    """Some of the arms ten times as noisy as the others."""
+    return lambda rng, shape: rng.normal(size=shape) * np.where(np.isin(np.arange(shape[1]), noisy), 10, 1)[:, None]
+
+
 Draw = Callable[[np.random.Generator, tuple[int, ...]], Floats]
 GAPS: dict[str, Draw] = {
     "normal": lambda rng, shape: rng.normal(size=shape),
+    "normal, of arms as noisy as the baseline": _correlated(1),
+    "normal, of a baseline 3 × as noisy as the arms": _correlated(3),
+    "normal, of a baseline 5 × as noisy as the arms": _correlated(5),
+    "normal, 1 of the arms 10 × as noisy": _unequal(range(1)),
+    "normal, up to 3 of the arms 10 × as noisy": _unequal(range(3)),
+    "normal, up to 5 of the arms 10 × as noisy": _unequal(range(5)),
     "Student's t, 3 degrees": lambda rng, shape: rng.standard_t(3, shape),
     "Student's t, 2 degrees": lambda rng, shape: rng.standard_t(2, shape),
     "instabilities in both arms, 10 % of seeds, 10 ×": _mirrored,
@@ -63,6 +83,7 @@ GAPS: dict[str, Draw] = {
     "instabilities, 20 % of seeds, 5 ×": _rare(0.2, 5),
     "instabilities, 10 % of seeds, 10 ×": _rare(0.1, 10),
     "instabilities, 5 % of seeds, 20 ×": _rare(0.05, 20),
+    "uniform": lambda rng, shape: math.sqrt(3) * rng.uniform(-1, 1, shape),
     "exponential, of the baseline alone": _skewed(lambda rng, shape: -rng.exponential(size=shape), -1),
 }
 """The mean is zero in each: an arm as good as the baseline."""
@@ -105,7 +126,7 @@ def decide(base: Floats, losses: Floats, *, margin: float | None = None, planned
         distance = math.sqrt(2) * np.log(np.where(base_failed, 1, b)).std(-1, ddof=1)
         on_sight = (multiples > BLOW_UP) & (np.log(np.maximum(multiples, 1)) > BEYOND_SPREAD * distance)
         damaged = table[counts] | (on_sight & ~base_failed.any(-1))
-        low, high = _intervals(b, x, ~(failed | base_failed), arms, planned)
+        low, high = _intervals(b, x, failed, base_failed, planned)
         worse.append(damaged | (low > 0))
         above.append(damaged | (low > (margin or 0)))
         passes.append((high <= rule.limit) & (counts[0] <= counts[1]) & ~above[-1])
@@ -117,20 +138,41 @@ def decide(base: Floats, losses: Floats, *, margin: float | None = None, planned
     )  # fmt: skip
 
 
-def _intervals(b: Floats, x: Floats, ended: Bools, arms: int, planned: int) -> tuple[Floats, Floats]:
+def _intervals(b: Floats, x: Floats, failed: Bools, base_failed: Bools, planned: int) -> tuple[Floats, Floats]:
     """`low` and `high` of the pairs that ended; infinite for fewer than two."""
+    arms, seeds = x.shape[1:]
+    ended = ~(failed | base_failed)
     pairs = ended.sum(-1)
     b = np.broadcast_to(b, x.shape)
-    widths = np.full((x.shape[-1] + 1, 2), np.inf)
-    for n in range(2, x.shape[-1] + 1):
+    widths = np.full((seeds + 1, 3), np.inf)
+    for n in range(2, seeds + 1):
         unit = PairedTest(gaps=(0.0,) * n, mean=0, deviation=1, confidence=0.95, arms=arms, planned=planned)
-        widths[n] = -unit.low, unit.high
+        alone = replace(unit, arms=1, planned=MOST_SEEDS)
+        widths[n] = -unit.low, unit.high, -alone.low if n >= SEPARATED_FROM else np.inf
     with np.errstate(invalid="ignore", divide="ignore"):  # of fewer than two pairs
         gaps = 100 * np.where(ended, x - b, 0) / (np.where(ended, b, 0).sum(-1) / pairs)[..., None]
         mean = gaps.sum(-1) / pairs
         deviation = np.sqrt((np.where(ended, gaps - mean[..., None], 0) ** 2).sum(-1) / (pairs - 1))
-        low, high = mean - widths[pairs, 0] * deviation, mean + widths[pairs, 1] * deviation
+        low, high, alone = (mean + sign * widths[pairs, k] * deviation for k, sign in enumerate((-1, 1, -1)))
+    alone = np.minimum(alone, _floors(gaps, ended, base_failed))
+    low = np.where(alone > 0, np.maximum(low, alone), low)
     return np.where(pairs < 2, -np.inf, low), np.where(pairs < 2, np.inf, high)
+
+
+def _floors(gaps: Floats, ended: Bools, base_failed: Bools) -> Floats:
+    """The smallest gap in the smallest set of arms with each one that lies above all others on every seed.
+
+    It is minus infinity for arms with a failure of their own, which do not take part. Whether another arm belongs to
+    the set follows from the pairs of arms of which one does not lie below the other on every seed, by transitive
+    closure.
+    """
+    whole = (ended | base_failed).all(-1)
+    gaps = np.where(whole[..., None], gaps, -np.inf)
+    reaches = ((gaps[:, None] >= gaps[:, :, None]) & ~base_failed[:, None]).any(-1)
+    for _ in range(gaps.shape[1].bit_length()):
+        reaches = reaches @ reaches
+    lowest = np.where(base_failed, np.inf, gaps).min(-1)
+    return np.where(reaches, lowest[:, None], np.inf).min(-1)
 
 
 def rate(flags: Bools) -> float:
@@ -152,7 +194,8 @@ def gap_rates(drawn: int, seeds: int = MOST_SEEDS) -> list[dict[str, Any]]:
         noise = 0.1
         row: dict[str, Any] = {"gaps": kind, "worse": {}}
         for arms in ARMS:
-            found = decide(*_losses(noise * draw(rng, (drawn // arms, arms, seeds)), rng))
+            count = drawn // min(arms, 2)
+            found = decide(*_losses(noise * draw(rng, (count, arms, seeds)), rng))
             row["worse"][str(arms)] = rate(found.worse)
             if arms == 1:
                 row["better"] = rate(found.passes & (found.high < 0))
@@ -178,7 +221,7 @@ def failure_rates(drawn: int, seeds: int = MOST_SEEDS) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"failures": name, "worse": {}}
         for arms in ARMS:
             rng = np.random.default_rng(arms)
-            count = drawn // arms
+            count = drawn // min(arms, 2)
             base, losses = _losses(0.1 * rng.normal(size=(count, arms, seeds)), rng)
             whole = np.concatenate([base[:, None], losses], 1)
             if isinstance(kind, float):
@@ -198,26 +241,31 @@ def failure_rates(drawn: int, seeds: int = MOST_SEEDS) -> list[dict[str, Any]]:
 def detection_rates(drawn: int) -> list[dict[str, Any]]:
     """What must be found, by a look at so many seeds."""
     rows = []
-    for name, gap, noise, exploded in (
-        ("one seed above twice the baseline's loss", 0.0, 0.1, True),
-        ("the same, gaps vary by 1 %", 0.0, 1.0, True),
-        ("all seeds 1 % worse, gaps vary by 0.1 %", 1.0, 0.1, False),
-        ("all seeds 1 % worse, gaps vary by 0.5 %", 1.0, 0.5, False),
-        ("all seeds 5 % worse, gaps vary by 0.1 %", 5.0, 0.1, False),
-        ("all runs of the arm diverge", math.nan, 0.1, False),
+    draw, shared, beside = GAPS["normal"], _correlated(3), _unequal(range(1, 4))
+    for name, gap, noise, exploded, damaged, kind in (
+        ("one seed above twice the baseline's loss", 0.0, 0.1, True, 1, draw),
+        ("the same, gaps vary by 1 %", 0.0, 1.0, True, 1, draw),
+        ("all seeds 1 % worse, gaps vary by 0.1 %", 1.0, 0.1, False, 1, draw),
+        ("the same, up to 3 arms damaged", 1.0, 0.1, False, 3, draw),
+        ("the same, all arms damaged", 1.0, 0.1, False, 8, draw),
+        ("the same, all arms damaged, a baseline 3 × as noisy", 1.0, 0.1, False, 8, shared),
+        ("the same, one arm, 3 others vary by 1 %", 1.0, 0.1, False, 1, beside),
+        ("all seeds 1 % worse, gaps vary by 0.5 %", 1.0, 0.5, False, 1, draw),
+        ("all seeds 5 % worse, gaps vary by 0.1 %", 5.0, 0.1, False, 1, draw),
+        ("all runs of the arm diverge", math.nan, 0.1, False, 1, draw),
     ):
         row: dict[str, Any] = {"damage": name, "worse": {}}
         for arms in (1, 8):
             for seeds in (2, 3, 4, 5, 10):
                 rng = np.random.default_rng(seeds)
-                gaps = noise * rng.normal(size=(drawn // 4, arms, seeds))
-                gaps[:, 0] += gap
+                gaps = noise * kind(rng, (drawn // 4, arms, seeds))
+                gaps[:, :damaged] += gap
                 base, losses = _losses(gaps, rng)
                 if exploded:
                     where = rng.integers(0, seeds, len(base))
                     each = np.arange(len(base))
                     losses[each, 0, where] = base[each, where] * rng.uniform(2, 10, len(base))
-                found = decide(base, losses).worse[:, 0, -1]
+                found = decide(base, losses).worse[:, :damaged, -1]
                 row["worse"][f"{arms},{seeds}"] = float(found.mean())
         rows.append(row)
     return rows

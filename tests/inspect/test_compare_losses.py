@@ -139,13 +139,58 @@ def test_a_baseline_that_varies_by_half_is_no_measure_of_a_blow_up():
     assert judged([0.2, 0.45, 0.21], [0.2, 0.21, 0.35]).verdict == "inconclusive"
 
 
+GOOD = shifted(0.02, -0.03, 0.01)
+
+
 def test_arms_share_the_confidence_and_the_worst_counts():
-    bad, good = shifted(0.9, 1.1, 1.0), shifted(0.02, -0.03, 0.01)
+    """Unless they are separated."""
+    bad, noisy = shifted(0.9, 1.1, 1.0), shifted(2.0, -1.0, 0.5)
     alone = compare_losses(BASE[:3], {"bad": bad})
-    together = compare_losses(BASE[:3], {"good": good, "bad": bad} | {f"{k}": good for k in range(6)})
+    together = compare_losses(BASE[:3], {"good": GOOD, "bad": bad, "noisy": noisy} | {f"{k}": GOOD for k in range(5)})
     assert (alone.exit_code, together.exit_code) == (1, 3)
     assert together.arms[1].verdict == "inconclusive" and together.arms[0].outcome == "pass"
-    assert compare_losses(BASE[:3], {"good": good, "blown": [9, 9, 9]}).exit_code == 1
+    assert compare_losses(BASE[:3], {"good": GOOD, "blown": [9, 9, 9]}).exit_code == 1
+
+
+@pytest.mark.parametrize("damaged", [1, 3, 8])
+def test_separated_arms_are_worse_as_each_alone(damaged):
+    """Of 8 arms and on 3 seeds; the report says by which rule, and the bound is above zero."""
+    bad, good = shifted(0.85, 1.1, 1.0), {f"good {k}": GOOD for k in range(8 - damaged)}
+    found = compare_losses(BASE[:3], good | {f"bad {k}": bad for k in range(damaged)}, baseline_name="bf16")
+    (alone,) = compare_losses(BASE[:3], {"bad": bad}).arms
+    for arm in found.arms:
+        assert arm.verdict == ("worse" if "bad" in arm.name else "indistinguishable")
+        assert arm.test.separated == arm.to_json()["separated"] == ("bad" in arm.name)
+        assert (
+            any("above bf16 and all remaining arms without failures" in note for note in arm.notes)
+            == arm.test.separated
+        )
+        assert not arm.test.separated or arm.test.low == alone.test.low > 0
+    assert found.exit_code == 1 and "separation" not in " ".join(alone.notes)
+
+
+def test_a_margin_takes_a_set_above_it():
+    """The set of both arms lies 0.3 % above the baseline; the arm alone would be 0.5 % worse."""
+    arms = {"bad": shifted(0.9, 1.1, 1.0), "beside": shifted(0.3, 2.0, 1.1)} | {f"{k}": GOOD for k in range(6)}
+    outcomes = [compare_losses(BASE[:3], arms, margin=margin).arms[0].outcome for margin in (0.2, 0.4)]
+    assert outcomes == ["fail", "inconclusive"]
+
+
+def test_an_arm_that_failed_takes_no_part_in_separation():
+    """It has fewer seeds than the others, holds none of them up, and keeps the level of all arms."""
+    base = BASE[:4]
+    good = shifted(0.02, -0.03, 0.01, 0.02)
+    bad, noisy = shifted(0.9, 1.2, 1.0, 0.8), shifted(2.0, -1.0, 0.5, 3.0)
+
+    def verdicts(base=base, **arms):
+        found = compare_losses(base, {f"{k}": good for k in range(40 - len(arms))} | arms)
+        return [arm.verdict for arm in found.arms[-len(arms) :]]
+
+    assert verdicts(bad=bad) == ["worse"]
+    assert verdicts(bad=bad, noisy=noisy) == ["inconclusive"] * 2
+    assert verdicts(bad=bad, noisy=[*noisy[:3], NAN]) == ["worse", "inconclusive"]
+    assert verdicts(bad=[*bad[:3], NAN]) == ["inconclusive"]
+    assert verdicts([*base[:3], NAN], bad=[*bad[:3], NAN]) == ["worse"]  # the baseline has no such seed either
 
 
 def test_a_comparison_beyond_its_plan_is_marked():

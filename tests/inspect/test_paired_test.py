@@ -1,7 +1,9 @@
 """Exact tails beside SciPy's, the levels, and the interval of the gaps."""
 
+import itertools
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from octavo.inspect.distributions import average_noncentrality, fisher, student_inside, student_power, student_quantile
-from octavo.inspect.paired_test import LEVELS, MOST_SEEDS, SPENT, PairedTest, level_of, paired_test
+from octavo.inspect.paired_test import LEVELS, MOST_SEEDS, SPENT, PairedTest, floor_of, level_of, paired_test
 
 FREEDOMS = (1, 2, 3, 4, 7, 30, 99)
 gaps_of_seeds = st.lists(st.floats(-10, 10), min_size=2, max_size=6)
@@ -99,6 +101,42 @@ def test_arms_confidence_and_plan_move_the_ends():
     assert unit(3, arms=8).high == unit(3).high == unit(3, planned=3).high  # all must pass; skew is no matter of looks
     assert unit(3, confidence=0.99).low < unit(3).low and unit(3, confidence=0.99).high > unit(3).high
     assert unit(3, arms=2).low == pytest.approx(unit(3, confidence=0.975).low)
+
+
+@given(st.lists(st.lists(st.integers(-3, 3), min_size=3, max_size=3), min_size=1, max_size=5))
+def test_the_floor_is_that_of_the_smallest_set_on_top(arms):
+    """Beside a search of all sets, smallest first; gaps that are equal do not separate."""
+    gaps, *others = arms
+    for size in range(len(others) + 1):
+        for chosen in itertools.combinations(range(len(others)), size):
+            top = [gaps, *(others[k] for k in chosen)]
+            rest = [other for k, other in enumerate(others) if k not in chosen]
+            if all(min(a[k] for a in top) > max([b[k] for b in rest], default=-9) for k in range(3)):
+                assert floor_of(gaps, others) == min(min(a) for a in top)
+                return
+
+
+def test_a_separated_arm_is_tested_as_one_arm():
+    """Its gap, bound and seeds; the remainder of a small plan and two pairs are not for separation."""
+    shared, one = (of([0.9, 1.1, 1.0], arms=arms) for arms in (8, 1))
+    assert shared.low < 0 < one.low and not shared.separated and not one.separated
+    apart = replace(shared, others=((0.2, -0.1, 0.1),) * 7)
+    assert apart.low == one.low and apart.separated
+    assert apart.detectable(0.9) == one.detectable(0.9) < shared.detectable(0.9)
+    for low, others in (
+        (min(one.low, 0.3), ((0.3, 2.0, 1.1), (0.2, -0.1, 0.1))),  # a set of two, and its floor
+        (shared.low, ((0.3, 2.0, 1.1), (0.5, -0.1, 0.1))),  # a third arm above one of the two
+        (shared.low, ((0.0, 2.0, 0.0),)),
+    ):
+        beside = replace(shared, others=others)
+        assert beside.low == pytest.approx(low, abs=1e-9) and beside.separated == (low > 0)
+    assert replace(shared, others=((0.1, 2.0, 0.1),)).detectable(0.9) == one.detectable(0.9)  # in a set of both
+    assert replace(shared, others=((0, 2.0, -1.0),)).detectable(0.9) == shared.detectable(0.9)
+    loose = of([0.8, 1.2, 1.0], arms=8)
+    assert loose.pairs_to_decide(0, 0.1) > replace(loose, others=((0.0, 0.0, 0.0),)).pairs_to_decide(0, 0.1) == 4
+    plan = of([0.6, 1.3, 0.9], arms=8, planned=3)
+    assert of(plan.gaps, planned=3).low > 0 > replace(plan, others=()).low
+    assert not replace(of([1.0, 1.005], arms=8), others=()).separated
 
 
 def test_rounded_losses_are_not_exact():

@@ -8,7 +8,8 @@ seeds, usually ten times as large, cancels. Besides the effect of the arm, gaps 
 difference in rounding. Three rules cover different kinds of damage; `docs/compare.md` derives them and lists measured
 error rates:
 
-    gaps       within seeds, by a t-test at levels for a look after every seed (`paired_test.py`)
+    gaps       within seeds, by a t-test at levels for a look after every seed, shared by the arms unless some arms lie
+               above all others on every seed (`paired_test.py`)
     blow-up    a run above twice its baseline's loss, if no run of the baseline failed, makes the arm worse at once
     failures   runs that diverged, or ended above twice the baseline's median: counts, by Fisher's exact test
 
@@ -26,7 +27,7 @@ from typing import Any, Literal
 
 from octavo.inspect.distributions import fisher
 from octavo.inspect.loss_values import losses_of, seed_names, shown
-from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, PairedTest, check_limits, paired_test, scale_of
+from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, PairedTest, beside, check_limits, paired_test, scale_of
 
 Verdict = Literal["worse", "better", "indistinguishable", "inconclusive"]
 Outcome = Literal["pass", "fail", "inconclusive"]
@@ -84,6 +85,7 @@ class ArmLosses:
                 "deviation_percent": test.deviation,
                 "rounding_percent": test.rounding,
                 "gaps_percent": dict(zip(map(str, self.seeds), test.gaps, strict=True)),
+                "separated": test.separated,
                 "detectable_percent": {f"{power:g}": test.detectable(power) for power in (0.8, 0.9)},
             }
         return {
@@ -188,7 +190,7 @@ def compare_losses(
     if not arms:
         raise ValueError("a comparison takes an arm or more beside the baseline, and there is none: add one to arms")
     rule = Rule(margin=margin, confidence=float(confidence), arms=len(arms), planned=int(max_seeds))
-    verdicts = []
+    every = []
     for name, values in arms.items():
         losses = losses_of(f"arm {name!r}", values)
         if len(losses) != len(base):
@@ -196,8 +198,10 @@ def compare_losses(
                 f"arm {name!r} has {len(losses)} losses and the baseline {len(base)}: give one per seed, in the same "
                 "order, and nan for a run that diverged"
             )
-        verdicts.append(_judge(_Pairs(baseline=baseline_name, arm=name, seeds=names, base=base, losses=losses), rule))
-    return LossComparison(arms=tuple(verdicts), planned=rule.planned, extended=len(base) > rule.planned)
+        every.append(_Pairs(baseline=baseline_name, arm=name, seeds=names, base=base, losses=losses))
+    tests = beside([pairs.test(rule) for pairs in every], len(base) - len(every[0].failed(base)))
+    verdicts = tuple(_judge(pairs, rule, test) for pairs, test in zip(every, tests, strict=True))
+    return LossComparison(arms=verdicts, planned=rule.planned, extended=len(base) > rule.planned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,6 +245,19 @@ class _Pairs:
         """Return indices of the runs that diverged, or ended above twice the baseline's median."""
         return tuple(k for k, loss in enumerate(losses) if not loss <= BLOW_UP * self.median)
 
+    @property
+    def ended(self) -> tuple[int, ...]:
+        """Indices of the seeds on which neither run failed."""
+        failed = {*self.failed(self.losses), *self.failed(self.base)}
+        return tuple(k for k in range(len(self.seeds)) if k not in failed)
+
+    def test(self, rule: Rule) -> PairedTest | None:
+        """Test the pairs that ended; None for fewer than two."""
+        if len(self.ended) < 2:
+            return None
+        base, losses = ([values[k] for k in self.ended] for values in (self.base, self.losses))
+        return paired_test(base, losses, confidence=rule.confidence, arms=rule.arms, planned=rule.planned)
+
     def blow_up(self) -> tuple[int, float] | None:
         """Return the arm's run with the highest loss and its multiple of the baseline, if it is a blow-up."""
         if self.failed(self.base):
@@ -260,13 +277,8 @@ class _Pairs:
         return f"seed{'s' if len(indices) > 1 else ''} {', '.join(str(self.seeds[k]) for k in indices)}"
 
 
-def _judge(pairs: _Pairs, rule: Rule) -> ArmLosses:
+def _judge(pairs: _Pairs, rule: Rule, test: PairedTest | None) -> ArmLosses:
     failed, base_failed = pairs.failed(pairs.losses), pairs.failed(pairs.base)
-    ended = [k for k in range(len(pairs.seeds)) if k not in {*failed, *base_failed}]
-    test = None
-    if len(ended) > 1:
-        base, losses = ([values[k] for k in ended] for values in (pairs.base, pairs.losses))
-        test = paired_test(base, losses, confidence=rule.confidence, arms=rule.arms, planned=rule.planned)
     damage = _damage(pairs, rule, len(failed), len(base_failed))
     outcome: Outcome = "inconclusive"
     verdict: Verdict = "worse" if damage or (test is not None and test.low > 0) else "inconclusive"
@@ -285,12 +297,15 @@ def _judge(pairs: _Pairs, rule: Rule) -> ArmLosses:
     if not damage and len(failed) > len(base_failed):
         p = fisher(len(failed), len(base_failed), len(pairs.seeds))
         notes.append(f"Two arms that fail equally often differ so much, in this direction, with probability {p:.2g}.")
+    if test is not None and test.separated:
+        above = f"alone or with other arms, above {pairs.baseline} and all remaining arms without failures"
+        notes.append(f"Shown by separation: it is on every seed, {above}. The lower bound is that of this arm alone.")
     return ArmLosses(
         name=pairs.arm,
         verdict=verdict,
         outcome=outcome,
         test=test,
-        seeds=tuple(pairs.seeds[k] for k in ended) if test else (),
+        seeds=tuple(pairs.seeds[k] for k in pairs.ended) if test else (),
         failed=tuple(pairs.seeds[k] for k in failed),
         baseline_failed=tuple(pairs.seeds[k] for k in base_failed),
         seeds_needed=needed,

@@ -2,19 +2,26 @@
 
     gaps        g_k = 100 (L_k − B_k) / B̄ percent     L, B: losses of arm and baseline; B̄ the baseline's mean
     deviation   s² = Σ (g_k − ḡ)² / (n − 1) + r²/6     r: the unit to which the losses are rounded, in percent
-    low         ḡ − t(1 − α_n; n − 1) s/√n             the arm is worse if this is above 0
+    low         ḡ − t(1 − α_n/m; n − 1) s/√n           the arm, one of m, is worse if this is above 0
+                min(ḡ − t(1 − α_n; n − 1) s/√n, floor)   instead, if this is above 0 and n ≥ 3: separation
+    floor       the smallest gap in the smallest set of arms with this one that lies above all others on every seed
     high        ḡ + (t(1 − α_n/3; n − 1)/√n + 1 + 10/(n + 1)) s + r    it passes if this is below the margin
 
 The two ends differ. Gaps of an equal arm are symmetric about zero, because the runs of a pair are exchangeable, so
 Student's t holds for `low`, and is conservative for heavy tails. An arm may be worse on few seeds only: `high` allows
 for an instability that n seeds are likely not to show, and for a gap that rounding hides on every seed.
-`docs/compare.md` has both derivations and measured rates.
+
+With m arms α_n/m is far from α_n at few degrees of freedom. Separation needs no normal gaps: arms that are all equal
+are seldom in the same order on every seed, so few arms that pass at α_n by chance also have a positive floor. Rejected:
+a fixed sequence of the arms by mean square gap, exact for normal gaps of any covariance, but 12 % for uniform ones;
+separation of gaps across seeds, which finds less; what a small plan leaves, for separation too: 4.7 % for three seeds.
+`docs/compare.md` has the derivations and measured rates.
 """
 
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 
 from octavo.inspect.distributions import average_noncentrality, student_quantile
@@ -28,6 +35,8 @@ LEVELS = (0.001, 0.008, 0.005, 0.0015)
 """One-sided levels α of 2, 3, 4, and 5 pairs or more, at 95 % and for one arm."""
 SPENT = 0.025
 """Total level of a plan; a plan of few seeds adds what remains to its last look."""
+SEPARATED_FROM = 3
+"""Fewest pairs for separation: two find an arm hardly more often, and equal arms separate too easily."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +51,7 @@ class PairedTest:
         arms: Number of arms compared with the baseline.
         planned: Planned maximum of seeds.
         rounding: The unit to which the losses are rounded, in percent.
+        others: Gaps of the other arms on the same seeds, in percent; None if the arm does not take part in separation.
     """
 
     gaps: tuple[float, ...]
@@ -51,11 +61,17 @@ class PairedTest:
     arms: int
     planned: int
     rounding: float = 0.0
+    others: tuple[tuple[float, ...], ...] | None = None
 
     @property
     def low(self) -> float:
-        """Lower bound of the gap, in percent."""
-        return self.mean - self._low_width(len(self.gaps)) * self.deviation
+        """Lower bound of the gap, in percent: of all arms together or, if `separated`, of this arm alone."""
+        return self._low(len(self.gaps), self._floor(self.gaps))
+
+    @property
+    def separated(self) -> bool:
+        """Whether `low` follows from separation."""
+        return self.low > self._low(len(self.gaps), -math.inf)
 
     @property
     def high(self) -> float:
@@ -68,26 +84,42 @@ class PairedTest:
         The probability is an average over the measured deviation.
         """
         pairs = len(self.gaps)
-        return average_noncentrality(pairs - 1, self._low_level(pairs), power) * self.deviation / math.sqrt(pairs)
+        gap, alone = (
+            average_noncentrality(pairs - 1, level, power) * self.deviation / math.sqrt(pairs)
+            for level in (self._shared_level(pairs), self._level(pairs))
+        )
+        separated = pairs >= SEPARATED_FROM and self._floor([x - self.mean + alone for x in self.gaps]) > 0
+        return min(gap, alone) if separated else gap
 
     def pairs_to_decide(self, above: float, limit: float) -> int | None:
         """Return the pairs for `low` > above or `high` ≤ limit, if gaps stay alike; None for over `MOST_SEEDS`."""
+        floor = self._floor(self.gaps)
         for pairs in range(len(self.gaps) + 1, MOST_SEEDS + 1):
-            low = self.mean - self._low_width(pairs) * self.deviation
-            if low > above or self._high(pairs) <= limit:
+            if self._low(pairs, floor) > above or self._high(pairs) <= limit:
                 return pairs
         return None
 
-    def _low_level(self, pairs: int) -> float:
+    def _level(self, pairs: int) -> float:
+        """Return the one-sided level of one arm, without what a small plan adds."""
+        return LEVELS[min(pairs, 5) - 2] * scale_of(self.confidence)
+
+    def _shared_level(self, pairs: int) -> float:
         return level_of(pairs, self.planned) * scale_of(self.confidence) / self.arms
 
-    def _low_width(self, pairs: int) -> float:
-        return student_quantile(pairs - 1, self._low_level(pairs)) / math.sqrt(pairs)
+    def _low(self, pairs: int, floor: float) -> float:
+        shared, alone = (
+            self.mean - student_quantile(pairs - 1, level) / math.sqrt(pairs) * self.deviation
+            for level in (self._shared_level(pairs), self._level(pairs))
+        )
+        alone = min(alone, floor)
+        return max(shared, alone) if alone > 0 and pairs >= SEPARATED_FROM else shared
+
+    def _floor(self, gaps: Sequence[float]) -> float:
+        return -math.inf if self.others is None else floor_of(gaps, self.others)
 
     def _high(self, pairs: int) -> float:
         """Not corrected for the number of arms: a comparison passes only if all arms pass."""
-        level = LEVELS[min(pairs, 5) - 2] * scale_of(self.confidence) / 3
-        width = student_quantile(pairs - 1, level) / math.sqrt(pairs) + 1 + 10 / (pairs + 1)
+        width = student_quantile(pairs - 1, self._level(pairs) / 3) / math.sqrt(pairs) + 1 + 10 / (pairs + 1)
         return self.mean + width * self.deviation + self.rounding
 
 
@@ -124,6 +156,15 @@ def scale_of(confidence: float) -> float:
     return (1 - confidence) / (1 - CONFIDENCE)
 
 
+def floor_of(gaps: Sequence[float], others: Sequence[Sequence[float]]) -> float:
+    """Return the smallest gap in the smallest set of arms with this one that lies above all others on every seed."""
+    rest, lowest = list(others), list(gaps)
+    while joining := [other for other in rest if any(gap >= low for gap, low in zip(other, lowest, strict=True))]:
+        rest = [other for other in rest if all(gap < low for gap, low in zip(other, lowest, strict=True))]
+        lowest = [min(seed) for seed in zip(lowest, *joining, strict=True)]
+    return min(lowest)
+
+
 def paired_test(
     baseline: Sequence[float],
     losses: Sequence[float],
@@ -146,3 +187,14 @@ def paired_test(
         planned=planned,
         rounding=rounding,
     )
+
+
+def beside(tests: Sequence[PairedTest | None], pairs: int) -> list[PairedTest | None]:
+    """Return the tests of all arms; those without a failure, i.e. with so many pairs, take part in separation."""
+    whole = {arm: test.gaps for arm, test in enumerate(tests) if test is not None and len(test.gaps) == pairs}
+    return [
+        replace(test, others=tuple(gaps for other, gaps in whole.items() if other != arm))
+        if test is not None and arm in whole
+        else test
+        for arm, test in enumerate(tests)
+    ]
