@@ -7,6 +7,7 @@ other code trains anew in a folder of its own. `--document` only writes the docu
 
   python -m benchmarks convergence
   python -m benchmarks convergence --seeds 1 --steps 50 --out /tmp/short
+  python -m benchmarks convergence --short-only      # the runs of the long part stay as they were trained
 """
 
 import argparse
@@ -83,6 +84,9 @@ LONG = """## AdamW over {steps} steps
 FP8 moments and 16-bit remainders instead of fp32 moments and masters, everything else in BF16, seed {seed}; limit
 ± {band:g} %.
 
+"""
+EARLIER = """
+These two runs are older than the others: {date}, {device}, {cpu_threads} threads, torch {torch}.
 """
 Overrides = Sequence[str]
 
@@ -174,7 +178,8 @@ def document(content: Mapping[str, Any]) -> str:
     """docs/convergence.md of a result file."""
     short, long = (_of_length(content["rows"], steps) for steps in content["steps"])
     first, seeds = short[0], sorted({row["seed"] for row in short})
-    minutes = sum(row["wall_s"] for row in content["rows"]) / 60
+    earlier = content.get("long_environment")
+    minutes = sum(row["wall_s"] for row in (content["rows"] if earlier is None else short)) / 60
     facts = content["environment"]
     head = HEAD.format(
         minutes=minutes, parameters=first["parameters"], tokens=first["tokens"], image=IMAGE,
@@ -206,7 +211,8 @@ def document(content: Mapping[str, Any]) -> str:
         gap = f"{gaps(long, row['arm'])[0]:+.2f} %" if row["arm"] != BASELINE else ""
         table.append(f"| {name} | {row['tail_mean']:.4f} | {gap} |")
     tail = LONG.format(steps=long[0]["steps"], seed=long[0]["seed"], band=LONG_BAND)
-    return head + "\n".join(lines) + "\n" + after + tail + "\n".join(table) + "\n"
+    made = "" if earlier is None else EARLIER.format(**earlier)
+    return head + "\n".join(lines) + "\n" + after + tail + "\n".join(table) + "\n" + made
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
@@ -243,6 +249,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each arm (3)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of a run ({STEPS})")
     parser.add_argument("--long-steps", type=int, default=LONG_STEPS, help=f"steps of the long ones ({LONG_STEPS})")
+    parser.add_argument("--short-only", action="store_true", help="leave the long runs in the result file as they are")
     parser.add_argument("--runs", type=Path, default=Path("runs/convergence"), help="folder of the runs")
     parser.add_argument("--out", type=Path, help="folder of the results, other than benchmarks/results/<device>")
     parser.add_argument("--document", action="store_true", help="only write the document, from the result file")
@@ -258,7 +265,14 @@ def main(arguments: list[str]) -> None:
     path = (options.out or RESULTS / device_name(device)) / "convergence.json"
     if not options.document:
         wanted = [(arm, seed, options.steps) for seed in range(1, options.seeds + 1) for arm in ARMS]
-        wanted += [(arm, LONG_SEED, options.long_steps) for arm in LONG_ARMS]
+        earlier: list[Row] = []
+        long_environment = None
+        if options.short_only:
+            before = json.loads(path.read_text())
+            earlier = _of_length(before["rows"], options.long_steps)
+            long_environment = before.get("long_environment") or before["environment"]
+        else:
+            wanted += [(arm, LONG_SEED, options.long_steps) for arm in LONG_ARMS]
         rows: list[Row] = []
         loaded = code()  # what is committed while it runs is none of it
         for number, (arm, seed, steps) in enumerate(wanted, 1):
@@ -268,8 +282,8 @@ def main(arguments: list[str]) -> None:
             gap = "" if arm == BASELINE else f"  {gaps(_of_length(rows, steps), arm)[-1]:+.2f} %"
             print(f"{number:2}/{len(wanted)}  {arm:<24} seed {seed}  {row['tail_mean']:.4f}{gap}", flush=True)
         content = {
-            "environment": environment(device), "steps": [options.steps, options.long_steps], "rows": rows,
-            "slowdowns": slowdowns(options.overrides),
+            "environment": environment(device), "steps": [options.steps, options.long_steps], "rows": rows + earlier,
+            "long_environment": long_environment, "slowdowns": slowdowns(options.overrides),
         }  # fmt: skip
         write_json(path, content)
     if options.document or options.out is None:

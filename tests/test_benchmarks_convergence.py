@@ -42,6 +42,14 @@ def test_the_document_is_that_of_the_results():
     assert convergence.DOCUMENT.read_text() == convergence.document(json.loads(KEPT.read_text())), again
 
 
+def test_long_runs_of_an_earlier_date_are_marked():
+    content = json.loads(KEPT.read_text())
+    older = content["environment"] | {"date": "2026-01-02", "device": "another CPU"}
+    text = convergence.document(content | {"long_environment": older})
+    assert "older than the others: 2026-01-02, another CPU" in text.split("## AdamW over")[1]
+    assert "older than" not in convergence.document(content | {"long_environment": None})
+
+
 TINY = ("optim.warmup=1", "data.sequence_length=16", "optim.batch=2", "data.vocab_size=512",
         "model.config.num_hidden_layers=1")  # fmt: skip
 
