@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_runs import LLAMA, VARIANTS, At, MakeConfig, Recorder, assert_same, fail, terminate, without_digests
 
 from octavo.train import RunResult, read_metrics, run
@@ -319,3 +320,29 @@ def test_sigterm_to_a_process(make_config: MakeConfig, tmp_path: Path) -> None:
     assert folder is not None
     assert folder.name == f"step-{result.steps:06d}"
     assert len(read_metrics(tmp_path / "out")) == result.steps < 5000
+
+
+def test_deterministic_algorithms_are_used_in_the_run_alone(make_config: MakeConfig, tmp_path: Path) -> None:
+    states: list[bool] = []
+
+    class Asking(Recorder):
+        def step(self, metrics: Any) -> None:
+            states.append(torch.are_deterministic_algorithms_enabled())
+            super().step(metrics)
+
+    run(make_config(), out=tmp_path / "plain", progress=Asking())
+    run(make_config(run={"deterministic": True}), out=tmp_path / "deterministic", progress=Asking())
+    assert states == [False] * 6 + [True] * 6 and not torch.are_deterministic_algorithms_enabled()
+    assert [row.loss for row in read_metrics(tmp_path / "plain")] == [
+        row.loss for row in read_metrics(tmp_path / "deterministic")
+    ]
+
+
+def test_a_run_from_before_the_setting_resumes_without_a_note(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(run={"save_every": 2})
+    run(config, out=tmp_path / "run", progress=At(3, terminate))
+    path = tmp_path / "run" / "config.toml"
+    path.write_text(path.read_text().replace("deterministic = false\n", ""))
+    seen = Recorder()
+    assert run(config, out=tmp_path / "run", resume=True, progress=seen).stopped == "done"
+    assert not any("deterministic" in note for note in seen.notes)

@@ -1,5 +1,10 @@
 """Where a run trains, and what that is called."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 
 from octavo.train.config.run_config import ConfigError
@@ -16,3 +21,25 @@ def choose_device(name: str) -> torch.device:
 def device_name(device: torch.device) -> str:
     """What a report calls the device, as "cpu" or "NVIDIA H200"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Use PyTorch's deterministic algorithms in this context: on a GPU attention's backward adds atomically otherwise.
+
+    An operation that has none raises a RuntimeError that names it. New memory is not filled: Octavo writes what it
+    allocates.
+    """
+    if not enabled:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    settings: Any = torch.utils.deterministic
+    before, fills = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        settings.fill_uninitialized_memory = fills

@@ -26,6 +26,7 @@ from octavo.train.checkpoint.store import checkpoints, load_checkpoint, read_tra
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import expand
 from octavo.train.data.corpus import Corpus, load_corpus
+from octavo.train.device import deterministic_algorithms
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.disk import output_folder, write_file
 from octavo.train.guard import SpikeError
@@ -84,6 +85,7 @@ def run(
     with stop_on(stop, signal.SIGTERM, patient=under_torchrun()), join_ranks(config) as ranks, ExitStack() as stack:
         own_progress = progress if progress is not None and ranks.is_main else NullProgress()
         ranks.raise_together(lambda: _check_installed(config, ranks))
+        stack.enter_context(deterministic_algorithms(config.run.deterministic))
         resume = resume or ranks.restarted
         run_folder = ranks.run_on_rank0(lambda: _open_run_folder(stack, out, config, resume, ranks))
         ranks.raise_together(lambda: check_model(config.model))

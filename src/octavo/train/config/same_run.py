@@ -18,6 +18,7 @@ FREE = {
 """Settings that may differ on resume without a note: names, paths and monitoring. The data has a fingerprint."""
 TUNABLE = {
     "run.steps",
+    "run.deterministic",
     *(f"optim.{key}" for key in ("lr", "clip", "schedule", "warmup", "decay", "min_lr_ratio")),
     *(f"precision.{key}" for key in (*SELECTION, "checkpointing", "autopilot")),
     *(f"guard.{key}" for key in ("spike", "window", "rollbacks")),
@@ -57,7 +58,7 @@ def _settings(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """
     for section in ("model", *(name for name in tables if name != "model")):
         for key, value in flat(section, tables.get(section, {})):
-            if key not in FREE:
+            if key not in FREE and (key, value) != ("run.deterministic", False):  # older runs do not have it
                 yield key, ALIASES.get(value, value) if key == "precision.level" else value
 
 

@@ -66,6 +66,8 @@ class Run(Section):
     """Steps between two checkpoints; 0 saves at the end only. The end of a run, and SIGTERM, always save."""
     keep: Count = 2
     """Newest checkpoints kept."""
+    deterministic: bool = False
+    """Use PyTorch's deterministic algorithms, so that GPUs add in the same order in every run; slower there."""
 
     @model_validator(mode="after")
     def _check_name(self) -> "Run":
