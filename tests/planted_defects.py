@@ -4,7 +4,6 @@
 activations: they change torch functions, the forward of modules, or public ops, while a converted model runs.
 """
 
-import importlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,9 +19,8 @@ from torch import nn
 
 import octavo
 from octavo import comm
+from octavo.nn import input_casts, operands
 from octavo.parallel.fsdp import Fp8ReduceScatter
-
-linear_module = importlib.import_module("octavo.nn.linear")  # whose name in octavo.nn is that of a function
 
 
 def rounded(x):
@@ -136,22 +134,24 @@ def _no_hooks(model):
 
 def stale_weights():
     """Casts of the first step, for ever."""
-    first, cast = {}, linear_module.cast_weight
+    first, cast = {}, operands.cast_weight
 
     def stale(w_NK, recipe, needs_dgrad):
         key = id(w_NK if w_NK._base is None else w_NK._base)
         return first.setdefault(key, cast(w_NK, recipe, needs_dgrad))
 
-    return mock.patch.object(linear_module, "cast_weight", stale)
+    return mock.patch.object(operands, "cast_weight", stale)
 
 
+@contextmanager
 def quantize_as(change):
-    original = linear_module.quantize
+    original = operands.quantize
 
     def quantize(x, spec, fold=None, **options):
         return original(*change(x, spec, fold), **options)
 
-    return mock.patch.object(linear_module, "quantize", quantize)
+    with mock.patch.object(operands, "quantize", quantize), mock.patch.object(input_casts, "quantize", quantize):
+        yield
 
 
 def wrong_fold():

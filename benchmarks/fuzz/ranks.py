@@ -18,7 +18,7 @@ from benchmarks.fuzz.build import Case
 from benchmarks.fuzz.outcome import Invalid, Outcome, fail, of_error
 
 WORLD = 2
-_SECONDS, _AFTER_THE_FIRST = 60.0, 3.0
+_SECONDS, _AFTER_THE_FIRST = 180.0, 3.0
 WRAPPERS = ("fully_shard", "parallelize")
 """Those that run on ranks."""
 Job = Callable[[Case], Outcome]

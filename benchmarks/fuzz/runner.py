@@ -19,8 +19,8 @@ from benchmarks.fuzz.build import Case
 from benchmarks.fuzz.outcome import Invalid, Outcome, of_error
 from benchmarks.fuzz.shrink import shrink
 
-SECONDS = 20.0
-"""After which a case is cut."""
+SECONDS, PATIENCE = 20.0, 12.0
+"""Seconds of computing after which a case is cut, and the factor for waiting: other programs may share the machine."""
 CORPUS = Path(__file__).parent / "corpus.json"
 
 
@@ -76,7 +76,10 @@ def corpus(only: str | None = None) -> list[dict[str, Any]]:
 
 @contextmanager
 def _limit(seconds: float) -> Iterator[None]:
-    """Raise _TimeLimit in the main thread after a time, and each second after that in case somebody swallows it."""
+    """Raise _TimeLimit in the main thread after a time, and each second after that in case somebody swallows it.
+
+    The time is that of this process's CPU; a case that waits, for ranks or for ever, has `PATIENCE` times as long.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -84,10 +87,15 @@ def _limit(seconds: float) -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         raise _TimeLimit
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    timers = (
+        (signal.ITIMER_PROF, signal.signal(signal.SIGPROF, stop), signal.SIGPROF, seconds),
+        (signal.ITIMER_REAL, signal.signal(signal.SIGALRM, stop), signal.SIGALRM, seconds * PATIENCE),
+    )
+    for timer, _, _, limit in timers:
+        signal.setitimer(timer, limit, 1.0)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        for timer, before, number, _ in timers:
+            signal.setitimer(timer, 0.0)
+            signal.signal(number, before)
