@@ -18,7 +18,8 @@ from tiny_runs import MakeConfig, Recorder, sentences
 
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.data import corpus as data
-from octavo.train.data.corpus import Corpus, documents, load_corpus, source
+from octavo.train.data import documents, source
+from octavo.train.data.corpus import Corpus, load_corpus
 from octavo.train.data.tokenizer import END
 from octavo.train.record.metrics import NullProgress
 

@@ -103,12 +103,11 @@ def convert(
     _check_request(model, recipe, precision, plan, skip, filter, keep_weights, activations, device, tokens)
     if plan is not None:
         return apply_plan(model, plan, keep_weights=keep_weights, verbose=verbose)
-    auto = recipe in (None, AUTO) if precision is None else _is_auto(precision)
-    keep_weights = keep_weights if precision is None else precision.keep_weights
-    gpu = (device or local_gpu_name()) if auto and device != "cpu" else None
+    keep_weights |= precision is not None and precision.keep_weights
+    gpu = (device or local_gpu_name()) if _is_auto(recipe, precision) and device != "cpu" else None
     if gpu is None:
-        chosen = None if recipe == AUTO else recipe
-        decided = rule_plan(model, chosen, precision=precision, skip=skip, filter=filter, activations=activations)
+        named = None if recipe == AUTO else recipe
+        decided = rule_plan(model, named, precision=precision, skip=skip, filter=filter, activations=activations)
         return apply_plan(model, decided, keep_weights=keep_weights, verbose=verbose)
     precision = precision or Precision(recipe=AUTO, skip=tuple(skip), activations=activations)
     decided, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
@@ -151,16 +150,17 @@ def _check_request(
         raise ValueError(
             "precision holds recipe, skip, keep_weights and activations: set them there, or pass them without precision"
         )
-    auto = recipe in (None, AUTO) if precision is None else _is_auto(precision)
-    if device is not None and device != "cpu" and not auto:
+    if device is not None and device != "cpu" and not _is_auto(recipe, precision):
         raise ValueError(
             "device decides which layers gain on a GPU, but this request names the recipe or has no FP8 products: "
             "leave out device, or ask for recipe='auto'"
         )
 
 
-def _is_auto(precision: Precision) -> bool:
-    """Return whether a precision leaves the recipe of its FP8 products to cost."""
+def _is_auto(recipe: Any, precision: Precision | None) -> bool:
+    """Return whether a request leaves the recipe of its FP8 products to cost."""
+    if precision is None:
+        return recipe is None or recipe == AUTO
     return precision.recipe == AUTO and precision.matmul == "fp8"
 
 
