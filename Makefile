@@ -14,7 +14,7 @@ QUIET  := --quiet --disable-pip-version-check
 PIP    := $(BIN)/python -m pip $(QUIET)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-versions lint docs sass gpu bench clean
+.PHONY: help setup demo test test-all test-slow test-versions lint docs sass gpu bench clean
 
 help:            ## List what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/' | expand -t 14
@@ -64,8 +64,11 @@ lint: $(VENV)/.developer  ## Ruff (rules and formatting) and mypy
 	@$(BIN)/ruff format --check src tests benchmarks examples
 	@$(BIN)/mypy
 
-test: lint  ## Lint, type-check, and run the tests
-	@$(BIN)/python -m pytest -n 2 --durations=15
+test: lint  ## Lint, types, and the tests of some minutes
+	@$(BIN)/python -m pytest -n 2 --durations=15 -m 'not slow and not gpu and not thorough'
+
+test-all: test  ## The same, and the tests that take longer (a quarter of an hour in all)
+	@$(BIN)/python -m pytest -n 2 --durations=15 -m 'thorough and not slow and not gpu'
 
 test-slow: $(VENV)/.peers $(VENV)/.triton-$(TRITON) lint  ## All tests, with the slow ones, torchao and an older Triton
 	@$(BIN)/python -m pytest -n 2 -m 'not gpu'

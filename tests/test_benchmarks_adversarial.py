@@ -88,6 +88,7 @@ TINY = {"outlier_channels": 3, "swiglu_growth": 50, "exploding_norms": 25}
 """Steps after which a case whose activations break tensorwise shows it; rowwise is better in each."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TINY)
 def test_tensorwise_is_worse_than_rowwise_where_that_is_claimed(name, monkeypatch):
     monkeypatch.setattr("benchmarks.adversarial_cases.PRETRAINING", 60)

@@ -38,6 +38,7 @@ def test_a_damaged_format_is_found():
     assert found.count("worse") >= LEAST_DETECTED * len(found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", compare_power.SIZES)
 def test_rates_of_comparisons_drawn_from_the_kept_losses(size):
     """The same with other groups of seeds: no luck of the order in which they were trained."""

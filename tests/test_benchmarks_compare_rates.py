@@ -41,6 +41,7 @@ def losses_that_overlap(rng, count, seeds):
     return base, losses
 
 
+@pytest.mark.thorough
 def test_the_simulation_judges_as_the_library():
     """At every look."""
     rng = np.random.default_rng(0)
@@ -112,6 +113,7 @@ def test_equal_arms_of_unequal_noise_simulated_anew(kind):
     assert rate(decide(base, base[:, None] + 0.003 * GAPS[kind](rng, (1000, 8, 10))).worse) <= 0.05
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rounded", "unit"),
     [

@@ -4,6 +4,7 @@ import pytest
 from benchmarks.families import FAMILIES, found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_trains_with_stored_activations(name):
     one = found(name)

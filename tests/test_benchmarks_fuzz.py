@@ -23,6 +23,7 @@ def no_processes_left():
     ranks.POOL.kill()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["activations", "linear", "optimizer", "comm", "wrappers"])
 def test_nothing_is_found(kind):
     found = [(case, run(case)) for case in (draw(11, i, kind) for i in range(CASES[kind]))]

@@ -4,6 +4,7 @@ import pytest
 from benchmarks.healthy_runs import KINDS, healthy_run
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "large_batches"])
 def test_nothing_is_found_and_nothing_moved(kind):
     row = healthy_run(kind, "rowwise", steps=3)

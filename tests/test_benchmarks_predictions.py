@@ -14,6 +14,7 @@ def _row(row):
     return pytest.param(row, marks=marks, id=f"{row.who}, {row.what}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("row", [_row(row) for row in TESTS])
 def test_within_ten_points_of_what_was_published(row):
     assert row.sign_is_right and row.is_close, f"published {row.published}, predicted {row.predicted:.3f}"
@@ -31,6 +32,7 @@ def test_the_fitted_time_is_that_of_the_row_it_was_fitted_to():
     assert predictions.bf16_linear(gpu, call).total + rest == pytest.approx(34.18e-3, rel=0.04)
 
 
+@pytest.mark.thorough
 def test_the_document_is_up_to_date():
     assert predictions.DOCUMENT.read_text(encoding="utf-8") == predictions.document(), (
         "docs/planner.md is not what the planner says: run python -m benchmarks predictions"

@@ -47,11 +47,13 @@ def test_a_crashed_stage_goes_on_behind_the_row(runner):
     assert runner.resumed == [False, True, True]
 
 
+@pytest.mark.thorough
 def test_a_hung_stage_is_killed_and_says_where(runner):
     outcome = runner.run("hang", 8.0)
     assert outcome.ended == "hung" and outcome.seconds < 8 and outcome.tail[-1] == "asleep"
 
 
+@pytest.mark.thorough
 def test_a_stage_that_hung_once_is_started_again(runner):
     outcome = runner.run("hang once", 100.0)
     assert (outcome.ended, outcome.restarts, outcome.rows) == ("done", 1, 1)

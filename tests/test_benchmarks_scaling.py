@@ -83,6 +83,7 @@ def given(row, op):
 # What is simulated
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recompute", [False, True])
 def test_bytes_in_bf16_are_those_of_a_hand_formula(tiny, recompute):
     row = tiny(BASELINE, recompute=recompute)
@@ -124,6 +125,7 @@ def test_copies_add_up_their_shards_gradients(tiny):
     assert [call for call in row["wire"] if call["op"] != "all-reduce"] == one["wire"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [8, 64])
 def test_what_is_sharded_is_a_part_of_the_whole(tiny, world):
     tensors = LAYERS * 9 + 3

@@ -236,6 +236,7 @@ def test_the_demo_config_is_in_the_package_and_in_configs() -> None:
     assert tomllib.loads(packaged.decode())["run"]["name"] == "demo"
 
 
+@pytest.mark.thorough
 def test_a_demo_compares_both_arms(config: Path, here: Path, cache: Path) -> None:
     result = octavo(
         "demo", *TINY_DEMO, "data.source=corpus.txt", f"data.cache={cache.as_posix()}", "--steps", 12, "--seed", 3,
@@ -416,6 +417,7 @@ def test_doctor_deep_says_what_a_difference_is_and_fails(monkeypatch: pytest.Mon
     assert "differ" in result.stdout and "expected" in result.stdout
 
 
+@pytest.mark.thorough
 def test_doctor_deep_without_a_gpu_says_what_to_do() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "octavo", "doctor", "--deep", "--device", "cpu"]

@@ -74,6 +74,7 @@ def starts_once(cases: list[tuple[list[str], dict[str, str]]], environment: dict
     return found
 
 
+@pytest.mark.thorough
 def test_every_command_shows_its_help_without_delay(environment: dict[str, str]) -> None:
     commands = [info.name or info.callback.__name__ for info in app.registered_commands]
     cases = [(["--version"], {}), (["--help"], {}), *(([name, "--help"], {}) for name in commands)]

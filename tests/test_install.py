@@ -79,6 +79,7 @@ def python(code: str, blocked: list[str], *arguments: str) -> subprocess.Complet
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.thorough
 def test_the_library_needs_torch_and_numpy_alone() -> None:
     core = [Requirement(text).name for text in PROJECT["dependencies"]]
     assert core == ["torch", "numpy"]
@@ -102,6 +103,7 @@ def test_the_command_names_what_installs_it(start: str, package: str) -> None:
     assert done.stderr == f"error: No module named {package!r}, which the command octavo needs: {INSTALL}\n"
 
 
+@pytest.mark.thorough
 def test_the_trainer_names_what_installs_it() -> None:
     code = f"""
 import octavo

@@ -193,6 +193,7 @@ def test_halves_of_a_joint_gradient_are_in_order(gate_first, monkeypatch):
     assert torch.equal(expected, gradient())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_nothing_is_left_to_the_garbage_collector(recomputed):
     """Tensors in a reference cycle would live until Python looks for one."""

@@ -87,6 +87,7 @@ def test_with_fp8_products_gradients_stay_near_those_that_keep_fp8_inputs(family
         assert sqnr(expected[name], actual[name]) >= 18, name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_llama_2_7b_keeps_at_most_66_kb_per_token_and_layer(recipe):
     kept = _llama_2_7b(octavo.Precision.level("fp8+activations", recipe=recipe))

@@ -242,6 +242,7 @@ def test_stored_form_is_groups_of_32_with_powers_of_two():
     assert sqnr(x, restored(data, scale, torch.float32)) > 27
 
 
+@pytest.mark.thorough
 @by_matmul
 @pytest.mark.parametrize("kind", ["full", "reentrant", "selective"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -256,6 +257,7 @@ def test_checkpointing_is_bitwise_neutral(family, kind, precision):
     assert_same(expected[1], actual[1])
 
 
+@pytest.mark.thorough
 @by_matmul
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_the_trainers_checkpointing_is_bitwise_neutral(mode, precision):
@@ -357,6 +359,7 @@ def test_autocast_trains(dtype, precision):
     assert sqnr(flat(expected), flat(actual)) > (20 if precision is ONLY_ACTIVATIONS else 15)
 
 
+@pytest.mark.thorough
 @by_matmul
 def test_compiled_blocks_fall_back_to_their_own_forward(precision):
     torch._dynamo.reset()

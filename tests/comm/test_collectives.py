@@ -259,6 +259,7 @@ JOBS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__.removesuffix("_job"))
 def test_against_exact_sums_and_moves(gloo, job, world):
@@ -362,6 +363,7 @@ def bytes_job():
     return {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce, "all_to_all": moved}
 
 
+@pytest.mark.thorough
 def test_bytes_on_the_wire(gloo):
     """All-gather at most 0.52, reduce-scatter at most 0.55 of bf16: 1 + 4/128 bytes to 2."""
     for counted in gloo.run(bytes_job, 4):

@@ -131,6 +131,7 @@ def test_arms_that_cannot_be_compared_are_refused(config, arms, words):
 # --- what is made of it ---
 
 
+@pytest.mark.thorough
 def test_a_comparison_from_the_command_line(config, tmp_path):
     """Runs of a seed start alike, everything is written, and the same command trains nothing anew."""
     out = tmp_path / "out"
@@ -165,6 +166,7 @@ def test_the_same_arm_twice_is_equal_to_the_last_digit(config, tmp_path):
     assert "not a digit of the losses differs" in found.arms[0].losses.sentence
 
 
+@pytest.mark.thorough
 def test_an_interrupted_comparison_goes_on(config, tmp_path):
     """A run that died goes on from its checkpoint, those before it are kept, and the losses come out the same."""
     arms = make_arms(config, ["run.save_every=2"], ARMS, "2")
@@ -321,6 +323,7 @@ def test_losses_and_runs_do_not_mix(config, tmp_path):
     refused(octavo("compare", "--losses", tmp_path / "losses.json", "--max-seeds", "0"), "2 to 40 seeds; got 0")
 
 
+@pytest.mark.thorough
 def test_a_folder_of_something_else_is_left_as_it_is(config, tmp_path):
     out = tmp_path / "out"
     words = ["compare", config, "--seeds", "2", "--out", out, "--arm", "a", "--arm", "b:precision.level=fp8"]
@@ -348,6 +351,7 @@ def test_a_folder_of_something_else_is_left_as_it_is(config, tmp_path):
     refused(octavo(*words[:5], config, *words[6:]), "is a file")
 
 
+@pytest.mark.thorough
 def test_seeds_and_arms_can_be_added(config, tmp_path):
     compare(make_arms(config, [], ARMS, "2"), tmp_path)
     before = written(tmp_path / "rowwise-seed4")
@@ -356,6 +360,7 @@ def test_seeds_and_arms_can_be_added(config, tmp_path):
     assert found.seeds == (3, 4, 5) and [arm.name for arm in found.arms] == ["rowwise", "again"]
 
 
+@pytest.mark.thorough
 def test_data_that_changed_between_runs_is_noticed(config, tmp_path, make_config):
     text = tmp_path / "a.txt"
     text.write_text("the leaf folds eight times before it is cut. " * 40)
@@ -367,6 +372,7 @@ def test_data_that_changed_between_runs_is_noticed(config, tmp_path, make_config
         compare(more, tmp_path / "out")
 
 
+@pytest.mark.thorough
 def test_a_run_whose_steps_are_gone_is_named(config, tmp_path):
     compare(make_arms(config, [], ARMS, "2"), tmp_path / "out")
     path = tmp_path / "out/rowwise-seed3/metrics.jsonl"

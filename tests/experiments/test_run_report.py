@@ -224,6 +224,7 @@ def test_the_fakes_are_what_a_run_leaves(pair: list[Path]) -> None:
     assert [row.step for row in read_metrics(pair[0])] == list(range(1, 101))
 
 
+@pytest.mark.thorough
 def test_importing_the_report_imports_no_matplotlib_and_drawing_no_pyplot(pair: list[Path], tmp_path: Path) -> None:
     code = (
         "import sys, pathlib; from octavo.experiments.run_report import write_report\n"

@@ -293,6 +293,7 @@ def ranks_job(fp8_comm):
     return [str(move) for move in pilot.moves], recipes(model), losses
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 @pytest.mark.parametrize("fp8_comm", ["off", "gather"])
 def test_what_one_rank_sees_moves_the_layer_on_all(gloo, fp8_comm):

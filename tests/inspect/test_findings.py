@@ -157,6 +157,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_faults_are_named_in_the_step_in_which_they_come(fault, recipe):
@@ -169,6 +170,7 @@ def test_faults_are_named_in_the_step_in_which_they_come(fault, recipe):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "recipe", ["rowwise", "tensorwise", pytest.param("blockwise", marks=SLOW), pytest.param("mxfp8", marks=SLOW)]
 )

@@ -71,6 +71,7 @@ def assert_unchanged(make, step=train, what_if=("tensorwise", "mxfp8")):
     return rows
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("level", ["fp8", "fp8+activations"])
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_a_sampled_step_computes_what_an_unsampled_one_does(recipe, level):
@@ -85,6 +86,7 @@ def test_a_sampled_step_computes_what_an_unsampled_one_does(recipe, level):
     assert all(20 < row.sqnr < 40 and row.nonfinite == 0 for row in rows)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("level", ["fp8", "fp8+activations"])
 @pytest.mark.parametrize("mode", ["full", "selective", "reentrant"])
 def test_checkpointing_counts_once_and_computes_the_same(mode, level):
@@ -124,6 +126,7 @@ def _recomputed(forward, mode):
     return recomputed
 
 
+@pytest.mark.thorough
 def test_micro_batches_are_all_counted_and_the_weight_once():
     model = converted()
     watch = Watch(model, every=1)

@@ -94,6 +94,7 @@ def test_rows_are_those_of_one_process(gloo, settings, world, fp8_comm, recipe):
         assert row == same
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("settings", "fp8_comm"), [(FSDP, "gather"), (FSDP, "on"), (DDP, "off")])
 def test_a_sampled_step_computes_what_an_unsampled_one_does(gloo, settings, fp8_comm):
     for recipe in ("rowwise", "tensorwise"):
@@ -164,6 +165,7 @@ def exchanges():
     return counts
 
 
+@pytest.mark.thorough
 def test_ranks_talk_twice_per_sampled_step(gloo):
     """Once more where layers are new: whether they are the same everywhere."""
     assert gloo.run(exchanges, 2) == [[3, 2, 0]] * 2

@@ -350,6 +350,7 @@ def test_measuring_quantizers_times_every_configuration_and_names_the_fastest(na
         assert quantization.rate(2.0).endswith("TB/s")
 
 
+@pytest.mark.thorough
 def test_a_quantizer_whose_bytes_differ_is_left_out(monkeypatch):
     quantization = quantizations(RECIPES["rowwise"], [(64, 96, 160)])[0]
     right = triton_quantize.quantize

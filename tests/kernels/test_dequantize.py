@@ -26,6 +26,7 @@ def test_is_data_times_scale(rows, columns, spec, dtype):
     assert_same({"y": x.dequantize(dtype).contiguous()}, {"y": y})
 
 
+@pytest.mark.thorough
 @triton
 @settings(max_examples=60)
 @given(rows=sizes, columns=sizes, spec=specs, dtype=dtypes)
@@ -40,6 +41,7 @@ def test_triton_equals_reference(rows, columns, spec, dtype):
         assert_same({"y": expected}, {"y": dequantize(x, dtype)})
 
 
+@pytest.mark.thorough
 @triton
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_every_configuration_and_memory_order_equals_reference(spec):

@@ -27,6 +27,7 @@ def both_backends(op, call):
         return expected, call()
 
 
+@pytest.mark.thorough
 @triton
 @settings(max_examples=50)
 @given(
@@ -59,6 +60,7 @@ def test_every_configuration_and_route_equals_reference(spec, monkeypatch):
                 assert_same(expected, dict(enumerate(backend.glu(*call, config=config))))
 
 
+@pytest.mark.thorough
 @triton
 @settings(max_examples=20)
 @given(activation=st.sampled_from(ACTIVATIONS), rows=sizes, columns=sizes, dtype=dtypes, joined=st.booleans())
@@ -82,6 +84,7 @@ def test_every_configuration_of_the_gradients_equals_reference(activation):
 EXTREMES = [0.0, -0.0, 1e-40, -1e-40, 16.5, -16.5, 86.2, -86.2, 86.3, -86.3, 90.0, -90.0, 1e4, -1e4, 1e30, -1e30]
 
 
+@pytest.mark.thorough
 @triton
 @by_activation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

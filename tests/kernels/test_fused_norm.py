@@ -29,6 +29,7 @@ def both_backends(op, call):
         return expected, call()
 
 
+@pytest.mark.thorough
 @triton
 @settings(max_examples=50)
 @given(
@@ -71,6 +72,7 @@ def test_every_configuration_and_route_equals_reference(kind, spec, monkeypatch)
                 assert_same(expected, dict(enumerate(backend.norm(*call, config=config))))
 
 
+@pytest.mark.thorough
 @triton
 @settings(max_examples=20)
 @given(
@@ -92,6 +94,7 @@ def test_triton_gradients_equal_reference(kind, rows, columns, dtype, passed, of
     assert_same(dict(enumerate(expected)), dict(enumerate(actual)))
 
 
+@pytest.mark.thorough
 @triton
 @pytest.mark.parametrize("widest", [8192, 0])
 def test_every_configuration_and_route_of_the_gradients_equals_reference(widest, monkeypatch):
@@ -105,6 +108,7 @@ def test_every_configuration_and_route_of_the_gradients_equals_reference(widest,
         assert_same(expected, dict(enumerate(backend.norm_backward(*call, config=config))))
 
 
+@pytest.mark.thorough
 @triton
 @pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
 @pytest.mark.parametrize("order", ["rows", "both"])
@@ -129,6 +133,7 @@ def test_special_values_poison_their_own_row_and_stay_visible(kind, order):
                 assert expected.amax.isnan().all()
 
 
+@pytest.mark.thorough
 @triton
 @pytest.mark.parametrize("op", [RMS_NORM, LAYER_NORM], ids=lambda op: op.name)
 def test_any_strides(op):
@@ -249,6 +254,7 @@ def test_wrong_arguments_are_named(mistake):
         call(randn(8, 32, dtype=torch.bfloat16), randn(32, dtype=torch.bfloat16))
 
 
+@pytest.mark.thorough
 def test_ops_trace_and_their_fakes_are_right():
     x, weight = randn(20, 64, dtype=torch.bfloat16), randn(64, dtype=torch.bfloat16)
     rstd = torch.ones(20, 1)

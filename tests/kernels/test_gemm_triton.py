@@ -60,6 +60,7 @@ def product(a, b, layout, dtype, bias=None, fast=False, config=None):
     return expected, actual
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES + MIXED, ids=str)
 @settings(max_examples=6)
 @given(
@@ -73,6 +74,7 @@ def test_exact_sums_give_the_bytes_of_the_reference(case, m, n, k, biased, fast,
     assert torch.equal(expected, actual)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", range(len(kernels.CONFIGS)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_configuration_computes_the_same(config, dtype):
@@ -83,6 +85,7 @@ def test_every_configuration_computes_the_same(config, dtype):
         assert torch.equal(expected, actual)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_values_agree_up_to_the_order_of_float32_sums(case):
     a, b, layout = operands(131, 140, 389, case)

@@ -64,6 +64,7 @@ any_matrix = {
 }
 
 
+@pytest.mark.thorough
 @triton
 @by_spec
 @settings(max_examples=12)
@@ -76,6 +77,7 @@ def test_triton_equals_reference(spec, rows, columns, dtype, fold, order):
     assert_same_but_for_the_sign_of_nan(tensors(expected), tensors(actual))
 
 
+@pytest.mark.thorough
 @triton
 @by_spec
 @settings(max_examples=6)
@@ -99,6 +101,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 @triton
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 @settings(max_examples=12)
@@ -135,6 +138,7 @@ def test_every_configuration_equals_reference():
             assert_same_but_for_the_sign_of_nan(expected, actual)
 
 
+@pytest.mark.thorough
 @triton
 @by_spec
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, 1e-38, 3.4e38])
@@ -151,6 +155,7 @@ def test_triton_treats_special_values_as_reference_does(spec, special):
     assert_same_but_for_the_sign_of_nan(tensors(quantize(x, spec, scale=scale)), tensors(actual))
 
 
+@pytest.mark.thorough
 @triton
 @by_spec
 def test_triton_reads_any_strides(spec):

@@ -106,6 +106,7 @@ def check(rows, version):
         check_against_the_table(rows, version)
 
 
+@pytest.mark.thorough
 def test_the_most_used_kernels_on_hopper():
     rows, version = compiled(90, "--default", "--jobs", "2", "--only", *MOST_USED)
     assert all(any(text in name for name in rows) for text in MOST_USED)

@@ -88,6 +88,7 @@ def check_scales(task, launch):
     assert sum(small) <= 8 * (ROWS + COLUMNS) + 4 * scales
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shape", [pytest.param((1, 1), marks=pytest.mark.slow), (33, 130)])
 def test_kernels_access_only_their_operands(shape):
     """Every access of every kernel at odd sizes lies in an argument: `counted` asserts it."""
@@ -108,6 +109,7 @@ def fused_outputs():
 FUSED = list(fused_outputs())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)
 @pytest.mark.parametrize("config", range(2))
 def test_norms_move_the_stated_bytes(spec, order, written, config):
@@ -126,6 +128,7 @@ def test_norms_move_the_stated_bytes(spec, order, written, config):
         assert moved == 2 + 4 * residual + 2 * keep + written + extra
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", range(len(norms.BACKWARD_CONFIGS)))
 def test_gradients_of_norms_move_the_stated_bytes(config):
     """grad and x (and the residual stream's gradient) in, dx out, float32 partial sums per band of rows beside them."""

@@ -37,6 +37,7 @@ def planned(model, layers, recipe):
     return Plan({n: replace(d, recipe=wanted) if n in layers else d for n, d in plan.decisions.items()}, "fp8")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "rowwise_hp_wgrad", None])
 @pytest.mark.parametrize("layer", [LAYER, "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj"])
 def test_as_if_converted_so_at_once(recipe, layer):

@@ -80,6 +80,7 @@ def test_saved_tensors_go_through_hooks():
     assert torch.float8_e4m3fn in packed
 
 
+@pytest.mark.thorough
 @by_compiled_recipe
 def test_compiles_without_graph_breaks(name):
     torch._dynamo.reset()
@@ -91,6 +92,7 @@ def test_compiles_without_graph_breaks(name):
         assert sqnr(value, actual[key]) >= E4M3.tolerance_db
 
 
+@pytest.mark.thorough
 def test_a_compiled_llama_block_has_no_graph_breaks_and_one_dynamic_recompile():
     torch._dynamo.reset()
     model = octavo.convert(llama(), verbose=False).model
@@ -135,6 +137,7 @@ def test_compile_quantizes_a_shared_input_once():
     assert len([n for n in casts if n.meta["val"][0].shape == (8, 64)]) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, at the import of its partitioner
 @by_compiled_recipe
 def test_compile_keeps_no_more_than_eager(name):

@@ -167,6 +167,7 @@ def assert_equal_losses(one, other):
 without_copies = cache(partial(losses, keep=False))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, gpu", [*((name, False) for name in RECIPES), ("rowwise", True), ("blockwise", True)])
 def test_losses_are_equal_with_and_without(name, gpu, monkeypatch):
     without = without_copies(name)
@@ -217,6 +218,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_losses_are_equal_with_any_optimizer(kind):
     optimizer, options = OPTIMIZERS[kind]
@@ -311,6 +313,7 @@ REPORTED = {
 WRITES = UNREPORTED | REPORTED | {"released": released, "swapped": swapped}
 
 
+@pytest.mark.thorough
 @by_recipe
 @pytest.mark.parametrize("kind", WRITES)
 def test_any_write_between_passes_is_seen(name, kind):

@@ -85,6 +85,7 @@ def test_bytes_per_parameter(shape):
     assert bytes_per_parameter(optimizer, ("remainder", "master")) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [1, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stochastic", [False, True])

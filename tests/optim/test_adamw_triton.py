@@ -49,6 +49,7 @@ def test_every_kind_of_parameter_takes_the_reference_step():
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
 
 
+@pytest.mark.thorough
 def test_the_optimizer_runs_on_it():
     """Two optimizers, the same gradients: one launch per kind ends where the reference ends."""
     start = [torch.randn(20, 200), torch.randn(16, 384), torch.randn(96), torch.randn(0, 64), torch.randn(3, 70, 2)]

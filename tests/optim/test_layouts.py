@@ -67,6 +67,7 @@ def assert_same(param, optimizer, dense, other):
         assert torch.equal(value.float(), other.state[dense][name].float()), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_layout_steps_and_resumes_as_the_contiguous_copy(layout, backend):

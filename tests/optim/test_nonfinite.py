@@ -102,6 +102,7 @@ def test_gradients_that_are_not_finite_make_the_parameter_nan(backend, mode):
         assert torch.equal(joined(state.param, state.remainder).isnan(), ~values.isfinite())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_fp8_moments_show_what_was_not_finite(backend, stochastic):

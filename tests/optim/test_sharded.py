@@ -105,6 +105,7 @@ def bitwise_job(copies):
                     assert type(local_tensor(value)) is torch.Tensor, name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("world", "copies"), [(2, 1), (3, 1), (4, 2)])
 def test_shards_are_stepped_bit_for_bit_as_the_whole(gloo, world, copies):
     """Random bits too: they are drawn by the element's place in the whole parameter."""
@@ -252,6 +253,7 @@ def compare(model, optimizer, path):
         assert same(expected[name], actual[name]), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("worlds", [(4, 2, 1, 3), (1, 4), (2, 4)], ids=str)
 def test_checkpoints_go_to_any_number_of_ranks(gloo, tmp_path, worlds):
     """Saved by the first number, loaded by the others: the same bits, and the same bits two steps later."""
@@ -276,6 +278,7 @@ def whole_job():
         assert_same(whole, sharded)
 
 
+@pytest.mark.thorough
 def test_whole_states_are_sharded(gloo):
     gloo.run(whole_job, 3)
 

@@ -24,6 +24,7 @@ def delayed_job(settings, checkpointing):
     return losses, delayed.state_dict(inner), set(parameters_in_fp8(inner))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_ranks_have_one_history(gloo, checkpointing):
     results = {name: gloo.run(delayed_job, 2, SETTINGS[name], checkpointing) for name in ("off", "gather", "ddp")}

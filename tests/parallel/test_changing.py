@@ -42,6 +42,7 @@ def changed_alone(begin, end, **model):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("begin", "end"),
     [("tensorwise", "rowwise"), ("tensorwise", None), ("rowwise", "blockwise"), ("rowwise", "tensorwise")],

@@ -42,6 +42,7 @@ def averages_job(settings):
     return sqnr(*flat), sent / flat[0].numel()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("error_feedback", [False, True])
 def test_the_hook_averages_in_fp8(gloo, world, error_feedback):
@@ -142,6 +143,7 @@ def feedback_training_job():
     return losses
 
 
+@pytest.mark.thorough
 def test_training_with_error_feedback(gloo):
     for losses in gloo.run(feedback_training_job, 2):
         for feedback in (False, True):

@@ -30,6 +30,7 @@ def awkward_job(settings, options, in_fp8):
     return losses, whole(model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 @pytest.mark.parametrize(
     ("world", "hidden"), [(2, 63), (2, 128), (4, 65), (4, 3), (3, 1)], ids=lambda value: str(value)
@@ -64,6 +65,7 @@ def test_empty_shards(gloo):
     assert gloo.run(empty_shard_job, 4)[3] == (0, 12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("frozen", [("blocks.0",), ("embed", "blocks.1.up", "norm"), ("blocks",)], ids=str)
 def test_frozen_parameters(gloo, frozen):
     options = {"frozen": frozen}
@@ -80,6 +82,7 @@ def test_frozen_parameters(gloo, frozen):
                 assert torch.equal(value, untouched[name]), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tie", ["head", "blocks", "inside"])
 def test_tied_parameters(gloo, tie):
     """Embedding and head; weights of two blocks, which FSDP2 cannot have in two groups; two weights of one block."""
@@ -268,6 +271,7 @@ def no_blocks_job():
     }
 
 
+@pytest.mark.thorough
 def test_a_model_without_blocks(gloo):
     gloo.run(no_blocks_job, 3)
 
@@ -331,6 +335,7 @@ def test_meta_device(gloo):
     gloo.run(meta_job, 2)
 
 
+@pytest.mark.thorough
 def test_another_dtype_afterwards(gloo):
     gloo.run(cast_job, 2)
 
@@ -350,6 +355,7 @@ def compile_job(recipe):
         assert train(model, 3) == eager
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_compiled_blocks(gloo, recipe):
     gloo.run(compile_job, 2, recipe)

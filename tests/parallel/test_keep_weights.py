@@ -101,6 +101,7 @@ def same_losses_job(kind, recipes, steps, micros, checkpointing=False):
             assert (casts > 0) == (kind in UNSHARDED), (kind, recipe, casts)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_equal(gloo, kind):
     gloo.run(same_losses_job, 2, kind, ["rowwise"], 4, 2)
@@ -134,6 +135,7 @@ def part_job():
     assert [weights.keeps_weight(layer) for layer in (model.blocks[1].up, model.blocks[1].down)] == [False, True]
 
 
+@pytest.mark.thorough
 def test_only_what_is_sharded_is_left_out(gloo):
     gloo.run(part_job, 2)
 

@@ -73,6 +73,7 @@ def bytes_job(recipe, comm, dtype):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_bytes_of_weights_and_gradients(gloo, recipe):
     """Of converted weights at most 0.52 of bf16, of gradients 0.55. Each weight is gathered twice."""

@@ -73,6 +73,7 @@ def test_losses_are_those_of_one_process(gloo, mode, recipe, fp8_comm, checkpoin
     assert all(torch.equal(ranks[0][1][name], other[name]) for _, other in ranks for name in other)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", [None, "rowwise", "tensorwise"])
 def test_four_ranks_are_within_the_noise_of_adding_in_another_order(gloo, recipe):
     expected = torch.tensor(one_process(world=4, recipe=recipe)[0])
@@ -89,6 +90,7 @@ def test_four_ranks_are_within_the_noise_of_adding_in_another_order(gloo, recipe
         assert results["gather"] == results["off"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 def test_gathering_in_bf16_of_fp32_shards(gloo, recipe):
     """`dtype`: what FSDP2 calls param_dtype. FP8 weights are those of the rounded ones."""
@@ -111,6 +113,7 @@ def test_gradients_may_be_added_in_every_micro_batch(gloo):
         assert each[rank][0] == pytest.approx(expected[rank], abs=0.02)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ["torch", "octavo"])
 def test_fp8_moments_make_no_difference_between_one_process_and_shards(gloo, optimizer):
     options = {"recipe": "rowwise", "optimizer": optimizer}

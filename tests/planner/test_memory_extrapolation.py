@@ -52,6 +52,7 @@ def run_step(blocks, *, level="fp8", chunked=True, vocabulary=500, optimizer=oct
         return timeline.events(), timeline.peak()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
 def test_eleven_blocks_from_two_and_three(options):
     (few, _), (more, _), (whole, (phase, at_peak)) = (run_step(blocks, **options) for blocks in (2, 3, 11))

@@ -68,6 +68,7 @@ def test_heads_by_cost_and_skipped_layers(wide):
     assert not by_name["model.layers.0.mlp.up_proj"].converted and by_name["model.layers.1.mlp.up_proj"].converted
 
 
+@pytest.mark.thorough
 def test_settings_reach_the_step(wide):
     plain = plan(wide, 1, 1024)
     assert plan(wide, 1, 1024, checkpointing="full").bf16.linears > plain.bf16.linears
@@ -209,6 +210,7 @@ def test_a_plan_of_another_model_is_refused():
         octavo.convert(llama(), plan=theirs)
 
 
+@pytest.mark.thorough
 def test_what_does_not_fit_says_how_much_would(wide):
     gpu = {"like": "h100", "memory_gb": 4}
     tight = plan(wide, 64, 2048, device=gpu)
@@ -220,6 +222,7 @@ def test_what_does_not_fit_says_how_much_would(wide):
     assert none.largest_batch == 0 and "not even one sequence fits" in str(none)
 
 
+@pytest.mark.thorough
 def test_many_gpus_share_what_is_held(wide):
     one, eight = (plan(wide, 1, 2048, world=world).memory.at_peak for world in (1, 8))
     for kind in ("parameters", "optimizer states"):

@@ -85,6 +85,7 @@ CASES = {
 SLOW = ("fp8+activations+optimizer, accumulated, recomputed", "GPT-2, fp8+opt", "float32 parameters")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()]
 )
@@ -108,6 +109,7 @@ def test_within_5_percent_of_pytorchs_tracker(case):
         assert plan.memory.replan(batch + 3).peak == pytest.approx(again, rel=0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "recompute", [pytest.param(False, id="kept"), pytest.param(True, id="recomputed", marks=pytest.mark.slow)]
 )
@@ -135,6 +137,7 @@ def test_within_5_percent_of_pytorchs_tracker_for_fsdp2(recompute):
     assert plan.memory.peak == pytest.approx(whole, rel=0.05)
 
 
+@pytest.mark.thorough
 def test_blocks_that_are_not_equal_are_followed_whole():
     model = make("llama")
     skipped = octavo.plan(model, 2, 128, device=FAST, skip=["model.layers.0"])

@@ -25,6 +25,7 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: param.grad for name, param in trainer.model.named_parameters() if param.grad is not None}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize(
     "precision",

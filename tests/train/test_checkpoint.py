@@ -42,6 +42,7 @@ CASES: list[dict[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sections", CASES)
 def test_round_trip_restores_everything(
     sections: dict[str, dict[str, Any]], make_config: MakeConfig, tmp_path: Path

@@ -278,6 +278,7 @@ def shards_job(tables, folder, flips):
     return told
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 def test_no_flipped_bit_of_shards_is_loaded(gloo, make_config, tmp_path):  # noqa: F811
     tables = make_config(run={"steps": 1}, optim={"warmup": 0}).model_dump(exclude_none=True)

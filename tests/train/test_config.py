@@ -271,6 +271,7 @@ def test_frozen(make_config: MakeConfig) -> None:
         make_config().run.steps = 3  # type: ignore[misc]
 
 
+@pytest.mark.thorough
 @given(name=st.text(min_size=1).filter(str.isprintable), lr=st.floats(1e-300, 1e300))
 def test_toml_round_trip(name: str, lr: float) -> None:
     tables = tomllib.loads(TEXT)

@@ -21,6 +21,7 @@ def trainer_state(out: Path) -> tuple[Path, dict[str, Any]]:
     return folder / "trainer.json", json.loads((folder / "trainer.json").read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
 def test_resume_is_bitwise_the_uninterrupted_run(make_config: MakeConfig, tmp_path: Path, checkpointing: str) -> None:
     config = make_config(precision=PRECISION | {"checkpointing": checkpointing}, optim={"micro_batches": 2, "lr": 0.05})

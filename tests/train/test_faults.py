@@ -36,6 +36,7 @@ def in_step(number, fault, until=None, **options):
         yield
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "options", "operand", "text"),
     [
@@ -83,6 +84,7 @@ def nan_job(tables, out):
     return "done"
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 @pytest.mark.parametrize("autopilot", [False, True])
 def test_a_nan_on_one_rank_is_named_on_all(gloo, make_config, tmp_path, autopilot):  # noqa: F811
@@ -97,6 +99,7 @@ def test_a_nan_on_one_rank_is_named_on_all(gloo, make_config, tmp_path, autopilo
     assert not state["autopilot"]["moves"]  # FP8 is not blamed for it
 
 
+@pytest.mark.thorough
 def test_limits_are_the_runs_own(make_config, tmp_path):
     strict = {"limits": {"sqnr": 33.0}}
     run(make_config(**WATCHED), out=tmp_path / "calm")

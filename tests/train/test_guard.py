@@ -209,6 +209,7 @@ class Killed(Recorder):
                 fail()
 
 
+@pytest.mark.thorough
 def test_killed_at_any_step_and_resumed_it_is_the_same_run(make_config, tmp_path):
     """Two spikes, the second of which goes back further; killed before, in and after them, and again and again."""
     config = make_config(**GUARDED | {"run": {"steps": 40, "save_every": 5, "keep": 2}})
@@ -239,6 +240,7 @@ def test_a_rollback_is_counted_once_however_often_the_run_is_killed(make_config,
     assert saved(tmp_path)["trainer"]["skipped_batches"] == 9
 
 
+@pytest.mark.thorough
 def test_moves_of_the_autopilot_are_taken_back_with_the_steps(make_config, tmp_path):
     layer = "model.layers.0.mlp.up_proj"
     act = Autopilot.act
@@ -279,6 +281,7 @@ def test_the_beginning_is_something_to_go_back_to(make_config, tmp_path):
     assert "Back to step 0, and on without the 29 batches since" in event["text"]
 
 
+@pytest.mark.thorough
 def test_what_is_not_finite_is_a_spike_too_until_it_has_gone_back_enough(make_config, tmp_path, monkeypatch):
     from octavo.train.trainer import Trainer
 

@@ -184,6 +184,7 @@ GUARD_KILLS = [
 ]  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_what_the_undisturbed_run_goes_through(undisturbed, make_config):
     out, calls = undisturbed("guard", make_config(**GUARDED))
     text = events(out).decode()
@@ -204,6 +205,7 @@ def test_killed_around_rollbacks_and_moves(kill, undisturbed, make_config, tmp_p
     check_same(whole, tmp_path / "out")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kills", [["half", "half", "half"], [("event", 2, True), ("removal", 1, True), ("save published", 1, False)]]
 )
@@ -216,6 +218,7 @@ def test_killed_again_and_again(kills, undisturbed, make_config, tmp_path):
     check_same(whole, tmp_path / "out")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kills", [[("row", 6, True), ("row", 9, False)], [("save published", 4, True), ("event", 1, False)]], ids=str
 )

@@ -49,6 +49,7 @@ def test_a_run_learns_and_leaves_everything(make_config: MakeConfig, tmp_path: P
     assert load_config(tmp_path / "out" / "config.toml") == config
 
 
+@pytest.mark.thorough
 def test_fp8_follows_bf16_and_keeps_less(make_config: MakeConfig, tmp_path: Path) -> None:
     results = {}
     for level in ("bf16", "fp8"):
@@ -108,6 +109,7 @@ def test_micro_batches_change_rounding_only(make_config: MakeConfig, tmp_path: P
             assert row.tokens == expected.tokens
 
 
+@pytest.mark.thorough
 def test_kept_weights_are_quantized_once_per_step_and_change_no_loss(make_config: MakeConfig, tmp_path: Path) -> None:
     casts = {}
     for keep, steps in ((False, 4), (True, 4), (True, 3)):
@@ -190,6 +192,7 @@ def test_a_skipped_step_leaves_parameters_as_they_were(
     assert not torch.equal(before["lm_head.weight"], trainer.model.lm_head.weight)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("level", "module"),
     [
@@ -293,6 +296,7 @@ def overflowing(monkeypatch: pytest.MonkeyPatch, steps: range) -> None:
     monkeypatch.setattr(Trainer, "__init__", init)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("save_every", [0, 6])  # a checkpoint would be due after the 40th skipped step
 def test_a_run_stopped_by_overflows_resumes_at_the_scale_from_before(
     save_every: int, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -227,6 +227,7 @@ def test_a_run_learns_again_after_a_fault(faults: int, make_config: MakeConfig, 
     assert "at which most gradients underflow: restored to 65536" in event["text"] and event["text"] in seen.notes
 
 
+@pytest.mark.thorough
 def test_a_run_that_stops_can_be_resumed(make_config: MakeConfig, tmp_path: Path) -> None:
     """At overflows, and at zeros, whatever the scale is by then."""
     config = make_config(**FP16, run={"steps": 70, "save_every": 20})

@@ -125,6 +125,7 @@ ROBERTA = {key: value for key, value in LLAMA.items() if key != "num_key_value_h
 XLM = {"emb_dim": 32, "n_layers": 1, "n_heads": 2}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "message"),
     [

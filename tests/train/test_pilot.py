@@ -53,6 +53,7 @@ def outlier(_, args):
     return args[0] * scale
 
 
+@pytest.mark.thorough
 def test_a_layer_is_moved_said_and_remembered(make_config, tmp_path):
     config, told = make_config(**PILOTED), Recorder()
     with models_with(outlier):
@@ -71,6 +72,7 @@ def test_a_layer_is_moved_said_and_remembered(make_config, tmp_path):
     assert len(kept) == len(events) and kept[-1]["after"] != "tensorwise"
 
 
+@pytest.mark.thorough
 def test_moves_stay_where_the_autopilot_is_off_on_resume(make_config, tmp_path):
     with models_with(outlier):
         run(make_config(**PILOTED), out=tmp_path)
@@ -94,6 +96,7 @@ def test_what_is_not_finite_stops_the_run_and_moves_nothing(make_config, tmp_pat
     assert not saved(tmp_path)["trainer"]["autopilot"]["moves"]
 
 
+@pytest.mark.thorough
 def test_an_overflow_in_the_first_step_leaves_the_first_look_for_the_next(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**30)
     fp16 = {"parameters": "fp16", "loss_scale": "dynamic"}

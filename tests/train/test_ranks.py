@@ -51,6 +51,7 @@ def tables(make_config):
     return make
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", MODES)
 def test_fp32_losses_are_those_of_one_process(gloo, tables, tmp_path, mode):  # noqa: F811
     """Within the noise of autocast: bf16 gradients of halves of a batch, added up in another order."""
@@ -60,6 +61,7 @@ def test_fp32_losses_are_those_of_one_process(gloo, tables, tmp_path, mode):  # 
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=5e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "precision",
     [{}, pytest.param({"level": "fp8", "recipe": "tensorwise"}, marks=pytest.mark.slow), EVERYTHING],
@@ -81,6 +83,7 @@ def test_losses_are_those_of_one_process(gloo, tables, tmp_path, mode, precision
     assert results[0].losses == results[1].losses
 
 
+@pytest.mark.thorough
 def test_gathering_in_fp8_changes_no_bit(gloo, tables, tmp_path):  # noqa: F811
     for comm in ("off", "gather"):
         gloo.run(job, 2, tables(precision={"level": "fp8"}, parallel={"fp8_comm": comm}), str(tmp_path / comm))
@@ -130,6 +133,7 @@ def bits(tensor):
     return tensor.contiguous().view(torch.uint8) if tensor.ndim else tensor
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "precision", [{}, pytest.param({"parameters": "fp32", "level": "fp8"}, marks=pytest.mark.slow), EVERYTHING], ids=str
 )
@@ -153,6 +157,7 @@ def test_checkpoints_go_to_any_number_of_ranks(gloo, tables, tmp_path, precision
         assert same(state(wanted, last), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("save", [{}, {"async_save": True}], ids=str)
 def test_a_resumed_run_is_the_uninterrupted_one(gloo, tables, tmp_path, save):  # noqa: F811
     wanted = tables(run={"save_every": 2, "keep": 2}, precision=EVERYTHING, parallel=save)
@@ -225,6 +230,7 @@ def test_alone(tables, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_export(gloo, tables, tmp_path):  # noqa: F811
     """What `transformers` loads of a sharded checkpoint and of a whole one."""
     from transformers import AutoModelForCausalLM

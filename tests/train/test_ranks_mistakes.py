@@ -80,6 +80,7 @@ def slow_job(wanted, out):
         return job(wanted, out).steps
 
 
+@pytest.mark.thorough
 def test_data_may_take_longer_than_a_step(gloo, tables, tmp_path):  # noqa: F811
     assert gloo.run(slow_job, 2, tables(run={"steps": 3}), str(tmp_path / "out")) == [3, 3]
 
@@ -116,6 +117,7 @@ def first_fails_job(wanted, out, place):
         return told(job, wanted, out)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["settings", "metrics", "step", "result"])
 def test_what_the_first_rank_cannot_write_ends_all(gloo, tables, tmp_path, place):  # noqa: F811
     for message, seconds in gloo.run(first_fails_job, 2, tables(run={"steps": 3}), str(tmp_path / "out"), place):
@@ -189,6 +191,7 @@ def test_a_folder_that_machines_do_not_share(gloo, tables, tmp_path):  # noqa: F
 # --- checkpoints ---
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "parallel", [{}, {"reshard_after_forward": False}, {"dp_shard": 1, "dp_replicate": 2}], ids=str
 )
@@ -205,6 +208,7 @@ def test_several_ranks_go_on_from_one(gloo, tables, tmp_path, parallel):  # noqa
     assert last.name == "step-000003"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("parallel", [{}, {"reshard_after_forward": False}], ids=str)
 def test_one_rank_with_its_states_in_host_memory(gloo, tables, tmp_path, parallel):  # noqa: F811
     wanted = tables(run={"steps": 3}, precision={"level": "fp8"})
@@ -242,6 +246,7 @@ def lost_job(wanted, out, place):
     raise AssertionError(told(job, wanted, out, resume=True)[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["reading", "trying"])
 def test_a_lost_rank_is_neither_a_damaged_checkpoint_nor_a_bad_model(gloo, tables, tmp_path, place):  # noqa: F811
     wanted = tables(run={"steps": 3})
@@ -251,6 +256,7 @@ def test_a_lost_rank_is_neither_a_damaged_checkpoint_nor_a_bad_model(gloo, table
     assert "AssertionError: LostRankError: rank 0: another rank has ended" in str(failed.value)
 
 
+@pytest.mark.thorough
 def test_a_damaged_checkpoint_is_not_exported(gloo, tables, tmp_path):  # noqa: F811
     wanted = tables(run={"steps": 3})
     job(wanted, tmp_path / "one")

@@ -56,6 +56,7 @@ def update_error(ours: Curve, plain: Curve) -> float:
     return (difference.norm() / moved.norm()).item()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "run"),
     [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.slow) for case in MATRIX],

@@ -19,6 +19,7 @@ from octavo.train.checkpoint.store import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sections", VARIANTS)
 def test_two_runs_are_bitwise_equal(
     sections: dict[str, dict[str, Any]], make_config: MakeConfig, tmp_path: Path
@@ -28,6 +29,7 @@ def test_two_runs_are_bitwise_equal(
     assert_same(tmp_path / "a", tmp_path / "b")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sections", VARIANTS)
 @pytest.mark.parametrize("stop", [1, 4])
 def test_resume_is_bitwise_the_uninterrupted_run(

@@ -39,6 +39,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("changes", RUNS, ids=str)
 def test_the_plan_is_what_the_trainer_has(make_config: MakeConfig, changes):
     # The vocabulary that is trained on so little data has fewer ids than were asked for.
@@ -62,6 +63,7 @@ def test_the_plan_is_what_the_trainer_has(make_config: MakeConfig, changes):
     assert plan.largest["gradients"] >= sum(p.nbytes for p in parameters)
 
 
+@pytest.mark.thorough
 def test_arms_fall_and_the_configuration_is_one_of_them(make_config: MakeConfig):
     parts = {"level": "fp8+activations", "master": "remainder"}  # which make another level
     own, *arms = plan_arms(make_config(precision=parts, optim={"states": "fp8"}))
@@ -175,6 +177,7 @@ def test_the_command_shows_all_side_by_side(config_file: Path):
     assert not result.stdout.startswith(" ") and "\nMiB at the peak" in f"\n{result.stdout}"
 
 
+@pytest.mark.thorough
 def test_the_command_as_json(config_file: Path):
     result = CliRunner().invoke(app, ["plan", "--memory", str(config_file), "--json"])
     assert [plan["label"] for plan in json.loads(result.stdout)] == ["this config", *LEVELS]
@@ -207,6 +210,7 @@ def test_mistakes_on_the_command_line(config_file: Path, arguments, message):
     assert message in result.stderr
 
 
+@pytest.mark.thorough
 def test_the_speed_of_a_run_is_that_of_its_configuration():
     """Llama-2-7B, 2 of 32 sequences of 4096 tokens at a time on each GPU, or 1 of 2 GPUs."""
     speed = plan_step(load_config(SEVEN_B), gpu="h100")
@@ -240,6 +244,7 @@ def converted_by_train(config: TrainConfig, gpu: str, monkeypatch: pytest.Monkey
     return {row.name: row.recipe for row in rows if row.converted}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gpu", ["h100", "b200", "a100"])
 @pytest.mark.parametrize(
     "precision",
@@ -254,6 +259,7 @@ def test_this_configuration_is_what_train_converts(gpu: str, precision: str, mon
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("path", "overrides", "gpu"),
     [(path, SMALLER, "a100") for path in SHIPPED]
@@ -272,6 +278,7 @@ def test_every_shipped_configuration_is_planned_on_every_gpu(
         assert found == converted_by_train(load_config(path, overrides), gpu, monkeypatch)
 
 
+@pytest.mark.thorough
 def test_the_run_stands_beside_bf16_and_the_best_plan():
     overrides = [*LARGER, "precision.level=fp8", "precision.recipe=tensorwise", "precision.skip=['*.o_proj']"]
     found = plan_step(load_config(SHIPPED[0], overrides), gpu="h200")
@@ -297,6 +304,7 @@ def test_what_the_run_refuses_the_plan_refuses():
         plan_step(load_config(SHIPPED[0], [*SMALLER, "precision.level=fp8", "precision.min_features=9999"]), gpu="h100")
 
 
+@pytest.mark.thorough
 def test_settings_of_the_run_reach_the_step(make_config: MakeConfig):
     plain = plan_step(make_config(), gpu="h100")
     full = plan_step(make_config(precision={"checkpointing": "full"}), gpu="h100")
@@ -308,6 +316,7 @@ def test_settings_of_the_run_reach_the_step(make_config: MakeConfig):
     assert mixed.bf16.attention == plain.bf16.attention
 
 
+@pytest.mark.thorough
 def test_the_command_shows_the_speed(config_file: Path, tmp_path: Path):
     gpu = tmp_path / "gpu.toml"
     gpu.write_text('like = "h100"\nname = "Half an H100"\nbf16_tflops = 495\nfp8_tflops = 990\n')
@@ -323,6 +332,7 @@ def test_the_command_shows_the_speed(config_file: Path, tmp_path: Path):
     assert not octavo.Plan.from_json(result.stdout).converted
 
 
+@pytest.mark.thorough
 def test_an_encoding_without_all_characters(config_file: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
@@ -347,6 +357,7 @@ def test_the_memory_of_a_step_is_that_of_plan_memory(make_config: MakeConfig):
         assert found.traced_blocks == (blocks, 6) and found.peak == plan_memory(config).peak, changes
 
 
+@pytest.mark.thorough
 def test_many_gpus_share_the_model_as_the_configuration_says(make_config: MakeConfig):
     batch = {"batch": 8}
     one = plan_step(make_config(optim={"batch": 1}), gpu="h100").memory.at_peak

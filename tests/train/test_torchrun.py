@@ -160,6 +160,7 @@ def test_twenty_kills(written, tmp_path):
     assert losses(out) == losses(tmp_path / "whole")
 
 
+@pytest.mark.thorough
 def test_sigterm_saves_and_one_process_goes_on(written, tmp_path):
     """As a scheduler stops a job: to torchrun and to its workers."""
     config, parsed = written(run={"steps": 400})
@@ -177,6 +178,7 @@ def test_sigterm_saves_and_one_process_goes_on(written, tmp_path):
     assert result.losses.final < losses(tmp_path / "two")[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_an_unreachable_rendezvous(written, tmp_path, rank):
     """The first rank that nobody joins, and another that finds nobody."""

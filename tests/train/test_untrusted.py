@@ -141,6 +141,7 @@ def prepare(folder, kind, mark):
 KINDS = ["command", "hidden command", "bytes", "transformed", "shard", "parent", "absolute", "link"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prepared_index_of_shards_runs_nothing(gloo, prepared, tables, tmp_path, kind):  # noqa: F811
     folder = prepared(2)
