@@ -188,3 +188,31 @@ def test_mistakes_are_those_of_the_other(gpu):
         octavo.convert(7)
     with pytest.raises(ValueError, match="did you mean 'rowwise'"):
         octavo.convert(wide(), "rowwize")
+
+
+@pytest.mark.parametrize("device", ["", {}, 0, False])
+def test_a_false_device_is_not_the_local_one(device):
+    model = wide()
+    with pytest.raises((TypeError, ValueError), match="GPU|device"):
+        octavo.convert(model, device=device, verbose=False)
+    assert "octavo_plan" not in vars(model)
+
+
+def test_a_string_of_skip_raises_by_cost_too():
+    with pytest.raises(TypeError, match=r"write skip=\['\*\.o_proj'\]"):
+        octavo.convert(wide(), device="h100", skip="*.o_proj", verbose=False)
+
+
+@pytest.mark.parametrize("tokens", [1.5, "8", True, float("nan"), float("inf"), None])
+def test_tokens_are_an_integer(tokens):
+    with pytest.raises(ValueError, match="tokens is an integer"):
+        octavo.convert(wide(), device="h100", tokens=tokens, verbose=False)
+
+
+def test_a_warning_as_an_error_leaves_the_model_unchanged():
+    model = nn.Linear(64, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="predicted to gain"):
+            octavo.convert(model, device="h100", verbose=False)
+    assert "octavo_plan" not in vars(model)

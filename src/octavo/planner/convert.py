@@ -93,7 +93,8 @@ def convert(
         ValueError: For an unknown recipe or GPU, a model converted already, contradicting arguments, a filter that
             raises or counts blocks in a model without blocks, tokens below 1, or if no layer would be converted
             although a recipe was requested by name.
-        TypeError: If `model` is not a module, a filter is not one, or weights have a dtype without an FP8 format.
+        TypeError: If `model` is not a module, a filter is not one, `skip` is a string, `device` has another type, or
+            weights have a dtype without an FP8 format.
             After any error the model is unchanged.
 
     Examples:
@@ -104,7 +105,8 @@ def convert(
     if plan is not None:
         return apply_plan(model, plan, keep_weights=keep_weights, verbose=verbose)
     keep_weights |= precision is not None and precision.keep_weights
-    gpu = (device or local_gpu_name()) if _is_auto(recipe, precision) and device != "cpu" else None
+    by_cost = _is_auto(recipe, precision) and device != "cpu"
+    gpu = (local_gpu_name() if device is None else device) if by_cost else None
     if gpu is None:
         named = None if recipe == AUTO else recipe
         decided = rule_plan(model, named, precision=precision, skip=skip, filter=filter, activations=activations)
@@ -113,12 +115,12 @@ def convert(
     decided, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
     if decided.converted or decided.storing:
         return apply_plan(model, decided, keep_weights=keep_weights, verbose=verbose)
-    vars(model)[PLAN_ATTRIBUTE] = decided
     warnings.warn(
         f"octavo: no layer of this model is predicted to gain from FP8 on {where} with {tokens} tokens, so the model "
         "is unchanged; octavo.report(model) has the figures. octavo.convert(model, 'rowwise') converts it anyway",
         UserWarning, stacklevel=2,
     )  # fmt: skip
+    vars(model)[PLAN_ATTRIBUTE] = decided  # after the warning, which may be an error
     if verbose:
         print(f"octavo: {report(model).summary}", file=sys.stderr)
     return model
@@ -129,13 +131,15 @@ def _check_request(
     keep_weights: bool, activations: str, device: Any, tokens: int,
 ) -> None:  # fmt: skip
     """Raise for arguments of `convert` that are invalid or contradict each other."""
-    if tokens < 1:
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"tokens is an integer of 1 or more; got {tokens!r}")
     check_module("convert", model)
     check_unconverted(model)
     for name, argument, expected in (("plan", plan, Plan), ("precision", precision, Precision)):
         if argument is not None and not isinstance(argument, expected):
             raise TypeError(f"{name} is an octavo.{expected.__name__}; got {argument!r}{_HINTS[name]}")
+    if isinstance(skip, str):
+        raise TypeError(f"skip is a list of name patterns; got the string {skip!r}: write skip=[{skip!r}]")
     if plan is not None:
         settings = (recipe, precision, filter, device)
         if skip or activations != "bf16" or any(setting is not None for setting in settings):
