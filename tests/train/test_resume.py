@@ -17,6 +17,7 @@ from tiny_runs import LLAMA, VARIANTS, At, MakeConfig, Recorder, assert_same, fa
 from octavo.train import RunResult, read_metrics, run
 from octavo.train.checkpoint.store import latest_checkpoint
 from octavo.train.config.run_config import ConfigError
+from octavo.train.device import deterministic_algorithms
 
 
 @pytest.mark.thorough
@@ -338,6 +339,16 @@ def test_deterministic_algorithms_are_used_in_the_run_alone(make_config: MakeCon
     assert [row.loss for row in read_metrics(tmp_path / "plain")] == [
         row.loss for row in read_metrics(tmp_path / "deterministic")
     ]
+
+
+def test_deterministic_algorithms_return_to_warnings() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with deterministic_algorithms(True):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_run_from_before_the_setting_resumes_without_a_note(make_config: MakeConfig, tmp_path: Path) -> None:

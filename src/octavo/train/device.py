@@ -36,10 +36,11 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     settings: Any = torch.utils.deterministic
     before, fills = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=warns)
         settings.fill_uninitialized_memory = fills
