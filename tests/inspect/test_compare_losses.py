@@ -247,3 +247,17 @@ def test_an_infinite_loss_has_diverged():
 def test_the_example_runs():
     assert doctest.testmod(compare).attempted == 3
     assert doctest.testmod(compare).failed == 0
+
+
+def test_more_power_never_needs_a_smaller_gap():
+    base = [2.96, 2.983, 3.008, 3.019, 2.999, 2.994]
+    arms = {
+        "a0": base,
+        "a1": [2.989, 3.011, 3.042, 3.051, 3.025, 3.019],
+        "a2": [2.962, 2.985, 3.012, 3.021, 2.998, 3.001],
+        "a3": [2.99, 3.015, 3.032, 3.049, 3.029, 3.027],
+        "a4": [2.964, 2.982, 3.015, 3.012, 3.002, 2.999],
+    }
+    for arm in compare_losses(base, arms, max_seeds=34).arms:
+        gaps = [arm.test.detectable(power) for power in (0.5, 0.8, 0.9, 0.99)]
+        assert gaps == sorted(gaps), arm.name

@@ -131,7 +131,9 @@ def test_a_separated_arm_is_tested_as_one_arm():
         beside = replace(shared, others=others)
         assert beside.low == pytest.approx(low, abs=1e-9) and beside.separated == (low > 0)
     assert replace(shared, others=((0.1, 2.0, 0.1),)).detectable(0.9) == one.detectable(0.9)  # in a set of both
-    assert replace(shared, others=((0, 2.0, -1.0),)).detectable(0.9) == shared.detectable(0.9)
+    separating = 1.9  # the gap at which the second seed, 0.1 above the mean, passes the other arm's 2.0
+    assert one.detectable(0.9) < separating < shared.detectable(0.9)
+    assert replace(shared, others=((0, 2.0, -1.0),)).detectable(0.9) == pytest.approx(separating, rel=1e-5)
     loose = of([0.8, 1.2, 1.0], arms=8)
     assert loose.pairs_to_decide(0, 0.1) > replace(loose, others=((0.0, 0.0, 0.0),)).pairs_to_decide(0, 0.1) == 4
     plan = of([0.6, 1.3, 0.9], arms=8, planned=3)

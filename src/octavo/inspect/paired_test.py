@@ -88,8 +88,18 @@ class PairedTest:
             average_noncentrality(pairs - 1, level, power) * self.deviation / math.sqrt(pairs)
             for level in (self._shared_level(pairs), self._level(pairs))
         )
-        separated = pairs >= SEPARATED_FROM and self._floor([x - self.mean + alone for x in self.gaps]) > 0
-        return min(gap, alone) if separated else gap
+        if pairs < SEPARATED_FROM or alone >= gap or not self._separates(gap):
+            return gap
+        if self._separates(alone):
+            return alone
+        for _ in range(20):  # the smallest gap that separates the arm: more power never needs a smaller one
+            middle = (alone + gap) / 2
+            alone, gap = (alone, middle) if self._separates(middle) else (middle, gap)
+        return gap
+
+    def _separates(self, gap: float) -> bool:
+        """Return whether the arm would be separated with this mean gap."""
+        return self._floor([x - self.mean + gap for x in self.gaps]) > 0
 
     def pairs_to_decide(self, above: float, limit: float) -> int | None:
         """Return the pairs for `low` > above or `high` ≤ limit, if gaps stay alike; None for over `MOST_SEEDS`."""

@@ -72,7 +72,7 @@ def convert(
             first filter that matches it, else the default.
         precision: The whole request in one object, instead of `recipe`, `skip`, `keep_weights` and `activations`.
         plan: Decisions of `octavo.plan` or `octavo.Plan.from_json`, instead of all other arguments.
-        skip: Name patterns of layers to leave alone, as in `fnmatch`, such as `["*.o_proj", "model.layers.0"]`.
+        skip: Name patterns of layers to leave alone, as `["*.o_proj", "model.layers.0"]`.
         filter: A filter of `octavo.nn.filters`, such as `filters.name("*.mlp.*") & ~filters.last(2)`, or a callable
             `filter(module, fqn) -> bool`, True to convert, for layers that no other rule excludes.
         keep_weights: Quantize each weight once per forward and backward instead of twice (1 byte per parameter), and
@@ -94,8 +94,7 @@ def convert(
             raises or counts blocks in a model without blocks, tokens below 1, or if no layer would be converted
             although a recipe was requested by name.
         TypeError: If `model` is not a module, a filter is not one, `skip` is a string, `device` has another type, or
-            weights have a dtype without an FP8 format.
-            After any error the model is unchanged.
+            weights have a dtype without an FP8 format. After any error the model is unchanged.
 
     Examples:
         >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)))
@@ -105,11 +104,10 @@ def convert(
     if plan is not None:
         return apply_plan(model, plan, keep_weights=keep_weights, verbose=verbose)
     keep_weights |= precision is not None and precision.keep_weights
-    by_cost = _is_auto(recipe, precision) and device != "cpu"
-    gpu = (local_gpu_name() if device is None else device) if by_cost else None
-    if gpu is None:
-        named = None if recipe == AUTO else recipe
-        decided = rule_plan(model, named, precision=precision, skip=skip, filter=filter, activations=activations)
+    gpu = local_gpu_name() if device is None else device
+    if gpu in (None, "cpu") or not _is_auto(recipe, precision):
+        recipe = None if recipe == AUTO else recipe
+        decided = rule_plan(model, recipe, precision=precision, skip=skip, filter=filter, activations=activations)
         return apply_plan(model, decided, keep_weights=keep_weights, verbose=verbose)
     precision = precision or Precision(recipe=AUTO, skip=tuple(skip), activations=activations)
     decided, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
