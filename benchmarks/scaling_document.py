@@ -201,7 +201,8 @@ def _memory(rows: Sequence[Row], models: Mapping[str, Any]) -> Iterator[str]:
         cells = []
         for recompute in (False, True):
             arms = _row(rows, model, world, replicas, recompute)
-            cells += [_fitting(arms[name]["peak"]) if name in arms else "" for name in ARMS]
+            peaks = [arms[name]["peak"] if name in arms else None for name in ARMS]
+            cells += ["" if peak is None else _fitting(peak) for peak in peaks]
         yield _line([model, _ranks(world, replicas), *cells])
 
 
