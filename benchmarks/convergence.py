@@ -188,7 +188,7 @@ def document(content: Mapping[str, Any]) -> str:
     )  # fmt: skip
     columns = " | ".join(f"seed {seed}" for seed in seeds)
     lines = [
-        f"| in FP8 | level | {columns} | mean gap | time of a step | kept for backward, bytes per token |",
+        f"| in FP8 | level | {columns} | mean gap | time of a step | saved for backward, bytes per token |",
         f"|---|---|{'---:|' * (len(seeds) + 3)}",
     ]
     for arm in dict.fromkeys(row["arm"] for row in short):

@@ -19,6 +19,8 @@ from benchmarks.fuzz.outcome import Invalid, Outcome, fail, of_error
 
 WORLD = 2
 _SECONDS, _AFTER_THE_FIRST = 180.0, 3.0
+_JOBS = 100
+"""Cases after which new processes take over: each case leaves process groups, and every Gloo group keeps threads."""
 WRAPPERS = ("fully_shard", "parallelize")
 """Those that run on ranks."""
 Job = Callable[[Case], Outcome]
@@ -39,7 +41,7 @@ class Pool:
     def __init__(self) -> None:
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory()
-        self._started = 0
+        self._started = self._jobs = 0
 
     def run(self, job: Job, case: Case) -> Outcome:
         """The worst of the outcomes of the ranks."""
@@ -51,7 +53,8 @@ class Pool:
         except BaseException:
             self.kill()
             raise
-        if len(outcomes) < WORLD or any(o.label.startswith("error") for o in outcomes):
+        self._jobs += 1
+        if len(outcomes) < WORLD or any(o.label.startswith("error") for o in outcomes) or self._jobs % _JOBS == 0:
             self.kill()
         for status in ("fail", "invalid", "pass"):
             for found in outcomes:

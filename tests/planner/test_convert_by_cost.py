@@ -65,6 +65,9 @@ def test_the_cpu_decides_by_rule_beside_a_gpu(gpu):
         ({"device": "h100", "recipe": "rowwise"}, "device decides which layers gain"),
         ({"device": "h100", "precision": Precision(matmul="bf16", activations="fp8")}, "no FP8 products"),
         ({"device": "h100", "plan": octavo.Plan({})}, "plan replaces"),
+        ({"device": "cuda"}, "names no GPU"),
+        ({"device": torch.device("cuda", 1)}, "names no GPU"),
+        ({"device": torch.device("cpu")}, "names no GPU"),
     ],
 )
 def test_a_device_that_cannot_decide_raises(arguments, message):
@@ -216,3 +219,28 @@ def test_a_warning_as_an_error_leaves_the_model_unchanged():
         with pytest.raises(UserWarning, match="predicted to gain"):
             octavo.convert(model, device="h100", verbose=False)
     assert "octavo_plan" not in vars(model)
+
+
+@pytest.mark.parametrize("name", [H100, "some GPU"])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_without_a_layer_to_convert_it_raises_wherever_it_runs(gpu, name, device):
+    """Not the warning that no layer gains, which advises a call that raises."""
+    gpu(name)
+    model = nn.Sequential(nn.ReLU())
+    with pytest.raises(ValueError, match=r"no layer would be converted.*no nn\.Linear"):
+        octavo.convert(model, device=device, verbose=False)
+    wanted = wide()
+    with pytest.raises(ValueError, match="no layer would be converted"):
+        octavo.convert(wanted, filter=lambda module, fqn: False, device=device, verbose=False)
+    assert not hasattr(model, "octavo_plan") and not hasattr(wanted, "octavo_plan")
+
+
+def test_rules_and_plans_check_what_they_are_given():
+    model = octavo.convert(llama(), verbose=False)
+    with pytest.raises(ValueError, match="converted already"):
+        rule_plan(model)
+    with pytest.raises(TypeError, match="plan is an octavo.Plan; got 'rowwise'"):
+        apply_plan(llama(), "rowwise")
+    for function, arguments in ((rule_plan, ()), (apply_plan, (octavo.Plan({}),))):
+        with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
+            function(7, *arguments)

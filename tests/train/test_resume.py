@@ -336,6 +336,7 @@ def test_deterministic_algorithms_are_used_in_the_run_alone(make_config: MakeCon
     run(make_config(), out=tmp_path / "plain", progress=Asking())
     run(make_config(run={"deterministic": True}), out=tmp_path / "deterministic", progress=Asking())
     assert states == [False] * 6 + [True] * 6 and not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     assert [row.loss for row in read_metrics(tmp_path / "plain")] == [
         row.loss for row in read_metrics(tmp_path / "deterministic")
     ]

@@ -79,7 +79,7 @@ def comparison_rows(comparison: Comparison) -> list[Row]:
         row("detectable, about 90 % power", "", [_detectable(arm) for arm in arms]),
         *([row("failed", failed[0], failed[1:])] if any(failures) else []),
         row("tokens/s", "1.00 ×", ratios("speed")),
-        row("kept for backward, bytes/token", "1.00 ×", ratios("memory")),
+        row("saved for backward, bytes/token", "1.00 ×", ratios("memory")),
         *(row(label, values[0], values[1:]) for label, values in taken.items()),
         row("verdict", "", [arm.losses.verdict for arm in arms]),
     ]

@@ -73,7 +73,7 @@ class ArmVerdict:
     Attributes:
         losses: The verdict on the loss.
         speed: Tokens/s over the baseline's, median runs.
-        memory: Bytes kept for backward per token over the baseline's.
+        memory: Bytes saved for backward per token over the baseline's.
         time_to_loss: None if an arm diverged on every seed, or reached nothing in common.
         notes: What else must be known to read it.
     """

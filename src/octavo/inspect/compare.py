@@ -8,8 +8,7 @@ seeds, usually ten times as large, cancels. Besides the effect of the arm, gaps 
 difference in rounding. Three rules cover different kinds of damage; `docs/compare.md` derives them and lists measured
 error rates:
 
-    gaps       within seeds, by a t-test at levels for a look after every seed, shared by the arms unless some arms lie
-               above all others on every seed (`paired_test.py`)
+    gaps       within seeds, by a t-test at levels for a look after every seed, and separation (`paired_test.py`)
     blow-up    a run above twice its baseline's loss, if no run of the baseline failed, makes the arm worse at once
     failures   runs that diverged, or ended above twice the baseline's median: counts, by Fisher's exact test
 
@@ -27,7 +26,15 @@ from typing import Any, Literal
 
 from octavo.inspect.distributions import fisher
 from octavo.inspect.loss_values import losses_of, seed_names, shown
-from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, PairedTest, beside, check_limits, paired_test, scale_of
+from octavo.inspect.paired_test import (
+    CONFIDENCE,
+    MOST_SEEDS,
+    PairedTest,
+    check_limits,
+    paired_test,
+    scale_of,
+    with_others,
+)
 
 Verdict = Literal["worse", "better", "indistinguishable", "inconclusive"]
 Outcome = Literal["pass", "fail", "inconclusive"]
@@ -190,7 +197,7 @@ def compare_losses(
     if not arms:
         raise ValueError("a comparison takes an arm or more beside the baseline, and there is none: add one to arms")
     rule = Rule(margin=margin, confidence=float(confidence), arms=len(arms), planned=int(max_seeds))
-    every = []
+    all_pairs = []
     for name, values in arms.items():
         losses = losses_of(f"arm {name!r}", values)
         if len(losses) != len(base):
@@ -198,9 +205,9 @@ def compare_losses(
                 f"arm {name!r} has {len(losses)} losses and the baseline {len(base)}: give one per seed, in the same "
                 "order, and nan for a run that diverged"
             )
-        every.append(_Pairs(baseline=baseline_name, arm=name, seeds=names, base=base, losses=losses))
-    tests = beside([pairs.test(rule) for pairs in every], len(base) - len(every[0].failed(base)))
-    verdicts = tuple(_judge(pairs, rule, test) for pairs, test in zip(every, tests, strict=True))
+        all_pairs.append(_Pairs(baseline=baseline_name, arm=name, seeds=names, base=base, losses=losses))
+    tests = with_others([pairs.test(rule) for pairs in all_pairs], len(base) - len(all_pairs[0].failed(base)))
+    verdicts = tuple(_judge(pairs, rule, test) for pairs, test in zip(all_pairs, tests, strict=True))
     return LossComparison(arms=verdicts, planned=rule.planned, extended=len(base) > rule.planned)
 
 

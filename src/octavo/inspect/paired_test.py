@@ -199,7 +199,7 @@ def paired_test(
     )
 
 
-def beside(tests: Sequence[PairedTest | None], pairs: int) -> list[PairedTest | None]:
+def with_others(tests: Sequence[PairedTest | None], pairs: int) -> list[PairedTest | None]:
     """Return the tests of all arms; those without a failure, i.e. with so many pairs, take part in separation."""
     whole = {arm: test.gaps for arm, test in enumerate(tests) if test is not None and len(test.gaps) == pairs}
     return [

@@ -46,14 +46,16 @@ def rule_plan(
         activations: "fp8" to store activations in FP8, or "bf16".
 
     Raises:
-        ValueError: If the recipe is unknown, a filter raises or counts blocks in a model without blocks, or FP8 is
-            requested but no layer would be converted.
+        ValueError: If the model is converted already, the recipe is unknown, a filter raises or counts blocks in a
+            model without blocks, or FP8 is requested but no layer would be converted.
         TypeError: If a filter is not valid, or a weight's dtype cannot be quantized.
 
     Examples:
         >>> octavo.nn.rule_plan(torch.nn.Sequential(torch.nn.Linear(64, 64)), "mxfp8")["0"].recipe.name
         'mxfp8'
     """
+    check_module("rule_plan", model)
+    check_unconverted(model)
     if precision is None:
         check_activations(activations)
         by_filter = recipe if isinstance(recipe, Mapping) else {}
@@ -68,7 +70,7 @@ def rule_plan(
     fp8_products = precision is None or precision.matmul == "fp8"
     fp8_storage = precision is not None and precision.activations == "fp8"
     if not plan.converted and (fp8_products or (fp8_storage and not plan.storing)):
-        raise ValueError(f"no layer would be converted, so the model would train without FP8: {why_none(plan)}")
+        raise nothing_converted(plan)
     return plan
 
 
@@ -83,6 +85,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: boo
 
     Raises:
         ValueError: If the model is converted already, or the plan does not fit it. The model is unchanged.
+        TypeError: If `model` is not a module, or `plan` is not a `Plan`.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
@@ -90,6 +93,9 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: boo
         >>> [row.converted for row in octavo.report(model)]
         [True, False]
     """
+    check_module("apply_plan", model)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is an octavo.Plan; got {plan!r}: read one with octavo.Plan.from_json(text)")
     check_unconverted(model)
     modules = dict(model.named_modules())
     storages = _check(plan, modules)
@@ -115,10 +121,11 @@ def check_unconverted(model: nn.Module) -> None:
         )
 
 
-def why_none(plan: Plan) -> str:
-    """Return the reasons of a plan that converts no layer."""
+def nothing_converted(plan: Plan) -> ValueError:
+    """Return the error about a plan that converts no layer, with its reasons."""
     reasons = {plan[fqn].reason for fqn in plan}
-    return "; ".join(sorted(reasons)) if reasons else "it has no nn.Linear and no transformers Conv1D"
+    why = "; ".join(sorted(reasons)) if reasons else "it has no nn.Linear and no transformers Conv1D"
+    return ValueError(f"no layer would be converted, so the model would train without FP8: {why}")
 
 
 def revert(model: M) -> M:

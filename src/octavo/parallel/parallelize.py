@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.comm import WIRE
-from octavo.nn.convert import apply_plan, check_unconverted, rule_plan
+from octavo.nn.convert import apply_plan, rule_plan
 from octavo.nn.linear import Linear
 from octavo.nn.report import check_module, is_converted
 from octavo.numerics.names import nearest
@@ -152,7 +152,6 @@ def _parallelize(
         _check_dtypes(dtype=dtype, reduce_dtype=reduce_dtype)
         _check_model(model, layout, replicas if shards == 1 else 1, dtype)
         if precision is not None:
-            check_unconverted(model)
             rule = rule_plan(model, precision=precision)
             apply_plan(model, rule, keep_weights=precision.keep_weights, verbose=dist.get_rank() == 0)
         if layout.fp8_comm in ("on", "gather") and (shards > 1 or replicas == 1):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from octavo.nn.convert import apply_plan, check_unconverted, rule_plan, why_none
+from octavo.nn.convert import apply_plan, check_unconverted, nothing_converted, rule_plan
 from octavo.nn.filters import Filter, ModuleFilter
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, report
 from octavo.numerics.plan import Plan
@@ -91,8 +91,7 @@ def convert(
 
     Raises:
         ValueError: For an unknown recipe or GPU, a model converted already, contradicting arguments, a filter that
-            raises or counts blocks in a model without blocks, tokens below 1, or if no layer would be converted
-            although a recipe was requested by name.
+            raises or counts blocks in a model without blocks, tokens below 1, or if no layer can be converted.
         TypeError: If `model` is not a module, a filter is not one, `skip` is a string, `device` has another type, or
             weights have a dtype without an FP8 format. After any error the model is unchanged.
 
@@ -146,11 +145,17 @@ def _check_request(
                 "without plan"
             )
         if not (plan.converted or plan.storing):
-            raise ValueError(f"no layer would be converted, so the model would train without FP8: {why_none(plan)}")
+            raise nothing_converted(plan)
         return
     if precision is not None and (recipe is not None or skip or keep_weights or activations != "bf16"):
         raise ValueError(
             "precision holds recipe, skip, keep_weights and activations: set them there, or pass them without precision"
+        )
+    kind = str(device).partition(":")[0].lower() if isinstance(device, str | torch.device) else ""
+    if kind in ("cpu", "cuda", "gpu") and device != "cpu":
+        raise ValueError(
+            f"device={device!r} names no GPU: leave it out for this machine's, or give a name such as 'h100'; 'cpu' "
+            "decides without costs"
         )
     if device is not None and device != "cpu" and not _is_auto(recipe, precision):
         raise ValueError(
@@ -190,6 +195,8 @@ def _plan_on(
     known = gpu_by_driver_name(gpu) if local else find_gpu(gpu)
     if known is None:
         rule = default_decisions(model, plan_request(precision, filter)).plan
+        if not rule.converted:
+            raise nothing_converted(rule)
         note = f"by rule: {gpu} is not in the table of GPUs, so no cost is known"
         decisions = {f: replace(d, reason=f"{d.reason}; {note}") if d.recipe else d for f, d in rule.decisions.items()}
         return Plan(decisions, rule.activations), gpu
@@ -207,6 +214,8 @@ def plan_on_gpu(
     from octavo.planner.trace import Trace
 
     rule = default_decisions(model, plan_request(precision, filter))
+    if not rule.plan.converted:
+        raise nothing_converted(rule.plan)
     calls = {}
     for fqn in rule.linears:
         module = model.get_submodule(fqn)

@@ -23,6 +23,10 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""Variable that cuBLAS reads when CUDA starts; deterministic products need it."""
+
+
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """Use PyTorch's deterministic algorithms in this context: on a GPU attention's backward adds atomically otherwise.
@@ -33,7 +37,8 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    workspace = os.environ.get(WORKSPACE)
+    os.environ.setdefault(WORKSPACE, ":4096:8")
     settings: Any = torch.utils.deterministic
     before, fills = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -44,3 +49,5 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
         settings.fill_uninitialized_memory = fills
+        if workspace is None:
+            del os.environ[WORKSPACE]
