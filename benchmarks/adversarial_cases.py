@@ -122,8 +122,9 @@ def exploding_norms(seed: int, sigma: float) -> nn.Module:
     """Residual blocks without norms, where the stream grows with depth (De and Smith, arXiv 2002.10444), with squared
     ReLU, where it squares: the norms of tokens whose embeddings differ a few times in size, as those of frequent and
     rare words do (Schakel and Wilson, arXiv 1508.02297; here log-normal, σ = 1.25), lie 10⁹ and more apart three blocks
-    later. The last norm brings all to one size, so each counts. One scale per tensor leaves only the largest. Scales
-    per row do not care, and folded into G they cancel it: G shrinks as X grows.
+    later. The last norm rescales all tokens to one size, so each contributes to the loss. With one scale per tensor
+    only the largest tokens survive. Scales per row are unaffected; folded into G they also cancel the spread of G,
+    which shrinks as X grows.
     """
     torch.manual_seed(seed)
     model = Squared()

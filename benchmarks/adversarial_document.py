@@ -45,13 +45,13 @@ Both autopilots begin with `tensorwise` and sample the first step and each {ever
 which a layer was moved, as `octavo train` does and the example in `octavo.inspect.Autopilot`, so that the optimizer
 never sees those gradients. The other one takes each step once.{lesson}
 
-Strengths were searched for until plain `tensorwise` broke on all seeds, and `spread_gradients` was lengthened to 240
-steps for that (the others have 120). So this says that such states exist and what survives them, not how common they
-are; the tables of other strengths show where it begins.
+The parameters of each case were increased until `tensorwise` broke on all seeds; `spread_gradients` needed 240 steps
+for that (the others have 120). The results show that such states exist and which recipes tolerate them, not how common
+they are. The last table of each case lists weaker parameters.
 
 """
-BLIND = """ SQNR of a whole tensor does not see any of this: no recipe that breaks a case has less than
-{least:.0f} dB there, because what is large is most of the signal, and is kept. Underflow does."""
+BLIND = """ SQNR of a whole tensor does not detect these failures: each broken recipe has at least {least:.0f} dB,
+because large values carry most of the signal energy and stay accurate. Underflow detects them."""
 
 
 def gaps(rows: Sequence[Row], case: str, arm: str) -> list[float]:

@@ -71,8 +71,8 @@ weights and see the same data in the same order. Loss: mean over the last 10 % o
 
 """
 SPREAD = """
-The losses of BF16 itself lie {spread:.2f} % apart (standard deviation over {seeds} seeds): a gap well below that is
-nothing a training run would notice, and {seeds} seeds of one small model cannot show a gap of a tenth of it. Times are
+BF16's own loss has a standard deviation of {spread:.2f} % over {seeds} seeds. A gap well below that is smaller than the
+effect of the seed. {seeds} seeds of one small model cannot detect a gap a tenth as large. Times are
 of this CPU, which emulates FP8 with products in float32, and BF16 too where it has no instructions for it: the best
 of {rounds} steps taken in turn. `everything` takes {slowdown:.2f} × BF16's (limit {slowest:g}), `products`
 {products:.2f} ×.

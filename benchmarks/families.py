@@ -230,7 +230,7 @@ def _step(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor], in
 
 def table(names: Sequence[str]) -> Iterator[str]:
     """The rows of the document's table."""
-    yield "| family | bf16, bytes per token | here | of it | all gradients | the worst one |"
+    yield "| family | bf16 bytes per token | Octavo | ratio | SQNR of all gradients | SQNR of the worst gradient |"
     yield "|---|---:|---:|---:|---:|---:|"
     for name in names:
         one = found(name)

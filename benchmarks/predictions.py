@@ -172,8 +172,8 @@ _TE = (
 )
 _COLOSSAL = "ColossalAI, FP8 announcement; batch and sequence not stated: 4 × 4096 tokens taken"
 _UNSTATED = (
-    "batch, sequence and recomputation are not stated, and eager Transformers code is taken for what is not a linear, "
-    "where theirs has fused kernels: the less there is beside linears, the more FP8 gains"
+    "the source states no batch size, sequence length or recomputation, and the prediction assumes eager Transformers "
+    "code where ColossalAI has fused kernels; with fused kernels, linears have a larger share of the time"
 )
 _FIVE_B = [(15872, k, n) for k, n in ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))]
 
@@ -276,10 +276,10 @@ never extrapolated, nor transferred between GPUs.
 
 ## Predictions and published measurements
 
-Speed-up over bf16 of the same code, predicted from the bytes that that code's quantizers move, with the same device
-table; *close* is within 10 points, or the right sign if only that was published. `tests/test_benchmarks_predictions.py`
-checks every line; misses are expected failures. *Fitted*: that row's 22.64 ms set the share of the FP8 peak, so it
-tests nothing.
+The table compares published and predicted speed-ups over bf16. A prediction counts the bytes that the quantization
+kernels of the published code move. *Close*: within 10 percentage points, or the right sign if only that was published.
+`tests/test_benchmarks_predictions.py` checks every line; misses are expected failures. *Fitted*: the FP8 efficiency was
+fitted to this row (22.64 ms), so it is no test of the planner.
 """
 
 LIMITS = """## What predictions leave out

@@ -25,13 +25,12 @@ HEAD = """# Scaling
 Written by `python -m benchmarks scaling` (torch {torch}, transformers {transformers}); edit nothing here. No GPU and
 no network took part.
 
-**Simulated: memory and bytes.** Each model is trained for one step, whole, by the code that would train it
-(`octavo.parallelize`, FSDP2, the optimizer), as rank 0 of a world that is not there (torch's fake process group), on
-tensors that have no storage. The planner's timeline follows every storage that the step makes, resizes and frees; a
-dispatch mode reads the bytes that each collective is handed. `benchmarks/scaling_trace.py` does both. On a small
-model the peak is that of PyTorch's own tracker for FSDP2 to the byte, and the bytes are those of hand formulas
-(`pytest tests/test_benchmarks_scaling.py`). Nothing here was compared with a GPU. The step of `octavo.AdamW` is not
-followed, as it reads values; the planner takes it to need nothing beside its states.
+**Simulated: memory and bytes.** One training step of each whole model runs through `octavo.parallelize`, FSDP2 and the
+optimizer, as rank 0 of torch's fake process group, on fake tensors. `benchmarks/scaling_trace.py` records each storage
+that the step allocates, resizes and frees, and the bytes of each collective. For a small model, the peak equals that of
+PyTorch's tracker for FSDP2 to the byte, and the communicated bytes equal closed formulas
+(`pytest tests/test_benchmarks_scaling.py`). Nothing here was compared with a GPU. The optimizer step of `octavo.AdamW`
+is not traced, because it depends on values; the simulation assumes that it allocates nothing but its states.
 
 **Modelled: time.** Links, their latency and what computing hides are formulas with assumed rates
 (`benchmarks/scaling_time.py`), and nothing of them was measured.
@@ -61,9 +60,10 @@ Where it goes, {model} on {world} ranks, GiB at the peak:
 
 """
 CATEGORIES_NOTE = """
-Shards and states shrink with the ranks, activations do not: stored in FP8 they are what there is to gain on many
-ranks, and where they fit nothing has to be recomputed. With recomputation what is left is one block, the inputs of
-blocks, and the ends of the model: embedding and head are gathered, and their gradients scattered, whole. The gradient
+Shards and optimizer states shrink with the number of ranks, activations do not. On many ranks most of the memory saving
+comes from FP8 activations; if they fit, no recomputation is needed. With recomputation the remaining activations are
+one block, the inputs of all blocks, and embedding and head, whose weights and gradients are gathered and scattered
+whole. The gradient
 of a head is made with the loss in forward; where it is added to that of the embedding it counts as an activation.
 """
 WIRE = """
@@ -106,10 +106,11 @@ gathers (embedding and head, first block) and the last two scatters.
 STEPS_NOTE = """
 ![time of communication](images/scaling.svg)
 
-Where computing hides communication, FP8 on the wire wins its share of the ends and no more: what the step gains there
-is the products'. It wins more where a rank has fewer tokens. Computing and communication both grow with the
-parameters, so what decides is the tokens of a rank and step. From how many on all but the ends is hidden, on {world}
-ranks, at the FLOP per token of sequences of {tokens}:
+If compute hides communication, FP8 communication shortens only the gathers at the start and the reductions at the end
+of a step; the rest of the speed-up comes from FP8 GEMMs. FP8 communication gains more if a rank has fewer tokens.
+Compute and communication both grow with the parameters, so the tokens per rank and step decide. The table lists the
+smallest number of tokens from which compute hides all other communication, on {world} ranks, with the FLOPs per token
+of sequences of {tokens}:
 
 """
 

@@ -25,7 +25,7 @@ from octavo.train.config.run_config import ConfigError, load_config
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = r"(?:octavo|python -m benchmarks|pytest|make|torchrun|tensorboard|python)"
-PLACES = {"CONFIG": "configs/demo.toml", "CONFIG.toml": "configs/demo.toml", "RUN": "runs/demo", "N": "1"}
+PLACES = {"RUN": "runs/demo", "N": "1"} | dict.fromkeys(("CONFIG", "CONFIG.toml", "config.toml"), "configs/demo.toml")
 """What documents leave open, in the place of which something is given here."""
 MADE = ("runs/", "data/", "corpus/", "notes/", "my-gpu.toml", "h100.json", "exported")
 """Beginnings of names of files that a reader has or makes."""

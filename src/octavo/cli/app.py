@@ -110,7 +110,7 @@ def _octavo(
     ] = False,
     show_traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
 ) -> None:
-    """Train PyTorch models in FP8, and see what it did to loss, speed and memory."""
+    """Train PyTorch models in FP8, and measure the effect on loss, speed and memory."""
     context.obj = {"traceback": show_traceback}
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # do not fail on encodings without × or …

@@ -42,7 +42,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="N|LIST",
-            help="How many, from run.seed on, or which: 1,2,5. Two or more; default: 3.",
+            help="Number of seeds, starting at run.seed, or a list such as 1,2,5; at least two; default: 3.",
             show_default=False,
         ),
     ] = None,
@@ -63,9 +63,9 @@ def compare(
     ] = None,
     margin: Annotated[
         float | None,
-        typer.Option(metavar="PERCENT", help="Loss gap that passes; an arm must be shown to stay within it."),
+        typer.Option(metavar="PERCENT", help="Largest loss gap that passes, compared with its upper bound."),
     ] = None,
-    confidence: Annotated[float, typer.Option(metavar="PERCENT", help="Of all verdicts together.")] = 95.0,
+    confidence: Annotated[float, typer.Option(metavar="PERCENT", help="Joint confidence of all verdicts.")] = 95.0,
     max_seeds: Annotated[
         int | None,
         typer.Option(metavar="N", help="Planned maximum of seeds, up to 40; default: 40.", show_default=False),

@@ -8,9 +8,9 @@ EXAMPLES = {
   octavo demo
   [dim]# one run, into runs/<its name>; any setting can be given after the file[/dim]
   octavo train configs/demo.toml precision.level=fp8 precision.recipe=mxfp8
-  [dim]# what runs here, on which backend, and why not on another[/dim]
+  [dim]# the backend of each op on this machine, and why others are unavailable[/dim]
   octavo doctor
-  [dim]# what a run will take on GPUs that are not here: which layers gain from FP8, time and memory of a step[/dim]
+  [dim]# predict on GPUs that you do not have: speed-up of each layer, time and memory of a step[/dim]
   octavo plan configs/llama3-70b-64gpu.toml --gpu h100 --gpus 64
   [dim]# on a GPU: measure which kernels are fastest, for all later runs[/dim]
   octavo calibrate
@@ -48,10 +48,10 @@ EXAMPLES = {
   [dim]# settings after CONFIG are for all arms; these five seeds[/dim]
   octavo compare configs/demo.toml run.steps=100 --seeds 1,2,3,5,8 --out runs/recipes \\
       --arm bf16 --arm "rowwise:precision.level=fp8" --arm "blockwise:precision.level=fp8 precision.recipe=blockwise"
-  [dim]# in CI: exit code 0 only where no more than 0.5 % worse is shown[/dim]
+  [dim]# in CI: exit code 0 only if the loss is at most 0.5 % worse, with confidence[/dim]
   octavo compare configs/demo.toml --seeds 5 --margin 0.5 \\
       --arm bf16 --arm everything:precision.level=fp8+activations+optimizer
-  [dim]# what rounding alone does: the same in two micro-batches[/dim]
+  [dim]# the effect of rounding alone: same run with two micro-batches[/dim]
   octavo compare configs/demo.toml --arm bf16 --arm again:optim.micro_batches=2
   [dim]# losses of any trainer: {"baseline": \\[3.00, 3.02], "arms": {"fp8": \\[3.01, 3.02]}}[/dim]
   octavo compare --losses losses.json --margin 1 --json

@@ -22,10 +22,12 @@ def doctor(
         bool, typer.Option("--deep", help="Compare all Triton kernels with the reference instead.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option(help="With --deep: go on with new inputs for so long, once each has run.")
+        float, typer.Option(help="With --deep: seconds to continue with new inputs, after every kernel ran once.")
     ] = 60,
-    seed: Annotated[int, typer.Option(help="With --deep: what the inputs are drawn from.")] = 0,
-    only: Annotated[str, typer.Option(help="With --deep: only where 'op case' contains this.")] = "",
+    seed: Annotated[int, typer.Option(help="With --deep: random seed of the inputs.")] = 0,
+    only: Annotated[
+        str, typer.Option(help="With --deep: only kernels whose op and case contain this text, as e4m3/row.")
+    ] = "",
 ) -> None:
     """Show the device, the versions, and the backend of each op.
 
@@ -55,34 +57,37 @@ def plan(
     ],
     overrides: Overrides = None,
     memory: Annotated[bool, typer.Option("--memory", help="Plan the memory of a training step.")] = False,
-    gpu: Annotated[str | None, typer.Option(help="Plan a step on this GPU; none has to be here.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU to predict for, as h100, or a TOML file; this machine needs no GPU.")
+    ] = None,
     gpus: Annotated[int, typer.Option(help="With --gpu: how many there are in all.")] = 1,
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help="With --gpu: a table of octavo calibrate of such a GPU.", show_default=False, callback=in_home
+            help="With --gpu: JSON table that octavo calibrate wrote on this GPU.", show_default=False, callback=in_home
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="What to plan for, cuda or cpu; it need not be here.")] = "cuda",
     limit: Annotated[
         float | None,
-        typer.Option(help="With --memory: that of the device in GiB, for the largest batch; default: 79."),
+        typer.Option(help="With --memory: device memory in GiB that limits the largest batch; default: 79."),
     ] = None,
     layers: Annotated[
-        bool, typer.Option("--layers", help="With --memory: also what each kind of layer keeps for backward.")
+        bool, typer.Option("--layers", help="With --memory: also the bytes that each kind of layer saves for backward.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Predict time and memory of a run.
 
-    With --memory: parameters, gradients, optimizer states, activations and
-    temporaries at the worst moment of a step, found by taking the step on
-    tensors without storage, for the configuration and for what it could be.
+    With --memory: predict the peak memory of a step, split into parameters,
+    gradients, optimizer states, activations and temporaries, for the
+    configuration, for plain bf16 and for each precision level. The step runs on
+    fake tensors, which allocate nothing.
 
-    With --gpu: which linear layers gain from FP8 and how much; time, tokens/s,
-    MFU and memory of a step, whether it fits and the largest batch that does;
-    bf16 beside it. From the GPU's data sheet, and from what octavo calibrate
-    measured where that is given, or where the GPU is this machine's.
+    With --gpu: predict the speed-up of each linear layer, and time, tokens/s,
+    MFU and memory of a step, compared with bf16; whether the step fits, and the
+    largest batch that fits. Predictions use the GPU's data sheet, and times of
+    octavo calibrate if --calibration is set or the GPU is in this machine.
     """
     with user_errors(context):
         from octavo.train.run_plan import console as run
@@ -100,7 +105,7 @@ def calibrate(
         list[str] | None,
         typer.Option(metavar="M,K,N", help="Tokens, in_features, out_features of a linear; may be repeated."),
     ] = None,
-    recipe: Annotated[str, typer.Option(help="Whose products to measure; all takes every recipe.")] = "rowwise",
+    recipe: Annotated[str, typer.Option(help="Recipe whose GEMMs are measured, or all.")] = "rowwise",
     device: Annotated[str, typer.Option(help="cuda or cuda:1; auto takes the first GPU.")] = "auto",
 ) -> None:
     """Measure which kernels are fastest on this GPU, and save the result.

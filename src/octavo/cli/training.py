@@ -83,7 +83,7 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint as Transformers reads them.
 
-    Of one process or of many: shards are put together.
+    Checkpoints of one process and sharded checkpoints of several both work.
     """
     with user_errors(context):
         from octavo.train.checkpoint.export import export as write

@@ -122,7 +122,7 @@ class Chart:
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return round numbers (1, 2, 2.5 or 5 times a power of ten apart) inside [low, high], about `wanted` of them."""
+    """Return round numbers (1, 2, 2.5 or 5 times a power of ten apart) inside [low, high], about `count` of them."""
     rough = (high - low) / count
     power = 10.0 ** np.floor(np.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)

@@ -4,7 +4,7 @@
     deviation   s² = Σ (g_k − ḡ)² / (n − 1) + r²/6     r: the unit to which the losses are rounded, in percent
     low         ḡ − t(1 − α_n/m; n − 1) s/√n           the arm, one of m, is worse if this is above 0
                 min(ḡ − t(1 − α_n; n − 1) s/√n, floor)   instead, if this is above 0 and n ≥ 3: separation
-    floor       the smallest gap in the smallest set of arms with this one that lies above all others on every seed
+    floor       smallest gap in S; S: the smallest set of arms with this one whose gaps exceed all others' on every seed
     high        ḡ + (t(1 − α_n/3; n − 1)/√n + 1 + 10/(n + 1)) s + r    it passes if this is below the margin
 
 The two ends differ. Gaps of an equal arm are symmetric about zero, because the runs of a pair are exchangeable, so
@@ -167,7 +167,7 @@ def scale_of(confidence: float) -> float:
 
 
 def floor_of(gaps: Sequence[float], others: Sequence[Sequence[float]]) -> float:
-    """Return the smallest gap in the smallest set of arms with this one that lies above all others on every seed."""
+    """Return `floor` of the module docstring: the smallest gap in the set of arms that `low` separates."""
     rest, lowest = list(others), list(gaps)
     while joining := [other for other in rest if any(gap >= low for gap, low in zip(other, lowest, strict=True))]:
         rest = [other for other in rest if all(gap < low for gap, low in zip(other, lowest, strict=True))]

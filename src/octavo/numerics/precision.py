@@ -5,7 +5,7 @@ Levels name useful combinations, as in the literature; each field can also be se
     level                      matmul  activations  states  master
     bf16                       bf16    unchanged    fp32    fp32       the literature's "O2" without FP8
     fp8                        fp8     unchanged    fp32    fp32       linear layers compute in FP8, save inputs in FP8
-    fp8+activations            fp8     fp8          fp32    fp32       norms, activations and attention save FP8 too
+    fp8+activations            fp8     fp8          fp32    fp32       norms, gated MLPs and activations save FP8 too
     fp8+activations+optimizer  fp8     fp8          fp8     remainder  AdamW: FP8 moments, 16 bits of each master
 
 `O1`, `O1+act` and `O1+act+opt` are aliases of the last three (ColossalAI's and COAT's names).
@@ -35,7 +35,7 @@ class Precision:
             `octavo.nn.filters.last` for what counts as a block.
         skip_last: The same at the end of the model.
         min_features: Smallest in_features and out_features of a linear layer that is converted.
-        activations: `"fp8"`: norms, gated MLPs, activations and attention save tensors for backward in FP8, with either
+        activations: `"fp8"`: norms, gated MLPs and activation functions save tensors for backward in FP8, with either
             `matmul`. `"bf16"`: they save them unchanged.
         states: Moments of AdamW, `"fp32"` or `"fp8"`. The trainer reads `states` and `master`; a custom loop creates
             its own optimizer, `octavo.AdamW`.

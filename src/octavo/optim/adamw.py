@@ -60,8 +60,8 @@ class AdamW(torch.optim.Optimizer):
             its 8 bits stalls: after 1000 steps a quadratic's loss is 8 % off, with stochastic rounding 0.7 %
             (`pytest tests/optim/test_convergence.py`).
         nonfinite: Handling of NaN or Inf in gradients: `"raise"` raises an error, `"skip"` skips the step and counts it
-            (`skipped`), `"ignore"` does not check. The first two change nothing. Ranks that share sharded parameters
-            decide together.
+            (`skipped`), `"ignore"` does not check. `"raise"` and `"skip"` leave parameters and states unchanged. Ranks
+            that share sharded parameters decide together.
         maximize: Ascend instead of descend.
         amsgrad: Not supported; accepted for compatibility with `torch.optim.AdamW`.
 

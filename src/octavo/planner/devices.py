@@ -6,8 +6,8 @@ rate is the share that large products and copies reach. `efficiency_from` names 
     measured    on this GPU, published: 8192³ bf16 products at 788 TFLOP/s and copies at 4.3 TB/s on an H200
     fitted      to torchao's published block at dim 16384 on an H100 (34.18 ms in bf16, 22.64 ms in FP8): the FP8 share.
                 That row is therefore no test of a prediction; the others are
-    assumed     Hopper's shares, where we gpu no published figure we could check. Good for the sign of a gain at large
-                sizes, not for its last ten points
+    assumed     Hopper's efficiencies, if no published measurement could be checked. Predicts whether large layers gain,
+                not the gain to within 10 percentage points
 
 Describe another GPU, or correct a known one, by a TOML table, passed as a file path or a dictionary:
 

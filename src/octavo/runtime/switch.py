@@ -18,9 +18,9 @@ SWITCH = _Switch()
 def disabled() -> Iterator[None]:
     """Inside the block, converted layers compute in the dtype of their weights: for high-precision evaluation.
 
-    What stores its activations in FP8 computes as it did before it was converted. Holds for the whole process, all
-    threads. Do the backward of what was computed inside before leaving it, where activation checkpointing would compute
-    it again.
+    Modules that store activations in FP8 compute and save as before conversion. The switch applies to all threads of
+    the process. With activation checkpointing, run the backward inside the block too: backward recomputes the forward,
+    which must run in the same precision.
 
     Examples:
         >>> layer, x = torch.nn.Linear(64, 64), torch.randn(2, 64)

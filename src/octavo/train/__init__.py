@@ -5,9 +5,9 @@ From Python:
     config = load_config("configs/demo.toml", ["run.steps=50"])
     result = run(config, out=Path("runs/demo"))
 
-`run` is the whole flow; `loop.py` tells it, and the other files are its parts: the configuration (`config/`), text to
-batches (`data/`), the model and one step (`model`, `trainer`, `optimizer`, `schedule`, `loss_scale`), the processes
-(`ranks`, `share`, `heartbeat`), what is saved (`checkpoint/`) and written down (`record/`), and where a run went wrong
+`run` executes a training run; `loop.py` implements it. Other modules: configuration (`config/`), tokenization and
+batches (`data/`), model and training step (`model`, `trainer`, `optimizer`, `schedule`, `loss_scale`), processes
+(`ranks`, `share`, `heartbeat`), checkpoints (`checkpoint/`), logs (`record/`), and error and spike detection
 (`diagnose`, `guard`).
 """
 

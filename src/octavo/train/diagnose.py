@@ -53,7 +53,7 @@ def non_finite_parameter(model: nn.Module) -> str | None:
 
 
 def find_origin(model: nn.Module, forward_backward: Callable[[], Any]) -> Origin:
-    """Run `forward_backward` and names the first value that is not finite.
+    """Run `forward_backward` and name the first value that is not finite.
 
     It is the "output of", "gradient of the input of" or "gradient of the output of" a module, or the "gradient of" a
     parameter. Leaves gradients behind.

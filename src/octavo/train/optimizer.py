@@ -104,7 +104,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add the gradients of a micro-batch to the masters' in fp32, and frees them. Call after each backward."""
+        """Add the gradients of a micro-batch to the masters' in fp32, and free them. Call after each backward."""
         for param, master in zip(self._params, self._masters, strict=True):
             if param is master or param.grad is None:
                 continue
@@ -121,7 +121,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor) -> None:
-        """Clip the gradients, whose global norm is `norm`, takes a step and rounds the parameters from the masters."""
+        """Clip the gradients, whose global norm is `norm`, take a step and round the parameters from the masters."""
         _clip(self.gradients(), self._clip, norm)
         for group in self._adamw.param_groups:
             group["lr"] = lr
@@ -220,7 +220,7 @@ class CompactAdamW:
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor) -> None:
-        """Clip the gradients, whose global norm is `norm`, and takes a step."""
+        """Clip the gradients, whose global norm is `norm`, and take a step."""
         _clip(self.gradients(), self._clip, norm)
         for group in self._adamw.param_groups:
             group["lr"] = lr

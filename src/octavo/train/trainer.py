@@ -165,7 +165,7 @@ class Trainer:
         )
 
     def save(self, out: Path, *, prune: bool = True) -> None:
-        """Save a checkpoint under `out`; with `prune`, removes all but the newest `run.keep`.
+        """Save a checkpoint under `out`; with `prune`, remove all but the newest `run.keep`.
 
         Raises NonFiniteError if a parameter is not finite.
         """
@@ -239,7 +239,7 @@ class Trainer:
         return inputs, targets
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Compute the scaled gradients of this rank's share of the batch and leaves them in the optimizer.
+        """Compute the scaled gradients of this rank's share of the batch and leave them in the optimizer.
 
         Returns the mean loss of the share in fp32. The gradients are already averaged over the ranks.
         """

@@ -119,7 +119,7 @@ def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
 ) -> TrainConfig:  # fmt: skip
-    """Read a TOML file and applies overrides of the form `section.key=value`.
+    """Read a TOML file and apply overrides of the form `section.key=value`.
 
     A value is parsed as TOML (`optim.lr=3e-4`, `run.name="a b"`); other text is a string, so `precision.recipe=rowwise`
     needs no quotes. If `run.steps` is overridden and `optim.warmup` is not, a warmup that does not fit is shortened to

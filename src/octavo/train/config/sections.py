@@ -65,7 +65,7 @@ class Run(Section):
     save_every: Annotated[int, Field(ge=0)] = 0
     """Steps between two checkpoints; 0 saves at the end only. The end of a run, and SIGTERM, always save."""
     keep: Count = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     deterministic: bool = False
     """Use PyTorch's deterministic algorithms, so that GPUs add in the same order in every run; slower there."""
 
@@ -195,7 +195,7 @@ class PrecisionConfig(Section):
     matmul: Literal["bf16", "fp8"] | None = None
     """Products of the linear layers."""
     activations: Literal["bf16", "fp8"] | None = None
-    """Format of the tensors that norms, gated MLPs, activations and attention save for backward."""
+    """Format of the tensors that norms, gated MLPs and activation functions save for backward."""
     recipe: str = "rowwise"
     """Recipe of the FP8 products, a name in `octavo.RECIPES`; not used by "bf16". "auto": on a GPU the fastest for each
     layer, where it pays by predicted cost; elsewhere the default."""
@@ -206,17 +206,17 @@ class PrecisionConfig(Section):
     skip_first: Annotated[int, Field(ge=0)] = 0
     """Blocks at the beginning of the model whose linear layers stay unconverted."""
     skip_last: Annotated[int, Field(ge=0)] = 0
-    """The same at its end."""
+    """Blocks at the end of the model whose linear layers stay unconverted."""
     min_features: Annotated[int, Field(ge=0)] = 0
     """Smallest in_features and out_features of a linear layer to convert."""
     keep_weights: bool = False
-    """Quantize weights once for all micro-batches of a step (2 bytes per parameter on a GPU): for small ones.
+    """Quantize weights once for all micro-batches of a step; for small micro-batches. 2 bytes per parameter on a GPU.
 
     No effect on weights that FSDP shards."""
     parameters: Literal["bf16", "fp32", "fp16"] = "bf16"
     """Type of the model's parameters. With fp32 the forward runs under bf16 autocast."""
     master: Literal["fp32", "remainder", "none"] | None = None
-    """Exact fp32 masters of 16-bit parameters: a copy, or for bf16 the 16 bits it lacks; fp32 ones are their own."""
+    """fp32 masters of 16-bit parameters: a full copy, or the 16 bits that bf16 lacks. fp32 parameters need none."""
     loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
     """"dynamic", a fixed number, or "none". fp16 gradients underflow without one."""
     autopilot: bool = False

@@ -4,7 +4,7 @@ The standard library is the default: every Python installation has it, without a
 machines with the same Python. `datasets` loads datasets from the Hub and local folders in other formats; its Arrow
 files are read like those of `save_to_disk`. It executes no code of a data folder.
 
-A source has a fingerprint of its content, never of modification times; `data.py` keys its cache on it. Every later
+A source has a fingerprint of its content, never of modification times; `corpus.py` keys its cache on it. Every later
 read is hashed too, and a difference raises an error.
 """
 

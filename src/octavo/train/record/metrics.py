@@ -252,7 +252,7 @@ class MetricsWriter(MetricsBuffer):
         self._board.close()
 
     def write(self, row: StepMetrics) -> None:
-        """Append one step and flushes it."""
+        """Append one step and flush it."""
         super().write(row)
         self._file.write(_line(row))
         self._file.flush()
