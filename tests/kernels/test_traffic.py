@@ -111,7 +111,7 @@ FUSED = list(fused_outputs())
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)
-@pytest.mark.parametrize("config", range(2))
+@pytest.mark.parametrize("config", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_norms_move_the_stated_bytes(spec, order, written, config):
     """x, the residual, the sum, y with `keep`, the FP8 outputs; repeated reads of a band are on chip.
 

@@ -119,7 +119,7 @@ def same_gradients_job(kind, level, checkpointing):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("level", ["activations", "both"])
+@pytest.mark.parametrize("level", [pytest.param("activations", marks=pytest.mark.slow), "both"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_one_process(gloo, kind, level):
     for checkpointing in (False, True):

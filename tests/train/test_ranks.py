@@ -29,6 +29,11 @@ MODES = {
 }
 
 
+def slow(value):
+    """A case for `make test-slow` alone: another one is near it."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def job(tables, out, resume=False):
     """One rank of a run."""
     return run(parse_config(tables), out=Path(out), resume=resume)
@@ -64,10 +69,10 @@ def test_fp32_losses_are_those_of_one_process(gloo, tables, tmp_path, mode):  # 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "precision",
-    [{}, pytest.param({"level": "fp8", "recipe": "tensorwise"}, marks=pytest.mark.slow), EVERYTHING],
+    [{}, slow({"level": "fp8", "recipe": "tensorwise"}), EVERYTHING],
     ids=str,
 )
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*("zero3", "ddp"), *map(slow, ("zero2", "offload"))])
 def test_losses_are_those_of_one_process(gloo, tables, tmp_path, mode, precision):  # noqa: F811
     """Within what bf16 gradients of halves of a batch, rounded one by one, differ from those of the whole.
 
@@ -134,9 +139,7 @@ def bits(tensor):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "precision", [{}, pytest.param({"parameters": "fp32", "level": "fp8"}, marks=pytest.mark.slow), EVERYTHING], ids=str
-)
+@pytest.mark.parametrize("precision", [slow({}), slow({"parameters": "fp32", "level": "fp8"}), EVERYTHING], ids=str)
 def test_checkpoints_go_to_any_number_of_ranks(gloo, tables, tmp_path, precision):  # noqa: F811
     """Four → two → one → three → two copies of two: not a bit changes."""
     wanted = tables(run={"steps": 3}, optim={"batch": 12}, precision=precision)

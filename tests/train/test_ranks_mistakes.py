@@ -118,7 +118,9 @@ def first_fails_job(wanted, out, place):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("place", ["settings", "metrics", "step", "result"])
+@pytest.mark.parametrize(
+    "place", ["metrics", "result", *(pytest.param(p, marks=pytest.mark.slow) for p in ("settings", "step"))]
+)
 def test_what_the_first_rank_cannot_write_ends_all(gloo, tables, tmp_path, place):  # noqa: F811
     for message, seconds in gloo.run(first_fails_job, 2, tables(run={"steps": 3}), str(tmp_path / "out"), place):
         assert message.startswith("SharedError: ") and "No space left on device" in message
@@ -247,7 +249,7 @@ def lost_job(wanted, out, place):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("place", ["reading", "trying"])
+@pytest.mark.parametrize("place", ["reading", pytest.param("trying", marks=pytest.mark.slow)])
 def test_a_lost_rank_is_neither_a_damaged_checkpoint_nor_a_bad_model(gloo, tables, tmp_path, place):  # noqa: F811
     wanted = tables(run={"steps": 3})
     gloo.run(job, 2, wanted, str(tmp_path / "run"))

@@ -32,7 +32,7 @@ def test_two_runs_are_bitwise_equal(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("sections", VARIANTS)
-@pytest.mark.parametrize("stop", [1, 4])
+@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_resume_is_bitwise_the_uninterrupted_run(
     stop: int, sections: dict[str, dict[str, Any]], make_config: MakeConfig, tmp_path: Path
 ) -> None:

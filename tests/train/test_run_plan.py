@@ -262,7 +262,7 @@ def test_this_configuration_is_what_train_converts(gpu: str, precision: str, mon
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("path", "overrides", "gpu"),
-    [(path, SMALLER, "a100") for path in SHIPPED]
+    [(SHIPPED[-1], SMALLER, "a100")]
     + [(SHIPPED[0], [*SMALLER, "precision.level=fp8", "precision.autopilot=true"], "b200")]
     + [pytest.param(path, [], gpu, marks=pytest.mark.slow) for path in SHIPPED for gpu in DEVICES],
     ids=lambda value: value.name if isinstance(value, Path) else None if isinstance(value, list) else value,
