@@ -96,6 +96,33 @@ def test_other_optimizers(make):
     assert made.at_peak == plan.at_peak
 
 
+class Momentum(octavo.optim.Optimizer):
+    """Half-precision momentum: another optimizer with compact states, whose step takes room if it says so."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def make_states(self):
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["m"] = torch.zeros_like(param, dtype=torch.bfloat16)
+
+    def set_masters(self, masters):
+        raise ValueError("no masters")
+
+    def step(self, closure=None):
+        room = [torch.empty(1 << 20) for _ in self.param_groups[0]["params"]]
+        del room
+
+
+@pytest.mark.parametrize("allocates", [True, False])
+def test_an_optimizer_of_ones_own(allocates, monkeypatch):
+    monkeypatch.setattr(Momentum, "step_allocates", allocates)
+    model = MLP()
+    plan = memory(model, torch.zeros(5, 64), optimizer=Momentum, device="cpu")
+    assert plan.largest["optimizer states"] == sum(p.nbytes for p in model.parameters()) // 2
+    assert (plan.peak > 4 << 20) == allocates
+
+
 def test_gradients_are_there_from_the_second_micro_batch_on():
     once = memory(llama(**SIZES), batch(32), optimizer=octavo.AdamW)
     many = memory(llama(**SIZES), batch(32), optimizer=octavo.AdamW, micro_batches=4)

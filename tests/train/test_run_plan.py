@@ -119,9 +119,9 @@ def test_within_5_percent_of_pytorchs_tracker(path: Path, overrides: list[str]):
         trainer = Trainer(config, _NoData(_vocabulary(config)), cpu, model, plan=decided)
         shape = size, config.data.sequence_length
         batch = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
-        make_states(trainer.optimizer.adamw)
+        make_states(trainer.optimizer.inner)
         states = [t for t in tree_leaves(trainer.optimizer.state_dict()) if isinstance(t, torch.Tensor)]
-        gradients = make_gradients(trainer.optimizer.adamw) if config.optim.micro_batches > 1 else []
+        gradients = make_gradients(trainer.optimizer.inner) if config.optim.micro_batches > 1 else []
         tracker = MemTracker()
         tracker.track_external(trainer.model, *batch, *states, *gradients)
         with tracker:

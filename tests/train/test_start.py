@@ -133,7 +133,7 @@ def test_remainders_take_all_bits_of_a_checkpoint(make_config: MakeConfig, check
     config = make_config(model={"path": str(checkpoint)}, **sections)
     trainer = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
     exact = dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).named_parameters())
-    states = {id(param): state for param, state in trainer.optimizer._adamw.state.items()}
+    states = {id(param): state for param, state in trainer.optimizer.inner.state.items()}
     for name, param in trainer.model.named_parameters():
         upper = param.detach().view(torch.int16).int() << 16
         assert torch.equal((upper + states[id(param)]["remainder"].int()).view(torch.float32), exact[name]), name

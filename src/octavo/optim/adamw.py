@@ -23,6 +23,7 @@ from torch import Tensor
 
 from octavo.kernels.adamw import GROUP, HyperParams, ParamState, groups, seed_after, split, step
 from octavo.numerics.names import nearest
+from octavo.optim.interface import Optimizer
 from octavo.optim.sharded import any_rank, first_row, has_whole_rows, local_rows, shard_like
 from octavo.optim.states import (
     as_matrix,
@@ -43,7 +44,7 @@ _MASTERS = ("remainder", "fp32", None)
 _NONFINITE = ("raise", "skip", "ignore")
 
 
-class AdamW(torch.optim.Optimizer):
+class AdamW(Optimizer):
     """Decoupled-weight-decay Adam (Loshchilov and Hutter, arXiv 1711.05101).
 
     Args:
@@ -74,6 +75,8 @@ class AdamW(torch.optim.Optimizer):
         >>> layer(torch.ones(1, 256, dtype=torch.bfloat16)).sum().backward()
         >>> optimizer.step()
     """
+
+    step_allocates = False
 
     def __init__(
         self,

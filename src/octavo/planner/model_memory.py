@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from octavo.nn.convert import apply_plan, rule_plan
 from octavo.nn.memory_audit import audit, call, dtype_name
 from octavo.numerics.precision import Precision
-from octavo.optim import AdamW
+from octavo.optim import Optimizer
+from octavo.optim.interface import follows_step
 from octavo.planner.fake import fake_batch, fake_copy, fake_device, fake_tensors
 from octavo.planner.memory_plan import BATCH, BUFFERS, PARAMETERS, STATES, MemoryPlan, summarize
 from octavo.planner.timeline import Timeline
@@ -117,7 +118,7 @@ def trace_step_memory(
     earlier = make_gradients(stepper) if stepper is not None and micro_batches > 1 else []
 
     def optimizer_step() -> None:
-        if stepper is not None and not isinstance(stepper, AdamW):
+        if stepper is not None and follows_step(stepper):
             stepper.step()
 
     def forward_backward() -> None:
@@ -205,7 +206,7 @@ def make_states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Allocate the states of all parameters and return them. Optimizers other than Octavo's take a step, so call it
     under FakeTensorMode.
     """
-    if isinstance(optimizer, AdamW):
+    if isinstance(optimizer, Optimizer):
         optimizer.make_states()
     else:
         make_gradients(optimizer)

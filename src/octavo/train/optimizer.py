@@ -11,13 +11,14 @@ accumulate in the parameters' own dtype, because an fp32 copy would cost more me
 Decoupled weight decay applies to weights of products and to embeddings: see `decayed_parameters`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from octavo.optim import AdamW
+from octavo.optim import AdamW, Optimizer
 from octavo.optim.sharded import is_sharded, local_rows, shard_like
 from octavo.tensor import local_tensor
 from octavo.train.config.run_config import TrainConfig
@@ -48,7 +49,7 @@ def decayed_parameters(model: nn.Module) -> set[str]:
 
 def make_optimizer(
     model: nn.Module, config: TrainConfig, exact: Mapping[str, torch.Tensor], decayed: Set[str]
-) -> "MasterAdamW | CompactAdamW":
+) -> "TrainerOptimizer":
     """The optimizer that a configuration asks for.
 
     Args:
@@ -64,7 +65,65 @@ def make_optimizer(
     return MasterAdamW(model, config.optim, master=master != "none", exact=exact, decayed=decayed)
 
 
-class MasterAdamW:
+class TrainerOptimizer(ABC):
+    """What the trainer, its checkpoints and its plan ask of an optimizer.
+
+    Attributes:
+        inner: Takes the steps.
+        in_place: Whether the gradients of micro-batches add up in the parameters' own.
+    """
+
+    inner: torch.optim.Optimizer
+    in_place: bool
+    _params: list[nn.Parameter]
+    _clip: float
+
+    def gradients(self) -> list[torch.Tensor]:
+        """What the step will read: of shards, what is here."""
+        return [local_tensor(param.grad) for param in self._params if param.grad is not None]
+
+    @abstractmethod
+    def accumulate(self) -> None:
+        """Take over the gradients of a micro-batch. Call after each backward."""
+
+    @torch.no_grad()
+    def gradient_norm(self, loss_scale: float) -> torch.Tensor:
+        """Divide the gradients by `loss_scale`. Returns their global L2 norm, not finite if any of them is not."""
+        grads = self.gradients()
+        if loss_scale != 1.0:
+            torch._foreach_div_(grads, loss_scale)
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
+        return norm
+
+    @torch.no_grad()
+    def step(self, lr: float, norm: torch.Tensor) -> None:
+        """Clip the gradients, whose global norm is `norm`, and take a step."""
+        grads = self.gradients()
+        if self._clip and grads:
+            torch._foreach_mul_(grads, torch.clamp(self._clip / (norm + 1e-6), max=1.0).to(grads[0].device))
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        """Free all gradients."""
+        for param in self._params:
+            param.grad = None
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return states, step counts and masters: plain tensors, for `torch.load(weights_only=True)`."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every state, made where it is not there yet, as "<parameter>.exp_avg"; no copies."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned for the same model; shards take their rows of it."""
+
+
+class MasterAdamW(TrainerOptimizer):
     """`torch.optim.AdamW` over the trainable parameters of a model, or over fp32 masters of the 16-bit ones.
 
     `exact`: fp32 values for masters, by name, where more is known than the parameters hold. `decayed`: names of the
@@ -75,28 +134,20 @@ class MasterAdamW:
         self, model: nn.Module, optim: Optim, *, master: bool, exact: Mapping[str, torch.Tensor] | None = None,
         decayed: Set[str] | None = None,
     ) -> None:  # fmt: skip
-        self._names, self._params, self._masters = [], [], []
+        self._names: list[str] = []
+        self._params, self._masters = [], []
         for name, param in model.named_parameters():
             if param.requires_grad:
                 own = not master or param.dtype == torch.float32
                 self._names.append(name)
                 self._params.append(param)
                 self._masters.append(param if own else _master(param, (exact or {}).get(name)))
+        self.in_place = all(param is master for param, master in zip(self._params, self._masters, strict=True))
         self._clip = optim.clip
-        self._adamw = torch.optim.AdamW(
+        self.inner = torch.optim.AdamW(
             _groups(model, self._names, self._masters, optim, decayed), lr=optim.lr, betas=optim.betas, eps=optim.eps,
             fused=True,
         )  # fmt: skip
-
-    @property
-    def adamw(self) -> torch.optim.Optimizer:
-        """What takes the steps."""
-        return self._adamw
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the gradients of micro-batches add up in the parameters' own."""
-        return all(param is master for param, master in zip(self._params, self._masters, strict=True))
 
     def gradients(self) -> list[torch.Tensor]:
         """What the step will read: of shards, what is here."""
@@ -115,17 +166,9 @@ class MasterAdamW:
             param.grad = None
 
     @torch.no_grad()
-    def gradient_norm(self, loss_scale: float) -> torch.Tensor:
-        """Divide the gradients by `loss_scale`. Returns their global L2 norm, not finite if any of them is not."""
-        return _unscaled_norm(self.gradients(), loss_scale)
-
-    @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor) -> None:
         """Clip the gradients, whose global norm is `norm`, take a step and round the parameters from the masters."""
-        _clip(self.gradients(), self._clip, norm)
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
+        super().step(lr, norm)
         for param, master in zip(self._params, self._masters, strict=True):
             if param is not master:
                 local_tensor(param).copy_(local_tensor(master))
@@ -139,13 +182,13 @@ class MasterAdamW:
         """Moments, step counts and masters: plain tensors, for `torch.load(weights_only=True)`."""
         rows = zip(self._names, self._params, self._masters, strict=True)
         masters = {name: master.detach() for name, param, master in rows if param is not master}
-        return {"adamw": self._adamw.state_dict(), "masters": masters}
+        return {"adamw": self.inner.state_dict(), "masters": masters}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every state, made where it is not there yet, as "<parameter>.exp_avg" or "<parameter>.master"; no copies."""
         tensors: dict[str, torch.Tensor] = {}
         for name, param, master in zip(self._names, self._params, self._masters, strict=True):
-            state = self._adamw.state[master]
+            state = self.inner.state[master]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=local_tensor(master).device)
                 for moment in ("exp_avg", "exp_avg_sq"):
@@ -161,21 +204,23 @@ class MasterAdamW:
         if any(is_sharded(master) for master in self._masters):
             self._load_rows(state["adamw"])
         else:
-            self._adamw.load_state_dict(state["adamw"])
+            self.inner.load_state_dict(state["adamw"])
         for name, param, master in zip(self._names, self._params, self._masters, strict=True):
             if param is not master:
                 local_tensor(master).copy_(local_rows(master, state["masters"][name]))
 
     def _load_rows(self, saved: dict[str, Any]) -> None:
         self.tensors()  # makes them
-        for group, old in zip(self._adamw.param_groups, saved["param_groups"], strict=True):
+        for group, old in zip(self.inner.param_groups, saved["param_groups"], strict=True):
             for number, master in zip(old["params"], group["params"], strict=True):
                 for key, value in saved["state"].get(number, {}).items():
-                    local_tensor(self._adamw.state[master][key]).copy_(local_rows(master, value))
+                    local_tensor(self.inner.state[master][key]).copy_(local_rows(master, value))
 
 
-class CompactAdamW:
-    """`octavo.AdamW` over the trainable parameters of a model, with the methods of `MasterAdamW`."""
+class CompactAdamW(TrainerOptimizer):
+    """`octavo.AdamW` over the trainable parameters of a model."""
+
+    in_place = True
 
     def __init__(
         self,
@@ -191,65 +236,35 @@ class CompactAdamW:
         self._names, self._params = list(named), list(named.values())
         self._clip = optim.clip
         # The loop has looked at the gradients' norm before it takes a step.
-        self._adamw = AdamW(
+        self.inner: Optimizer = AdamW(
             _groups(model, self._names, self._params, optim, decayed), lr=optim.lr, betas=optim.betas, eps=optim.eps,
             states=states, master=master, nonfinite="ignore",
         )  # fmt: skip
         masters = {named[name]: value for name, value in (exact or {}).items() if name in named}
-        self._adamw.set_masters({param: value for param, value in masters.items() if param.dtype != torch.float32})
-
-    @property
-    def adamw(self) -> torch.optim.Optimizer:
-        """What takes the steps."""
-        return self._adamw
-
-    in_place = True
-    """The gradients of micro-batches add up in the parameters' own."""
-
-    def gradients(self) -> list[torch.Tensor]:
-        """What the step will read: of shards, what is here."""
-        return [local_tensor(param.grad) for param in self._params if param.grad is not None]
+        self.inner.set_masters({param: value for param, value in masters.items() if param.dtype != torch.float32})
 
     def accumulate(self) -> None:
         """Nothing: backward adds to the parameters' own gradients."""
 
-    @torch.no_grad()
-    def gradient_norm(self, loss_scale: float) -> torch.Tensor:
-        """Divide the gradients by `loss_scale`. Returns their global L2 norm, not finite if any of them is not."""
-        return _unscaled_norm(self.gradients(), loss_scale)
-
-    @torch.no_grad()
-    def step(self, lr: float, norm: torch.Tensor) -> None:
-        """Clip the gradients, whose global norm is `norm`, and take a step."""
-        _clip(self.gradients(), self._clip, norm)
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
-
-    def zero_grad(self) -> None:
-        """Free all gradients."""
-        for param in self._params:
-            param.grad = None
-
     def state_dict(self) -> dict[str, Any]:
         """Moments, scales, remainders or masters and step counts, for `torch.load(weights_only=True)`."""
-        return {"adamw": self._adamw.state_dict(), "masters": {}}
+        return {"adamw": self.inner.state_dict(), "masters": {}}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every state, made where it is not there yet, as "<parameter>.exp_avg", "<parameter>.remainder"; no copies."""
-        self._adamw.make_states()
+        self.inner.make_states()
         return {
             f"{name}.{key}": value
             for name, param in zip(self._names, self._params, strict=True)
-            for key, value in self._adamw.state[param].items()
+            for key, value in self.inner.state[param].items()
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned for the same model."""
-        self._adamw.load_state_dict(state["adamw"])
+        self.inner.load_state_dict(state["adamw"])
 
 
-def state_bytes_per_parameter(optimizer: MasterAdamW | CompactAdamW, model: nn.Module) -> float:
+def state_bytes_per_parameter(optimizer: TrainerOptimizer, model: nn.Module) -> float:
     """Return the bytes of this rank's states, masters included, per trained parameter of this rank."""
     trained = sum(local_tensor(param).numel() for param in model.parameters() if param.requires_grad)
     return sum(local_tensor(state).nbytes for state in optimizer.tensors().values()) / max(trained, 1)
@@ -274,14 +289,3 @@ def _groups(
         for decays in (True, False)
     ]
     return [group for group in groups if group["params"]]
-
-
-def _unscaled_norm(grads: list[torch.Tensor], loss_scale: float) -> torch.Tensor:
-    if loss_scale != 1.0:
-        torch._foreach_div_(grads, loss_scale)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
-
-
-def _clip(grads: list[torch.Tensor], largest: float, norm: torch.Tensor) -> None:
-    if largest and grads:
-        torch._foreach_mul_(grads, torch.clamp(largest / (norm + 1e-6), max=1.0).to(grads[0].device))

@@ -27,7 +27,7 @@ from octavo.nn.memory_audit import Audit, audit, dtype_name
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, LEVELS
-from octavo.optim import AdamW
+from octavo.optim.interface import follows_step
 from octavo.planner.convert import plan_on_gpu
 from octavo.planner.devices import Gpu, find_gpu
 from octavo.planner.fake import fake_device, fake_tensors
@@ -325,13 +325,13 @@ def _trace_step(
 ) -> Timeline:
     """The timeline of one step; it labels the gradients of `blocks` separately."""
     optimizer = trainer.optimizer
-    make_states(optimizer.adamw)
+    make_states(optimizer.inner)
     states = [t for t in tree_leaves(optimizer.state_dict()) if isinstance(t, Tensor)]
-    earlier = make_gradients(optimizer.adamw) if trainer.config.optim.micro_batches > 1 else []
+    earlier = make_gradients(optimizer.inner) if trainer.config.optim.micro_batches > 1 else []
 
     def optimizer_step() -> None:
         norm = optimizer.gradient_norm(1.0)
-        if not isinstance(optimizer.adamw, AdamW):  # a step of octavo.AdamW needs no memory beside its states
+        if follows_step(optimizer.inner):
             optimizer.step(0.0, norm)
 
     return follow_step(

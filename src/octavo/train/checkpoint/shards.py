@@ -30,14 +30,12 @@ from torch.distributed.fsdp import FSDPModule
 from octavo.train.checkpoint.digests import digests_of
 from octavo.train.checkpoint.shard_index import ShardReader, read_index
 from octavo.train.config.run_config import ConfigError
-from octavo.train.optimizer import CompactAdamW, MasterAdamW
+from octavo.train.optimizer import TrainerOptimizer
 
 SHARDS = "shards"
 
-Optimizer = MasterAdamW | CompactAdamW
 
-
-def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def state_of(model: nn.Module, optimizer: TrainerOptimizer) -> dict[str, Tensor]:
     """Return parameters, buffers and optimizer states by name, without copies; shards as DTensors."""
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     return state | {f"optimizer.{name}": value.detach() for name, value in optimizer.tensors().items()}
@@ -80,7 +78,7 @@ def _own_digests(folder: Path) -> dict[str, str]:
     return digests_of(folder.parent, [f"{SHARDS}/{path.name}" for path in folder.glob(f"__{rank}_*")])
 
 
-def read(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+def read(folder: Path, model: nn.Module, optimizer: TrainerOptimizer) -> None:
     """Load a state in place, each rank its rows. Raises ConfigError on all ranks if it does not fit."""
     state = state_of(model, optimizer)
     _load(folder, state, alone=not dist.is_initialized())

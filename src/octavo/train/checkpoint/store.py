@@ -52,7 +52,7 @@ from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.disk import apply_umask, sync, sync_entry
 from octavo.train.loss_scale import LossScale
-from octavo.train.optimizer import CompactAdamW, MasterAdamW
+from octavo.train.optimizer import TrainerOptimizer
 from octavo.train.ranks import Ranks, SharedError
 from octavo.train.record.json_lines import first_error
 
@@ -85,7 +85,7 @@ class CheckpointSaver:
         step: int,
         model: Any,
         tokenizer: TextTokenizer,
-        optimizer: MasterAdamW | CompactAdamW,
+        optimizer: TrainerOptimizer,
         loss_scale: LossScale,
         config: TrainConfig,
         data_fingerprint: str,
@@ -284,9 +284,7 @@ def check_same_model(folder: Path, config: Any) -> None:
             )
 
 
-def load_checkpoint(
-    folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW, loss_scale: LossScale, ranks: Ranks
-) -> None:
+def load_checkpoint(folder: Path, model: Any, optimizer: TrainerOptimizer, loss_scale: LossScale, ranks: Ranks) -> None:
     """Load weights, optimizer state and loss scale. Raises ConfigError if they do not fit."""
     state = ranks.run_on_rank0(lambda: read_trainer_state(folder))
     check_files(folder, ranks)
@@ -305,7 +303,7 @@ def load_checkpoint(
         raise SharedError(f"{folder} does not fit this model, or is damaged ({error}): {_remedy(folder)}") from None
 
 
-def _save_whole(folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW) -> None:
+def _save_whole(folder: Path, model: Any, optimizer: TrainerOptimizer) -> None:
     try:
         save_pretrained(model, folder)
         torch.save(optimizer.state_dict(), folder / "optimizer.pt")
@@ -314,9 +312,7 @@ def _save_whole(folder: Path, model: Any, optimizer: MasterAdamW | CompactAdamW)
     apply_umask(folder)
 
 
-def _load_whole(
-    folder: Path, weights: dict[str, Tensor], model: nn.Module, optimizer: MasterAdamW | CompactAdamW
-) -> None:
+def _load_whole(folder: Path, weights: dict[str, Tensor], model: nn.Module, optimizer: TrainerOptimizer) -> None:
     """Load a checkpoint of one process: all of it, or this rank's rows."""
     try:
         if shards.has_shards(model):
