@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.nn.causal import chunked_loss
-from octavo.nn.report import is_converted
+from octavo.nn.linear_subclasses import is_converted
 from octavo.parallel import Parallel, parallelize
 from octavo.planner.fake import fake_tensors
 from octavo.planner.memory_plan import BATCH, BUFFERS, PARAMETERS, STATES

@@ -72,6 +72,11 @@ def test_imports_go_downward_only() -> None:
     assert len(FILES) > 150 and not wrong, "\n".join(wrong)
 
 
+def test_the_linear_is_readable_alone() -> None:
+    path = SOURCE / "nn" / "linear.py"
+    assert len(path.read_text().splitlines()) <= 150 and len(set(imports_of(path))) <= 6
+
+
 def test_there_are_no_import_cycles() -> None:
     graph = {}
     for path in FILES:

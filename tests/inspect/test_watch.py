@@ -13,7 +13,7 @@ import octavo
 from octavo.inspect import Watch
 from octavo.inspect.stats import OPERANDS
 from octavo.nn.input_casts import quantized_input
-from octavo.nn.operands import quantized_gradient
+from octavo.nn.operands import quantize_gradient
 from octavo.numerics import RECIPES, Precision
 from octavo.numerics.error import sqnr
 
@@ -146,8 +146,8 @@ def test_micro_batches_are_all_counted_and_the_weight_once():
 def test_figures_are_those_of_the_forms_that_products_read(recipe):
     """X, W and both forms of G, with the scales of the others folded in as the layer itself does it."""
     torch.manual_seed(0)
-    linear, recipe = octavo.nn.Linear(300, 200, bias=False), RECIPES[recipe]
-    linear.recipe = recipe
+    recipe = RECIPES[recipe]
+    linear = octavo.convert(torch.nn.Linear(300, 200, bias=False), recipe, verbose=False)
     x = (torch.randn(2, 70, 300) * torch.rand(2, 70, 1) ** 4).requires_grad_()
     g = torch.randn(2, 70, 200) * torch.rand(200) ** 4
     watch = Watch(linear, every=1)
@@ -157,7 +157,7 @@ def test_figures_are_those_of_the_forms_that_products_read(recipe):
     x_MK, g_MN, w_NK = x.detach().flatten(0, 1), g.flatten(0, 1), linear.weight.detach()
     x_q, kept = quantized_input(x_MK, recipe, True, None)
     w_q, w_back = octavo.kernels.quantize(w_NK, recipe.w), octavo.kernels.quantize(w_NK, recipe.dgrad_w)
-    g_dgrad, g_wgrad = quantized_gradient(g_MN, w_back, kept, recipe, None)
+    g_dgrad, g_wgrad = quantize_gradient(g_MN, w_back, kept, recipe)
     reference = {"x": sqnr(x_MK, x_q.dequantize()), "w": sqnr(w_NK, w_q.dequantize())}
     reference["dgrad_g"] = sqnr(g_MN * w_back.scale.t() if recipe.folds_w else g_MN, g_dgrad.dequantize())
     if g_wgrad is not None:
@@ -168,8 +168,7 @@ def test_figures_are_those_of_the_forms_that_products_read(recipe):
 
 
 def test_scales_of_earlier_steps_saturate():
-    linear = octavo.nn.Linear(32, 16, bias=False)
-    linear.recipe = RECIPES["delayed"]
+    linear = octavo.convert(torch.nn.Linear(32, 16, bias=False), "delayed", verbose=False)
     watch = Watch(linear, every=1)
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
     shares = []
@@ -186,8 +185,7 @@ def test_scales_of_earlier_steps_saturate():
 def test_what_if_is_what_a_model_of_that_recipe_would_show(recipe):
     def rows(own, what_if):
         torch.manual_seed(0)
-        linear = octavo.nn.Linear(300, 200, bias=False)
-        linear.recipe = RECIPES[own]
+        linear = octavo.convert(torch.nn.Linear(300, 200, bias=False), own, verbose=False)
         watch = Watch(linear, every=1, what_if=what_if)
         x = (torch.randn(70, 300) * torch.rand(70, 1) ** 4).requires_grad_()
         with watch.step():

@@ -433,6 +433,18 @@ def test_a_layer_made_directly_reverts_too():
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
 
 
+def test_a_sharded_layer_is_known_by_its_class_and_not_by_a_name():
+    from torch.distributed.fsdp import FSDPModule
+
+    model = nn.Sequential(nn.Linear(128, 128), type("FSDPLinear", (nn.Linear,), {})(128, 128), nn.SiLU())
+    model[0].__class__ = type("Sharded", (FSDPModule, nn.Linear), {})
+    model[2].__class__ = type("Sharded", (FSDPModule, nn.SiLU), {})
+    plan = octavo.nn.rule_plan(model, precision=octavo.Precision.level("fp8+activations"))
+    assert [plan[fqn].recipe is None for fqn in "012"] == [True, False, True]
+    for fqn in ("0", "2"):
+        assert "sharded by fully_shard already: convert before sharding" in plan[fqn].reason
+
+
 def test_revert_refuses_classes_made_after_conversion():
     model = octavo.convert(nn.Sequential(nn.Linear(8, 8)), verbose=False)
     torch.nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import MLP, assert_same, gradients, llama
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -342,3 +343,28 @@ def test_recipes_with_a_history_are_checked_and_stored():
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(DELAYED, **changes)
+
+
+def test_the_class_goes_with_the_recipe_and_a_wrong_one_is_an_error():
+    x, model = randn(4, 64), octavo.convert(MLP(), verbose=False)
+    for recipe, owner in (("delayed", delayed.DelayedLinear), ("mxfp8", octavo.nn.Linear)):
+        octavo.nn.change_recipe(model, "up_proj", recipe, reason="a test")
+        assert type(model.up_proj) is owner
+    model.up_proj.recipe = DELAYED
+    with pytest.raises(
+        ValueError, match="'delayed' needs an amax history, which a Linear does not keep.*DelayedLinear"
+    ):
+        model(x)
+    layer = octavo.convert(nn.Linear(64, 64), "delayed", verbose=False)
+    layer.recipe = RECIPES["rowwise"]  # scaled just in time
+    assert torch.equal(layer(x), octavo.nn.linear(x, layer.weight, layer.bias, layer.recipe))
+    assert delayed.state_dict(layer) == {} and delayed.current_scale(layer, X, x) is None
+
+
+def test_a_changed_class_is_not_exchanged():
+    layer = octavo.convert(nn.Linear(64, 64), verbose=False)
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    octavo.nn.change_recipe(layer, "", "mxfp8", reason="needs no other class")
+    with pytest.raises(ValueError, match="became a ParametrizedLinear after it was converted"):
+        octavo.nn.change_recipe(layer, "", "delayed", reason="a test")
+    assert layer.recipe == RECIPES["mxfp8"]

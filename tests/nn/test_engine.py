@@ -187,7 +187,7 @@ def test_a_pass_of_delayed_scaling_ends_with_whichever_gradient_is_asked():
             loss = made(x).square().sum()
             for names in asked if isinstance(asked[0], list) else [asked]:
                 torch.autograd.grad(loss, [tensors[name] for name in names], retain_graph=True)
-        history = history_of(made, made.recipe)
+        history = history_of(made)
         assert history.backward_ran
         states.append(history.amaxes.clone())
     assert all(torch.equal(state, states[0]) for state in states)

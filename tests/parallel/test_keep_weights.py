@@ -130,9 +130,9 @@ def part_job():
     inside = [*model.blocks[0].modules()]
     for name, module in model.named_modules():
         if isinstance(module, octavo.nn.Linear):
-            assert weights.keeps_weight(module) == (module not in inside), name
+            assert module.octavo_keeps_weight() == (module not in inside), name
     fully_shard(model.blocks[1].up)  # later than the first look
-    assert [weights.keeps_weight(layer) for layer in (model.blocks[1].up, model.blocks[1].down)] == [False, True]
+    assert [layer.octavo_keeps_weight() for layer in (model.blocks[1].up, model.blocks[1].down)] == [False, True]
 
 
 @pytest.mark.thorough

@@ -14,7 +14,7 @@ from torch import nn
 from octavo.activations.detect import Activation, Glu, ModuleSpec, activation_of, original_class, registered, spec_of
 from octavo.activations.modules import Scoped, Storage
 from octavo.runtime.blocks import find_stacks
-from octavo.runtime.swap import has_own_forward
+from octavo.runtime.swap import has_own_forward, is_fully_sharded
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are not called."""
@@ -53,7 +53,7 @@ def _storage(module: nn.Module, owns_matrices: bool) -> Storage | str | None:
         if getattr(module, "inplace", False) and spec_of(module) is not None:
             return f"{owner.__name__} works in place and overwrites its input"
         return _why_unknown(module, owner)
-    if owner.__name__.startswith("FSDP"):
+    if is_fully_sharded(module):
         return f"{owner.__name__} is sharded by fully_shard already: convert before sharding"
     if has_own_forward(module):
         return (

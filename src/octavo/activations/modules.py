@@ -26,7 +26,16 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from octavo.activations.detect import GLU_ACTIVATIONS, ORIGINAL, Glu, ModuleSpec, Norm, activation_of, spec_of
+from octavo.activations.detect import (
+    GLU_ACTIVATIONS,
+    ORIGINAL,
+    Glu,
+    ModuleSpec,
+    Norm,
+    activation_of,
+    original_class,
+    spec_of,
+)
 from octavo.activations.functional import FLOATING, stored_activation, stored_glu, stored_joint_glu, stored_norm
 from octavo.activations.saved_tensors import compressed, recording
 from octavo.runtime.swap import become
@@ -50,7 +59,11 @@ class Scoped:
 Storage = ModuleSpec | Scoped
 
 
-class StoringNorm(nn.Module):
+class Storing(nn.Module):
+    """Base class of modules that store their activations in FP8, and only of those."""
+
+
+class StoringNorm(Storing):
     """A norm over the last dimension that saves its input in FP8."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +90,7 @@ class StoringNorm(nn.Module):
         return stored_norm(x, y, weight, bias, eps, norm)
 
 
-class StoringGlu(nn.Module):
+class StoringGlu(Storing):
     """A gated MLP that saves gate and up in FP8 and recomputes their product."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +108,7 @@ class StoringGlu(nn.Module):
         return compressed(self, (), _gated, self, glu, function, act, x)
 
 
-class StoringActivation(nn.Module):
+class StoringActivation(Storing):
     """An activation that saves its input in FP8."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +122,7 @@ class StoringActivation(nn.Module):
         return stored_activation(x, y, activation)
 
 
-class StoringScope(nn.Module):
+class StoringScope(Storing):
     """A module whose operations save tensors in FP8 where that is safe."""
 
     octavo_storage: Scoped
@@ -158,7 +171,7 @@ _MIXINS: dict[str, Any] = {"norm": StoringNorm, "glu": StoringGlu, "activation":
 
 def is_storing(module: nn.Module) -> bool:
     """Return whether this module itself stores its activations in FP8."""
-    return isinstance(module, StoringNorm | StoringGlu | StoringActivation | StoringScope)
+    return isinstance(module, Storing)
 
 
 def storing_class(module: nn.Module, storage: Storage) -> type[nn.Module]:
@@ -175,7 +188,7 @@ def make_storing(module: nn.Module, storage: Storage) -> None:
 
 def make_plain(module: nn.Module) -> None:
     """Undo `make_storing`."""
-    become(module, type(module).__bases__[1])
+    become(module, original_class(module))
     del vars(module)[STORAGE_ATTRIBUTE]
 
 
@@ -191,7 +204,7 @@ def mixed_class(*both: Any) -> Any:
         return _blank, (mixin, original), self.__getstate__()
 
     members = {ORIGINAL: original, "__reduce_ex__": reduce, "__module__": __name__, "__doc__": original.__doc__}
-    prefix = "Storing" if mixin.__module__ == __name__ else "FP8"
+    prefix = "Storing" if issubclass(mixin, Storing) else "FP8"
     mixed: Any = type(f"{prefix}{original.__name__}", both, members)
     # A metaclass or `__init_subclass__` may wrap forward, as Transformers' checkpointing layers do, but not replace it.
     innermost = inspect.unwrap(mixed.forward, stop=lambda function: function is mixin.forward)

@@ -46,8 +46,7 @@ from octavo.inspect.findings import Finding, Thresholds, findings
 from octavo.inspect.stats import OperandStats
 from octavo.inspect.watch import HIGH_PRECISION, Watch
 from octavo.nn.change import change_recipe
-from octavo.nn.linear_subclasses import change_since
-from octavo.nn.report import is_converted
+from octavo.nn.linear_subclasses import change_since, is_converted
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import Recipe
 

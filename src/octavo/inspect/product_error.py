@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from octavo.kernels import quantize
 from octavo.nn.delayed import G, X, current_scale
 from octavo.nn.gathered import Fp8AllGatherOutput
+from octavo.nn.linear_subclasses import is_transposed
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -117,11 +118,6 @@ class ProductErrors:
             if values[:, 1].any():
                 errors.setdefault(layer, {})[recipe] = (values[:, 0] / values[:, 1].clamp(min=1)).max().item()
         return errors
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Return whether W is stored as [in, out]: Transformers' `Conv1D`, converted or not."""
-    return any(c.__module__ == "transformers.pytorch_utils" and c.__name__ == "Conv1D" for c in type(module).__mro__)
 
 
 def _zero_sums(device: torch.device) -> Tensor:

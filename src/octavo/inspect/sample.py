@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.inspect.accumulator import Accumulators, OperandFormat
-from octavo.inspect.product_error import Operands, ProductErrors, is_transposed
+from octavo.inspect.product_error import Operands, ProductErrors
 from octavo.kernels import dequantize, quantize
 from octavo.nn.delayed import G, X, current_scale
 from octavo.nn.gathered import Fp8AllGatherOutput, ShardedWeight
-from octavo.nn.linear import SUPPORTED_DTYPES
+from octavo.nn.linear_subclasses import is_transposed
+from octavo.nn.operands import SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.torch_compat import in_backward

@@ -38,7 +38,7 @@ from octavo.inspect.accumulator import as_stats
 from octavo.inspect.findings import Finding, History, Thresholds, findings
 from octavo.inspect.sample import Sample, WatchedLayer
 from octavo.inspect.stats import OPERANDS, OperandStats
-from octavo.nn.report import is_converted
+from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.select import is_linear
 from octavo.numerics.display import Displayed
 from octavo.numerics.names import nearest
@@ -155,9 +155,7 @@ class Watch(Displayed):
         layers, names = [], set()
         for name, module in self._model.named_modules():
             if is_converted(module):
-                recipe = module.recipe
-                assert isinstance(recipe, Recipe)
-                layers.append(WatchedLayer(name, module, recipe, recipe.name))
+                layers.append(WatchedLayer(name, module, module.recipe, module.recipe.name))
             elif is_linear(module) and (self._high_precision or name in measured):
                 layers.append(WatchedLayer(name, module, DEFAULT, HIGH_PRECISION, counted=self._high_precision))
             names.add(name)

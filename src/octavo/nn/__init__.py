@@ -4,6 +4,7 @@ from octavo.activations.detect import Activation, Glu, Norm, register
 from octavo.nn.change import change_recipe
 from octavo.nn.convert import apply_plan, revert, rule_plan
 from octavo.nn.linear import Linear, linear
+from octavo.nn.linear_like import LinearLike
 from octavo.nn.report import Report, report
 from octavo.nn.weights import accumulating
 from octavo.runtime.switch import disabled
@@ -12,6 +13,7 @@ __all__ = [
     "Activation",
     "Glu",
     "Linear",
+    "LinearLike",
     "Norm",
     "Report",
     "accumulating",

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from octavo.activations.detect import original_class
 from octavo.nn.delayed import forget
 from octavo.nn.gathered import ShardedWeight
-from octavo.nn.linear_subclasses import change_since, fp8_class, make_exact
-from octavo.nn.report import PLAN_ATTRIBUTE, is_converted
+from octavo.nn.linear_subclasses import change_since, class_fits, fp8_class, is_converted, make_exact
+from octavo.nn.report import PLAN_ATTRIBUTE
 from octavo.nn.select import checked_weight, obstacle
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
@@ -50,17 +51,17 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     if not is_converted(module):
         if (why := obstacle(module)) is not None:
             raise ValueError(f"change_recipe: {fqn!r} cannot be converted: {why}")
-    elif new_recipe is None and (why := change_since(module)) is not None:
+    elif (new_recipe is None or not class_fits(module, new_recipe)) and (why := change_since(module)) is not None:
         raise ValueError(f"change_recipe: {fqn or 'the model'!r} {why}. The model was left as it was")
     weight = checked_weight(fqn, module)
     with all_or_nothing(model):
         if new_recipe is None:
             if is_converted(module):
                 make_exact(module)
-        elif is_converted(module):
+        elif is_converted(module) and class_fits(module, new_recipe):
             vars(module)["recipe"] = new_recipe
         else:
-            become(module, fp8_class(module), recipe=new_recipe)
+            become(module, fp8_class(original_class(module), new_recipe), recipe=new_recipe)
         forget(module)
         _update_plan(modules, fqn, new_recipe, reason)
         local = getattr(weight, "_local_tensor", None)

@@ -6,22 +6,38 @@ Imported only once a model with such a layer is converted, because it needs Tran
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D as PlainConv1D
 
-from octavo.nn.delayed import delayed_scaling_of
+from octavo.nn.delayed import Delayed
 from octavo.nn.linear import linear
-from octavo.nn.weights import keeps_weight
-from octavo.numerics.recipe import Recipe
+from octavo.nn.linear_like import LinearLike
 
 
-class Conv1D(PlainConv1D):
+class Conv1D(LinearLike, PlainConv1D):  # type: ignore[misc]
     """As Transformers' `Conv1D`, computing in FP8. The weight is read transposed, in place: nothing is copied."""
 
-    recipe: Recipe
-    keeps_weight: bool = False
+    octavo_original = PlainConv1D
+    weight_is_transposed = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Y = X W + b in FP8 for x [..., in_features]; see `octavo.nn.linear.linear`."""
-        scaling = delayed_scaling_of(self, self.recipe)
-        return linear(x, self.weight.t(), self.bias, self.recipe, keeps_weight(self), scaling)
+        return linear(
+            x, self.weight.t(), self.bias, self.recipe, self.octavo_keeps_weight(), self.octavo_quantizer()
+        )  # fmt: skip
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        """K."""
+        return int(self.nx)
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        """N."""
+        return int(self.nf)
 
     def __repr__(self) -> str:
-        return f"Conv1D(nf={self.nf}, nx={self.nx}, recipe={self.recipe.name})"
+        return f"{type(self).__name__}(nf={self.nf}, nx={self.nx}, recipe={self.recipe.name})"
+
+
+class DelayedConv1D(Delayed, Conv1D):  # type: ignore[misc]
+    """A `Conv1D` that keeps an amax history."""
+
+    octavo_original = PlainConv1D

@@ -15,8 +15,8 @@ from torch import nn
 from octavo.activations.candidates import storable
 from octavo.activations.modules import Scoped, Storage, is_storing, make_plain, make_storing, storing_class
 from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
-from octavo.nn.linear_subclasses import change_since, fp8_class, make_exact
-from octavo.nn.report import PLAN_ATTRIBUTE, check_module, is_converted, report
+from octavo.nn.linear_subclasses import change_since, fp8_class, is_converted, make_exact
+from octavo.nn.report import PLAN_ATTRIBUTE, check_module, report
 from octavo.nn.select import checked_weight, default_plan, exact_linears, obstacle
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
@@ -101,7 +101,9 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: boo
     storages = _check(plan, modules)
     with all_or_nothing(model):
         for fqn in plan.converted:
-            become(modules[fqn], fp8_class(modules[fqn]), recipe=plan[fqn].recipe, keeps_weight=keep_weights)
+            recipe = plan[fqn].recipe
+            assert recipe is not None
+            become(modules[fqn], fp8_class(type(modules[fqn]), recipe), recipe=recipe, keeps_weight=keep_weights)
         for fqn, storage in storages.items():
             make_storing(modules[fqn], storage)
         # Drops the predictions of octavo.plan.

@@ -26,21 +26,34 @@ The recipe exists for comparison, so it costs what `tensorwise` costs: one read 
 that reads X. A cast that also computes the amax would save that read. A compiled graph cannot hold the history, because
 the next step's forward must see what backward writes: `fullgraph=True` raises, and without it torch.compile runs these
 layers eagerly.
+
+`Delayed` gives a `LinearLike` a history and a `Quantizer` that reads it; the products are those of `octavo.nn.linear`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.kernels.quantize.reference import scale_of
+from octavo.nn.linear import Linear
+from octavo.nn.linear_like import LinearLike
+from octavo.nn.operands import (
+    JUST_IN_TIME,
+    QuantizedGradient,
+    QuantizedInput,
+    Quantizer,
+    quantize_gradient,
+    quantize_input,
+)
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import in_backward
+from octavo.tensor import ScaledTensor
 
 X, G = 0, 1
 """Operands that have a history."""
@@ -106,8 +119,8 @@ class AmaxHistory:
 
 
 @dataclass(frozen=True)
-class DelayedScaling:
-    """The source of scales for one forward and its backward.
+class DelayedQuantizer:
+    """Quantizes X and G of one forward and its backward with scales from a history.
 
     Attributes:
         history: The layer's history.
@@ -116,6 +129,19 @@ class DelayedScaling:
 
     history: AmaxHistory
     updates: bool
+
+    def input(self, input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool) -> QuantizedInput:
+        """See `octavo.nn.operands.Quantizer.input`."""
+        source = self.history.passes, self.history.margin
+        return quantize_input(input, x_MK, recipe, needs_wgrad, self.amax(X, x_MK), source)
+
+    def gradient(
+        self, g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe
+    ) -> QuantizedGradient:
+        """See `octavo.nn.operands.Quantizer.gradient`; notes that backward has reached this layer."""
+        amax = self.amax(G, g_MN)
+        self.history.backward_ran |= self.updates
+        return quantize_gradient(g_MN, w, x, recipe, amax)
 
     def amax(self, operand: int, x: Tensor) -> Tensor | None:
         """Return the amax, float32 [1,1], that sets the scale of X or G, a matrix; None for its current amax."""
@@ -128,18 +154,48 @@ class DelayedScaling:
             self.history.update(operand, current)
             return current if past is None else torch.where(past > 0, past, current)
 
-    def gradient_amax(self, g_MN: Tensor) -> Tensor | None:
-        """Return the amax for G, and note that backward has reached this layer."""
-        amax = self.amax(G, g_MN)
-        self.history.backward_ran |= self.updates
-        return amax
+
+class Delayed(LinearLike):
+    """A `LinearLike` that keeps an amax history, for recipes with a `history`; with others it scales just in time."""
+
+    def octavo_quantizer(self) -> Quantizer:
+        """See `LinearLike.octavo_quantizer`.
+
+        Raises:
+            RuntimeError: While torch.compile traces.
+        """
+        recipe = self.recipe
+        if not recipe.history or not SWITCH.enabled:
+            return JUST_IN_TIME
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"octavo: recipe {recipe.name!r} keeps an amax history between steps, which a compiled graph cannot "
+                "hold: run it without torch.compile, or use 'tensorwise', which computes its scales just in time"
+            )
+        history = history_of(self)
+        if self.training:
+            history.begin()
+        return DelayedQuantizer(history, self.training and torch.is_grad_enabled())
+
+
+class DelayedLinear(Delayed, Linear):
+    """A `Linear` that keeps an amax history. `octavo.convert(model, "delayed")` makes it from an `nn.Linear`.
+
+    Examples:
+        >>> layer = octavo.convert(torch.nn.Linear(64, 64), "delayed")
+        >>> isinstance(layer, octavo.nn.delayed.DelayedLinear)
+        True
+    """
+
+    octavo_original = nn.Linear
 
 
 def amax_of(x: Tensor) -> Tensor:
     """Return the largest magnitude of a matrix, float32 [1,1]; NaN if any element is NaN, zero if it is empty."""
     if not x.numel():
         return x.new_zeros((1, 1), dtype=torch.float32)
-    return torch.linalg.vector_norm(x.detach(), torch.inf).float().view(1, 1)
+    amax: Tensor = torch.linalg.vector_norm(x.detach(), torch.inf)
+    return amax.float().view(1, 1)
 
 
 @contextmanager
@@ -155,44 +211,30 @@ def _shifted(amaxes: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(amaxes[:, :1]), amaxes[:, :-1]], dim=1)
 
 
-def delayed_scaling_of(module: nn.Module, recipe: Recipe) -> DelayedScaling | None:
-    """Return the source of a layer's scales for a forward that begins now; None if the recipe has no history.
-
-    Raises:
-        RuntimeError: While torch.compile traces.
-    """
-    if not recipe.history or not SWITCH.enabled:
-        return None
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"octavo: recipe {recipe.name!r} keeps an amax history between steps, which a compiled graph cannot hold: "
-            "run it without torch.compile, or use 'tensorwise', which computes its scales just in time"
-        )
-    history = history_of(module, recipe)
-    if module.training:
-        history.begin()
-    return DelayedScaling(history, module.training and torch.is_grad_enabled())
-
-
-def history_of(module: nn.Module, recipe: Recipe) -> AmaxHistory:
-    """Return the history of a layer; create it if there is none for this recipe."""
-    history: AmaxHistory | None = vars(module).get(ATTRIBUTE)
+def history_of(layer: Delayed) -> AmaxHistory:
+    """Return the history of a layer; create it if there is none for its recipe."""
+    history: AmaxHistory | None = vars(layer).get(ATTRIBUTE)
+    recipe = layer.recipe
     if history is None or (history.passes, history.margin) != (recipe.history, recipe.margin):
         history = AmaxHistory(recipe)
-        vars(module)[ATTRIBUTE] = history  # bypasses a __setattr__ that raises
+        vars(layer)[ATTRIBUTE] = history  # bypasses a __setattr__ that raises
     return history
 
 
 def current_scale(module: nn.Module, operand: int, x: Tensor) -> Tensor | None:
     """Return the scale, float32 [1,1], by which a layer would quantize X or G, a matrix, in a forward or backward now;
-    None if its recipe has no history. Does not update the history.
+    None if it scales just in time. Does not update the history.
     """
-    recipe = getattr(module, "recipe", None)
-    if not isinstance(recipe, Recipe) or not recipe.history:
+    if not keeps_history(module):
         return None
-    current, past = amax_of(x), history_of(module, recipe).amax(operand)
+    current, past = amax_of(x), history_of(module).amax(operand)
     amax = current if past is None else torch.where((past := past.to(x.device)) > 0, past, current)
-    return scale_of(amax, recipe.x if operand == X else recipe.dgrad_g)[0]
+    return scale_of(amax, module.recipe.x if operand == X else module.recipe.dgrad_g)[0]
+
+
+def keeps_history(module: nn.Module) -> TypeGuard[Delayed]:
+    """Return whether a module keeps an amax history for its recipe."""
+    return isinstance(module, Delayed) and module.recipe.history > 0
 
 
 def forget(module: nn.Module) -> None:
@@ -201,11 +243,10 @@ def forget(module: nn.Module) -> None:
 
 
 def histories(model: nn.Module) -> Iterator[tuple[str, AmaxHistory]]:
-    """Yield names and histories of the layers whose recipe has one."""
+    """Yield names and histories of the layers that keep one."""
     for name, module in model.named_modules():
-        recipe = getattr(module, "recipe", None)
-        if isinstance(recipe, Recipe) and recipe.history:
-            yield name, history_of(module, recipe)
+        if keeps_history(module):
+            yield name, history_of(module)
 
 
 def state_dict(model: nn.Module) -> dict[str, list[list[float]]]:

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.kernels import quantize, quantize_pair, wants_copies
-from octavo.nn.delayed import DelayedScaling, X
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.execution_context import execution_context
 from octavo.tensor import ScaledTensor
@@ -19,10 +19,8 @@ InputCasts = tuple[ScaledTensor, ScaledTensor | None]
 """X for forward, and X for wgrad."""
 
 
-def quantized_input(
-    x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None
-) -> tuple[ScaledTensor, ScaledTensor | None]:
-    """Quantize X for forward, and for wgrad if needed. `amax`, for delayed scaling, needs equal specs for both."""
+def quantized_input(x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None) -> InputCasts:
+    """Quantize X for forward, and for wgrad if needed. With `amax`, which sets the scale, both need equal specs."""
     spec, spec_t, copies = recipe.x, recipe.wgrad_x, wants_copies(x_MK.device)
     if not needs_wgrad or spec_t is None:
         return quantize(x_MK, spec, amax=amax), None
@@ -55,8 +53,8 @@ class InputCastCache(threading.local):
 
     q, k and v are called one after the other with the same tensor object; so are gate and up. The lookup is by
     identity, so it needs no knowledge of the model. An entry is dropped when its tensor is deleted or another input
-    arrives. Layers with an amax history share the cast of the first layer: they read the same tensors, so their
-    histories are equal.
+    arrives. Layers whose scales have equal sources (see `quantized`) share the cast of the first: they read the same
+    tensors, so their amax histories are equal.
 
     Only tensors with a `grad_fn` are cached. Others may be buffers that are written without autograd noticing (a
     receive buffer, a CUDA graph's input, an array shared with NumPy). A cast is not reused once the tensor's version,
@@ -74,10 +72,12 @@ class InputCastCache(threading.local):
         self._entry: tuple[weakref.ref[Tensor], _CacheEntry] | None = None
 
     def quantized(
-        self, owner: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, scaling: DelayedScaling | None
+        self, owner: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None, source: Hashable
     ) -> InputCasts:
-        """Return `quantized_input(x_MK, …)`, cached; x_MK is the matrix view of `owner`."""
-        amax = None if scaling is None else scaling.amax(X, x_MK)
+        """Return `quantized_input(x_MK, …, amax)`, cached by the recipe's specs and `source`, where `amax` comes from.
+
+        x_MK is the matrix view of `owner`.
+        """
         if torch.compiler.is_compiling() or owner.grad_fn is None or torch.is_inference_mode_enabled():
             return quantized_input(x_MK, recipe, needs_wgrad, amax)
         state = (
@@ -89,13 +89,14 @@ class InputCastCache(threading.local):
             new_entry = _CacheEntry(state, StorageWeakRef(owner.untyped_storage()))
             entry = self._entry = weakref.ref(owner, lambda _: new_entry.forget()), new_entry
         casts = entry[1].casts
-        delay = None if scaling is None else (scaling.history.passes, scaling.history.margin)
-        with_wgrad, forward_only = (recipe.x, recipe.wgrad_x, delay), (recipe.x, None, delay)
-        key = with_wgrad if needs_wgrad or forward_only not in casts else forward_only
-        if key not in casts:
-            key = with_wgrad if needs_wgrad else forward_only
-            casts[key] = quantized_input(x_MK, recipe, needs_wgrad, amax)
-        return casts[key]
+        key = recipe.x, recipe.wgrad_x, source
+        cast = casts.get(key)  # of both, which serves a forward alone, too
+        if cast is None and not needs_wgrad:
+            key = recipe.x, None, source
+            cast = casts.get(key)
+        if cast is None:
+            cast = casts[key] = quantized_input(x_MK, recipe, needs_wgrad, amax)
+        return cast
 
 
 INPUT_CASTS = InputCastCache()

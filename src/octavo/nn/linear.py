@@ -5,9 +5,9 @@
     wgrad    ∂W = Gᵀ X     tn: contracts over M              G = ∂loss/∂Y [M,N]
 
 The recipe gives one spec per operand (see `octavo.numerics.recipe`, also for how row scales fold into G). All recipes
-share one code path: quantize, then multiply. `octavo.nn.input_casts` quantizes X, once for layers that read the same
-tensor; `octavo.nn.operands` quantizes W and G, and decides what is saved for backward. A backward that needs only some
-gradients, as in zero-bubble pipelines, computes only those (`octavo.nn.engine`).
+share one code path: quantize, then multiply. `octavo.nn.operands` quantizes X, W and G, and decides what is saved for
+backward; `octavo.nn.input_casts` shares X among layers that read the same tensor. A backward that needs only some
+gradients, as in zero-bubble pipelines, computes only those.
 """
 
 import math
@@ -18,23 +18,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.activations.recompute import Recomputable
-from octavo.activations.saved_tensors import recomputable_of, unhooked
+from octavo.activations.saved_tensors import unhooked
 from octavo.kernels import scaled_mm
-from octavo.nn.delayed import DelayedScaling, delayed_scaling_of
-from octavo.nn.engine import required_gradients
-from octavo.nn.input_casts import INPUT_CASTS
-from octavo.nn.operands import dgrad_weight, forward_weight, quantized_gradient, saved_input, wgrad_input
-from octavo.nn.weights import keeps_weight
-from octavo.numerics.recipe import DEFAULT, Recipe
-from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import autocast_dtype, explain_freed_nodes
-from octavo.tensor import ScaledTensor
+from octavo.nn.linear_like import LinearLike
+from octavo.nn.operands import (
+    JUST_IN_TIME,
+    Quantizer,
+    dgrad_weight,
+    forward_operands,
+    output_dtype,
+    saved_input,
+    wgrad_input,
+)
+from octavo.numerics.recipe import Recipe
+from octavo.runtime.torch_compat import explain_freed_nodes, required_gradients
 
-SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-
-class Linear(nn.Linear):
+class Linear(LinearLike, nn.Linear):
     """A linear layer that computes in FP8. `octavo.convert` makes it from an `nn.Linear`; `octavo.revert` undoes that.
 
     Parameters, `state_dict`, hooks and flags are those of `nn.Linear`; `recipe` sets the precision. The constructor
@@ -45,13 +45,11 @@ class Linear(nn.Linear):
         torch.Size([2, 128])
     """
 
-    recipe: Recipe = DEFAULT
-    keeps_weight: bool = False
+    octavo_original = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
-        scaling = delayed_scaling_of(self, self.recipe)
-        return linear(input, self.weight, self.bias, self.recipe, keeps_weight(self), scaling)
+        return linear(input, self.weight, self.bias, self.recipe, self.octavo_keeps_weight(), self.octavo_quantizer())
 
     def extra_repr(self) -> str:
         """Return the description of `nn.Linear`, with the recipe."""
@@ -60,7 +58,7 @@ class Linear(nn.Linear):
 
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keeps_weight: bool = False,
-    scaling: DelayedScaling | None = None,
+    quantizer: Quantizer = JUST_IN_TIME,
 ) -> Tensor:  # fmt: skip
     """`torch.nn.functional.linear` in FP8, differentiable.
 
@@ -71,7 +69,7 @@ def linear(
         recipe: Precision of the operands of the three products.
         keeps_weight: Save the FP8 copy of the weight for backward, and share it inside `octavo.nn.accumulating`; see
             `octavo.nn.weights`.
-        scaling: Source of the scales of X and G. None: their current amax, whatever the recipe.
+        quantizer: Quantizes X and G; by default by their current amax, whatever the recipe.
 
     Returns:
         [..., N] in the input's dtype, or in autocast's if autocast is on.
@@ -86,33 +84,14 @@ def linear(
         >>> weight.grad.shape
         torch.Size([32, 64])
     """
-    device_type = input.device.type
-    if not SWITCH.enabled:
+    out_dtype = output_dtype(input, weight)
+    if out_dtype is None:
         return F.linear(input, weight, bias)
-    if input.dtype not in SUPPORTED_DTYPES:
-        raise TypeError(f"linear takes float32, bfloat16 or float16 input; got {input.dtype}")
-    if input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"linear: the input's last dimension is in_features = {weight.shape[1]}; got shape {tuple(input.shape)}"
-        )
-    autocast = autocast_dtype(device_type)
-    if autocast is None and input.dtype != weight.dtype:
-        raise ValueError(
-            f"linear: input is {input.dtype} but weight is {weight.dtype}; cast one of them, or run under "
-            f"torch.autocast({device_type!r}, dtype=torch.bfloat16)"
-        )
-    out_dtype = input.dtype if autocast is None else autocast
     x_MK = input.reshape(math.prod(input.shape[:-1]), weight.shape[1])
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
-    recomputable = recomputable_of(input) if needs_wgrad else None
-    with torch.no_grad():
-        x, x_t = INPUT_CASTS.quantized(input, x_MK, recipe, needs_wgrad and recomputable is None, scaling)
-    # Tensors that both casts share are passed once: torch.compile takes no tensor twice.
-    x_t_data = None if x_t is None or x_t.data is x.data else x_t.data
-    x_t_scale = None if x_t is None or x_t.scale is x.scale else x_t.scale
-    y_MN = unhooked(
-        _LinearFunction.apply, x_MK, weight, bias, x.data, x.scale, x_t_data, x_t_scale, recomputable, recipe,
-        out_dtype, keeps_weight, scaling,
+    x = quantizer.input(input, x_MK, recipe, needs_wgrad)
+    y_MN: Tensor = unhooked(
+        _LinearFunction.apply, x_MK, weight, bias, *x, recipe, out_dtype, keeps_weight, quantizer
     )  # fmt: skip
     if input.ndim == 2:
         return y_MN
@@ -127,20 +106,19 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, x_data: Tensor, x_scale: Tensor,
-        x_t_data: Tensor | None, x_t_scale: Tensor | None, recomputable: Recomputable | None, recipe: Recipe,
-        out_dtype: torch.dtype, keeps_weight: bool, scaling: DelayedScaling | None,
+        ctx: Any, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, x_data: Tensor, x_scale: Tensor | None,
+        x_t_data: Tensor | None, x_t_scale: Tensor | None, recomputable: Any, recipe: Recipe,
+        out_dtype: torch.dtype, keeps_weight: bool, quantizer: Quantizer,
     ) -> Tensor:  # fmt: skip
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
-        w, w_saved = forward_weight(w_NK, recipe, keeps_weight, needs_dgrad)
-        x = ScaledTensor(x_data, x_scale, recipe.x)
+        x, w, w_saved = forward_operands(x_data, x_scale, w_NK, recipe, keeps_weight, needs_dgrad)
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
         x_saved: tuple[Tensor | None, ...] = None, None
         if needs_wgrad:
             x_t = x_data if x_t_data is None else x_t_data, x_scale if x_t_scale is None else x_t_scale
             x_saved = saved_input(x_MK, x_t, recomputable, recipe, out_dtype)
         ctx.save_for_backward(*w_saved, *x_saved)
-        ctx.recipe, ctx.scaling = recipe, scaling
+        ctx.recipe, ctx.quantizer = recipe, quantizer
         ctx.rematerializer = recomputable.rematerializer if needs_wgrad and recomputable is not None else None
         ctx.columns = x_MK.shape[1]
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype
@@ -158,7 +136,7 @@ class _LinearFunction(torch.autograd.Function):
             w = dgrad_weight(saved[:3], recipe)
         if needs_wgrad and recipe.wgrad_x is not None:
             x = wgrad_input(saved[3:], ctx.rematerializer, recipe.wgrad_x, g_MN.device, ctx.columns)
-        g_dgrad, g_wgrad = quantized_gradient(g_MN, w, x, recipe, ctx.scaling)
+        g_dgrad, g_wgrad = ctx.quantizer.gradient(g_MN, w, x, recipe)
         if w is not None and g_dgrad is not None:
             dx_MK = scaled_mm(g_dgrad, w.unscaled if recipe.folds_w else w, "nn", out_dtype=x_dtype)
         if x is not None and g_wgrad is not None:

@@ -7,8 +7,9 @@ matter.
 """
 
 import inspect
+import sys
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch.nn.functional as F
 from torch import nn
@@ -16,8 +17,10 @@ from torch import nn
 from octavo.activations.detect import ORIGINAL, is_called_plainly, original_class
 from octavo.activations.formulas import Formula, formula_of, formula_of_method
 from octavo.activations.modules import mixed_class
-from octavo.nn.delayed import ATTRIBUTE
+from octavo.nn.delayed import ATTRIBUTE, Delayed, DelayedLinear
 from octavo.nn.linear import Linear
+from octavo.nn.linear_like import LinearLike
+from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.runtime.swap import become, has_own_forward
 
 ATTRIBUTES = ("recipe", "keeps_weight", ATTRIBUTE)
@@ -68,20 +71,50 @@ def _ways() -> list[Any]:
     return [formula.expression for formula in formulas if formula is not None]
 
 
+def conv1d_class() -> Any:
+    """Return Transformers' `Conv1D` (a linear with a [in, out] weight), or None while nothing has imported it."""
+    return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+
+
 def is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is Transformers' `Conv1D` (a linear with a [in, out] weight). Does not import it."""
-    return type(module).__module__ == "transformers.pytorch_utils" and type(module).__name__ == "Conv1D"
+    """Return whether a module is Transformers' `Conv1D`, not converted."""
+    return type(module) is conv1d_class()
 
 
-def fp8_class(module: nn.Module) -> type[nn.Module]:
-    """Return the FP8 class for a linear. Raises any error of making a subclass of its class."""
-    if is_conv1d(module):
-        from octavo.nn.conv1d import Conv1D
+def is_converted(module: nn.Module) -> TypeGuard[LinearLike]:
+    """Return whether this module itself computes in FP8."""
+    return isinstance(module, LinearLike)
 
-        return Conv1D
-    original: Any = type(module)
-    fp8: type[nn.Module] = Linear if original is nn.Linear else mixed_class(Linear, original)
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether W is stored as [in, out]: Transformers' `Conv1D` and its subclasses, converted or not."""
+    if isinstance(module, LinearLike):
+        return module.weight_is_transposed
+    conv1d = conv1d_class()
+    return conv1d is not None and isinstance(module, conv1d)
+
+
+def fp8_class(original: Any, recipe: Recipe) -> type[LinearLike]:
+    """Return the FP8 class for linears of a class.
+
+    Raises:
+        ValueError: If the class is neither an `nn.Linear` nor Transformers' `Conv1D`.
+        Exception: Any error of making a subclass of it.
+    """
+    if original is conv1d_class():
+        from octavo.nn.conv1d import Conv1D, DelayedConv1D
+
+        return DelayedConv1D if recipe.history else Conv1D
+    if not issubclass(original, nn.Linear):
+        raise ValueError(f"Octavo has no FP8 class for a {original.__name__} with recipe {recipe.name!r}")
+    linear: Any = DelayedLinear if recipe.history else Linear
+    fp8: type[LinearLike] = linear if original is nn.Linear else mixed_class(linear, original)
     return fp8
+
+
+def class_fits(layer: LinearLike, recipe: Recipe) -> bool:
+    """Return whether the class of a converted layer can run a recipe."""
+    return isinstance(layer, Delayed) == (recipe.history > 0)
 
 
 def lossy_subclass(module: nn.Module) -> str | None:
@@ -94,7 +127,7 @@ def lossy_subclass(module: nn.Module) -> str | None:
     if any(getattr(type(module), name, None) is not getattr(nn.Linear, name, None) for name in _COPYING):
         return f"{kind} copies itself in its own way, and the copy might not have its recipe"
     try:
-        fp8_class(module)
+        fp8_class(type(module), DEFAULT)
     except Exception as error:
         return f"making a subclass of {kind} raises {type(error).__name__}: {error}"
     return None
@@ -102,7 +135,7 @@ def lossy_subclass(module: nn.Module) -> str | None:
 
 def change_since(module: nn.Module) -> str | None:
     """Return the change of a module since its conversion that prevents `revert`, or None."""
-    if type(module).__module__ not in ("octavo.nn.linear", "octavo.nn.conv1d", "octavo.activations.modules"):
+    if ORIGINAL not in vars(type(module)):  # inherited: the class is not Octavo's
         return (
             f"became a {type(module).__name__} after it was converted (by a parametrization, or fully_shard): undo "
             "that first"
@@ -117,6 +150,6 @@ def change_since(module: nn.Module) -> str | None:
 
 def make_exact(module: nn.Module) -> None:
     """Restore the original class of a converted linear."""
-    become(module, getattr(type(module), ORIGINAL, type(module).__bases__[0]))
+    become(module, original_class(module))
     for name in ATTRIBUTES:
         vars(module).pop(name, None)  # a directly constructed Linear has class attributes only

@@ -1,4 +1,7 @@
-"""W and G of the three products, and what forward saves for backward; the legend is that of `octavo.nn.linear`.
+"""X, W and G of the three products, and what forward saves for backward; the legend is that of `octavo.nn.linear`.
+
+A `Quantizer` quantizes X and G. The default one, `JUST_IN_TIME`, scales by their current amax; `octavo.nn.delayed` has
+another. W is always quantized just in time.
 
 FP8 matrix units need both operands contiguous along the contraction, and X, W and G are each contracted over both of
 their dimensions. So on a GPU (`wants_copies`) each is quantized into both memory orders from one read: X row-major for
@@ -12,26 +15,124 @@ needs no wgrad, so X is not saved; a frozen X needs no dgrad. A weight that FSDP
 is saved as it is. If X can be recomputed from what its producer saved (`octavo.activations.recompute`), that is saved.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from octavo.activations.recompute import Recomputable, Rematerializer
+from octavo.activations.saved_tensors import recomputable_of
 from octavo.kernels import quantize, quantize_pair, wants_copies
-from octavo.nn.delayed import DelayedScaling
 from octavo.nn.gathered import Fp8AllGatherOutput, for_dgrad, quantized_as
+from octavo.nn.input_casts import INPUT_CASTS
 from octavo.nn.weights import cast_weight
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
+from octavo.runtime.switch import SWITCH
+from octavo.runtime.torch_compat import autocast_dtype
 from octavo.tensor import ScaledTensor
 
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 Saved = tuple[Tensor | None, ...]
+QuantizedInput = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Recomputable | None]
+"""Data and scales of X for forward; those for wgrad, None where they are the same; what X is recomputed from."""
+QuantizedGradient = tuple[ScaledTensor | None, ScaledTensor | None]
+"""G for dgrad, and G for wgrad; None for a product that is not needed or runs in high precision."""
 
 
-def forward_weight(w_NK: Tensor, recipe: Recipe, keeps_weight: bool, needs_dgrad: bool) -> tuple[ScaledTensor, Saved]:
-    """Return W quantized for forward, and the three tensors that `dgrad_weight` needs: W, its FP8 copy, its scales."""
-    w_t = None
+class Quantizer(Protocol):
+    """Quantizes X and G for one forward of a linear and its backward: decides where their scales come from."""
+
+    def input(self, input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool) -> QuantizedInput:
+        """Quantize X for forward, and for wgrad if needed; `input` is the tensor that `x_MK` is the matrix view of."""
+
+    def gradient(
+        self, g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe
+    ) -> QuantizedGradient:
+        """Quantize G for dgrad (if w is given) and for wgrad (if x is given), with their scales folded in."""
+
+
+def quantize_input(
+    input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None = None, source: Hashable = None
+) -> QuantizedInput:
+    """See `Quantizer.input`.
+
+    Args:
+        input: [..., K].
+        x_MK: [M, K], its matrix view.
+        recipe: Specs of X.
+        needs_wgrad: Whether W's gradient is computed in FP8.
+        amax: Sets the scale, float32 [1,1]; None for the current amax.
+        source: Where `amax` comes from: sibling layers share the cast of a tensor if their sources are equal.
+    """
+    recomputable = recomputable_of(input) if needs_wgrad else None
+    with torch.set_grad_enabled(False):  # as no_grad, in fewer Python calls
+        x, x_t = INPUT_CASTS.quantized(input, x_MK, recipe, needs_wgrad and recomputable is None, amax, source)
+    # Tensors that both casts share are returned once: torch.compile passes no tensor twice.
+    x_t_data = None if x_t is None or x_t.data is x.data else x_t.data
+    x_t_scale = None if x_t is None or x_t.scale is x.scale else x_t.scale
+    return x.data, x.scale, x_t_data, x_t_scale, recomputable
+
+
+def quantize_gradient(
+    g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe, amax: Tensor | None = None
+) -> QuantizedGradient:
+    """See `Quantizer.gradient`; `amax` sets the scale, float32 [1,1], None for the current amax."""
+    fold_w = _fold(w.t()) if w is not None and recipe.folds_w else None
+    fold_x = _fold(x) if x is not None and recipe.folds_x else None
+    spec, spec_t, copies = recipe.dgrad_g, recipe.wgrad_g, wants_copies(g_MN.device)
+    if w is not None and x is not None and spec_t is not None:
+        if recipe.shares_g:
+            g = quantize(g_MN, spec, order="both" if copies else "rows", amax=amax)
+            return g, g
+        if copies:
+            return quantize_pair(g_MN, spec, fold_w, spec_t, fold_x)
+    g_dgrad = None if w is None else quantize(g_MN, spec, fold_w, amax=amax)
+    if x is None or spec_t is None:
+        return g_dgrad, None
+    return g_dgrad, quantize(g_MN, spec_t, fold_x, order="columns" if copies else "rows", amax=amax)
+
+
+class _JustInTime:
+    input = staticmethod(quantize_input)
+    gradient = staticmethod(quantize_gradient)
+
+
+JUST_IN_TIME: Quantizer = _JustInTime()
+"""Scales X and G by their current amax."""
+
+
+def output_dtype(input: Tensor, weight: Tensor) -> torch.dtype | None:
+    """Return the dtype of Y: the input's, or autocast's if autocast is on; None inside `octavo.disabled()`.
+
+    Raises:
+        TypeError: If the input cannot be quantized.
+        ValueError: If its last dimension is not K, or dtypes differ without autocast.
+    """
+    if not SWITCH.enabled:
+        return None
+    if input.dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"linear takes float32, bfloat16 or float16 input; got {input.dtype}")
+    if input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear: the input's last dimension is in_features = {weight.shape[1]}; got shape {tuple(input.shape)}"
+        )
+    autocast = autocast_dtype(input.device.type)
+    if autocast is None and input.dtype != weight.dtype:
+        raise ValueError(
+            f"linear: input is {input.dtype} but weight is {weight.dtype}; cast one of them, or run under "
+            f"torch.autocast({input.device.type!r}, dtype=torch.bfloat16)"
+        )
+    return input.dtype if autocast is None else autocast
+
+
+def forward_operands(
+    x_data: Tensor, x_scale: Tensor | None, w_NK: Tensor, recipe: Recipe, keeps_weight: bool, needs_dgrad: bool
+) -> tuple[ScaledTensor, ScaledTensor, Saved]:
+    """Return X and W for forward, and the three tensors that `dgrad_weight` needs: W, its FP8 copy, its scales."""
+    x, w_t = ScaledTensor(x_data, x_scale, recipe.x), None
     if isinstance(w_NK, Fp8AllGatherOutput):
         w = w_t = quantized_as(w_NK, recipe.w)
     elif keeps_weight:
@@ -39,12 +140,12 @@ def forward_weight(w_NK: Tensor, recipe: Recipe, keeps_weight: bool, needs_dgrad
     else:
         w = quantize(w_NK, recipe.w)
     if not needs_dgrad:
-        return w, (None, None, None)
+        return x, w, (None, None, None)
     if w_t is None:
-        return w, (w_NK, None, w.scale if recipe.dgrad_w == recipe.w else None)
+        return x, w, (w_NK, None, w.scale if recipe.dgrad_w == recipe.w else None)
     # W itself too, unless gathered, so that autograd raises if it changed.
     owner = None if isinstance(w_NK, Fp8AllGatherOutput) else w_NK
-    return w, (owner, w_t.data if w_t.copy is None else w_t.copy, w_t.scale)
+    return x, w, (owner, w_t.data if w_t.copy is None else w_t.copy, w_t.scale)
 
 
 def dgrad_weight(saved: Sequence[Tensor | None], recipe: Recipe) -> ScaledTensor:
@@ -76,26 +177,6 @@ def wgrad_input(
     data, scale = saved
     assert data is not None
     return ScaledTensor(data, scale, spec)
-
-
-def quantized_gradient(
-    g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe, scaling: DelayedScaling | None
-) -> tuple[ScaledTensor | None, ScaledTensor | None]:
-    """Quantize G for dgrad (if w is given) and for wgrad (if x is given), with the other operand's scales folded in."""
-    amax = None if scaling is None else scaling.gradient_amax(g_MN)
-    fold_w = _fold(w.t()) if w is not None and recipe.folds_w else None
-    fold_x = _fold(x) if x is not None and recipe.folds_x else None
-    spec, spec_t, copies = recipe.dgrad_g, recipe.wgrad_g, wants_copies(g_MN.device)
-    if w is not None and x is not None and spec_t is not None:
-        if recipe.shares_g:
-            g = quantize(g_MN, spec, order="both" if copies else "rows", amax=amax)
-            return g, g
-        if copies:
-            return quantize_pair(g_MN, spec, fold_w, spec_t, fold_x)
-    g_dgrad = None if w is None else quantize(g_MN, spec, fold_w, amax=amax)
-    if x is None or spec_t is None:
-        return g_dgrad, None
-    return g_dgrad, quantize(g_MN, spec_t, fold_x, order="columns" if copies else "rows", amax=amax)
 
 
 def _fold(operand: ScaledTensor) -> Tensor | None:

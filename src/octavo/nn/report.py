@@ -11,7 +11,7 @@ from torch import nn
 from octavo.activations.detect import original_class
 from octavo.activations.modules import STORAGE_ATTRIBUTE, is_storing
 from octavo.kernels.gemm import accelerated
-from octavo.nn.linear import Linear
+from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.memory_audit import saved_by_layer
 from octavo.nn.select import STORED_HOW, is_linear
 from octavo.numerics.display import Displayed, Table
@@ -21,11 +21,6 @@ from octavo.numerics.recipe import Recipe
 
 PLAN_ATTRIBUTE = "octavo_plan"
 """Attribute of the converted model that holds the plan of `convert`."""
-
-
-def is_converted(module: nn.Module) -> bool:
-    """Return whether this module itself computes in FP8."""
-    return isinstance(module, Linear) or any(c.__module__ == "octavo.nn.conv1d" for c in type(module).__mro__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,9 +172,9 @@ def report(model: nn.Module, batch: Any = None) -> Report:
     for fqn, module in model.named_modules():
         weights = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim >= 2)
         converted = is_converted(module)
-        linear = is_linear(module) or converted
+        linear = is_linear(module)
         if linear or (weights and not isinstance(module, nn.Embedding)):
-            recipe = module.recipe.name if converted and isinstance(module.recipe, Recipe) else None
+            recipe = module.recipe.name if is_converted(module) else None
             kind = original_class(module).__name__
             reason = _reason(plans, fqn, converted) if linear else f"{kind} is not a linear layer: high precision"
             rows.append(
@@ -215,7 +210,7 @@ def _storage_rows(model: nn.Module, plans: Mapping[str, Plan]) -> Iterator[Stora
         if is_storing(module):
             storage = getattr(module, STORAGE_ATTRIBUTE).kind
             yield StorageRow(name=fqn, storage=storage, reason=STORED_HOW[storage])
-        elif decision is not None and not (is_linear(module) or is_converted(module)):
+        elif decision is not None and not is_linear(module):
             reason = decision.reason if decision.storage is None else "reverted since"
             yield StorageRow(name=fqn, storage=None, reason=reason)
 
@@ -234,7 +229,7 @@ def _execution(model: nn.Module) -> str:
     """Return how converted layers run on their devices, if emulated."""
     used: set[tuple[torch.device, Recipe]] = set()
     for module in model.modules():
-        if is_converted(module) and isinstance(module.recipe, Recipe):
+        if is_converted(module):
             used.add((next(module.parameters()).device, module.recipe))
     emulated = {(device.type, recipe.name) for device, recipe in used if not accelerated(recipe, device)}
     return "; ".join(

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Union
 
 from torch import nn
 
+from octavo.nn.linear_like import LinearLike
 from octavo.numerics.names import nearest
 
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -279,7 +280,7 @@ class _Where(Filter):
 
 def sizes(module: nn.Module) -> tuple[int, int]:
     """Return in_features and out_features of a linear: `nn.Linear`, or Transformers' `Conv1D`."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | LinearLike):
         return module.in_features, module.out_features
     return module.nx, module.nf  # type: ignore[return-value]
 

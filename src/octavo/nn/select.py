@@ -24,12 +24,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.activations.candidates import storable
 from octavo.nn.filters import Filter, FilterLike, Layer, as_filter, layers_of, names_of, sizes
-from octavo.nn.linear import SUPPORTED_DTYPES
+from octavo.nn.linear_like import LinearLike
 from octavo.nn.linear_subclasses import computes_linear, is_conv1d, lossy_subclass
+from octavo.nn.operands import SUPPORTED_DTYPES
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe
-from octavo.runtime.swap import has_own_forward
+from octavo.runtime.swap import has_own_forward, is_fully_sharded
 
 NARROW = 64
 """Largest in_features or out_features of a narrow linear."""
@@ -51,8 +52,8 @@ HEAD_REASON = "vocabulary head"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer: `nn.Linear`, its subclasses, and `Conv1D`."""
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+    """Return whether a module is a linear layer: `nn.Linear`, its subclasses, `Conv1D`, and whatever is converted."""
+    return isinstance(module, nn.Linear | LinearLike) or is_conv1d(module)
 
 
 def own_weight(module: nn.Module) -> nn.Parameter | None:
@@ -153,7 +154,7 @@ def obstacle(module: nn.Module) -> str | None:
         return f"{kind} is not a linear layer"
     if isinstance(module, nn.LazyLinear):
         return "not initialized: its shape is known after its first forward; convert then"
-    if type(module).__name__.startswith("FSDP"):
+    if is_fully_sharded(module):
         return "sharded by fully_shard already: convert before sharding"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight without calling it, so its forward would not be used"

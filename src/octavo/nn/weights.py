@@ -83,13 +83,6 @@ _FSDP_ROOTS: WeakSet[nn.Module] = WeakSet()
 _FSDP_MODULES: WeakSet[nn.Module] = WeakSet()
 
 
-def keeps_weight(module: nn.Module) -> bool:
-    """Return whether a layer converted with `keep_weights=True` may reuse a cast of its weight now."""
-    if not module.keeps_weight or torch.compiler.is_compiling():
-        return False
-    return isinstance(module._parameters.get("weight"), nn.Parameter) and not _is_sharded(module)
-
-
 def cast_weight(w_NK: Tensor, recipe: Recipe, needs_dgrad: bool) -> tuple[ScaledTensor, ScaledTensor | None]:
     """Quantize a weight, or return its cached casts inside `accumulating`.
 
@@ -139,7 +132,7 @@ def accumulating(model: nn.Module) -> Iterator[None]:
     caches = {}
     for fqn, module in model.named_modules():
         weight = module._parameters.get("weight") if getattr(module, "keeps_weight", False) else None
-        if type(weight) is nn.Parameter and id(weight) not in _CACHES and not _is_sharded(module):
+        if type(weight) is nn.Parameter and id(weight) not in _CACHES and not is_sharded(module):
             caches[id(weight)] = WeightCastCache(fqn, weight)
     _CACHES.update(caches)
 
@@ -212,7 +205,7 @@ def _bits_differ(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
     ).any()
 
 
-def _is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
     """Return whether FSDP2 shards a module. (FSDP1's weights are not parameters while in use.)"""
     states = sys.modules.get("torch.distributed._composable_state")
     if states is None:

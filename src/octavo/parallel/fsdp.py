@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.comm import reduce_scatter
 from octavo.nn.gathered import GatherFormat, GlobalScales, ShardedWeight, sharded_weights
-from octavo.nn.linear import Linear
+from octavo.nn.linear_like import LinearLike
 from octavo.numerics.spec import TENSOR
 from octavo.runtime.blocks import find_blocks
 from octavo.tensor import local_tensor
@@ -136,7 +136,11 @@ def _mark_fp8_weights(model: nn.Module, dtype: torch.dtype | None, scales: Globa
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(parameter), []).append((module, name))
     for places in owners.values():
-        linears = [module for module, name in places if isinstance(module, Linear) and name == "weight"]
+        linears = [
+            module
+            for module, name in places
+            if isinstance(module, LinearLike) and not module.weight_is_transposed and name == "weight"
+        ]
         recipes = {linear.recipe for linear in linears}
         if len(linears) != len(places) or len(recipes) != 1:
             continue  # not a converted layer's, or shared with other modules
@@ -154,7 +158,7 @@ def _update_recipe(
     model: "weakref.ref[nn.Module]", gather_format: GatherFormat, linears: Iterable[nn.Module], scales: GlobalScales
 ) -> None:
     """Gather a weight in the format of its layers' current recipe, or in high precision without one."""
-    recipes = {linear.recipe if isinstance(linear, Linear) else None for linear in linears}
+    recipes = {linear.recipe if isinstance(linear, LinearLike) else None for linear in linears}
     recipe = recipes.pop() if len(recipes) == 1 else None
     spec = recipe.w if recipe is not None and recipe.gathers_w else None
     root = model()

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from octavo.comm import WIRE
 from octavo.nn.convert import apply_plan, rule_plan
-from octavo.nn.linear import Linear
-from octavo.nn.report import check_module, is_converted
+from octavo.nn.linear_subclasses import is_converted
+from octavo.nn.report import check_module
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
 from octavo.parallel.amax_sync import sync_amax_histories
@@ -250,7 +250,8 @@ def _check_model(model: nn.Module, layout: Parallel, copies: int, dtype: torch.d
 
 
 def _check_recipes(model: nn.Module, fp8_comm: str) -> None:
-    unsupported = {m.recipe.name for m in model.modules() if isinstance(m, Linear) and not m.recipe.gathers_w}
+    layers = [m for m in model.modules() if is_converted(m) and not m.weight_is_transposed]
+    unsupported = {layer.recipe.name for layer in layers if not layer.recipe.gathers_w}
     if unsupported:
         raise ValueError(
             f"fp8_comm={fp8_comm!r} with recipe {', '.join(sorted(unsupported))}: its weights have another format for "

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from octavo.nn.report import is_converted
+from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Plan
-from octavo.numerics.recipe import Recipe
 from octavo.planner.collective_cost import FP8_BYTES_PER_ELEMENT
 from octavo.planner.fake import fake_copy
 from octavo.planner.footprint import Footprint, footprint
@@ -161,9 +160,8 @@ def _in_fp8(model: nn.Module) -> dict[int, int]:
     """Return the bytes of each weight that is gathered in FP8, by id."""
     sizes = {}
     for module in model.modules():
-        if is_converted(module) and isinstance(module.recipe, Recipe) and module.recipe.gathers_w:
+        if is_converted(module) and module.recipe.gathers_w:
             weight = module.weight
-            assert isinstance(weight, Tensor)
             sizes[id(weight)] = weight.numel() + 4 * weight.shape[0]
     return sizes
 

@@ -3,6 +3,7 @@
 Writes bypass `__setattr__` and properties of a module's class, because those may raise.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -29,6 +30,12 @@ def has_own_forward(module: nn.Module) -> bool:
     own = vars(module).get("forward")
     plain = isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward
     return "forward" in vars(module) and not plain
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` (FSDP2) was called on this module itself. Does not import FSDP."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 @contextmanager

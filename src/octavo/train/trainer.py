@@ -30,7 +30,7 @@ from octavo._version import __version__
 from octavo.inspect.autopilot import Autopilot, Move
 from octavo.inspect.watch import Watch
 from octavo.nn import Report, accumulating, apply_plan, report
-from octavo.nn.report import is_converted
+from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Plan
 from octavo.parallel import parallelize
 from octavo.parallel.parallelize import make_mesh

@@ -1,0 +1,65 @@
+"""LinearLike: the base class of layers that multiply by one weight matrix in FP8.
+
+`convert`, `revert`, `change_recipe`, `report`, FSDP's gather in FP8, the planner and `octavo.inspect` recognize such a
+layer by this class, and ask nothing of it but what stands here. docs/extending.md says what one more of them needs.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from octavo.nn.operands import JUST_IN_TIME, Quantizer
+from octavo.nn.weights import is_sharded
+from octavo.numerics.recipe import DEFAULT, Recipe
+
+
+class LinearLike(nn.Module):
+    """A layer that computes Y = X Wᵀ + b in FP8.
+
+    Attributes:
+        octavo_original: The class that `octavo.revert` restores. Each class states its own: one that inherits it, such
+            as a subclass made by a parametrization or `fully_shard`, is not Octavo's to change.
+        weight: W, [out_features, in_features], or transposed where `weight_is_transposed`.
+        bias: [out_features], or None.
+        in_features: K.
+        out_features: N.
+        recipe: Precision of the three products.
+        keeps_weight: Whether the layer was converted with `keep_weights=True`: see `octavo.nn.weights`.
+        weight_is_transposed: Whether the weight is stored as [in_features, out_features]. FSDP shards rows, so it does
+            not gather such a weight in FP8.
+
+    Examples:
+        >>> layer = octavo.convert(torch.nn.Linear(64, 128), "mxfp8")
+        >>> isinstance(layer, octavo.nn.LinearLike), layer.in_features, layer.recipe.name
+        (True, 64, 'mxfp8')
+    """
+
+    octavo_original: ClassVar[Any]
+    weight: Tensor
+    bias: Any
+    in_features: int
+    out_features: int
+    recipe: Recipe = DEFAULT
+    keeps_weight: bool = False
+    weight_is_transposed: ClassVar[bool] = False
+
+    def octavo_quantizer(self) -> Quantizer:
+        """Return what quantizes X and G in a forward that begins now, and in its backward.
+
+        Raises:
+            ValueError: If the recipe has a `history`, which only `octavo.nn.delayed.Delayed` layers keep.
+        """
+        if self.recipe.history:
+            raise ValueError(
+                f"recipe {self.recipe.name!r} needs an amax history, which a {type(self).__name__} does not keep: "
+                "convert(model, recipe) and octavo.nn.change_recipe choose the class that does, "
+                "octavo.nn.delayed.DelayedLinear"
+            )
+        return JUST_IN_TIME
+
+    def octavo_keeps_weight(self) -> bool:
+        """Return whether the layer may reuse a cast of its weight now: see `octavo.nn.weights`."""
+        if not self.keeps_weight or torch.compiler.is_compiling():
+            return False
+        return isinstance(self._parameters.get("weight"), nn.Parameter) and not is_sharded(self)
