@@ -51,7 +51,8 @@ class _NormRematerializer(Rematerializer):
     def _quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str) -> ScaledTensor | None:
         if spec.granularity == TENSOR or not supports_output(spec):
             return None
-        return self.normed(tensors, spec, order).quantized
+        quantized: ScaledTensor | None = self.normed(tensors, spec, order).quantized
+        return quantized
 
     def statistics(self, tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
         """Return rstd and mean of the stored input, cached if computed before."""
@@ -221,6 +222,7 @@ def stored_norm(
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     scale, norm = (weight, norm) if weight is not None else (y.new_ones(y.shape[-1:]), replace(norm, offset=False))
     rematerializer = _NormRematerializer(y.dtype, norm, eps)
+    out: Tensor
     out, *tensors = unhooked(_NormFunction.apply, x.to(y.dtype), scale, bias, [y], rematerializer)
     copies = scale.detach().clone(), None if bias is None else bias.detach().clone()
     if out.is_contiguous():
@@ -293,8 +295,12 @@ def _activated(x: Tensor, activation: str) -> Tensor:
 def _activation_gradient(grad: Tensor, x: Tensor, activation: str) -> Tensor:
     """Return the gradient of the activation at x [M,N], with the shape of `grad` [..., N]."""
     x = x.reshape(grad.shape)
+    gradient: Tensor
     if activation == "silu":
-        return torch.ops.aten.silu_backward(grad, x)
-    if activation == "quick_gelu":
-        return torch.ops.aten.silu_backward(grad, 1.702 * x)
-    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh" if activation == "gelu_tanh" else "none")
+        gradient = torch.ops.aten.silu_backward(grad, x)
+    elif activation == "quick_gelu":
+        gradient = torch.ops.aten.silu_backward(grad, 1.702 * x)
+    else:
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        gradient = torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
+    return gradient

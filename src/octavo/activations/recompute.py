@@ -176,7 +176,8 @@ class RecomputableTensors:
 
 
 def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    address: int = x.untyped_storage()._cdata
+    return address
 
 
 def _state(x: Tensor) -> tuple[Any, ...]:

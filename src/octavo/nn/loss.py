@@ -86,7 +86,9 @@ def linear_cross_entropy(
         return _liger(h_TD.to(dtype), weight.to(dtype), t_T, bias, ignore_index, reduction, softcap)
     grad_enabled = torch.is_grad_enabled()
     rows = chunk or chunk_tokens(h_TD.shape[0], h_TD.shape[1], weight.shape[0])
-    total = _ChunkedFunction.apply(h_TD, weight, bias, t_T, ignore_index, scale, softcap, rows, dtype, grad_enabled)
+    total: Tensor = _ChunkedFunction.apply(
+        h_TD, weight, bias, t_T, ignore_index, scale, softcap, rows, dtype, grad_enabled
+    )
     if reduction == "sum":
         return total
     count = (t_T != ignore_index).sum()

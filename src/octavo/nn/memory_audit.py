@@ -254,4 +254,5 @@ def _own_storages(model: nn.Module) -> Iterator[int]:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address

@@ -179,7 +179,7 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """Sum of the parts."""
-        return sum(getattr(self, part) for part in PARTS)
+        return float(sum(getattr(self, part) for part in PARTS))
 
     @property
     def tokens_per_second(self) -> float:

@@ -64,7 +64,7 @@ class Timeline(TorchDispatchMode):
     """
 
     def __init__(self, granule: int = 1) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._granule = granule
         self._numbers = WeakIdKeyDictionary()
         self._sizes: list[int] = []
@@ -156,11 +156,11 @@ class Timeline(TorchDispatchMode):
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment, method-assign]
         self._mark("step start")
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._mark("step end")
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 

@@ -139,7 +139,7 @@ def _hooked(tracer: "_Tracer", linears: Mapping[str, nn.Module]) -> Iterator[Non
 
 class _Tracer(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: dict[str, list[LinearCall]] = {}
         self.attention = 0.0
         self.products: list[Work] = []
@@ -241,7 +241,7 @@ class _Tracer(TorchDispatchMode):
 
     def _storage_id(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
-        number = storage._cdata
+        number: int = storage._cdata
         if number not in self._sizes:
             self._alive.append(storage)
             self._sizes[number] = _size(tensor)

@@ -74,7 +74,7 @@ class _Recorder(TorchDispatchMode):
     """Adds up the outputs of SAVED_OPS, each storage once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     @property

@@ -58,7 +58,8 @@ def build_model(config: TrainConfig, tokenizer: TextTokenizer) -> nn.Module:
     else:
         model = _from_type(config, tokenizer, dtype)
     check_fit(model, config, tokenizer)
-    return model.train()
+    trained: nn.Module = model.train()
+    return trained
 
 
 Built = tuple[Any, dict[str, torch.Tensor]]

@@ -72,7 +72,7 @@ class _Event(BaseModel):
 
 
 def _happened_before(event: dict[str, Any], step: int) -> bool:
-    return event["event"] == ROLLBACK and event.get("to", event["step"]) <= step
+    return bool(event["event"] == ROLLBACK and event.get("to", event["step"]) <= step)
 
 
 def _line(event: dict[str, Any]) -> str:
