@@ -21,6 +21,7 @@
   guard_alarms  false alarms and detections of the spike guard in simulated losses; docs/autopilot.md; needs no GPU
   healthy_runs  odd but healthy runs, in which the inspector finds nothing; docs/autopilot.md; needs no GPU
   performance  docs/performance.md from all result files
+  figures      the images of README and docs/ from the kept result files; needs a Chromium, no GPU
   settings     docs/settings.md from the sections of a configuration
 
 Results are JSON under benchmarks/results/<device>/. Where a benchmark needs a GPU and there is none, it runs tiny
@@ -36,7 +37,7 @@ from pathlib import Path
 NAMES = (
     "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "families", "fuzz",
     "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
-    "healthy_runs", "performance", "settings",
+    "healthy_runs", "performance", "figures", "settings",
 )  # fmt: skip
 COMPILES_ONLY = ("sass",)
 

@@ -30,16 +30,18 @@ from benchmarks.adversarial_document import (
     EVERY,
     EXACT,
     HASTY,
+    IMAGE,
     PILOTED,
     PLAINEST,
     RECIPES,
     SMOOTH,
     document,
-    draw,
     gaps,
+    picture,
 )
 from benchmarks.adversarial_task import BYTES, TOKENS, Case, Stepper, Unwatched, losses
 from benchmarks.environment import RESULTS, device_name, environment, write_json, write_text
+from benchmarks.figures import save
 from octavo.inspect import Autopilot, OperandStats, Watch
 
 Row = dict[str, Any]
@@ -179,7 +181,7 @@ def main(arguments: list[str]) -> None:
     if options.document or options.out is None:
         content = json.loads(path.read_text())
         write_text(DOCUMENT, document(content))
-        draw(content, DOCUMENT.parent)
+        save(picture(content), DOCUMENT.parent / IMAGE)
         print(f"written: {DOCUMENT.relative_to(ROOT)}")
 
 

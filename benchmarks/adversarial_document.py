@@ -4,11 +4,11 @@ import math
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from benchmarks import figures
 from benchmarks.adversarial_cases import CASES
-from benchmarks.environment import save_figure
+from octavo.experiments.theme import colour
 
 Row = dict[str, Any]
 IMAGE = "images/adversarial.svg"
@@ -23,7 +23,7 @@ SMOOTH = 8
 """Steps that a point of a curve is the mean of."""
 WORSE, WITHIN = 3.0, 1.0
 """Percent of bf16's loss above which a recipe is broken, and within which it holds, on every seed."""
-COLOURS = ("#5f6b7a", "#7a4b1f", "#D55E00", "#0072B2", "#009E73", "#56B4E9", "#CC79A7", "#000000", "#E69F00")
+COLOURS = ("var(--soft)", *(colour(slot) for slot in (4, 1, 0, 2, 5, 3)), "var(--ink)", "var(--warn)")
 
 HEAD = """# What breaks FP8
 
@@ -179,35 +179,26 @@ def _worst(of_arm: Sequence[Row]) -> str:
     return f"{noisy:.1f} dB | {100 * starved:.1f} %" + (f" ({where})" if starved else "")
 
 
-def draw(content: Mapping[str, Any], folder: Path) -> None:
-    """Loss over steps, mean of the seeds, a panel per case and a line per arm, as `IMAGE` in a folder."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    rcParams["svg.hashsalt"], rcParams["svg.fonttype"] = "octavo", "none"
+def picture(content: Mapping[str, Any]) -> figures.Figure:
+    """Loss over steps, mean of the seeds, a panel per case and a line per arm."""
     rows = content["rows"]
     names = [name for name in CASES if any(row["case"] == name for row in rows)]
-    columns = min(len(names), 3)
-    figure = Figure(figsize=(10, 2.9 * -(-len(names) // columns)), layout="constrained")
-    panels = figure.subplots(-(-len(names) // columns), columns, squeeze=False).flatten()
-    for axes in panels[len(names) :]:
-        axes.set_axis_off()
-    for axes, name in zip(panels, names, strict=False):
-        for arm, colour in zip((BASELINE, *RECIPES, PILOTED, HASTY), COLOURS, strict=True):
+    axes = {"x": {"title": "step", "nticks": 5, "showgrid": False}, "y": {"title": "loss [nats per byte]", "nticks": 5}}
+    titles = [name.replace("_", " ") for name in names]
+    places, settings = figures.panels(titles, min(len(names), 3), 190, **axes, same_y=False)
+    data = []
+    for place, name in zip(places, names, strict=True):
+        for arm, shade in zip((BASELINE, *RECIPES, PILOTED, HASTY), COLOURS, strict=True):
             curves = [row["smoothed"] for row in rows if row["case"] == name and row["arm"] == arm]
             means = [statistics.mean(at) for at in zip(*curves, strict=False) if None not in at]
-            steps = [SMOOTH * (number + 0.5) for number in range(len(means))]
-            dashed = "--" if arm in (PILOTED, HASTY) else "-"
-            width = 2.2 if arm == BASELINE else 1.1
-            axes.plot(steps, means, dashed, color=colour, linewidth=width, label=arm, alpha=0.85)
-        axes.set_title(name.replace("_", " "), fontsize=9)
-        axes.set_xlabel("step", fontsize=8)
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    for axes in panels[::columns]:
-        axes.set_ylabel("loss [nats per byte]", fontsize=8)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False
-    )
-    path = folder / IMAGE
-    save_figure(figure, path)
+            line = {"color": shade, "width": 5 if arm == BASELINE else 1.6}
+            line["dash"] = "dash" if arm in (PILOTED, HASTY) else "solid"
+            data.append(
+                {"type": "scatter", "mode": "lines", "line": line, "opacity": 0.5 if arm == BASELINE else 0.9, **place,
+                 "x": [SMOOTH * (number + 0.5) for number in range(len(means))], "y": means, "name": arm,
+                 "legendgroup": arm, "showlegend": name == names[0]}
+            )  # fmt: skip
+    margin = {"l": 64, "r": 14, "t": 84, "b": 54, "pad": 4}
+    height = settings.pop("height") + margin["t"] + margin["b"]
+    legend = {"orientation": "h", "x": 0, "y": 1 + 26 / (height - margin["t"] - margin["b"]), "yanchor": "bottom"}
+    return figures.figure(data, height, **settings, margin=margin, legend=legend)

@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.environment import RESULTS, device_name, environment, save_figure, write_json, write_text
+from benchmarks import figures
+from benchmarks.environment import RESULTS, device_name, environment, write_json, write_text
 from octavo.experiments.curves import Curves, smooth
+from octavo.experiments.theme import colour
 from octavo.train import RunResult, TrainConfig, load_config, run
 from octavo.train.data.corpus import load_corpus
 from octavo.train.record.metrics import NullProgress, read_metrics
@@ -56,7 +58,6 @@ BAND, LONG_BAND, SLOWEST = 1.5, 1.0, 3.0
 """The promises: percent of BF16's loss for everything, for the optimizer alone after 1000 steps; times its step."""
 TIMED_ROUNDS, UNTIMED_ROUNDS = 15, 3
 """Steps of each arm that are timed in turn, and the first of them, which do not count."""
-COLOURS = ("#5f6b7a", "#0072B2", "#009E73", "#E69F00", "#CC79A7", "#D55E00")
 
 HEAD = """# Convergence
 
@@ -216,30 +217,26 @@ def document(content: Mapping[str, Any]) -> str:
     return head + "\n".join(lines) + "\n" + after + tail + "\n".join(table) + "\n" + made
 
 
-def draw(content: Mapping[str, Any], path: Path) -> None:
+def picture(content: Mapping[str, Any]) -> figures.Figure:
     """Gap of the smoothed loss to BF16's of the same seed over the steps, one panel per arm, a line per seed."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    rcParams["svg.hashsalt"], rcParams["svg.fonttype"] = "octavo", "none"
     rows = _of_length(content["rows"], content["steps"][0])
     base = {row["seed"]: row["smoothed"] for row in rows if row["arm"] == BASELINE}
     arms = [arm for arm in dict.fromkeys(row["arm"] for row in rows) if arm != BASELINE]
-    figure = Figure(figsize=(10, 2.6), layout="constrained")
-    panels = figure.subplots(1, len(arms), sharey=True, squeeze=False)[0]
-    for axes, arm, colour in zip(panels, arms, COLOURS[1:], strict=True):
+    axes = {"x": {"title": "step", "nticks": 4, "showgrid": False}, "y": {"title": "loss above BF16 [%]"}}
+    axes["y"] |= {"zeroline": True, "zerolinecolor": "var(--soft)"}
+    places, settings = figures.panels(arms, len(arms), 170, **axes)
+    data, shapes = [], []
+    for slot, (place, arm) in enumerate(zip(places, arms, strict=True)):
         for row in (row for row in rows if row["arm"] == arm):
-            steps = range(1, len(row["smoothed"]) + 1)
             gap = [100 * (mine / theirs - 1) for mine, theirs in zip(row["smoothed"], base[row["seed"]], strict=True)]
-            axes.plot(steps, gap, color=colour, linewidth=1.1, alpha=0.75)
-        axes.axhspan(-spread(rows), spread(rows), color=COLOURS[0], alpha=0.15, linewidth=0)
-        axes.axhline(0.0, color="black", linewidth=0.8)
-        axes.set_title(arm, fontsize=9)
-        axes.set_xlabel("step", fontsize=8)
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("loss above BF16 [%]", fontsize=8)
-    save_figure(figure, path)
+            line = {"type": "scatter", "mode": "lines", "line": {"color": colour(slot), "width": 1.5}, "opacity": 0.75}
+            data.append({**line, **place, "x": list(range(1, len(gap) + 1)), "y": gap})
+        across = {"type": "rect", "xref": f"{place['xaxis']} domain", "yref": place["yaxis"], "x0": 0, "x1": 1}
+        tall = {"y0": -spread(rows), "y1": spread(rows), "fillcolor": "var(--grid)", "line": {"width": 0}}
+        shapes.append({**across, **tall, "layer": "below"})
+    margin = {"l": 64, "r": 14, "t": 34, "b": 54, "pad": 4}
+    height = settings.pop("height") + margin["t"] + margin["b"]
+    return figures.figure(data, height, **settings, shapes=shapes, showlegend=False, margin=margin)
 
 
 def main(arguments: list[str]) -> None:
@@ -293,7 +290,7 @@ def main(arguments: list[str]) -> None:
         if len(seeds) < FEWEST_SEEDS:
             parser.error(f"{path} is of {len(seeds)} seed: the document needs {FEWEST_SEEDS} or more to compare")
         write_text(DOCUMENT, document(content))
-        draw(content, DOCUMENT.parent / IMAGE)
+        figures.save(picture(content), DOCUMENT.parent / IMAGE)
         print(f"written: {DOCUMENT.relative_to(ROOT)}")
 
 

@@ -76,12 +76,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Replace an image in one step, without what would differ from day to day."""
-    with replacing(path) as scratch:
-        figure.savefig(scratch, metadata={"Date": None, "Creator": None})
-
-
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks import plots, roofline, shapes, targets
 from benchmarks.environment import RESULTS, write_text
+from benchmarks.figures import Figure, save
 
 Row = dict[str, Any]
 Files = Mapping[str, Mapping[str, Any]]
@@ -327,17 +328,18 @@ def _cells(row: Row, fields: Sequence[str]) -> list[str | None]:
     return [None if v is None else f"{v:.0f}" if abs(v) >= 100 else f"{v:.3g}" for v in values]
 
 
-def draw(results: Path, images: Path) -> None:
-    """The plots that the document shows."""
-    plots.predicted(images / "predicted.svg")
+def pictures(results: Path) -> dict[str, Figure]:
+    """The plots that the document shows, by file name."""
+    found = {"predicted.svg": plots.predicted()}
     for path in sorted(results.iterdir()):
         if path.name in NOT_DEVICES:
             continue
         files = load(path)
         if any(row["arm"] in plots.COLOURS for row in _timed(files.get("linear", {"rows": []}))):
-            plots.speedups(files["linear"]["rows"], images / f"linear-{path.name}.svg")
+            found[f"linear-{path.name}.svg"] = plots.speedups(files["linear"]["rows"])
         if any(row["stage"] == "quantize" for row in _timed(files.get("kernels", {"rows": []}))):
-            plots.bandwidths(files["kernels"]["rows"], images / f"quantize-{path.name}.svg")
+            found[f"quantize-{path.name}.svg"] = plots.bandwidths(files["kernels"]["rows"])
+    return found
 
 
 def main(arguments: list[str]) -> None:
@@ -350,5 +352,6 @@ def main(arguments: list[str]) -> None:
     out = options.parse_args(arguments).out
     write_text(out, document(RESULTS))
     write_text(out.parent / APPENDIX, appendix(RESULTS))
-    draw(RESULTS, out.parent / IMAGES)
+    for name, content in pictures(RESULTS).items():
+        save(content, out.parent / IMAGES / name)
     print(f"written to {out}")

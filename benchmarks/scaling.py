@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.environment import RESULTS, environment, unfinished, write_json, write_text
-from benchmarks.scaling_document import document, draw
+from benchmarks.figures import save
+from benchmarks.scaling_document import IMAGE, document, picture
 from benchmarks.scaling_time import Rates
 from benchmarks.scaling_trace import ARMS, build, facts, fake_world, sharded, trace
 from octavo.planner.collective_cost import GPUS_PER_MACHINE
@@ -116,7 +117,7 @@ def publish(path: Path) -> None:
     """Write the document and its figure from a result file."""
     content = json.loads(path.read_text())
     write_text(DOCUMENT, document(content))
-    draw(content, DOCUMENT.parent)
+    save(picture(content), DOCUMENT.parent / IMAGE)
 
 
 def _rates(options: argparse.Namespace) -> Rates:

@@ -3,12 +3,12 @@
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import save_figure
+from benchmarks import figures
 from benchmarks.scaling_time import BASELINE, FLAT, STAGED, Rates, sent, step
 from benchmarks.scaling_trace import ARMS, KINDS
+from octavo.experiments.theme import colour
 
 Row = Mapping[str, Any]
 IMAGE = "images/scaling.svg"
@@ -18,7 +18,7 @@ CARDS = {"80 GB": 79, "141 GB": 139}
 ROUTES = ((BASELINE, FLAT), (PLAIN, FLAT), (GATHER, FLAT), (ALL, FLAT), (ALL, STAGED))
 """Arms whose time is modelled, and how FP8 gradients travel there."""
 SHOWN = "Llama-3-70B"
-COLOURS = {BASELINE: "#5f6b7a", GATHER: "#0072B2", ALL: "#D55E00", STAGED: "#009E73"}
+COLOURS = {BASELINE: "var(--soft)", GATHER: colour(0), ALL: colour(1), STAGED: colour(2)}
 
 HEAD = """# Scaling
 
@@ -148,36 +148,43 @@ def document(content: Mapping[str, Any]) -> str:
     return "".join(map(_filled, parts))
 
 
-def draw(content: Mapping[str, Any], folder: Path) -> None:
+def picture(content: Mapping[str, Any]) -> figures.Figure:
     """Seconds of communication of a step by rate of the network, a bar for each way, beside those of computing."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    rcParams["svg.hashsalt"], rcParams["svg.fonttype"] = "octavo", "none"
     rates = Rates(**{**content["rates"], "between": tuple(content["rates"]["between"])})
     last = max(row["world"] for row in content["rows"])
     facts = content["models"][SHOWN]["facts"]
-    figure = Figure(figsize=(10, 2.8), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, replicas, title in zip(panels, (1, last // 8), (f"{last} ranks", f"{last // 8} × 8 ranks"), strict=True):
+    titles = [f"{SHOWN}, {last} ranks", f"{SHOWN}, {last // 8} × 8 ranks"]
+    places, settings = figures.panels(
+        titles, 2, 240, x={"showgrid": False}, y={"title": "seconds of a step (modelled)"}
+    )
+    data, shapes = [], []
+    for place, replicas in zip(places, (1, last // 8), strict=True):
         arms = _row(content["rows"], SHOWN, last, replicas, True)
-        for index, (name, staging) in enumerate(route for route in ROUTES if route[0] != PLAIN):
+        networks = [f"{rate / 1e9:g} Gb/s" for rate in rates.between]
+        for name, staging in (route for route in ROUTES if route[0] != PLAIN):
             steps = [step(arms[name], facts, rates, between, staging) for between in rates.between]
             label = f"{name}, {staging}" if name == ALL else name
-            places = [place + 0.2 * (index - 1.5) for place in range(len(steps))]
-            colour = COLOURS[STAGED if staging == STAGED else name]
-            axes.bar(places, [each.communication for each in steps], 0.18, color=colour, label=label)
-        for name, style in ((BASELINE, "-"), (PLAIN, "--")):
+            bar = {"type": "bar", "marker": {"color": COLOURS[STAGED if staging == STAGED else name]}, "x": networks}
+            data.append({**_named(label, replicas), **bar, **place, "y": [each.communication for each in steps]})
+        for name, dash in ((BASELINE, "solid"), (PLAIN, "dash")):
             compute = step(arms[name], facts, rates, rates.between[0]).compute
-            axes.axhline(compute, color="black", linewidth=0.8, linestyle=style, label=f"computing, {name}")
-        axes.set_xticks(range(len(rates.between)), [f"{rate / 1e9:g} Gb/s" for rate in rates.between])
-        axes.set_title(f"{SHOWN}, {title}", fontsize=9)
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("seconds of a step (modelled)", fontsize=8)
-    panels[1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    path = folder / IMAGE
-    save_figure(figure, path)
+            across = {"type": "line", "xref": f"{place['xaxis']} domain", "yref": place["yaxis"], "x0": 0, "x1": 1}
+            line = {"y0": compute, "y1": compute, "line": {"color": "var(--ink)", "width": 1.2, "dash": dash}}
+            shapes.append({**_named(f"computing, {name}", replicas), **across, **line})
+    settings["yaxis"]["range"] = [
+        0,
+        1.08 * max([y for bar in data for y in bar["y"]] + [line["y0"] for line in shapes]),
+    ]
+    margin = {"l": 64, "r": 14, "t": 84, "b": 34, "pad": 4}
+    height = settings.pop("height")
+    legend = {"orientation": "h", "x": 0, "y": 1 + 26 / height, "yanchor": "bottom"}
+    height += margin["t"] + margin["b"]
+    bars = {"bargap": 0.3, "bargroupgap": 0.08}
+    return figures.figure(data, height, **settings, shapes=shapes, margin=margin, legend=legend, **bars)
+
+
+def _named(label: str, replicas: int) -> dict[str, Any]:
+    return {"name": label, "legendgroup": label, "showlegend": replicas == 1}
 
 
 def _filled(text: str) -> str:

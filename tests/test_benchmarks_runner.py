@@ -119,10 +119,12 @@ def test_the_document_of_a_gpu(tmp_path):
     assert f"| {targets.SMALL} | octavo rowwise, eager | 0.80 |" in text  # where it loses
     assert "ValueError: a \\| b" in text
     assert "begins to pay, eager, at M = K = N = 4096" in text
-    performance.draw(tmp_path, tmp_path / "images")
-    drawn = {path.name for path in (tmp_path / "images").iterdir()}
-    assert drawn == {"predicted.svg", "linear-nvidia-h200.svg", "quantize-nvidia-h200.svg"}
-    assert all(name in text for name in drawn)
+    pictures = performance.pictures(tmp_path)
+    assert set(pictures) == {"predicted.svg", "linear-nvidia-h200.svg", "quantize-nvidia-h200.svg"}
+    assert all(name in text for name in pictures)
+    series = {trace["name"]: trace for trace in pictures["linear-nvidia-h200.svg"]["data"]}
+    assert series["octavo rowwise, eager"]["x"] == [0.8]
+    assert pictures["quantize-nvidia-h200.svg"]["data"][0]["x"] == [80]
 
 
 def test_the_committed_document_is_what_the_results_give():

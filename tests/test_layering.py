@@ -121,7 +121,7 @@ def test_import_is_lean() -> None:
         "gc.disable();"  # torch's objects are looked through every so often, and the turn may come here
         "start = time.process_time(); import octavo;"
         "took = time.process_time() - start;"
-        "heavy = {'triton', 'transformers', 'lightning', 'datasets', 'matplotlib', 'rich', 'typer', 'pydantic'};"
+        "heavy = {'triton', 'transformers', 'lightning', 'datasets', 'plotly', 'rich', 'typer', 'pydantic'};"
         "print(took, torch.cuda.is_initialized(), sorted(heavy & (set(sys.modules) - before)))"
     )
     for _ in range(3):  # other tests that run beside slow a core down

@@ -1,23 +1,26 @@
-import re
+"""Line charts: what plotly.js gets, and the arithmetic behind it."""
+
+import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.experiments.charts import BUCKETS, LARGE, Line, draw, nice_ticks
+from octavo.experiments.charts import BUCKETS, Line, line_chart
 from octavo.experiments.curves import Curves, gap_percent, smooth, smoothing_window
+from octavo.experiments.theme import DARK, LIGHT, colour, plain
 from octavo.train.record.metrics import StepMetrics
 
-EDGE = 1e-3
+ANY = st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=0, max_size=40)
 
 
 def line(y: list[float], **changes: object) -> Line:
     return Line(**{"label": "a", "slot": 0, "x": np.arange(1, len(y) + 1), "y": np.array(y, float), **changes})
 
 
-def points(path: str) -> list[tuple[float, float]]:
-    return [(float(x), float(y)) for x, y in re.findall(r"[ML](\S+?) (-?[\d.]+)", path)]
+def traces(lines: list[Line], **settings: object) -> list[dict]:
+    return line_chart("Loss", "nats", lines, **settings).figure["data"]
 
 
 def curves(steps: list[int], loss: list[float | None]) -> Curves:
@@ -38,69 +41,106 @@ def curves(steps: list[int], loss: list[float | None]) -> Curves:
     return Curves.of(rows)
 
 
-@given(low=st.floats(-1e6, 1e6), span=st.floats(1e-6, 1e6), wanted=st.integers(2, 10))
-def test_ticks_are_round_evenly_spaced_and_inside(low: float, span: float, wanted: int) -> None:
-    high = low + span
-    if high - low < 1e-9 * abs(low):
-        return
-    ticks = nice_ticks(low, high, wanted)
-    assert 1 <= len(ticks) <= 2 * wanted
-    slack = 1e-6 * (high - low)
-    assert all(low - slack <= tick <= high + slack for tick in ticks)
-    if len(ticks) > 1:
-        step = ticks[1] - ticks[0]
-        rounding = 1e-4  # of the differences of large ticks
-        assert np.allclose(np.diff(ticks), step, rtol=rounding)
-        leading = step / 10 ** np.floor(np.log10(step) + rounding)
-        assert min(abs(leading - round_number) for round_number in (1, 2, 2.5, 5)) < 10 * rounding
-    assert not any(str(tick) == "-0.0" for tick in ticks)
-
-
-def test_the_strong_line_lies_inside_the_plot_and_spans_it() -> None:
-    chart = draw("Loss", "nats", [line([8, 5, 4, 3.5, 3.2])])
-    drawn = points(chart.traces[0].smoothed)
-    assert len(drawn) == 5
-    assert drawn[0][0] == pytest.approx(LARGE.left, abs=0.1)
-    assert drawn[-1][0] == pytest.approx(LARGE.width - LARGE.right, abs=0.1)
-    assert all(LARGE.top <= y <= LARGE.height - LARGE.bottom for _, y in drawn)
-    assert drawn == sorted(drawn) and drawn[0][1] < drawn[-1][1]  # a falling loss goes down the page
-
-
-def test_a_value_that_is_not_finite_leaves_a_gap() -> None:
-    path = draw("Loss", "nats", [line([3, 3, float("nan"), 3, 3])]).traces[0].raw
-    assert path.count("M") == 2 and len(points(path)) == 4
-
-
-def test_a_long_run_is_reduced_and_keeps_its_spike() -> None:
-    y = np.full(50_000, 3.0)
-    y[31_234] = 9.0
-    trace = draw("Loss", "nats", [line(list(y))]).traces[0]
-    raw = points(trace.raw)
-    assert len(raw) <= 2 * BUCKETS + 2 and len(trace.points) == BUCKETS
-    assert min(y for _, y in raw) < min(y for _, y in points(trace.smoothed)) - 10
-    assert trace.points[0][0] == 1 and trace.points[-1][0] == 50_000
-
-
-@pytest.mark.parametrize("y", [[3.0], [0.0, 0.0], [3.0, 3.0, 3.0], [1e-9, 2e-9], [-5.0, 1e6]])
-def test_flat_and_single_values_can_be_drawn(y: list[float]) -> None:
-    chart = draw("x", "y", [line(y)], keep=[0])
-    assert len(points(chart.traces[0].smoothed)) == len(y)
-    assert chart.y_ticks
-
-
-def test_the_band_is_in_view_and_symmetric_about_zero() -> None:
-    chart = draw("Gap", "percent", [line([0.1, -0.1, 0.05])], band=1.0)
-    top, height = chart.band
-    zero = next(tick.at for tick in chart.y_ticks if tick.text == "0")
-    assert LARGE.top < top and top + height < LARGE.height - LARGE.bottom
-    assert top + height / 2 == pytest.approx(zero, abs=EDGE)
-
-
-def test_what_is_exact_is_not_smoothed() -> None:
+def test_a_noisy_series_has_its_values_and_their_mean_and_an_exact_one_its_values() -> None:
     y = [0.0] * 50 + [1.0] * 50
-    exact, noisy = (draw("lr", "lr", [line(y, noisy=noisy)]).traces[0] for noisy in (False, True))
-    assert exact.raw == "" and {value for _, value in exact.points} == {0.0, 1.0}
-    assert len({value for _, value in noisy.points}) > 2
+    raw, strong = traces([line(y)])
+    assert raw["y"] == strong["customdata"] == y and raw["hoverinfo"] == "skip" and not raw["showlegend"]
+    assert len(set(strong["y"])) > 2 and raw["legendgroup"] == strong["legendgroup"]  # the legend toggles both
+    (exact,) = traces([line(y, noisy=False)])
+    assert exact["y"] == y and exact["x"] == list(range(1, 101))
+
+
+def test_a_long_run_is_thinned_and_keeps_its_spikes() -> None:
+    y = np.full(100_000, 3.0)
+    y[[31_234, 77_777]] = 9.0, -4.0
+    chart = line_chart("Loss", "nats", [line(list(y))])
+    raw, strong = chart.figure["data"]
+    assert len(raw["x"]) <= 2 * BUCKETS + 2 and len(strong["x"]) == BUCKETS
+    assert dict(zip(raw["x"], raw["y"], strict=True)).items() >= {(31_235, 9.0), (77_778, -4.0)}
+    assert (strong["x"][0], strong["x"][-1]) == (1, 100_000) and raw["x"] == sorted(raw["x"])
+    assert len(json.dumps(chart.json)) < 100_000
+
+
+@settings(max_examples=25)
+@given(ANY, st.booleans(), st.booleans())
+def test_any_values_give_a_figure(y: list[float], noisy: bool, banded: bool) -> None:
+    """JSON has no NaN, and no axis an empty or endless range."""
+    one = line([value if abs(value) < 1e150 else value * 0 for value in y], noisy=noisy)
+    chart = line_chart("x", "y", [one, one], keep=[0], band=1.0 if banded else None)
+    json.dumps(chart.json, allow_nan=False)
+    for key in ("xaxis", "yaxis"):
+        low, high = chart.figure["layout"][key]["range"]
+        assert np.isfinite([low, high]).all() and low < high
+    assert chart.log_range is None or chart.log_range[0] < chart.log_range[1]
+
+
+def test_no_lines_give_a_figure_too() -> None:
+    assert line_chart("x", "y", []).figure["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("y", "sizes"), [([3.0], [7]), ([1, 2, np.nan, 5, np.nan, 4, 4], [0, 0, 0, 7, 0, 0, 0]), ([1, 2], None)]
+)
+def test_a_value_alone_is_a_point_and_a_hole_a_gap(y: list[float], sizes: list[int] | None) -> None:
+    (trace,) = traces([line(y, noisy=False)])
+    assert trace.get("marker", {}).get("size") == sizes
+    assert [value is None for value in trace["y"]] == list(np.isnan(y))
+
+
+def test_the_band_is_in_view_and_spikes_need_not_be() -> None:
+    chart = line_chart("Gap", "percent", [line([0.1, -0.1, 0.05])], band=1.0)
+    (shape,) = chart.figure["layout"]["shapes"]
+    low, high = chart.figure["layout"]["yaxis"]["range"]
+    assert (shape["y0"], shape["y1"]) == (-1, 1) and low < -1 < 1 < high
+    spiky = [1.0] * 999 + [1e6]
+    assert line_chart("Loss", "nats", [line(spiky)]).figure["layout"]["yaxis"]["range"][1] < 1e5
+
+
+@pytest.mark.parametrize(("y", "log"), [([10, 100], True), ([0, 1], True), ([-1, 1], False), ([0, 0], False)])
+def test_a_logarithmic_axis_is_for_values_above_zero(y: list[float], log: bool) -> None:
+    chart = line_chart("x", "y", [line(y, noisy=False)])
+    assert (chart.log_range is not None) == log
+    if y == [10, 100]:
+        assert chart.log_range == pytest.approx((0.94, 2.06))
+
+
+def test_a_shaded_area_lies_between_its_edges_and_in_view() -> None:
+    y = np.linspace(5, 3, 50)
+    low, high = y - 0.5, y + 2.0
+    low[7] = np.nan
+    chart = line_chart("Loss", "nats", [line(list(y), noisy=False, low=low, high=high)])
+    area, _ = chart.figure["data"]
+    half = len(area["y"]) // 2
+    assert half == 49 and 8 not in area["x"] and area["x"] == area["x"][:half] + area["x"][:half][::-1]
+    assert all(up > down for up, down in zip(area["y"][:half], area["y"][half:][::-1], strict=True))
+    view = chart.figure["layout"]["yaxis"]["range"]
+    assert view[0] < min(area["y"]) and view[1] > max(area["y"])
+
+
+def test_labels_are_literal_and_short() -> None:
+    assert plain("<b>&lt;") == "&lt;b&gt;&amp;lt;"
+    one, other = (plain("x" * 200 + end, 30) for end in "ab")
+    assert len(one) == 30 and one != other
+    assert plain("a" * 30, 30) == "a" * 30
+
+
+def test_both_schemes_have_every_colour_that_charts_name() -> None:
+    assert LIGHT.keys() == DARK.keys()
+    assert all(f"{kind}{slot}" in LIGHT for kind in "sa" for slot in range(6)) and colour(7) == "var(--s1)"
+    for scheme in (LIGHT, DARK):
+        ramps = [[scheme[f"{hue}{level}"] for level in range(8)] for hue in ("bad", "size")]
+        assert all(len(set(ramp)) == 8 for ramp in ramps)
+
+
+@pytest.mark.thorough
+def test_figures_are_what_plotly_takes() -> None:
+    """Its Python package checks every name and value against the schema of plotly.js."""
+    from plotly.graph_objects import Figure
+
+    y = np.array([3.0, 2.0, np.nan, 1.0])
+    one = line(list(y), low=y - 1, high=y + 1)
+    for chart in (line_chart("x", "y", [one, one], band=1.0), line_chart("x", "y", [line([1.0])])):
+        Figure(chart.figure)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=200))

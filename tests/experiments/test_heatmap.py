@@ -1,15 +1,17 @@
 """Heat maps: every cell where it belongs, at the level it should have, and legible for deep models and long runs."""
 
+import json
 import math
-import re
 from pathlib import Path
 
 import fake_runs
 import pytest
-from test_run_report import References, text_of
+from test_run_report import charts_of, parse, text_of
 
-from octavo.experiments.heatmap import COLUMNS, LEFT, LEVELS, ROWS, WIDTH, heatmaps
+from octavo.experiments.heatmap import COLUMNS, ROWS, heatmaps
+from octavo.experiments.page import pack
 from octavo.experiments.run_report import write_report
+from octavo.experiments.theme import LEVELS
 from octavo.inspect.stats import OPERANDS, OperandStats
 from octavo.train.record.statistics import StatisticsWriter
 
@@ -35,15 +37,17 @@ def run_of(blocks=2, steps=3, kinds=KINDS, operands=OPERANDS, changed=None):
     ]
 
 
-def cells(panel):
-    """(left, top, width, height, level) of every rectangle."""
-    found = []
-    for level, path in panel.paths:
-        for rectangle in path.split("z")[:-1]:
-            left, top, width, height, back = map(float, re.findall(r"-?[\d.]+", rectangle))
-            assert back == -width
-            found.append((left, top, width, height, level))
-    return found
+def panels(chart):
+    """(title, levels, values) of each panel, by the annotation above it and its trace."""
+    titles = [note["text"] for note in chart.figure["layout"]["annotations"] if note["y"] == 1]
+    return [
+        (title.strip("</b>"), trace["z"], trace["customdata"])
+        for title, trace in zip(titles, chart.figure["data"], strict=True)
+    ]
+
+
+def labels(chart):
+    return chart.figure["layout"]["yaxis"]["ticktext"]
 
 
 def test_no_statistics_no_maps():
@@ -54,67 +58,66 @@ def test_a_map_for_each_figure_and_a_panel_for_each_operand():
     maps = heatmaps(run_of())
     assert [found.title for found in maps] == ["SQNR", "Underflow", "Largest magnitude"]
     for found in maps:
-        assert [panel.title for panel in found.panels] == ["x", "w", "G for dgrad", "G for wgrad"]
-        assert [label for _, _, label in found.labels] == list(KINDS)
-    assert [panel.title for panel in heatmaps(run_of(operands=("x", "w")))[0].panels] == ["x", "w"]
+        assert [title for title, *_ in panels(found)] == ["x", "w", "G for dgrad", "G for wgrad"]
+        assert labels(found) == list(KINDS)
+        assert found.figure["layout"]["yaxis"]["tickvals"] == [0.5, 3.5]  # two rows of each, and one between them
+        assert [len(keys) for _, keys in found.keys] == [LEVELS + 1] * (4 if found is maps[2] else 1)
+    assert [title for title, *_ in panels(heatmaps(run_of(operands=("x", "w")))[0])] == ["x", "w"]
 
 
 @pytest.mark.parametrize(
-    ("number", "changes", "level"),
+    ("number", "changes", "level", "text"),
     [
-        (0, {"sqnr": 30.0}, 0), (0, {"sqnr": 29.9}, 1), (0, {"sqnr": 18.0}, 6), (0, {"sqnr": 17.9}, 7),
-        (0, {"sqnr": math.inf}, 0), (1, {"underflow": 0.25}, 7), (1, {"underflow": 0.02}, 4), (1, {}, 0),
-        (2, {"amax": 16.0}, 7), (0, {"nonfinite": 1, "sqnr": math.nan}, LEVELS),
+        (0, {"sqnr": 30.0}, 0, "30 dB"), (0, {"sqnr": 29.9}, 1, "29.9 dB"), (0, {"sqnr": 18.0}, 6, "18 dB"),
+        (0, {"sqnr": 17.9}, 7, "17.9 dB"), (0, {"sqnr": math.inf}, 0, "inf dB"), (1, {"underflow": 0.25}, 7, "25 %"),
+        (1, {"underflow": 0.02}, 4, "2 %"), (1, {}, 0, "0 %"), (2, {"amax": 16.0}, 7, "4"),
+        (0, {"nonfinite": 1, "sqnr": math.nan}, LEVELS, "1 values NaN or infinite"),
+        (0, {"sqnr": math.nan}, None, None),
     ],
 )  # fmt: skip
-def test_a_cell_is_where_it_belongs(number, changes, level):
+def test_a_cell_is_where_it_belongs(number, changes, level, text):
     """The second block's down projection at the third of four steps: in the last row, third column."""
     found = heatmaps(run_of(steps=4, changed={(3, 1, KINDS[1], "w"): changes}))[number]
-    (_, top, height, _) = (0, *found.labels[1])
-    panel = found.panels[1]
-    if level == 0:
-        assert {cell[4] for cell in cells(panel)} == {0}
-        return
-    ((left, at, width, size, _),) = [cell for cell in cells(panel) if cell[4] == level]
-    assert at == pytest.approx(top + height / 2, abs=0.06)
-    assert size == pytest.approx(height / 2, abs=0.06)
-    assert left == pytest.approx(panel.left + panel.width / 2, abs=0.06)
-    assert width == pytest.approx(panel.width / 4, abs=0.06)
-    assert all(cell[4] == 0 for other in found.panels if other is not panel for cell in cells(other))
+    for title, levels, values in panels(found):
+        assert levels[2] == [None] * 4  # between the kinds
+        assert levels[4][2] == (level if title == "w" else 0)
+        assert values[4][2] == [3, text, 0] if text and title == "w" else title != "w" or values[4][2] is None
+        assert {cell for row in levels for cell in row} <= {0, None, level}
+    json.dumps(found.json, allow_nan=False)
 
 
-def test_equal_neighbours_are_one_rectangle_and_what_was_not_sampled_is_left_out():
+def test_what_was_not_sampled_is_left_out():
     rows = [r for r in run_of(steps=4) if not (r.step == 2 and r.layer.endswith("0.mlp.down_proj"))]
-    panel = heatmaps(rows)[0].panels[0]
-    whole = [cell for cell in cells(panel) if cell[2] == pytest.approx(panel.width, abs=0.06)]
-    rest = [cell for cell in cells(panel) if cell not in whole]
-    assert len(whole) == 3
-    assert [round(cell[2] / panel.width, 2) for cell in rest] == [0.25, 0.5]
+    (_, levels, values), *_ = panels(heatmaps(rows)[0])
+    assert levels[3] == [0, None, 0, 0] and levels[4] == [0] * 4 and values[3][1] is None
 
 
-def test_sixty_layers_and_many_samples_stay_legible():
+def test_sixty_layers_and_many_samples_stay_legible_and_small():
     kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    worst = {(140, 59, "down_proj", "x"): {"sqnr": 3.0}}
-    found = heatmaps(run_of(64, 200, kinds, ("x",), worst))[0]
-    (panel,) = found.panels
-    assert len({cell[1] for cell in cells(panel)}) <= ROWS + len(kinds)
-    assert len(panel.hits) <= ROWS + len(kinds)
-    assert min(size for _, size, _ in panel.hits) >= 4
-    assert all(height >= 12 for _, height, _ in found.labels)  # a line of text
-    (bad,) = [cell for cell in cells(panel) if cell[4] == 7]  # the worst of what fell together
-    assert bad[2] == pytest.approx(panel.width / COLUMNS, abs=0.06)
-    assert "model.layers.59.down_proj x: 3 dB at step 140" in [text for _, _, text in panel.hits]
-    assert found.width == WIDTH
-    assert all(LEFT <= cell[0] and cell[0] + cell[2] <= WIDTH + 0.1 for cell in cells(panel))
+    worst = {(70, 59, "down_proj", "x"): {"sqnr": 3.0}}
+    found = heatmaps(run_of(64, 100, kinds, ("x",), worst))[0]
+    ((_, levels, values),) = panels(found)
+    assert len(levels) <= ROWS + 2 * len(kinds) and {len(row) for row in levels} == {COLUMNS}
+    assert found.figure["layout"]["height"] >= 16 * len(kinds) and len(labels(found)) == 7  # a line of text each
+    ((row, column),) = [(i, j) for i, line in enumerate(levels) for j, level in enumerate(line) if level == 7]
+    step, text, layer = values[row][column]  # the worst of what fell together
+    assert (step, text) == (70, "3 dB")
+    assert found.figure["data"][0]["meta"]["rows"][row][layer] == "model.layers.59.down_proj"
+    assert len(pack(json.dumps(found.json))) < 100_000
 
 
 def test_names_that_differ_before_the_block_are_told_apart_and_long_ones_cut():
-    rows = [
-        OperandStats(**row().to_json() | {"layer": name})
-        for name in ("encoder.layers.0.fc", "decoder.layers.0.fc", "a.very.long.name.of.a.linear.layer")
-    ]
-    labels = [text for *_, text in heatmaps(rows)[0].labels]
-    assert labels == ["encoder.layers.#.fc", "decoder.layers.#.fc", "…ong.name.of.a.linear.layer"]
+    names = ("encoder.layers.0.fc", "decoder.layers.0.fc", "a.very.long.name.of.a.linear.layer", "<b>")
+    found = heatmaps([OperandStats(**row().to_json() | {"layer": name}) for name in names])[0]
+    assert labels(found) == ["encoder.layers.#.fc", "decoder.layers.#.fc", "…ong.name.of.a.linear.layer", "&lt;b&gt;"]
+
+
+@pytest.mark.thorough
+def test_maps_are_what_plotly_takes():
+    from plotly.graph_objects import Figure
+
+    for chart in heatmaps(run_of(changed={(1, 0, KINDS[0], "x"): {"nonfinite": 1}})):
+        Figure(chart.figure)
 
 
 def test_the_report_has_maps_and_findings_of_runs_that_looked(tmp_path: Path):
@@ -131,9 +134,6 @@ def test_the_report_has_maps_and_findings_of_runs_that_looked(tmp_path: Path):
     assert "What FP8 does to the operands of" in text
     assert "1 figure crossed a limit." in text
     assert "SQNR 11.0 dB (limit 18)" in text
-    assert html.count('<figure class="heat">') == 3
-    parser = References()
-    parser.feed(html)
-    assert parser.found == []
-    defined = set(re.findall(r"(--[a-z0-9-]+):", html))
-    assert set(re.findall(r"var\((--[a-z0-9-]+)\)", html)) <= defined
+    assert html.count('class="keys"') == 2 + 4  # of SQNR and underflow one, of amax one for each operand
+    assert [chart["title"] for chart in charts_of(html)][-3:] == ["SQNR", "Underflow", "Largest magnitude"]
+    parse(html)

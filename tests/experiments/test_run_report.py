@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fake_runs import folder, result
 
+from octavo.experiments.page import library, unpack
 from octavo.experiments.predicted import PredictedSpeed
 from octavo.experiments.run_report import summary_rows, write_report
 from octavo.experiments.verdict import verdict
@@ -64,20 +65,39 @@ def text_of(html: str) -> str:
     return " ".join(unescape(re.sub(r"<[^>]*>", " ", without)).split())
 
 
-def test_the_page_fetches_nothing(pair: list[Path], tmp_path: Path) -> None:
+def charts_of(html: str) -> list[dict]:
+    """What the page's script draws."""
+    (packed,) = re.findall(r'<script type="text/plain" id="charts">(.*?)</script>', html)
+    return json.loads(unpack(packed))
+
+
+def test_the_page_holds_all_it_needs_and_fetches_nothing(pair: list[Path], tmp_path: Path) -> None:
     html = write_report(pair, tmp_path).html.read_text(encoding="utf-8")
+    assert len(html) < 5_000_000
     assert parse(html).found == []
-    assert "<svg" in html
-    for outside in ("http:", "https:", "//cdn", "@import", "<link", "url(http", "fetch(", "XMLHttpRequest"):
-        assert outside not in html
-    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
+    (library,) = re.findall(r'<script type="text/plain" id="plotly">(.*?)</script>', html)
+    assert "Plotly.react" in html and "plotly.js v" in unpack(library)[:200]
+    assert "default-src 'none'" in html  # the browser refuses what is not on the page
+    page = html.replace(library, "")
+    for outside in ("http:", "https:", "//cdn", "@import", "<link", "url(", "fetch(", "XMLHttpRequest"):
+        assert outside not in page
+    titles = ["Loss", "Loss above BF16", "Tokens per second", "Gradient norm", "Learning rate"]
+    assert [chart["title"] for chart in charts_of(html)] == titles
+    assert html.count('class="plot"') == len(titles)
+
+
+def test_a_missing_plotly_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    library.cache_clear()
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ModuleNotFoundError, match=r"plotly.*pip install 'octavo\[train\]'"):
+        library()
 
 
 def test_the_page_follows_the_readers_colour_scheme(pair: list[Path], tmp_path: Path) -> None:
     html = write_report(pair, tmp_path).html.read_text(encoding="utf-8")
     assert "prefers-color-scheme: dark" in html
     defined = set(re.findall(r"(--[a-z0-9-]+):", html))
-    assert set(re.findall(r"var\((--[a-z0-9-]+)\)", html)) <= defined
+    assert set(re.findall(r"var\((--[a-z0-9-]+)\)", html + json.dumps(charts_of(html)))) <= defined
 
 
 def test_the_page_says_what_the_runs_measured(pair: list[Path], tmp_path: Path) -> None:
@@ -130,25 +150,19 @@ def test_verdict_json_holds_the_verdict_and_both_runs(pair: list[Path], tmp_path
     assert [run["arm"] for run in read["runs"]] == ["bf16", FP8]
 
 
-def test_steps_are_whole_numbers_on_the_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
+def test_the_charts_show_every_run_over_its_steps(pair: list[Path], tmp_path: Path) -> None:
+    charts = charts_of(write_report(pair, tmp_path).html.read_text(encoding="utf-8"))
+    series = [[trace["name"] for trace in chart["data"] if "hoverinfo" not in trace] for chart in charts]
+    assert series == [["BF16", "FP8 rowwise"], ["FP8 rowwise"], *[["BF16", "FP8 rowwise"]] * 3]
+    for path, raw in zip(pair, charts[0]["data"][::2], strict=True):
+        rows = read_metrics(path)
+        assert raw["x"] == [row.step for row in rows]
+        assert raw["y"] == pytest.approx([row.loss for row in rows], rel=1e-5)
 
-    seen: list[float] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: seen.extend(figure.axes[-1].get_xticks()))
-    write_report([folder(tmp_path / "a", steps=3)], tmp_path)
-    assert seen and all(tick == round(tick) for tick in seen)
 
-
-def test_the_png_shows_both_curves(pair: list[Path], tmp_path: Path) -> None:
-    import numpy as np
-    from matplotlib.image import imread
-
-    pixels = imread(write_report(pair, tmp_path).png)[..., :3]
-    assert pixels.shape[1] == 1600
-    vermillion = np.array([0xD5, 0x5E, 0x00]) / 255
-    blue = (np.array([0x00, 0x72, 0xB2]) / 255 + 1) / 2  # the baseline, at half opacity on white
-    for colour in (vermillion, blue):
-        assert (np.abs(pixels - colour).max(axis=-1) < 0.03).sum() > 1000
+def test_few_steps_have_whole_numbers_on_the_axis(tmp_path: Path) -> None:
+    html = write_report([folder(tmp_path / "a", steps=3)], tmp_path).html.read_text(encoding="utf-8")
+    assert {chart["layout"]["xaxis"]["dtick"] for chart in charts_of(html)} == {1}
 
 
 def test_the_tiles_of_a_pair_are_loss_memory_and_speed(pair: list[Path], tmp_path: Path) -> None:
@@ -169,7 +183,6 @@ def test_a_single_run_has_a_report_without_a_verdict(pair: list[Path]) -> None:
     files = write_report(pair[:1], pair[0])
     text = text_of(files.html.read_text(encoding="utf-8"))
     assert files.verdict is None and not (pair[0] / "verdict.json").exists()
-    assert files.png.stat().st_size > 10_000
     assert "Loss above" not in text and "What differs" not in text
     assert text.count("tokens/s, median") == 2  # tile and table
 
@@ -202,7 +215,7 @@ def test_a_run_that_failed_at_its_first_step_still_has_a_report(tmp_path: Path) 
     text = text_of(write_report(runs, tmp_path).html.read_text(encoding="utf-8"))
     assert "No verdict: FP8 rowwise stopped after 0 steps" in text
     alone = write_report(runs[1:], runs[1])
-    assert alone.png.exists() and parse(alone.html.read_text(encoding="utf-8"))
+    assert parse(alone.html.read_text(encoding="utf-8"))
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
@@ -225,11 +238,13 @@ def test_the_fakes_are_what_a_run_leaves(pair: list[Path]) -> None:
 
 
 @pytest.mark.thorough
-def test_importing_the_report_imports_no_matplotlib_and_drawing_no_pyplot(pair: list[Path], tmp_path: Path) -> None:
+def test_importing_the_report_imports_no_plotly_and_writing_one_no_graph_objects(
+    pair: list[Path], tmp_path: Path
+) -> None:
     code = (
         "import sys, pathlib; from octavo.experiments.run_report import write_report\n"
-        "assert 'matplotlib' not in sys.modules and 'jinja2' not in sys.modules\n"
+        "assert 'plotly' not in sys.modules and 'jinja2' not in sys.modules\n"
         f"write_report([pathlib.Path(p) for p in {[str(path) for path in pair]!r}], pathlib.Path({str(tmp_path)!r}))\n"
-        "assert 'matplotlib.pyplot' not in sys.modules"
+        "assert 'plotly.graph_objs' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

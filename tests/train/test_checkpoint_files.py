@@ -393,7 +393,7 @@ def test_changed_weights_at_the_start_do_not_matter_to_a_resume(started, tmp_pat
 
 
 def test_a_missing_package_stops_a_run_before_it_begins(make_config, tmp_path):
-    for name in ("matplotlib", "tensorboard", "jinja2"):
+    for name in ("plotly", "tensorboard", "jinja2"):
         with (
             mock.patch("octavo.train.loop.find_spec", lambda asked, name=name: None if asked == name else asked),
             pytest.raises(ConfigError, match=rf"{name} is not installed: pip install 'octavo\[train\]'"),

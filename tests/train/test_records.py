@@ -148,7 +148,7 @@ def test_other_files_of_a_run(name: str, text: str, tmp_path: Path) -> None:
             limits_of(run)
 
 
-@pytest.mark.parametrize("name", ["report.html", "loss.png", "verdict.json"])
+@pytest.mark.parametrize("name", ["report.html", "verdict.json"])
 def test_no_report_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     runs = [folder(tmp_path / "a"), folder(tmp_path / "b", "fp8 rowwise")]
     (tmp_path / "mine").write_text("mine")

@@ -76,7 +76,7 @@ def test_folders_made_for_nothing_are_removed(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "a" / "b" / "file").exists()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "report.html", "loss.png", "layers.json", "tensorboard"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "report.html", "layers.json", "tensorboard"])
 def test_files_of_the_user_are_not_overwritten(name: str, make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / name).write_text("mine")
     (tmp_path / "notes.txt").write_text("mine")

@@ -31,8 +31,8 @@ def train(
     """Train one model, configured by a TOML file.
 
     Writes metrics.jsonl, TensorBoard events, checkpoints and a report
-    (report.html, loss.png) into the output folder. A folder that holds another
-    run is never overwritten. SIGTERM and Ctrl-C save before they stop.
+    (report.html) into the output folder. A folder that holds another run is
+    never overwritten. SIGTERM and Ctrl-C save before they stop.
     """
     with user_errors(context):
         from octavo.experiments.progress_bars import ProgressBars, summary_table
@@ -109,7 +109,7 @@ def demo(
     The second run has products, stored activations and optimizer states in FP8;
     same seed, same data, same order. The corpus is the source code of Python's
     standard library, so nothing is downloaded. Prints a verdict computed from
-    the two runs, and writes report.html, loss.png and verdict.json. On a CPU
+    the two runs, and writes report.html and verdict.json. On a CPU
     the speed is the planner's prediction for Llama 3 8B on H100s.
     """
     options = {"run.steps": steps, "precision.recipe": recipe, "run.device": device, "run.seed": seed}
@@ -135,7 +135,7 @@ def demo(
 
 
 def _show_files(console: Console, folder: Path, files: "ReportFiles") -> None:
-    print_plain(console, f"\nreport   {files.html}\nplot     {files.png}")
+    print_plain(console, f"\nreport   {files.html}")
     if files.verdict:
         print_plain(console, f"verdict  {files.verdict}")
     print_plain(console, f"all      {folder}  (tensorboard --logdir {folder})")

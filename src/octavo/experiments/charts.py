@@ -1,48 +1,25 @@
-"""The geometry of the report's charts: data in, coordinates of one SVG viewBox out.
+"""Line charts of the reports as Plotly figures.
 
-The report draws its own SVG rather than embedding pictures, so that one page is sharp at any size, follows the reader's
-light or dark scheme through CSS variables, and shows values under the pointer, with nothing to fetch. Only numbers are
-made here; the markup is in `templates/report.html.j2`. Long runs are reduced to the width of the chart: the raw line
-keeps each bucket's minimum and maximum, so that a spike stays visible.
+A chart is plain data, the JSON that plotly.js draws; `page` puts it on a page. Long runs are thinned before they get
+there: the raw line keeps each bucket's minimum and maximum, so that a spike stays visible at any length.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.experiments.curves import Floats, Steps, smooth
+from octavo.experiments.theme import axis, colour, layout, plain
 
-BUCKETS = 360
+BUCKETS = 1000
 """Points of a smoothed line, and half the points of a raw one, at most."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Box:
-    """The viewBox of a chart and the plot area inside its margins, in CSS pixels at full size."""
-
-    width: int
-    height: int
-    left: int = 58
-    right: int = 14
-    top: int = 12
-    bottom: int = 40
-
-    @property
-    def inner_width(self) -> int:
-        """Width of the plot area."""
-        return self.width - self.left - self.right
-
-    @property
-    def inner_height(self) -> int:
-        """Height of the plot area."""
-        return self.height - self.top - self.bottom
-
-
-LARGE = Box(width=980, height=330)
-FLAT = Box(width=980, height=250)
-SMALL = Box(width=300, height=190, left=52, right=10, bottom=36)
+LARGE, FLAT, SMALL = 340, 270, 220
+"""Heights of charts, in CSS pixels."""
+INTEGER_TICKS = 8
+"""Below so many steps, ticks are one step apart: no fractions between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +28,9 @@ class Line:
 
     Attributes:
         slot: Picks the colour.
-        y: Values at the steps `x`; NaN where there is none, finite somewhere.
+        y: Values at the steps `x`; what is not finite leaves a gap.
         noisy: Draw each value light and the running mean strong, rather than each value strong.
-        low, high: Edges of a shaded area around `y`, finite where it is; None without one.
+        low, high: Edges of a shaded area around `y`; None without one.
     """
 
     label: str
@@ -71,140 +48,161 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tick:
-    """A grid line: where it is in the viewBox, and its text."""
+class Key:
+    """An entry of the legend beside a heat map: a colour, as a CSS variable, and its text."""
 
-    at: float
+    colour: str
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
-    """A line ready to draw: SVG paths, empty if there is none, and the `[step, value]` pairs the pointer reads."""
-
-    label: str
-    slot: int
-    raw: str
-    smoothed: str
-    points: list[list[float]]
-    area: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart ready for the template.
+    """A chart ready for a page.
 
     Attributes:
-        band: Top and height, in the viewBox, of the shaded band; None without one.
-        x_span: First and last step, for the pointer.
+        caption: A sentence under the title.
+        unit: Unit of the values, for screen readers.
+        figure: `data` and `layout` of plotly.js, with colours as CSS variables (`theme`).
+        log_range: Range of the y axis in powers of ten if it may become logarithmic; None if not.
+        keys: Legends of a heat map: a title, or "", and its entries.
     """
 
     title: str
     unit: str
-    caption: str
-    traces: list[Trace]
-    x_ticks: list[Tick]
-    y_ticks: list[Tick]
-    band: tuple[float, float] | None
-    x_span: tuple[float, float]
-    box: Box
+    figure: dict[str, Any]
+    caption: str = ""
+    log_range: tuple[float, float] | None = None
+    keys: list[tuple[str, list[Key]]] = field(default_factory=list)
 
     @property
-    def pointer(self) -> dict[str, Any]:
-        """What the page's script needs to show values under the pointer, ready for JSON."""
-        return {
-            "span": self.x_span,
-            "left": self.box.left,
-            "inner": self.box.inner_width,
-            "width": self.box.width,
-            "series": [{"label": t.label, "slot": t.slot, "points": t.points} for t in self.traces],
-        }
+    def json(self) -> dict[str, Any]:
+        """What the page's script needs."""
+        return {**self.figure, "title": self.title, "log": self.log_range}
 
 
-def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return round numbers (1, 2, 2.5 or 5 times a power of ten apart) inside [low, high], about `count` of them."""
-    rough = (high - low) / count
-    power = 10.0 ** np.floor(np.log10(rough))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
-    first, last = np.ceil(low / step - 1e-9), np.floor(high / step + 1e-9)
-    return [float(step * k) + 0.0 for k in np.arange(first, last + 1)]  # + 0.0 turns -0.0 into 0.0
-
-
-def draw(
+def line_chart(
     title: str,
     unit: str,
     lines: Sequence[Line],
     *,
     caption: str = "",
-    box: Box = LARGE,
+    height: int = LARGE,
     keep: Sequence[float] = (),
     band: float | None = None,
 ) -> Chart:
-    """Lay out one chart.
+    """Lay out one chart of series over steps.
 
     Args:
         title: What is drawn.
         unit: The unit of the y axis.
-        lines: The series, drawn in this order.
+        lines: The series, drawn in this order; the baseline (the first, of slot 0) is drawn wide, so that it
+            shows under the others.
         caption: One sentence under the title.
-        box: Size and margins.
+        height: In CSS pixels.
         keep: Values the y axis must reach, such as zero.
         band: Shade ±band around zero and keep it in view.
+
+    Example:
+        >>> x = np.arange(1, 4)
+        >>> chart = line_chart("Loss", "nats", [Line(label="run", slot=0, x=x, y=np.array([3.0, np.nan, 2.0]))])
+        >>> chart.figure["data"][0]["y"]
+        [3.0, None, 2.0]
     """
-    x_low = float(min(line.x[0] for line in lines))
-    x_high = float(max(line.x[-1] for line in lines))
-    if x_high == x_low:
-        x_high = x_low + 1
-    y_low, y_high = _y_range(lines, keep if band is None else [*keep, -1.3 * band, 1.3 * band])
-
-    def to_x(x: Steps | float) -> Floats:
-        return np.asarray(box.left + box.inner_width * (np.asarray(x, float) - x_low) / (x_high - x_low))
-
-    def to_y(y: Floats | float) -> Floats:
-        return np.asarray(box.top + box.inner_height * (y_high - np.asarray(y, float)) / (y_high - y_low))
-
-    traces = []
-    for line in lines:
-        strong = line.strong
-        raw, even = _extremes(line.y), _evenly(len(line.x))
-        traces.append(
-            Trace(
-                label=line.label,
-                slot=line.slot,
-                raw=_path(to_x(line.x[raw]), to_y(line.y[raw])) if line.noisy else "",
-                smoothed=_path(to_x(line.x[even]), to_y(strong[even])),
-                points=[[int(line.x[i]), float(f"{strong[i]:.6g}")] for i in even if np.isfinite(strong[i])],
-                area=_area(to_x(line.x[even]), to_y(line.low[even]), to_y(line.high[even]))
-                if line.low is not None and line.high is not None
-                else "",
-            )
-        )
-    x_ticks = [value for value in nice_ticks(x_low, x_high, box.width // 100) if value == round(value)]
-    y_ticks = nice_ticks(y_low, y_high, box.height // 45)
+    low, high = _y_range(lines, keep if band is None else [*keep, -1.3 * band, 1.3 * band])
+    steps = np.concatenate([np.zeros(0, np.int64), *(line.x for line in lines)])
+    first, last = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 1.0)
+    margin = 0.01 * (last - first) or 0.5
+    x_axis = axis(
+        range=[first - margin, last + margin], tickformat=",d", title="optimizer step", showgrid=False,
+        hoverformat=",d", unifiedhovertitle={"text": "step %{x:,d}"},
+        nticks=4 if height == SMALL else 7, **({"dtick": 1} if last - first < INTEGER_TICKS else {}),
+    )  # fmt: skip
+    y_axis = axis(range=[low, high], zeroline=low < 0 < high, zerolinecolor="var(--soft)", zerolinewidth=1)
+    shapes = []
+    if band is not None:
+        shapes.append(
+            {"type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": -band, "y1": band, "fillcolor": "var(--band)",
+             "line": {"width": 0}, "layer": "below"}
+        )  # fmt: skip
     return Chart(
         title=title,
         unit=unit,
         caption=caption,
-        traces=traces,
-        x_ticks=[Tick(at=float(to_x(value)), text=f"{value:,.0f}") for value in x_ticks],
-        y_ticks=[Tick(at=float(to_y(value)), text=_tick_text(value, y_high - y_low)) for value in y_ticks],
-        band=None if band is None else (float(to_y(band)), float(to_y(-band) - to_y(band))),
-        x_span=(x_low, x_high),
-        box=box,
+        figure={
+            "data": [trace for index, line in enumerate(lines) for trace in _traces(line, index, len(lines))],
+            "layout": layout(
+                height, xaxis=x_axis, yaxis=y_axis, shapes=shapes, hovermode="x unified", showlegend=height != SMALL
+            ),
+        },
+        log_range=_log_range(lines) if band is None else None,
     )
+
+
+def _traces(line: Line, index: int, count: int) -> list[dict[str, Any]]:
+    """The area, the raw values and the strong line of a series; they share an entry of the legend."""
+    strong, name = line.strong, plain(line.label)
+    shared = {"type": "scatter", "legendgroup": str(index), "name": name}
+    silent = {**shared, "hoverinfo": "skip", "showlegend": False}
+    even, traces = _evenly(len(line.x)), []
+    if line.low is not None and line.high is not None:
+        inside = even[np.isfinite(line.low[even]) & np.isfinite(line.high[even])]
+        around = np.concatenate([inside, inside[::-1]])
+        edges = np.concatenate([line.high[inside], line.low[inside[::-1]]])
+        area = {"fill": "toself", "fillcolor": colour(line.slot, "a"), "line": {"width": 0}, "mode": "lines"}
+        traces.append({**silent, **area, "x": line.x[around].tolist(), "y": numbers(edges)})
+    if line.noisy:
+        raw = _extremes(line.y)
+        drawn = {"mode": "lines", "opacity": 0.3, "line": {"color": colour(line.slot), "width": 1}}
+        traces.append({**silent, **drawn, "x": line.x[raw].tolist(), "y": numbers(line.y[raw])})
+    under = index == line.slot == 0 and count > 1
+    values = strong[even]
+    trace = {
+        **shared, "x": line.x[even].tolist(), "y": numbers(values), "mode": "lines", "opacity": 0.5 if under else 1,
+        "line": {"color": colour(line.slot), "width": 5 if under else 2},
+        "hovertemplate": "%{y:.5~g}" + (" (step: %{customdata:.5~g})" if line.noisy else ""),
+    }  # fmt: skip
+    if line.noisy:
+        trace["customdata"] = numbers(line.y[even])
+    if (lonely := _lonely(values)).any():  # a line has no length there
+        trace |= {"mode": "lines+markers", "marker": {"size": np.where(lonely, 7, 0).tolist(), "opacity": 1}}
+    return [*traces, trace]
+
+
+def numbers(values: Floats) -> list[float | None]:
+    """Return values with six digits, which no screen shows more of; None where they are not finite."""
+    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
+
+
+def _lonely(values: Floats) -> NDArray[np.bool_]:
+    """Finite values without a finite neighbour."""
+    finite = np.isfinite(values)
+    around = np.pad(finite, 1)
+    return np.asarray(finite & ~(around[:-2] | around[2:]), dtype=bool)
 
 
 def _y_range(lines: Sequence[Line], keep: Sequence[float]) -> tuple[float, float]:
     """The y axis: all strong values, all but the outermost percent of the raw ones, and `keep`, with a margin."""
-    seen: list[Floats] = [np.asarray(keep, float)]
+    parts: list[Floats] = [np.asarray(keep, float)]
     for line in lines:
-        strong = line.strong
-        seen += [np.quantile(line.y[np.isfinite(line.y)], [0.01, 0.99]), strong[np.isfinite(strong)]]
-        seen += [edge[np.isfinite(edge)] for edge in (line.low, line.high) if edge is not None]
-    values = np.concatenate(seen)
-    low, high = float(values.min()), float(values.max())
+        strong, raw = line.strong, line.y[np.isfinite(line.y)]
+        parts += [np.quantile(raw, [0.01, 0.99]) if len(raw) else raw, strong[np.isfinite(strong)]]
+        parts += [edge[np.isfinite(edge)] for edge in (line.low, line.high) if edge is not None]
+    values = np.concatenate(parts)
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return low if low == 0 else low - margin, high + margin
+
+
+def _log_range(lines: Sequence[Line]) -> tuple[float, float] | None:
+    """The y axis in powers of ten: of all strong values; None if one is negative or none is positive."""
+    strong = [line.strong for line in lines]
+    values = np.concatenate([np.zeros(0), *strong])
+    values = values[np.isfinite(values)]
+    if not (values > 0).any() or (values < 0).any():
+        return None
+    low, high = np.log10(values[values > 0].min()), np.log10(values.max())
+    margin = 0.06 * (high - low) or 0.05
+    return float(low - margin), float(high + margin)
 
 
 def _evenly(count: int) -> Steps:
@@ -222,28 +220,3 @@ def _extremes(y: Floats) -> Steps:
         if len(finite):
             indices |= {int(finite[y[finite].argmin()]), int(finite[y[finite].argmax()])}
     return np.array(sorted(indices))
-
-
-def _path(x: Floats, y: Floats) -> str:
-    """An SVG path through the points; it is lifted over what is not finite."""
-    commands, down = [], False
-    for px, py in zip(x, y, strict=True):
-        if np.isfinite(py):
-            commands.append(f"{'L' if down else 'M'}{px:.1f} {py:.1f}")
-        down = bool(np.isfinite(py))
-    return "".join(commands)
-
-
-def _area(x: Floats, low: Floats, high: Floats) -> str:
-    """An SVG path around the points between two edges; what is not finite is left out."""
-    inside = np.isfinite(low) & np.isfinite(high)
-    upper = [f"{px:.1f} {py:.1f}" for px, py in zip(x[inside], high[inside], strict=True)]
-    lower = [f"{px:.1f} {py:.1f}" for px, py in zip(x[inside], low[inside], strict=True)]
-    return f"M{'L'.join([*upper, *reversed(lower)])}Z" if upper else ""
-
-
-def _tick_text(value: float, span: float) -> str:
-    """A tick's text: thousands separated, very small numbers in powers of ten, no trailing zeros."""
-    if span < 1e-2:
-        return f"{value:.0e}".replace("e-0", "e-") if value else "0"
-    return f"{value:,.10g}" if span < 1000 else f"{value:,.0f}"

@@ -1,26 +1,24 @@
-"""Output of a comparison: `compare.json`, `report.html`, `loss.png`, and the rows of its table."""
+"""Output of a comparison: `compare.json`, `report.html`, and the rows of its table."""
 
 import json
-import platform
 from collections.abc import Sequence
 from dataclasses import fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from octavo._version import __version__
-from octavo.experiments.charts import FLAT, Chart, Line, draw
+from octavo.experiments.charts import FLAT, Chart, Line, line_chart
 from octavo.experiments.compare_verdict import ArmRuns, ArmVerdict, Comparison, TimeToLoss
 from octavo.experiments.curves import Curves, Floats, gap_percent, smooth
-from octavo.experiments.plots import write_loss_png
+from octavo.experiments.page import render
 from octavo.experiments.run_report import Row, config_differences
 from octavo.inspect.compare import Verdict, percent, signed
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.record.outputs import check_kind
 
-FILES = ("compare.json", "report.html", "loss.png")
+FILES = ("compare.json", "report.html")
 """Files in the folder of a comparison, besides its runs."""
 CARDS: dict[Verdict, str] = {
     "indistinguishable": "within",
@@ -43,11 +41,7 @@ def write_comparison(comparison: Comparison, configs: Sequence[TrainConfig], out
     for name in FILES:
         check_kind(out / name, "a report")
     runs = comparison.runs
-    means = [(run.name, mean_curves(run.curves)) for run in runs]
-    drawn = [(name, curves) for name, curves in means if curves is not None and np.isfinite(curves.loss).any()]
     title = f"{' and '.join(run.name for run in runs[1:])} against {comparison.baseline}"
-    if drawn:
-        write_loss_png(drawn, out / "loss.png", title=f"{title}: mean of {len(comparison.seeds)} seeds")
     (out / "report.html").write_text(_page(comparison, configs, title), encoding="utf-8")
     text = json.dumps(to_json(comparison), indent=2, allow_nan=False)
     (out / "compare.json").write_text(text + "\n", encoding="utf-8")
@@ -147,15 +141,11 @@ def _time_json(time: TimeToLoss | None) -> dict[str, Any] | None:
 
 
 def _page(comparison: Comparison, configs: Sequence[TrainConfig], title: str) -> str:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("octavo.experiments"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
     runs = comparison.runs
     first = runs[0].results[0]
     seeds = ", ".join(map(str, comparison.seeds))
-    return environment.get_template("compare.html.j2").render(
+    return render(
+        "compare.html.j2",
         title=title,
         subtitle=f"{first.parameters:,} parameters · {first.tokens:,} tokens a run · seeds {seeds} · {first.device}",
         comparison=comparison,
@@ -166,8 +156,6 @@ def _page(comparison: Comparison, configs: Sequence[TrainConfig], title: str) ->
         rows=comparison_rows(comparison),
         losses=[_losses_of(seed, runs) for seed in comparison.seeds],
         differences=config_differences([config.to_toml() for config in configs]),
-        version=__version__,
-        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}",
     )
 
 
@@ -206,10 +194,10 @@ def _charts(runs: Sequence[ArmRuns]) -> list[Chart]:
             steps = next(steps for steps, _ in pairs if len(steps) == longest)
             gaps.append(_line(run.name, slot, steps, np.mean(whole, 0), whole, noisy=False))
     shaded = "Mean over seeds; shaded: from the lowest to the highest seed, smoothed."
-    charts = [draw("Loss", "nats per token", lines, caption=f"Nats per token. {shaded}")] if lines else []
+    charts = [line_chart("Loss", "nats per token", lines, caption=f"Nats per token. {shaded}")] if lines else []
     if gaps:
         caption = f"Percent of {runs[0].name}'s loss at the same step of the same seed. {shaded}"
-        charts.append(draw(f"Loss above {runs[0].name}", "percent", gaps, caption=caption, box=FLAT, keep=[0]))
+        charts.append(line_chart(f"Loss above {runs[0].name}", "percent", gaps, caption=caption, height=FLAT, keep=[0]))
     return charts
 
 

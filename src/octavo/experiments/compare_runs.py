@@ -152,7 +152,7 @@ def compare(
 ) -> Comparison | None:
     """Train every arm on every seed into `out/<arm>-seed<k>`, or read its finished run, and compare.
 
-    Writes `compare.json`, `report.html` and `loss.png` into `out`. Call it again to go on after an interruption, or
+    Writes `compare.json` and `report.html` into `out`. Call it again to go on after an interruption, or
     with more arms or seeds.
 
     Args:

@@ -1,4 +1,4 @@
-"""The report of one run, or of several compared with the first: `report.html`, `loss.png`, `verdict.json`.
+"""The report of one run, or of several compared with the first: `report.html` and `verdict.json`.
 
 The page is one file: CSS, charts and script are inline, nothing is fetched, and it follows the reader's light or dark
 scheme. Everything on it is read from what the runs left in their folders, so a report can be written again, later and
@@ -6,23 +6,20 @@ elsewhere, with the same result.
 """
 
 import json
-import platform
 import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from octavo._version import __version__
-from octavo.experiments.charts import FLAT, SMALL, Chart, Line, draw
+from octavo.experiments.charts import FLAT, SMALL, Chart, Line, line_chart
 from octavo.experiments.curves import Curves, gap_percent
-from octavo.experiments.heatmap import Heatmap, heatmaps
-from octavo.experiments.plots import write_loss_png
+from octavo.experiments.heatmap import heatmaps
+from octavo.experiments.page import render
 from octavo.experiments.predicted import PredictedSpeed
 from octavo.experiments.verdict import BAND_PERCENT, Verdict, arm_name, verdict
 from octavo.inspect.findings import Finding
@@ -50,7 +47,6 @@ class ReportFiles:
     """Paths of a report's files; `verdict` is None for a single run."""
 
     html: Path
-    png: Path
     verdict: Path | None
 
 
@@ -93,7 +89,7 @@ class LoggedRun:
         return self.result.converted
 
     @property
-    def heatmaps(self) -> list[Heatmap]:
+    def heatmaps(self) -> list[Chart]:
         """FP8 statistics of the operands, over layers and steps."""
         return heatmaps(self.statistics)
 
@@ -109,15 +105,12 @@ def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None 
     logged = _read(runs)
     verdicts = [verdict(logged[0].result, run.result, prediction) for run in logged[1:]]
     out.mkdir(parents=True, exist_ok=True)
-    files = ReportFiles(
-        html=out / "report.html", png=out / "loss.png", verdict=out / "verdict.json" if verdicts else None
-    )
+    files = ReportFiles(html=out / "report.html", verdict=out / "verdict.json" if verdicts else None)
     title = logged[0].label
     if verdicts:
         title = f"{' and '.join(run.label for run in logged[1:])} against {title}"
-    for path in filter(None, (files.html, files.png, files.verdict)):
+    for path in filter(None, (files.html, files.verdict)):
         check_kind(path, "a report")
-    write_loss_png([(run.label, run.curves) for run in logged], files.png, title=title)
     write_file(files.html, _page(logged, verdicts, title))
     if files.verdict:
         summary = {"verdicts": [v.to_json() for v in verdicts], "runs": [asdict(run.result) for run in logged]}
@@ -213,13 +206,9 @@ def _layers(folder: Path) -> list[LayerGroup]:
 
 
 def _page(runs: list[LoggedRun], verdicts: list[Verdict], title: str) -> str:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("octavo.experiments"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    )
     first = runs[0].result
-    return environment.get_template("report.html.j2").render(
+    return render(
+        "report.html.j2",
         title=title,
         subtitle=f"{first.name} · {first.parameters:,} parameters · {first.tokens:,} tokens · {first.device}",
         verdicts=verdicts,
@@ -230,8 +219,6 @@ def _page(runs: list[LoggedRun], verdicts: list[Verdict], title: str) -> str:
         rows=summary_rows([run.result for run in runs]),
         differences=config_differences([run.config for run in runs]),
         packages=sorted({package for run in runs for package in run.result.versions}),
-        version=__version__,
-        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}",
     )
 
 
@@ -274,7 +261,7 @@ def _charts(runs: list[LoggedRun]) -> dict[str, list[Chart]]:
 
     def chart(title: str, unit: str, series: list[Line], **layout: Any) -> list[Chart]:
         drawn = [line for line in series if np.isfinite(line.y).any()]
-        return [draw(title, unit, drawn, **layout)] if drawn else []
+        return [line_chart(title, unit, drawn, **layout)] if drawn else []
 
     large = chart(
         "Loss", "nats per token", lines("loss"), caption="Nats per token. Strong: running mean; light: each step."
@@ -287,12 +274,12 @@ def _charts(runs: list[LoggedRun]) -> dict[str, list[Chart]]:
             "percent",
             [Line(label=run.label, slot=run.slot, x=x, y=y) for run, x, y in gaps],
             caption=f"Percent of {baseline.label}'s loss at the same step. Shaded: ±{BAND_PERCENT:g} %.",
-            box=FLAT,
+            height=FLAT,
             band=BAND_PERCENT,
         )
-    small = chart("Tokens per second", "tokens/s", lines("tokens_per_s"), box=SMALL, keep=[0])
-    small += chart("Gradient norm", "L2 norm before clipping", lines("grad_norm"), box=SMALL, keep=[0])
-    small += chart("Learning rate", "learning rate", lines("lr", noisy=False), box=SMALL, keep=[0])
+    small = chart("Tokens per second", "tokens/s", lines("tokens_per_s"), height=SMALL, keep=[0])
+    small += chart("Gradient norm", "L2 norm before clipping", lines("grad_norm"), height=SMALL, keep=[0])
+    small += chart("Learning rate", "learning rate", lines("lr", noisy=False), height=SMALL, keep=[0])
     return {"large": large, "small": small}
 
 

@@ -50,7 +50,7 @@ from octavo.train.trainer import Trainer
 
 MAX_FINDINGS_SHOWN = 4
 """Largest number of findings printed for one step."""
-REQUIRED_PACKAGES = ("safetensors", "tokenizers", "transformers", "tensorboard", "jinja2", "matplotlib")
+REQUIRED_PACKAGES = ("safetensors", "tokenizers", "transformers", "tensorboard", "jinja2", "plotly")
 """Packages that every run imports, some of them only at its end."""
 PREPARATION_TIMEOUT = timedelta(days=7)
 """How long ranks wait for the one that prepares the data. The death of a rank ends the wait at once."""

@@ -3,7 +3,7 @@
     config.toml  layers.json  metrics.jsonl  run.json  tokenizer.json  checkpoints/  tensorboard/
     statistics.jsonl          with `[inspect]`
     events.jsonl              for events other than steps
-    report.html  loss.png     from the command line
+    report.html               from the command line
 
 Only the same run continues a folder, and only on request. A run never overwrites a foreign file with one of these
 names, and leaves other files alone.
@@ -28,7 +28,7 @@ LAYERS_FILE = "layers.json"
 TOKENIZER_FILE = "tokenizer.json"
 RUN_MARKERS = (METRICS_FILE, RESULT_FILE, FOLDER, CONFIG_FILE)
 """Files that identify the folder of a run."""
-OTHER_FILES = (TOKENIZER_FILE, LAYERS_FILE, STATISTICS_FILE, EVENTS_FILE, TENSORBOARD_DIR, "report.html", "loss.png")
+OTHER_FILES = (TOKENIZER_FILE, LAYERS_FILE, STATISTICS_FILE, EVENTS_FILE, TENSORBOARD_DIR, "report.html")
 """Other files of a run or its report."""
 
 

@@ -1,0 +1,151 @@
+"""The images of README and docs/: Plotly figures in the theme of the reports, as SVG files that follow the reader's
+light or dark scheme. Plotly draws in a browser, so saving one needs a Chromium; the same figure gives the same file.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from benchmarks import browser
+from benchmarks.environment import RESULTS, write_text
+from octavo.experiments.theme import DARK, LIGHT, axis, layout
+
+Figure = dict[str, Any]
+"""`data` and `layout` of plotly.js, with colours as CSS variables of the theme."""
+DOCS = Path(__file__).parent.parent / "docs"
+WIDTH = 900
+"""Width of an image, in CSS pixels."""
+GAP = 46
+"""Pixels between panels, and above them for their titles."""
+BELOW = 52
+"""Pixels between rows of panels, for ticks and the title of the axis."""
+PAGE = """<!doctype html><meta charset="utf-8"><script>
+let state = 1;
+Math.random = () => (state = state * 16807 % 2147483647) / 2147483647;  // names of clip paths, the same each time
+</script><script>{library}</script><body><script>
+const figure = {figure};
+Plotly.toImage(figure, {{format: "svg", width: {width}, height: figure.layout.height}})
+  .then(image => {{ document.body.textContent = image; }});
+</script>"""
+
+
+def figure(data: Sequence[dict[str, Any]], height: int, **settings: Any) -> Figure:
+    """A figure of one panel: `settings` are those of a Plotly layout."""
+    return {"data": list(data), "layout": layout(height, **{"showlegend": len(data) > 1, **settings})}
+
+
+def panels(
+    titles: Sequence[str], columns: int, height: int, *, x: dict[str, Any], y: dict[str, Any], same_y: bool = True
+) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """Lay out panels with titles in rows.
+
+    Args:
+        titles: Of each panel.
+        columns: Panels of a row.
+        height: Of a panel, in pixels.
+        x: Settings of the horizontal axes.
+        y: Settings of the vertical axes; their title stands at the first column only.
+        same_y: Whether all panels have one y axis, with labels at the first column only.
+
+    Returns:
+        The axes of each panel, to be merged into its traces, and the settings of the figure, its height among them.
+    """
+    rows = -(-len(titles) // columns)
+    inner = WIDTH - 56 - 14
+    left = 0 if same_y else GAP
+    width, tall = (inner - (columns - 1) * (16 + left)) / columns, rows * height + (rows - 1) * (BELOW + 24)
+    places, axes, annotations = [], {}, []
+    for number, title in enumerate(titles):
+        row, column = divmod(number, columns)
+        name = str(number + 1) if number else ""
+        start, top = column * (width + 16 + left) / inner, 1 - row * (height + BELOW + 24) / tall
+        bottom, end = max(0.0, top - height / tall), min(1.0, start + width / inner)
+        alone = {"matches": "y", "showticklabels": column == 0} if same_y and number else {}
+        axes[f"xaxis{name}"] = axis(anchor=f"y{name}", domain=[start, end], **x)
+        axes[f"yaxis{name}"] = axis(
+            **{"anchor": f"x{name}", "domain": [bottom, top], **y, **alone, "title": "" if column else y["title"]}
+        )
+        annotations.append(
+            {"text": f"<b>{title}</b>", "font": {"size": 11}, "showarrow": False, "x": 0, "y": 1, "xanchor": "left",
+             "yanchor": "bottom", "xref": f"x{name} domain", "yref": f"y{name} domain"}
+        )  # fmt: skip
+        places.append({"xaxis": f"x{name}", "yaxis": f"y{name}"})
+    return places, {**axes, "annotations": annotations, "height": tall}
+
+
+def save(content: Figure, path: Path) -> None:
+    """Replace an image in one step, or print why it stays as it is: no browser to draw it with."""
+    if browser.find() is None:
+        print(f"{path} is not drawn: no Chromium is installed ({browser.INSTALL}); its numbers are in the document")
+        return
+    write_text(path, draw(content))
+
+
+def draw(content: Figure) -> str:
+    """Return a figure as SVG text."""
+    from plotly.offline import get_plotlyjs
+
+    text = json.dumps(content, allow_nan=False)
+    used = sorted(set(re.findall(r"var\(--([\w-]+)\)", text)))
+    plain = re.sub(r"var\(--([\w-]+)\)", lambda match: LIGHT[match[1]], text)
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "figure.html"
+        page.write_bytes(
+            PAGE.format(library=get_plotlyjs(), figure=plain.replace("<", "\\u003c"), width=WIDTH).encode()
+        )
+        document, messages = browser.run(page)
+    image = re.search(r"<body>data:image/svg\+xml,([^<]*)</body>", document)
+    if image is None:
+        raise RuntimeError(f"plotly.js drew no figure: {messages}")
+    svg = unquote(image[1])
+    for name in used:
+        svg = svg.replace(_rgb(LIGHT[name]), f"var(--{name})")
+    schemes = (" ".join(f"--{name}: {_rgb(scheme[name])};" for name in used) for scheme in (LIGHT, DARK))
+    style = "<style>:root {{ {} }} @media (prefers-color-scheme: dark) {{ :root {{ {} }} }}</style>".format(*schemes)
+    head = f"<desc>{digest(content)}</desc>{style}"
+    return re.sub(r"<svg[^>]*>", lambda match: match[0] + head, svg, count=1) + "\n"
+
+
+def digest(content: Figure) -> str:
+    """Return what tells a figure from others, to six digits of each number; its image has it in `<desc>`."""
+    text = re.sub(r"-?\d+\.\d+(e-?\d+)?", lambda match: f"{float(match[0]):.6g}", json.dumps(content))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _rgb(value: str) -> str:
+    """A colour of the theme without its opacity, as Plotly writes it."""
+    if value.startswith("#"):
+        channels = [int(value[i : i + 2], 16) for i in (1, 3, 5)]
+    else:
+        channels = [int(number) for number in re.findall(r"\d+", value)[:3]]
+    return "rgb({}, {}, {})".format(*channels)
+
+
+def kept() -> dict[str, Figure]:
+    """The figures of README and docs/ from the kept result files, by the place of their image in docs/."""
+    from benchmarks import adversarial_document, convergence, performance, scaling_document
+
+    sources = {
+        "cpu/convergence": convergence, "cpu/adversarial": adversarial_document, "simulated/scaling": scaling_document,
+    }  # fmt: skip
+    pictures = {
+        module.IMAGE: module.picture(json.loads((RESULTS / f"{name}.json").read_text()))
+        for name, module in sources.items()
+    }
+    plots = performance.pictures(RESULTS).items()
+    return {**pictures, **{f"{performance.IMAGES}/{name}": content for name, content in plots}}
+
+
+def main(arguments: list[str]) -> None:
+    """Draw the images of README and docs/ from the kept result files."""
+    options = argparse.ArgumentParser(prog="python -m benchmarks figures", description=main.__doc__)
+    options.add_argument("--out", type=Path, default=DOCS, help="the folder whose images/ they go to (docs)")
+    out = options.parse_args(arguments).out
+    for name, content in kept().items():
+        save(content, out / name)

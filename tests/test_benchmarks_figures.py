@@ -1,0 +1,51 @@
+"""The images of README and docs/ are those of the kept result files, in the theme of the reports."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+from benchmarks import browser, figures
+
+from octavo.experiments.theme import DARK, LIGHT
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, figures.Figure]:
+    return figures.kept()
+
+
+def test_the_committed_images_are_of_the_kept_results(kept):
+    assert set(kept) == {f"images/{name}.svg" for name in ("convergence", "adversarial", "scaling", "predicted")}
+    for name, content in kept.items():
+        svg = (figures.DOCS / name).read_text(encoding="utf-8")
+        assert f"<desc>{figures.digest(content)}</desc>" in svg, "run `python -m benchmarks figures`"
+        ElementTree.fromstring(svg)
+        style = re.search("<style>(.*?)</style>", svg)[1]
+        light, dark = style.split("@media (prefers-color-scheme: dark)")
+        for colour in re.findall(r"var\(--([\w-]+)\)", svg.replace(style, "")):
+            assert f"--{colour}: rgb(" in light and f"--{colour}: rgb(" in dark
+
+
+def test_another_number_is_another_figure(kept):
+    content = kept["images/predicted.svg"]
+    first, *others = content["data"]
+    changed = [{**first, "y": [first["y"][0] * 1.001, *first["y"][1:]]}, *others]
+    assert figures.digest({**content, "data": changed}) != figures.digest(content)
+
+
+@pytest.mark.thorough
+def test_figures_are_what_plotly_takes(kept):
+    from plotly.graph_objects import Figure
+
+    for content in kept.values():
+        Figure(content)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(browser.find() is None, reason=f"no Chromium is installed: {browser.INSTALL}")
+def test_a_figure_is_drawn_the_same_each_time_in_both_schemes():
+    trace = {"type": "scatter", "x": [1, 2], "y": [3, 1], "name": "</script>&lt;", "line": {"color": "var(--s1)"}}
+    svg, again = (figures.draw(figures.figure([trace, trace], 200)) for _ in range(2))
+    assert svg == again
+    ElementTree.fromstring(svg)
+    assert figures._rgb(LIGHT["s1"]) in svg and figures._rgb(DARK["s1"]) in svg and "stroke: var(--s1)" in svg
