@@ -7,7 +7,7 @@ can be set; with `--document` only they are changed, and the document is written
   python -m benchmarks scaling
   python -m benchmarks scaling --document --between 400 50 --fp8 900
   python -m benchmarks scaling --models Llama-3-8B --worlds 8 --out /tmp/short
-  python -m benchmarks scaling --arms "O1+act+opt, all FP8"
+  python -m benchmarks scaling --arms "fp8+activations+optimizer, all FP8"
 """
 
 import argparse
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> None:
         rows = [row for row in rows if row["arm"] not in options.arms]
         content = {"environment": about, "rates": asdict(rates), "models": {}, "rows": rows}
         for name in options.models:
-            sizes = facts(build(MODELS[name]["kind"], MODELS[name]["config"], ARMS["O1"]), TOKENS)
+            sizes = facts(build(MODELS[name]["kind"], MODELS[name]["config"], ARMS["fp8"]), TOKENS)
             content["models"][name] = MODELS[name] | {"facts": sizes}
             for row in traced(name, options.worlds, options.arms):
                 content["rows"].append(row)

@@ -12,7 +12,7 @@ from octavo.experiments.theme import colour
 
 Row = Mapping[str, Any]
 IMAGE = "images/scaling.svg"
-PLAIN, GATHER, ALL = "O1", "O1, FP8 gather", "O1+act+opt, all FP8"
+PLAIN, GATHER, ALL = "fp8", "fp8, FP8 gather", "fp8+activations+optimizer, all FP8"
 CARDS = {"80 GB": 79, "141 GB": 139}
 """GiB that a card of this name has."""
 ROUTES = ((BASELINE, FLAT), (PLAIN, FLAT), (GATHER, FLAT), (ALL, FLAT), (ALL, STAGED))
@@ -41,9 +41,9 @@ chunks. *n × 8*: n copies of the model, each sharded over 8 ranks (HSDP).
 | arm | products | stored activations | shards and masters | moments | weights travel in | gradients travel in |
 |---|---|---|---|---|---|---|
 | `bf16` | bf16 | bf16 | fp32 | fp32 | bf16 | bf16 |
-| `O1` | FP8 | inputs of linears FP8 | fp32 | fp32 | bf16 | bf16 |
-| `O1`, FP8 gather | FP8 | inputs of linears FP8 | fp32 | fp32 | FP8 | bf16 |
-| `O1+act+opt`, all FP8 | FP8 | FP8 | bf16 + 16 bits | FP8 | FP8 | FP8 |
+| `fp8` | FP8 | inputs of linears FP8 | fp32 | fp32 | bf16 | bf16 |
+| `fp8`, FP8 gather | FP8 | inputs of linears FP8 | fp32 | fp32 | FP8 | bf16 |
+| `fp8+activations+optimizer`, all FP8 | FP8 | FP8 | bf16 + 16 bits | FP8 | FP8 | FP8 |
 
 Gradients are added up in bf16 in every arm (`reduce_dtype`); the default of fp32 doubles what `bf16` gradients take
 on the wire. Vocabulary heads, embeddings and norms stay in bf16, and are gathered so.

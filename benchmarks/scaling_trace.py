@@ -9,8 +9,8 @@ every collective is handed (`Wire`). Neither knows time. Kernels are those of a 
 memory order of a weight: on Hopper each takes as much again as it has bytes, one layer's at a time.
 
 Baseline and FP8 products alone train as is usual with FSDP2: fp32 shards, which are the masters, gathered in bf16, and
-`torch.optim.AdamW` with fp32 moments. `O1+act+opt` has bf16 shards and `octavo.AdamW`. Gradients are added up in bf16
-in all arms, and the loss is computed in chunks in all arms, so that neither counts as a gain of FP8.
+`torch.optim.AdamW` with fp32 moments. `fp8+activations+optimizer` has bf16 shards and `octavo.AdamW`. Gradients are
+added up in bf16 in all arms, and the loss is computed in chunks in all arms, so that neither counts as a gain of FP8.
 """
 
 import copy
@@ -68,9 +68,9 @@ ARMS = {
     arm.name: arm
     for arm in (
         Arm(name="bf16", level="bf16", fp8_comm="off"),
-        Arm(name="O1", level="O1", fp8_comm="off"),
-        Arm(name="O1, FP8 gather", level="O1", fp8_comm="gather"),
-        Arm(name="O1+act+opt, all FP8", level="O1+act+opt", fp8_comm="on"),
+        Arm(name="fp8", level="fp8", fp8_comm="off"),
+        Arm(name="fp8, FP8 gather", level="fp8", fp8_comm="gather"),
+        Arm(name="fp8+activations+optimizer, all FP8", level="fp8+activations+optimizer", fp8_comm="on"),
     )
 }
 BASELINE = "bf16"

@@ -35,7 +35,7 @@ from octavo.planner.model_memory import make_states
 from octavo.planner.timeline import GRADIENTS
 
 KEPT = Path(scaling.RESULTS / "simulated" / scaling.FILE)
-GATHER, ALL = "O1, FP8 gather", "O1+act+opt, all FP8"
+GATHER, ALL = "fp8, FP8 gather", "fp8+activations+optimizer, all FP8"
 LAYERS, WIDTH, INNER, WORDS, KEYS = 3, 512, 1024, 1000, 256
 TINY = {
     "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": 8,
@@ -147,7 +147,7 @@ def test_categories_at_the_peak(tiny):
     saved = bf16["at_peak"][GATHERED] - gather["at_peak"][GATHERED]
     assert 0.95 <= saved / CONVERTED <= 1.0
     assert all(bf16["at_peak"][kind] for kind in (PARAMETERS, STATES, GRADIENTS, WHOLE, MESSAGES))
-    assert tiny(ALL)["peak"] < tiny(GATHER)["peak"] < tiny("O1")["peak"] < tiny(BASELINE)["peak"]
+    assert tiny(ALL)["peak"] < tiny(GATHER)["peak"] < tiny("fp8")["peak"] < tiny(BASELINE)["peak"]
 
 
 @pytest.mark.parametrize("name", ARMS)
@@ -329,5 +329,5 @@ def test_llama_3_8b_on_eight_ranks_is_as_kept():
     model = scaling.MODELS["Llama-3-8B"]
     kept = [row for row in content["rows"] if (row["model"], row["world"]) == ("Llama-3-8B", 8)]
     assert json.loads(json.dumps(list(scaling.traced("Llama-3-8B", [8])))) == kept
-    about = facts(build(model["kind"], model["config"], ARMS["O1"]), scaling.TOKENS)
+    about = facts(build(model["kind"], model["config"], ARMS["fp8"]), scaling.TOKENS)
     assert about == content["models"]["Llama-3-8B"]["facts"]
