@@ -4,6 +4,7 @@ import io
 import re
 import time
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -404,6 +405,20 @@ def test_bad_input_is_one_clear_error_and_leaves_the_model_untouched(make, argum
     with pytest.raises(error, match=message):
         octavo.convert(model, **arguments)
     assert snapshot(model) == before
+
+
+def test_a_plan_of_a_smaller_model_names_the_layers_it_lacks():
+    small = octavo.nn.rule_plan(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"does not name 4 of .* layers \('2', '3', '4', …\).*partial=True"):
+        octavo.convert(model, plan=small)
+    assert snapshot(model) == before
+    partial = octavo.Plan.from_json(replace(small, partial=True).to_json())
+    assert partial.partial and not octavo.Plan.from_json(small.to_json()).partial
+    octavo.convert(model, plan=partial, verbose=False)
+    assert [row.converted for row in octavo.report(model)] == [True, True] + [False] * 4
+    assert model.octavo_plan == partial  # which applies again after octavo.revert
 
 
 def test_a_plan_is_checked_as_a_whole_before_anything_is_done():

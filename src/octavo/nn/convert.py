@@ -107,7 +107,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: boo
         for fqn, storage in storages.items():
             make_storing(modules[fqn], storage)
         # Drops the predictions of octavo.plan.
-        vars(model)[PLAN_ATTRIBUTE] = Plan(plan.decisions, plan.activations)
+        vars(model)[PLAN_ATTRIBUTE] = Plan(plan.decisions, plan.activations, plan.partial)
         if verbose:
             print(f"octavo: {report(model).summary}", file=sys.stderr)
     return model
@@ -163,6 +163,18 @@ def revert(model: M) -> M:
     return model
 
 
+def _check_complete(plan: Plan, modules: dict[str, nn.Module]) -> None:
+    """Raise ValueError if a plan leaves out linear layers that could be converted."""
+    missing = [fqn for fqn, module in modules.items() if fqn not in plan.decisions and obstacle(module) is None]
+    if missing:
+        first = ", ".join(map(repr, missing[:3])) + (", …" if len(missing) > 3 else "")
+        raise ValueError(
+            f"the plan does not name {len(missing)} of this model's linear layers ({first}), as a plan of a smaller "
+            "model would not: make a plan of this model. To leave them in high precision, set partial in the plan: "
+            'dataclasses.replace(plan, partial=True), or "partial": true in its JSON'
+        )
+
+
 def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
     """Check that a plan fits the modules, and return how each module stores its activations."""
     for fqn in plan:
@@ -175,6 +187,8 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
                 f"the plan converts {fqn!r}, which is not possible: {reason}. The model was left as it was"
             )
         checked_weight(fqn, modules[fqn])
+    if not plan.partial:
+        _check_complete(plan, modules)
     storages: dict[str, Storage] = {}
     candidates = storable(modules[""]) if plan.storing else {}
     exact = {modules[name] for name in exact_linears(modules[""], plan)} if plan.storing else set()

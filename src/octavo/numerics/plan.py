@@ -61,6 +61,8 @@ class Plan(Displayed):
     Attributes:
         decisions: Decision for each module.
         activations: Requested storage of activations: `"bf16"` (unchanged) or `"fp8"` (where supported).
+        partial: Whether layers that the plan does not name stay in high precision. Otherwise `octavo.convert` raises an
+            error about them, since the plan may be of a smaller model.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8192, 8192, device="meta", dtype=torch.bfloat16))
@@ -71,6 +73,7 @@ class Plan(Displayed):
 
     decisions: Mapping[str, Decision]
     activations: str = "bf16"
+    partial: bool = False
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.decisions)
@@ -120,7 +123,8 @@ class Plan(Displayed):
             | ({} if d.gain is None else {"gain": d.gain})
             for fqn, d in self.decisions.items()
         ]
-        return json.dumps({"version": 1, "activations": self.activations, "modules": rows}, indent=1)
+        partial = {"partial": True} if self.partial else {}
+        return json.dumps({"version": 1, "activations": self.activations, **partial, "modules": rows}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> "Plan":
@@ -128,7 +132,8 @@ class Plan(Displayed):
         try:
             content = json.loads(text)
             rows: list[dict[str, Any]] = content["modules"]
-            return Plan({row["name"]: _decision(row) for row in rows}, content.get("activations", "bf16"))
+            decisions = {row["name"]: _decision(row) for row in rows}
+            return Plan(decisions, content.get("activations", "bf16"), content.get("partial", False) is True)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is not a plan in JSON ({error}); write one with Plan.to_json()") from error
 
