@@ -32,9 +32,18 @@ from octavo.nn.causal import chunked_loss
 from octavo.nn.linear_subclasses import is_converted
 from octavo.parallel import Parallel, parallelize
 from octavo.planner.fake import fake_tensors
-from octavo.planner.memory_plan import BATCH, BUFFERS, PARAMETERS, STATES
-from octavo.planner.model_memory import ALLOCATION_GRANULARITY, make_states
-from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, TEMPORARIES, Timeline
+from octavo.planner.model_memory import make_states
+from octavo.planner.timeline import (
+    ACTIVATIONS,
+    ALLOCATION_GRANULARITY,
+    BATCH,
+    BUFFERS,
+    GRADIENTS,
+    PARAMETERS,
+    STATES,
+    TEMPORARIES,
+    Timeline,
+)
 from octavo.runtime.blocks import find_blocks
 
 GATHERED, WHOLE, MESSAGES = "gathered parameters", "gradients before scattering", "communication buffers"
@@ -216,7 +225,7 @@ def trace(model: nn.Module, arm: Arm, *, tokens: int, granule: int = ALLOCATION_
         timeline.label(model.buffers(), BUFFERS)
         timeline.label([ids], BATCH)
         timeline.label(make_states(optimizer), STATES)
-        held = timeline.peak()[1]
+        before = timeline.events()
         timeline.follow(model)
         with timeline, wire:
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -224,9 +233,9 @@ def trace(model: nn.Module, arm: Arm, *, tokens: int, granule: int = ALLOCATION_
             timeline.set_phase("optimizer step")
             if not arm.compact:  # a step of ours takes no memory beside its states
                 optimizer.step()
-        phase, at_peak = timeline.peak()
+    held, peak = before.series.peak.bytes, timeline.events().series.peak
     return {
-        "peak": sum(at_peak.values()), "phase": phase, "at_peak": at_peak,
+        "peak": peak.total, "phase": peak.phase, "at_peak": {kind: size for kind, size in peak.bytes.items() if size},
         "held": {kind: held[kind] for kind in (PARAMETERS, STATES)}, "wire": summed(wire.calls),
     }  # fmt: skip
 

@@ -30,9 +30,8 @@ from benchmarks.scaling_trace import Call as Given
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from octavo.planner.fake import fake_tensors
-from octavo.planner.memory_plan import PARAMETERS, STATES
 from octavo.planner.model_memory import make_states
-from octavo.planner.timeline import GRADIENTS
+from octavo.planner.timeline import GRADIENTS, PARAMETERS, STATES
 
 KEPT = Path(scaling.RESULTS / "simulated" / scaling.FILE)
 GATHER, ALL = "fp8, FP8 gather", "fp8+activations+optimizer, all FP8"

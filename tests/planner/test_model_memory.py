@@ -14,7 +14,7 @@ import octavo
 from octavo.inspect import memory
 from octavo.nn.causal import chunked_loss
 from octavo.nn.memory_audit import saved_for_backward
-from octavo.planner.memory_plan import KINDS
+from octavo.planner.timeline import KINDS
 
 SIZES = {
     "hidden_size": 128, "intermediate_size": 352, "vocab_size": 1000, "num_hidden_layers": 3,
@@ -70,7 +70,7 @@ def test_categories_are_what_is_there(precision):
     if requested.matmul == "fp8":
         octavo.convert(model, precision=requested, verbose=False)
     optimizer = octavo.AdamW(model.parameters())
-    with saved_for_backward(model) as kept:
+    with saved_for_backward(model) as saved:
         loss = model(**batch()).loss
     loss.backward()
     optimizer.step()
@@ -78,11 +78,11 @@ def test_categories_are_what_is_there(precision):
     assert plan.largest["parameters"] == sum(p.nbytes for p in model.parameters())
     assert plan.largest["optimizer states"] == sum(t.nbytes for t in states)
     assert plan.largest["gradients"] == sum(p.grad.nbytes for p in model.parameters())
-    assert plan.kept == kept.bytes == sum(plan.kept_by_layer.values())
-    assert plan.kept_by_dtype == {str(d).removeprefix("torch."): n for d, n in kept.by_dtype.items()}
-    # What is alive when backward begins: what is kept (the batch among it), and the loss's own scalars.
+    assert plan.saved == saved.bytes == sum(plan.saved_by_layer.values())
+    assert plan.saved_by_dtype == {str(d).removeprefix("torch."): n for d, n in saved.by_dtype.items()}
+    # What is alive when backward begins: what is saved (the batch among it), and the loss's own scalars.
     alive = plan.largest["activations"] + plan.largest["batch"]
-    assert plan.kept <= alive <= 1.01 * plan.kept
+    assert plan.saved <= alive <= 1.01 * plan.saved
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, functools.partial(torch.optim.SGD, momentum=0.9)])

@@ -176,8 +176,8 @@ def test_weights_that_cannot_travel_in_fp8_are_refused_as_a_run_would():
 def test_memory_of_selective_checkpointing_is_said_to_be_too_much(wide):
     kept = plan(wide, 1, 1024)
     selective = plan(wide, 1, 1024, checkpointing="selective")
-    assert selective.memory.at_peak == kept.memory.at_peak and not kept.memory.note
-    assert "without recomputation, so an overestimate" in selective.memory.note
+    assert selective.memory.at_peak == kept.memory.at_peak and not kept.memory.notes
+    assert "without recomputation, so an overestimate" in selective.memory.notes[0]
     assert "so an overestimate" in str(selective) and "so an overestimate" in selective.to_json()
 
 

@@ -10,13 +10,21 @@ from benchmarks.scaling_trace import ARMS, build
 import octavo
 from octavo.nn.causal import chunked_loss
 from octavo.planner.fake import fake_batch, fake_tensors
-from octavo.planner.memory_extrapolation import MemorySeries, extrapolate_blocks
-from octavo.planner.memory_plan import PARAMETERS, STATES
-from octavo.planner.model_memory import default_loss, trace_step_memory
-from octavo.planner.sharded_memory import GATHERED, Group, Shards, memory_per_rank
+from octavo.planner.memory_extrapolation import extrapolate_blocks
+from octavo.planner.model_memory import default_loss, trace_step
+from octavo.planner.sharded_memory import Group, Shards, memory_per_rank
 from octavo.planner.step import Setting
-from octavo.planner.step_memory import copy_with_blocks, step_trace
-from octavo.planner.timeline import ACTIVATIONS, BLOCK_GRADIENTS, GRADIENTS, TEMPORARIES
+from octavo.planner.step_memory import copy_with_blocks
+from octavo.planner.timeline import (
+    ACTIVATIONS,
+    BLOCK_GRADIENTS,
+    GATHERED,
+    GRADIENTS,
+    PARAMETERS,
+    STATES,
+    TEMPORARIES,
+    MemorySeries,
+)
 from octavo.runtime.blocks import find_blocks
 
 TRACED = json.loads((scaling.RESULTS / "simulated" / scaling.FILE).read_text())
@@ -42,8 +50,7 @@ def predicted(name, arm, recompute):
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
             stepper = octavo.AdamW(copy.parameters()) if arm.compact else None
             batch = fake_batch({"input_ids": (1, 8192), "labels": (1, 8192), "use_cache": False}, None, None, CPU)
-            timeline = trace_step_memory(copy, batch, stepper, default_loss, 1, 512, find_blocks(copy))
-            steps.append(step_trace(copy, timeline, Setting(reduce_bytes=2, **fp8)))
+            steps.append(trace_step(copy, batch, stepper, default_loss, Setting(reduce_bytes=2, **fp8), 512))
     return extrapolate_blocks(steps[0].events, steps[1].events, blocks - 2), steps[0], blocks
 
 

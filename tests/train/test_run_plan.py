@@ -49,7 +49,7 @@ def test_the_plan_is_what_the_trainer_has(make_config: MakeConfig, changes):
     plan = plan_memory(make_config(**changes, model={"type": "llama", "config": LLAMA | {"vocab_size": size}}),
                        device="cpu")  # fmt: skip
     inputs, targets = trainer._batch(0)
-    with saved_for_backward(trainer.model) as kept:
+    with saved_for_backward(trainer.model) as saved:
         loss = trainer.loss(inputs, targets)
     del loss
     trainer.train_step()
@@ -58,7 +58,7 @@ def test_the_plan_is_what_the_trainer_has(make_config: MakeConfig, changes):
     parameters = list(trainer.model.parameters())
     assert plan.largest["parameters"] == sum(p.nbytes for p in parameters)
     assert plan.largest["optimizer states"] == sum(states.values())
-    assert plan.kept == kept.bytes
+    assert plan.saved == saved.bytes
     assert plan.tokens == inputs.numel()
     assert plan.largest["gradients"] >= sum(p.nbytes for p in parameters)
 
@@ -81,7 +81,7 @@ def test_llama_2_7b_fits_80_gb():
     assert plan.largest["parameters"] == pytest.approx(2 * 6.738e9, rel=1e-3)
     assert plan.largest["optimizer states"] == pytest.approx(4.08 * 6.738e9, rel=1e-2)
     assert plan.peak < 72 * 2**30
-    assert plan.kept / plan.tokens / 32 < 66_000
+    assert plan.saved / plan.tokens / 32 < 66_000
     forecast = plan_step(load_config(SEVEN_B), gpu="h100")
     assert forecast.memory.peak == pytest.approx(plan.peak, rel=0.01)
     assert forecast.fits and forecast.bf16_memory.peak > forecast.gpu.usable and forecast.largest_batch == 3

@@ -17,7 +17,7 @@ from octavo.numerics.recipe import Recipe
 from octavo.planner.collective_cost import bytes_saved_by_fp8_gather
 from octavo.planner.decide import break_even, decide
 from octavo.planner.devices import Gpu
-from octavo.planner.footprint import Footprint
+from octavo.planner.memory_plan import MemoryPlan, merge_kinds
 from octavo.planner.step import Setting, StepTime, linear_costs, step_time
 from octavo.planner.trace import Trace
 
@@ -38,7 +38,7 @@ class ConfiguredRun:
 
     plan: Plan
     time: StepTime
-    memory: Footprint
+    memory: MemoryPlan
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -68,8 +68,8 @@ class Forecast(Plan):
     times: Mapping[str, LinearTimes]
     planned: StepTime
     bf16: StepTime
-    memory: Footprint
-    bf16_memory: Footprint
+    memory: MemoryPlan
+    bf16_memory: MemoryPlan
     break_even: int | None
     configured: ConfiguredRun | None = None
 
@@ -117,19 +117,34 @@ class Forecast(Plan):
             "parameters": self.parameters,
             "gain": self.gain,
             "break_even": self.break_even,
-            "planned": self.planned.to_json() | {"memory": self.memory.to_json(self.gpu.usable)},
-            "bf16": self.bf16.to_json() | {"memory": self.bf16_memory.to_json(self.gpu.usable)},
+            "planned": self.planned.to_json() | {"memory": memory_json(self.memory, self.gpu.usable)},
+            "bf16": self.bf16.to_json() | {"memory": memory_json(self.bf16_memory, self.gpu.usable)},
             "rows": rows,
         }
         if (own := self.configured) is not None:
             content["configured"] = json.loads(own.plan.to_json()) | own.time.to_json()
-            content["configured"] |= {"memory": own.memory.to_json(self.gpu.usable)}
+            content["configured"] |= {"memory": memory_json(own.memory, self.gpu.usable)}
         return json.dumps(content, indent=1)
 
     def __str__(self) -> str:
         from octavo.planner.tables import WIDE_COLUMNS, forecast_text  # which imports this module's names
 
         return forecast_text(self, WIDE_COLUMNS)
+
+
+def memory_json(memory: MemoryPlan, limit_bytes: int) -> dict[str, Any]:
+    """Return a memory plan as part of a forecast's JSON, for a GPU with this much memory."""
+    return {
+        "peak": memory.peak,
+        "phase": memory.phase,
+        "at_peak": merge_kinds(memory.at_peak),
+        "fits": memory.peak <= limit_bytes,
+        "limit": limit_bytes,
+        "largest_batch": memory.largest_batch(limit_bytes),
+        "followed_blocks": memory.traced_blocks[0],
+        "blocks": memory.traced_blocks[1],
+        "note": " ".join(memory.notes),
+    }
 
 
 def decide_by_cost(
@@ -172,7 +187,7 @@ def decide_by_cost(
 
 def forecast(
     plan: Plan, times: Mapping[str, LinearTimes], gpu: Gpu, trace: Trace, recipes: Sequence[Recipe], setting: Setting,
-    tokens: int, *, memory: Footprint, bf16_memory: Footprint, configured: tuple[Plan, Footprint] | None = None,
+    tokens: int, *, memory: MemoryPlan, bf16_memory: MemoryPlan, configured: tuple[Plan, MemoryPlan] | None = None,
 ) -> Forecast:  # fmt: skip
     """Predict the step of a plan.
 

@@ -12,59 +12,13 @@ assumptions are checked: the two event sequences agree, byte for byte, on all ev
 optimizer's events after backward peak for all blocks at once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.planner.timeline import StorageEvents
-
-Bytes = Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class MemorySample:
-    """Bytes by category at one time of a step."""
-
-    phase: str
-    bytes: Bytes
-
-    @property
-    def total(self) -> int:
-        """Sum over the categories."""
-        return sum(self.bytes.values())
-
-
-class MemorySeries:
-    """Bytes by category at many times of a step.
-
-    Args:
-        kinds: Categories.
-        phases: Phase of each time.
-        table: [times, kinds], int64.
-    """
-
-    def __init__(self, kinds: Sequence[str], phases: Sequence[str], table: Tensor) -> None:
-        self.kinds, self.phases, self.table = tuple(kinds), tuple(phases), table
-
-    def __iter__(self) -> Iterator[MemorySample]:
-        for phase, row in zip(self.phases, self.table.tolist(), strict=True):
-            yield MemorySample(phase, dict(zip(self.kinds, row, strict=True)))
-
-    @property
-    def peak(self) -> MemorySample:
-        """The time with the largest sum."""
-        at = int(self.table.sum(dim=1).argmax())
-        return MemorySample(self.phases[at], dict(zip(self.kinds, self.table[at].tolist(), strict=True)))
-
-
-def memory_series(events: StorageEvents) -> MemorySeries:
-    """Return all times of a step; the first holds everything allocated before it."""
-    kinds = tuple(dict.fromkeys(events.kinds))
-    first = max(events.step_start - 1, 0)
-    return MemorySeries(kinds, events.phases[first:], _cumulative(events, kinds)[first:])
+from octavo.planner.timeline import MemorySeries, StorageEvents
 
 
 def extrapolate_blocks(few: StorageEvents, more: StorageEvents, extra: int) -> MemorySeries | None:
@@ -79,7 +33,7 @@ def extrapolate_blocks(few: StorageEvents, more: StorageEvents, extra: int) -> M
         The times with the bytes of each category; None if the two steps differ by more than one block's events.
     """
     kinds = tuple(dict.fromkeys((*few.kinds, *more.kinds)))
-    few_table, more_table = _cumulative(few, kinds), _cumulative(more, kinds)
+    few_table, more_table = few.cumulative(kinds), more.cumulative(kinds)
     phases: list[str] = []
     rows: list[Tensor] = []
     for start, end, start_more, end_more in (
@@ -104,15 +58,6 @@ def extrapolate_blocks(few: StorageEvents, more: StorageEvents, extra: int) -> M
 def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of the common prefix of two sequences."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _cumulative(events: StorageEvents, kinds: Sequence[str]) -> Tensor:
-    """Return the bytes by kind after each event: [events, kinds]."""
-    column = {kind: index for index, kind in enumerate(kinds)}
-    table = torch.zeros(len(events.changes), len(kinds), dtype=torch.int64)
-    columns = torch.tensor([column[kind] for kind in events.kinds], dtype=torch.int64)
-    table[torch.arange(len(events.changes)), columns] = torch.tensor(events.changes, dtype=torch.int64)
-    return table.cumsum(0)
 
 
 def _extrapolate(few: Tensor, more: Tensor, extra: int) -> Tensor:

@@ -1,27 +1,25 @@
-"""MemoryPlan: the memory of one training step by category, predicted without allocating anything.
+"""MemoryPlan: the memory of one GPU in a training step, by category, predicted without allocating anything.
 
     peak = parameters + buffers + optimizer states + batch        held throughout
          + gradients + activations + temporaries                  at the peak
+         + gathered                                               for communication, with several GPUs
 
-The three on the second line do not peak at the same time: activations shrink while gradients grow. So the peak is not a
-sum of maxima; the step runs once on fake tensors (`octavo.planner.timeline`), and the plan reports its peak. Not
+The categories of the last two lines do not peak at the same time: activations shrink while gradients grow. So the peak
+is not a sum of maxima; the step runs on fake tensors (`octavo.planner.step_memory`), and the plan reports its peak. Not
 counted: the CUDA context (0.5 GB), workspaces inside kernels, and what the caching allocator cannot use.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-
-import torch
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from octavo.numerics.display import Displayed, Table
 from octavo.numerics.names import merged, pattern
-from octavo.planner.timeline import ACTIVATIONS, GRADIENTS, TEMPORARIES, Timeline
+from octavo.planner.timeline import ACTIVATIONS, BATCH, BUFFERS, GATHERED, GRADIENTS, PARAMETERS, STATES, TEMPORARIES
 
-PARAMETERS, BUFFERS, STATES, BATCH = "parameters", "buffers", "optimizer states", "batch"
-KINDS = (PARAMETERS, BUFFERS, STATES, BATCH, GRADIENTS, ACTIVATIONS, TEMPORARIES)
-"""Categories, in the order of tables."""
-
+FORECAST_KINDS = (PARAMETERS, STATES, GRADIENTS, ACTIVATIONS, TEMPORARIES, GATHERED)
+"""Categories of memory in a forecast; buffers and the batch are "other"."""
 MOST_LAYERS = 12
 """Maximum rows of layers in a printed table; the rest is summed."""
 MOST_SEQUENCES = 2**30
@@ -30,63 +28,76 @@ MOST_SEQUENCES = 2**30
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MemoryPlan(Displayed):
-    """Memory of a training step, in bytes. Prints as a table.
+    """Memory of one GPU in a training step, in bytes. Prints as a table.
 
     Attributes:
         label: What was planned, such as "fp8 rowwise".
-        device: Device of the prediction.
+        device: Type of the device of the prediction.
         batch: Sequences (first dimension of the batch) of one forward.
         tokens: Elements of the batch's first tensor: for a language model, tokens of one forward.
-        peak: Largest sum at any one time.
         phase: Phase of the peak: "forward", "backward", "after backward" or "optimizer step".
-        at_peak: Bytes by category at the peak.
+        at_peak: Bytes by category (`octavo.planner.timeline.KINDS`) and "gathered", the
+            memory for communication with other GPUs, at the peak.
         largest: Maximum of each category over time.
-        kept_by_dtype: Bytes that one forward saves for backward, by dtype.
-        kept_by_layer: The same by the module that saves them.
+        saved_by_dtype: Bytes that one forward saves for backward, by dtype; empty in a forecast.
+        saved_by_layer: The same by the module that saves them.
         notes: Remarks for the reader.
+        traced_blocks: Number of blocks that were run, and of all blocks: (2, 80), or (80, 80) if all were run.
     """
 
-    label: str
-    device: str
+    label: str = ""
+    device: str = "cuda"
     batch: int
     tokens: int
-    peak: int
     phase: str
     at_peak: Mapping[str, int]
     largest: Mapping[str, int]
-    kept_by_dtype: Mapping[str, int]
-    kept_by_layer: Mapping[str, int]
+    saved_by_dtype: Mapping[str, int] = field(default_factory=dict)
+    saved_by_layer: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    replan: Callable[[int], "MemoryPlan"] | None = field(default=None, compare=False)
+    traced_blocks: tuple[int, int] = (0, 0)
+    replan: "Callable[[int], MemoryPlan] | None" = field(default=None, compare=False)
     """Plans the peak of the same step for another number of sequences."""
+    _fitting: dict[int, int] = field(default_factory=dict, init=False, compare=False)
+
+    @cached_property
+    def peak(self) -> int:
+        """Largest sum at any one time."""
+        return sum(self.at_peak.values())
 
     @property
-    def kept(self) -> int:
+    def saved(self) -> int:
         """Bytes that one forward saves for backward."""
-        return sum(self.kept_by_dtype.values())
+        return sum(self.saved_by_dtype.values())
 
     def largest_batch(self, limit_bytes: int) -> int:
         """Return the largest number of sequences in one forward whose peak is at most `limit_bytes`; 0 if none fits.
 
         Plans a few sizes: the peak grows with the batch, by nearly the same amount per sequence.
+
+        Raises:
+            ValueError: If the plan was built by hand, or the peak does not grow with the batch.
         """
         if self.replan is None:
-            raise ValueError("this plan was read from a file or built by hand: make a new plan to vary the batch")
-        replan = self.replan
-        return largest_fitting(
-            lambda size: replan(size).peak,
-            {self.batch: self.peak},
-            limit_bytes,
-            bytes_per_sequence(self.at_peak, self.batch),
-        )
+            raise ValueError("this plan was built by hand: make a new plan to vary the batch")
+        if limit_bytes not in self._fitting:
+            replan, slope = self.replan, (self.at_peak[ACTIVATIONS] + self.at_peak[TEMPORARIES]) / self.batch
+            self._fitting[limit_bytes] = largest_fitting(
+                lambda size: replan(size).peak, {self.batch: self.peak}, limit_bytes, slope
+            )
+        return self._fitting[limit_bytes]
 
     def to_json(self) -> str:
         """Return the plan as JSON."""
-        return json.dumps(asdict(replace(self, replan=None)) | {"kept": self.kept}, indent=1)
+        names = ("label", "device", "batch", "tokens", "peak", "phase", "at_peak", "largest",
+                 "saved", "saved_by_dtype", "saved_by_layer", "notes")  # fmt: skip
+        content = {name: getattr(self, name) for name in names}
+        return json.dumps(content | {name: _of_use(content[name]) for name in ("at_peak", "largest")}, indent=1)
 
     def __str__(self) -> str:
         at_peak, saved = _tables(self)
-        return "\n".join([*at_peak.lines(), "", *saved.lines(), *(f"\n{note}" for note in self.notes)])
+        below = ["", *saved.lines()] if self.saved_by_dtype else []
+        return "\n".join([*at_peak.lines(), *below, *(f"\n{note}" for note in self.notes)])
 
 
 def largest_fitting(peak: Callable[[int], int], peaks: dict[int, int], limit_bytes: int, slope: float) -> int:
@@ -143,33 +154,10 @@ def _bounds(peaks: Mapping[int, int], limit_bytes: int) -> tuple[int, int | None
     return low, min(ends, default=None)
 
 
-def bytes_per_sequence(at_peak: Mapping[str, int], batch: int) -> float:
-    """Estimate the bytes that each sequence adds to a peak, rather too many than too few."""
-    return sum(at_peak[kind] for kind in (ACTIVATIONS, TEMPORARIES)) / batch
-
-
-def summarize(
-    timeline: Timeline, *, label: str, device: torch.device, batch: int, tokens: int,
-    kept_by_dtype: Mapping[str, int], kept_by_layer: Mapping[str, int], notes: tuple[str, ...],
-    replan: Callable[[int], MemoryPlan],
-) -> MemoryPlan:  # fmt: skip
-    """Build the plan of a step that a timeline recorded."""
-    phase, at_peak = timeline.peak()
-    largest = timeline.largest()
-    return MemoryPlan(
-        label=label,
-        device=str(device),
-        batch=batch,
-        tokens=tokens,
-        peak=sum(at_peak.values()),
-        phase=phase,
-        at_peak={kind: at_peak.get(kind, 0) for kind in KINDS},
-        largest={kind: largest.get(kind, 0) for kind in KINDS},
-        kept_by_dtype=dict(sorted(kept_by_dtype.items(), key=lambda item: -item[1])),
-        kept_by_layer=dict(kept_by_layer),
-        notes=notes,
-        replan=replan,
-    )
+def merge_kinds(at_peak: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of a `MemoryPlan` in the categories of forecasts: buffers and the batch are "other"."""
+    other = at_peak[BUFFERS] + at_peak[BATCH]
+    return {kind: at_peak[kind] for kind in FORECAST_KINDS} | {"other": other}
 
 
 def merge_like_layers(sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
@@ -179,6 +167,11 @@ def merge_like_layers(sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
         groups.setdefault(pattern(name), []).append(name)
     rows = [(merged(names) or "(the model)", len(names), sum(sizes[n] for n in names)) for names in groups.values()]
     return sorted(rows, key=lambda row: -row[2])
+
+
+def _of_use(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Leave out memory for communication if there is none."""
+    return {kind: size for kind, size in sizes.items() if size or kind != GATHERED}
 
 
 def gib(size: int) -> str:
@@ -196,17 +189,17 @@ def _tables(plan: MemoryPlan) -> tuple[Table, Table]:
         title=f"{plan.label}, {plan.batch} sequences, {plan.tokens} tokens, {plan.device}",
         headings=("memory", f"at the peak ({plan.phase})", "at its largest"),
         align="<>>",
-        rows=[*((kind, gib(plan.at_peak[kind]), gib(plan.largest[kind])) for kind in KINDS), (),
+        rows=[*((kind, gib(size), gib(plan.largest[kind])) for kind, size in _of_use(plan.at_peak).items()), (),
               ("total", gib(plan.peak), "")],
     )  # fmt: skip
-    rows = merge_like_layers(plan.kept_by_layer)
+    rows = merge_like_layers(plan.saved_by_layer)
     layers = [of_tokens(name, str(count), size) for name, count, size in rows[:MOST_LAYERS]]
     if rest := rows[MOST_LAYERS:]:
         layers.append(of_tokens("all others", str(sum(row[1] for row in rest)), sum(row[2] for row in rest)))
-    dtypes = [of_tokens(f"as {name}", "", size) for name, size in plan.kept_by_dtype.items()]
+    dtypes = [of_tokens(f"as {name}", "", size) for name, size in plan.saved_by_dtype.items()]
     saved = Table(
         headings=("saved for backward", "layers", "total", "bytes/token"),
         align="<>>>",
-        rows=[*layers, (), *dtypes, of_tokens("total", "", plan.kept)],
+        rows=[*layers, (), *dtypes, of_tokens("total", "", plan.saved)],
     )
     return at_peak, saved

@@ -8,7 +8,8 @@ optimizer. A 7B model takes about a second. The original model is not changed an
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,17 +17,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from octavo.nn.convert import apply_plan, rule_plan
-from octavo.nn.memory_audit import audit, call, dtype_name
+from octavo.nn.memory_audit import Audit, audit, call
 from octavo.numerics.precision import Precision
 from octavo.optim import Optimizer
 from octavo.optim.interface import follows_step
 from octavo.planner.fake import fake_batch, fake_copy, fake_device, fake_tensors
-from octavo.planner.memory_plan import BATCH, BUFFERS, PARAMETERS, STATES, MemoryPlan, summarize
-from octavo.planner.timeline import Timeline
+from octavo.planner.memory_plan import MemoryPlan
+from octavo.planner.step import Setting
+from octavo.planner.step_memory import StepTrace, follow_step, predict_memory
+from octavo.planner.timeline import ALLOCATION_GRANULARITY
 
 Loss = Callable[[nn.Module, Any], Tensor]
-ALLOCATION_GRANULARITY = {"cuda": 512, "cpu": 1}
-"""Supported devices, and the granularity of their allocators in bytes."""
 
 
 def memory(
@@ -57,7 +58,7 @@ def memory(
         device: Device of the prediction, `"cuda"` or `"cpu"`; it need not be present.
 
     Returns:
-        A `MemoryPlan`: `.peak`, `.at_peak`, `.kept_by_layer`, `.largest_batch(limit_bytes)`; prints as a table.
+        A `MemoryPlan`: `.peak`, `.at_peak`, `.saved_by_layer`, `.largest_batch(limit_bytes)`; prints as a table.
 
     Raises:
         ValueError: If the model cannot run the batch, with the reason.
@@ -73,49 +74,50 @@ def memory(
     if device.type not in ALLOCATION_GRANULARITY:
         raise ValueError(f"memory plans for {' or '.join(ALLOCATION_GRANULARITY)}; got device {str(device)!r}")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    place = fake_device(device)
+    place, setting = fake_device(device), Setting(micro_batches=micro_batches)
 
-    def plan(size: int | None) -> MemoryPlan:
+    with fake_tensors():
+        leaves = tree_leaves(fake_batch(batch, None, dtype, place))
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    if first is None:
+        raise ValueError(f"the batch contains no tensor and no shape: {batch!r}")
+    sequences = first.shape[0] if first.ndim else 1
+
+    def trace(_: int | None, size: int) -> StepTrace:
         with fake_tensors() as mode:
             copy = fake_copy(model, mode, place)
             if precision is not None:
                 apply_plan(copy, rule_plan(copy, precision=precision), keep_weights=precision.keep_weights)
-            inputs = fake_batch(batch, size, dtype, place)
-            tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-            if not tensors:
-                raise ValueError(f"the batch contains no tensor and no shape: {batch!r}")
+            inputs = fake_batch(batch, None if size == sequences else size, dtype, place)
             stepper = _optimizer(optimizer, copy)
             saved = _run(lambda: audit(copy, inputs, loss=loss or default_loss), inputs)
-            timeline = trace_step_memory(
-                copy, inputs, stepper, loss or default_loss, micro_batches, ALLOCATION_GRANULARITY[device.type]
-            )
-            return summarize(
-                timeline,
-                label=_label(precision),
-                device=device,
-                batch=tensors[0].shape[0] if tensors[0].ndim else 1,
-                tokens=max(tensors[0].numel(), 1),
-                kept_by_dtype={dtype_name(name): size for name, size in saved.by_dtype.items()},
-                kept_by_layer=saved.by_owner,
-                notes=(),
-                replan=plan,
-            )
+            granule = ALLOCATION_GRANULARITY[device.type]
+            return trace_step(copy, inputs, stepper, loss or default_loss, setting, granule, saved)
 
-    return plan(None)
+    label = "as given" if precision is None else precision.label
+    return replace(predict_memory(trace, sequences, setting), label=label, device=str(device))
 
 
-def trace_step_memory(
-    model: nn.Module, inputs: Any, stepper: torch.optim.Optimizer | None, loss: Loss, micro_batches: int, granule: int,
-    blocks: Iterable[nn.Module] = (),
-) -> Timeline:  # fmt: skip
-    """Record the timeline of a step of a fake model under FakeTensorMode, with the gradients of `blocks` labelled
-    separately.
+def trace_step(
+    model: nn.Module, inputs: Any, stepper: torch.optim.Optimizer | None, loss: Loss, setting: Setting, granule: int,
+    saved: Audit | None = None,
+) -> StepTrace:  # fmt: skip
+    """Record a step of a fake model under FakeTensorMode.
+
+    Args:
+        model: The model.
+        inputs: Its input.
+        stepper: Its optimizer.
+        loss: Computes the loss of the model and its input.
+        setting: How the step runs.
+        granule: Granularity of the allocator in bytes.
+        saved: What a forward saves for backward, if that was listed.
 
     Raises:
         ValueError: If the model cannot run.
     """
     states = [] if stepper is None else make_states(stepper)
-    earlier = make_gradients(stepper) if stepper is not None and micro_batches > 1 else []
+    earlier = make_gradients(stepper) if stepper is not None and setting.micro_batches > 1 else []
 
     def optimizer_step() -> None:
         if stepper is not None and follows_step(stepper):
@@ -125,41 +127,8 @@ def trace_step_memory(
         _run(lambda: loss(model, inputs).backward(), inputs)
 
     return follow_step(
-        model, inputs, states, earlier, forward_backward, optimizer_step, granule=granule, blocks=blocks
-    )  # fmt: skip
-
-
-def follow_step(
-    model: nn.Module, batch: Any, states: Sequence[Tensor], earlier_gradients: Sequence[Tensor],
-    forward_backward: Callable[[], Any], optimizer_step: Callable[[], Any], *, granule: int,
-    blocks: Iterable[nn.Module] = (), gradients: Callable[[], Sequence[Tensor]] = tuple,
-) -> Timeline:  # fmt: skip
-    """Record the timeline of a step of a fake model under FakeTensorMode.
-
-    Args:
-        model: The model.
-        batch: Its input.
-        states: Tensors of the optimizer.
-        earlier_gradients: Gradients of earlier micro-batches.
-        forward_backward: Runs forward and backward.
-        optimizer_step: Runs the rest of the step.
-        granule: Granularity of the allocator in bytes.
-        blocks: Modules whose gradients are labelled separately.
-        gradients: Returns gradients that are not those of the model's parameters, after backward.
-    """
-    timeline = Timeline(granule)
-    timeline.label(model.parameters(), PARAMETERS)
-    timeline.label(model.buffers(), BUFFERS)
-    timeline.label([leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)], BATCH)
-    timeline.label(states, STATES)
-    timeline.label_gradients(earlier_gradients)
-    timeline.follow(model, blocks)
-    with timeline:
-        forward_backward()
-        timeline.label_gradients(gradients())
-        timeline.set_phase("optimizer step")
-        optimizer_step()
-    return timeline
+        model, inputs, states, earlier, forward_backward, optimizer_step, setting=setting, granule=granule, saved=saved
+    )
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -221,9 +190,3 @@ def make_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)
     return [param.grad for group in optimizer.param_groups for param in group["params"]]
-
-
-def _label(precision: Precision | None) -> str:
-    if precision is None:
-        return "as given"
-    return precision.label

@@ -36,20 +36,20 @@ from octavo.optim import AdamW
 from octavo.planner.decide import candidates
 from octavo.planner.devices import Gpu, find_gpu, gpu_by_driver_name
 from octavo.planner.fake import fake_batch, fake_device, fake_tensors
-from octavo.planner.footprint import Footprint
 from octavo.planner.forecast import Forecast, LinearTimes, decide_by_cost, forecast
 from octavo.planner.measured import Measurements, read_measurements
-from octavo.planner.model_memory import ALLOCATION_GRANULARITY, default_loss, trace_step_memory
+from octavo.planner.memory_plan import MemoryPlan
+from octavo.planner.model_memory import default_loss, trace_step
 from octavo.planner.step import CHECKPOINTING, Layout, Setting, is_count, layout_settings
 from octavo.planner.step_memory import (
     TRACED_BLOCKS,
     StepTrace,
     blocks_are_equal,
     copy_with_blocks,
+    predict_memory,
     restrict_plan,
-    step_footprint,
-    step_trace,
 )
+from octavo.planner.timeline import ALLOCATION_GRANULARITY
 from octavo.planner.trace import Trace, extrapolate_trace, trace
 from octavo.runtime.blocks import find_blocks
 
@@ -133,11 +133,11 @@ def plan(
     check_gathered(decided, parallel)
     offloaded = parallel is not None and parallel.cpu_offload
 
-    def memory(plan: Plan, level: Precision, setting: Setting) -> Footprint:
-        trace_step = partial(_trace_blocks, model, shapes, plan, level, checkpointing, setting)
-        equal = blocks_are_equal(model, plan)
-        predicted = step_footprint(trace_step, len(find_blocks(model)), setting, size, equal=equal, offloaded=offloaded)
-        return replace(predicted, note=_SELECTIVE_NOTE) if checkpointing == "selective" else predicted
+    def memory(plan: Plan, level: Precision, setting: Setting) -> MemoryPlan:
+        trace_blocks = partial(_trace_blocks, model, shapes, plan, level, checkpointing, setting)
+        blocks, equal = len(find_blocks(model)), blocks_are_equal(model, plan)
+        predicted = predict_memory(trace_blocks, size, setting, blocks=blocks, equal=equal, offloaded=offloaded)
+        return replace(predicted, notes=(_SELECTIVE_NOTE,) if checkpointing == "selective" else ())
 
     return forecast(
         decided, times, gpu, traced, request.recipes, setting, tokens,
@@ -340,16 +340,7 @@ def _trace_blocks(
         make = partial(AdamW, states=precision.states, master=None if precision.master == "none" else master)
         inputs = fake_batch(shapes, size, _dtype(model), place)
         stepper = make(parameters) if parameters else None
-        timeline = trace_step_memory(
-            copy,
-            inputs,
-            stepper,
-            default_loss,
-            setting.micro_batches,
-            ALLOCATION_GRANULARITY["cuda"],
-            find_blocks(copy),
-        )
-        return step_trace(copy, timeline, setting)
+        return trace_step(copy, inputs, stepper, default_loss, setting, ALLOCATION_GRANULARITY["cuda"])
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

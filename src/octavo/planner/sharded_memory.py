@@ -16,11 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.planner.memory_extrapolation import MemorySeries
-from octavo.planner.memory_plan import PARAMETERS, STATES
-from octavo.planner.timeline import BLOCK_GRADIENTS, GRADIENTS, TEMPORARIES
-
-GATHERED = "gathered"
+from octavo.planner.timeline import BLOCK_GRADIENTS, GATHERED, GRADIENTS, PARAMETERS, STATES, TEMPORARIES, MemorySeries
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,28 +1,45 @@
-"""Predict the memory of a step of a model of many equal blocks, per GPU, in a second or two.
+"""Predict the memory of a training step: the one path from a step on fake tensors to a `MemoryPlan`.
 
-The step runs on fake copies with two and three of the blocks; `octavo.planner.memory_extrapolation` checks the
-difference and extrapolates to, say, 80. If the blocks are not equal in shapes or in the decisions for their layers, or
-if the two steps differ by more than one block, the whole model runs instead.
+    follow_step        records a step                                   `octavo.planner.timeline`
+    predict_memory     of a few blocks: extrapolates to all of them     `octavo.planner.memory_extrapolation`
+                       of several GPUs: what one of them holds          `octavo.planner.sharded_memory`
+
+A model of many equal blocks takes a second or two: the step runs on fake copies with two and three of the blocks; the
+difference is checked and extrapolated to, say, 80. If the blocks are not equal in shapes or in the decisions for their
+layers, or if the two steps differ by more than one block, the whole model runs instead.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from octavo.nn.linear_subclasses import is_converted
+from octavo.nn.memory_audit import Audit, dtype_name
 from octavo.numerics.plan import Plan
 from octavo.planner.collective_cost import FP8_BYTES_PER_ELEMENT
 from octavo.planner.fake import fake_copy
-from octavo.planner.footprint import Footprint, footprint
-from octavo.planner.memory_extrapolation import extrapolate_blocks, memory_series
-from octavo.planner.model_memory import ALLOCATION_GRANULARITY
-from octavo.planner.sharded_memory import Group, Shards
+from octavo.planner.memory_extrapolation import extrapolate_blocks
+from octavo.planner.memory_plan import MemoryPlan
+from octavo.planner.sharded_memory import Group, Shards, memory_per_rank
 from octavo.planner.step import Setting
-from octavo.planner.timeline import BLOCK_GRADIENTS, StorageEvents, Timeline
+from octavo.planner.timeline import (
+    ALLOCATION_GRANULARITY,
+    BATCH,
+    BLOCK_GRADIENTS,
+    BUFFERS,
+    GATHERED,
+    GRADIENTS,
+    KINDS,
+    PARAMETERS,
+    STATES,
+    StorageEvents,
+    Timeline,
+)
 from octavo.runtime.blocks import find_blocks
 
 M = TypeVar("M", bound=nn.Module)
@@ -31,15 +48,23 @@ TRACED_BLOCKS = 2
 """Blocks of the smaller copy: in backward one is the last, and one is neither the last nor the first."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepTrace:
-    """The storage events of one step, and the parameters that are gathered and scattered together if the model is
-    sharded.
+    """One step, as recorded.
+
+    Attributes:
+        events: Its storage events.
+        tokens: Elements of the batch's first tensor.
+        block: Parameters of the largest block, which are gathered and scattered together if the model is sharded.
+        rest: Parameters outside the blocks.
+        saved: What a forward saves for backward, if that was listed.
     """
 
     events: StorageEvents
+    tokens: int
     block: Group
     rest: Group
+    saved: Audit
 
     def gradients(self, blocks: int) -> int:
         """Return the bytes of all gradients of a model with this many such blocks."""
@@ -50,37 +75,97 @@ TraceStep = Callable[[int | None, int], StepTrace]
 """Traces a step of the model with this many blocks, or all, and a batch of this many sequences."""
 
 
-def step_footprint(
-    trace: TraceStep, blocks: int, setting: Setting, size: int, *, equal: bool, offloaded: bool = False
-) -> Footprint:
-    """Predict the footprint of a step on each GPU.
+def predict_memory(
+    trace: TraceStep, size: int, setting: Setting, *, blocks: int = 0, equal: bool = False, offloaded: bool = False
+) -> MemoryPlan:
+    """Predict the memory of a step on each GPU.
 
     Args:
         trace: Traces a step.
-        blocks: Blocks of the model; 0 if it has none.
-        setting: How the step runs.
         size: Sequences of one forward.
-        equal: Whether the blocks are equal.
+        setting: How the step runs.
+        blocks: Blocks of the model; 0 if it has none.
+        equal: Whether the blocks are equal, so that a few of them stand for all.
         offloaded: Whether shards are in host memory.
     """
     series = None
     count = TRACED_BLOCKS
     if equal and blocks > TRACED_BLOCKS + 1:
-        few, more = trace(TRACED_BLOCKS, size), trace(TRACED_BLOCKS + 1, size)
-        series, groups = extrapolate_blocks(few.events, more.events, blocks - TRACED_BLOCKS), few
+        step, more = trace(TRACED_BLOCKS, size), trace(TRACED_BLOCKS + 1, size)
+        series = extrapolate_blocks(step.events, more.events, blocks - TRACED_BLOCKS)
     if series is None:
-        whole = trace(None, size)
-        series, groups, count = memory_series(whole.events), whole, blocks
-    shards = None
+        step, count = trace(None, size), blocks
+        series = step.events.series
     if setting.shards > 1 or offloaded:
         shards = Shards(
-            ranks=setting.shards, block=groups.block, rest=groups.rest, blocks=blocks, keeps=setting.keeps_gathered,
+            ranks=setting.shards, block=step.block, rest=step.rest, blocks=blocks, keeps=setting.keeps_gathered,
             accumulating=setting.micro_batches > 1, offloaded=offloaded,
         )  # fmt: skip
-    copied = setting.copies > 1 and setting.shards == 1
-    return footprint(
-        series, shards, batch=size, traced_blocks=(count, blocks), buckets=groups.gradients(blocks) if copied else 0,
-        replan=lambda other: step_footprint(trace, blocks, setting, other, equal=equal, offloaded=offloaded),
+        series = memory_per_rank(series, shards)
+    # DDP's buckets hold all gradients a second time.
+    buckets = {GATHERED: step.gradients(blocks)} if setting.copies > 1 and setting.shards == 1 else {}
+    series = series.merge(BLOCK_GRADIENTS, GRADIENTS)
+    peak = series.peak
+    by_dtype = sorted(step.saved.by_dtype.items(), key=lambda item: -item[1])
+    return MemoryPlan(
+        batch=size,
+        tokens=step.tokens,
+        phase=peak.phase,
+        at_peak=dict.fromkeys((*KINDS, GATHERED), 0) | peak.bytes | buckets,
+        largest=dict.fromkeys((*KINDS, GATHERED), 0) | series.largest | buckets,
+        saved_by_dtype={dtype_name(dtype): saved for dtype, saved in by_dtype},
+        saved_by_layer=step.saved.by_owner,
+        traced_blocks=(count, blocks),
+        replan=lambda other: predict_memory(trace, other, setting, blocks=blocks, equal=equal, offloaded=offloaded),
+    )
+
+
+def follow_step(
+    model: nn.Module, batch: Any, states: Sequence[Tensor], earlier_gradients: Sequence[Tensor],
+    forward_backward: Callable[[], Any], optimizer_step: Callable[[], Any], *, setting: Setting, granule: int,
+    gradients: Callable[[], Sequence[Tensor]] = tuple, saved: Audit | None = None,
+) -> StepTrace:  # fmt: skip
+    """Record a step of a fake model under FakeTensorMode.
+
+    Args:
+        model: The model.
+        batch: Its input.
+        states: Tensors of the optimizer.
+        earlier_gradients: Gradients of earlier micro-batches.
+        forward_backward: Runs forward and backward.
+        optimizer_step: Runs the rest of the step.
+        setting: How the step runs.
+        granule: Granularity of the allocator in bytes.
+        gradients: Returns gradients that are not those of the model's parameters, after backward.
+        saved: What a forward saves for backward, if that was listed.
+    """
+    timeline, blocks = Timeline(granule), find_blocks(model)
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    timeline.label(model.parameters(), PARAMETERS)
+    timeline.label(model.buffers(), BUFFERS)
+    timeline.label(tensors, BATCH)
+    timeline.label(states, STATES)
+    timeline.label_gradients(earlier_gradients)
+    timeline.follow(model, blocks)
+    with timeline:
+        forward_backward()
+        timeline.label_gradients(gradients())
+        timeline.set_phase("optimizer step")
+        optimizer_step()
+    inside = {id(p): p for block in blocks for p in block.parameters()}
+    timeline.relabel([p.grad for p in inside.values() if p.grad is not None], BLOCK_GRADIENTS)
+    compressed = _in_fp8(model) if setting.fp8_gather else {}
+    parameters_by_block = [list(block.parameters()) for block in blocks]
+    largest = max(parameters_by_block, key=lambda parameters: sum(p.numel() for p in parameters), default=[])
+    return StepTrace(
+        events=timeline.events(),
+        tokens=max(tensors[0].numel(), 1),
+        block=_group(largest, compressed, 0.0 if setting.fp8_reduce else setting.reduce_bytes),
+        rest=_group(
+            [p for p in model.parameters() if id(p) not in inside], compressed,
+            FP8_BYTES_PER_ELEMENT if setting.fp8_reduce else setting.reduce_bytes,
+        ),
+        saved=saved or Audit(rows=()),
     )  # fmt: skip
 
 
@@ -137,23 +222,8 @@ def copy_with_blocks(model: M, count: int | None, mode: FakeTensorMode, place: t
 def restrict_plan(plan: Plan, model: nn.Module) -> Plan:
     """Return the decisions for modules that the model has."""
     names = {name for name, _ in model.named_modules()}
-    return Plan({name: decision for name, decision in plan.decisions.items() if name in names}, plan.activations)
-
-
-def step_trace(model: nn.Module, timeline: Timeline, setting: Setting) -> StepTrace:
-    """Build the `StepTrace` from the timeline of a step, while the model still has its gradients."""
-    blocks = find_blocks(model)
-    inside = {id(p): p for block in blocks for p in block.parameters()}
-    timeline.relabel([p.grad for p in inside.values() if p.grad is not None], BLOCK_GRADIENTS)
-    outside = [p for p in model.parameters() if id(p) not in inside]
-    compressed = _in_fp8(model) if setting.fp8_gather else {}
-    parameters_by_block = [list(block.parameters()) for block in blocks]
-    largest = max(parameters_by_block, key=lambda parameters: sum(p.numel() for p in parameters), default=[])
-    return StepTrace(
-        timeline.events(),
-        _group(largest, compressed, 0.0 if setting.fp8_reduce else setting.reduce_bytes),
-        _group(outside, compressed, FP8_BYTES_PER_ELEMENT if setting.fp8_reduce else setting.reduce_bytes),
-    )
+    decisions = {name: decision for name, decision in plan.decisions.items() if name in names}
+    return Plan(decisions, plan.activations, plan.partial)
 
 
 def _in_fp8(model: nn.Module) -> dict[int, int]:

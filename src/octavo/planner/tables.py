@@ -6,9 +6,9 @@ from typing import Any
 from octavo.numerics.display import Table
 from octavo.numerics.names import merged, pattern
 from octavo.numerics.plan import PlanRow
-from octavo.planner.footprint import CATEGORIES, Footprint
-from octavo.planner.memory_plan import KINDS, MemoryPlan, gib
+from octavo.planner.memory_plan import FORECAST_KINDS, MemoryPlan, gib, merge_kinds
 from octavo.planner.step import PARTS, StepTime
+from octavo.planner.timeline import GATHERED, KINDS
 
 CONFIGURED, BEST = "this configuration", "best plan"
 """Headings of a run as configured, and of the best plan for it."""
@@ -38,7 +38,7 @@ def compare_memory(plans: Sequence[MemoryPlan], *, baseline: str, fitting: Seque
             (f"of {baseline}", *(f"{plan.peak / whole:.0%}" for plan in plans)),
             ("reached in", *(plan.phase for plan in plans)),
             (),
-            ("saved, kB/token", *(f"{plan.kept / plan.tokens / 1000:,.1f}" for plan in plans)),
+            ("saved, kB/token", *(f"{plan.saved / plan.tokens / 1000:,.1f}" for plan in plans)),
             (f"fit in {limit_bytes / 2**30:g} GiB", *(str(most or "none") for most in fitting)),
         ],
     )
@@ -91,7 +91,7 @@ def forecast_text(plan: Any, width: int | None = None) -> str:
         *summaries,
         f"With {plan.tokens:,} tokens FP8 pays {sizes}.",
         *(_fit_note(plan, memory, f"{name}: " if own is not None else "") for name, _, memory in columns),
-        *dict.fromkeys(memory.note for _, _, memory in columns if memory.note),
+        *dict.fromkeys(note for _, _, memory in columns for note in memory.notes),
         f"Rates: {gpu.rates_from}. Efficiencies: {gpu.efficiency_from}.",
     ]
     if gpu.measured:
@@ -100,7 +100,7 @@ def forecast_text(plan: Any, width: int | None = None) -> str:
     return "\n".join([*layers.lines(width), *below, "", *_step(plan).lines(), "", *notes])
 
 
-def _columns(plan: Any) -> list[tuple[str, StepTime, Footprint]]:
+def _columns(plan: Any) -> list[tuple[str, StepTime, MemoryPlan]]:
     """Columns of a forecast: bf16, the configuration if there is one, and the plan by cost."""
     columns = [("bf16", plan.bf16, plan.bf16_memory)]
     if plan.configured is not None:
@@ -116,7 +116,7 @@ def _step(plan: Any) -> Table:
     def of_time(name: str, form: Callable[[StepTime], str]) -> None:
         rows.append((name, *(form(time) for _, time, _ in columns)))
 
-    def of_memory(name: str, form: Callable[[Footprint], str]) -> None:
+    def of_memory(name: str, form: Callable[[MemoryPlan], str]) -> None:
         rows.append((name, *(form(memory) for _, _, memory in columns)))
 
     for part in PARTS:
@@ -128,9 +128,10 @@ def _step(plan: Any) -> Table:
     of_time("× bf16", lambda time: f"{plan.bf16.seconds / time.seconds:.2f}")
     rows.append(())
     of_each = " of each GPU" if plan.setting.gpus > 1 else ""
-    for kind in CATEGORIES:
-        if kind in CATEGORIES[:5] or any(memory.at_peak[kind] for _, _, memory in columns):
-            of_memory(kind, lambda memory, kind=kind: gib(memory.at_peak[kind]))  # type: ignore[misc]
+    at_peaks = [merge_kinds(memory.at_peak) for _, _, memory in columns]
+    for kind in (*FORECAST_KINDS, "other"):
+        if kind not in (GATHERED, "other") or any(at_peak[kind] for at_peak in at_peaks):
+            rows.append((kind, *(gib(at_peak[kind]) for at_peak in at_peaks)))
     rows.append(())
     of_memory(f"memory{of_each}", lambda memory: gib(memory.peak))
     of_memory("peak in", lambda memory: memory.phase)
@@ -146,7 +147,7 @@ def _step(plan: Any) -> Table:
     return Table(headings=headings, align="<" + ">" * len(columns), rows=rows)
 
 
-def _fit_note(plan: Any, memory: Footprint, name: str) -> str:
+def _fit_note(plan: Any, memory: MemoryPlan, name: str) -> str:
     """Describe whether a step fits, and what to do if not."""
     usable = plan.gpu.usable
     traced, blocks = memory.traced_blocks

@@ -30,9 +30,67 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from octavo.runtime.torch_compat import in_backward
 
+PARAMETERS, BUFFERS, STATES, BATCH = "parameters", "buffers", "optimizer states", "batch"
 GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
+KINDS = (PARAMETERS, BUFFERS, STATES, BATCH, GRADIENTS, ACTIVATIONS, TEMPORARIES)
+"""Categories of memory, in the order of tables."""
+GATHERED = "gathered"
+"""Category of the memory for communication with other ranks."""
 BLOCK_GRADIENTS = "gradients of blocks"
-"""Gradients of blocks, if they are distinguished from the rest."""
+"""Gradients of blocks, while they are distinguished from the rest."""
+ALLOCATION_GRANULARITY = {"cuda": 512, "cpu": 1}
+"""Devices with a known allocator, and its granularity in bytes."""
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """Bytes by category at one time of a step."""
+
+    phase: str
+    bytes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Sum over the categories."""
+        return sum(self.bytes.values())
+
+
+class MemorySeries:
+    """Bytes by category at many times of a step.
+
+    Args:
+        kinds: Categories.
+        phases: Phase of each time.
+        table: [times, kinds], int64.
+    """
+
+    def __init__(self, kinds: Sequence[str], phases: Sequence[str], table: Tensor) -> None:
+        self.kinds, self.phases, self.table = tuple(kinds), tuple(phases), table
+
+    def __iter__(self) -> Iterator[MemorySample]:
+        return (self._sample(at) for at in range(len(self.phases)))
+
+    @property
+    def peak(self) -> MemorySample:
+        """The first time with the largest sum."""
+        return self._sample(int(self.table.sum(dim=1).argmax()))
+
+    @property
+    def largest(self) -> dict[str, int]:
+        """Maximum bytes of each category over time."""
+        return dict(zip(self.kinds, self.table.amax(dim=0).tolist(), strict=True))
+
+    def merge(self, kind: str, into: str) -> "MemorySeries":
+        """Return the series with the bytes of one category added to those of another."""
+        if kind not in self.kinds:
+            return self
+        kinds = [*dict.fromkeys(into if name == kind else name for name in self.kinds)]
+        columns = torch.tensor([kinds.index(into if name == kind else name) for name in self.kinds])
+        table = torch.zeros(len(self.phases), len(kinds), dtype=torch.int64).index_add(1, columns, self.table)
+        return MemorySeries(kinds, self.phases, table)
+
+    def _sample(self, at: int) -> MemorySample:
+        return MemorySample(self.phases[at], dict(zip(self.kinds, self.table[at].tolist(), strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +112,21 @@ class StorageEvents:
     step_start: int
     backward_start: int
     backward_end: int
+
+    @property
+    def series(self) -> MemorySeries:
+        """All times of the step; the first holds everything allocated before it."""
+        kinds = tuple(dict.fromkeys(self.kinds))
+        first = max(self.step_start - 1, 0)
+        return MemorySeries(kinds, self.phases[first:], self.cumulative(kinds)[first:])
+
+    def cumulative(self, kinds: Sequence[str]) -> Tensor:
+        """Return the bytes by kind after each event: [events, kinds]."""
+        column = {kind: index for index, kind in enumerate(kinds)}
+        table = torch.zeros(len(self.changes), len(kinds), dtype=torch.int64)
+        columns = torch.tensor([column[kind] for kind in self.kinds], dtype=torch.int64)
+        table[torch.arange(len(self.changes)), columns] = torch.tensor(self.changes, dtype=torch.int64)
+        return table.cumsum(0)
 
 
 class Timeline(TorchDispatchMode):
@@ -109,40 +182,18 @@ class Timeline(TorchDispatchMode):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(label_gradient)
 
-    def events(self) -> "StorageEvents":
-        """Return the events of a finished step with a backward, for `octavo.planner.memory_extrapolation`."""
-        events = self._events[: self._marks["step end"]]
+    def events(self) -> StorageEvents:
+        """Return the events so far; of a finished step, those until its end."""
+        end = self._marks.get("step end", len(self._events))
+        events = self._events[:end]
         return StorageEvents(
             kinds=[self._kinds.get(number, TEMPORARIES) for number, _, _ in events],
             changes=[change for _, change, _ in events],
             phases=[phase for _, _, phase in events],
-            step_start=self._marks["step start"],
-            backward_start=self._marks["backward start"],
-            backward_end=self._marks.get("backward end", len(events)),
+            step_start=self._marks.get("step start", end),
+            backward_start=self._marks.get("backward start", end),
+            backward_end=self._marks.get("backward end", end),
         )
-
-    def largest(self) -> dict[str, int]:
-        """Return the maximum bytes of each category over time."""
-        now: dict[str, int] = {}
-        most: dict[str, int] = {}
-        for number, change, _ in self._events:
-            kind = self._kinds.get(number, TEMPORARIES)
-            now[kind] = now.get(kind, 0) + change
-            most[kind] = max(most.get(kind, 0), now[kind])
-        return most
-
-    def peak(self) -> tuple[str, dict[str, int]]:
-        """Return the phase with the largest sum, and bytes by category at that time."""
-        total, highest, at, phase = 0, 0, 0, ""
-        for index, (_, change, during) in enumerate(self._events):
-            total += change
-            if total > highest:
-                highest, at, phase = total, index, during
-        kinds: dict[str, int] = {}
-        for number, change, _ in self._events[: at + 1]:
-            kind = self._kinds.get(number, TEMPORARIES)
-            kinds[kind] = kinds.get(kind, 0) + change
-        return phase, {kind: size for kind, size in kinds.items() if size}
 
     def __enter__(self) -> "Timeline":
         original: Any = torch.UntypedStorage.resize_

@@ -10,7 +10,7 @@ forward of the same model, the memory from steps of the same trainer on two and 
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from octavo.nn.convert import rule_plan
-from octavo.nn.memory_audit import Audit, audit, dtype_name
+from octavo.nn.memory_audit import Audit, audit
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, LEVELS
@@ -31,10 +31,9 @@ from octavo.optim.interface import follows_step
 from octavo.planner.convert import plan_on_gpu
 from octavo.planner.devices import Gpu, find_gpu
 from octavo.planner.fake import fake_device, fake_tensors
-from octavo.planner.footprint import Footprint
 from octavo.planner.forecast import Forecast, forecast
-from octavo.planner.memory_plan import MemoryPlan, summarize
-from octavo.planner.model_memory import ALLOCATION_GRANULARITY, follow_step, make_gradients, make_states
+from octavo.planner.memory_plan import MemoryPlan
+from octavo.planner.model_memory import make_gradients, make_states
 from octavo.planner.model_plan import (
     check_gathered,
     default_decisions,
@@ -47,12 +46,12 @@ from octavo.planner.step_memory import (
     StepTrace,
     blocks_are_equal,
     copy_with_blocks,
+    follow_step,
+    predict_memory,
     restrict_plan,
-    step_footprint,
-    step_trace,
 )
 from octavo.planner.tables import compare_memory, forecast_text, plan_notes
-from octavo.planner.timeline import Timeline
+from octavo.planner.timeline import ALLOCATION_GRANULARITY
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.terminal import width
 from octavo.train.checkpoint.pretrained import load_model_config, one_line
@@ -107,30 +106,26 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
     check_model(config.model)
     fake = fake_device(torch.device(device))
 
-    def plan(size: int, *, first: bool = False) -> MemoryPlan:
+    setting = Setting(micro_batches=config.optim.micro_batches)
+    sequences = config.optim.batch // config.optim.micro_batches
+    notes: list[str] = []
+
+    def trace(_: int | None, size: int) -> StepTrace:
         with fake_tensors():
             tokenizer = cast(TextTokenizer, _vocabulary(config))
             with fake:
                 model = _build(config, tokenizer)
             trainer = Trainer(config, cast(Corpus, _NoData(tokenizer)), fake, model)
-            shape = size, config.data.sequence_length
-            batch = tuple(torch.zeros(shape, dtype=torch.int64, device=fake) for _ in range(2))
-            of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
-            saved = _run(of_loss, size) if first else Audit(rows=())  # other sizes are planned for their peaks
-            timeline = _trace_step(trainer, batch, ALLOCATION_GRANULARITY[device])
-            return summarize(
-                timeline,
-                label=label or config.arm,
-                device=torch.device(device),
-                batch=size,
-                tokens=batch[0].numel(),
-                kept_by_dtype={dtype_name(name): held for name, held in saved.by_dtype.items()},
-                kept_by_layer=saved.by_owner,
-                notes=_notes(trainer),
-                replan=plan,
-            )
+            batch = _fake_batch(config, size, fake)
+            saved = None
+            if size == sequences:  # other sizes are planned for their peaks
+                of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
+                saved = _run(of_loss, size)
+                notes[:] = _notes(trainer)
+            return _trace_step(trainer, batch, setting, ALLOCATION_GRANULARITY[device], saved)
 
-    return plan(config.optim.batch // config.optim.micro_batches, first=True)
+    plan = predict_memory(trace, sequences, setting)
+    return replace(plan, label=label or config.arm, device=device, notes=tuple(notes))
 
 
 def plan_arms(config: TrainConfig, *, device: str = "cuda", progress: Progress = _silent) -> list[MemoryPlan]:
@@ -210,13 +205,14 @@ def plan_step(
 
     trace = _run(lambda: trace_model(model, forward, [shape], fake), shape[0])
     best, times = rule.by_cost(gpu_spec, trace, eager=setting.eager)
-    blocks = len(find_blocks(model))
 
-    def memory(subject: str, run: TrainConfig, plan: Plan, arm_setting: Setting) -> Footprint:
+    def memory(subject: str, run: TrainConfig, plan: Plan, arm_setting: Setting) -> MemoryPlan:
         progress(f"the memory of {subject}")
         steps = partial(_step_on_blocks, run, model, plan, arm_setting)
-        equal = blocks_are_equal(model, plan)
-        return step_footprint(steps, blocks, arm_setting, shape[0], equal=equal, offloaded=layout.cpu_offload)
+        return predict_memory(
+            steps, shape[0], arm_setting, blocks=len(find_blocks(model)), equal=blocks_are_equal(model, plan),
+            offloaded=layout.cpu_offload,
+        )  # fmt: skip
 
     own_memory = memory("this configuration", config, own_plan, setting)
     return forecast(
@@ -253,10 +249,16 @@ def _step_on_blocks(
         copy = copy_with_blocks(model, blocks, mode, fake)
         corpus = cast(Corpus, _NoData(_vocabulary(config)))
         trainer = Trainer(config, corpus, fake, copy, plan=restrict_plan(plan, copy))
-        shape = size, config.data.sequence_length
-        batch = tuple(torch.zeros(shape, dtype=torch.int64, device=fake) for _ in range(2))
-        timeline = _run(lambda: _trace_step(trainer, batch, ALLOCATION_GRANULARITY["cuda"], find_blocks(copy)), size)
-        return step_trace(trainer.model, timeline, setting)
+        batch, granule = _fake_batch(config, size, fake), ALLOCATION_GRANULARITY["cuda"]
+        trace: StepTrace = _run(lambda: _trace_step(trainer, batch, setting, granule), size)
+        return trace
+
+
+def _fake_batch(config: TrainConfig, size: int, fake: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and targets of one micro-batch."""
+    shape = size, config.data.sequence_length
+    ids, targets = (torch.zeros(shape, dtype=torch.int64, device=fake) for _ in range(2))
+    return ids, targets
 
 
 def console(
@@ -321,9 +323,9 @@ def _progress() -> Iterator[Progress]:
 
 
 def _trace_step(
-    trainer: Trainer, batch: Sequence[Tensor], granule: int, blocks: Iterable[torch.nn.Module] = ()
-) -> Timeline:
-    """The timeline of one step; it labels the gradients of `blocks` separately."""
+    trainer: Trainer, batch: tuple[Tensor, Tensor], setting: Setting, granule: int, saved: Audit | None = None
+) -> StepTrace:
+    """Record one step of the trainer."""
     optimizer = trainer.optimizer
     make_states(optimizer.inner)
     states = [t for t in tree_leaves(optimizer.state_dict()) if isinstance(t, Tensor)]
@@ -336,7 +338,7 @@ def _trace_step(
 
     return follow_step(
         trainer.model, batch, states, earlier, lambda: trainer.accumulate(*batch, targets=batch[1].numel()),
-        optimizer_step, granule=granule, blocks=blocks, gradients=optimizer.gradients,
+        optimizer_step, setting=setting, granule=granule, gradients=optimizer.gradients, saved=saved,
     )  # fmt: skip
 
 
