@@ -106,7 +106,7 @@ def _pair(session: Session, shape: tuple[int, int], case: tuple[str, ...]) -> Ro
 def _differences(what: str, expected: Sequence[Tensor], actual: Sequence[Tensor | None]) -> list[str]:
     if any(output is None for output in actual):
         return [f"{what}: an output is missing"]
-    found = difference([e.cpu() for e in expected], [a for a in actual if a is not None])
+    found = difference(expected, [a for a in actual if a is not None])
     return [f"{what}: {found}".lstrip(": ")] if found else []
 
 

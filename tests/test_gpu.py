@@ -13,12 +13,12 @@ from torch import nn
 import octavo
 import octavo.kernels.fused  # registers its ops
 from octavo.kernels import scaled_mm
-from octavo.kernels.conformance import difference
+from octavo.kernels.conformance import difference, low_sqnr
 from octavo.kernels.gemm import SCALED_MM
 from octavo.kernels.gemm import reference as gemm_reference
 from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize, quantize_pair, reference
 from octavo.kernels.registry import OPS, Backend, Op, status
-from octavo.numerics import RECIPES, QuantSpec, sqnr
+from octavo.numerics import RECIPES, QuantSpec
 from octavo.numerics.spec import FULL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -38,11 +38,6 @@ def matrix(shape, *, broken=False, dtype=torch.bfloat16):
         if broken:
             values[1, 2], values[3, 0] = math.nan, -math.inf
     return values.to(dtype)
-
-
-def mismatch(expected, outputs):
-    """What differs in a byte; None if nothing does."""
-    return difference([tensor.cpu() for tensor in expected], outputs)
 
 
 def factors(shape):
@@ -75,7 +70,7 @@ def test_quantizers_give_the_reference_s_bytes(text, fold):
                 with QUANTIZE.force("triton"):
                     q = quantize(x, spec, factor, order=order)
                 outputs = [q.data, q.scale, q.copy if order == "both" else q.data]
-                assert (why := mismatch([data, scale, data], outputs)) is None, (shape, order, why)
+                assert (why := difference([data, scale, data], outputs)) is None, (shape, order, why)
                 assert q.along(1 if order == "rows" else 0) is not None
 
 
@@ -88,7 +83,7 @@ def test_quantizers_take_maxima_that_are_given(text):
         data, scale = reference.quantize(x, spec, None, amax=amax)
         with QUANTIZE.force("triton"):
             q = quantize(x, spec, order="both", amax=amax)
-        assert (why := mismatch([data, scale, data], [q.data, q.scale, q.copy])) is None, (shape, why)
+        assert (why := difference([data, scale, data], [q.data, q.scale, q.copy])) is None, (shape, why)
 
 
 @pytest.mark.parametrize("case", QUANTIZE_PAIR.cases.values(), ids=" and ".join)
@@ -101,7 +96,7 @@ def test_pairs_give_the_reference_s_bytes(case):
             with QUANTIZE_PAIR.force("triton"):
                 first, second = quantize_pair(x, spec, fold, spec_t, fold_t)
             outputs = [first.data, first.scale, second.data, second.scale]
-            assert (why := mismatch(expected, outputs)) is None, (shape, why)
+            assert (why := difference(expected, outputs)) is None, (shape, why)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -112,7 +107,7 @@ def test_other_dtypes_and_unaligned_inputs(text, dtype):
     data, scale = reference.quantize(x, spec, None)
     with QUANTIZE.force("triton"):
         q = quantize(x, spec, order="both")
-    assert (why := mismatch([data, scale, data], [q.data, q.scale, q.copy])) is None, why
+    assert (why := difference([data, scale, data], [q.data, q.scale, q.copy])) is None, why
 
 
 def test_offsets_beyond_32_bits():
@@ -125,7 +120,7 @@ def test_offsets_beyond_32_bits():
     data, scale = reference.quantize(x[-4:], spec, None)
     with QUANTIZE.force("triton"):
         q = quantize(x, spec, order="both")
-    assert mismatch([data, scale, data], [q.data[-4:], q.scale[-4:], q.copy[-4:]]) is None
+    assert difference([data, scale, data], [q.data[-4:], q.scale[-4:], q.copy[-4:]]) is None
 
 
 @pytest.mark.parametrize("name", [name for name in SCALED_MM.backends if name != "reference"])
@@ -146,7 +141,7 @@ def test_products_agree_with_the_reference(name, label):
             with SCALED_MM.force(name):
                 y = scaled_mm(*operands, layout, out_dtype=dtype, fast_accum=layout == "nt")
             assert y.dtype == dtype and y.shape == (m, n)
-            assert torch.equal(expected, y.float()) or sqnr(expected, y.float()) > 45, (m, k, n, dtype)
+            assert (why := low_sqnr([expected], [y], 45)) is None, (m, k, n, dtype, why)
 
 
 def forward_backward(layer, x, g):
@@ -154,11 +149,6 @@ def forward_backward(layer, x, g):
     own = x.detach().requires_grad_()
     y = layer(own)
     return [y.detach(), *torch.autograd.grad(y, (own, *layer.parameters()), g)]
-
-
-def agree(expected, actual, db=40.0):
-    """Whether tensors are equal, or nearly."""
-    return all(torch.equal(e, a) or sqnr(e.float(), a.float()) > db for e, a in zip(expected, actual, strict=True))
 
 
 def converted(name, k, n, *, bias=False):
@@ -176,7 +166,7 @@ def test_linear_agrees_with_the_cpu(name, shape, bias):
     x, g = torch.randn(m, k).bfloat16(), torch.randn(m, n).bfloat16()
     expected = forward_backward(layer, x, g)
     actual = forward_backward(layer.to(DEVICE), x.to(DEVICE), g.to(DEVICE))
-    assert agree(expected, [t.cpu() for t in actual])
+    assert low_sqnr(expected, actual, 40) is None
 
 
 @pytest.mark.filterwarnings("ignore:octavo. scaled_mm:RuntimeWarning")
@@ -199,7 +189,7 @@ def test_linear_is_captured_into_a_cuda_graph(name):
             result.fill_(math.nan)
         graph.replay()
         torch.cuda.synchronize()
-        assert agree(forward_backward(layer, x, g), results, db=55.0)
+        assert low_sqnr(forward_backward(layer, x, g), results, 55) is None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
@@ -213,7 +203,7 @@ def test_linear_compiles_without_a_graph_break(name):
         own, again = x.clone().requires_grad_(), x.clone().requires_grad_()
         y, expected = compiled(own), layer(again)
         gradients = [torch.autograd.grad(out, (leaf, layer.weight), g) for out, leaf in ((y, own), (expected, again))]
-        assert agree((expected, *gradients[1]), (y, *gradients[0]), db=55.0)
+        assert low_sqnr((expected, *gradients[1]), (y, *gradients[0]), 55) is None
 
 
 def test_work_goes_to_the_current_stream():
@@ -227,7 +217,7 @@ def test_work_goes_to_the_current_stream():
         late = x * 1.0  # not there yet when the host goes on
         actual = forward_backward(layer, late, g)
     stream.synchronize()
-    assert agree(expected, actual, db=55.0)
+    assert low_sqnr(expected, actual, 55) is None
 
 
 def test_running_out_of_memory_is_not_remembered():

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from octavo.numerics import first_mismatch, sqnr
+from octavo.kernels.conformance import difference
+from octavo.numerics import sqnr
 
 WHOLE_DB, EACH_DB = 20.0, 15.0
 """What gradients reach at least: all of a model together, and each."""
@@ -85,11 +86,7 @@ def around_octavo(model: nn.Module) -> AbstractContextManager[None]:
 
 def same(name: str, expected: Tensor, actual: Tensor) -> str | None:
     """Describe the first bit that differs, where NaN is equal to any NaN."""
-    if expected.shape == actual.shape and expected.dtype == actual.dtype and expected.is_floating_point():
-        both = expected.isnan() & actual.isnan()
-        expected, actual = expected.masked_fill(both, 0.0), actual.masked_fill(both, 0.0)
-    mismatch = first_mismatch(expected, actual)
-    return None if mismatch is None else f"{name}: {mismatch}"
+    return difference([expected], [actual], [name])
 
 
 def with_noise(model: nn.Module, run: Callable[[], Result]) -> list[Result]:

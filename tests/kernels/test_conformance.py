@@ -93,7 +93,7 @@ def test_one_run_in_many_that_differs_is_counted():
     budget = conformance.INTERPRETER._replace(repeats=6)
     (outcome,) = conformance.compare([replace(check, actual=sometimes)], CPU, seconds=0, seed=0, budget=budget)
     assert (outcome.mismatches, outcome.runs, len(calls)) == (1, 6, 6)
-    assert outcome.first.startswith("round 0, ") and "output 1 of 3: 1 of" in outcome.first
+    assert outcome.first.startswith("round 0, ") and "output 1 of 3 differs from reference: 1 of" in outcome.first
 
 
 def test_new_inputs_follow_until_the_time_is_over():

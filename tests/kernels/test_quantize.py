@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import quantize
+from octavo.kernels.conformance import difference
 from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize_pair, reference
 from octavo.numerics import E4M3, E5M2, ROW, TENSOR, Granularity, QuantSpec, first_mismatch, sqnr
 
@@ -24,20 +25,6 @@ sizes = st.one_of(st.sampled_from([0, 1, 2, 16, 127, 128, 129, 257]), st.integer
 
 def randn(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def assert_same_but_for_the_sign_of_nan(expected, actual):
-    """Raw bytes are equal, except that a NaN may carry either sign: FP8 has one NaN code for each."""
-    for want, got in zip(expected, actual, strict=True):
-        nan = want.float().isnan()
-        assert torch.equal(nan, got.float().isnan())
-        want, got = (t.where(~nan, torch.zeros_like(t)) if t.dtype.itemsize > 1 else codes(t, nan) for t in (want, got))
-        assert (mismatch := first_mismatch(want, got)) is None, mismatch
-
-
-def codes(fp8, nan):
-    """FP8 codes as bytes, 0 where NaN."""
-    return fp8.view(torch.uint8).where(~nan, 0)
 
 
 triton = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed (macOS, Windows)")
@@ -74,7 +61,7 @@ def test_triton_equals_reference(spec, rows, columns, dtype, fold, order):
     expected = quantize(x, spec, factor, order=order)
     with QUANTIZE.force("triton"):
         actual = quantize(x, spec, factor, order=order)
-    assert_same_but_for_the_sign_of_nan(tensors(expected), tensors(actual))
+    assert difference(tensors(expected), tensors(actual)) is None
 
 
 @pytest.mark.thorough
@@ -92,7 +79,7 @@ def test_triton_equals_reference_with_precomputed_scales(spec, rows, columns, dt
     expected = quantize(x, spec, factor, order=order, **arguments)
     with QUANTIZE.force("triton"):
         actual = quantize(x, spec, factor, order=order, **arguments)
-    assert_same_but_for_the_sign_of_nan(tensors(expected), tensors(actual))
+    assert difference(tensors(expected), tensors(actual)) is None
 
 
 PAIRS = [
@@ -113,7 +100,7 @@ def test_triton_equals_reference_in_pairs(pair, rows, columns, dtype, fold, fold
     with QUANTIZE_PAIR.force("triton"):
         actual = quantize_pair(x, spec, fold, spec_t, fold_t)
     for want, got in zip(expected, actual, strict=True):
-        assert_same_but_for_the_sign_of_nan(tensors(want), tensors(got))
+        assert difference(tensors(want), tensors(got)) is None
     assert actual[0].along(1) is not None and actual[1].along(0) is not None
 
 
@@ -128,14 +115,14 @@ def test_every_configuration_equals_reference():
         expected = reference.quantize(x, spec, None, order=order)
         for config in range(len(kernels.tiles(kernels.QuantizeTask(first=kernels.FoldedSpec(spec=spec), order=order)))):
             actual = kernels.quantize(x, spec, None, None, None, order, config)
-            assert_same_but_for_the_sign_of_nan(expected, actual)
+            assert difference(expected, actual) is None
     for pair in PAIRS:
         specs = [QuantSpec.parse(text) for text in pair]
         task = kernels.QuantizeTask(first=kernels.FoldedSpec(spec=specs[0]), second=kernels.FoldedSpec(spec=specs[1]))
         expected = reference.quantize_pair(x, specs[0], fold, specs[1], fold_t)
         for config in range(len(kernels.tiles(task))):
             actual = kernels.quantize_pair(x, specs[0], fold, specs[1], fold_t, config)
-            assert_same_but_for_the_sign_of_nan(expected, actual)
+            assert difference(expected, actual) is None
 
 
 @pytest.mark.thorough
@@ -152,11 +139,11 @@ def test_triton_treats_special_values_as_reference_does(spec, special):
     x[:, 140:] = 0
     with QUANTIZE.force("triton"):
         actual = quantize(x, spec)
-    assert_same_but_for_the_sign_of_nan(reference.quantize(x, spec, None), tensors(actual))
+    assert difference(reference.quantize(x, spec, None), tensors(actual)) is None
     scale = actual.scale
     with QUANTIZE.force("triton"):
         actual = quantize(x, spec, scale=scale)
-    assert_same_but_for_the_sign_of_nan(tensors(quantize(x, spec, scale=scale)), tensors(actual))
+    assert difference(tensors(quantize(x, spec, scale=scale)), tensors(actual)) is None
 
 
 @pytest.mark.thorough
@@ -167,7 +154,7 @@ def test_triton_reads_any_strides(spec):
     for view in (x.t(), x[1:, 3:], x[::2, ::3], x.t()[5:, 1:]):
         with QUANTIZE.force("triton"):
             actual = quantize(view, spec)
-        assert_same_but_for_the_sign_of_nan(reference.quantize(view, spec, None), tensors(actual))
+        assert difference(reference.quantize(view, spec, None), tensors(actual)) is None
 
 
 def quantize_element_by_element(x, spec):

@@ -8,11 +8,14 @@ with the PyTorch reference on the CPU. The signs of NaNs and of sums that are ze
 Quantizers and fused kernels round like the reference by construction. Products do if every sum is exact: so their
 operands are small integers here, and block scales, which multiply inside the sum, are powers of two.
 
+`difference` and `low_sqnr` are the comparisons of everything that is to equal the reference: also of the registry's
+probes, of `tests/test_gpu.py` and of the benchmarks.
+
 Inputs are a function of (seed, round, case), so mismatches are reproducible.
 """
 
 from octavo.kernels.conformance.cases import checks, unavailable_reason
-from octavo.kernels.conformance.compare import Check, Outcome, compare, difference
+from octavo.kernels.conformance.compare import Check, Outcome, compare, difference, low_sqnr
 from octavo.kernels.conformance.random_inputs import GPU, INTERPRETER, Budget, RandomInputs
 
 __all__ = [
@@ -25,5 +28,6 @@ __all__ = [
     "checks",
     "compare",
     "difference",
+    "low_sqnr",
     "unavailable_reason",
 ]

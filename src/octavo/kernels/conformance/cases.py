@@ -1,6 +1,6 @@
 """Ops, cases and configurations to compare, and their inputs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.conformance.compare import Check, Inputs
+from octavo.kernels.conformance.compare import Check, Inputs, low_sqnr
 from octavo.kernels.conformance.random_inputs import RandomInputs
-from octavo.numerics.error import sqnr
 from octavo.numerics.spec import FULL, TENSOR, QuantSpec
 from octavo.tensor import ScaledTensor
 
@@ -290,13 +289,5 @@ def _optimizers() -> Iterator[Check]:
                 op=ADAMW.name, case=f"master={master} states={'fp8' if compact else 'fp32'}", configs=(0,),
                 inputs=partial(inputs, master=master, compact=compact),
                 expected=partial(stepped, reference.step_all, master), actual=partial(actual, master),
-                differs=_low_sqnr,
+                differs=partial(low_sqnr, decibels=40),
             )  # fmt: skip
-
-
-def _low_sqnr(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> str | None:
-    """Describe the first output with an SQNR of 40 dB or less."""
-    for position, (want, got) in enumerate(zip(expected, actual, strict=True)):
-        if want.numel() and not (ratio := sqnr(want.float(), got.cpu().float())) > 40:
-            return f"output {position} of {len(expected)} has an SQNR of {ratio:.1f} dB, above 40 expected"
-    return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.conformance.random_inputs import GPU, Budget, RandomInputs
-from octavo.numerics.error import first_mismatch
+from octavo.numerics.error import first_mismatch, sqnr
 from octavo.tensor import ScaledTensor
 
 Inputs = tuple[Any, ...]
@@ -128,17 +128,48 @@ def _on(device: torch.device, value: Any) -> Any:
     )  # fmt: skip
 
 
-def difference(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> str | None:
-    """Describe the first output that differs in a byte, ignoring the sign of NaNs, or return None."""
+def difference(expected: Sequence[Tensor], actual: Sequence[Tensor], names: Sequence[str] = ()) -> str | None:
+    """Describe the first output that differs in a byte, ignoring the sign and payload of NaNs, or return None.
+
+    Args:
+        expected: The reference's outputs.
+        actual: Outputs to compare, on any device.
+        names: Name of each output for the description; by default its position.
+    """
     for position, (reference, output) in enumerate(zip(expected, actual, strict=True)):
-        mismatch = first_mismatch(_canonical_nan(reference), _canonical_nan(output.cpu()))
-        if mismatch is not None:
-            return f"output {position} of {len(expected)}: {mismatch}"
+        same_device = output.to(reference.device)
+        if (mismatch := first_mismatch(_canonical_nan(reference), _canonical_nan(same_device))) is not None:
+            return f"{_name(position, expected, names)} differs from reference: {mismatch}"
     return None
+
+
+def low_sqnr(
+    expected: Sequence[Tensor], actual: Sequence[Tensor], decibels: float, names: Sequence[str] = ()
+) -> str | None:
+    """Describe the first output whose SQNR is not above so many dB, or return None. Equal outputs always are.
+
+    Args:
+        expected: The reference's outputs.
+        actual: Outputs to compare, on any device.
+        decibels: SQNR that each output exceeds.
+        names: Name of each output for the description; by default its position.
+    """
+    for position, (reference, output) in enumerate(zip(expected, actual, strict=True)):
+        output = output.to(reference.device).float()
+        if not torch.equal(reference.float(), output) and not (ratio := sqnr(reference.float(), output)) > decibels:
+            name = _name(position, expected, names)
+            return f"{name} has an SQNR of {ratio:.1f} dB against reference; above {decibels:g} dB expected"
+    return None
+
+
+def _name(position: int, outputs: Sequence[Tensor], names: Sequence[str]) -> str:
+    return names[position] if names else f"output {position} of {len(outputs)}"
 
 
 def _canonical_nan(values: Tensor) -> Tensor:
     """Replace NaNs by one bit pattern, all ones, which is NaN in every format."""
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[values.element_size()]
-    values = values.contiguous()
+    if not values.is_floating_point():
+        return values
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    values = values.detach().contiguous()
     return values.view(integer).masked_fill(values.float().isnan(), -1).view(values.dtype)

@@ -7,11 +7,11 @@ activations that were saved for backward in FP8 (`octavo.activations.recompute`)
 import torch
 from torch import Tensor
 
+from octavo.kernels.conformance.compare import difference
 from octavo.kernels.dequantize import reference
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
-from octavo.numerics.error import first_mismatch
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
@@ -65,8 +65,9 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     assert quantized.scale is not None
     for dtype in _DTYPES:
         call = (quantized.data, quantized.scale, spec, dtype)
-        if (mismatch := first_mismatch(reference.dequantize(*call), backend.run(*call))) is not None:
-            return f"{dtype} differs from reference: {mismatch}"
+        mismatch = difference([reference.dequantize(*call)], [backend.run(*call)], (str(dtype),))
+        if mismatch is not None:
+            return mismatch
     return None
 
 

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.fused.fp8_outputs import ORDERS, supports_output
-from octavo.numerics.error import first_mismatch
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import TENSOR, QuantSpec
@@ -54,14 +53,6 @@ def check_output(op: str, spec: QuantSpec | None, order: str, keep: bool) -> Non
 def cases_of_inputs() -> list[str]:
     """Return the specs of X in all recipes."""
     return list(dict.fromkeys(recipe.x.text for recipe in RECIPES.values()))
-
-
-def difference(expected: list[Tensor], actual: list[Tensor]) -> str | None:
-    """Describe the first output that differs from `reference`, or return None."""
-    for index, (e, a) in enumerate(zip(expected, actual, strict=True)):
-        if (mismatch := first_mismatch(e, a)) is not None:
-            return f"output {index} differs from reference: {mismatch}"
-    return None
 
 
 def sample(device: torch.device, count: int) -> list[Tensor]:

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from octavo.kernels.conformance.compare import difference
 from octavo.kernels.library import define
 from octavo.kernels.quantize import reference
 from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
-from octavo.numerics.error import first_mismatch
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -135,7 +135,7 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     x, *_ = _sample(device)
     spec = QuantSpec.parse(case[0])
     expected = reference.quantize(x, spec, None, order="both")
-    return _difference(expected, backend.run(x, spec, None, None, None, "both"), ("data", "transposed data", "scale"))
+    return difference(expected, backend.run(x, spec, None, None, None, "both"), ("data", "transposed data", "scale"))
 
 
 def _probe_pair(backend: Backend, device: torch.device, case: Case) -> str | None:
@@ -143,14 +143,7 @@ def _probe_pair(backend: Backend, device: torch.device, case: Case) -> str | Non
     spec, spec_t = (QuantSpec.parse(text) for text in case)
     expected = reference.quantize_pair(x, spec, columns, spec_t, rows)
     names = ("data", "scale", "second data", "second scale")
-    return _difference(expected, backend.run(x, spec, columns, spec_t, rows), names)
-
-
-def _difference(expected: list[Tensor], actual: list[Tensor], names: tuple[str, ...]) -> str | None:
-    for name, e, a in zip(names, expected, actual, strict=True):
-        if (mismatch := first_mismatch(e, a)) is not None:
-            return f"{name} differs from reference: {mismatch}"
-    return None
+    return difference(expected, backend.run(x, spec, columns, spec_t, rows), names)
 
 
 def _specs() -> dict[str, Case]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.calibration import Entry
+from octavo.kernels.conformance.compare import difference
 from octavo.kernels.quantize import reference, triton
 from octavo.kernels.quantize.triton import FoldedSpec, QuantizeTask
 from octavo.kernels.timing import CALLS, Call, Timer, TimingResult, cache_bytes
-from octavo.numerics.error import first_mismatch
 from octavo.numerics.recipe import Recipe
 
 
@@ -80,8 +80,8 @@ def time_quantization(quantization: Quantization, device: torch.device, time: Ti
     for index, (rows, columns, warps) in enumerate(triton.tiles(quantization.task)):
         label = f"{rows}x{columns} w{warps} #{index}"
         try:
-            if (difference := _difference(quantization.task, device, index)) is not None:
-                left_out[label] = f"differs from reference: {difference}"
+            if (mismatch := _difference(quantization.task, device, index)) is not None:
+                left_out[label] = mismatch
                 continue
             calls: list[Call] = [partial(_run, quantization.task, inputs[i % copies], index) for i in range(CALLS)]
             times[label] = median(time(calls))
@@ -143,5 +143,4 @@ def _difference(task: QuantizeTask, device: torch.device, config: int) -> str | 
         expected = reference.quantize_pair(x, spec, operands["fold"], task.second.spec, operands["fold_t"])
     else:
         expected = reference.quantize(x, spec, operands["fold"], None, operands["scale"], task.order)
-    actual = _run(task, operands, config)
-    return next((d for e, a in zip(expected, actual, strict=True) if (d := first_mismatch(e, a)) is not None), None)
+    return difference(expected, _run(task, operands, config))

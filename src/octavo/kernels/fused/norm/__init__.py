@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.kernels.conformance.compare import difference
 from octavo.kernels.fused import reference
 from octavo.kernels.fused.checks import (
     DTYPES,
@@ -22,7 +23,6 @@ from octavo.kernels.fused.checks import (
     check_like,
     check_matrix,
     check_output,
-    difference,
     sample,
 )  # fmt: skip
 from octavo.kernels.fused.fp8_outputs import Order, empty_outputs, parse_spec, unpack_outputs
