@@ -2,9 +2,14 @@
 
 import sys
 
+from octavo._version import __version__
+
 
 def main() -> None:
     """Entry point of the `octavo` command."""
+    if sys.argv[1:] == ["--version"]:  # needs no package, and no time
+        print(f"octavo {__version__}")
+        return
     try:
         from octavo.cli import main as run
     except ModuleNotFoundError as error:

@@ -7,10 +7,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
 from octavo._version import __version__
@@ -18,17 +17,35 @@ from octavo.cli.completion import complete_setting
 from octavo.cli.examples import EXAMPLES
 from octavo.cli.exit_codes import MISTAKE, is_closed
 from octavo.runtime.extras import missing
+from octavo.runtime.terminal import stderr
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class _Group(TyperGroup):
-    """Shows `COMMAND --help` without parsing the group's options, for which Typer imports pydantic."""
+    """Shows `COMMAND --help` and completes lines without converting values, for which Typer imports pydantic."""
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        command = super().get_command(ctx, cmd_name)
+        if ctx.resilient_parsing and command is not None:
+            _keep_values(command, ctx)
+        return command
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if ctx.resilient_parsing:
+            _keep_values(self, ctx)
         command = self.commands.get(args[0]) if len(args) == 2 and args[1] in ctx.help_option_names else None
         if command is None:
             return super().parse_args(ctx, args)
         typer.echo(command.get_help(typer.Context(command, info_name=args[0], parent=ctx, **command.context_settings)))
         raise typer.Exit()
+
+
+def _keep_values(command: Any, ctx: typer.Context) -> None:
+    """Leave the words of a command line as they are: completion reads only which parameters they are for."""
+    for param in command.get_params(ctx):
+        param.process_value = lambda ctx, value: value
 
 
 app = typer.Typer(
@@ -82,7 +99,7 @@ def is_first_rank() -> bool:
 
 def show_error(message: str) -> None:
     """Print a message on stderr."""
-    console = Console(stderr=True)
+    console = stderr()
     console.print("[bold red]error:[/bold red] ", end="")
     console.print(message, markup=False, highlight=False, soft_wrap=True)
 
@@ -91,7 +108,7 @@ def _message(error: Exception) -> str:
     return missing(error, "this command") if isinstance(error, ModuleNotFoundError) else str(error)
 
 
-def print_plain(console: Console, text: str) -> None:
+def print_plain(console: "Console", text: str) -> None:
     """Print text without markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 

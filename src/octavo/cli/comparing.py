@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from octavo.cli.app import Overrides, app, in_home, is_first_rank, print_plain, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
 from octavo.cli.exit_codes import verdict
-from octavo.runtime.terminal import stdout
+from octavo.runtime.terminal import stderr, stdout
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from octavo.experiments.compare_runs import Arm
     from octavo.experiments.compare_verdict import Comparison
     from octavo.inspect.compare import ArmLosses, LossComparison
@@ -210,7 +211,7 @@ def _train(
     check_limits(margin, confidence / 100, MOST_SEEDS if max_seeds is None else max_seeds)
     notes: list[str] = []
     folder = out or Path("runs") / f"compare-{load_config(config, overrides, notes.append).run.name}"
-    bars = ProgressBars(Console(stderr=True), _numbered(arms)) if is_first_rank() else nullcontext()
+    bars = ProgressBars(stderr(), _numbered(arms)) if is_first_rank() else nullcontext()
     problem, comparison = "", None
     with bars as progress:
         if progress is not None:
@@ -228,14 +229,14 @@ def _train(
         if not is_first_rank():
             pass
         elif comparison is None:
-            _print_stopped(problem, Console(stderr=True) if as_json else stdout(), under_torchrun())
+            _print_stopped(problem, stderr() if as_json else stdout(), under_torchrun())
         elif as_json:
             print(json.dumps(to_json(comparison), indent=1, allow_nan=False))
         else:
             _show(comparison, folder)
 
 
-def _print_stopped(problem: str, console: Console, under_torchrun: bool) -> None:
+def _print_stopped(problem: str, console: "Console", under_torchrun: bool) -> None:
     if problem:
         show_error(problem)
     else:

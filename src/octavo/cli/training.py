@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from octavo.cli.app import Overrides, app, in_home, is_first_rank, print_plain, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
-from octavo.runtime.terminal import stdout
+from octavo.runtime.terminal import stderr, stdout
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from octavo.experiments.run_report import ReportFiles
 
 
@@ -43,7 +44,7 @@ def train(
         settings = load_config(config, overrides or [], notes.append)
         folder = (out or Path(settings.run.out or Path("runs") / settings.run.name)).expanduser()
         failure = None
-        with ProgressBars(Console(stderr=True)) if is_first_rank() else nullcontext() as bars:
+        with ProgressBars(stderr()) if is_first_rank() else nullcontext() as bars:
             if bars is not None:
                 for note in notes:
                     bars.note(note)
@@ -120,7 +121,7 @@ def demo(
         settings = [f"{key}={value}" for key, value in options.items() if value is not None]
         configs = demo_configs([*(overrides or []), *settings], level)
         folder = out or free_folder(Path("runs/demo"))
-        with ProgressBars(Console(stderr=True)) as bars:
+        with ProgressBars(stderr()) as bars:
             result = run_demo(configs, folder, bars)
         console = stdout()
         console.print(summary_table(result.arms))
@@ -134,7 +135,7 @@ def demo(
             raise typer.Exit(1)
 
 
-def _show_files(console: Console, folder: Path, files: "ReportFiles") -> None:
+def _show_files(console: "Console", folder: Path, files: "ReportFiles") -> None:
     print_plain(console, f"\nreport   {files.html}")
     if files.verdict:
         print_plain(console, f"verdict  {files.verdict}")

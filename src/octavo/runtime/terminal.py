@@ -14,6 +14,13 @@ UNLIMITED_WIDTH = 100_000
 """Console width outside a terminal."""
 
 
+def stderr() -> "Console":
+    """Return a console on stderr."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
 def stdout() -> "Console":
     """Return a console that prints to stdout."""
     from rich.console import Console
