@@ -229,7 +229,9 @@ octavo.convert(model, plan=plan)                                    # leaves in 
 ```
 
 `octavo.plan` returns a `Plan` with predictions: `.rows` has `.name`, `.converted`, `.recipe`, `.reason` and `.gain` of
-each linear layer. `octavo.Plan.from_json` reads its JSON.
+each linear layer. `octavo.Plan.from_json` reads its JSON. `octavo.convert` raises an error if a plan does not name all
+linear layers that could be converted, as a plan of a smaller model would not; set `partial` in the plan to leave the
+others in bf16.
 
 `octavo plan CONFIG --gpu h100` shows three steps: in bf16; as configured, which converts exactly what `octavo train`
 converts on that GPU; and the best plan, with each layer in the recipe that gains most, or in bf16. A recipe named in

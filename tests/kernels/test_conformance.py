@@ -161,6 +161,18 @@ def test_difference_ignores_the_sign_of_nan_and_nothing_else():
     assert "expected nan, got 1.0" in conformance.difference([nan], [torch.ones(2)])
     with pytest.raises(ValueError, match="zip"):
         conformance.difference([nan], [])
+    integers, doubles = torch.arange(3), torch.tensor([1.0, torch.nan], dtype=torch.float64)
+    assert conformance.difference([integers, doubles], [integers, -doubles.abs().neg()]) is None
+    assert conformance.difference([doubles, integers], [doubles, integers + 1], ["y", "dx"]).startswith("dx differs")
+
+
+def test_low_sqnr_names_the_output_below_the_limit():
+    exact = torch.tensor([3.0, 4.0])
+    close = torch.tensor([3.0, 4.5])  # 20 dB
+    assert conformance.low_sqnr([exact, exact], [close.bfloat16(), exact], 19.9) is None
+    assert "output 1 of 2 has an SQNR of 20.0 dB" in conformance.low_sqnr([exact, exact], [exact, close], 20.1)
+    assert "nan dB" in conformance.low_sqnr([exact], [exact * torch.nan], 20)
+    assert conformance.low_sqnr([exact[:0]], [exact[:0]], 99) is None
 
 
 def test_without_a_gpu_there_is_a_reason(monkeypatch):
