@@ -6,6 +6,7 @@
     alu, mul, fp32, slow     warp instructions per clock and SM: 2, 2, 4 (mul included), 0.5
     l1        128 bytes per clock and SM of loads, stores, shared memory and shuffles
     matrix    FLOP per clock and SM of the matrix units
+    l2        bytes that each SM loads from L2, for products: each output tile reads its rows of A and of B
 
 Throughputs per SM are those of the CUDA programming guide's table of arithmetic instructions. They are upper limits of
 speed: latencies of dependent instructions, bank conflicts and barriers are not modelled, so a kernel can be slower than
@@ -59,6 +60,9 @@ LATENCY = 700e-9
 
 RATES = {"alu": 2.0, "mul": 2.0, "fp32": 4.0, "slow": 0.5, "issue": 4.0, "l1": 128.0}
 """Per clock and SM: warp instructions, and bytes for l1."""
+
+L2_BYTES = 32
+"""Bytes from L2 per clock and SM while all SMs load: half of what the port takes, an assumption (7.4 TB/s, H100)."""
 
 
 def usage(code: Iterable[Instruction]) -> Counter[str]:
@@ -138,8 +142,9 @@ def seconds_per_element(cost: Cost, device_bytes: float, in_flight: float, devic
 
 
 def product_seconds(m: int, n: int, k: int, tile: tuple[int, int], programs: int, device: Device) -> float:
-    """Time of an FP8 product: whole waves of output tiles at the matrix rate, or its bytes, whichever is longer."""
+    """Time of an FP8 product: the longest of whole waves of output tiles at the matrix rate, its bytes, and L2's."""
     tiles = math.ceil(m / tile[0]) * math.ceil(n / tile[1])
     waves = math.ceil(tiles / device.multiprocessors / programs) * programs
     matrix = waves * 2 * tile[0] * tile[1] * k * device.multiprocessors / (device.fp8 * device.fp8_efficiency)
-    return max(matrix, device.moving(m * k + n * k + 2 * m * n))
+    l2 = waves * (tile[0] + tile[1]) * k / (CLOCK * L2_BYTES)
+    return max(matrix, l2, device.moving(m * k + n * k + 2 * m * n))
