@@ -2,7 +2,7 @@
 
 The rules are those of torch 2.11-2.13 on sm_90 and sm_100 (`aten/src/ATen/native/cuda/ScaledBlas.cpp`): operands
 row-major by column-major, sizes in multiples of 16, scales of exactly these shapes and strides, bias in the output's
-dtype.
+dtype. Vectors of scales begin at multiples of 16 bytes, as cuBLAS wants them.
 """
 
 import torch
@@ -62,7 +62,9 @@ class Rules:
     def _operands(a, b, scale_a, scale_b, bias, out_dtype):
         assert a.stride() == (a.shape[1], 1) and b.stride() == (1, b.shape[0])
         assert a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0 and b.shape[1] % 16 == 0
-        assert a.data_ptr() % 16 == b.data_ptr() % 16 == scale_a.data_ptr() % 4 == scale_b.data_ptr() % 4 == 0
+        assert a.data_ptr() % 16 == b.data_ptr() % 16 == 0
+        for scale in (scale_a, scale_b):
+            assert scale.data_ptr() % (16 if scale.numel() > 1 else 4) == 0, "scales are not 16-byte aligned"
         assert not a.dtype == b.dtype == E5M2.dtype
         if bias is not None:
             assert bias.numel() == b.shape[1] and bias.is_contiguous() and bias.data_ptr() % 16 == 0

@@ -142,6 +142,21 @@ def test_unaligned_bytes_are_copied(rules):
     compare(ScaledTensor(shifted, a.scale, a.spec), b, layout, torch.float32)
 
 
+@pytest.mark.parametrize("label", PRODUCTS)
+def test_unaligned_scales_are_copied(rules, label):
+    a, b, layout = operands(64, 128, 256, PRODUCTS[label])
+
+    def shifted(operand):
+        scale = operand.scale
+        if scale is None or scale.numel() == 1:
+            return operand
+        memory = torch.empty(scale.numel() + 1, dtype=scale.dtype)[1:]
+        assert memory.data_ptr() % 16
+        return ScaledTensor(operand.data, memory.view(scale.shape).copy_(scale), operand.spec)
+
+    compare(shifted(a), shifted(b), layout, torch.bfloat16)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), HOPPER, BLACKWELL], ids=str)
 def test_unsupported_cases_by_device(monkeypatch, name, capability):

@@ -18,7 +18,8 @@ both: several launches next to a product of tens of microseconds, so it is not d
 and for scales whose product is below 2⁻¹²⁶; `SCALED_MM.force("triton")` computes such products.
 
 Block scales need a specific memory order, produced here (scales are 1/128 of the data): 1×128 scales outer dimension
-first, 128×128 scales contraction first and padded to multiples of 4.
+first, 128×128 scales contraction first and padded to multiples of 4. cuBLAS reads vectors and blocks of scales 16 bytes
+at a time; those of a slice (an expert's, a shard's) that begin elsewhere are copied.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -163,7 +164,7 @@ def _vector(operand: Operand, data: Tensor) -> Tensor:
     if rows != padded or scale.shape[0] != rows or scale.stride(0) != 1:
         return F.pad(scale.expand(rows, 1), (0, 0, 0, padded - rows), value=1.0)
     # PyTorch also checks the stride of a dimension of size 1.
-    return scale if scale.stride(1) == 1 else scale.as_strided((rows, 1), (1, 1))
+    return _aligned(scale if scale.stride(1) == 1 else scale.as_strided((rows, 1), (1, 1)))
 
 
 def _block_scales(operand: Operand, data: Tensor) -> tuple[Tensor, "F.ScalingType", "F.SwizzleType"]:
@@ -180,12 +181,17 @@ def _block_scales(operand: Operand, data: Tensor) -> tuple[Tensor, "F.ScalingTyp
 
 
 def _padded_to(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Return scales as a dense, zero-padded [rows, columns]; a copy only if needed."""
+    """Return scales as a dense, aligned, zero-padded [rows, columns]; a copy only if needed."""
     if scale.shape == (rows, columns) and scale.stride() == (columns, 1):
-        return scale
+        return _aligned(scale)
     memory = scale.new_zeros((rows, columns))
     memory[: scale.shape[0], : scale.shape[1]] = scale
     return memory
+
+
+def _aligned(scale: Tensor) -> Tensor:
+    """Return dense scales that begin at a multiple of 16 bytes; a copy only if needed."""
+    return scale.clone() if scale.data_ptr() % ALIGNMENT else scale
 
 
 def _swizzled(scale: Tensor) -> Tensor:
