@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -264,3 +265,39 @@ def test_float32_output_compiles_without_spills_within_shared_memory(capability)
     for row in rows:
         assert row["stack"] == 0 and row["matrix"] and row["wide"], row
         assert row["shared"] <= (227 if capability in (90, 100) else 99) * 1024, row
+
+
+@pytest.mark.parametrize("capability", [89, 90, 100])
+def test_probes_have_more_tiles_than_programs(monkeypatch, capability):
+    """In every configuration that products of many tiles pick, and in each that a calibration may pick."""
+    target = kernels._target_of(capability, 132)
+    monkeypatch.setattr(kernels, "target_for", lambda device: target)
+    device = torch.device("cpu")
+    for case in CASES:
+        candidates = kernels.training_configurations(device, case)
+        picked = dict(kernels.trials(device, case))
+        for m, n in ((4096, 4096), (16384, 6144), (8192, 28672), (1536, 16384)):
+            assert kernels._estimated_fastest(m, n, *kernels._training_kind(target, case)) in picked
+        assert picked.keys() <= set(candidates)
+        for config in candidates:
+            ((index, (m, n)),) = kernels.trials(device, case, config)
+            programs, tiles = kernels.CONFIGS[config].programs(target), kernels.CONFIGS[config].tiles(m, n)
+            assert index == config and programs >= 132 and tiles > 2 * programs
+
+
+def test_the_probe_finds_a_fault_in_later_tiles_only():
+    case = ("e4m3/row", "unit", "nn")
+    backend = SCALED_MM.backends["triton"]
+
+    def wrong_after_the_first_tile(a, b, layout, dtype, bias, fast, config=None):
+        out = kernels.scaled_mm(a, b, layout, dtype, bias, fast, config)
+        if kernels.CONFIGS[config or 0].tiles(*out.shape) > kernels.target_for(out.device).multiprocessors:
+            out[-1] = 0
+        return out
+
+    faulty = replace(backend, run=wrong_after_the_first_tile)
+    assert "many tiles in configuration" in SCALED_MM.run_probe(faulty, torch.device(DEVICE), case)
+    assert SCALED_MM.run_probe(replace(backend, trials=lambda *_: ()), torch.device(DEVICE), case) is None
+    ((index, shape),) = backend.configured(5).trials(torch.device(DEVICE), case, None)
+    assert index == 5 and shape == (4 * 64 - 7, 4 * 64 - 9)  # 16 tiles for the interpreter's 6 programs
+    assert SCALED_MM.run_probe(backend.configured(5), torch.device(DEVICE), case) is None

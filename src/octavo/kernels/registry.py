@@ -8,7 +8,7 @@ all reasons. Emulation of a case on a GPU warns once.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,15 +38,22 @@ class Backend:
         run: Implementation, with the same signature in all backends of the op, plus `config`, an index, if it has
             several configurations.
         unsupported_reason: Returns why it cannot run a case on a device, or None. Cheap: runs no kernel.
+        trials: Returns configurations and large shapes that the probe runs besides its tiny input.
     """
 
     name: str
     run: Callable[..., Any]
     unsupported_reason: Callable[[torch.device, Case], str | None] = lambda device, case: None
+    trials: Callable[[torch.device, Case, int | None], Sequence[tuple[int, Shape]]] = lambda device, case, config: ()
 
     def configured(self, config: int | None) -> "Backend":
         """Return the backend with one of its configurations; itself for None."""
-        return self if config is None else replace(self, run=partial(self.run, config=config))
+        if config is None:
+            return self
+        trials = self.trials
+        return replace(
+            self, run=partial(self.run, config=config), trials=lambda device, case, _: trials(device, case, config)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

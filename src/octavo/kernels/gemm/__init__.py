@@ -9,6 +9,7 @@ apply to the float32 sum, which is rounded once to the output dtype. Each backen
 (transposed bytes, sizes in multiples of 16).
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -18,7 +19,7 @@ from octavo.kernels.gemm import reference, torch_scaled
 from octavo.kernels.gemm.operands import UNIT
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
-from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
+from octavo.kernels.registry import Backend, Case, Op, Shape, register, triton_unsupported
 from octavo.numerics.error import sqnr
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
@@ -132,17 +133,14 @@ def _cases() -> dict[str, Case]:
 
 
 def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
-    """Compare the products of a linear with `reference` within bf16 rounding; no size is a multiple of 16."""
-    a_text, b_text, layout = case
-    m, k, n = 33, 167, 70
+    """Compare the products of a linear with `reference` within bf16 rounding; no size is a multiple of 16.
+
+    The tiny product has fewer tiles than a GPU has multiprocessors; the backend's `trials` have more.
+    """
+    layout = case[2]
+    n = 70
     generator = torch.Generator().manual_seed(0)
-
-    def operand(text: str, shape: tuple[int, int], transposed: bool) -> ScaledTensor:
-        values = torch.randn(shape[::-1] if transposed else shape, generator=generator, device="cpu").to(device)
-        quantized = quantize(values, QuantSpec.parse(text if text != UNIT else "e4m3/tensor"))
-        return quantized.unscaled if text == UNIT else quantized
-
-    a, b = operand(a_text, (m, k), layout[0] == "t"), operand(b_text, (k, n), layout[1] == "t")
+    a, b = _random_operands(case, 33, n, 167, generator, device)
     some_bias = torch.randn(n, generator=generator, device="cpu").to(device, torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
         for bias in (None, some_bias) if layout == "nt" else (None,):
@@ -150,7 +148,30 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
             agreement = sqnr(expected, backend.run(a, b, layout, dtype, bias, layout == "nt"))
             if not agreement >= 45:
                 return f"SQNR against reference is {agreement:.1f} dB for {dtype} output; at least 45 dB expected"
+    for config, (m, n) in backend.trials(device, case, None):
+        a, b = _random_operands(case, m, n, 300, generator, device)
+        expected = reference.scaled_mm(a, b, layout, torch.bfloat16, None, False)
+        actual = backend.run(a, b, layout, torch.bfloat16, None, layout == "nt", config=config)
+        if not (agreement := sqnr(expected, actual)) >= 45:
+            return (
+                f"SQNR against reference is {agreement:.1f} dB for a product [{m},{n}] of many tiles in configuration "
+                f"{config}; at least 45 dB expected"
+            )
     return None
+
+
+def _random_operands(
+    case: Case, m: int, n: int, k: int, generator: torch.Generator, device: torch.device
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """Return random operands A and B of a case, for a product [m,n] that contracts over k."""
+    a_text, b_text, layout = case
+
+    def operand(text: str, shape: tuple[int, int], transposed: bool) -> ScaledTensor:
+        values = torch.randn(shape[::-1] if transposed else shape, generator=generator, device="cpu").to(device)
+        quantized = quantize(values, QuantSpec.parse(text if text != UNIT else "e4m3/tensor"))
+        return quantized.unscaled if text == UNIT else quantized
+
+    return operand(a_text, (m, k), layout[0] == "t"), operand(b_text, (k, n), layout[1] == "t")
 
 
 def _run_triton(
@@ -170,11 +191,17 @@ def _triton_unsupported(device: torch.device, case: Case) -> str | None:
     return triton.unsupported_reason(case)
 
 
+def _triton_trials(device: torch.device, case: Case, config: int | None) -> Sequence[tuple[int, Shape]]:
+    from octavo.kernels.gemm import triton
+
+    return triton.trials(device, case, config)
+
+
 SCALED_MM = register(Op(name="scaled_mm", cases=_cases(), probe=_probe))
 SCALED_MM.add(
     Backend(name="torch_scaled", run=torch_scaled.scaled_mm, unsupported_reason=torch_scaled.unsupported_reason)
 )
-SCALED_MM.add(Backend(name="triton", run=_run_triton, unsupported_reason=_triton_unsupported))
+SCALED_MM.add(Backend(name="triton", run=_run_triton, unsupported_reason=_triton_unsupported, trials=_triton_trials))
 SCALED_MM.add(Backend(name="reference", run=reference.scaled_mm))
 
 

@@ -15,6 +15,7 @@ Rejected: warp specialization (`tl.range(warp_specialize=True)`), which Triton 3
 sm_90; TMA stores, which need output rows in multiples of 16 bytes and save nothing.
 """
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from octavo.kernels.gemm.device import product_kernel
 from octavo.kernels.gemm.operands import ALIGNMENT, blocks_of, empty_product, oriented, packed
 from octavo.kernels.launch import INTERPRETED, Launch, Variant
-from octavo.kernels.registry import Case
+from octavo.kernels.registry import Case, Shape
 from octavo.numerics.formats import E5M2
 from octavo.numerics.spec import FULL, Granularity
 from octavo.tensor import ScaledTensor
@@ -63,6 +64,14 @@ class Config(NamedTuple):
     def promotes(self) -> bool:
         """Whether registers can hold a second accumulator, for sums promoted every step."""
         return self.tile_m * self.tile_n <= 64 * 32 * self.warps
+
+    def tiles(self, m: int, n: int) -> int:
+        """Return the number of tiles of a product [m,n]."""
+        return -(-m // self.tile_m) * -(-n // self.tile_n)
+
+    def programs(self, target: "Target") -> int:
+        """Return the largest number of programs in a launch; more tiles are shared between them."""
+        return target.multiprocessors * self.per_sm
 
     def stages_within(self, shared: int) -> int:
         """Return how many stages fit into `shared` bytes of shared memory."""
@@ -127,8 +136,7 @@ def scaled_mm(
     for name, operand in (("a", left), ("b", right)):
         scale = out if operand.scale is None else operand.scale
         arguments |= {f"{name}_scale": scale, f"{name}_stride_r": scale.stride(0), f"{name}_stride_k": scale.stride(1)}
-    tiles = -(-m // chosen.tile_m) * -(-n // chosen.tile_n)
-    launch.run((min(tiles, target.multiprocessors * chosen.per_sm),), arguments)
+    launch.run((min(chosen.tiles(m, n), chosen.programs(target)),), arguments)
     return out
 
 
@@ -191,8 +199,7 @@ def _estimated_fastest(m: int, n: int, target: Target, fast: bool, blocked: bool
 
     def cost(index: int) -> float:
         config = CONFIGS[index]
-        tiles = -(-m // config.tile_m) * -(-n // config.tile_n)
-        return -(-tiles // target.multiprocessors) * config.tile_m * config.tile_n / config.rate
+        return -(-config.tiles(m, n) // target.multiprocessors) * config.tile_m * config.tile_n / config.rate
 
     return min(configurations(target, fast, blocked, out_bytes), key=cost)
 
@@ -216,8 +223,40 @@ def configurations(target: Target, fast: bool, blocked: bool, out_bytes: int) ->
 
 def training_configurations(device: torch.device, case: Case) -> tuple[int, ...]:
     """Return the configurations for a case in training: bf16 output, fast accumulation in forward only."""
-    target, blocked = target_for(device), blocks_of(case)[0].columns == BLOCK
-    return configurations(target, case[2] == "nt" and target.short_sums and not blocked, blocked, 2)
+    return configurations(*_training_kind(target_for(device), case))
+
+
+def _training_kind(target: Target, case: Case) -> tuple[Target, bool, bool, int]:
+    blocked = blocks_of(case)[0].columns == BLOCK
+    return target, case[2] == "nt" and target.short_sums and not blocked, blocked, 2
+
+
+def trials(device: torch.device, case: Case, config: int | None = None) -> list[tuple[int, Shape]]:
+    """Return configurations, each with a shape m, n in which every program has two tiles or more.
+
+    A small product has one tile per program, so it shows nothing about how a program goes from tile to tile.
+
+    Args:
+        device: Device of the probe.
+        case: Case of the registry.
+        config: The only configuration; None for all that are picked, without measurements, for products with more tiles
+            than programs.
+    """
+    target = target_for(device)
+    kind = _training_kind(target, case)
+    picked = {config} & set(configurations(*kind)) if config is not None else _picked_for_many_tiles(kind)
+    return [(index, _shape_of_many_tiles(CONFIGS[index], target)) for index in sorted(picked)]
+
+
+def _picked_for_many_tiles(kind: tuple[Target, bool, bool, int]) -> set[int]:
+    sizes = range(512, 16385, 512)
+    picks = {(m, n): _estimated_fastest(m, n, *kind) for m in sizes for n in sizes}
+    return {index for shape, index in picks.items() if CONFIGS[index].tiles(*shape) > CONFIGS[index].programs(kind[0])}
+
+
+def _shape_of_many_tiles(config: Config, target: Target) -> Shape:
+    side = math.isqrt(2 * config.programs(target)) + 1  # side² tiles: more than two per program
+    return side * config.tile_m - 7, side * config.tile_n - 9
 
 
 @lru_cache(maxsize=1024)
