@@ -4,6 +4,7 @@ from cases import DTYPES, SHAPES, SPECS, assert_within, bound, values
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.comm import encoding
 from octavo.comm.encoding import as_rows, pack, parse_spec, unpack, width
 from octavo.numerics.error import sqnr
 
@@ -58,7 +59,48 @@ def test_decibels_and_bytes_are_those_of_the_documentation():
     assert sqnr(x, arrived(x, "e5m2/1x128")) == pytest.approx(26, abs=0.7)
     assert width(1024, parse_spec("e4m3/1x128")) == 1024 + 8 * 4
     assert width(1024, parse_spec("e4m3/1x32/e8m0")) == 1024 + 32
-    assert width(1024, parse_spec("e4m3/row")) == width(1024, parse_spec("e4m3/tensor")) == 1024 + 4
+    assert width(1024, parse_spec("e4m3/row")) == width(1024, parse_spec("e4m3/tensor")) == 1024 + 16
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_bytes_and_scales_begin_aligned_and_padding_is_zero(spec):
+    parsed = parse_spec(spec)
+    for columns in (0, 1, 15, 16, 100, 128, 300, 1000):
+        message = pack(values((3, columns), rank=0), parsed)
+        extent, size = parsed.granularity.columns or max(columns, 1), parsed.scale_dtype.itemsize
+        scales = size * max(-(-columns // extent), 1 if parsed.granularity.columns == 0 else 0)
+        begin = -(-columns // 16) * 16
+        assert message.shape == (3, begin + -(-scales // 16) * 16)
+        assert message[:, columns:begin].eq(0).all() and message[:, begin + scales :].eq(0).all()
+        assert message.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(1, 65_536), (2, 8192), (8, 4096), (1, 1000), (3, 131)])
+@pytest.mark.parametrize("spec", ["e4m3/1x128", "e5m2/1x64/pow2", "e4m3/1x32/e8m0"])
+def test_few_long_rows_reach_the_kernels_as_many_rows_of_whole_groups(monkeypatch, spec, shape):
+    """A tile of 128 rows would otherwise be empty but for one row per rank; the message is that of the rows."""
+    parsed, x = parse_spec(spec), values(shape, rank=0)
+    sizes = {}
+    real = encoding.quantize, encoding.dequantize
+    monkeypatch.setattr(encoding, "quantize", lambda x, spec: sizes.update(quantize=tuple(x.shape)) or real[0](x, spec))
+    monkeypatch.setattr(
+        encoding, "dequantize", lambda q, dtype: sizes.update(dequantize=tuple(q.data.shape)) or real[1](q, dtype)
+    )
+    message = pack(x, parsed)
+    decoded = unpack(message, shape[1], parsed, x.dtype)
+    extent = parsed.granularity.columns
+    groups = shape[0] * -(-shape[1] // extent)
+    assert sizes["quantize"] == (groups, extent)
+    rows, columns = sizes["dequantize"]
+    assert rows * columns == groups * extent and columns == (512 if groups * extent % 512 == 0 else columns)
+    assert columns % extent == 0
+
+    direct = real[0](x, parsed)
+    assert torch.equal(message[:, : shape[1]], direct.data.view(torch.uint8))
+    begin = -(-shape[1] // 16) * 16
+    scales = direct.scale.view(torch.uint8)
+    assert torch.equal(message[:, begin : begin + scales.shape[1]], scales)
+    assert torch.equal(decoded, real[1](direct, x.dtype))
 
 
 @pytest.mark.parametrize("spec", ["e4m3/128x128", "e4m3/column", "e4m3/2x0"])

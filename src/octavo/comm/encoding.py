@@ -1,6 +1,13 @@
 """Encode a matrix for a message: each row holds its FP8 bytes followed by its scales.
 
-    [M,K] bf16  ──pack──▶  uint8 [M, K + bytes of scales]  ──unpack──▶  [M,K]
+    [M,K] bf16  ──pack──▶  uint8 [M, width(K)]  ──unpack──▶  [M,K]
+
+Bytes and scales are both padded with zeros to multiples of 16 bytes, so that both begin where kernels and links read
+and write 16 bytes at a time.
+
+A flat gradient is a message of few, long rows, one per rank, and kernels work on tiles of many rows: of a 128×128 tile
+they would use 1 % for each row. Groups of a row know nothing of each other, so such rows are quantized and dequantized
+as a matrix with many rows of whole groups: the same bytes.
 
 Data and scales travel in one message, so they cannot be mixed up and a collective is one call. Rows are whole, so a
 message splits between ranks where the tensor does. The dtype is uint8, because Gloo and older NCCL do not support FP8.
@@ -16,13 +23,14 @@ power-of-two scales. A value v arrives within
 before rounding to the dtype of the result. A non-finite value makes its whole group NaN.
 
     e4m3/1x128       1.03 bytes per element, 0.52 of bf16
-    e4m3/row         1 byte, and 4 per row
+    e4m3/row         1 byte, and 16 per row
 """
 
 import math
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels import dequantize, quantize
@@ -32,6 +40,12 @@ from octavo.tensor import ScaledTensor
 WIRE = "e4m3/1x128"
 """The default FP8 format of messages."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALIGNMENT = 16
+"""Bytes and scales of a row begin at multiples of this."""
+_TILE_ROWS = 128
+"""Matrices with fewer rows leave parts of a quantizer's tile idle."""
+_TILE_COLUMNS = 512
+"""Columns of a tile of the kernel that dequantizes."""
 
 
 def parse_spec(spec: str) -> QuantSpec:
@@ -51,27 +65,62 @@ def parse_spec(spec: str) -> QuantSpec:
 
 def width(columns: int, spec: QuantSpec) -> int:
     """Return the bytes of a row in a message."""
-    scales = 1 if spec.granularity.columns == FULL else -(-columns // spec.granularity.columns)
-    return columns + scales * spec.scale_dtype.itemsize
+    return _aligned(columns) + _aligned(_scales(columns, spec) * spec.scale_dtype.itemsize)
+
+
+def _aligned(size: int) -> int:
+    return size + -size % ALIGNMENT
+
+
+def _scales(columns: int, spec: QuantSpec) -> int:
+    """Return the number of scales of a row."""
+    return 1 if spec.granularity.columns == FULL else -(-columns // spec.granularity.columns)
 
 
 def pack(x_MK: Tensor, spec: QuantSpec) -> Tensor:
     """Quantize a matrix into a message, uint8 [M, width(K, spec)]."""
+    rows, columns = x_MK.shape
+    x = x_MK.detach()
     with torch.no_grad():
-        quantized = quantize(x_MK.detach(), spec)
+        if _has_few_long_rows(rows, columns, spec):
+            x = _padded(x, spec.granularity.columns)
+            quantized = quantize(x.reshape(-1, spec.granularity.columns), spec)
+        else:
+            quantized = quantize(x, spec)
     assert quantized.scale is not None
-    scale = quantized.scale.expand(x_MK.shape[0], -1).clone(memory_format=torch.contiguous_format)
-    return torch.cat((quantized.data.view(torch.uint8), scale.view(torch.uint8)), dim=1)
+    data = quantized.data.view(x.shape)[:, :columns]
+    by_tensor = spec.granularity.rows == FULL
+    scale = quantized.scale.expand(rows, 1) if by_tensor else quantized.scale.view(rows, _scales(columns, spec))
+    scale = scale.clone(memory_format=torch.contiguous_format)
+    return torch.cat((_padded(data.view(torch.uint8), ALIGNMENT), _padded(scale.view(torch.uint8), ALIGNMENT)), dim=1)
 
 
 def unpack(message: Tensor, columns: int, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
     """Decode the matrix [M, columns] of a message, in `dtype`."""
-    data = message[:, :columns].contiguous().view(spec.format.dtype)
-    count = (message.shape[1] - columns) // spec.scale_dtype.itemsize
-    scale = message.new_empty((message.shape[0], count), dtype=spec.scale_dtype)  # bytes within a row are not aligned
-    scale.view(torch.uint8).copy_(message[:, columns:])
-    by_row = spec if spec.granularity.rows == 1 else replace(spec, granularity=ROW)
-    return dequantize(ScaledTensor(data, scale, by_row), dtype)
+    rows, extent = message.shape[0], spec.granularity.columns
+    data = message[:, :columns]
+    scale = message.new_empty((rows, _scales(columns, spec)), dtype=spec.scale_dtype)
+    bytes_of_scale = scale.view(torch.uint8)
+    bytes_of_scale.copy_(message[:, _aligned(columns) :][:, : bytes_of_scale.shape[1]])
+    if not _has_few_long_rows(rows, columns, spec):
+        by_row = spec if spec.granularity.rows == 1 else replace(spec, granularity=ROW)
+        return dequantize(ScaledTensor(data.contiguous().view(spec.format.dtype), scale, by_row), dtype)
+    data = _padded(data, extent).contiguous().view(spec.format.dtype)
+    wide = math.gcd(data.numel(), _TILE_COLUMNS)
+    wide = wide if wide % extent == 0 else extent
+    values = dequantize(ScaledTensor(data.view(-1, wide), scale.view(-1, wide // extent), spec), dtype)
+    return values.view(data.shape)[:, :columns].contiguous()
+
+
+def _has_few_long_rows(rows: int, columns: int, spec: QuantSpec) -> bool:
+    """Whether a matrix is quantized as one of more rows, each with one group."""
+    return 0 < rows < _TILE_ROWS and columns > spec.granularity.columns > 0
+
+
+def _padded(x: Tensor, multiple: int) -> Tensor:
+    """Return a matrix with zero columns up to a multiple."""
+    missing = -x.shape[1] % multiple
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def as_rows(x: Tensor, parts: int = 1) -> Tensor:
