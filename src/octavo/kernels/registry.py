@@ -119,6 +119,10 @@ class Op:
             self._probe_results[key] = self.run_probe(backend, device, case)
         return self._probe_results[key]
 
+    def pin(self, name: str, device: torch.device, case: Case) -> None:
+        """Run a case on one backend from now on, for instance because ranks choose different ones."""
+        self._chosen[device, case] = self.backends[name]
+
     @contextmanager
     def force(self, name: str) -> Iterator[None]:
         """Run every call inside the block on one backend, for tests and benchmarks."""

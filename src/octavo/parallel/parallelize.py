@@ -29,6 +29,7 @@ from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import check_module
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
+from octavo.parallel.agreement import agree_on_adamw, gather_reports
 from octavo.parallel.amax_sync import sync_amax_histories
 from octavo.parallel.ddp import replicate
 from octavo.parallel.fsdp import shard
@@ -161,6 +162,7 @@ def _parallelize(
     _compare_ranks(model, [vars(layout), dtype, reduce_dtype], problem, mesh)
     if not isinstance(mesh, DeviceMesh):
         mesh = make_mesh(layout, _device_type(model))
+    agree_on_adamw(torch.device("cpu" if layout.cpu_offload else mesh.device_type), mesh)
     crosses_machines = layout.fp8_comm == "auto" and _spans_machines(replicas * shards)
     fp8 = layout.fp8_comm == "on" or (crosses_machines and _ranks_per_machine(replicas * shards) == 1)
     sync_amax_histories(model, mesh)
@@ -266,11 +268,7 @@ def _compare_ranks(model: nn.Module, settings: list[Any], problem: Exception | N
     parameters = {name: [list(p.shape), p.dtype, p.requires_grad] for name, p in model.named_parameters()}
     values = {"settings": settings, "recipes of layers": recipes, "parameters": parameters}
     digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in values.items()}
-    reports: list[Any] = [{"rank": dist.get_rank(), "problem": problem and str(problem), **digests}]
-    for group in mesh.get_all_groups() if isinstance(mesh, DeviceMesh) else [None]:
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, reports, group)
-        reports = [report for part in parts for report in part]
+    reports = gather_reports({"rank": dist.get_rank(), "problem": problem and str(problem), **digests}, mesh)
     if problem is not None:
         raise problem
     for report in reports:

@@ -14,6 +14,7 @@ from octavo.numerics.error import sqnr
 
 __all__ = [
     "ADAMW",
+    "CASE",
     "GROUP",
     "HyperParams",
     "ParamState",
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 Work = list[tuple[ParamState, HyperParams]]
+CASE: Case = ("step",)
+"""The only case of the op."""
 
 
 def step(work: Work) -> None:
@@ -36,7 +39,7 @@ def step(work: Work) -> None:
         work: Parameters with their states and hyperparameters, all on one device.
     """
     if work:
-        ADAMW.choose(work[0][0].param.device, ("step",)).run(work)
+        ADAMW.choose(work[0][0].param.device, CASE).run(work)
 
 
 def _run_triton(work: Work) -> None:
@@ -85,6 +88,6 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     return None
 
 
-ADAMW = register(Op(name="adamw", cases={"step": ("step",)}, probe=_probe))
+ADAMW = register(Op(name="adamw", cases={"step": CASE}, probe=_probe))
 ADAMW.add(Backend(name="triton", run=_run_triton, unsupported_reason=triton_unsupported))
 ADAMW.add(Backend(name="reference", run=reference.step_all))
