@@ -14,6 +14,7 @@
   gpu          all of these, each in a process of its own with a limit, and what became of the targets
   roofline     predicted times and where FP8 begins to pay; needs no GPU
   sass         what Triton's compiler makes of each kernel; needs no GPU
+  ptx          the compiled kernels in an interpreter: bytes, races, traffic; docs/ptx.md; needs no GPU
   scaling      memory, bytes on the wire and modelled time on 8 to 512 ranks; docs/scaling.md; needs no GPU
   predictions  docs/planner.md: what the planner says of what others published; needs no GPU
   compare_power  how often `octavo compare` sees what is not there, and misses what is; docs/compare.md; needs no GPU
@@ -37,9 +38,9 @@ from pathlib import Path
 NAMES = (
     "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "families", "fuzz",
     "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
-    "healthy_runs", "performance", "figures", "settings",
+    "healthy_runs", "performance", "figures", "settings", "ptx",
 )  # fmt: skip
-COMPILES_ONLY = ("sass",)
+COMPILES_ONLY = ("sass", "ptx")
 
 
 def main(arguments: list[str]) -> None:
