@@ -2,7 +2,7 @@
 
 CTAs run in lockstep until a branch parts them; then each side runs to its end on its own, because CTAs do not wait for
 each other. Branches that part the threads of a CTA are not supported: Triton emits predicates in their place.
-A register that was never written holds garbage, and reading it without a predicate is a fault.
+A register that was never written holds garbage; reading such a predicate is a fault.
 """
 
 import re
@@ -177,7 +177,9 @@ class _Machine:
             return np.array([int(operand.rstrip("U"), 0) % 2**64], np.uint64)
         if operand == "global_smem" or operand.startswith("global_smem+"):
             return np.array([int(operand.partition("+")[2] or 0)], np.uint64)
-        raise Fault(f"{operand} is read before it is written")
+        if re.fullmatch(r"%r[sd]?\d+", operand):  # LLVM combines a register that it never wrote with one that it did
+            return np.array([_GARBAGE], np.uint64)
+        raise Fault(f"{operand} is read before it is written, or no operand")
 
     def _write(self, name: Operand, bits: Bits, active: Bits | None) -> None:
         if name == "_":
