@@ -65,7 +65,7 @@ def compute(i: Instruction, arguments: list[Bits]) -> Bits:
         if i.name in ("selp", "prmt", "bfe"):
             return _SPECIAL[i.name](i, arguments)
         if i.type in ("bf16", "bf16x2", "f16x2"):
-            return _bf16(i, arguments)
+            return _small(i, arguments)
         if i.type.startswith("f"):
             return _float(i, arguments)
         if i.type == "pred":
@@ -164,6 +164,8 @@ _SPECIAL = {"selp": _selected, "prmt": _permuted, "bfe": _extracted}
 
 def _float(i: Instruction, arguments: list[Bits]) -> Bits:
     kind, flush = i.type, "ftz" in i.parts
+    if not set(i.parts) <= {kind, "rn", "ftz", "approx", "full", "NaN"}:
+        return _unknown(i)
     values = [typed(a, kind) for a in arguments]
     if flush:
         values = [_flushed(v) for v in values]
@@ -171,7 +173,7 @@ def _float(i: Instruction, arguments: list[Bits]) -> Bits:
         return bits_of(np.abs(values[0]))
     if i.name == "neg":
         return bits_of(-values[0])
-    if i.name in ("add", "sub", "mul") and {"rz", "rm", "rp"}.isdisjoint(i.parts):
+    if i.name in ("add", "sub", "mul"):
         result = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[i.name](*values)
     elif i.name == "fma" and kind == "f32":
         result = fused(*values)
@@ -234,25 +236,30 @@ def _to_odd(total: Bits, error: Bits) -> Bits:
     return np.where(inexact, bits + np.where(away, 1, -1).astype(bits.dtype), bits).view(total.dtype)
 
 
-def _bf16(i: Instruction, arguments: list[Bits]) -> Bits:
+def _small(i: Instruction, arguments: list[Bits]) -> Bits:
+    """Compute with bf16, or with pairs of bf16 or float16."""
     if i.name == "abs":
         return typed(arguments[0], i.type) & (0x7FFF if i.type == "bf16" else 0x7FFF7FFF)
-    if i.type == "f16x2":
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+    if i.name not in operations or i.parts not in ((i.type,), ("rn", i.type)):
         return _unknown(i)
-    halves = [_halves(typed(a, i.type)) for a in arguments]
-    if i.name in ("add", "sub", "mul") and i.type == "bf16x2":
-        operation = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[i.name]
-        low, high = (_bf16_of(operation(*pair)) for pair in zip(*halves, strict=True))
-        return low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
-    if i.name in ("add", "sub", "mul"):
-        operation = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[i.name]
-        return _bf16_of(operation(*(low for low, _ in halves)))
-    return _unknown(i)
+    halves = [_halves(typed(a, i.type), i.type) for a in arguments]
+    rounded = _f16_of if i.type == "f16x2" else _bf16_of
+    low, high = (rounded(operations[i.name](*pair)) for pair in zip(*halves, strict=True))
+    return low if i.type == "bf16" else low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
 
 
-def _halves(bits: Bits) -> tuple[Bits, Bits]:
-    """Return the lower and upper bf16 of bits, as float64, in which sums and products of two round as exact ones."""
+def _f16_of(values: Bits) -> Bits:
+    """Round to the bits of float16; NaN to the canonical one."""
+    return np.where(np.isnan(values), 0x7FFF, values.astype(np.float16).view(np.uint16)).astype(np.uint16)
+
+
+def _halves(bits: Bits, kind: str) -> tuple[Bits, Bits]:
+    """Return the lower and upper half of bits, as float64, in which sums and products of two round as exact ones."""
     wide = bits.astype(np.uint32)
+    if kind == "f16x2":
+        parts = wide.astype(np.uint16), (wide >> np.uint32(16)).astype(np.uint16)
+        return parts[0].view(np.float16).astype(np.float64), parts[1].view(np.float16).astype(np.float64)
     low, high = wide << np.uint32(16), wide & np.uint32(0xFFFF0000)
     return low.view(np.float32).astype(np.float64), high.view(np.float32).astype(np.float64)
 
@@ -275,21 +282,26 @@ def to_bf16(values: Bits) -> Bits:
 
 def _convert(i: Instruction, arguments: list[Bits]) -> Bits:
     to, kind = i.parts[-2], i.type
-    if to in _FP8 and kind == "f32" and "satfinite" in i.parts:
+    if to in _FP8 and kind == "f32" and i.parts[:-2] == ("rn", "satfinite"):
         high, low = (_fp8_code(typed(a, "f32"), to) for a in arguments)
         return high << np.uint16(8) | low
     if kind in _FP8 and to == "f16x2":
         low, high = (_from_fp8(typed(arguments[0], "b16") >> np.uint16(8 * n) & np.uint16(255), kind) for n in (0, 1))
         return low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16)
-    if to == "bf16x2" and kind == "f32":
-        high, low = (to_bf16(typed(a, "f32")).astype(np.uint32) for a in arguments)
+    if {"sat", "relu", "satfinite"} & set(i.parts):
+        return _unknown(i)
+    if to in ("bf16x2", "f16x2") and kind == "f32":
+        rounded = to_bf16 if to == "bf16x2" else _f16_of
+        high, low = (rounded(typed(a, "f32")).astype(np.uint32) for a in arguments)
         return high << np.uint32(16) | low
     if to == "bf16" and kind == "f32":
         return to_bf16(typed(arguments[0], "f32"))
     if to == "f32" and kind == "bf16":
         return typed(arguments[0], "b16").astype(np.uint32) << np.uint32(16)
+    if "x" in to + kind or "bf16" in (to, kind):
+        return _unknown(i)
     values = typed(arguments[0], kind)
-    if kind[0] == "f" and to[0] == "f" and {"rz", "rm", "rp", "sat"}.isdisjoint(i.parts):
+    if kind[0] == "f" and to[0] == "f" and {"rz", "rm", "rp"}.isdisjoint(i.parts):
         if to == kind:
             rounding = {"rni": np.rint, "rmi": np.floor, "rpi": np.ceil, "rzi": np.trunc}
             return bits_of(rounding[i.parts[0]](values)) if i.parts[0] in rounding else _unknown(i)
@@ -330,11 +342,11 @@ def _from_fp8(codes: Bits, kind: str) -> Bits:
 
 def compare(i: Instruction, arguments: list[Bits]) -> list[Bits]:
     """Return the predicates that `setp` writes: one, or two for a pair of bf16."""
-    if i.type == "bf16x2":
-        halves = [_halves(typed(a, "b32")) for a in arguments]
+    if i.type in ("bf16x2", "f16x2"):
+        halves = [_halves(typed(a, "b32"), i.type) for a in arguments]
         return [_compared(i, *pair) for pair in zip(*halves, strict=True)]
     if i.type == "bf16":
-        return [_compared(i, *(_halves(typed(a, "b16"))[0] for a in arguments))]
+        return [_compared(i, *(_halves(typed(a, "b16"), "bf16")[0] for a in arguments))]
     return [_compared(i, *(typed(a, i.type) for a in arguments))]
 
 

@@ -127,6 +127,7 @@ def test_a_missing_barrier_between_warps_is_a_hazard(barriers, racing):
     [
         ("frobnicate.b32 %r3, %r2;", Unknown, r"line 17: 'frobnicate.b32 %r3, %r2' is not implemented"),
         ("add.rz.f32 %r3, %r2, %r2;", Unknown, r"line 17: 'add.rz.f32"),
+        ("cvt.rn.relu.bf16.f32 %rs1, %r2;", Unknown, r"line 17: 'cvt.rn.relu.bf16.f32"),
         ("selp.b32 %r3, %r2, 1, %p9;", Fault, r"line 17: .*%p9 is read before it is written"),
         ("add.s64 %rd3, %rd3, 4;\nst.global.b32 [%rd3], %r2;", Fault, r"line 18: .*1 lanes .* outside of every tensor"),
         ("add.s64 %rd3, %rd3, 2;\nst.global.b32 [%rd3], %r2;", Fault, r"not a multiple of 4 bytes"),
