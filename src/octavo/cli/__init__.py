@@ -9,10 +9,14 @@ Commands import torch and the trainer inside, so that help and command line erro
 """
 
 import os
+from importlib.util import find_spec
 
 from octavo.runtime.extras import needs_extras
 
 with needs_extras("the command octavo"):
+    for package in ("rich", "pydantic"):  # imported later, so that --version and completion take no time
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     from octavo.cli import training, comparing, inspecting, planning  # noqa: I001 (the order in which --help lists commands)
     from octavo.cli.app import app
     from octavo.cli.exit_codes import run
