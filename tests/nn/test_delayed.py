@@ -212,6 +212,24 @@ def test_evaluation_uses_the_history_and_records_nothing():
     assert fresh.amax_history.amaxes is None
 
 
+@pytest.mark.parametrize("mode", ["evaluation", "reentrant"])
+def test_an_empty_history_scales_by_the_current_amax(mode):
+    """A history of zeros: after a forward without a backward, a synchronization of ranks, or a load."""
+    layer = octavo.convert(nn.Linear(64, 32, bias=False), "delayed", verbose=False)
+    x, g = randn(16, 64), randn(16, 32, seed=1)
+    first = taken(copy.deepcopy(layer), x, g)
+    delayed.load_state_dict(layer, {"": [[0.0] * 17] * 2})
+    if mode == "evaluation":
+        found = taken(layer.eval(), x, g)
+        assert not layer.amax_history.amaxes.any()
+    else:
+        leaf = x.clone().requires_grad_()
+        y = checkpoint(layer, leaf, use_reentrant=True)
+        y.backward(g)
+        found = y, leaf.grad, layer.weight.grad
+    assert all(torch.equal(got, want) for got, want in zip(found, first, strict=True))
+
+
 def test_siblings_share_their_input_and_have_one_history():
     mlp = octavo.convert(MLP(), "delayed", verbose=False)
     alone = octavo.convert(MLP(), "delayed", verbose=False)

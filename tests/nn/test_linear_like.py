@@ -61,3 +61,12 @@ def test_what_only_looks_like_one_is_none():
     mine = type("Linear", (octavo.nn.Linear,), {"__module__": "octavo.nn.linear"})(8, 8)
     with pytest.raises(ValueError, match="became a Linear after it was converted"):
         octavo.revert(mine)
+
+
+def test_a_layer_without_parameters_is_reported():
+    """As under FSDP1, which puts plain tensors in their place."""
+    layer = octavo.convert(nn.Linear(8, 8, bias=False), verbose=False)
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.weight = weight
+    assert octavo.report(layer)[0].converted

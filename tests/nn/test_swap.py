@@ -69,6 +69,12 @@ class Wrapping(nn.Linear):
         cls.forward = lambda self, input: inner(self, input)
 
 
+class WrappingWithItsName(nn.Linear):
+    def __init_subclass__(cls):
+        inner = cls.forward
+        cls.forward = functools.wraps(inner)(lambda self, input: 2 * inner(self, input))
+
+
 class Copied(nn.Linear):
     def __deepcopy__(self, memo):
         return type(self)(self.in_features, self.out_features)
@@ -114,6 +120,7 @@ def state(model):
         (Tagged, "raises TypeError: .*'tag'"),
         (Fixed, "raises TypeError: .*not made as Python makes one"),
         (Wrapping, "raises TypeError: .*not made as Python makes one"),
+        (WrappingWithItsName, "raises TypeError: .*replaces the forward of its subclasses"),
         (Copied, "copies itself in its own way"),
         (Pickled, "copies itself in its own way"),
     ],

@@ -1,9 +1,10 @@
 """Delayed scaling on ranks: one history for all, and weights that travel in FP8 as those of `tensorwise` do."""
 
 import pytest
-from training import make, train
+import torch
+from training import WIDTH, backend_options, make, train
 
-from octavo.nn import delayed
+from octavo.nn import change_recipe, delayed
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
 
@@ -38,3 +39,46 @@ def test_ranks_have_one_history(gloo, checkpointing):
         assert any(mine[name][0][1] != theirs[name][0][1] for name in mine)
     assert [losses for losses, *_ in results["gather"]] == [losses for losses, *_ in results["off"]]
     assert results["gather"][0][2] and not results["off"][0][2]
+
+
+def changed_job(settings, recipes, backend):
+    """Losses of 3 steps in the last of some recipes, changed to one after the other."""
+    model = parallelize(make(recipes[0], blocks=1), Parallel(**settings))
+    inner = getattr(model, "module", model)
+    for recipe in recipes[1:]:
+        for name in ("blocks.0.up", "blocks.0.down"):
+            change_recipe(inner, name, recipe, reason="a test")
+    if backend is not None:
+        inner.compile(backend=backend)
+    with backend_options(backend):
+        return train(model, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "backend"),
+    [
+        ("off", None),
+        pytest.param("ddp", None, marks=pytest.mark.thorough),
+        pytest.param("off", "eager", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_share_what_a_change_of_recipe_begins(gloo, settings, backend):
+    expected = gloo.run(changed_job, 2, SETTINGS[settings], ["delayed"], None)
+    assert gloo.run(changed_job, 2, SETTINGS[settings], ["rowwise", "delayed"], backend) == expected
+    ranks = gloo.run(changed_job, 2, SETTINGS[settings], ["delayed", "rowwise"], backend)
+    assert ranks == gloo.run(changed_job, 2, SETTINGS[settings], ["rowwise"], None)
+
+
+def written_job(fp8_comm):
+    """Outputs before and after weights grow without a step of an optimizer."""
+    model, x = parallelize(make("tensorwise", blocks=1), Parallel(fp8_comm=fp8_comm)), torch.zeros(2, 8, dtype=int)
+    before = model(x).detach()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(WIDTH)
+    return before, model(x).detach()
+
+
+def test_scales_by_tensor_follow_weights_written_without_an_optimizer(gloo):
+    for gathered, plain in zip(gloo.run(written_job, 2, "gather"), gloo.run(written_job, 2, "off"), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(gathered, plain, strict=True))

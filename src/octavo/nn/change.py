@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from octavo.activations.detect import original_class
-from octavo.nn.delayed import forget
+from octavo.nn.delayed import reset_history
 from octavo.nn.gathered import ShardedWeight
 from octavo.nn.linear_subclasses import change_since, class_fits, fp8_class, is_converted, make_exact
 from octavo.nn.report import PLAN_ATTRIBUTE
@@ -62,7 +62,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
             vars(module)["recipe"] = new_recipe
         else:
             become(module, fp8_class(original_class(module), new_recipe), recipe=new_recipe)
-        forget(module)
+        reset_history(module)
         _update_plan(modules, fqn, new_recipe, reason)
         local = getattr(weight, "_local_tensor", None)
         if isinstance(local, ShardedWeight):

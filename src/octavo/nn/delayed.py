@@ -148,10 +148,11 @@ class DelayedQuantizer:
         with _outside_autograd():
             self.history.to(x.device)
             past = self.history.amax(operand)
-            if not self.updates:
-                return past
+            if past is None and not self.updates:
+                return None
             current = amax_of(x)
-            self.history.update(operand, current)
+            if self.updates:
+                self.history.update(operand, current)
             return current if past is None else torch.where(past > 0, past, current)
 
 
@@ -237,9 +238,14 @@ def keeps_history(module: nn.Module) -> TypeGuard[Delayed]:
     return isinstance(module, Delayed) and module.recipe.history > 0
 
 
-def forget(module: nn.Module) -> None:
-    """Drop the history of a layer, after a change of its recipe."""
+def reset_history(module: nn.Module) -> None:
+    """Begin a new history after a change of a layer's recipe, or have none.
+
+    It exists before the next forward, because torch.compile loses one that is created in code it traces.
+    """
     vars(module).pop(ATTRIBUTE, None)
+    if keeps_history(module):
+        history_of(module)
 
 
 def histories(model: nn.Module) -> Iterator[tuple[str, AmaxHistory]]:
@@ -312,6 +318,8 @@ def reduce_amaxes(histories: Iterable[AmaxHistory], all_reduce_max: Any, device:
         device: Device of the exchanged tensor.
     """
     ordered = list(histories)
+    if not ordered:
+        return
     rows = []
     for history in ordered:
         history.synchronized = True

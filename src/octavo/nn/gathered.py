@@ -43,12 +43,13 @@ class GlobalScales:
     Args:
         group: The ranks that share the weights.
 
-    Uses one all_reduce for all weights, on every rank, at the first forward after an optimizer step or a load of
-    weights (`stale`).
+    Uses one all_reduce for all weights, on every rank, at the first forward after an optimizer step, a load of weights
+    (`stale`), or any other in-place operation on a parameter.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.stale = True
+        self._versions: list[int] = []
         self._group = group
         # Strong references: `module.to` cannot swap tensors that have weak ones.
         self._weights: list[tuple[Tensor, GatherFormat]] = []
@@ -65,8 +66,10 @@ class GlobalScales:
     @torch.no_grad()
     def refresh(self) -> None:
         """Compute the scales of all weights, if any may have changed."""
-        if not self.stale or not self._weights:
+        versions = [parameter._version for parameter, _ in self._weights]  # of DTensors: equal on all ranks
+        if not self._weights or (versions == self._versions and not self.stale):
             return
+        self._versions = versions
         shards = [local_tensor(parameter) for parameter, _ in self._weights]
         amaxes = [
             gather_format.rounded(local).abs().amax().float()

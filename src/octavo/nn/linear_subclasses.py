@@ -109,6 +109,8 @@ def fp8_class(original: Any, recipe: Recipe) -> type[LinearLike]:
         raise ValueError(f"Octavo has no FP8 class for a {original.__name__} with recipe {recipe.name!r}")
     linear: Any = DelayedLinear if recipe.history else Linear
     fp8: type[LinearLike] = linear if original is nn.Linear else mixed_class(linear, original)
+    if original is not nn.Linear and "forward" in vars(fp8):
+        raise TypeError(f"{original.__name__} replaces the forward of its subclasses, so it may change")
     return fp8
 
 

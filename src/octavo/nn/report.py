@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -229,8 +230,8 @@ def _execution(model: nn.Module) -> str:
     """Return how converted layers run on their devices, if emulated."""
     used: set[tuple[torch.device, Recipe]] = set()
     for module in model.modules():
-        if is_converted(module):
-            used.add((next(module.parameters()).device, module.recipe))
+        if is_converted(module):  # FSDP1 holds the parameters of its modules elsewhere
+            used |= {(parameter.device, module.recipe) for parameter in islice(module.parameters(), 1)}
     emulated = {(device.type, recipe.name) for device, recipe in used if not accelerated(recipe, device)}
     return "; ".join(
         f"{recipe} is emulated exactly on {device}, without speed-up (see octavo doctor)"

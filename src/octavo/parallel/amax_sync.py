@@ -16,14 +16,15 @@ from octavo.nn.delayed import histories, reduce_amaxes
 
 
 def sync_amax_histories(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Synchronize the amax histories of a model's layers over the ranks of a mesh, if any layer has one.
+    """Synchronize the amax histories of a model's layers over the ranks of a mesh.
+
+    Each forward looks for the histories, because `octavo.nn.change_recipe` can give a layer one.
 
     Args:
         model: The module that every rank calls, equally often, in training.
         mesh: The ranks that share its data.
     """
-    if next(histories(model), None) is None:
-        return
+    list(histories(model))  # creates them: torch.compile loses what the hook creates
     groups = [group for group in mesh.get_all_groups() if dist.get_world_size(group) > 1]
     device = torch.device(mesh.device_type)
 
