@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 import time
@@ -75,6 +76,24 @@ def test_imports_go_downward_only() -> None:
 def test_the_linear_is_readable_alone() -> None:
     path = SOURCE / "nn" / "linear.py"
     assert len(path.read_text().splitlines()) <= 150 and len(set(imports_of(path))) <= 6
+
+
+def test_private_names_of_torch_are_behind_one_shim() -> None:
+    """Operators (`torch._scaled_mm`, `torch._foreach_*`, `torch.ops`) are called where they are needed."""
+    allowed = ("torch._scaled_mm", "torch._foreach_", "torch.ops.", "torch.__version__")
+    for path in FILES:
+        if path.name == "torch_compat.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+            else:
+                names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+            for name in names:
+                private = re.fullmatch(r"torch(\.\w+)*\._\w+(\.\w+)*", name) and not name.startswith(allowed)
+                assert not private, f"{path}:{node.lineno}: {name} belongs in runtime/torch_compat.py"
 
 
 def test_there_are_no_import_cycles() -> None:

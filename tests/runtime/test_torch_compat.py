@@ -8,6 +8,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from octavo.runtime import torch_compat
 from octavo.runtime.torch_compat import autocast_dtype, in_backward, own_saved_tensors_hooks, without_autocast
 from releases import requires_torch
 
@@ -73,3 +74,25 @@ def test_hooks_of_the_user_apply_inside_own_ones():
     own = own_saved_tensors_hooks(unchanged, unchanged)
     with saved_tensors_hooks(unchanged, unchanged), own, pytest.warns(FutureWarning, match="saved_tensors_hooks"):
         selective(x)
+
+
+def test_every_private_name_exists_in_this_release():
+    for name in (*torch_compat.__all__, *torch_compat._DISTRIBUTED):
+        assert callable(getattr(torch_compat, name)) or name == "composable_state", name
+    assert torch_compat.tracing_state() is None and torch_compat.saved_tensors_hooks_disabled() is None
+    assert torch_compat.current_graph_task_id() == -1 and torch_compat.current_dispatch_mode() is None
+    before = torch_compat.sequence_number()
+    torch.ones(1, requires_grad=True).exp()
+    assert torch_compat.sequence_number() == before + 1
+    with torch_compat.FakeTensorMode(), torch_compat.disable_current_modes():
+        assert type(torch.ones(1)) is torch.Tensor
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        torch_compat.nothing  # noqa: B018
+
+
+def test_callbacks_run_when_backward_ends():
+    ran = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: torch_compat.queue_callback(lambda: ran.append(x.grad is not None)))
+    x.sum().backward()
+    assert ran == [True]

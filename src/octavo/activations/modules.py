@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from octavo.activations.detect import (
     GLU_ACTIVATIONS,
@@ -39,6 +38,7 @@ from octavo.activations.detect import (
 from octavo.activations.functional import FLOATING, stored_activation, stored_glu, stored_joint_glu, stored_norm
 from octavo.activations.saved_tensors import compressed, recording
 from octavo.runtime.swap import become
+from octavo.runtime.torch_compat import is_traceable_wrapper_subclass
 
 STORAGE_ATTRIBUTE = "octavo_storage"
 """Attribute of a converted module that holds its `Norm`, `Glu`, `Activation` or `Scoped`."""

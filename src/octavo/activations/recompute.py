@@ -25,6 +25,7 @@ from torch import Tensor
 from octavo.kernels import dequantize, quantize
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.execution_context import execution_context
+from octavo.runtime.torch_compat import current_graph_task_id, queue_callback
 from octavo.tensor import ScaledTensor
 
 STORED = QuantSpec.parse("e4m3/1x32/e8m0")
@@ -88,13 +89,13 @@ class Rematerializer:
         self._memo.clear()
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task_id()
         if task == -1:  # not in backward: nothing would clear the cache
             return make()
         if not self._memo or self._task != task:  # an earlier backward may have failed and left its results
             self._memo.clear()
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self.forget)
+            queue_callback(self.forget)
         if key not in self._memo:
             self._memo[key] = make()
         return self._memo[key]

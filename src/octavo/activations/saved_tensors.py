@@ -25,8 +25,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from octavo.activations.autograd_graph import created_nodes, is_parameter, producer
 from octavo.activations.exactness import may_be_rounded
@@ -40,8 +38,9 @@ from octavo.activations.recompute import (
     restored,
     stored,
 )
+from octavo.runtime import torch_compat
 from octavo.runtime.switch import stores
-from octavo.runtime.torch_compat import own_saved_tensors_hooks
+from octavo.runtime.torch_compat import is_traceable_wrapper_subclass, own_saved_tensors_hooks, tree_leaves
 
 T = TypeVar("T")
 
@@ -156,7 +155,7 @@ class Scope:
     def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
         """Call a function under the hooks, then decide how each tensor it saved is stored."""
         self._enclosing, self._around = _INNERMOST.scope, _hooks_around()
-        self._first = torch._C._autograd._get_sequence_nr()
+        self._first = torch_compat.sequence_number()
         try:
             with self._hooks:
                 _INNERMOST.scope = self
@@ -302,8 +301,8 @@ def recording() -> bool:
     """Whether modules save FP8 now: switched on, under autograd, not traced, and saved-tensor hooks allowed."""
     if not (torch.is_grad_enabled() and stores()):
         return False
-    forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    return forbidden is None and torch._C._get_tracing_state() is None
+    forbidden = torch_compat.saved_tensors_hooks_disabled()
+    return forbidden is None and torch_compat.tracing_state() is None
 
 
 def compressed(module: nn.Module, exact: Sequence[str], function: Callable[..., T], *args: Any, **keywords: Any) -> T:
@@ -352,7 +351,7 @@ def _hooks_around() -> Hooks | None:
     scope = _INNERMOST.scope
     if scope is not None and scope.in_force:
         return scope._around
-    top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top: Hooks | None = torch_compat.top_saved_tensors_hooks(False)
     return top
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from octavo.activations.detect import Activation, Glu, ModuleSpec, Norm, activation_of, original_class
 from octavo.numerics.error import sqnr
+from octavo.runtime.torch_compat import unset_fake_temporarily
 
 _SHAPES = ((1,), (6,), (2, 3), (1, 40), (3, 2, 5))
 """Leading dimensions of the inputs."""

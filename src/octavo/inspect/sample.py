@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.inspect.accumulator import Accumulators, OperandFormat
 from octavo.inspect.product_error import Operands, ProductErrors
@@ -35,7 +34,7 @@ from octavo.nn.linear_subclasses import is_transposed
 from octavo.nn.operands import SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import TENSOR, QuantSpec
-from octavo.runtime.torch_compat import in_backward
+from octavo.runtime.torch_compat import disable_current_modes, in_backward
 from octavo.tensor import ScaledTensor
 
 
@@ -115,7 +114,7 @@ class Sample:
             recomputed = in_backward()
             if x.dtype not in SUPPORTED_DTYPES or (recomputed and not self._without_graph[layer.name]):
                 return
-            with torch.no_grad(), _disable_current_modes():
+            with torch.no_grad(), disable_current_modes():
                 if layer.counted:
                     self._of_inputs[layer.name] = self._count_x(layer, _matrix(x), counted=not recomputed)
                     if layer.name not in self._of_weights:
@@ -145,7 +144,7 @@ class Sample:
 
     def _on_gradient(self, layer: WatchedLayer, of_w: Factors | None, of_x: Factors | None) -> Callable[[Tensor], None]:
         def count_gradient(g: Tensor) -> None:
-            with torch.no_grad(), _disable_current_modes():
+            with torch.no_grad(), disable_current_modes():
                 g_MN = _matrix(g)
                 scale = current_scale(layer.module, G, g_MN)
                 for operand, factors in (("dgrad_g", of_w), ("wgrad_g", of_x)):
@@ -165,7 +164,7 @@ class Sample:
         self, layer: WatchedLayer, operands: Operands, needs: tuple[bool, bool]
     ) -> Callable[[Tensor], None]:
         def measure(g: Tensor) -> None:
-            with torch.no_grad(), _disable_current_modes():
+            with torch.no_grad(), disable_current_modes():
                 self.errors.measure(layer.name, layer.module, operands, _matrix(g), needs)
 
         return measure

@@ -16,11 +16,11 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from octavo.kernels import calibration
 from octavo.numerics.names import nearest
 from octavo.runtime.execution_context import is_capturing
+from octavo.runtime.torch_compat import unset_fake_temporarily
 
 Case = tuple[str, ...]
 """Texts of an op's specs (and the layout of a product), which determine the available backends."""

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from octavo.kernels.calibration import Entry
+from octavo.runtime.torch_compat import cuda_sleep
 
 CALLS = 24
 """Timed calls of each candidate."""
@@ -70,7 +71,7 @@ def time_on_gpu(calls: list[Call]) -> list[float]:
         call()
     torch.cuda.synchronize()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in calls]
-    torch.cuda._sleep(200_000 * len(calls))  # clocks: about 0.1 ms a call
+    cuda_sleep(200_000 * len(calls))  # clocks: about 0.1 ms a call
     for call, (start, end) in zip(calls, events, strict=True):
         start.record()
         call()

@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from octavo.nn.loss import linear_cross_entropy
+from octavo.runtime.torch_compat import FakeTensor
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -37,7 +37,6 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from octavo.kernels.quantize.reference import scale_of
 from octavo.nn.linear import Linear
@@ -52,7 +51,7 @@ from octavo.nn.operands import (
 )
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import in_backward
+from octavo.runtime.torch_compat import disable_current_modes, in_backward
 from octavo.tensor import ScaledTensor
 
 X, G = 0, 1
@@ -204,7 +203,7 @@ def _outside_autograd() -> Iterator[None]:
     """Leave autograd and dispatch modes: selective checkpointing needs identical operations in forward and recompute,
     and these run only once.
     """
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+    with torch.inference_mode(False), torch.no_grad(), disable_current_modes():
         yield
 
 

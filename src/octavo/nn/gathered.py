@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from octavo.kernels import dequantize, quantize, wants_copies
 from octavo.kernels.quantize.reference import scale_of, transposed
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.switch import SWITCH
+from octavo.runtime.torch_compat import disabled_torch_function, tree_map
 from octavo.tensor import ScaledTensor, local_tensor
 
 aten = torch.ops.aten
@@ -115,7 +115,7 @@ class ShardedWeight(Tensor):
 
     local: Tensor
     gather_format: GatherFormat
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, local: Tensor, gather_format: GatherFormat) -> "ShardedWeight":
@@ -203,7 +203,7 @@ class Fp8AllGatherOutput(Tensor):
     data_: Tensor
     scale: Tensor
     spec: QuantSpec
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> "Fp8AllGatherOutput":

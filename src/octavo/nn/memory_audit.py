@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from octavo.activations.saved_tensors import Saved
 from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.numerics.names import merged, pattern
-from octavo.runtime.torch_compat import own_saved_tensors_hooks
+from octavo.runtime.torch_compat import own_saved_tensors_hooks, tree_leaves
 from octavo.tensor import local_tensor
 
 

@@ -35,7 +35,7 @@ def first_row(param: Tensor) -> int:
     if len(sharded_dims) == 1 and owner.placements[sharded_dims[0]].is_shard(0):
         piece = -(-owner.shape[0] // owner.device_mesh.size(sharded_dims[0]))
         return int(min(owner.device_mesh.get_local_rank(sharded_dims[0]) * piece, owner.shape[0]))
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow import
+    from octavo.runtime.torch_compat import compute_local_shape_and_global_offset  # slow import
 
     _, offset = compute_local_shape_and_global_offset(owner.shape, owner.device_mesh, owner.placements)
     return int(offset[0])

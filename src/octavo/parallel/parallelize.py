@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -34,6 +33,7 @@ from octavo.parallel.amax_sync import sync_amax_histories
 from octavo.parallel.ddp import replicate
 from octavo.parallel.fsdp import shard
 from octavo.runtime.swap import all_or_nothing
+from octavo.runtime.torch_compat import composable_state
 
 FP8_COMM = ("auto", "on", "gather", "off")
 
@@ -183,7 +183,7 @@ def _parallelize(
 @contextmanager
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
     """`octavo.runtime.swap.all_or_nothing`, for what FSDP2 remembers of modules as well."""
-    states = _composable_state._module_state_mapping
+    states = composable_state._module_state_mapping
     before = set(states)
     try:
         with all_or_nothing(model):

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+from octavo.runtime.torch_compat import FakeCopyMode, FakeTensorMode
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from octavo.nn.convert import apply_plan, rule_plan
 from octavo.nn.memory_audit import Audit, audit, call
@@ -26,6 +25,7 @@ from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.step import Setting
 from octavo.planner.step_memory import StepTrace, follow_step, predict_memory
 from octavo.planner.timeline import ALLOCATION_GRANULARITY
+from octavo.runtime.torch_compat import tree_leaves
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

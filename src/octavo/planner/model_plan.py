@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from octavo.nn.convert import apply_plan, check_unconverted
@@ -52,6 +51,7 @@ from octavo.planner.step_memory import (
 from octavo.planner.timeline import ALLOCATION_GRANULARITY
 from octavo.planner.trace import Trace, extrapolate_trace, trace
 from octavo.runtime.blocks import find_blocks
+from octavo.runtime.torch_compat import tree_leaves
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.memory_audit import Audit, dtype_name
@@ -41,6 +39,7 @@ from octavo.planner.timeline import (
     Timeline,
 )
 from octavo.runtime.blocks import find_blocks
+from octavo.runtime.torch_compat import FakeTensorMode, tree_leaves
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -24,11 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from octavo.runtime.torch_compat import in_backward
+from octavo.runtime.torch_compat import TorchDispatchMode, in_backward, is_traceable_wrapper_subclass, tree_leaves
 
 PARAMETERS, BUFFERS, STATES, BATCH = "parameters", "buffers", "optimizer states", "batch"
 GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from octavo.planner.memory_extrapolation import common_prefix
 from octavo.planner.roofline import LinearCall
+from octavo.runtime.torch_compat import TorchDispatchMode, tree_leaves
 
 LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")
 """Operations that read only as many bytes of their first input as they write."""

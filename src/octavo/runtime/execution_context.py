@@ -5,10 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.runtime.torch_compat import current_dispatch_mode
+
 
 def execution_context(x: Tensor) -> tuple[Any, ...]:
     """The dispatch mode that records work on x, the stream it runs on, and whether a CUDA graph captures it."""
-    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    mode = current_dispatch_mode()
     if not x.is_cuda:
         return (mode,)
     return mode, torch.cuda.current_stream(x.device).cuda_stream, is_capturing(x.device)

@@ -7,10 +7,59 @@ range of releases; `make test-versions` runs the tests on both ends of it.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "FakeCopyMode",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "current_dispatch_mode",
+    "disable_current_modes",
+    "is_traceable_wrapper_subclass",
+    "tree_leaves",
+    "tree_map",
+    "unset_fake_temporarily",
+]
+
+current_graph_task_id = torch._C._current_graph_task_id
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+saved_tensors_hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+sequence_number = torch._C._autograd._get_sequence_nr
+top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+tracing_state = torch._C._get_tracing_state
+
+_DISTRIBUTED = {
+    "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    "composable_state": ("torch.distributed", "_composable_state"),
+    "compute_local_shape_and_global_offset": (
+        "torch.distributed.tensor._utils",
+        "compute_local_shape_and_global_offset",
+    ),
+    "get_default_store": ("torch.distributed.distributed_c10d", "_get_default_store"),
+    "set_group_timeout": ("torch.distributed.distributed_c10d", "_set_pg_timeout"),
+}
+"""Private names of packages that are slow to import: imported when they are asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DISTRIBUTED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, private = _DISTRIBUTED[name]
+    value = globals()[name] = getattr(import_module(module), private)
+    return value
 
 
 def _has_autocast(device_type: str) -> bool:
@@ -34,6 +83,16 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Disable autocast for a device type, if it has autocast."""
     return torch.autocast(device_type, enabled=False) if _has_autocast(device_type) else nullcontext()
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call a function when the backward that runs ends. All releases: there is no public function for it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def cuda_sleep(cycles: int) -> None:
+    """Keep the current stream busy for a number of GPU clock cycles. All releases."""
+    torch.cuda._sleep(cycles)
 
 
 def in_backward() -> bool:

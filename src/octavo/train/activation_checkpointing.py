@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import octavo.kernels  # noqa: F401  registers the ops named below
 from octavo.runtime.blocks import find_blocks
+from octavo.runtime.torch_compat import TorchDispatchMode
 from octavo.train.config.run_config import ConfigError
 
 aten = torch.ops.aten

@@ -23,9 +23,9 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
+from octavo.runtime.torch_compat import get_default_store
 from octavo.train.config.run_config import ConfigError, TrainConfig, flat
 from octavo.train.device import choose_device
 from octavo.train.diagnose import NonFiniteError
@@ -238,7 +238,7 @@ def _detect_lost_ranks(rank: int, world: int) -> Iterator[None]:
         return
     names = [uuid4().hex]
     dist.broadcast_object_list(names, 0)
-    heartbeat = Heartbeat(_get_default_store(), names[0], rank, world)
+    heartbeat = Heartbeat(get_default_store(), names[0], rank, world)
     try:
         yield
     except RuntimeError as error:

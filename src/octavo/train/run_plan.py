@@ -20,7 +20,6 @@ from typing import Any, cast
 import torch
 from rich.console import Console
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from octavo.nn.convert import rule_plan
 from octavo.nn.memory_audit import Audit, audit
@@ -54,6 +53,7 @@ from octavo.planner.tables import compare_memory, forecast_text, plan_notes
 from octavo.planner.timeline import ALLOCATION_GRANULARITY
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.terminal import width
+from octavo.runtime.torch_compat import tree_leaves
 from octavo.train.checkpoint.pretrained import load_model_config, one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config
 from octavo.train.data.corpus import Corpus

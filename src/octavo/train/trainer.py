@@ -23,7 +23,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo._version import __version__
@@ -35,6 +34,7 @@ from octavo.numerics.plan import Plan
 from octavo.parallel import parallelize
 from octavo.parallel.parallelize import make_mesh
 from octavo.planner.convert import convert
+from octavo.runtime.torch_compat import set_group_timeout
 from octavo.train.activation_checkpointing import Checkpointing
 from octavo.train.checkpoint.store import CheckpointSaver
 from octavo.train.config.run_config import ConfigError, TrainConfig
@@ -381,7 +381,7 @@ def _parallelize(model: nn.Module, config: TrainConfig, device: torch.device) ->
     mesh = make_mesh(parallel, device.type)
     for group in mesh.get_all_groups():
         if dist.get_world_size(group) < dist.get_world_size():  # subgroups do not inherit the timeout
-            _set_pg_timeout(timedelta(seconds=config.parallel.timeout), group)
+            set_group_timeout(timedelta(seconds=config.parallel.timeout), group)
     copies, shards = mesh.shape
     if shards == 1 and copies > 1:
         model.to(device)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from octavo.runtime.torch_compat import StorageInfo
 from octavo.train.config.run_config import ConfigError
 
 INDEX = ".metadata"
@@ -128,7 +129,7 @@ def _tensor(name: str, record: Any) -> TensorStorageMetadata:
     )
 
 
-def _stored(key: Any, value: Any) -> tuple[MetadataIndex, _StorageInfo]:
+def _stored(key: Any, value: Any) -> tuple[MetadataIndex, StorageInfo]:
     key_state, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
     file = _expect(info["relative_path"], str)
     if Path(file).name != file or "\\" in file or file.startswith("."):
@@ -139,7 +140,7 @@ def _stored(key: Any, value: Any) -> tuple[MetadataIndex, _StorageInfo]:
     if offset < 0 or length < 0:
         raise ConfigError(f"it points to {offset}, {length} in {file}")
     start, hint = _expect(key_state.get("offset"), torch.Size | None), _expect(key_state.get("index"), int | None)
-    return MetadataIndex(_expect(key_state["fqn"], str), start, hint), _StorageInfo(file, offset, length)
+    return MetadataIndex(_expect(key_state["fqn"], str), start, hint), StorageInfo(file, offset, length)
 
 
 def _path(value: Any) -> tuple[str | int, ...]:
