@@ -21,7 +21,7 @@ from benchmarks.ptx.program import parse
 from benchmarks.sass import compile_launch
 from octavo.kernels.adamw import ParamState
 from octavo.kernels.adamw import triton as adamw
-from octavo.kernels.launch import Launch
+from octavo.kernels.launch import Launch, PreparedLaunch
 
 CAPABILITY = 90
 _POINTERS = {
@@ -49,8 +49,8 @@ def interpreted(change: Callable[[str], str] = lambda text: text) -> Iterator[li
     executed: list[Executed] = []
     reachable: list[Tensor] = []
 
-    def run_launch(self: Launch, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
-        executed.append(_run(self, grid, arguments, change, reachable))
+    def run_launch(self: PreparedLaunch, arguments: Mapping[str, Any]) -> None:
+        executed.append(_run(self.launch, self.grid, {**arguments, **self.scalars}, change, reachable))
 
     def addresses(state: ParamState) -> list[int]:
         """Return the addresses that AdamW's kernel reads from a table, and make them reachable."""
@@ -60,7 +60,7 @@ def interpreted(change: Callable[[str], str] = lambda text: text) -> Iterator[li
 
     addresses_of = adamw._pointers
     with (
-        mock.patch.object(Launch, "run", run_launch),
+        mock.patch.object(PreparedLaunch, "__call__", run_launch),
         mock.patch.object(adamw, "_pointers", addresses),
     ):
         yield executed

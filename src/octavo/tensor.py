@@ -9,7 +9,7 @@ contraction while two products contract different dimensions.
 `local_tensor` unwraps DTensors and similar wrappers.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class ScaledTensor:
     @property
     def unscaled(self) -> "ScaledTensor":
         """The same data with unit scales, for a product whose other operand contains the folded scales."""
-        return replace(self, scale=None)
+        return ScaledTensor(self.data, None, self.spec, self.copy)
 
     def t(self) -> "ScaledTensor":
         """Return the transposed matrix, as views."""

@@ -37,12 +37,15 @@ class Backend:
         name: Such as `"triton"`; `"reference"` supports every case on every device.
         run: Implementation, with the same signature in all backends of the op, plus `config`, an index, if it has
             several configurations.
+        plan: With the same arguments, returns what runs calls like this one repeatedly (`octavo.kernels.direct`), or
+            None.
         unsupported_reason: Returns why it cannot run a case on a device, or None. Cheap: runs no kernel.
         trials: Returns configurations and large shapes that the probe runs besides its tiny input.
     """
 
     name: str
     run: Callable[..., Any]
+    plan: Callable[..., Any] | None = None
     unsupported_reason: Callable[[torch.device, Case], str | None] = lambda device, case: None
     trials: Callable[[torch.device, Case, int | None], Sequence[tuple[int, Shape]]] = lambda device, case, config: ()
 
@@ -52,8 +55,9 @@ class Backend:
             return self
         trials = self.trials
         return replace(
-            self, run=partial(self.run, config=config), trials=lambda device, case, _: trials(device, case, config)
-        )
+            self, run=partial(self.run, config=config), plan=None,
+            trials=lambda device, case, _: trials(device, case, config),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +168,10 @@ def triton_unsupported(device: torch.device, case: Case) -> str | None:
     if (reason := unsupported_gpu(device)) is not None:
         return reason
     return None if find_spec("triton") else "Triton is not installed"
+
+
+GPU_TYPES = {"cuda"}
+"""Device types whose tensors take the GPU path. `benchmarks.host` adds "cpu", to measure that path without a GPU."""
 
 
 def unsupported_gpu(device: torch.device) -> str | None:

@@ -87,7 +87,7 @@ def linear(
     out_dtype = output_dtype(input, weight)
     if out_dtype is None:
         return F.linear(input, weight, bias)
-    x_MK = input.reshape(math.prod(input.shape[:-1]), weight.shape[1])
+    x_MK = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), weight.shape[1])
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
     x = quantizer.input(input, x_MK, recipe, needs_wgrad)
     y_MN: Tensor = unhooked(

@@ -80,7 +80,7 @@ def quantize_gradient(
     g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe, amax: Tensor | None = None
 ) -> QuantizedGradient:
     """See `Quantizer.gradient`; `amax` sets the scale, float32 [1,1], None for the current amax."""
-    fold_w = _fold(w.t()) if w is not None and recipe.folds_w else None
+    fold_w = _fold(w, transposed=True) if w is not None and recipe.folds_w else None
     fold_x = _fold(x) if x is not None and recipe.folds_x else None
     spec, spec_t, copies = recipe.dgrad_g, recipe.wgrad_g, wants_copies(g_MN.device)
     if w is not None and x is not None and spec_t is not None:
@@ -179,6 +179,8 @@ def wgrad_input(
     return ScaledTensor(data, scale, spec)
 
 
-def _fold(operand: ScaledTensor) -> Tensor | None:
-    """Return row scales [R,1] of an operand (or [1,R] of a transposed one) as a factor of G."""
-    return None if operand.scale is None else operand.scale.float()
+def _fold(operand: ScaledTensor, transposed: bool = False) -> Tensor | None:
+    """Return row scales [R,1] of an operand as a factor of G: [R,1], or [1,R] if transposed."""
+    if operand.scale is None:
+        return None
+    return (operand.scale.t() if transposed else operand.scale).float()

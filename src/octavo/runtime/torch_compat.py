@@ -153,6 +153,36 @@ def _executes(will_execute: Any, node: Any) -> bool:
         return True
 
 
+def eager_signature(*tensors: Tensor | None) -> tuple[Any, ...] | None:
+    """Return dtype, shape, strides and device of tensors, on which checks and allocations of an op depend.
+
+    None unless the dispatcher would call the op's kernel directly, below autograd: if a compiler, tracer, dispatch mode
+    (fake tensors, selective checkpointing), function mode or functorch transform is active, if autograd records, or if
+    a tensor is a subclass, a lazy negation or a lazy zero. All releases: there is no public function for most of these.
+    """
+    if (
+        torch.is_grad_enabled() or torch.compiler.is_compiling() or _dispatch_modes() or _function_modes()
+        or _has_transforms() or _tracing_state() is not None
+    ):  # fmt: skip
+        return None
+    found: list[Any] = []
+    for x in tensors:
+        if x is None:
+            found.append(None)
+        elif type(x) in _PLAIN and not x.is_neg() and not x._is_zerotensor():
+            found += (x.dtype, x.shape, x.stride(), x.device)
+        else:
+            return None
+    return tuple(found)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_has_transforms = torch._C._are_functorch_transforms_active
+_tracing_state = torch._C._get_tracing_state
+
+
 class own_saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
     """`saved_tensors_hooks` for the library's own hooks, which selective checkpointing ignores.
 

@@ -15,11 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from octavo.kernels.direct import Call, Calls, signature
 from octavo.kernels.gemm import reference, torch_scaled
 from octavo.kernels.gemm.operands import UNIT
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
-from octavo.kernels.registry import Backend, Case, Op, Shape, register, triton_unsupported
+from octavo.kernels.registry import GPU_TYPES, Backend, Case, Op, Shape, register, triton_unsupported
 from octavo.numerics.error import sqnr
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
@@ -59,6 +60,30 @@ def scaled_mm(
     if layout not in _CONTRACTED:
         raise ValueError(f"scaled_mm: layout must be 'nt', 'nn' or 'tn'; got {layout!r}")
     along_a, along_b = _CONTRACTED[layout]
+    a_data, b_data = _bytes(a, along_a), _bytes(b, along_b)
+    if (tensors := signature(a_data, b_data, a.scale, b.scale, bias)) is not None:
+        key = (a.spec.text, b.spec.text, layout, out_dtype, fast_accum, tensors)
+        call = _CALLS.get(key)
+        if call is None:
+            _check(a, b, layout, out_dtype, bias)
+            call = _CALLS.add(key, Call(_case(a, b, layout), _shape(a_data, b_data, layout)))
+        plan = call.plan(SCALED_MM, a_data.device, a, b, layout, out_dtype, bias, fast_accum)
+        product: Tensor | None = None if plan is None else plan(a_data, b_data, a.scale, b.scale, bias)
+        if product is not None:
+            return product
+    else:
+        _check(a, b, layout, out_dtype, bias)
+    result: Tensor = torch.ops.octavo.scaled_mm.default(
+        a_data, a.scale, a.spec.text, b_data, b.scale, b.spec.text, layout, out_dtype, bias, fast_accum
+    )
+    return result
+
+
+_CALLS = Calls()
+
+
+def _check(a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None) -> None:
+    along_a, along_b = _CONTRACTED[layout]
     a_shape, b_shape = a.data.shape, b.data.shape
     if a_shape[along_a] != b_shape[along_b]:
         raise ValueError(
@@ -77,11 +102,16 @@ def scaled_mm(
                 f"scaled_mm {layout}: bias must be [{n}], float32, bfloat16 or float16, on {device}; "
                 f"got {tuple(bias.shape)}, {bias.dtype} on {bias.device}"
             )
-    result: Tensor = torch.ops.octavo.scaled_mm.default(
-        _bytes(a, along_a), a.scale, a.spec.text, _bytes(b, along_b), b.scale, b.spec.text,
-        layout, out_dtype, bias, fast_accum,
-    )  # fmt: skip
-    return result
+
+
+def _case(a: ScaledTensor, b: ScaledTensor, layout: str) -> Case:
+    return (UNIT if a.scale is None else a.spec.text, UNIT if b.scale is None else b.spec.text, layout)
+
+
+def _shape(a: Tensor, b: Tensor, layout: str) -> tuple[int, int, int]:
+    """Return m, n, k."""
+    along_a, along_b = _CONTRACTED[layout]
+    return a.shape[1 - along_a], b.shape[1 - along_b], a.shape[along_a]
 
 
 _CONTRACTED = {"nt": (1, 1), "nn": (1, 0), "tn": (0, 0)}
@@ -199,7 +229,12 @@ def _triton_trials(device: torch.device, case: Case, config: int | None) -> Sequ
 
 SCALED_MM = register(Op(name="scaled_mm", cases=_cases(), probe=_probe))
 SCALED_MM.add(
-    Backend(name="torch_scaled", run=torch_scaled.scaled_mm, unsupported_reason=torch_scaled.unsupported_reason)
+    Backend(
+        name="torch_scaled",
+        run=torch_scaled.scaled_mm,
+        plan=torch_scaled.plan_of,
+        unsupported_reason=torch_scaled.unsupported_reason,
+    )
 )
 SCALED_MM.add(Backend(name="triton", run=_run_triton, unsupported_reason=_triton_unsupported, trials=_triton_trials))
 SCALED_MM.add(Backend(name="reference", run=reference.scaled_mm))
@@ -210,7 +245,7 @@ def wants_copies(device: torch.device) -> bool:
 
     If so, operands contracted over both dimensions (W, G and X of a linear) are stored in both memory orders.
     """
-    return device.type == "cuda"
+    return device.type in GPU_TYPES
 
 
 def accelerated(recipe: Recipe, device: torch.device) -> bool:
@@ -223,11 +258,9 @@ def _run(
     a: Tensor, a_scale: Tensor | None, a_spec: str, b: Tensor, b_scale: Tensor | None, b_spec: str,
     layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
 ) -> Tensor:  # fmt: skip
-    case = (UNIT if a_scale is None else a_spec, UNIT if b_scale is None else b_spec, layout)
-    along_a, along_b = _CONTRACTED[layout]
-    backend = SCALED_MM.choose(a.device, case, (a.shape[1 - along_a], b.shape[1 - along_b], a.shape[along_a]))
     left = ScaledTensor(a, a_scale, QuantSpec.parse(a_spec))
     right = ScaledTensor(b, b_scale, QuantSpec.parse(b_spec))
+    backend = SCALED_MM.choose(a.device, _case(left, right, layout), _shape(a, b, layout))
     result: Tensor = backend.run(left, right, layout, out_dtype, bias, fast_accum)
     return result
 

@@ -22,6 +22,7 @@ first, 128×128 scales contraction first and padded to multiples of 4. cuBLAS re
 at a time; those of a slice (an expert's, a shard's) that begin elsewhere are copied.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -38,7 +39,7 @@ from octavo.kernels.gemm.operands import (
     packed,
     scale_sums,
 )
-from octavo.kernels.registry import Case, unsupported_gpu
+from octavo.kernels.registry import GPU_TYPES, Case, unsupported_gpu
 from octavo.numerics.error import sqnr
 from octavo.numerics.formats import E4M3, E5M2, E8M0
 from octavo.numerics.spec import FULL, Granularity
@@ -142,6 +143,49 @@ def _product(
             a, b.t(), a_scale, a_type, b_scale, b_type, a_swizzle, b_swizzle, bias=bias, output_dtype=out_dtype
         )
     return result if result.shape == (m, n) else result[:m, :n].contiguous()
+
+
+Plan = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor | None]
+
+
+def plan_of(
+    a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+) -> Plan | None:
+    """Return what computes products of operands like these from their data, scales and bias, without looking at them
+    again; None if they need more than one call of `torch._scaled_mm`, or copies.
+
+    The plan returns None for data that is not aligned. It holds no tensor but unit scales.
+    """
+    left, right = oriented(a, b, layout)
+    (m, k), n = left.data.shape, right.data.shape[0]
+    kind, device = _kind(left.blocks, right.blocks), left.data.device
+    if kind not in ("tensor", "row") or not m * n * k or n % ALIGNMENT or k % ALIGNMENT:
+        return None
+    if not _is_supported(kind, device, out_dtype, bias is not None) or (bias is not None and bias.dtype != out_dtype):
+        return None
+    for operand in (left, right):
+        if operand.data.stride() != (k, 1):
+            return None
+        shape = (operand.data.shape[0], 1) if kind == "row" else (1, 1)
+        if operand.scale is not None and (operand.scale.shape != shape or not operand.scale.is_contiguous()):
+            return None
+    a_transposed, b_transposed = layout[0] == "t", layout[1] == "t"
+    rows, columns = (m, n) if kind == "row" else (1, 1)
+
+    def product(
+        a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
+    ) -> Tensor | None:
+        if (a.data_ptr() | b.data_ptr() | (0 if bias is None else bias.data_ptr())) % ALIGNMENT:
+            return None
+        result: Tensor = torch._scaled_mm(
+            a.t() if a_transposed else a, b.t() if b_transposed else b,
+            scale_a=_ones(rows, device) if a_scale is None else a_scale.as_strided((rows, 1), (1, 1)),
+            scale_b=_ones(columns, device).t() if b_scale is None else b_scale.as_strided((1, columns), (1, 1)),
+            bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum,
+        )  # fmt: skip
+        return result
+
+    return product
 
 
 def _multiples(kind: Kind, blocks: Granularity, outside: int) -> tuple[int, int]:
@@ -272,7 +316,7 @@ def _ones(size: int, device: torch.device) -> Tensor:
     they never lie in the memory pool of a graph whose warm-up this thread runs (`torch.compile`, mode
     "reduce-overhead").
     """
-    if device.type != "cuda" or is_capturing(device):
+    if device.type not in GPU_TYPES or is_capturing(device):
         return _new_ones(size, device)
     ones = _ONES.get((size, device))
     if ones is None:
@@ -289,7 +333,8 @@ def _new_ones(size: int, device: torch.device) -> Tensor:
 
 def _synchronized_ones(size: int, device: torch.device) -> Tensor:
     ones = _new_ones(size, device)
-    torch.cuda.current_stream(device).synchronize()  # before any other stream reads it
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # before any other stream reads it
     return ones
 
 

@@ -7,12 +7,13 @@ Memory traffic per element (bf16 input): 2 bytes read and 1 written per output a
 Scales by tensor or column, and pairs with them, need all maxima before the cast: 2 more bytes read.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.conformance.compare import difference
+from octavo.kernels.direct import ZEROS, Call, Calls, signature
 from octavo.kernels.library import define
 from octavo.kernels.quantize import reference
 from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
@@ -56,11 +57,17 @@ def quantize(
     Raises:
         ValueError: An operand has a wrong dtype, shape or device.
     """
-    _check(x, fold, "fold")
-    if amax is not None or scale is not None:
-        _check_precomputed(x, spec, amax, scale)
-    if order not in ("rows", "columns", "both"):
-        raise ValueError(f"quantize: order must be 'rows', 'columns' or 'both'; got {order!r}")
+    if (tensors := signature(x, fold, amax, scale)) is not None:
+        key = (spec.text, order, tensors)
+        call = _CALLS.get(key)
+        if call is None:
+            _check_call(x, spec, fold, amax, scale, order)
+            call = _CALLS.add(key, Call((spec.text,)))
+        if (plan := call.plan(QUANTIZE, x.device, x, spec, fold, amax, scale, order)) is not None:
+            q, q_t, s, _ = plan.run(x, fold, None, amax if scale is None else scale, ZEROS)
+            return ScaledTensor(q, s, spec, q_t if order == "both" else None)
+    else:
+        _check_call(x, spec, fold, amax, scale, order)
     outputs = torch.ops.octavo.quantize(x, spec.text, fold, amax, scale, order)
     copy = outputs[1].t() if order == "both" else None
     return ScaledTensor(
@@ -86,14 +93,41 @@ def quantize_pair(
     Raises:
         ValueError: As `quantize`, or if the specs differ in format or scale rule.
     """
+    if (tensors := signature(x, fold, fold_t)) is not None:
+        key = (spec.text, spec_t.text, tensors)
+        call = _PAIR_CALLS.get(key)
+        if call is None:
+            _check_pair(x, spec, fold, spec_t, fold_t)
+            call = _PAIR_CALLS.add(key, Call((spec.text, spec_t.text)))
+        if (plan := call.plan(QUANTIZE_PAIR, x.device, x, spec, fold, spec_t, fold_t)) is not None:
+            q, q_t, s, s_t = plan.run(x, fold, fold_t, None, ZEROS)
+            return ScaledTensor(q, s, spec), ScaledTensor(q_t, s_t, spec_t)
+    else:
+        _check_pair(x, spec, fold, spec_t, fold_t)
+    q, s, q_t, s_t = torch.ops.octavo.quantize_pair(x, spec.text, fold, spec_t.text, fold_t)
+    return ScaledTensor(q, s, spec), ScaledTensor(q_t.t(), s_t, spec_t)
+
+
+_CALLS, _PAIR_CALLS = Calls(), Calls()
+
+
+def _check_call(
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str
+) -> None:
+    _check(x, fold, "fold")
+    if amax is not None or scale is not None:
+        _check_precomputed(x, spec, amax, scale)
+    if order not in ("rows", "columns", "both"):
+        raise ValueError(f"quantize: order must be 'rows', 'columns' or 'both'; got {order!r}")
+
+
+def _check_pair(x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None) -> None:
     _check(x, fold, "fold")
     _check(x, fold_t, "fold_t")
     if (spec.format, spec.scale_rule) != (spec_t.format, spec_t.scale_rule):
         raise ValueError(
             f"quantize_pair needs specs of one format and scale rule; got {spec} and {spec_t}: call quantize twice"
         )
-    q, s, q_t, s_t = torch.ops.octavo.quantize_pair(x, spec.text, fold, spec_t.text, fold_t)
-    return ScaledTensor(q, s, spec), ScaledTensor(q_t.t(), s_t, spec_t)
 
 
 def _check(x: Tensor, fold: Tensor | None, name: str) -> None:
@@ -182,12 +216,26 @@ def _run_triton_pair(
     return triton.quantize_pair(x, spec, fold, spec_t, fold_t, config)
 
 
+def _triton_plan(*arguments: Any) -> Any:
+    from octavo.kernels.quantize import triton
+
+    return triton.plan_of(*arguments)
+
+
+def _triton_pair_plan(*arguments: Any) -> Any:
+    from octavo.kernels.quantize import triton
+
+    return triton.pair_plan_of(*arguments)
+
+
 QUANTIZE = register(Op(name="quantize", cases=_specs(), probe=_probe))
-QUANTIZE.add(Backend(name="triton", run=_run_triton, unsupported_reason=triton_unsupported))
+QUANTIZE.add(Backend(name="triton", run=_run_triton, plan=_triton_plan, unsupported_reason=triton_unsupported))
 QUANTIZE.add(Backend(name="reference", run=reference.quantize))
 
 QUANTIZE_PAIR = register(Op(name="quantize_pair", cases=_pairs(), probe=_probe_pair))
-QUANTIZE_PAIR.add(Backend(name="triton", run=_run_triton_pair, unsupported_reason=triton_unsupported))
+QUANTIZE_PAIR.add(
+    Backend(name="triton", run=_run_triton_pair, plan=_triton_pair_plan, unsupported_reason=triton_unsupported)
+)
 QUANTIZE_PAIR.add(Backend(name="reference", run=reference.quantize_pair))
 
 

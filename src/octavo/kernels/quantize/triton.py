@@ -11,8 +11,10 @@ column-major: G for dgrad and wgrad with the other operands' scales folded in, o
 recipe.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -20,7 +22,7 @@ import triton
 from torch import Tensor
 
 from octavo.kernels import calibration
-from octavo.kernels.launch import INTERPRETED, Launch, Variant
+from octavo.kernels.launch import INTERPRETED, Launch, PreparedLaunch, Variant
 from octavo.kernels.quantize.device import blocks_kernel, cast_kernel, maxima_kernel, rows_kernel
 from octavo.kernels.quantize.reference import padded
 from octavo.numerics.formats import E4M3
@@ -29,6 +31,7 @@ from octavo.numerics.spec import FULL, ROW, QuantSpec
 
 Fold = Literal["none", "rows", "columns"]
 Order = Literal["rows", "columns", "both"]
+Precomputed = Literal["nothing", "amax", "scale"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,7 @@ class QuantizeTask:
     first: FoldedSpec
     second: FoldedSpec | None = None
     order: Order = "rows"
-    precomputed: Literal["nothing", "amax", "scale"] = "nothing"
+    precomputed: Precomputed = "nothing"
 
     @property
     def case(self) -> tuple[str, ...]:
@@ -157,14 +160,9 @@ def quantize(
 
     `config` is an index into `tiles`; None takes the fastest one measured by `octavo calibrate`, else the first.
     """
-    precomputed = amax if scale is None else scale.float()
-    task = QuantizeTask(
-        first=FoldedSpec(spec=spec, fold=_fold_name(fold, x.shape[0])),
-        order=order,
-        precomputed="scale" if scale is not None else "amax" if amax is not None else "nothing",
-    )
-    q, q_t, s, _ = _run(task, x, fold, None, precomputed, config)
-    return [q] * (order != "columns") + [q_t] * (order != "rows") + [s] * (scale is None)
+    plan = plan_of(x, spec, fold, amax, scale, order, config)
+    q, q_t, s, _ = plan.run(x, fold, None, amax if scale is None else scale)
+    return [q] * (order != "columns") + [q_t.t()] * (order != "rows") + [s] * (scale is None)
 
 
 def quantize_pair(
@@ -172,68 +170,137 @@ def quantize_pair(
     config: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Return row-major data and scales for `spec`, then column-major data (as [C,R]) and scales for `spec_t`."""
-    task = QuantizeTask(
-        first=FoldedSpec(spec=spec, fold=_fold_name(fold, x.shape[0])),
-        second=FoldedSpec(spec=spec_t, fold=_fold_name(fold_t, x.shape[0])),
-    )
-    q, q_t, s, s_t = _run(task, x, fold, fold_t, None, config)
-    return [q, s, q_t, s_t]
+    q, q_t, s, s_t = pair_plan_of(x, spec, fold, spec_t, fold_t, config).run(x, fold, fold_t, None)
+    return [q, s, q_t.t(), s_t]
 
 
-def _run(
-    task: QuantizeTask,
-    x: Tensor,
-    fold: Tensor | None,
-    fold_t: Tensor | None,
-    precomputed: Tensor | None,
-    config: int | None,
-) -> tuple[Tensor, ...]:
-    """Return q [R,C], q_t [C,R], s, s_t; outputs that the task does not write are placeholders."""
-    rows, columns = x.shape
-    if config is None:
-        config = _fastest(task, x.device, rows, columns)
-    spec, spec_t = task.first.spec, (task.second or task.first).spec
-    pair = task.second is not None
+def plan_of(
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: Order,
+    config: int | None = None,
+) -> "Plan":  # fmt: skip
+    """Return the plan of `quantize` for arguments like these."""
+    precomputed: Precomputed = "scale" if scale is not None else "amax" if amax is not None else "nothing"
+    folded = FoldedSpec(spec=spec, fold=_fold_name(fold, x.shape[0]))
+    return _plan(QuantizeTask(first=folded, order=order, precomputed=precomputed), x, config)
 
-    def empty(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=x.device)
 
-    def scales(spec: QuantSpec) -> Tensor:
-        return empty(spec.granularity.scale_shape((rows, columns)), spec.scale_dtype)
+def pair_plan_of(
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None,
+    config: int | None = None,
+) -> "Plan":  # fmt: skip
+    """Return the plan of `quantize_pair` for arguments like these."""
+    first = FoldedSpec(spec=spec, fold=_fold_name(fold, x.shape[0]))
+    second = FoldedSpec(spec=spec_t, fold=_fold_name(fold_t, x.shape[0]))
+    return _plan(QuantizeTask(first=first, second=second), x, config)
 
-    writes_columns = pair or task.order != "rows"
-    transposed = empty((columns, padded(rows)) if writes_columns else (0, 0), spec.format.dtype)
-    q = empty((rows, columns) if task.order != "columns" else (0, 0), spec.format.dtype)
-    s = scales(spec)
-    s_t = scales(spec_t) if pair else s
-    steps = launches(task, config)
-    maxima, second_at = precomputed, -(-s.numel() // 4) * 4  # 16-byte aligned
-    if len(steps) == 2:
-        maxima = torch.zeros(second_at + (s_t.numel() if pair else 0), dtype=torch.int32, device=x.device)
-    arguments: dict[str, Any] = {
-        "x": x,
-        "rows": rows,
-        "columns": columns,
-        "stride_r": x.stride(0),
-        "stride_c": x.stride(1),
-        "fold": x if fold is None else fold.contiguous(),
-        "fold_t": x if fold_t is None else fold_t.contiguous(),
-        "q": q,
-        "q_t": transposed,
-        "padded_rows": padded(rows),
-        "s": s.view(torch.uint8) if spec.scale_rule == "e8m0" else s,
-        "s_t": s_t.view(torch.uint8) if spec.scale_rule == "e8m0" else s_t,
-        "grid_columns": s.shape[1],
-        "grid_columns_t": s_t.shape[1],
-    }
-    bits = x if maxima is None else maxima.contiguous().view(torch.int32)
-    arguments |= {"precomputed": bits, "amax": bits, "amax_t": bits[second_at:] if len(steps) == 2 and pair else bits}
-    for step in steps:
-        covered = rows if step.kernel is maxima_kernel else padded(rows)
-        down = max(triton.cdiv(covered, step.constants["TILE_R"]), 1)
-        across = 1 if step.kernel is rows_kernel else max(triton.cdiv(columns, step.constants["TILE_C"]), 1)
-        step.run((down * across,), arguments)
-    return q, transposed[:, :rows], s, s_t
+
+def _plan(task: QuantizeTask, x: Tensor, config: int | None) -> "Plan":
+    key = (task, x.dtype, x.shape, x.stride(), x.device, config)
+    plan = _PLANS.get(key)
+    if plan is None:
+        if len(_PLANS) >= MAX_PLANS:
+            _PLANS.clear()
+        plan = _PLANS[key] = Plan(task, x, _fastest(task, x.device, *x.shape) if config is None else config)
+    return plan
+
+
+class Plan:
+    """What one task does with a matrix of one shape, strides, dtype and device: outputs to allocate, and launches.
+
+    Holds no tensor. Launches are prepared at the first run.
+    """
+
+    def __init__(self, task: QuantizeTask, x: Tensor, config: int) -> None:
+        rows, columns = x.shape
+        spec, spec_t = task.first.spec, (task.second or task.first).spec
+        self.pair, self.dtype, self.e8m0 = task.second is not None, spec.format.dtype, spec.scale_rule == "e8m0"
+        self.writes_rows, self.writes_columns = task.order != "columns", self.pair or task.order != "rows"
+        self.shape, self.stride, self.padded_rows = (rows, columns), (max(columns, 1), 1), padded(rows)
+        self.scale_dtype, self.writes_scale = spec.scale_dtype, task.precomputed != "scale"
+        self.scale_shape = spec.granularity.scale_shape(self.shape)
+        self.scale_shape_t = spec_t.granularity.scale_shape(self.shape)
+        self.scale_stride, self.scale_stride_t = (max(self.scale_shape[1], 1), 1), (max(self.scale_shape_t[1], 1), 1)
+        self.launches = launches(task, config)
+        self.second_at = -(-prod(self.scale_shape) // 4) * 4  # 16-byte aligned
+        self.maxima = self.second_at + (prod(self.scale_shape_t) if self.pair else 0)
+        self.scalars = {
+            "rows": rows,
+            "columns": columns,
+            "stride_r": x.stride(0),
+            "stride_c": x.stride(1),
+            "padded_rows": padded(rows),
+            "grid_columns": self.scale_shape[1],
+            "grid_columns_t": self.scale_shape_t[1],
+        }
+        self.steps: list[PreparedLaunch] = []
+
+    def run(
+        self, x: Tensor, fold: Tensor | None, fold_t: Tensor | None, precomputed: Tensor | None,
+        zeros: Callable[..., Tensor] = torch.zeros,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return q, q_t (both [R,C], the second column-major), s, s_t; an output that the task does not write is
+        another one. `zeros` allocates what maxima start from.
+        """
+        device, dtype, empty = x.device, self.dtype, torch.empty_strided  # `empty` parses its arguments more slowly
+        if not self.writes_columns:
+            q = q_t = columns = empty(self.shape, self.stride, dtype=dtype, device=device)
+        else:
+            if self.padded_rows == self.shape[0]:
+                q_t = columns = empty(self.shape, (1, self.padded_rows), dtype=dtype, device=device)
+            else:
+                columns = torch.empty((self.shape[1], self.padded_rows), dtype=dtype, device=device)
+                q_t = columns[:, : self.shape[0]].t()
+            q = empty(self.shape, self.stride, dtype=dtype, device=device) if self.writes_rows else q_t
+        if precomputed is None or self.writes_scale:
+            s = empty(self.scale_shape, self.scale_stride, dtype=self.scale_dtype, device=device)
+        else:
+            s, precomputed = precomputed, precomputed.float()
+        s_t = empty(self.scale_shape_t, self.scale_stride_t, dtype=self.scale_dtype, device=device) if self.pair else s
+        if len(self.launches) == 2:
+            bits = bits_t = zeros(self.maxima, dtype=torch.int32, device=device)
+            if self.pair:
+                bits_t = bits[self.second_at :]
+        else:
+            bits = bits_t = x if precomputed is None else precomputed.contiguous().view(torch.int32)
+        arguments = {
+            "x": x,
+            "fold": x if fold is None else fold.contiguous(),
+            "fold_t": x if fold_t is None else fold_t.contiguous(),
+            "q": q,
+            "q_t": columns,
+            "s": s.view(torch.uint8) if self.e8m0 else s,
+            "s_t": s_t.view(torch.uint8) if self.e8m0 else s_t,
+            "precomputed": bits,
+            "amax": bits,
+            "amax_t": bits_t,
+        }
+        for step in self.steps or self._prepare(arguments):
+            step(arguments)
+        return q, q_t, s, s_t
+
+    def _prepare(self, tensors: dict[str, Any]) -> list[PreparedLaunch]:
+        rows, columns = self.shape
+        steps = []
+        for launch in self.launches:
+            covered = rows if launch.kernel is maxima_kernel else padded(rows)
+            down = max(triton.cdiv(covered, launch.constants["TILE_R"]), 1)
+            across = 1 if launch.kernel is rows_kernel else max(triton.cdiv(columns, launch.constants["TILE_C"]), 1)
+            steps.append(launch.prepare((down * across,), {**self.scalars, **tensors}))
+        self.steps = steps
+        return steps
+
+
+_PLANS: dict[tuple[Any, ...], Plan] = {}
+"""By what determines allocations, launches and their scalars."""
+MAX_PLANS = 4096
+"""Plans; all are dropped beyond that."""
+
+
+def _add_plan(key: tuple[Any, ...], task: QuantizeTask, x: Tensor, config: int | None) -> Plan:
+    if len(_PLANS) >= MAX_PLANS:
+        _PLANS.clear()
+    plan = _PLANS[key] = Plan(task, x, _fastest(task, x.device, *x.shape) if config is None else config)
+    return plan
 
 
 def variants() -> list[Variant]:

@@ -1,0 +1,79 @@
+"""docs/host_time.md, from the rows of `python -m benchmarks host`."""
+
+from typing import Any
+
+HEAD = """<!-- Written by `python -m benchmarks host --write`; edit benchmarks/host/document.py instead. -->
+# Host time
+
+Eager PyTorch hands each operation to the GPU from Python. Where the GPU finishes sooner than the host can hand over
+the next operation, the host sets the pace: small layers, few tokens, many launches. `torch.compile` and CUDA graphs
+remove most of it.
+
+`python -m benchmarks host` measures the host alone, without a GPU. CPU tensors take the GPU path, Triton compiles
+for sm_90, and its real launcher calls a CUDA driver that launches nothing
+([`benchmarks/host/libcuda.c`](https://github.com/octavo-fp8/octavo/blob/main/benchmarks/host/libcuda.c), built with
+the system's C compiler). Matrices are 16×16, so that products cost the host their dispatch. An FP8 product is a
+bf16 product of the same sizes here: it costs what it costs the bf16 arm. Microseconds are those of the machine
+below, best of many samples, without the cost of an empty autograd graph; only their ratios carry over to other
+machines, and those roughly. Launches, dispatches and calls are exact and are tested
+(`tests/kernels/test_stub_driver.py`). No figure here was measured on a GPU. Not included: what a GPU's allocator
+and its libraries cost the host beyond a CPU's.
+
+## Forward and backward of a linear, and of a block
+
+One linear without bias if not stated, in training. A block is the seven linears of a Llama block, where q, k and v
+share the FP8 form of their input, as gate and up do. Ratios are to bf16's row of the same kind.
+
+"""
+COLUMNS = """- *launches*: kernels that Triton launches; *kernels*: all kernels that a GPU would run: these, products,
+  memory sets, sums and casts of PyTorch.
+- *dispatches*: operations that go through PyTorch's dispatcher, allocations and views included.
+- *calls*: calls of Python functions, those of PyTorch and Triton included.
+"""
+TAIL = """
+## What makes it so
+
+- **Launches go to the compiled kernel** (`octavo.kernels.launch`): Triton's own launch binds and classifies all
+  arguments each time. Grid, scalars and dtypes are fixed once; alignment of addresses is looked at in each launch,
+  since Triton compiles other code for addresses that are no multiples of 16. A combination never seen goes through
+  Triton and is counted in `octavo.kernels.launch.THROUGH_TRITON`; so is each launch while a profiler's hooks are
+  installed.
+- **Ops run from plans, below the dispatcher** (`octavo.kernels.direct`): the first call with given dtypes, shapes,
+  strides, devices and options passes all checks and leaves a plan; later ones allocate and launch. Under
+  `torch.compile`, dispatch modes (fake tensors, selective checkpointing), function modes, functorch transforms,
+  tracing, CUDA graph capture, and for tensor subclasses the dispatcher is used as before. Results are the same
+  bits.
+- **The registry decides at every call**: `octavo calibrate`, probes and `force` have the effect they had.
+
+A kernel cache that cannot be written (`TRITON_CACHE_DIR`) is reported once; kernels are then compiled again in each
+process.
+
+Rejected: calling the C function below Triton's launcher, whose arguments differ between releases of Triton; passing
+tensors instead of addresses, for which Triton asks the driver about each pointer; one plan for a whole linear,
+which would duplicate `octavo.nn.linear`; CUDA graphs of a linear, which fix addresses.
+"""
+
+
+def text(content: dict[str, Any]) -> str:
+    """Return the page."""
+    before = {row["name"]: row for row in content.get("before", ())}
+    lines = ["| | forward µs | total µs | × bf16 | launches | kernels | dispatches | calls |", "|---|" + 7 * "---:|"]
+    for row in content["rows"]:
+        old = before.get(row["name"])
+        changed = old is not None and old["python_calls"] != row["python_calls"]
+        if changed and old is not None:
+            lines.append(_line(f"{row['name']}, before", old))
+        lines.append(_line(f"**{row['name']}**" if changed else row["name"], row))
+    machine = content["environment"]
+    measured = (
+        f"\nMeasured with `python -m benchmarks host` on one thread of {machine['device']}; torch {machine['torch']}, "
+        f"Triton {machine['triton']}, torchao {machine['torchao'] or 'absent'}, Python {machine['python']}, "
+        f"{machine['date']}. *Before* is the code without direct launches and plans.\n\n"
+    )
+    return HEAD + "\n".join(lines) + "\n" + measured + COLUMNS + TAIL
+
+
+def _line(name: str, row: dict[str, Any]) -> str:
+    cells = [f"{row['forward_us']:.0f}", f"{row['total_us']:.0f}", f"{row['ratio']:.1f}"]
+    cells += [str(row[key]) for key in ("launches", "kernels", "dispatches", "python_calls")]
+    return f"| {name} | " + " | ".join(cells) + " |"

@@ -1,0 +1,221 @@
+"""What one linear, and the seven linears of a Llama block, cost the host: microseconds, launches, dispatches, calls.
+
+Times are the best of many short samples, so that what else runs on the machine hardly counts, and without what an empty
+autograd graph costs: `x.view_as(x)` and its backward. The matrices are 16×16: what is left is the host's work.
+"""
+
+import dataclasses
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from benchmarks.arms import has_torchao
+from benchmarks.host.stub import Stub
+
+SIZE = 16
+SAMPLE_S = 1e-3
+Row = dict[str, Any]
+Step = Callable[[], Any]
+
+RECIPES = ("rowwise", "tensorwise", "rowwise_hp_wgrad", "blockwise", "mxfp8", "delayed")
+TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+NO_KERNEL = set(
+    (
+        "empty", "empty_strided", "empty_like", "new_empty", "view", "view_as", "as_strided", "t", "transpose", "slice",
+        "detach", "expand", "reshape", "_unsafe_view", "alias", "narrow", "select", "unsqueeze", "to", "_to_copy",
+        "linear", "matmul", "contiguous", "resolve_conj", "resolve_neg", "lift_fresh", "result_type", "squeeze", "ones",
+        "zeros", "permute", "unbind", "split", "is_nonzero", "item", "_local_scalar_dense", "expand_as",
+    )
+)  # fmt: skip
+"""Operations that start nothing on a GPU, or do so by calling others."""
+ONE_KERNEL = {"mm", "addmm", "sum", "linalg_vector_norm", "amax", "cat"}
+"""Operations that call others on a CPU, and start one kernel on a GPU."""
+
+
+class Block(nn.Module):
+    """The seven linears of a Llama block, with sums and a product between them instead of attention and SiLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q", "k", "v", "o", "gate", "up", "down"):
+            setattr(self, name, _linear())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output for x [M, SIZE]."""
+        h = self.o(self.q(x) + self.k(x) + self.v(x))
+        out: Tensor = self.down(self.gate(h) * self.up(h))
+        return out
+
+
+def _linear(bias: bool = False) -> nn.Linear:
+    return nn.Linear(SIZE, SIZE, bias=bias, dtype=torch.bfloat16)
+
+
+def arms(names: tuple[str, ...] = ()) -> dict[str, tuple[str, Callable[[], nn.Module]]]:
+    """Return what is measured, by name: the row that it is compared with, and what makes it."""
+    made: dict[str, tuple[str, Callable[[], nn.Module]]] = {"bf16": ("bf16", _linear)}
+    made |= {recipe: ("bf16", lambda r=recipe: _converted(_linear(), r)) for recipe in RECIPES}
+    made["bf16 bias"] = ("bf16 bias", lambda: _linear(True))
+    made["rowwise bias"] = ("bf16 bias", lambda: _converted(_linear(True), "rowwise"))
+    made["bf16 block"] = ("bf16 block", Block)
+    made["block"] = ("bf16 block", lambda: _converted(Block(), "rowwise"))
+    made["block keep_weights"] = ("bf16 block", lambda: _converted(Block(), "rowwise", keep_weights=True))
+    if has_torchao():
+        made |= {f"torchao {recipe}": ("bf16", lambda r=recipe: _torchao(r)) for recipe in TORCHAO}
+    if not names:
+        return made
+    return {name: arm for name, arm in made.items() if name in names or name in {made[n][0] for n in names}}
+
+
+def _converted(module: nn.Module, recipe: str, **options: Any) -> nn.Module:
+    return octavo.convert(module, recipe, device="cpu", verbose=False, **options)
+
+
+def _torchao(recipe: str) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return convert_to_float8_training(nn.Sequential(_linear()), config=config)[0]
+
+
+def steps(module: nn.Module) -> tuple[Step, Step]:
+    """Return forward, and forward with backward."""
+    x = torch.randn(SIZE, SIZE, dtype=torch.bfloat16).requires_grad_()
+    g = torch.randn(SIZE, SIZE, dtype=torch.bfloat16)
+    leaves = (x, *module.parameters())
+
+    def both() -> None:
+        module(x.view_as(x)).backward(g)
+        for leaf in leaves:  # as zero_grad does: gradients are not added up
+            leaf.grad = None
+
+    return lambda: module(x.view_as(x)), both
+
+
+def counts(stub: Stub, name: str, make: Callable[[], nn.Module]) -> Row:
+    """Count what one forward and backward does, in the steady state."""
+    _, both = steps(make())
+    _, empty = steps(nn.Identity())
+    for _ in range(3):
+        both()
+    before, products = stub.launches, stub.products
+    both()
+    launches, products = stub.launches - before, stub.products - products
+    dispatches, kernels = _dispatches(both)
+    base, _ = _dispatches(empty)
+    return {
+        "name": name,
+        "launches": launches,
+        "kernels": launches + kernels,
+        "products": products,
+        "dispatches": dispatches - base,
+        "python_calls": _python_calls(both) - _python_calls(empty),
+    }
+
+
+def _dispatches(step: Step) -> tuple[int, int]:
+    """Count the operations that PyTorch dispatches, and the kernels that they would start on a GPU.
+
+    The profiler counts: a dispatch mode would switch off what it is to count.
+    """
+    with _quiet(), torch.autograd.profiler.profile() as profile:
+        step()
+    events = [event for event in profile.function_events or () if "::" in event.name and "autograd" not in event.name]
+    return len(events), sum(_kernels(event) for event in events if event.cpu_parent not in events)
+
+
+def _kernels(event: Any) -> int:
+    name = event.name.removeprefix("aten::")
+    if name in ONE_KERNEL:
+        return 1
+    below = sum(_kernels(child) for child in event.cpu_children)
+    return below or int(name not in NO_KERNEL and not name.startswith("octavo::"))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Send stderr to nowhere: the profiler's library writes there when it starts and stops."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept), os.close(nowhere)
+
+
+def _python_calls(step: Step) -> int:
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def times(make: Callable[[], nn.Module], repetitions: int) -> Row:
+    """Return the microseconds of forward, and of forward and backward."""
+    forward, both = steps(make())
+    empty_forward, empty_both = steps(nn.Identity())
+    return {
+        "forward_us": round(best_us(forward, repetitions) - best_us(empty_forward, repetitions), 1),
+        "total_us": round(best_us(both, repetitions) - best_us(empty_both, repetitions), 1),
+    }
+
+
+def best_us(step: Step, repetitions: int) -> float:
+    """Return the shortest mean time of a step over samples of about a millisecond, µs."""
+    for _ in range(3):
+        step()
+    start = time.perf_counter()
+    step()
+    calls = max(1, min(100, int(SAMPLE_S / (time.perf_counter() - start))))
+    best = float("inf")
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        for _ in range(calls):
+            step()
+        best = min(best, (time.perf_counter() - start) / calls)
+    return 1e6 * best
+
+
+def measure(stub: Stub, names: tuple[str, ...], repetitions: int, *, timed: bool) -> list[Row]:
+    """Measure the arms of these names, or all, and what they are compared with; print a row at a time."""
+    rows: dict[str, Row] = {}
+    for name, (base, make) in arms(names).items():
+        row = counts(stub, name, make)
+        if timed:
+            row |= times(make, repetitions)
+            rows[name] = row
+            row["ratio"] = round(row["total_us"] / rows[base]["total_us"], 2)
+        rows[name] = row
+        print(line(row), flush=True)
+    return list(rows.values())
+
+
+def line(row: Row) -> str:
+    """A row for a terminal."""
+    timed = f"{row['forward_us']:8.1f} {row['total_us']:9.1f} {row['ratio']:6.2f} ×" if "ratio" in row else " " * 26
+    numbers = "".join(f"{row[key]:10}" for key in ("launches", "kernels", "dispatches", "python_calls"))
+    return f"{row['name']:<28} {timed}{numbers}"
+
+
+HEADER = (
+    f"{'':<28} {'forward':>8} {'total µs':>9} {'bf16':>8}{'launches':>10}{'kernels':>10}{'dispatch':>10}{'calls':>10}"
+)

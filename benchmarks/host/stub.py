@@ -1,0 +1,189 @@
+"""A pretended H100: CPU tensors take the GPU path, and a CUDA driver that launches nothing (`libcuda.c`) ends it.
+
+Triton compiles for sm_90 and runs its real launcher. Products, which a CPU cannot compute in FP8 at any useful speed,
+are bf16 products of the same sizes: each costs the host what the same product costs the bf16 arm. What a GPU would have
+computed is not computed: outputs are uninitialized memory.
+
+`install` changes the process for good. It must run before anything imports Triton.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("libcuda.c")
+MOST_PARAMETERS = 64
+
+
+class NoCompiler(RuntimeError):
+    """There is no C compiler, or no Triton whose headers it could use."""
+
+
+class Record(ctypes.Structure):
+    """One launch, as a GPU would have received it; the same fields as in `libcuda.c`."""
+
+    _fields_ = (
+        ("kernel", ctypes.c_ulonglong), ("stream", ctypes.c_ulonglong), ("grid", ctypes.c_uint * 3),
+        ("threads", ctypes.c_uint), ("shared", ctypes.c_uint), ("count", ctypes.c_int),
+        ("value", ctypes.c_ulonglong * MOST_PARAMETERS),
+    )  # fmt: skip
+
+    def key(self) -> tuple[Any, ...]:
+        """The kernel, grid, threads, shared memory, stream and parameters."""
+        values = tuple(self.value[: self.count])
+        return self.kernel, tuple(self.grid), self.threads, self.shared, self.stream, values
+
+
+class Stub:
+    """The loaded stub driver."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._launches = ctypes.c_long.in_dll(library, "stub_launches")
+        self._recording = ctypes.c_int.in_dll(library, "stub_recording")
+        self._count = ctypes.c_int.in_dll(library, "stub_records")
+        self._records = (Record * 1024).in_dll(library, "stub_record")
+
+    @property
+    def products(self) -> int:
+        """FP8 products computed so far."""
+        return _products
+
+    @property
+    def launches(self) -> int:
+        """Kernels launched so far."""
+        return self._launches.value
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Record]]:
+        """Record the launches inside the block (at most 1024); the list is filled at its end."""
+        records: list[Record] = []
+        self._count.value, self._recording.value = 0, 1
+        try:
+            yield records
+        finally:
+            self._recording.value = 0
+            records += [Record.from_buffer_copy(self._records[i]) for i in range(self._count.value)]
+
+
+def missing() -> str | None:
+    """Return what `install` lacks here, or None."""
+    if _compiler() is None:
+        return "the stub driver needs a C compiler: install gcc or clang, or set CC to one"
+    if find_spec("triton") is None:
+        return "the stub driver needs Triton, whose launches it receives: pip install triton"
+    return None
+
+
+def _compiler() -> str | None:
+    names = (os.environ["CC"],) if "CC" in os.environ else ("cc", "gcc", "clang")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def install() -> Stub:
+    """Build and load the stub driver, and send CPU tensors down the GPU path.
+
+    Raises:
+        NoCompiler: If there is no C compiler or no Triton, or the stub does not compile.
+    """
+    if (reason := missing()) is not None:
+        raise NoCompiler(reason)
+    assert "triton" not in sys.modules, "the stub driver must be installed before Triton is imported"
+    os.environ.pop("TRITON_INTERPRET", None)
+    library = _load(_build())
+    _activate()
+    _pretend()
+    return Stub(library)
+
+
+def _build() -> Path:
+    spec = find_spec("triton")
+    assert spec is not None and spec.origin is not None
+    headers = Path(spec.origin).parent / "backends" / "nvidia" / "include"
+    library = Path(tempfile.mkdtemp(prefix="octavo-stub-")) / "libcuda.so.1"
+    command = [_compiler(), "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{headers}"]
+    done = subprocess.run([*command, str(SOURCE), "-o", str(library)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoCompiler(f"{_compiler()} cannot build the stub driver: {done.stderr.strip() or done.returncode}")
+    library.with_name("libcuda.so").symlink_to(library.name)
+    return library
+
+
+def _load(library: Path) -> ctypes.CDLL:
+    """Load the stub: whatever asks for libcuda.so.1 from now on gets it. Its file is needed no longer."""
+    os.environ["TRITON_LIBCUDA_PATH"] = str(library.parent)
+    loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    import atexit
+
+    atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
+    return loaded
+
+
+def _activate() -> None:
+    """Make the stub Triton's driver."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+
+    class StubDriver(CudaDriver):
+        def __init__(self) -> None:
+            self.utils = CudaUtils()
+            self.launcher_cls = CudaLauncher
+            self.get_device_capability = lambda device=0: (9, 0)
+            self.get_current_stream = lambda device: 0
+            self.get_current_device = lambda: 0
+            self.set_current_device = lambda device: None
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    triton.runtime.driver.set_active(StubDriver())
+
+
+def _pretend() -> None:
+    """Let CPU tensors take the GPU path, with the backends that an H100 takes."""
+    import octavo.kernels.gemm  # noqa: F401  registers all ops
+    from octavo.kernels import registry
+    from octavo.kernels.gemm import torch_scaled
+
+    cpu = torch.device("cpu")
+    registry.GPU_TYPES.add("cpu")
+    for op in registry.OPS.values():
+        name = "torch_scaled" if "torch_scaled" in op.backends else "triton"
+        op._chosen.update({(cpu, case): op.backends[name] for case in op.cases.values()})
+    torch_scaled._SUPPORTED = _AllSupported()
+    torch._scaled_mm = _product
+    F.scaled_mm = _product
+
+
+class _AllSupported(dict[Any, bool]):
+    def get(self, key: Any, default: Any = None) -> bool:
+        return True
+
+
+_products = 0
+
+
+def _product(a: Tensor, b: Tensor, *scales: Any, out_dtype: Any = None, output_dtype: Any = None, **_: Any) -> Tensor:
+    """A bf16 product of the same sizes, in place of an FP8 one."""
+    global _products
+    _products += 1
+    return torch.mm(*_operands(a.shape, b.shape))
+
+
+@lru_cache(maxsize=256)
+def _operands(a: torch.Size, b: torch.Size) -> tuple[Tensor, Tensor]:
+    return torch.ones(a, dtype=torch.bfloat16), torch.ones(b, dtype=torch.bfloat16)

@@ -1,0 +1,99 @@
+"""Calls of ops below the dispatcher, from plans that earlier calls left.
+
+In eager PyTorch a linear calls seven ops. The dispatcher, the checks of arguments and the preparation of launches cost
+the host more than the launches. Their outcome depends only on options and on dtypes, shapes, strides and devices of the
+tensors. So the first call with given ones is checked and leaves a `Call`; later ones run its plan: allocate, launch.
+
+    signature(…)       what a call depends on, or None if it must take the ordinary path: something would see the op
+                       in the dispatcher (`eager_signature`), or a CUDA graph captures
+    Call.plan(op, …)   the plan of the backend that the registry chooses now
+
+Plans hold no tensors. They do not fix the stream, which is asked for at each launch, nor the alignment of addresses,
+which is looked at in each call. Errors are those of the ordinary path: only calls that passed the checks have a plan.
+
+Below the dispatcher, a profiler shows the kernels and allocations of an op but not `octavo::quantize` itself.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.registry import GPU_TYPES, Backend, Case, Op, Shape
+from octavo.runtime.execution_context import is_capturing
+from octavo.runtime.torch_compat import eager_signature
+
+
+def signature(x: Tensor, *others: Tensor | None) -> tuple[Any, ...] | None:
+    """Return what an op on these tensors depends on, but their values and addresses; None for the ordinary path."""
+    if x.is_cuda:
+        return None if is_capturing(x.device) else eager_signature(x, *others)
+    return eager_signature(x, *others) if "cpu" in GPU_TYPES else None
+
+
+class Call:
+    """Calls of an op with the same signature and options.
+
+    Args:
+        case: The op's case.
+        shape: The op's shape, if its backend depends on that.
+    """
+
+    __slots__ = ("_backend", "_case", "_plan", "_shape")
+
+    def __init__(self, case: Case, shape: Shape | None = None) -> None:
+        self._case, self._shape = case, shape
+        self._backend: Backend | None = None
+        self._plan: Any = None
+
+    def plan(self, op: Op, device: torch.device, *arguments: Any) -> Any:
+        """Return the plan of the backend that the registry chooses now; None if that backend makes no plans."""
+        backend = op.choose(device, self._case, self._shape)
+        if backend is not self._backend:
+            self._plan = None if backend.plan is None else backend.plan(*arguments)
+            self._backend = backend
+        return self._plan
+
+
+class Calls(dict[tuple[Any, ...], Call]):
+    """Calls of one op by signature and options."""
+
+    def add(self, key: tuple[Any, ...], call: Call) -> Call:
+        """Add a call; all are dropped beyond `MAX_CALLS`."""
+        if len(self) >= MAX_CALLS:
+            self.clear()
+        self[key] = call
+        return call
+
+
+MAX_CALLS = 4096
+
+
+class ZeroBlocks(threading.local):
+    """Zeros, cut from a block that one memory set clears, instead of a memory set for each call.
+
+    Maxima by atomics start from zeros, and a memory set costs as much as another launch. Each part is handed out once,
+    on the stream that cleared its block; a thread has a block per stream. Only for direct calls: elsewhere a block
+    could come from the memory pool of a CUDA graph.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[torch.device, Any], tuple[Tensor, int]] = {}
+
+    def __call__(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return [size] zeros."""
+        if 8 * size > BLOCK:
+            return torch.zeros(size, dtype=dtype, device=device)
+        key = device, torch.cuda.current_stream(device) if device.type == "cuda" else None
+        block, start = self._blocks.get(key, (None, BLOCK))
+        end = start + -(-size // 16) * 16
+        if block is None or end > BLOCK:
+            block, start, end = torch.zeros(BLOCK, dtype=dtype, device=device), 0, -(-size // 16) * 16
+        self._blocks[key] = block, end
+        return block[start : start + size]
+
+
+BLOCK = 1 << 18
+"""Elements of a block: 1 MiB of maxima, enough for 8 calls or more."""
+ZEROS = ZeroBlocks()

@@ -1,0 +1,128 @@
+"""Run by test_stub_driver.py in a process of its own, where Triton compiles: what launches pass to the stub driver.
+
+Prints JSON: for each check, the cases that failed.
+"""
+
+import json
+import sys
+import warnings
+
+from benchmarks.host import stub
+
+DRIVER = stub.install()
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from octavo.kernels import launch  # noqa: E402
+
+INTEGERS = (0, 1, 2, 16, 17, 32, -1, -16, 2**31 - 1, 2**31 - 16, 2**31, 2**31 + 1, 2**32 + 16, -(2**31), -(2**31) - 1)
+
+
+@triton.jit
+def tiny_kernel(x, y, rows, columns, factor, FLAG: tl.constexpr):
+    """Use every argument; the code differs with what is known of alignments."""
+    offset = tl.program_id(0) * rows + columns + tl.arange(0, 1024)
+    tl.store(y + offset, tl.load(x + offset) * factor + FLAG)
+
+
+def tensors():
+    """Pairs of tensors of other dtypes and alignments."""
+    x = torch.zeros(64, dtype=torch.float32)
+    return (x, x), (x[1:], x), (x, x[3:]), (x[1:], x[1:]), (x.half(), x), (x.half()[1:], x)
+
+
+def recorded(call):
+    """The only launch of a call, as the driver received it."""
+    with DRIVER.recorded() as records:
+        call()
+    (record,) = records
+    return record.key()
+
+
+def launches_pass_what_triton_passes():
+    failed = []
+    steps = {flag: launch.Launch(kernel=tiny_kernel, constants={"FLAG": flag}, num_warps=4) for flag in (False, 1)}
+    cases = [(n, 16, 2.0) for n in INTEGERS] + [(16, n, 0.5) for n in (1, 17, True)] + [(True, True, 1.0), (1, 1, 1)]
+    for flag, step in steps.items():
+        for x, y in tensors() if flag else tensors()[:1]:
+            for rows, columns, factor in cases if y is x else cases[:4]:
+                arguments = {"x": x, "y": y, "rows": rows, "columns": columns, "factor": factor}
+                options = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+                expected = recorded(lambda: tiny_kernel[(3, 2)](**arguments, FLAG=flag, **options))  # noqa: B023
+                for _ in range(2):
+                    before = launch.THROUGH_TRITON.total()
+                    actual = recorded(lambda: step.run((3, 2), arguments))  # noqa: B023
+                    if actual != expected:
+                        failed.append(f"{flag} {rows} {columns} {factor} {x.dtype} {x.data_ptr() % 16}")
+                if launch.THROUGH_TRITON.total() != before:
+                    failed.append(f"not direct: {flag} {rows} {columns} {factor}")
+    return failed
+
+
+def a_profilers_hooks_see_every_launch():
+    seen, x = [], torch.zeros(64)
+    step = launch.Launch(kernel=tiny_kernel, constants={"FLAG": 1}, num_warps=4)
+    arguments = {"x": x, "y": x, "rows": 16, "columns": 16, "factor": 2.0}
+    step.run((1,), arguments)
+    triton.knobs.runtime.launch_enter_hook.add(seen.append)
+    step.run((1,), arguments)
+    triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+    step.run((1,), arguments)
+    return [] if len(seen) == 1 and seen[0].get()["name"] == "tiny_kernel" else [str(seen)]
+
+
+def an_unwritable_cache_is_said_once():
+    triton.knobs.cache.dir = "/dev/null/cache"
+    x, failed = torch.zeros(64), []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for flag in (5, 6):  # not compiled yet
+            step = launch.Launch(kernel=tiny_kernel, constants={"FLAG": flag}, num_warps=4)
+            before = DRIVER.launches
+            step.run((1,), {"x": x, "y": x, "rows": 16, "columns": 16, "factor": 2.0})
+            failed += [] if DRIVER.launches == before + 1 else [f"{flag} was not launched"]
+    texts = [str(w.message) for w in warned if "octavo" in str(w.message)]
+    return failed if len(texts) == 1 and "TRITON_CACHE_DIR" in texts[0] else [*failed, *texts, "warnings"]
+
+
+def kernels_get_what_triton_passes():
+    """Every kernel of the recipes, fused ones included, at sizes that Triton specializes differently."""
+    from octavo.kernels import dequantize, glu, layer_norm, quantize, quantize_pair, rms_norm
+    from octavo.numerics import RECIPES, QuantSpec
+
+    failed, compared = [], set()
+    ordinary = launch.PreparedLaunch.__call__
+
+    def compare(self, arguments):
+        expected = recorded(lambda: self._through_triton(None, arguments))
+        ordinary(self, arguments)
+        compared.add(self.launch.kernel.fn.__name__)
+        if recorded(lambda: ordinary(self, arguments)) != expected:
+            failed.append(f"{self.launch.kernel.fn.__name__} {self.grid} {self.scalars}")
+
+    launch.PreparedLaunch.__call__ = compare
+    flat = torch.zeros(2**31 + 64, dtype=torch.bfloat16)  # never touched: the stub launches nothing
+    with torch.no_grad():
+        for rows, columns in ((16, 32), (17, 16), (1, 1)):
+            x = torch.zeros(rows * columns + 1, dtype=torch.bfloat16)
+            apart = torch.as_strided(flat, (2, columns), (2**31, 1))
+            for matrix in (x[:-1].view(rows, columns), x[1:].view(rows, columns), apart):
+                for recipe in RECIPES.values():
+                    q = quantize(matrix, recipe.x, order="both")
+                    quantize(matrix, recipe.w, order="columns", scale=quantize(matrix, recipe.w).scale)
+                    if recipe.wgrad_g is not None and recipe.wgrad_g != recipe.dgrad_g:
+                        quantize_pair(matrix, recipe.dgrad_g, None, recipe.wgrad_g, None)
+                dequantize(q, torch.bfloat16)
+            spec = QuantSpec.parse("e4m3/row")
+            rms_norm(matrix, torch.ones(columns).bfloat16(), 1e-5, spec, "both")
+            layer_norm(matrix, torch.ones(columns).bfloat16(), None, 1e-5, spec, "rows")
+            glu(matrix, matrix, "silu", spec, "both")
+    launch.PreparedLaunch.__call__ = ordinary
+    return failed if len(compared) >= 8 else [*failed, f"compared {sorted(compared)} only"]
+
+
+if __name__ == "__main__":
+    checks = {name: globals()[name] for name in sys.argv[1:]}
+    print(json.dumps({name: check() for name, check in checks.items()}))

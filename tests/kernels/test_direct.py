@@ -1,0 +1,260 @@
+"""Calls below the dispatcher: the same results, the same errors, and only where nothing would see the op.
+
+CPU tensors take the GPU path here: Triton's interpreter runs the kernels, `cublas_rules` the products.
+"""
+
+import gc
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+from cublas_rules import Rules, install
+from test_gemm import operands
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import octavo
+from octavo.kernels import direct, launch, quantize, quantize_pair, registry, scaled_mm
+from octavo.kernels.gemm import SCALED_MM
+from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR
+from octavo.kernels.quantize import triton as triton_quantize
+from octavo.numerics import RECIPES, QuantSpec
+from octavo.runtime.torch_compat import eager_signature
+
+ROW, COLUMN = QuantSpec.parse("e4m3/row"), QuantSpec.parse("e4m3/column")
+
+
+@pytest.fixture
+def on_gpu_path():
+    """CPU tensors take the GPU path, below the dispatcher."""
+    registry.GPU_TYPES.add("cpu")
+    yield
+    registry.GPU_TYPES.remove("cpu")
+
+
+@pytest.fixture
+def dispatched():
+    """Counts calls of `quantize` through the dispatcher."""
+    with mock.patch.object(torch.ops.octavo, "quantize", wraps=torch.ops.octavo.quantize) as calls:
+        yield calls
+
+
+def same(expected, actual):
+    for name in ("data", "copy", "scale"):
+        e, a = getattr(expected, name), getattr(actual, name)
+        assert (e is None) == (a is None), name
+        if e is not None:
+            assert e.dtype == a.dtype and e.shape == a.shape, name
+        if e is not None and e.numel():
+            assert e.stride() == a.stride(), name
+            assert torch.equal(e.contiguous().view(torch.uint8), a.contiguous().view(torch.uint8)), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(16, 32), (17, 5), (0, 3)], ids=str)
+@pytest.mark.parametrize("text", ["e4m3/row", "e5m2/tensor", "e4m3/1x32/e8m0"])
+def test_plans_compute_what_the_reference_computes(on_gpu_path, dispatched, text, shape):
+    """Twice: the first call leaves the plan. Strides, alignment and what is given vary under one shape."""
+    spec, x = QuantSpec.parse(text), torch.randn(shape).bfloat16()
+    apart = torch.randn(shape[0], shape[1] + 3).bfloat16()[:, 3:]
+    amax = torch.full(spec.granularity.scale_shape(shape), 3.0)
+    calls = [("rows", {}), ("columns", {"scale": quantize(x, spec).scale}), ("both", {}), ("rows", {"amax": amax})]
+    for matrix, (order, given) in [(x, calls[0]), *itertools.product((x, apart, x.t().contiguous().t()), calls)]:
+        with QUANTIZE.force("reference"):
+            expected = quantize(matrix, spec, order=order, **given)
+        dispatched.reset_mock()
+        with QUANTIZE.force("triton"):
+            same(expected, quantize(matrix, spec, order=order, **given))
+        dispatched.assert_not_called()
+
+
+@torch.no_grad()
+def test_plans_of_pairs_tell_folds_apart(on_gpu_path):
+    """[R,1] and [1,C] are the same tensor shape if R = C = 1, and differ otherwise."""
+    for rows, columns in ((16, 48), (17, 17), (1, 1)):
+        x, by_row, by_column = torch.randn(rows, columns), torch.rand(rows, 1), torch.rand(1, columns)
+        for folds in ((by_column, by_row), (by_row, by_column), (None, by_row), (None, None), (by_column, by_row)):
+            with QUANTIZE_PAIR.force("reference"):
+                expected = quantize_pair(x, ROW, folds[0], COLUMN, folds[1])
+            with QUANTIZE_PAIR.force("triton"):
+                actual = quantize_pair(x, ROW, folds[0], COLUMN, folds[1])
+            for e, a in zip(expected, actual, strict=True):
+                same(e, a)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("label", [label for label in SCALED_MM.cases if label.split()[0] in ("rowwise", "tensorwise")])
+def test_planned_products_pass_what_the_general_path_passes(on_gpu_path, monkeypatch, label):
+    """Data, scales and bias of the same shapes, strides and addresses, also where the plan does not apply."""
+    seen = []
+
+    class Recorded(Rules):
+        def _product(self, kind, a, b, *rest):
+            seen.append([(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else t for t in (a, b, *rest)])
+            return super()._product(kind, a, b, *rest)
+
+    install(monkeypatch, Recorded())
+    for shape in ((64, 32, 48), (16, 16, 16), (1, 16, 32), (5, 16, 16), (16, 17, 16), (16, 16, 5), (0, 16, 16)):
+        a, b, layout = operands(*shape, SCALED_MM.cases[label])
+        for bias in (None, torch.randn(shape[1]).bfloat16(), torch.randn(shape[1] + 1).bfloat16()[1:]):
+            if bias is not None and layout != "nt":
+                continue
+            arguments = dict(out_dtype=torch.bfloat16, bias=bias, fast_accum=True)
+            with SCALED_MM.force("torch_scaled"):
+                with mock.patch.object(direct, "GPU_TYPES", {"cuda"}):
+                    expected = scaled_mm(a, b, layout, **arguments)
+                general = seen.copy()
+                for _ in range(2):
+                    seen.clear()
+                    assert torch.equal(expected, scaled_mm(a, b, layout, **arguments))
+                    assert seen[-1:] == general[-1:]
+            seen.clear()
+
+
+class Watching(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.seen.append(str(function))
+        return function(*arguments, **(keywords or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def contexts():
+    x = torch.randn(16, 16)
+    lazy = torch.randn(16, 16, dtype=torch.complex64).conj().imag
+    seen = []
+    torch.func.grad(lambda y: (seen.append(eager_signature(y)), y.sum())[1])(x)
+    torch.func.vmap(lambda y: (seen.append(eager_signature(y)), y)[1])(x)
+    torch.jit.trace(lambda y: (seen.append(eager_signature(y)), y)[1], x, check_trace=False)
+    yield "transforms and tracers", seen
+    for mode in (Watching(), FakeTensorMode(), torch.device("cpu"), torch.enable_grad()):
+        with mode:
+            yield type(mode).__name__, [eager_signature(x)]
+    for tensor in (lazy, torch._efficientzerotensor(4, 4), x.as_subclass(Subclass)):
+        yield "tensor", [eager_signature(x, tensor)]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@torch.no_grad()
+def test_ops_are_dispatched_where_something_would_see_them():
+    x = torch.randn(16, 16)
+    assert eager_signature(x, None, nn.Parameter(x)) is not None
+    for name, signatures in contexts():
+        assert signatures and not any(signatures), name
+    with torch.inference_mode():
+        assert eager_signature(x) is not None
+
+
+@torch.no_grad()
+def test_a_dispatch_mode_sees_the_op_and_the_bits_are_the_same(on_gpu_path):
+    x = torch.randn(16, 32)
+    with QUANTIZE.force("triton"):
+        expected = quantize(x, ROW)
+        with Watching() as mode:
+            same(expected, quantize(x, ROW))
+    assert "octavo.quantize.default" in mode.seen
+
+
+def test_the_compiled_linear_is_the_eager_one(on_gpu_path):
+    layer = octavo.convert(nn.Linear(32, 32, bias=False), verbose=False)
+    x = torch.randn(16, 32)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(layer(x), compiled(x))
+
+
+@torch.no_grad()
+def test_errors_are_the_same_after_a_good_call(on_gpu_path):
+    x = torch.randn(16, 32)
+    with QUANTIZE.force("triton"):
+        scale = quantize(x, ROW, order="rows").scale
+        for wrong in (
+            {"order": "diagonal"}, {"scale": scale.t()}, {"scale": scale.double()}, {"fold": torch.rand(3, 1)},
+            {"amax": scale, "scale": scale}, {"fold": torch.rand(16, 1).half()}, {"scale": scale.to("meta")},
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match="quantize"):
+                quantize(x, ROW, **wrong)
+        for matrix in (x.int(), x[0], x.double()):
+            with pytest.raises(ValueError, match="quantize takes"):
+                quantize(matrix, ROW)
+    with pytest.raises(ValueError, match="one format"):
+        quantize_pair(x, ROW, None, QuantSpec.parse("e5m2/column"), None)
+    a, b, layout = operands(16, 16, 32, SCALED_MM.cases["rowwise forward"])
+    scaled_mm(a, b, layout, out_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="out_dtype"):
+        scaled_mm(a, b, layout, out_dtype=torch.int8)
+    with pytest.raises(ValueError, match="bias must be"):
+        scaled_mm(a, b, layout, out_dtype=torch.bfloat16, bias=torch.zeros(15))
+
+
+@torch.no_grad()
+def test_the_backend_is_asked_for_at_every_call(on_gpu_path, dispatched):
+    x = torch.randn(16, 32)
+    with QUANTIZE.force("triton"):
+        quantize(x, ROW)
+    dispatched.reset_mock()
+    with QUANTIZE.force("reference"):
+        quantize(x, ROW)
+    dispatched.assert_called_once()  # the reference has no plan
+
+
+@torch.no_grad()
+def test_zeros_are_handed_out_once_and_not_under_a_dispatch_mode(on_gpu_path, monkeypatch):
+    monkeypatch.setattr(direct, "BLOCK", 1024)
+    zeros, cpu = direct.ZeroBlocks(), torch.device("cpu")
+    parts = [zeros(size, torch.int32, cpu) for size in (1, 17, 100, 128, 129, *[100] * 20)]
+    for part in parts:
+        assert part.data_ptr() % 64 == 0 and not part.any()
+        part.fill_(1)  # what is handed out later is zero all the same
+    assert len({part.untyped_storage()._cdata for part in parts}) == 4  # three blocks; 129 is large
+    x, recipe = torch.randn(16, 32), RECIPES["tensorwise"]
+    with mock.patch.object(direct.ZeroBlocks, "__call__", side_effect=torch.zeros) as used, QUANTIZE.force("triton"):
+        quantize(x, recipe.x)
+        used.assert_called_once()
+        with Watching():
+            quantize(x, recipe.x)
+        used.assert_called_once()
+
+
+@torch.no_grad()
+def test_plans_hold_no_tensor(on_gpu_path):
+    x, recipe = torch.randn(16, 32), RECIPES["rowwise"]
+    with QUANTIZE.force("triton"), QUANTIZE_PAIR.force("triton"):
+        quantize(x, ROW, order="both")
+        quantize_pair(x, recipe.dgrad_g, torch.rand(1, 32), recipe.wgrad_g, torch.rand(16, 1))
+    todo, visited = [*triton_quantize._PLANS.values()], set()
+    assert todo
+    while todo:
+        item = todo.pop()
+        assert not isinstance(item, torch.Tensor)
+        if id(item) not in visited and not isinstance(item, type | type(gc) | type(contexts)):
+            visited.add(id(item))
+            if type(item).__module__.startswith(("octavo", "builtins", "operator")):
+                todo += gc.get_referents(item)
+
+
+@pytest.mark.parametrize("shape", [(8_400_000, 16), (16, 4_300_000), (1, 70_000 * 128)], ids=str)
+@torch.no_grad()
+def test_grids_fit_cuda_at_any_size(monkeypatch, shape):
+    """CUDA allows 65535 in the second and third dimension."""
+    grids = []
+    monkeypatch.setattr(launch.PreparedLaunch, "__call__", lambda self, arguments: grids.append(self.grid))
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    scale = torch.empty(shape[0], 1)
+    for recipe in (RECIPES["rowwise"], RECIPES["tensorwise"], RECIPES["blockwise"], RECIPES["mxfp8"]):
+        for order in ("rows", "columns", "both"):
+            triton_quantize.quantize(x, recipe.x, None, None, None, order)
+        if recipe.wgrad_g != recipe.dgrad_g:
+            triton_quantize.quantize_pair(x, recipe.dgrad_g, None, recipe.wgrad_g, None)
+    from octavo.kernels.dequantize import triton as dequantize
+
+    dequantize.dequantize(torch.empty(shape, dtype=ROW.format.dtype), scale, ROW, torch.bfloat16)
+    assert len(grids) >= 15
+    assert all(0 < grid[0] < 2**31 and max((0, *grid[1:])) <= 65535 for grid in grids), grids

@@ -1,0 +1,77 @@
+"""The GPU path on a CUDA driver that launches nothing: what kernels would be given, and what the host does for it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks import host
+from benchmarks.host import document, stub
+
+ROOT = Path(__file__).parents[2]
+
+compiles = pytest.mark.skipif(stub.missing() is not None, reason=str(stub.missing()))
+
+
+def run(*command):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@compiles
+@pytest.mark.thorough
+def test_direct_launches_are_those_of_triton():
+    """Kernel, grid, stream and the bytes of all arguments, at sizes and alignments that Triton specializes for."""
+    names = (
+        "launches_pass_what_triton_passes", "a_profilers_hooks_see_every_launch", "an_unwritable_cache_is_said_once",
+    )  # fmt: skip
+    found = json.loads(run("tests/kernels/stub_launches.py", *names).splitlines()[-1])
+    assert found == {name: [] for name in names}
+
+
+@compiles
+@pytest.mark.slow
+def test_every_kernel_gets_what_triton_passes():
+    name = "kernels_get_what_triton_passes"
+    assert json.loads(run("tests/kernels/stub_launches.py", name).splitlines()[-1]) == {name: []}
+
+
+COUNTS = {  # launches of Triton, kernels in all, and at most so many dispatches and Python calls
+    "rowwise": (5, 8, 55, 240),
+    "tensorwise": (7, 10, 60, 280),
+    "rowwise_hp_wgrad": (4, 7, 45, 195),
+    "rowwise bias": (5, 10, 66, 240),
+    "block": (32, 61, 370, 1600),
+    "block keep_weights": (25, 54, 355, 1600),
+}
+
+
+@compiles
+@pytest.mark.thorough
+def test_what_a_linear_costs_the_host(tmp_path):
+    """Forward and backward; a launch, a dispatch or a call more would be a regression that no time shows here."""
+    file = tmp_path / "host.json"
+    run("-m", "benchmarks", "host", "--counts", "--only", *COUNTS, "--json", str(file))
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    for name, (launches, kernels, dispatches, calls) in COUNTS.items():
+        row = rows[name]
+        assert (row["launches"], row["kernels"]) == (launches, kernels), row
+        assert row["dispatches"] <= dispatches and row["python_calls"] <= calls, row
+    assert rows["bf16"]["kernels"] == 3 and rows["bf16 bias"]["kernels"] == 4
+
+
+def test_the_page_shows_the_result_file():
+    assert host.DOCUMENT.read_text() == document.text(json.loads(host.RESULT.read_text())), (
+        "docs/host_time.md is not what the result file says: run python -m benchmarks host --write"
+    )
+
+
+def test_no_compiler_is_one_line(monkeypatch):
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    with pytest.raises(SystemExit, match=r"needs a C compiler: install gcc or clang, or set CC"):
+        host.main(["--counts"])
