@@ -19,6 +19,7 @@ from octavo.kernels.registry import Backend
 from octavo.nn import delayed
 from octavo.nn.delayed import G, X
 from octavo.numerics import RECIPES, QuantSpec, Recipe, sqnr
+from octavo.runtime import torch_compat
 
 DELAYED = RECIPES["delayed"]
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
@@ -268,6 +269,24 @@ def test_a_change_of_recipe_begins_anew():
     octavo.nn.change_recipe(model, "up_proj", "rowwise", reason="a test")
     octavo.nn.change_recipe(model, "up_proj", "delayed", reason="a test")
     assert set(delayed.state_dict(model)) == {"gate_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+def test_a_step_without_values_leaves_the_history_alone(kind):
+    model = octavo.convert(nn.Sequential(nn.Linear(64, 64)), "delayed")
+    model(torch.randn(8, 64)).sum().backward()
+    before = delayed.state_dict(model)
+    assert before
+    if kind == "meta":
+        other = copy.deepcopy(model).to("meta")
+        other(torch.empty(8, 64, device="meta")).sum().backward()
+        assert delayed.state_dict(other) == before
+    else:
+        with torch_compat.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            x = mode.from_tensor(torch.randn(8, 64))
+            torch.autograd.grad(model(x).sum(), tuple(model.parameters()))
+        assert delayed.state_dict(model) == before
+        assert type(model[0].amax_history.amaxes) is torch.Tensor
 
 
 def test_histories_travel_as_numbers():

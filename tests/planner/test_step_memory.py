@@ -114,7 +114,7 @@ def test_within_5_percent_of_pytorchs_tracker(case):
     "recompute", [pytest.param(False, id="kept"), pytest.param(True, id="recomputed", marks=pytest.mark.slow)]
 )
 def test_within_5_percent_of_pytorchs_tracker_for_fsdp2(recompute):
-    arm, config = ARMS["O1+act+opt, all FP8"], SIZES | {"tie_word_embeddings": False}
+    arm, config = ARMS["fp8+activations+optimizer, all FP8"], SIZES | {"tie_word_embeddings": False}
     with fake_world(8):
         model = sharded(build("llama", config, arm), arm, recompute=recompute)
         with fake_tensors():

@@ -51,7 +51,7 @@ from octavo.nn.operands import (
 )
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import disable_current_modes, in_backward
+from octavo.runtime.torch_compat import FakeTensor, disable_current_modes, in_backward
 from octavo.tensor import ScaledTensor
 
 X, G = 0, 1
@@ -139,11 +139,16 @@ class DelayedQuantizer:
     ) -> QuantizedGradient:
         """See `octavo.nn.operands.Quantizer.gradient`; notes that backward has reached this layer."""
         amax = self.amax(G, g_MN)
-        self.history.backward_ran |= self.updates
+        self.history.backward_ran |= self.updates and has_values(g_MN)
         return quantize_gradient(g_MN, w, x, recipe, amax)
 
     def amax(self, operand: int, x: Tensor) -> Tensor | None:
-        """Return the amax, float32 [1,1], that sets the scale of X or G, a matrix; None for its current amax."""
+        """Return the amax, float32 [1,1], that sets the scale of X or G, a matrix; None for its current amax.
+
+        Meta and fake tensors, as of a prediction, have no amax, and leave the history as it is.
+        """
+        if not has_values(x):
+            return None
         with _outside_autograd():
             self.history.to(x.device)
             past = self.history.amax(operand)
@@ -188,6 +193,11 @@ class DelayedLinear(Delayed, Linear):
     """
 
     octavo_original = nn.Linear
+
+
+def has_values(x: Tensor) -> bool:
+    """Return whether a tensor is neither meta nor fake."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def amax_of(x: Tensor) -> Tensor:
