@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "performance.md"
 APPENDIX = "machine-code.md"
 IMAGES = "images"
-NOT_DEVICES = ("cpu", "sass", "simulated")
+NOT_DEVICES = ("cpu", "ptx", "sass", "simulated")
 MATRIX, PRODUCT = "16384×4096", "8192×8192×8192"
 """What times are predicted for from machine code."""
 HEAD = """# Performance

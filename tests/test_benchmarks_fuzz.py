@@ -101,6 +101,7 @@ def test_a_planted_defect_shrinks_to_a_few_keys(capsys):
     assert "fail: forward" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_the_command_counts_what_it_draws(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.fuzz.console.corpus", lambda only: [])
     with pytest.raises(SystemExit, match="0"):

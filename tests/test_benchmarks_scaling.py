@@ -98,9 +98,9 @@ def test_bytes_in_fp8_are_those_of_a_hand_formula(tiny):
     assert given(row, "all-gather") == [(LAYERS * block + 2 * REST) / WORLD, LAYERS * block / WORLD]
 
     def message(elements):
-        """Eight pieces of a group's gradients, and a scale for every 128 of each."""
+        """Eight pieces of a group's gradients, and a scale for every 128 of each, both in multiples of 16 bytes."""
         piece = elements // WORLD
-        return WORLD * (piece + 4 * -(-piece // 128))
+        return WORLD * sum(-(-size // 16) * 16 for size in (piece, 4 * -(-piece // 128)))
 
     assert given(row, "all-to-all") == [0, LAYERS * message(BLOCK) + message(REST)]
     assert given(row, "reduce-scatter") == [0, 0]

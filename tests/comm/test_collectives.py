@@ -266,6 +266,7 @@ def test_against_exact_sums_and_moves(gloo, job, world):
     gloo.run(job, world)
 
 
+@pytest.mark.thorough
 def test_groups_that_are_not_the_world(gloo):
     gloo.run(groups_job, 4)
     gloo.run(one_rank_job, 1)

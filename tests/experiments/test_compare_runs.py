@@ -424,6 +424,7 @@ def test_two_processes_compare_as_one(gloo, config, tmp_path):  # noqa: F811
     assert [result.device for result in results] == ["cpu", "2 × cpu"]
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 def test_a_mistake_is_told_to_all_processes(gloo, config, tmp_path):  # noqa: F811
     (tmp_path / "out/bf16-seed4").mkdir(parents=True)

@@ -44,6 +44,7 @@ def test_tensor_scales_take_one_reduction_a_step(gloo, micros):
             assert calls[0][0] == "allreduce_"
 
 
+@pytest.mark.thorough
 def test_gradients_leave_in_fp8(gloo):
     for steps in gloo.run(traffic_job, 2, "rowwise", "on", 4):
         for calls in steps:

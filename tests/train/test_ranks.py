@@ -177,6 +177,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(gloo, tables, tmp_path, save):  
     assert same(state(wanted, last[0]), state(wanted, last[1]))
 
 
+@pytest.mark.thorough
 def test_damaged_checkpoints_are_told(gloo, tables, tmp_path):  # noqa: F811
     wanted = tables(run={"steps": 3})
     gloo.run(job, 2, wanted, str(tmp_path / "run"))

@@ -183,6 +183,7 @@ def elsewhere_job(wanted, out):
         return told(job, wanted, out)[0]
 
 
+@pytest.mark.thorough
 def test_a_folder_that_machines_do_not_share(gloo, tables, tmp_path):  # noqa: F811
     for message in gloo.run(elsewhere_job, 2, tables(run={"steps": 3}), str(tmp_path / "out")):
         assert "1 of 2 shards are missing (__1_0.distcp), of what was just written" in message

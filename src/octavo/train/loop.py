@@ -24,7 +24,7 @@ from octavo.runtime.extras import INSTALL
 from octavo.train.checkpoint.digests import check_digests, has_digests
 from octavo.train.checkpoint.store import checkpoints, load_checkpoint, read_trainer_state
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.sections import expand
+from octavo.train.config.sections import Data, ParallelConfig, expand
 from octavo.train.data.corpus import Corpus, load_corpus
 from octavo.train.device import deterministic_algorithms
 from octavo.train.diagnose import NonFiniteError
@@ -84,7 +84,7 @@ def run(
     # A signal to torchrun and its processes reaches the processes twice; SIGKILL still ends them.
     with stop_on(stop, signal.SIGTERM, patient=under_torchrun()), join_ranks(config) as ranks, ExitStack() as stack:
         own_progress = progress if progress is not None and ranks.is_main else NullProgress()
-        ranks.raise_together(lambda: _check_installed(config, ranks))
+        ranks.raise_together(lambda: _check_installed(config.parallel, ranks))
         stack.enter_context(deterministic_algorithms(config.run.deterministic))
         resume = resume or ranks.restarted
         run_folder = ranks.run_on_rank0(lambda: _open_run_folder(stack, out, config, resume, ranks))
@@ -103,11 +103,11 @@ def run(
             return _train(trainer, summary, out, own_progress, stop)
 
 
-def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
+def _check_installed(parallel: ParallelConfig, ranks: Ranks) -> None:
     """Raise ConfigError early for a missing package and for `async_save` on one process."""
     if missing := [name for name in REQUIRED_PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"{missing[0]} is not installed: {INSTALL}")
-    if config.parallel.async_save and ranks.world == 1:
+    if parallel.async_save and ranks.world == 1:
         raise ConfigError(
             "parallel.async_save is for several processes, which write shards, and this is one: leave it out"
         )
@@ -144,7 +144,7 @@ def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, corpus: Corpus,
     """Load the checkpoint to resume from, if any, and write the description of the run."""
     config, checkpoint, ranks = trainer.config, run_folder.checkpoint, trainer.ranks
     if checkpoint is not None:
-        state = ranks.run_on_rank0(lambda: _read_state(corpus, checkpoint, config))
+        state = ranks.run_on_rank0(lambda: _read_state(corpus, checkpoint, config.data))
         _load_state(trainer, checkpoint, state)
         rollback = ranks.run_on_rank0(lambda: last_rollback(out, trainer.step))
         if rollback is not None and rollback.get("rollbacks", 0) > trainer.guard.rollbacks:  # rolled back after saving
@@ -170,11 +170,11 @@ def _load_state(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> No
     trainer.skipped_batches = state.get("skipped_batches", 0)
 
 
-def _read_state(corpus: Corpus, checkpoint: Path, config: TrainConfig) -> dict[str, Any]:
+def _read_state(corpus: Corpus, checkpoint: Path, data: Data) -> dict[str, Any]:
     """Read the state of a checkpoint. Raises ConfigError if its run used other data."""
     state = read_trainer_state(checkpoint)
     if state["data"] != corpus.fingerprint:
-        raise ConfigError(f"{checkpoint} is of a run on other data: the content of {config.data.source} has changed")
+        raise ConfigError(f"{checkpoint} is of a run on other data: the content of {data.source} has changed")
     return state
 
 

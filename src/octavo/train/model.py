@@ -16,7 +16,7 @@ from octavo.nn.causal import check_next_token_loss, chunked_loss
 from octavo.numerics.names import nearest
 from octavo.train.checkpoint.pretrained import load_pretrained, one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.sections import Model
+from octavo.train.config.sections import Data, Model, PrecisionConfig
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.diagnose import non_finite_parameter
 from octavo.train.ranks import Ranks
@@ -56,8 +56,8 @@ def build_model(config: TrainConfig, tokenizer: TextTokenizer) -> nn.Module:
         if bad := non_finite_parameter(model):
             raise ConfigError(f"model.path = {folder}: {bad} is not finite in {config.precision.parameters}")
     else:
-        model = _from_type(config, tokenizer, dtype)
-    check_fit(model, config, tokenizer)
+        model = _from_type(config.model, config.run.seed, tokenizer, dtype)
+    check_fit(model, config.model, config.data, tokenizer)
     trained: nn.Module = model.train()
     return trained
 
@@ -68,7 +68,9 @@ Built = tuple[Any, dict[str, torch.Tensor]]
 
 def build_on_ranks(config: TrainConfig, tokenizer: TextTokenizer, ranks: Ranks) -> Built:
     """`build_model` and `exact_masters` on every rank, with one copy of both in the memory of each machine."""
-    return share_on_machine(lambda: (build_model(config, tokenizer), exact_masters(config)), ranks)
+    return share_on_machine(
+        lambda: (build_model(config, tokenizer), exact_masters(config.model, config.precision)), ranks
+    )
 
 
 def prepare_loss(model: nn.Module, loss: str) -> str:
@@ -92,15 +94,14 @@ def prepare_loss(model: nn.Module, loss: str) -> str:
     return note
 
 
-def exact_masters(config: TrainConfig) -> dict[str, torch.Tensor]:
+def exact_masters(source: Model, precision: PrecisionConfig) -> dict[str, torch.Tensor]:
     """fp32 values of the 16-bit parameters of a run that starts from a checkpoint, by name; {} where there are none.
 
     The checkpoint may hold more bits than the parameters of the run: masters made of the parameters would lose them.
     """
-    precision = config.precision
-    if config.model.path is None or precision.parameters == "fp32" or precision.resolved.master == "none":
+    if source.path is None or precision.parameters == "fp32" or precision.resolved.master == "none":
         return {}
-    model = _from_folder(Path(config.model.path).expanduser(), torch.float32)
+    model = _from_folder(Path(source.path).expanduser(), torch.float32)
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
@@ -111,16 +112,16 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> Any:
         raise ConfigError(f"model.path = {folder}: {error}") from None
 
 
-def _from_type(config: TrainConfig, tokenizer: TextTokenizer, dtype: torch.dtype) -> Any:
+def _from_type(source: Model, seed: int, tokenizer: TextTokenizer, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model_type = str(config.model.type)
+    model_type = str(source.type)
     end = tokenizer.end_id
     from_tokenizer = {"vocab_size": tokenizer.size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     field_names = _config_fields(model_type)
-    fields = {field: value for field, value in from_tokenizer.items() if field in field_names} | config.model.config
+    fields = {field: value for field, value in from_tokenizer.items() if field in field_names} | source.config
     model_config = _make_config(model_type, fields)
-    torch.manual_seed(config.run.seed)
+    torch.manual_seed(seed)
     try:
         return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # of no common type: each class fails in its own way
@@ -161,12 +162,12 @@ def _make_config(model_type: str, fields: dict[str, Any]) -> Any:
         raise ConfigError(f"model.config: {model_type} refuses it: {one_line(error)}") from None
 
 
-def check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None:
+def check_fit(model: Any, source: Model, data: Data, tokenizer: TextTokenizer) -> None:
     """Raise ConfigError for a vocabulary or context too small for the data, and outputs without names."""
     if not getattr(model.config, "return_dict", True):
         raise ConfigError("the model's config has return_dict = false, but its loss is read by name: leave it out")
     rows = model.get_input_embeddings().weight.shape[0]
-    from_path = config.model.path is not None
+    from_path = source.path is not None
     if rows < tokenizer.size:
         remedy = (
             "give the folder of the model's own tokenizer as data.tokenizer"
@@ -177,8 +178,8 @@ def check_fit(model: Any, config: TrainConfig, tokenizer: TextTokenizer) -> None
             f"the model's vocabulary of {rows} is smaller than the tokenizer's {tokenizer.size}: {remedy}"
         )
     context = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(context, int) and -1 < context < config.data.sequence_length:
+    if isinstance(context, int) and -1 < context < data.sequence_length:
         raise ConfigError(
-            f"data.sequence_length = {config.data.sequence_length} is longer than the model's context of {context}: "
+            f"data.sequence_length = {data.sequence_length} is longer than the model's context of {context}: "
             f"shorten {'data.sequence_length' if from_path else 'it, or raise model.config.max_position_embeddings'}"
         )

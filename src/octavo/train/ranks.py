@@ -27,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from octavo.runtime.torch_compat import get_default_store
 from octavo.train.config.run_config import ConfigError, TrainConfig, flat
+from octavo.train.config.sections import Run
 from octavo.train.device import choose_device
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.heartbeat import Heartbeat, from_collective
@@ -184,7 +185,7 @@ def join_ranks(config: TrainConfig) -> Iterator[Ranks]:
         local = dist.get_node_local_rank(0)
         with _detect_lost_ranks(dist.get_rank(), dist.get_world_size()):
             yield _check_same_config(
-                config, Ranks(_device(config, local), dist.get_rank(), dist.get_world_size(), local)
+                config, Ranks(_device(config.run, local), dist.get_rank(), dist.get_world_size(), local)
             )
         return
     if not under_torchrun():
@@ -193,7 +194,7 @@ def join_ranks(config: TrainConfig) -> Iterator[Ranks]:
         yield Ranks(choose_device(config.run.device))
         return
     rank, world, local = (int(environment.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    device = _device(config, local)
+    device = _device(config.run, local)
     store = _connect(device, rank, config.parallel.timeout)
     try:
         with _detect_lost_ranks(rank, world):
@@ -215,9 +216,9 @@ def _check_same_config(config: TrainConfig, ranks: Ranks) -> Ranks:
     return ranks
 
 
-def _device(config: TrainConfig, local: int) -> torch.device:
+def _device(run: Run, local: int) -> torch.device:
     """The device of a process; each process of a machine has its own."""
-    device = choose_device(config.run.device)
+    device = choose_device(run.device)
     if device.type != "cuda":
         return device
     if local >= torch.cuda.device_count():

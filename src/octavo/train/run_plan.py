@@ -56,6 +56,7 @@ from octavo.runtime.terminal import width
 from octavo.runtime.torch_compat import tree_leaves
 from octavo.train.checkpoint.pretrained import load_model_config, one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config
+from octavo.train.config.sections import Data
 from octavo.train.data.corpus import Corpus
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.model import DTYPES, build_model, check_fit, check_model
@@ -116,7 +117,7 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
             with fake:
                 model = _build(config, tokenizer)
             trainer = Trainer(config, cast(Corpus, _NoData(tokenizer)), fake, model)
-            batch = _fake_batch(config, size, fake)
+            batch = _fake_batch(config.data, size, fake)
             saved = None
             if size == sequences:  # other sizes are planned for their peaks
                 of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
@@ -249,14 +250,14 @@ def _step_on_blocks(
         copy = copy_with_blocks(model, blocks, mode, fake)
         corpus = cast(Corpus, _NoData(_vocabulary(config)))
         trainer = Trainer(config, corpus, fake, copy, plan=restrict_plan(plan, copy))
-        batch, granule = _fake_batch(config, size, fake), ALLOCATION_GRANULARITY["cuda"]
+        batch, granule = _fake_batch(config.data, size, fake), ALLOCATION_GRANULARITY["cuda"]
         trace: StepTrace = _run(lambda: _trace_step(trainer, batch, setting, granule), size)
         return trace
 
 
-def _fake_batch(config: TrainConfig, size: int, fake: torch.device) -> tuple[Tensor, Tensor]:
+def _fake_batch(data: Data, size: int, fake: torch.device) -> tuple[Tensor, Tensor]:
     """Token ids and targets of one micro-batch."""
-    shape = size, config.data.sequence_length
+    shape = size, data.sequence_length
     ids, targets = (torch.zeros(shape, dtype=torch.int64, device=fake) for _ in range(2))
     return ids, targets
 
@@ -364,7 +365,7 @@ def _build(config: TrainConfig, tokenizer: TextTokenizer) -> torch.nn.Module:
         model: Any = AutoModelForCausalLM.from_config(load_model_config(folder), dtype=dtype, trust_remote_code=False)
     except Exception as error:  # of no common type: each class fails in its own way
         raise ConfigError(f"model.path = {folder}: the model cannot be built: {one_line(error)}") from None
-    check_fit(model, config, tokenizer)
+    check_fit(model, config.model, config.data, tokenizer)
     built: torch.nn.Module = model.train()
     return built
 

@@ -38,6 +38,7 @@ from octavo.runtime.torch_compat import set_group_timeout
 from octavo.train.activation_checkpointing import Checkpointing
 from octavo.train.checkpoint.store import CheckpointSaver
 from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.sections import Optim, ParallelConfig
 from octavo.train.data.corpus import Corpus
 from octavo.train.device import device_name
 from octavo.train.diagnose import NonFiniteError, ZeroGradientError, find_origin, non_finite_parameter
@@ -88,7 +89,7 @@ class Trainer:
         self.ranks = ranks or Ranks(device)
         self._corpus = corpus
         self._device = device
-        self.ranks.raise_together(lambda: _check_batch(config, self.ranks.world))
+        self.ranks.raise_together(lambda: _check_batch(config.optim, self.ranks.world))
         if model is None:
             model, fp32_masters = build_on_ranks(config, corpus.tokenizer, self.ranks)
             # FSDP moves its shards to the device block by block: the whole model may not fit there.
@@ -105,7 +106,7 @@ class Trainer:
         self._forward: Callable[..., Any] = self.model
         decayed = decayed_parameters(self.model)
         if distributed:
-            self._replicas, self._forward = _parallelize(self.model, config, device)
+            self._replicas, self._forward = _parallelize(self.model, config.parallel, device)
         self.optimizer = make_optimizer(self.model, config, fp32_masters, decayed)
         self.loss_scale = LossScale(precision.loss_scale)
         every = config.inspect.every or (AUTOPILOT_EVERY if precision.autopilot else 0)
@@ -364,9 +365,9 @@ def _are_finite(loss: float, norm: float) -> bool:
     return finite(loss) is not None and finite(norm) is not None
 
 
-def _check_batch(config: TrainConfig, world: int) -> None:
+def _check_batch(optim: Optim, world: int) -> None:
     """Raise ConfigError if the ranks cannot share the micro-batches evenly."""
-    batch, parts = config.optim.batch, config.optim.micro_batches
+    batch, parts = optim.batch, optim.micro_batches
     if batch % (parts * world):
         suggestion = -(-batch // (parts * world)) * parts * world
         raise ConfigError(
@@ -375,13 +376,13 @@ def _check_batch(config: TrainConfig, world: int) -> None:
         )
 
 
-def _parallelize(model: nn.Module, config: TrainConfig, device: torch.device) -> tuple[int, Callable[..., Any]]:
+def _parallelize(model: nn.Module, settings: ParallelConfig, device: torch.device) -> tuple[int, Callable[..., Any]]:
     """Parallelize a model in place. Returns the number of gradient replicas and the module to call."""
-    parallel = config.parallel.resolved
+    parallel = settings.resolved
     mesh = make_mesh(parallel, device.type)
     for group in mesh.get_all_groups():
         if dist.get_world_size(group) < dist.get_world_size():  # subgroups do not inherit the timeout
-            set_group_timeout(timedelta(seconds=config.parallel.timeout), group)
+            set_group_timeout(timedelta(seconds=settings.timeout), group)
     copies, shards = mesh.shape
     if shards == 1 and copies > 1:
         model.to(device)
