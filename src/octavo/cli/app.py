@@ -51,7 +51,7 @@ def _keep_values(command: Any, ctx: typer.Context) -> None:
 app = typer.Typer(
     name="octavo",
     cls=_Group,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # Rich and its Markdown parser would double the time of --help
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -73,7 +73,7 @@ def compare(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The verdicts as JSON.")] = False,
 ) -> None:
-    """Train arms on several seeds, and test whether the losses differ.
+    """Test on several seeds whether losses differ.
 
     Runs of one seed share initial weights, data and order; an arm adds its
     SETTINGS to CONFIG and the settings after it. Verdicts use the gaps within

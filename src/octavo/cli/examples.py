@@ -1,97 +1,97 @@
-"""What `--help` shows under each command: lines to type."""
+"""What `--help` shows under each command: lines to type. Click keeps line breaks after a backspace on a line."""
 
 EXAMPLES = {
     "octavo": """
-[bold]Examples[/bold]
-
-  [dim]# BF16 against every part in FP8 on a small model; about three minutes on two CPU cores[/dim]
+\b
+Examples:
+  # BF16 against every part in FP8 on a small model; about three minutes on two CPU cores
   octavo demo
-  [dim]# one run, into runs/<its name>; any setting can be given after the file[/dim]
+  # one run, into runs/<its name>; any setting can be given after the file
   octavo train configs/demo.toml precision.level=fp8 precision.recipe=mxfp8
-  [dim]# the backend of each op on this machine, and why others are unavailable[/dim]
+  # the backend of each op on this machine, and why others are unavailable
   octavo doctor
-  [dim]# predict on GPUs that you do not have: speed-up of each layer, time and memory of a step[/dim]
+  # predict on GPUs that you do not have: speed-up of each layer, time and memory of a step
   octavo plan configs/llama3-70b-64gpu.toml --gpu h100 --gpus 64
-  [dim]# on a GPU: measure which kernels are fastest, for all later runs[/dim]
+  # on a GPU: measure which kernels are fastest, for all later runs
   octavo calibrate
 """,
     "train": """
-[bold]Examples[/bold]
-
+\b
+Examples:
   octavo train configs/demo.toml
   octavo train configs/demo.toml run.steps=50 optim.lr=1e-3 --out runs/short
   octavo train configs/demo.toml --out runs/short --resume
   octavo train configs/demo.toml precision.level=fp8 precision.recipe=mxfp8
   octavo train configs/demo.toml data.source='corpus/*.txt'
-  [dim]# eight GPUs: FSDP2, weights and gradients in FP8 on the wire[/dim]
+  # eight GPUs: FSDP2, weights and gradients in FP8 on the wire
   torchrun --nproc-per-node 8 -m octavo train configs/demo.toml precision.level=fp8 parallel.fp8_comm=on
 """,
     "export": """
-[bold]Examples[/bold]
-
+\b
+Examples:
   octavo export runs/demo/checkpoints/step-000200 exported
-  [dim]# then: AutoModelForCausalLM.from_pretrained("exported")[/dim]
+  # then: AutoModelForCausalLM.from_pretrained("exported")
 """,
     "demo": """
-[bold]Examples[/bold]
-
+\b
+Examples:
   octavo demo
   octavo demo --steps 50 --recipe mxfp8 --out runs/mxfp8
-  [dim]# products alone in FP8, and as many tokens as configs/demo.toml[/dim]
+  # products alone in FP8, and as many tokens as configs/demo.toml
   octavo demo --level fp8 --steps 200 optim.batch=8 optim.lr=3e-3
   octavo demo --seed 1 optim.lr=1e-3
 """,
     "compare": """
-[bold]Examples[/bold]
-
+\b
+Examples:
   octavo compare configs/demo.toml --arm bf16 --arm rowwise:precision.level=fp8
-  [dim]# settings after CONFIG are for all arms; these five seeds[/dim]
+  # settings after CONFIG are for all arms; these five seeds
   octavo compare configs/demo.toml run.steps=100 --seeds 1,2,3,5,8 --out runs/recipes \\
       --arm bf16 --arm "rowwise:precision.level=fp8" --arm "blockwise:precision.level=fp8 precision.recipe=blockwise"
-  [dim]# in CI: exit code 0 only if the loss is at most 0.5 % worse, with confidence[/dim]
+  # in CI: exit code 0 only if the loss is at most 0.5 % worse, with confidence
   octavo compare configs/demo.toml --seeds 5 --margin 0.5 \\
       --arm bf16 --arm everything:precision.level=fp8+activations+optimizer
-  [dim]# the effect of rounding alone: same run with two micro-batches[/dim]
+  # the effect of rounding alone: same run with two micro-batches
   octavo compare configs/demo.toml --arm bf16 --arm again:optim.micro_batches=2
-  [dim]# losses of any trainer: {"baseline": \\[3.00, 3.02], "arms": {"fp8": \\[3.01, 3.02]}}[/dim]
+  # losses of any trainer: {"baseline": [3.00, 3.02], "arms": {"fp8": [3.01, 3.02]}}
   octavo compare --losses losses.json --margin 1 --json
 """,
     "inspect": """
-[bold]Examples[/bold]
-
+\b
+Examples:
   octavo train configs/demo.toml precision.level=fp8 inspect.every=50 'inspect.what_if=["tensorwise"]' --out runs/looked
   octavo inspect runs/looked
   octavo inspect runs/looked --step 100 --by underflow --top 40
   octavo inspect runs/looked/checkpoints/step-000200 --json > operands.json
 """,
     "doctor": """
-[bold]Examples[/bold]
-
+\b
+Examples:
   octavo doctor
   octavo doctor --device cpu
   octavo doctor --json > doctor.json
-  [dim]# every Triton kernel in every configuration against the reference, byte for byte[/dim]
+  # every Triton kernel in every configuration against the reference, byte for byte
   octavo doctor --deep
   octavo doctor --deep --seconds 600 --only e4m3/row
 """,
     "plan": """
-[bold]Examples[/bold]
-
-  [dim]# memory of a training step by category, beside bf16 and each precision level; no GPU, no data, no weights[/dim]
+\b
+Examples:
+  # memory of a training step by category, beside bf16 and each precision level; no GPU, no data, no weights
   octavo plan --memory configs/llama2-7b-80gb.toml
   octavo plan --memory configs/demo.toml precision.level=fp8 optim.batch=64 --limit 24
   octavo plan --memory configs/demo.toml --layers
   octavo plan --memory configs/demo.toml --json > plan.json
-  [dim]# each linear, time and memory of a step, what fits, beside bf16; or --gpu my-gpu.toml, which describes one[/dim]
+  # each linear, time and memory of a step, what fits, beside bf16; or --gpu my-gpu.toml, which describes one
   octavo plan configs/llama3-70b-64gpu.toml --gpu h100 --gpus 64
   octavo plan configs/llama2-7b-80gb.toml optim.micro_batches=2 --gpu h200 --gpus 8 --json > plan.json
 """,
     "calibrate": """
-[bold]Examples[/bold]
-
-  [dim]# the products of Llama-sized linears; a minute or two on one GPU[/dim]
+\b
+Examples:
+  # the products of Llama-sized linears; a minute or two on one GPU
   octavo calibrate
-  [dim]# own linears: tokens, in_features, out_features[/dim]
+  # own linears: tokens, in_features, out_features
   octavo calibrate --shapes 8192,3072,9216 --shapes 8192,9216,3072 --recipe blockwise
 """,
 }

@@ -108,7 +108,7 @@ def calibrate(
     recipe: Annotated[str, typer.Option(help="Recipe whose GEMMs are measured, or all.")] = "rowwise",
     device: Annotated[str, typer.Option(help="cuda or cuda:1; auto takes the first GPU.")] = "auto",
 ) -> None:
-    """Measure which kernels are fastest on this GPU, and save the result.
+    """Measure and save which kernels are fastest.
 
     Times the three products of each linear on every backend that serves them,
     in every configuration. Saves the fastest in the cache folder, for this
