@@ -15,13 +15,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from octavo.kernels.conformance.compare import low_sqnr
 from octavo.kernels.direct import Call, Calls, signature
 from octavo.kernels.gemm import reference, torch_scaled
 from octavo.kernels.gemm.operands import UNIT
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import GPU_TYPES, Backend, Case, Op, Shape, register, triton_unsupported
-from octavo.numerics.error import sqnr
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -175,18 +175,16 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     for dtype in (torch.bfloat16, torch.float32):
         for bias in (None, some_bias) if layout == "nt" else (None,):
             expected = reference.scaled_mm(a, b, layout, dtype, bias, False)
-            agreement = sqnr(expected, backend.run(a, b, layout, dtype, bias, layout == "nt"))
-            if not agreement >= 45:
-                return f"SQNR against reference is {agreement:.1f} dB for {dtype} output; at least 45 dB expected"
+            actual = backend.run(a, b, layout, dtype, bias, layout == "nt")
+            if problem := low_sqnr([expected], [actual], 45, [f"the product of {dtype}"]):
+                return problem
     for config, (m, n) in backend.trials(device, case, None):
         a, b = _random_operands(case, m, n, 300, generator, device)
         expected = reference.scaled_mm(a, b, layout, torch.bfloat16, None, False)
         actual = backend.run(a, b, layout, torch.bfloat16, None, layout == "nt", config=config)
-        if not (agreement := sqnr(expected, actual)) >= 45:
-            return (
-                f"SQNR against reference is {agreement:.1f} dB for a product [{m},{n}] of many tiles in configuration "
-                f"{config}; at least 45 dB expected"
-            )
+        name = f"the product [{m},{n}] of many tiles in configuration {config}"
+        if problem := low_sqnr([expected], [actual], 45, [name]):
+            return problem
     return None
 
 
