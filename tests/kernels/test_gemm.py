@@ -8,10 +8,21 @@ from hypothesis import strategies as st
 from octavo.kernels import quantize, scaled_mm
 from octavo.kernels.gemm import SCALED_MM
 from octavo.numerics import E4M3, E5M2, RECIPES, QuantSpec, sqnr
+from octavo.tensor import ScaledTensor
 
 sizes = st.one_of(st.sampled_from([0, 1, 2, 16, 17, 127, 128]), st.integers(0, 300))
 LAYOUTS = ("nt", "nn", "tn")
 PRODUCTS = sorted({case for case in SCALED_MM.cases.values()})
+
+
+def shifted(operand):
+    """The same operand, with vectors and blocks of scales where no 16 bytes begin."""
+    scale = operand.scale
+    if scale is None or scale.numel() <= 1:
+        return operand
+    memory = torch.empty(scale.numel() + 1, dtype=scale.dtype)[1:]
+    assert memory.data_ptr() % 16
+    return ScaledTensor(operand.data, memory.view(scale.shape).copy_(scale), operand.spec)
 
 
 def operands(m, n, k, case, seed=0):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cublas_rules import Rules, install
-from test_gemm import operands
+from test_gemm import operands, shifted
 
 from octavo.kernels import scaled_mm
 from octavo.kernels.gemm import SCALED_MM, torch_scaled
@@ -145,15 +145,6 @@ def test_unaligned_bytes_are_copied(rules):
 @pytest.mark.parametrize("label", PRODUCTS)
 def test_unaligned_scales_are_copied(rules, label):
     a, b, layout = operands(64, 128, 256, PRODUCTS[label])
-
-    def shifted(operand):
-        scale = operand.scale
-        if scale is None or scale.numel() == 1:
-            return operand
-        memory = torch.empty(scale.numel() + 1, dtype=scale.dtype)[1:]
-        assert memory.data_ptr() % 16
-        return ScaledTensor(operand.data, memory.view(scale.shape).copy_(scale), operand.spec)
-
     compare(shifted(a), shifted(b), layout, torch.bfloat16)
 
 

@@ -154,7 +154,7 @@ def plan_of(
     """Return what computes products of operands like these from their data, scales and bias, without looking at them
     again; None if they need more than one call of `torch._scaled_mm`, or copies.
 
-    The plan returns None for data that is not aligned. It holds no tensor but unit scales.
+    The plan returns None for operands that are not aligned. It holds no tensor but unit scales.
     """
     left, right = oriented(a, b, layout)
     (m, k), n = left.data.shape, right.data.shape[0]
@@ -175,7 +175,10 @@ def plan_of(
     def product(
         a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
     ) -> Tensor | None:
-        if (a.data_ptr() | b.data_ptr() | (0 if bias is None else bias.data_ptr())) % ALIGNMENT:
+        addresses = a.data_ptr() | b.data_ptr() | (0 if bias is None else bias.data_ptr())
+        if kind == "row":  # cuBLAS reads vectors of scales 16 bytes at a time
+            addresses |= (0 if a_scale is None else a_scale.data_ptr()) | (0 if b_scale is None else b_scale.data_ptr())
+        if addresses % ALIGNMENT:
             return None
         result: Tensor = torch._scaled_mm(
             a.t() if a_transposed else a, b.t() if b_transposed else b,
