@@ -97,7 +97,7 @@ def test_other_optimizers(make):
 
 
 class Momentum(octavo.optim.Optimizer):
-    """Half-precision momentum: another optimizer with compact states, whose step takes room if it says so."""
+    """An optimizer that is not AdamW: half-precision momentum, its only state."""
 
     def __init__(self, params):
         super().__init__(params, {})
