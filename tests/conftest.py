@@ -23,4 +23,4 @@ if not torch.cuda.is_available():
 def no_gpu_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has `octavo.convert` convert every layer on machines with a GPU too, where small ones would stay in bf16."""
     if torch.cuda.is_available():
-        monkeypatch.setattr("octavo.planner.convert.local_gpu_name", lambda: None)
+        monkeypatch.setattr("octavo.planner.auto_convert.local_gpu_name", lambda: None)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from octavo.numerics import RECIPES, Plan, Precision, Recipe
     from octavo.optim import AdamW
     from octavo.parallel import parallelize
-    from octavo.planner.convert import convert
+    from octavo.planner.auto_convert import convert
     from octavo.planner.model_plan import plan
 
 __all__ = [
@@ -57,7 +57,7 @@ _PACKAGES = {
     "Plan": "numerics",
     "Precision": "numerics",
     "Recipe": "numerics",
-    "convert": "planner.convert",
+    "convert": "planner.auto_convert",
     "disabled": "nn",
     "parallelize": "parallel",
     "plan": "planner.model_plan",

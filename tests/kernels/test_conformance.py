@@ -140,7 +140,7 @@ def test_inputs_are_of_every_kind():
 
 
 def test_moved_inputs_keep_strides_and_alignment():
-    from octavo.kernels.conformance.compare import _on
+    from octavo.kernels.conformance.mismatches import _on
 
     base = torch.arange(60.0).reshape(6, 10)
     for view in (base, base.t(), base[:, ::2], base[1:, 3:]):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from traffic import counted
 
-from octavo.kernels.fused.checks import cases_of_inputs
+from octavo.kernels.fused.argument_checks import cases_of_inputs
 from octavo.kernels.fused.glu import triton as glus
 from octavo.kernels.fused.norm import triton as norms
 from octavo.kernels.launch import INTERPRETED

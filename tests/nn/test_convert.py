@@ -191,7 +191,7 @@ class Adapted(nn.Module):
 @pytest.mark.parametrize("gpu", [None, "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Unknown GPU"])
 @pytest.mark.parametrize("recipe", [None, "rowwise"])
 def test_narrow_layers_stay_as_they_are_on_every_machine(gpu, recipe, monkeypatch):
-    monkeypatch.setattr("octavo.planner.convert.local_gpu_name", lambda: gpu)
+    monkeypatch.setattr("octavo.planner.auto_convert.local_gpu_name", lambda: gpu)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*predicted to gain")
         rows = {row.name: row for row in octavo.report(octavo.convert(Adapted(), recipe, verbose=False))}

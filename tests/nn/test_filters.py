@@ -13,7 +13,7 @@ from octavo.runtime.blocks import find_stacks
 LINEAR = nn.Linear(64, 96)
 LAYER = Layer(
     fqn="layers.3.mlp.up", module=LINEAR, names=frozenset({"layers", "layers.3", "layers.3.mlp", "layers.3.mlp.up"}),
-    around=(MLP(), LINEAR), block=(3, 4), place=(6, 9),
+    module_path=(MLP(), LINEAR), block=(3, 4), place=(6, 9),
 )  # fmt: skip
 SIMPLE = [
     filters.name("*.mlp.*"), filters.name("*.q", "*.k"), filters.kind("MLP"), filters.kind(nn.Conv2d),
@@ -37,7 +37,7 @@ def reasons(model):
 
 
 @pytest.mark.parametrize(
-    ("rule", "keeps", "reason"),
+    ("rule", "selected", "reason"),
     [
         (filters.name("*.mlp.*"), True, "name matches '*.mlp.*'"),
         (filters.name("*.q", "layers.3"), True, "name matches 'layers.3'"),
@@ -66,22 +66,22 @@ def reasons(model):
         ((lambda m, n: m.out_features > 99) | filters.first(1), False, "not in the first of 4 blocks"),
     ],
 )  # fmt: skip
-def test_a_rule_says_what_decides(rule, keeps, reason):
-    assert rule.judge(LAYER) == (keeps, reason)
+def test_a_rule_says_what_decides(rule, selected, reason):
+    assert rule.match(LAYER) == (selected, reason)
 
 
 @given(TREES, TREES)
 def test_the_algebra_holds_for_verdicts_and_reasons(a, b):
-    judged = (a & b).judge(LAYER), (a | b).judge(LAYER), (~a).judge(LAYER)
-    assert [verdict.keeps for verdict in judged] == [
-        a.judge(LAYER).keeps and b.judge(LAYER).keeps,
-        a.judge(LAYER).keeps or b.judge(LAYER).keeps,
-        not a.judge(LAYER).keeps,
+    matches = (a & b).match(LAYER), (a | b).match(LAYER), (~a).match(LAYER)
+    assert [match.selected for match in matches] == [
+        a.match(LAYER).selected and b.match(LAYER).selected,
+        a.match(LAYER).selected or b.match(LAYER).selected,
+        not a.match(LAYER).selected,
     ]
-    assert (~~a).judge(LAYER) == a.judge(LAYER)
-    assert (~(a & b)).judge(LAYER) == (~a | ~b).judge(LAYER)
-    assert (~(a | b)).judge(LAYER) == (~a & ~b).judge(LAYER)
-    assert (a & a).judge(LAYER).keeps == (a | a).judge(LAYER).keeps == a.judge(LAYER).keeps
+    assert (~~a).match(LAYER) == a.match(LAYER)
+    assert (~(a & b)).match(LAYER) == (~a | ~b).match(LAYER)
+    assert (~(a | b)).match(LAYER) == (~a & ~b).match(LAYER)
+    assert (a & a).match(LAYER).selected == (a | a).match(LAYER).selected == a.match(LAYER).selected
 
 
 def test_the_report_tells_what_the_filter_found():

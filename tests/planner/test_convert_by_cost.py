@@ -10,7 +10,7 @@ from torch import nn
 import octavo
 from octavo import Precision
 from octavo.nn import apply_plan, filters, rule_plan
-from octavo.planner import convert as convert_module
+from octavo.planner import auto_convert
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -20,7 +20,7 @@ def gpu(monkeypatch):
     """Makes this machine say that it has a GPU."""
 
     def present(name=H100):
-        monkeypatch.setattr(convert_module, "local_gpu_name", lambda: name)
+        monkeypatch.setattr(auto_convert, "local_gpu_name", lambda: name)
 
     present()
     return present
@@ -38,7 +38,7 @@ def converted(model):
 
 def test_without_a_gpu_the_rules_decide():
     ours, theirs = llama(), llama()
-    assert convert_module.local_gpu_name() is None or torch.cuda.is_available()
+    assert auto_convert.local_gpu_name() is None or torch.cuda.is_available()
     octavo.convert(ours, verbose=False)
     apply_plan(theirs, rule_plan(theirs))
     assert ours.octavo_plan == theirs.octavo_plan and converted(ours)

@@ -12,7 +12,7 @@ from octavo.numerics import RECIPES
 from octavo.planner.decide import candidates, decide
 from octavo.planner.devices import DEVICES
 from octavo.planner.measured import Measurements, read_measurements
-from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear, quantizations
+from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear, quantize_calls
 
 H100 = DEVICES["h100"]
 SHAPE = (8192, 4096, 14336)
@@ -88,11 +88,11 @@ def test_times_are_interpolated_along_one_dimension_between_neighbours_and_nowhe
 
 
 def test_frozen_weights_and_siblings_have_keys_of_their_own():
-    frozen, _ = quantizations(replace(CALL, wgrad=False), RECIPES["rowwise"])
-    whole, _ = quantizations(CALL, RECIPES["rowwise"])
+    frozen, _ = quantize_calls(replace(CALL, wgrad=False), RECIPES["rowwise"])
+    whole, _ = quantize_calls(CALL, RECIPES["rowwise"])
     assert [q.case for q in frozen] == [("e4m3/row", "rows", "nothing")] * 2
     assert whole[0].case == ("e4m3/row", "both", "nothing")
-    assert len(quantizations(replace(CALL, first=False), RECIPES["rowwise"])[0]) == 1
+    assert len(quantize_calls(replace(CALL, first=False), RECIPES["rowwise"])[0]) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 1}', '{"format": 9, "entries": []}', "[1]"])

@@ -19,7 +19,7 @@ from octavo import experiments
 from octavo.cli import app
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import LEVELS
-from octavo.planner import convert as auto_convert
+from octavo.planner import auto_convert
 from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
 from octavo.planner.model_memory import make_gradients, make_states

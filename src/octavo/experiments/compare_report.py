@@ -13,7 +13,7 @@ from octavo.experiments.charts import FLAT, Chart, Line, line_chart
 from octavo.experiments.compare_verdict import ArmRuns, ArmVerdict, Comparison, TimeToLoss
 from octavo.experiments.curves import Curves, Floats, gap_percent, smooth
 from octavo.experiments.page import render
-from octavo.experiments.run_report import Row, config_differences
+from octavo.experiments.run_report import SummaryRow, config_differences
 from octavo.inspect.compare import Verdict, percent, signed
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.record.outputs import check_kind
@@ -47,12 +47,12 @@ def write_comparison(comparison: Comparison, configs: Sequence[TrainConfig], out
     (out / "compare.json").write_text(text + "\n", encoding="utf-8")
 
 
-def comparison_rows(comparison: Comparison) -> list[Row]:
+def comparison_rows(comparison: Comparison) -> list[SummaryRow]:
     """The table: a value per arm, the baseline first."""
     runs, arms = comparison.runs, comparison.arms
 
-    def row(label: str, first: str, others: Sequence[str]) -> Row:
-        return Row(label=label, values=[first, *others])
+    def row(label: str, first: str, others: Sequence[str]) -> SummaryRow:
+        return SummaryRow(label=label, values=[first, *others])
 
     def ratios(key: str) -> list[str]:
         return ["–" if (value := getattr(arm, key)) is None else f"{value:.2f} ×" for arm in arms]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from octavo.experiments.predicted import predict_speed
 from octavo.experiments.run_report import ReportFiles, write_report
-from octavo.experiments.verdict import Verdict, verdict
+from octavo.experiments.verdict import PairVerdict, verdict
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
@@ -38,7 +38,7 @@ class DemoResult:
     out: Path
     arms: list[RunResult]
     files: ReportFiles | None
-    verdict: Verdict | None = None
+    verdict: PairVerdict | None = None
     go_on: str = ""
     """The command that finishes the arm that was stopped; empty if none was."""
 

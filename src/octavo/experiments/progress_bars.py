@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from octavo.experiments.run_report import summary_rows
-from octavo.experiments.verdict import Verdict, arm_name
+from octavo.experiments.verdict import PairVerdict, arm_name
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.record.metrics import RunResult, StepMetrics
 
@@ -109,7 +109,7 @@ def summary_table(results: Sequence[RunResult]) -> Table:
     return table
 
 
-def verdict_text(verdict: Verdict) -> Text:
+def verdict_text(verdict: PairVerdict) -> Text:
     """The verdict's sentence and, below it, its notes."""
     text = Text(verdict.sentence, style=STATUS_STYLES[verdict.status])
     for note in verdict.notes:

@@ -21,7 +21,7 @@ from octavo.experiments.curves import Curves, gap_percent
 from octavo.experiments.heatmap import heatmaps
 from octavo.experiments.page import render
 from octavo.experiments.predicted import PredictedSpeed
-from octavo.experiments.verdict import BAND_PERCENT, Verdict, arm_name, verdict
+from octavo.experiments.verdict import BAND_PERCENT, PairVerdict, arm_name, verdict
 from octavo.inspect.findings import Finding
 from octavo.inspect.stats import OperandStats
 from octavo.train.disk import write_file
@@ -30,7 +30,7 @@ from octavo.train.record.metrics import RunResult, read_metrics
 from octavo.train.record.outputs import LAYERS_FILE, check_kind
 from octavo.train.record.statistics import all_findings, limits_of, read_statistics
 
-__all__ = ["ReportFiles", "Row", "Verdict", "summary_rows", "verdict", "write_report"]
+__all__ = ["PairVerdict", "ReportFiles", "SummaryRow", "summary_rows", "verdict", "write_report"]
 
 CHIPS = {
     "within": f"within {BAND_PERCENT:g} %",
@@ -51,7 +51,7 @@ class ReportFiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SummaryRow:
     """One line of the summary table: a value per run as text, and how the second differs from the first."""
 
     label: str
@@ -118,12 +118,12 @@ def write_report(runs: list[Path], out: Path, prediction: PredictedSpeed | None 
     return files
 
 
-def summary_rows(results: Sequence[RunResult]) -> list[Row]:
+def summary_rows(results: Sequence[RunResult]) -> list[SummaryRow]:
     """The summary table of one run or several; the difference is the second run's from the first's."""
 
-    def row(label: str, value: Callable[[RunResult], float | None], text: str, compare: str = "") -> Row:
+    def row(label: str, value: Callable[[RunResult], float | None], text: str, compare: str = "") -> SummaryRow:
         values = [value(result) for result in results]
-        return Row(
+        return SummaryRow(
             label=label,
             values=["–" if v is None else text.format(v) for v in values],
             difference=_difference(values[0], values[1], compare) if compare and len(values) > 1 else "",
@@ -205,7 +205,7 @@ def _layers(folder: Path) -> list[LayerGroup]:
     ]
 
 
-def _page(runs: list[LoggedRun], verdicts: list[Verdict], title: str) -> str:
+def _page(runs: list[LoggedRun], verdicts: list[PairVerdict], title: str) -> str:
     first = runs[0].result
     return render(
         "report.html.j2",
@@ -222,7 +222,7 @@ def _page(runs: list[LoggedRun], verdicts: list[Verdict], title: str) -> str:
     )
 
 
-def _tiles(runs: list[LoggedRun], verdicts: list[Verdict]) -> list[dict[str, str]]:
+def _tiles(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> list[dict[str, str]]:
     """The few large figures at the top."""
 
     def tile(value: float | None, text: str, label: str) -> dict[str, str]:

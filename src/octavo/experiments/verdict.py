@@ -24,7 +24,7 @@ ONE_SEED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class PairVerdict:
     """The comparison of a candidate with a baseline; gaps are candidate minus baseline.
 
     Attributes:
@@ -66,12 +66,12 @@ def arm_name(arm: str) -> str:
     return {"bf16": "BF16", "fp8": "FP8", "O1": "FP8", None: ""}[matmul] + more + rest
 
 
-def verdict(a: RunResult, b: RunResult, prediction: PredictedSpeed | None = None) -> Verdict:
+def verdict(a: RunResult, b: RunResult, prediction: PredictedSpeed | None = None) -> PairVerdict:
     """Compare run `b`, the candidate, with run `a`, the baseline; `prediction` is of the candidate's precision."""
     baseline, candidate = arm_name(a.arm), arm_name(b.arm)
     obstacle = _obstacle(a, b)
     if obstacle or a.losses is None or b.losses is None:
-        return Verdict(baseline=baseline, candidate=candidate, status="none", sentence=f"No verdict: {obstacle}.")
+        return PairVerdict(baseline=baseline, candidate=candidate, status="none", sentence=f"No verdict: {obstacle}.")
     gap, percent = _gap(a.losses.tail_mean, b.losses.tail_mean)
     final_gap, final_percent = _gap(a.losses.final, b.losses.final)
     status: Literal["within", "above", "below", "none"] = (
@@ -79,7 +79,7 @@ def verdict(a: RunResult, b: RunResult, prediction: PredictedSpeed | None = None
     )
     if a.steps < FEWEST_STEPS:
         status = "none"
-    return Verdict(
+    return PairVerdict(
         baseline=baseline,
         candidate=candidate,
         status=status,

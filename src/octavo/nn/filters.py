@@ -11,12 +11,12 @@
     first(2), last(2)     blocks, or linears, counted from either end
     where(f)              f(module, name) is True; you can also pass f itself
 
-The reason of a rule is a fact, such as "in_features 512 < 4096": `~` inverts the verdict and keeps the fact. `&` and
+The reason of a rule is a fact, such as "in_features 512 < 4096": `~` inverts the match and keeps the fact. `&` and
 `|` give the facts that decide: the first that fails, or all that hold. So `~(a & b)` and `~a | ~b` give the same
 verdict and reason, and the report shows only the facts that decide.
 
 Rules read a `Layer`, not the model: they are plain values that you can compare and use for several models. A layer with
-several names is judged under each of them, and converted if none excludes it.
+several names is matched under each of them, and converted if none excludes it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,11 +29,11 @@ from octavo.nn.rules import (
     Filter,
     FilterLike,
     Layer,
+    Match,
     ModuleFilter,
     Named,
     OfKind,
     Shaped,
-    Verdict,
     as_filter,
     sizes,
     where,
@@ -43,7 +43,7 @@ from octavo.numerics.precision import Precision
 from octavo.runtime.blocks import find_stacks
 
 __all__ = [
-    "Filter", "FilterLike", "Layer", "ModuleFilter", "Verdict", "as_filter", "both", "first", "kind", "last",
+    "Filter", "FilterLike", "Layer", "Match", "ModuleFilter", "as_filter", "both", "first", "kind", "last",
     "layers_of", "name", "names_of", "of_precision", "shape", "sizes", "where",
 ]  # fmt: skip
 
@@ -185,7 +185,7 @@ def layers_of(model: nn.Module, linears: Iterable[nn.Module], counted: Sequence[
             fqn=fqn,
             module=module,
             names=frozenset(_with_parents(fqn)),
-            around=tuple(modules[parent] for parent in sorted({*_with_parents(fqn), ""})),
+            module_path=tuple(modules[parent] for parent in sorted({*_with_parents(fqn), ""})),
             block=blocks.get(module),
             place=places.get(module),
         )

@@ -1,4 +1,4 @@
-"""The classes behind `octavo.nn.filters`: layers, verdicts, rules, and their combination by `&`, `|` and `~`."""
+"""The classes behind `octavo.nn.filters`: layers, matches, rules, and their combination by `&`, `|` and `~`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +17,10 @@ FilterLike = Union["Filter", ModuleFilter]
 """A filter, or a callable to use as one."""
 
 
-class Verdict(NamedTuple):
-    """Whether to convert a layer, and the reason; empty if a callable gives none."""
+class Match(NamedTuple):
+    """Whether a rule selects a layer, and the reason; empty if a callable gives none."""
 
-    keeps: bool
+    selected: bool
     reason: str
 
 
@@ -32,7 +32,7 @@ class Layer:
         fqn: Fully qualified name.
         module: The linear.
         names: Its name, and those of its parent modules: a.b.c → a.b.c, a.b, a.
-        around: The linear and its parent modules.
+        module_path: The linear and its parent modules.
         block: Index in a stack of blocks, and the number of blocks; None outside of all stacks.
         place: Index among the convertible linears, without vocabulary heads, and their number; None for others.
     """
@@ -40,7 +40,7 @@ class Layer:
     fqn: str
     module: nn.Module
     names: frozenset[str]
-    around: tuple[nn.Module, ...]
+    module_path: tuple[nn.Module, ...]
     block: tuple[int, int] | None
     place: tuple[int, int] | None
 
@@ -49,7 +49,7 @@ class Filter(ABC):
     """A rule about layers. Combine them with `&`, `|` and `~`."""
 
     @abstractmethod
-    def judge(self, layer: Layer) -> Verdict:
+    def match(self, layer: Layer) -> Match:
         """Decide one layer."""
 
     def parts(self) -> Iterator["Filter"]:
@@ -116,12 +116,12 @@ class _All(Filter):
     one: Filter
     other: Filter
 
-    def judge(self, layer: Layer) -> Verdict:
-        one = self.one.judge(layer)
-        if not one.keeps:
+    def match(self, layer: Layer) -> Match:
+        one = self.one.match(layer)
+        if not one.selected:
             return one
-        other = self.other.judge(layer)
-        return Verdict(True, _joined(one, other)) if other.keeps else other
+        other = self.other.match(layer)
+        return Match(True, _joined(one, other)) if other.selected else other
 
     def parts(self) -> Iterator[Filter]:
         yield from self.one.parts()
@@ -133,12 +133,12 @@ class _Any(Filter):
     one: Filter
     other: Filter
 
-    def judge(self, layer: Layer) -> Verdict:
-        one = self.one.judge(layer)
-        if one.keeps:
+    def match(self, layer: Layer) -> Match:
+        one = self.one.match(layer)
+        if one.selected:
             return one
-        other = self.other.judge(layer)
-        return other if other.keeps else Verdict(False, _joined(one, other))
+        other = self.other.match(layer)
+        return other if other.selected else Match(False, _joined(one, other))
 
     def parts(self) -> Iterator[Filter]:
         yield from self.one.parts()
@@ -149,9 +149,9 @@ class _Any(Filter):
 class _Not(Filter):
     inner: Filter
 
-    def judge(self, layer: Layer) -> Verdict:
-        keeps, reason = self.inner.judge(layer)
-        return Verdict(not keeps, reason)
+    def match(self, layer: Layer) -> Match:
+        selected, reason = self.inner.match(layer)
+        return Match(not selected, reason)
 
     def parts(self) -> Iterator[Filter]:
         yield from self.inner.parts()
@@ -163,17 +163,17 @@ class Named(Filter):
 
     patterns: tuple[str, ...]
 
-    def judge(self, layer: Layer) -> Verdict:
-        """See `Filter.judge`."""
+    def match(self, layer: Layer) -> Match:
+        """See `Filter.match`."""
         pattern = next((p for p in self.patterns if any(fnmatchcase(name, p) for name in layer.names)), None)
         if pattern is not None:
-            return Verdict(True, f"name matches {pattern!r}")
-        return Verdict(False, f"name does not match {' or '.join(map(repr, self.patterns))}")
+            return Match(True, f"name matches {pattern!r}")
+        return Match(False, f"name does not match {' or '.join(map(repr, self.patterns))}")
 
     def mismatch(self, layers: Sequence[Layer]) -> str | None:
         """See `Filter.mismatch`."""
         for pattern in self.patterns:
-            if not any(Named((pattern,)).judge(layer).keeps for layer in layers):
+            if not any(Named((pattern,)).match(layer).selected for layer in layers):
                 hint = nearest(pattern.strip("*."), {part for layer in layers for part in layer.fqn.split(".")})
                 return f"filter pattern {pattern!r} matches no linear layer{hint}"
         return None
@@ -185,20 +185,20 @@ class OfKind(Filter):
 
     types: tuple[type[nn.Module] | str, ...]
 
-    def judge(self, layer: Layer) -> Verdict:
-        """See `Filter.judge`."""
-        for module in layer.around:
+    def match(self, layer: Layer) -> Match:
+        """See `Filter.match`."""
+        for module in layer.module_path:
             classes = type(module).__mro__
             match = next((t for t in self.types if t in classes or t in {c.__name__ for c in classes}), None)
             if match is not None:
-                return Verdict(True, f"{'is' if module is layer.module else 'inside'} a {_class_name(match)}")
-        return Verdict(False, f"neither is nor is inside a {' or '.join(map(_class_name, self.types))}")
+                return Match(True, f"{'is' if module is layer.module else 'inside'} a {_class_name(match)}")
+        return Match(False, f"neither is nor is inside a {' or '.join(map(_class_name, self.types))}")
 
     def mismatch(self, layers: Sequence[Layer]) -> str | None:
         """See `Filter.mismatch`."""
         for kind in self.types:
-            if not any(OfKind((kind,)).judge(layer).keeps for layer in layers):
-                hint = nearest(_class_name(kind), {type(m).__name__ for layer in layers for m in layer.around})
+            if not any(OfKind((kind,)).match(layer).selected for layer in layers):
+                hint = nearest(_class_name(kind), {type(m).__name__ for layer in layers for m in layer.module_path})
                 return f"filter kind {_class_name(kind)!r} matches no linear layer{hint}"
         return None
 
@@ -213,24 +213,24 @@ class Shaped(Filter):
     max_out: int | None = None
     multiple_of: int | None = None
 
-    def judge(self, layer: Layer) -> Verdict:
-        """See `Filter.judge`."""
+    def match(self, layer: Layer) -> Match:
+        """See `Filter.match`."""
         facts = []
         features = dict(zip(("in_features", "out_features"), sizes(layer.module), strict=True))
         bounds = ((self.min_in, self.max_in), (self.min_out, self.max_out))
         for (which, size), (least, most) in zip(features.items(), bounds, strict=True):
             if least is not None and size < least:
-                return Verdict(False, f"{which} {size} < {least}")
+                return Match(False, f"{which} {size} < {least}")
             if most is not None and size > most:
-                return Verdict(False, f"{which} {size} > {most}")
+                return Match(False, f"{which} {size} > {most}")
             facts += [] if least is None else [f"{which} {size} ≥ {least}"]
             facts += [] if most is None else [f"{which} {size} ≤ {most}"]
         if self.multiple_of is not None:
             for which, size in features.items():
                 if size % self.multiple_of:
-                    return Verdict(False, f"{which} {size} is no multiple of {self.multiple_of}")
+                    return Match(False, f"{which} {size} is no multiple of {self.multiple_of}")
             facts.append(f"multiples of {self.multiple_of}")
-        return Verdict(True, ", ".join(facts))
+        return Match(True, ", ".join(facts))
 
 
 @dataclass(frozen=True)
@@ -241,15 +241,15 @@ class AtEnd(Filter):
     count: int
     unit: Literal["blocks", "linears"]
 
-    def judge(self, layer: Layer) -> Verdict:
-        """See `Filter.judge`."""
+    def match(self, layer: Layer) -> Match:
+        """See `Filter.match`."""
         place = layer.block if self.unit == "blocks" else layer.place
         if place is None:
-            return Verdict(False, f"outside of all {self.unit}")
+            return Match(False, f"outside of all {self.unit}")
         index, of = place
         inside = index < self.count if self.end == "first" else index >= of - self.count
         ends = self.end if self.count == 1 else f"{self.end} {self.count}"
-        return Verdict(inside, f"{'' if inside else 'not '}in the {ends} of {of} {self.unit}")
+        return Match(inside, f"{'' if inside else 'not '}in the {ends} of {of} {self.unit}")
 
     def mismatch(self, layers: Sequence[Layer]) -> str | None:
         """See `Filter.mismatch`."""
@@ -266,7 +266,7 @@ class _Where(Filter):
     function: ModuleFilter
     fact: str
 
-    def judge(self, layer: Layer) -> Verdict:
+    def match(self, layer: Layer) -> Match:
         try:
             verdict = self.function(layer.module, layer.fqn)
         except Exception as error:
@@ -275,7 +275,7 @@ class _Where(Filter):
             ) from error
         if not isinstance(verdict, bool):
             raise TypeError(f"filter(module, fqn) returns True or False; it returned {verdict!r} for {layer.fqn!r}")
-        return Verdict(verdict, self.fact if verdict or not self.fact else f"not {self.fact}")
+        return Match(verdict, self.fact if verdict or not self.fact else f"not {self.fact}")
 
 
 def sizes(module: nn.Module) -> tuple[int, int]:
@@ -285,7 +285,7 @@ def sizes(module: nn.Module) -> tuple[int, int]:
     return module.nx, module.nf  # type: ignore[return-value]
 
 
-def _joined(*verdicts: Verdict) -> str:
+def _joined(*verdicts: Match) -> str:
     """Join the distinct reasons."""
     return ", ".join(dict.fromkeys(verdict.reason for verdict in verdicts if verdict.reason))
 

@@ -219,14 +219,14 @@ def _decide(
             return Decision(recipe=None, reason=narrow + _as_named(layer, first))
     reason = "linear"
     if chosen is not None:
-        verdicts = [chosen.judge(layer) for layer in names]
-        for layer, (keeps, fact) in zip(names, verdicts, strict=True):
-            if not keeps:
+        results = [chosen.match(layer) for layer in names]
+        for layer, (selected, fact) in zip(names, results, strict=True):
+            if not selected:
                 reason = _with_fact("excluded by filter", fact) + _as_named(layer, first)
                 return Decision(recipe=None, reason=reason)
-        reason = _with_fact(reason, verdicts[0].reason)
+        reason = _with_fact(reason, results[0].reason)
     for layer, (rule, other) in ((layer, pair) for pair in rules for layer in names):
-        matches, fact = rule.judge(layer)
+        matches, fact = rule.match(layer)
         if matches:
             recipe, reason = other, _with_fact(f"{reason}; {other.name}", fact) + _as_named(layer, first)
             break

@@ -3,7 +3,7 @@
 Memory comes from running the step on fake tensors, which have no storage. Time comes from one forward on such tensors
 and a table of GPUs, layer by layer, in bf16 and in FP8. Read first:
 
-    convert.py          octavo.convert: decide, then convert
+    auto_convert.py     octavo.convert: decide, then convert
     model_plan.py       octavo.plan: decide by cost for a GPU, and predict time and memory of a step
     model_memory.py     octavo.inspect.memory: the memory of a step, by category
     devices.py          the table of GPUs

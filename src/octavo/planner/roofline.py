@@ -197,7 +197,7 @@ def quantization_times(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> tuple[li
     """Predict the times of a linear layer's quantizations, in forward and in backward."""
     forward, backward = (
         [_timed(gpu, "quantize", q.case, q.shape, sum(memory_time(gpu, size) for size in q.bytes)) for q in phase]
-        for phase in quantizations(linear, recipe)
+        for phase in quantize_calls(linear, recipe)
     )
     return forward, backward
 
@@ -237,7 +237,7 @@ def fp8_cost(gpu: Gpu, linear: LinearCall, moved: Passes, rate: float) -> Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantization:
+class QuantizeCall:
     """Quantization of one matrix: its case in calibration tables, its shape, and the bytes of each pass."""
 
     case: tuple[str, ...]
@@ -248,42 +248,42 @@ class Quantization:
 def passes(linear: LinearCall, recipe: Recipe) -> Passes:
     """Return the bytes that Octavo's quantizers move for one linear layer."""
     forward, backward = (
-        tuple(size for quantization in phase for size in quantization.bytes) for phase in quantizations(linear, recipe)
+        tuple(size for call in phase for size in call.bytes) for phase in quantize_calls(linear, recipe)
     )
     return Passes(forward=forward, backward=backward)
 
 
-def quantizations(linear: LinearCall, recipe: Recipe) -> tuple[list[Quantization], list[Quantization]]:
+def quantize_calls(linear: LinearCall, recipe: Recipe) -> tuple[list[QuantizeCall], list[QuantizeCall]]:
     """Return what Octavo quantizes for one linear layer, in forward and in backward."""
     x, w, g = (linear.m, linear.k), (linear.n, linear.k), (linear.m, linear.n)
     if not math.prod((*x, linear.n)):
         return [], []
     wgrad_x = recipe.wgrad_x if linear.wgrad else None
-    forward = [_quantization(x, (recipe.x,) if wgrad_x is None else (recipe.x, wgrad_x))] if linear.first else []
-    forward.append(_quantization(w, (recipe.w,)))
+    forward = [_quantize_call(x, (recipe.x,) if wgrad_x is None else (recipe.x, wgrad_x))] if linear.first else []
+    forward.append(_quantize_call(w, (recipe.w,)))
     backward = []
     if linear.dgrad:
-        backward.append(_quantization(w, (recipe.dgrad_w,), columns=True, has_scale=recipe.dgrad_w == recipe.w))
+        backward.append(_quantize_call(w, (recipe.dgrad_w,), columns=True, has_scale=recipe.dgrad_w == recipe.w))
     g_specs = [recipe.dgrad_g] if linear.dgrad else []
     g_specs += [recipe.wgrad_g] if linear.wgrad and recipe.wgrad_g is not None else []
     if g_specs:
-        backward.append(_quantization(g, g_specs, shared=recipe.shares_g))
+        backward.append(_quantize_call(g, g_specs, shared=recipe.shares_g))
     return forward, backward
 
 
-def _quantization(
+def _quantize_call(
     shape: tuple[int, int],
     specs: Sequence[QuantSpec],
     *,
     columns: bool = False,
     has_scale: bool = False,
     shared: bool = True,
-) -> Quantization:
+) -> QuantizeCall:
     """Return one quantization: to one spec in one order, to one `shared` spec in both orders, or to two specs."""
     both = len(specs) == 2 and specs[0] == specs[1] and shared
     texts = [specs[0].text] if both else [spec.text for spec in specs]
     order = "both" if both else "columns" if columns else "rows"
-    return Quantization(
+    return QuantizeCall(
         case=(*texts, order, "scale" if has_scale else "nothing"),
         shape=shape,
         bytes=tuple(_pass_bytes(shape, specs, has_scale=has_scale)),

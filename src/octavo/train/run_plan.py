@@ -27,7 +27,7 @@ from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, LEVELS
 from octavo.optim.interface import follows_step
-from octavo.planner.convert import plan_on_gpu
+from octavo.planner.auto_convert import plan_on_gpu
 from octavo.planner.devices import Gpu, find_gpu
 from octavo.planner.fake import fake_device, fake_tensors
 from octavo.planner.forecast import Forecast, forecast

@@ -33,7 +33,7 @@ from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Plan
 from octavo.parallel import parallelize
 from octavo.parallel.parallelize import make_mesh
-from octavo.planner.convert import convert
+from octavo.planner.auto_convert import convert
 from octavo.runtime.torch_compat import set_group_timeout
 from octavo.train.activation_checkpointing import Checkpointing
 from octavo.train.checkpoint.store import CheckpointSaver

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.conformance.compare import Check, Inputs, low_sqnr
+from octavo.kernels.conformance.mismatches import Check, Inputs, low_sqnr
 from octavo.kernels.conformance.random_inputs import RandomInputs
 from octavo.numerics.spec import FULL, TENSOR, QuantSpec
 from octavo.tensor import ScaledTensor
@@ -85,7 +85,7 @@ def _quantizers() -> Iterator[Check]:
 
 def _products(device: torch.device) -> Iterator[Check]:
     from octavo.kernels.gemm import SCALED_MM, triton
-    from octavo.kernels.gemm.operands import UNIT, blocks_of
+    from octavo.kernels.gemm.operand_layout import UNIT, blocks_of
 
     target = triton.target_for(device)
     for case in dict.fromkeys(SCALED_MM.cases.values()):
@@ -141,7 +141,7 @@ def _operand(rng: RandomInputs, text: str, shape: tuple[int, int], unit: str) ->
 
 def _fp8_outputs() -> Iterator[tuple[QuantSpec | None, str, str]]:
     """FP8 outputs that recipes request of a fused op: spec, memory order, label."""
-    from octavo.kernels.fused.checks import cases_of_inputs
+    from octavo.kernels.fused.argument_checks import cases_of_inputs
 
     yield None, "rows", "no FP8 output"
     for spec in map(QuantSpec.parse, cases_of_inputs()):

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from octavo.kernels.conformance.cases import checks, unavailable_reason
-from octavo.kernels.conformance.compare import Outcome, compare
+from octavo.kernels.conformance.mismatches import Outcome, compare
 from octavo.kernels.conformance.random_inputs import GPU, INTERPRETER
 from octavo.runtime.terminal import stdout
 

@@ -7,7 +7,7 @@ activations that were saved for backward in FP8 (`octavo.activations.recompute`)
 import torch
 from torch import Tensor
 
-from octavo.kernels.conformance.compare import difference
+from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.dequantize import reference
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize

@@ -3,7 +3,7 @@
 from typing import Any
 
 from octavo.kernels.fused.activations import ACTIVATIONS
-from octavo.kernels.fused.checks import cases_of_inputs
+from octavo.kernels.fused.argument_checks import cases_of_inputs
 from octavo.kernels.fused.glu import triton as glu
 from octavo.kernels.fused.glu.device import glu_rows_kernel
 from octavo.kernels.fused.norm import triton as norm

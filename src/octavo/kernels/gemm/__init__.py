@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from octavo.kernels.conformance.compare import low_sqnr
+from octavo.kernels.conformance.mismatches import low_sqnr
 from octavo.kernels.direct import Call, Calls, signature
 from octavo.kernels.gemm import reference, torch_scaled
-from octavo.kernels.gemm.operands import UNIT
+from octavo.kernels.gemm.operand_layout import UNIT
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import GPU_TYPES, Backend, Case, Op, Shape, register, triton_unsupported

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from octavo.kernels.gemm.operands import scale_sums
+from octavo.kernels.gemm.operand_layout import scale_sums
 from octavo.numerics.formats import widen
 from octavo.numerics.spec import FULL
 from octavo.tensor import ScaledTensor

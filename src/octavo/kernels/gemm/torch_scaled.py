@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.kernels.gemm.operands import (
+from octavo.kernels.gemm.operand_layout import (
     ALIGNMENT,
     Operand,
     blocks_of,

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gemm.device import product_kernel
-from octavo.kernels.gemm.operands import ALIGNMENT, blocks_of, empty_product, oriented, packed
+from octavo.kernels.gemm.operand_layout import ALIGNMENT, blocks_of, empty_product, oriented, packed
 from octavo.kernels.launch import INTERPRETED, Launch, Variant
 from octavo.kernels.registry import Case, Shape
 from octavo.numerics.formats import E5M2

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from octavo.kernels.conformance.compare import difference
+from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.direct import ZEROS, Call, Calls, signature
 from octavo.kernels.library import define
 from octavo.kernels.quantize import reference

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.calibration import Entry
-from octavo.kernels.conformance.compare import difference
+from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.quantize import reference, triton
 from octavo.kernels.quantize.triton import FoldedSpec, QuantizeTask
 from octavo.kernels.timing import CALLS, Call, Timer, TimingResult, cache_bytes

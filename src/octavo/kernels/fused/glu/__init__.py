@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.conformance.compare import difference
+from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.fused import reference
 from octavo.kernels.fused.activations import ACTIVATIONS
-from octavo.kernels.fused.checks import (
+from octavo.kernels.fused.argument_checks import (
     cases_of_inputs,
     check_like,
     check_matrix,
