@@ -68,7 +68,7 @@ def test_linears_beside_an_activation_keep_their_inputs_in_fp8():
 def test_a_skipped_linear_beside_an_activation_is_left_alone():
     precision = octavo.Precision(matmul="bf16", activations="fp8", skip=["fc1"])
     model, x = storing(A(), precision), rand(64, 64).requires_grad_()
-    assert type(model.fc1) is nn.Linear and model.octavo_storage.exact == ("fc1",)
+    assert type(model.fc1) is nn.Linear and model.octavo_storage.unrounded == ("fc1",)
     plain, seen = A(), []
     plain.load_state_dict(model.state_dict())
     for m in (plain, model):
@@ -85,7 +85,7 @@ def test_heads_and_other_kinds_of_linears_keep_their_inputs_as_they_are():
 
     model = nn.Module()
     model.embed, model.act, model.lm_head, model.own = nn.Embedding(64, 64), nn.GELU(), nn.Linear(64, 64), Own(64, 64)
-    assert storing(model).octavo_storage.exact == ("lm_head", "own")
+    assert storing(model).octavo_storage.unrounded == ("lm_head", "own")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -183,7 +183,7 @@ def test_halves_of_a_joint_gradient_are_in_order(gate_first, monkeypatch):
 
     def gradient():
         gate, up = both.detach().chunk(2, -1) if gate_first else both.detach().chunk(2, -1)[::-1]
-        h = module.stored_joint_glu(both * 1, nn.functional.silu(gate) * up, "silu", gate_first)
+        h = module.joint_glu_saving_fp8(both * 1, nn.functional.silu(gate) * up, "silu", gate_first)
         return torch.autograd.grad(h.sum(), both)[0]
 
     module_backward = module.glu_backward
@@ -200,7 +200,7 @@ def test_nothing_is_left_to_the_garbage_collector(recomputed):
     model, x = storing(nn.Sequential(nn.RMSNorm(64), A(), Glu())), rand(64, 64).requires_grad_()
     call = partial(checkpoint, model, use_reentrant=False) if recomputed else model
     call(x).sum().backward()
-    kinds = (saved_tensors.Scope, saved_tensors.Saved, saved_tensors.Held)
+    kinds = (saved_tensors.CompressionHooks, saved_tensors.PackedTensor, saved_tensors.SavedTensors)
 
     def left():
         return sum(issubclass(type(o), kinds) for o in gc.get_objects())

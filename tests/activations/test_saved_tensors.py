@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import octavo
-from octavo.activations.functional import stored_activation
+from octavo.activations.functional import activation_saving_fp8
 from octavo.activations.layouts import as_matrix, dense_strides
-from octavo.activations.recompute import RECOMPUTABLE, Rematerializer, restored, stored
+from octavo.activations.recompute import RECOMPUTABLE, Rematerializer, dequantize_saved, quantize_for_backward
 from octavo.activations.saved_tensors import FEWEST, _Decompress, compressed
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import E4M3, sqnr
@@ -50,7 +50,7 @@ class Owner(nn.Module):
 def activation(x, name="silu"):
     with torch.no_grad():
         y = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}[name](x)
-    return stored_activation(x, y, name)
+    return activation_saving_fp8(x, y, name)
 
 
 LAYOUTS = {
@@ -69,7 +69,7 @@ LAYOUTS = {
 def test_a_stored_tensor_comes_back_in_its_layout(layout, dtype):
     was = LAYOUTS[layout](randn(4, 33, 6, 32).to(dtype))
     restore = _Decompress(was.dtype, was.shape, dense_strides(was))
-    is_ = restore(stored(as_matrix(was)))
+    is_ = restore(quantize_for_backward(as_matrix(was)))
     assert (was.shape, was.dtype) == (is_.shape, is_.dtype) and sqnr(was, is_) >= E4M3.tolerance_db
     order = [d for d in range(was.ndim) if was.shape[d] > 1 and was.stride(d) > 0]
     assert sorted(order, key=was.stride) == sorted(order, key=is_.stride)
@@ -236,10 +236,10 @@ def test_a_source_dies_with_its_tensor():
 
 def test_stored_form_is_groups_of_32_with_powers_of_two():
     x = randn(8, 96)
-    data, scale = stored(x)
+    data, scale = quantize_for_backward(x)
     assert data.nbytes + scale.nbytes == x.numel() * 33 // 32
     assert scale.dtype == torch.float8_e8m0fnu and scale.shape == (8, 3)
-    assert sqnr(x, restored(data, scale, torch.float32)) > 27
+    assert sqnr(x, dequantize_saved(data, scale, torch.float32)) > 27
 
 
 @pytest.mark.thorough
@@ -404,9 +404,9 @@ def test_gradients_of_activations_are_those_at_the_stored_input(name):
     )
     with torch.no_grad():
         values = function(x)
-    y = stored_activation(x, values, name)
+    y = activation_saving_fp8(x, values, name)
     assert y.data_ptr() == values.data_ptr()
-    at = restored(*stored(x), torch.float32).requires_grad_()
+    at = dequantize_saved(*quantize_for_backward(x), torch.float32).requires_grad_()
     function(at).sum().backward()
     assert sqnr(at.grad, torch.autograd.grad(y.sum(), x)[0]) > 100
 

@@ -171,7 +171,7 @@ def failing(function, call, error):
 @pytest.mark.parametrize("error", [RuntimeError("full"), KeyboardInterrupt()], ids=["error", "interrupt"])
 @pytest.mark.parametrize(
     ("module", "name", "call"),
-    [(convert, "become", 2), (activations, "become", 1), (convert, "make_storing", 2), (convert, "report", 0)],
+    [(convert, "become", 2), (activations, "become", 1), (convert, "enable_fp8_saving", 2), (convert, "report", 0)],
 )
 def test_a_conversion_that_stops_midway_leaves_the_model_as_it_was(module, name, call, error, monkeypatch):
     model = llama(num_hidden_layers=1)
@@ -187,7 +187,7 @@ def test_a_conversion_that_stops_midway_leaves_the_model_as_it_was(module, name,
     octavo.convert(model, activations="fp8", verbose=False)
 
 
-@pytest.mark.parametrize("name", ["make_exact", "make_plain"])
+@pytest.mark.parametrize("name", ["restore_original_class", "disable_fp8_saving"])
 def test_a_revert_that_stops_midway_leaves_the_model_converted(name, monkeypatch):
     model = octavo.convert(llama(num_hidden_layers=1), activations="fp8", verbose=False)
     before = state(model)
@@ -340,7 +340,7 @@ def test_a_class_that_wraps_the_forward_of_its_subclasses_stores_activations():
     model = octavo.convert(
         copy.deepcopy(plain), precision=octavo.Precision(matmul="bf16", activations="fp8"), verbose=False
     )
-    assert activations.is_storing(model)
+    assert activations.saves_fp8(model)
     x = torch.randn(96, 64)
     y, expected = model(x), plain(x)
     assert torch.equal(y, expected)

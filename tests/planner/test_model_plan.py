@@ -198,7 +198,7 @@ def test_stored_activations_are_part_of_the_plan():
     with torch.device("meta"):
         model = llama(hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_hidden_layers=2).bfloat16()
     stored = plan(model, 4, 4096, precision=Precision.level("fp8+activations", recipe="auto"))
-    assert stored.activations == "fp8" and stored.storing and stored.converted
+    assert stored.activations == "fp8" and stored.fp8_activations and stored.converted
     plain = plan(model, 4, 4096)
     assert stored.memory.at_peak["activations"] < 0.5 * plain.memory.at_peak["activations"]
     octavo.convert(model, plan=stored, verbose=False)

@@ -1,7 +1,7 @@
 """Decide which modules of a model can store their activations in FP8, and how.
 
 Norms, gated MLPs and activation functions are recognized by their code (`octavo.activations.detect`). Any other module
-that owns matrices (linears, convolutions, experts) gets a scope and runs its own forward
+that owns matrices (linears, convolutions, experts) keeps its own forward, with compressing hooks, the storage "scope"
 (`octavo.activations.saved_tensors`): attention, other MLPs, mixers. A module that contains a stack of
 blocks gets none: a scope compresses when its module returns, so until then it would hold what the whole model saves.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from octavo.activations.detect import Activation, Glu, ModuleSpec, activation_of, original_class, registered, spec_of
-from octavo.activations.modules import Scoped, Storage
+from octavo.activations.modules import HookedForward, Storage
 from octavo.runtime.blocks import find_stacks
 from octavo.runtime.swap import has_own_forward, is_fully_sharded
 
@@ -48,7 +48,7 @@ def _storage(module: nn.Module, owns_matrices: bool) -> Storage | str | None:
     owner = original_class(module)
     spec: Storage | None = _detected_spec(module)
     if spec is None and owns_matrices:
-        spec = Scoped()
+        spec = HookedForward()
     if spec is None:
         if getattr(module, "inplace", False) and spec_of(module) is not None:
             return f"{owner.__name__} works in place and overwrites its input"

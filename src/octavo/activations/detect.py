@@ -272,10 +272,10 @@ def spec_of(module: nn.Module) -> ModuleSpec | None:
     """Return what a module computes, by the current code of its class; None if unknown."""
     owner = original_class(module)
     spec, formula = _REGISTERED.get(owner) or _detected_spec(owner)
-    return spec if formula is not None and formula.holds(owner, module) and is_called_plainly(owner) else None
+    return spec if formula is not None and formula.holds(owner, module) and uses_default_call(owner) else None
 
 
-def is_called_plainly(owner: Any) -> bool:
+def uses_default_call(owner: Any) -> bool:
     """Return whether calling a module of a class calls its `forward`, and attribute access is that of `nn.Module`."""
     plain = nn.Module
     return (

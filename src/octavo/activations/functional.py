@@ -21,8 +21,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.activations.detect import Norm
-from octavo.activations.recompute import RECOMPUTABLE, Recomputable, Rematerializer, restored, stored
-from octavo.activations.saved_tensors import hooks_around, unhooked
+from octavo.activations.recompute import (
+    RECOMPUTABLE,
+    Recomputable,
+    Rematerializer,
+    dequantize_saved,
+    quantize_for_backward,
+)
+from octavo.activations.saved_tensors import outer_hooks, unhooked
 from octavo.kernels import glu, layer_norm, rms_norm
 from octavo.kernels.fused import glu_backward, layer_norm_backward, rms_norm_backward
 from octavo.kernels.fused.fp8_outputs import supports_output
@@ -42,7 +48,7 @@ class _NormRematerializer(Rematerializer):
         self.norm, self.eps = norm, eps
 
     def _inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
-        return [restored(tensors[0], tensors[1], self.dtype)]
+        return [dequantize_saved(tensors[0], tensors[1], self.dtype)]
 
     def _matrix(self, tensors: Sequence[Any]) -> Tensor:
         y: Tensor = self.normed(tensors).y
@@ -120,7 +126,7 @@ class _NormFunction(torch.autograd.Function):
         x_MK = centered = _matrix(x)
         if rematerializer.norm.center:
             centered = x_MK - x_MK.mean(-1, keepdim=True, dtype=torch.float32)
-        data, scale = stored(centered)
+        data, scale = quantize_for_backward(centered)
         ctx.save_for_backward(data, scale, weight, bias)
         ctx.mark_non_differentiable(data, scale)
         ctx.rematerializer = rematerializer
@@ -206,7 +212,7 @@ class _ActivationFunction(torch.autograd.Function):
         return _activation_gradient(grad, x, rematerializer.activation), *[None] * 4
 
 
-def stored_norm(
+def norm_saving_fp8(
     x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, norm: Norm
 ) -> Tensor:
     """Return a norm y of x [..., K] over the last dimension, with x or x - mean saved in FP8 for backward.
@@ -226,11 +232,11 @@ def stored_norm(
     out, *tensors = unhooked(_NormFunction.apply, x.to(y.dtype), scale, bias, [y], rematerializer)
     copies = scale.detach().clone(), None if bias is None else bias.detach().clone()
     if out.is_contiguous():
-        RECOMPUTABLE.add(out, Recomputable((*tensors, *copies), rematerializer), hooks_around())
+        RECOMPUTABLE.add(out, Recomputable((*tensors, *copies), rematerializer), outer_hooks())
     return out
 
 
-def stored_glu(gate: Tensor, up: Tensor, h: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
+def glu_saving_fp8(gate: Tensor, up: Tensor, h: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
     """Return h = act(gate) · up [..., N], with gate and up saved in FP8 for backward.
 
     Args:
@@ -240,26 +246,31 @@ def stored_glu(gate: Tensor, up: Tensor, h: Tensor, activation: str, bias: Tenso
         activation: `"silu"`, `"gelu"` or `"gelu_tanh"`.
         bias: [N] of the gate projection; subtracted before gate is stored.
     """
-    tensors, rematerializer = _stored_gate(_matrix(gate), _matrix(up), bias), _GluRematerializer(gate.dtype, activation)
+    tensors, rematerializer = (
+        _quantized_gate(_matrix(gate), _matrix(up), bias),
+        _GluRematerializer(gate.dtype, activation),
+    )
     out: Tensor = unhooked(_GluFunction.apply, gate, up, [h], rematerializer, *tensors)
     if out.is_contiguous():
-        RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), hooks_around())
+        RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), outer_hooks())
     return out
 
 
-def stored_joint_glu(both: Tensor, h: Tensor, activation: str, gate_first: bool, bias: Tensor | None = None) -> Tensor:
-    """Apply `stored_glu` to the two halves of [..., 2N]; bias [2N]."""
+def joint_glu_saving_fp8(
+    both: Tensor, h: Tensor, activation: str, gate_first: bool, bias: Tensor | None = None
+) -> Tensor:
+    """Apply `glu_saving_fp8` to the two halves of [..., 2N]; bias [2N]."""
     halves = _matrix(both.detach()).chunk(2, dim=1)
     gate, up = halves if gate_first else halves[::-1]
     half = None if bias is None else bias.chunk(2)[0 if gate_first else 1]
-    tensors, rematerializer = _stored_gate(gate, up, half), _GluRematerializer(both.dtype, activation)
+    tensors, rematerializer = _quantized_gate(gate, up, half), _GluRematerializer(both.dtype, activation)
     out: Tensor = unhooked(_JointGluFunction.apply, both, [h], gate_first, rematerializer, *tensors)
     if out.is_contiguous():
-        RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), hooks_around())
+        RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), outer_hooks())
     return out
 
 
-def stored_activation(x: Tensor, y: Tensor, activation: str) -> Tensor:
+def activation_saving_fp8(x: Tensor, y: Tensor, activation: str) -> Tensor:
     """Return y = act(x) [..., N], with x saved in FP8 for backward.
 
     Args:
@@ -267,17 +278,17 @@ def stored_activation(x: Tensor, y: Tensor, activation: str) -> Tensor:
         y: Its result, without a gradient.
         activation: A name in `octavo.activations.detect.ACTIVATIONS`.
     """
-    tensors, rematerializer = stored(_matrix(x)), _ActivationRematerializer(x.dtype, activation)
+    tensors, rematerializer = quantize_for_backward(_matrix(x)), _ActivationRematerializer(x.dtype, activation)
     out: Tensor = unhooked(_ActivationFunction.apply, x, [y], rematerializer, *tensors)
     if out.is_contiguous():
-        RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), hooks_around())
+        RECOMPUTABLE.add(out, Recomputable(tensors, rematerializer), outer_hooks())
     return out
 
 
-def _stored_gate(gate_MN: Tensor, up_MN: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+def _quantized_gate(gate_MN: Tensor, up_MN: Tensor, bias: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return FP8 data and scales of gate (without its bias) and up, and a copy of the bias."""
     bias = None if bias is None else bias.detach().to(gate_MN.dtype, copy=True)
-    return (*stored(gate_MN if bias is None else gate_MN - bias), *stored(up_MN), bias)
+    return (*quantize_for_backward(gate_MN if bias is None else gate_MN - bias), *quantize_for_backward(up_MN), bias)
 
 
 def _matrix(x: Tensor) -> Tensor:

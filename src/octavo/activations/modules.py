@@ -1,4 +1,4 @@
-"""Modules that store their activations in FP8: norms, gated MLPs, activation functions, and scopes.
+"""Modules that store their activations in FP8: norms, gated MLPs, activation functions, and other modules.
 
     norm         saves x (or x - mean) in FP8, and rstd      its readers recompute y
     glu          saves gate and up in FP8                    the down projection recomputes h = act(gate)·up
@@ -35,35 +35,41 @@ from octavo.activations.detect import (
     original_class,
     spec_of,
 )
-from octavo.activations.functional import FLOATING, stored_activation, stored_glu, stored_joint_glu, stored_norm
+from octavo.activations.functional import (
+    FLOATING,
+    activation_saving_fp8,
+    glu_saving_fp8,
+    joint_glu_saving_fp8,
+    norm_saving_fp8,
+)
 from octavo.activations.saved_tensors import compressed, recording
 from octavo.runtime.swap import become
 from octavo.runtime.torch_compat import is_traceable_wrapper_subclass
 
 STORAGE_ATTRIBUTE = "octavo_storage"
-"""Attribute of a converted module that holds its `Norm`, `Glu`, `Activation` or `Scoped`."""
+"""Attribute of a converted module that holds its `Norm`, `Glu`, `Activation` or `HookedForward`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scoped:
+class HookedForward:
     """A module that keeps its own forward, under saved-tensor hooks.
 
     Attributes:
-        exact: Names of its parts whose products save their inputs unrounded.
+        unrounded: Names of its parts whose products save their inputs unrounded.
     """
 
     kind = "scope"
-    exact: tuple[str, ...] = ()
+    unrounded: tuple[str, ...] = ()
 
 
-Storage = ModuleSpec | Scoped
+Storage = ModuleSpec | HookedForward
 
 
-class Storing(nn.Module):
+class Fp8Saving(nn.Module):
     """Base class of modules that store their activations in FP8, and only of those."""
 
 
-class StoringNorm(Storing):
+class Fp8SavingNorm(Fp8Saving):
     """A norm over the last dimension that saves its input in FP8."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,10 +93,10 @@ class StoringNorm(Storing):
         fit = y.dtype in FLOATING and y.shape == x.shape and (x.dtype == y.dtype or y.dtype != torch.float16)
         if not fit or (parameters and parameters[0].dtype not in (y.dtype, torch.float32)):
             return original(*args, **kwargs)
-        return stored_norm(x, y, weight, bias, eps, norm)
+        return norm_saving_fp8(x, y, weight, bias, eps, norm)
 
 
-class StoringGlu(Storing):
+class Fp8SavingGlu(Fp8Saving):
     """A gated MLP that saves gate and up in FP8 and recomputes their product."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +114,7 @@ class StoringGlu(Storing):
         return compressed(self, (), _gated, self, glu, function, act, x)
 
 
-class StoringActivation(Storing):
+class Fp8SavingActivation(Fp8Saving):
     """An activation that saves its input in FP8."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,17 +125,17 @@ class StoringActivation(Storing):
             return original(*args, **kwargs)
         with torch.no_grad():
             y = original(*args, **kwargs)
-        return stored_activation(x, y, activation)
+        return activation_saving_fp8(x, y, activation)
 
 
-class StoringScope(Storing):
+class Fp8SavingHooked(Fp8Saving):
     """A module whose operations save tensors in FP8 where that is safe."""
 
-    octavo_storage: Scoped
+    octavo_storage: HookedForward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward under hooks."""
-        return compressed(self, self.octavo_storage.exact, super().forward, *args, **kwargs)
+        return compressed(self, self.octavo_storage.unrounded, super().forward, *args, **kwargs)
 
 
 _FUNCTIONS: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -146,7 +152,7 @@ def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> A
             return down(function(gate) * up)
         with torch.no_grad():
             h = function(gate) * up
-        return down(stored_joint_glu(both, h, act, not glu.up_first, _bias(module, glu, both)))
+        return down(joint_glu_saving_fp8(both, h, act, not glu.up_first, _bias(module, glu, both)))
     up = getattr(module, glu.up)(x) if glu.up_first else None
     gate = getattr(module, glu.gate)(x)
     up = getattr(module, glu.up)(x) if up is None else up
@@ -155,7 +161,7 @@ def _gated(module: nn.Module, glu: Glu, function: Any, act: str, x: Tensor) -> A
         return down(function(gate) * up)
     with torch.no_grad():
         h = function(gate) * up
-    return down(stored_glu(gate, up, h, act, _bias(module, glu, gate)))
+    return down(glu_saving_fp8(gate, up, h, act, _bias(module, glu, gate)))
 
 
 def _bias(module: nn.Module, glu: Glu, gate: Tensor) -> Tensor | None:
@@ -166,28 +172,28 @@ def _bias(module: nn.Module, glu: Glu, gate: Tensor) -> Tensor | None:
     return bias if bias.untyped_storage().nbytes() >= bias.nbytes else None
 
 
-_MIXINS: dict[str, Any] = {"norm": StoringNorm, "glu": StoringGlu, "activation": StoringActivation}
+_MIXINS: dict[str, Any] = {"norm": Fp8SavingNorm, "glu": Fp8SavingGlu, "activation": Fp8SavingActivation}
 
 
-def is_storing(module: nn.Module) -> bool:
+def saves_fp8(module: nn.Module) -> bool:
     """Return whether this module itself stores its activations in FP8."""
-    return isinstance(module, Storing)
+    return isinstance(module, Fp8Saving)
 
 
-def storing_class(module: nn.Module, storage: Storage) -> type[nn.Module]:
+def fp8_saving_class(module: nn.Module, storage: Storage) -> type[nn.Module]:
     """Return the class of a module that stores its activations. Raises any error of making a subclass."""
     original: Any = type(module)
-    storing: type[nn.Module] = mixed_class(_MIXINS.get(storage.kind, StoringScope), original)
+    storing: type[nn.Module] = mixed_class(_MIXINS.get(storage.kind, Fp8SavingHooked), original)
     return storing
 
 
-def make_storing(module: nn.Module, storage: Storage) -> None:
+def enable_fp8_saving(module: nn.Module, storage: Storage) -> None:
     """Make a module store its activations, in place."""
-    become(module, storing_class(module, storage), **{STORAGE_ATTRIBUTE: storage})
+    become(module, fp8_saving_class(module, storage), **{STORAGE_ATTRIBUTE: storage})
 
 
-def make_plain(module: nn.Module) -> None:
-    """Undo `make_storing`."""
+def disable_fp8_saving(module: nn.Module) -> None:
+    """Undo `enable_fp8_saving`."""
     become(module, original_class(module))
     del vars(module)[STORAGE_ATTRIBUTE]
 
@@ -204,7 +210,7 @@ def mixed_class(*both: Any) -> Any:
         return _blank, (mixin, original), self.__getstate__()
 
     members = {ORIGINAL: original, "__reduce_ex__": reduce, "__module__": __name__, "__doc__": original.__doc__}
-    prefix = "Storing" if issubclass(mixin, Storing) else "FP8"
+    prefix = "FP8Saving" if issubclass(mixin, Fp8Saving) else "FP8"
     mixed: Any = type(f"{prefix}{original.__name__}", both, members)
     # A metaclass or `__init_subclass__` may wrap forward, as Transformers' checkpointing layers do, but not replace it.
     innermost = inspect.unwrap(mixed.forward, stop=lambda function: function is mixin.forward)

@@ -28,25 +28,25 @@ from octavo.runtime.execution_context import execution_context
 from octavo.runtime.torch_compat import current_graph_task_id, queue_callback
 from octavo.tensor import ScaledTensor
 
-STORED = QuantSpec.parse("e4m3/1x32/e8m0")
+ACTIVATION_SPEC = QuantSpec.parse("e4m3/1x32/e8m0")
 """The format in which activations are saved."""
 
-Stored = tuple[Tensor, Tensor]
+SavedMatrix = tuple[Tensor, Tensor]
 """FP8 data and scales of a matrix."""
 
 
-def stored(x_MK: Tensor) -> Stored:
+def quantize_for_backward(x_MK: Tensor) -> SavedMatrix:
     """Quantize a matrix to the saved format."""
     with torch.no_grad():
-        quantized = quantize(x_MK, STORED)
+        quantized = quantize(x_MK, ACTIVATION_SPEC)
     assert quantized.scale is not None
     return quantized.data, quantized.scale
 
 
-def restored(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_saved(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantize a matrix. Values that round up beyond the largest of `dtype` are clamped to it."""
     largest = torch.finfo(dtype).max
-    return dequantize(ScaledTensor(data, scale, STORED), dtype).clamp_(-largest, largest)
+    return dequantize(ScaledTensor(data, scale, ACTIVATION_SPEC), dtype).clamp_(-largest, largest)
 
 
 class Rematerializer:
@@ -102,7 +102,7 @@ class Rematerializer:
 
     def _inputs(self, tensors: Sequence[Any]) -> list[Tensor]:
         data = tensors[::2], tensors[1::2]
-        return [restored(q, s, self.dtype) for q, s in zip(*data, strict=True)]
+        return [dequantize_saved(q, s, self.dtype) for q, s in zip(*data, strict=True)]
 
     def _matrix(self, tensors: Sequence[Any]) -> Tensor:
         raise NotImplementedError
@@ -111,7 +111,7 @@ class Rematerializer:
         return None
 
 
-class ExactMatrix(Rematerializer):
+class UnroundedMatrix(Rematerializer):
     """A tensor that is saved unchanged. Caches nothing, because nothing would clear the cache."""
 
     def matrix(self, tensors: Sequence[Any]) -> Tensor:
@@ -133,7 +133,7 @@ class Recomputable(NamedTuple):
 
 class _Entry(NamedTuple):
     owner: weakref.ref[Any]
-    around: Any
+    hooks: Any
     state: tuple[Any, ...]
     recomputable: Recomputable
 
@@ -144,12 +144,12 @@ class RecomputableTensors:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
-    def add(self, y: Tensor, recomputable: Recomputable, around: Any) -> None:
-        """Register a contiguous tensor that autograd made, if it did, under the saved-tensor hooks `around`."""
+    def add(self, y: Tensor, recomputable: Recomputable, hooks: Any) -> None:
+        """Register a contiguous tensor that autograd made, if it did, under saved-tensor hooks."""
         if y.grad_fn is not None and not torch.is_inference_mode_enabled():
-            self.add_recomputed(y, recomputable, around)
+            self.add_recomputed(y, recomputable, hooks)
 
-    def add_recomputed(self, y: Tensor, recomputable: Recomputable, around: Any = None) -> None:
+    def add_recomputed(self, y: Tensor, recomputable: Recomputable, hooks: Any = None) -> None:
         """Register a contiguous tensor that was itself recomputed."""
         key = _storage(y)
 
@@ -158,18 +158,18 @@ class RecomputableTensors:
             if entry is not None and entry.owner is dead:
                 del self._entries[key]
 
-        self._entries[key] = _Entry(weakref.ref(y.untyped_storage(), remove), around, _state(y), recomputable)
+        self._entries[key] = _Entry(weakref.ref(y.untyped_storage(), remove), hooks, _state(y), recomputable)
 
-    def find(self, x: Tensor, around: Any) -> Recomputable | None:
+    def find(self, x: Tensor, hooks: Any) -> Recomputable | None:
         """Find what a registered tensor, or a view with all of its elements in order, is recomputed from.
 
-        Returns None for a tensor that was registered under saved-tensor hooks other than those `around` now: such hooks
+        Returns None for a tensor that was registered under hooks other than `hooks`, those in force now: such hooks
         may hand out copies, so checkpointing of the reader alone would find in forward what it misses in backward.
         """
         entry = self._entries.get(_storage(x))
         if entry is None or entry.owner() is not x.untyped_storage():
             return None
-        if entry.around is not None and entry.around != around:
+        if entry.hooks is not None and entry.hooks != hooks:
             return None
         if entry.state != _state(x) or not x.is_contiguous():
             return None

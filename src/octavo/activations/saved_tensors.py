@@ -31,12 +31,12 @@ from octavo.activations.exactness import may_be_rounded
 from octavo.activations.layouts import as_matrix, dense_strides, element_key
 from octavo.activations.recompute import (
     RECOMPUTABLE,
-    ExactMatrix,
     Recomputable,
     Rematerializer,
-    Stored,
-    restored,
-    stored,
+    SavedMatrix,
+    UnroundedMatrix,
+    dequantize_saved,
+    quantize_for_backward,
 )
 from octavo.runtime import torch_compat
 from octavo.runtime.switch import stores
@@ -51,30 +51,30 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-class Held:
-    """Tensors saved for backward, detached, through the hooks around if there are any.
+class SavedTensors:
+    """Tensors saved for backward, detached, through the outer hooks if there are any.
 
     Args:
         tensors: The tensors.
-        around: Those hooks.
+        outer: Those hooks.
         version: The version at which a single tensor was saved; by default the current one.
     """
 
     __slots__ = ("_items", "_unpack")
 
-    def __init__(self, tensors: Sequence[Tensor | None], around: Hooks | None, version: int | None = None) -> None:
-        self._unpack = None if around is None else around[1]
-        if around is None:
+    def __init__(self, tensors: Sequence[Tensor | None], outer: Hooks | None, version: int | None = None) -> None:
+        self._unpack = None if outer is None else outer[1]
+        if outer is None:
             self._items: list[Any] = [
                 None if t is None else (t.detach(), t._version if version is None else version) for t in tensors
             ]
         else:
             with torch.no_grad():
-                self._items = [None if t is None else around[0](t.detach()) for t in tensors]
+                self._items = [None if t is None else outer[0](t.detach()) for t in tensors]
 
     @property
     def present(self) -> list[Tensor]:
-        """Return the tensors held here or, unchanged, by the hooks around."""
+        """Return the tensors held here or, unchanged, by the outer hooks."""
         items = self._items if self._unpack is not None else [None if item is None else item[0] for item in self._items]
         return [item for item in items if isinstance(item, Tensor)]
 
@@ -92,40 +92,40 @@ class Held:
         return [None if item is None else item[0] for item in self._items]
 
 
-class Saved:
+class PackedTensor:
     """Stands in for a saved tensor in the autograd graph: the tensor itself, until `decide` is called."""
 
-    __slots__ = ("_held", "_restore", "tensor", "version")
+    __slots__ = ("_restore", "_saved", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
         self.version = tensor._version
-        self._held: Held | None = None
+        self._saved: SavedTensors | None = None
         self._restore: Callable[[list[Any]], Tensor] | None = None
 
-    def decide(self, held: Held, restore: Callable[[list[Any]], Tensor]) -> None:
+    def decide(self, saved: SavedTensors, restore: Callable[[list[Any]], Tensor]) -> None:
         """Save these instead; `restore` computes the tensor from them."""
-        self.tensor, self._held, self._restore = None, held, restore
+        self.tensor, self._saved, self._restore = None, saved, restore
 
-    def keep(self, around: Hooks | None) -> None:
+    def keep(self, outer: Hooks | None) -> None:
         """Save the tensor as it is."""
         assert self.tensor is not None
-        self._held, self.tensor = Held([self.tensor], around, self.version), None
+        self._saved, self.tensor = SavedTensors([self.tensor], outer, self.version), None
 
     @property
     def present(self) -> list[Tensor]:
         """Return the tensors that are saved."""
-        if self._held is not None:
-            return self._held.present
+        if self._saved is not None:
+            return self._saved.present
         return [] if self.tensor is None else [self.tensor]
 
     def unpack(self) -> Tensor:
         """Return the tensor, restored. Raises RuntimeError if a second derivative is requested."""
-        held = self._held
-        if held is None:  # backward inside of forward
-            held = Held([self.tensor], None, self.version)
+        saved = self._saved
+        if saved is None:  # backward inside of forward
+            saved = SavedTensors([self.tensor], None, self.version)
         if self._restore is None:
-            (tensor,) = held.tensors()
+            (tensor,) = saved.tensors()
             assert tensor is not None
             return tensor
         if torch.is_grad_enabled():  # backward with create_graph=True
@@ -133,36 +133,36 @@ class Saved:
                 "octavo: this tensor was stored in FP8, from which there is no second derivative: compute it inside "
                 "octavo.disabled(), or convert without activations='fp8'"
             )
-        return self._restore(held.tensors())
+        return self._restore(saved.tensors())
 
 
-class Scope:
+class CompressionHooks:
     """The hooks of one call of a module.
 
     Args:
         module: Its parameters are never compressed, whatever their class.
-        exact: Names of its parts whose products save their inputs unrounded.
+        unrounded: Names of its parts whose products save their inputs unrounded.
     """
 
-    def __init__(self, module: nn.Module, exact: Sequence[str] = ()) -> None:
-        self._module, self._exact = module, exact
-        self._pending: list[Saved] = []
+    def __init__(self, module: nn.Module, unrounded: Sequence[str] = ()) -> None:
+        self._module, self._unrounded = module, unrounded
+        self._pending: list[PackedTensor] = []
         self._hooks = own_saved_tensors_hooks(self._pack, _unpack)
-        self._enclosing: Scope | None = None
-        self._around: Hooks | None = None
+        self._enclosing: CompressionHooks | None = None
+        self._outer: Hooks | None = None
         self._first = 0
 
     def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
         """Call a function under the hooks, then decide how each tensor it saved is stored."""
-        self._enclosing, self._around = _INNERMOST.scope, _hooks_around()
+        self._enclosing, self._outer = _INNERMOST.hooks, _outer_hooks()
         self._first = torch_compat.sequence_number()
         try:
             with self._hooks:
-                _INNERMOST.scope = self
+                _INNERMOST.hooks = self
                 try:
                     outputs = function(*arguments, **keywords)
                 finally:
-                    _INNERMOST.scope = self._enclosing
+                    _INNERMOST.hooks = self._enclosing
             self._decide(outputs)
         except BaseException:
             for saved in self._pending:
@@ -171,15 +171,15 @@ class Scope:
             raise
         finally:
             self._pending.clear()
-            self._around = self._enclosing = None
-            del self._hooks  # which have this scope: no cycle is left for the garbage collector
+            self._outer = self._enclosing = None
+            del self._hooks  # which refer to this object: no cycle is left for the garbage collector
         return outputs
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Suspend the hooks of this scope: inside, those around it are in force. Only while its own are."""
+        """Suspend these hooks: inside, those outside of them are in force. Call it only while these are."""
         self._hooks.__exit__()
-        enclosing = _INNERMOST.scope = self._enclosing
+        enclosing = _INNERMOST.hooks = self._enclosing
         try:
             if enclosing is not None and enclosing.in_force:
                 with enclosing.suspended():
@@ -187,7 +187,7 @@ class Scope:
             else:
                 yield
         finally:
-            _INNERMOST.scope = self
+            _INNERMOST.hooks = self
             self._hooks.__enter__()
 
     @property
@@ -196,18 +196,18 @@ class Scope:
         return self._hooks.in_force
 
     def saved_output(self, x: Tensor) -> bool:
-        """Whether the operation in this scope that made a contiguous tensor also saves it whole."""
+        """Whether the operation under these hooks that made a contiguous tensor also saves it whole."""
         if not x.requires_grad or x.is_inference() or not x.is_contiguous() or not x.numel():
             return False
         node = producer(x.grad_fn)
         outputs = [] if node is None else [_saved_by(node, name) for name in ("output", "out", "result")]
         return any(output is not None and element_key(output) == element_key(x) for output in outputs)
 
-    def _pack(self, tensor: Tensor) -> Saved:
-        saved = Saved(tensor)
+    def _pack(self, tensor: Tensor) -> PackedTensor:
+        saved = PackedTensor(tensor)
         other = tensor.dtype not in _FLOATING or tensor.numel() < FEWEST or is_traceable_wrapper_subclass(tensor)
         if other or not tensor.requires_grad or (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
-            saved.keep(self._around)
+            saved.keep(self._outer)
         else:
             self._pending.append(saved)
         return saved
@@ -218,29 +218,28 @@ class Scope:
             return
         rounded = self._rounded(outputs)
         keys = {id(saved): element_key(saved.tensor) for saved in self._pending if saved.tensor is not None}
-        exact = {keys[id(saved)] for saved in self._pending if id(saved) not in rounded}
-        copies: dict[Any, Stored] = {}
+        unrounded = {keys[id(saved)] for saved in self._pending if id(saved) not in rounded}
+        copies: dict[Any, SavedMatrix] = {}
         for saved in self._pending:
             tensor, key = saved.tensor, keys[id(saved)]
             assert tensor is not None
-            recomputable = None if key in exact else RECOMPUTABLE.find(tensor, _pack_of(self._around))
+            recomputable = None if key in unrounded else RECOMPUTABLE.find(tensor, _pack_of(self._outer))
             if recomputable is not None:
-                saved.decide(
-                    Held(recomputable.tensors, self._around), _Recompute(recomputable.rematerializer, tensor.shape)
-                )
-            elif key in exact:
-                saved.keep(self._around)
+                tensors = SavedTensors(recomputable.tensors, self._outer)
+                saved.decide(tensors, _Recompute(recomputable.rematerializer, tensor.shape))
+            elif key in unrounded:
+                saved.keep(self._outer)
             else:
                 if key not in copies:
-                    copies[key] = stored(as_matrix(tensor))
+                    copies[key] = quantize_for_backward(as_matrix(tensor))
                 restore = _Decompress(tensor.dtype, tensor.shape, dense_strides(tensor))
-                saved.decide(Held(copies[key], self._around), restore)
+                saved.decide(SavedTensors(copies[key], self._outer), restore)
 
     def _rounded(self, outputs: Any) -> set[int]:
         """Identities of the pending tensors that may be rounded."""
         own = {id(parameter) for parameter in self._module.parameters()}
-        exact = {id(p) for name in self._exact for p in self._module.get_submodule(name).parameters()}
-        weights = _weights_of_linears(self._module, exact)
+        unrounded = {id(p) for name in self._unrounded for p in self._module.get_submodule(name).parameters()}
+        weights = _weights_of_linears(self._module, unrounded)
         ours = {id(saved): saved for saved in self._pending}
         tensors = [*_tensors(outputs), *(saved.tensor for saved in self._pending if saved.tensor is not None)]
         rounded: set[int] = set()
@@ -249,7 +248,7 @@ class Scope:
                 rounded.add(id(_holder(node, name)))
         return {key for key in rounded & ours.keys() if self._is_activation(ours[key], own)}
 
-    def _is_activation(self, saved: Saved, own: set[int]) -> bool:
+    def _is_activation(self, saved: PackedTensor, own: set[int]) -> bool:
         """Whether a saved tensor is dense, no parameter, and unchanged since it was saved."""
         tensor = saved.tensor
         if tensor is None or tensor._version != saved.version or is_parameter(tensor, own):
@@ -281,17 +280,17 @@ class _Decompress:
 
     def __call__(self, tensors: list[Any]) -> Tensor:
         data, scale = tensors
-        return restored(data, scale, self._dtype).as_strided(self._size, self._stride, 0)
+        return dequantize_saved(data, scale, self._dtype).as_strided(self._size, self._stride, 0)
 
 
-def _unpack(saved: Saved) -> Tensor:
+def _unpack(saved: PackedTensor) -> Tensor:
     return saved.unpack()
 
 
 class _Innermost(threading.local):
-    """The scope whose hooks PyTorch calls in this thread."""
+    """The compression hooks that PyTorch calls in this thread."""
 
-    scope: Scope | None = None
+    hooks: CompressionHooks | None = None
 
 
 _INNERMOST = _Innermost()
@@ -305,25 +304,27 @@ def recording() -> bool:
     return forbidden is None and torch_compat.tracing_state() is None
 
 
-def compressed(module: nn.Module, exact: Sequence[str], function: Callable[..., T], *args: Any, **keywords: Any) -> T:
+def compressed(module: nn.Module, unrounded: Sequence[str], function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Call a function, and save what its operations save for backward in FP8, where that is safe.
 
     Args:
         module: The module whose parameters the function uses.
-        exact: Names of its parts whose products save their inputs unrounded.
+        unrounded: Names of its parts whose products save their inputs unrounded.
         function: The function.
         *args: Its arguments.
-        **keywords: Its keyword arguments.
+        **kwargs: Its keyword arguments.
     """
-    return Scope(module, exact).run(function, *args, **keywords) if recording() else function(*args, **keywords)
+    if not recording():
+        return function(*args, **kwargs)
+    return CompressionHooks(module, unrounded).run(function, *args, **kwargs)
 
 
 def unhooked(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function of this package, which saves FP8 itself, without the hooks of the scope around it."""
-    scope = None if torch.compiler.is_compiling() else _INNERMOST.scope
-    if scope is None or not scope.in_force:
+    """Call a function of this package, which saves FP8 itself, without the compression hooks in force."""
+    hooks = None if torch.compiler.is_compiling() else _INNERMOST.hooks
+    if hooks is None or not hooks.in_force:
         return function(*arguments)
-    with scope.suspended():
+    with hooks.suspended():
         return function(*arguments)
 
 
@@ -331,26 +332,26 @@ def recomputable_of(x: Tensor) -> Recomputable | None:
     """Return what to save for a tensor [..., K]: what it is recomputed from, or itself if it is saved anyway."""
     if torch.compiler.is_compiling():
         return None
-    recomputable, scope = RECOMPUTABLE.find(x, hooks_around()), _INNERMOST.scope
-    if recomputable is None and scope is not None and scope.in_force and scope.saved_output(x):
-        return Recomputable((x.detach(),), ExactMatrix(x.dtype))
+    recomputable, hooks = RECOMPUTABLE.find(x, outer_hooks()), _INNERMOST.hooks
+    if recomputable is None and hooks is not None and hooks.in_force and hooks.saved_output(x):
+        return Recomputable((x.detach(),), UnroundedMatrix(x.dtype))
     return recomputable
 
 
-def hooks_around() -> Any:
-    """Identity of the hooks in force, those of scopes aside; None if there are none."""
-    return _pack_of(_hooks_around())
+def outer_hooks() -> Any:
+    """Identity of the hooks in force, compression hooks aside; None if there are none."""
+    return _pack_of(_outer_hooks())
 
 
 def _pack_of(hooks: Hooks | None) -> Any:
     return None if hooks is None else hooks[0]
 
 
-def _hooks_around() -> Hooks | None:
-    """The hooks in force, those of scopes aside."""
-    scope = _INNERMOST.scope
-    if scope is not None and scope.in_force:
-        return scope._around
+def _outer_hooks() -> Hooks | None:
+    """The hooks in force, compression hooks aside."""
+    hooks = _INNERMOST.hooks
+    if hooks is not None and hooks.in_force:
+        return hooks._outer
     top: Hooks | None = torch_compat.top_saved_tensors_hooks(False)
     return top
 
@@ -368,15 +369,15 @@ class _Weights(set[int]):
         return id(parameter) in self or parameter.shape in self.shapes
 
 
-def _weights_of_linears(module: nn.Module, exact: set[int]) -> _Weights:
-    """Return weights of linears, convolutions and experts, parametrized ones included, without those in `exact`."""
+def _weights_of_linears(module: nn.Module, unrounded: set[int]) -> _Weights:
+    """Return weights of linears, convolutions and experts, parametrized ones included, without those in `unrounded`."""
     weights = [p for p in module.parameters() if p.ndim > 2]
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.modules.conv._ConvNd) or "Conv1D" in type(part).__name__:
             weights += part.parameters()
         elif isinstance(part, nn.MultiheadAttention):
             weights += part.parameters(recurse=False)
-    return _Weights(p for p in weights if id(p) not in exact)
+    return _Weights(p for p in weights if id(p) not in unrounded)
 
 
 def _holder(node: Any, name: str) -> Any:
@@ -387,7 +388,7 @@ def _holder(node: Any, name: str) -> Any:
 def _saved_by(node: Any, name: str) -> Tensor | None:
     """Return a tensor that a node saved, if it is pending here."""
     saved = _holder(node, name)
-    return saved.tensor if isinstance(saved, Saved) else None
+    return saved.tensor if isinstance(saved, PackedTensor) else None
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 from octavo.activations.detect import original_class
 from octavo.nn.delayed import reset_history
 from octavo.nn.gathered import ShardedWeight
-from octavo.nn.linear_subclasses import change_since, class_fits, fp8_class, is_converted, make_exact
+from octavo.nn.linear_subclasses import change_since, class_fits, fp8_class, is_converted, restore_original_class
 from octavo.nn.report import PLAN_ATTRIBUTE
 from octavo.nn.select import checked_weight, obstacle
 from octavo.numerics.names import nearest
@@ -57,7 +57,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     with all_or_nothing(model):
         if new_recipe is None:
             if is_converted(module):
-                make_exact(module)
+                restore_original_class(module)
         elif is_converted(module) and class_fits(module, new_recipe):
             vars(module)["recipe"] = new_recipe
         else:

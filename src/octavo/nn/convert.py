@@ -13,11 +13,18 @@ from typing import TypeVar
 from torch import nn
 
 from octavo.activations.candidates import storable
-from octavo.activations.modules import Scoped, Storage, is_storing, make_plain, make_storing, storing_class
+from octavo.activations.modules import (
+    HookedForward,
+    Storage,
+    disable_fp8_saving,
+    enable_fp8_saving,
+    fp8_saving_class,
+    saves_fp8,
+)
 from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
-from octavo.nn.linear_subclasses import change_since, fp8_class, is_converted, make_exact
+from octavo.nn.linear_subclasses import change_since, fp8_class, is_converted, restore_original_class
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, report
-from octavo.nn.select import checked_weight, default_plan, exact_linears, obstacle
+from octavo.nn.select import checked_weight, default_plan, linears_with_exact_inputs, obstacle
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
@@ -69,7 +76,7 @@ def rule_plan(
         plan = default_plan(model, chosen, precision.skip, rule, precision.activations)
     fp8_products = precision is None or precision.matmul == "fp8"
     fp8_storage = precision is not None and precision.activations == "fp8"
-    if not plan.converted and (fp8_products or (fp8_storage and not plan.storing)):
+    if not plan.converted and (fp8_products or (fp8_storage and not plan.fp8_activations)):
         raise nothing_converted(plan)
     return plan
 
@@ -105,7 +112,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: boo
             assert recipe is not None
             become(modules[fqn], fp8_class(type(modules[fqn]), recipe), recipe=recipe, keeps_weight=keep_weights)
         for fqn, storage in storages.items():
-            make_storing(modules[fqn], storage)
+            enable_fp8_saving(modules[fqn], storage)
         # Drops the predictions of octavo.plan.
         vars(model)[PLAN_ATTRIBUTE] = Plan(plan.decisions, plan.activations, plan.partial)
         if verbose:
@@ -115,7 +122,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: boo
 
 def check_unconverted(model: nn.Module) -> None:
     """Raise ValueError if a layer of a model is converted already."""
-    already = [fqn for fqn, module in model.named_modules() if is_converted(module) or is_storing(module)]
+    already = [fqn for fqn, module in model.named_modules() if is_converted(module) or saves_fp8(module)]
     if already:
         raise ValueError(
             f"{len(already)} layers of this model are converted already (first: {already[0] or 'the model itself'!r}). "
@@ -147,17 +154,17 @@ def revert(model: M) -> M:
     """
     check_module("revert", model)
     converted = {fqn: module for fqn, module in model.named_modules() if is_converted(module)}
-    storing = {fqn: module for fqn, module in model.named_modules() if is_storing(module)}
-    if not converted and not storing and PLAN_ATTRIBUTE not in vars(model):
+    saving = {fqn: module for fqn, module in model.named_modules() if saves_fp8(module)}
+    if not converted and not saving and PLAN_ATTRIBUTE not in vars(model):
         raise ValueError("revert: this model holds no converted layer; octavo.convert(model) makes some")
-    for fqn, module in (converted | storing).items():
+    for fqn, module in (converted | saving).items():
         if (why := change_since(module)) is not None:
             raise ValueError(f"revert: {fqn or 'the model'} {why}. The model was left as it was")
     with all_or_nothing(model):
         for module in converted.values():
-            make_exact(module)
-        for module in storing.values():
-            make_plain(module)
+            restore_original_class(module)
+        for module in saving.values():
+            disable_fp8_saving(module)
         for module in model.modules():
             vars(module).pop(PLAN_ATTRIBUTE, None)
     return model
@@ -190,20 +197,22 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
     if not plan.partial:
         _check_complete(plan, modules)
     storages: dict[str, Storage] = {}
-    candidates = storable(modules[""]) if plan.storing else {}
-    exact = {modules[name] for name in exact_linears(modules[""], plan)} if plan.storing else set()
-    for fqn in plan.storing:
+    candidates = storable(modules[""]) if plan.fp8_activations else {}
+    unrounded = (
+        {modules[name] for name in linears_with_exact_inputs(modules[""], plan)} if plan.fp8_activations else set()
+    )
+    for fqn in plan.fp8_activations:
         kind, storage = plan[fqn].storage, candidates.get(fqn)
         if storage is None or isinstance(storage, str) or storage.kind != kind:
             raise ValueError(
                 f"the plan has {fqn!r} store its activations as {kind!r}, which does not fit: "
                 f"{storage if isinstance(storage, str) else type(modules[fqn]).__name__}. The model was left as it was"
             )
-        if isinstance(storage, Scoped):
+        if isinstance(storage, HookedForward):
             inside = modules[fqn].named_modules()
-            storage = Scoped(exact=tuple(name for name, module in inside if module in exact and name))
+            storage = HookedForward(unrounded=tuple(name for name, module in inside if module in unrounded and name))
         try:
-            storing_class(modules[fqn], storage)
+            fp8_saving_class(modules[fqn], storage)
         except Exception as error:
             raise ValueError(
                 f"{fqn or 'the model'!r} cannot store its activations in FP8: making a subclass of "

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import torch.nn.functional as F
 from torch import nn
 
-from octavo.activations.detect import ORIGINAL, is_called_plainly, original_class
+from octavo.activations.detect import ORIGINAL, original_class, uses_default_call
 from octavo.activations.formulas import Formula, formula_of, formula_of_method
 from octavo.activations.modules import mixed_class
 from octavo.nn.delayed import ATTRIBUTE, Delayed, DelayedLinear
@@ -54,7 +54,7 @@ def computes_linear(module: nn.Module) -> bool:
     """Return whether a module of a subclass of `nn.Linear` computes the same, by the current code of its class."""
     owner = original_class(module)
     formula = _linear_formula(owner)
-    return formula is not None and formula.holds(owner, module) and is_called_plainly(owner)
+    return formula is not None and formula.holds(owner, module) and uses_default_call(owner)
 
 
 @cache
@@ -150,7 +150,7 @@ def change_since(module: nn.Module) -> str | None:
     return None
 
 
-def make_exact(module: nn.Module) -> None:
+def restore_original_class(module: nn.Module) -> None:
     """Restore the original class of a converted linear."""
     become(module, original_class(module))
     for name in ATTRIBUTES:

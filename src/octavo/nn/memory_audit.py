@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.activations.saved_tensors import Saved
+from octavo.activations.saved_tensors import PackedTensor
 from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.numerics.names import merged, pattern
 from octavo.runtime.torch_compat import own_saved_tensors_hooks, tree_leaves
@@ -228,7 +228,7 @@ def _tensors(value: Any) -> list[Tensor]:
     for leaf in tree_leaves(dict(value) if isinstance(value, Mapping) else value):
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
-        elif isinstance(leaf, Saved):
+        elif isinstance(leaf, PackedTensor):
             tensors += leaf.present
     return tensors
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from octavo.activations.detect import original_class
-from octavo.activations.modules import STORAGE_ATTRIBUTE, is_storing
+from octavo.activations.modules import STORAGE_ATTRIBUTE, saves_fp8
 from octavo.kernels.gemm import accelerated
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.memory_audit import saved_by_layer
@@ -208,7 +208,7 @@ def _decision(plans: Mapping[str, Plan], fqn: str) -> Decision | None:
 def _storage_rows(model: nn.Module, plans: Mapping[str, Plan]) -> Iterator[StorageRow]:
     for fqn, module in model.named_modules():
         decision = _decision(plans, fqn)
-        if is_storing(module):
+        if saves_fp8(module):
             storage = getattr(module, STORAGE_ATTRIBUTE).kind
             yield StorageRow(name=fqn, storage=storage, reason=STORED_HOW[storage])
         elif decision is not None and not is_linear(module):

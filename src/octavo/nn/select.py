@@ -134,7 +134,7 @@ def _caller_level() -> int:
     return level
 
 
-def exact_linears(model: nn.Module, plan: Plan) -> list[str]:
+def linears_with_exact_inputs(model: nn.Module, plan: Plan) -> list[str]:
     """Return names of linears whose inputs are saved exactly: skipped ones, vocabulary heads, and subclasses with
     behaviour of their own.
     """

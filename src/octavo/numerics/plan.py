@@ -104,13 +104,13 @@ class Plan(Displayed):
         return [fqn for fqn, decision in self.decisions.items() if decision.recipe is not None]
 
     @property
-    def storing(self) -> list[str]:
+    def fp8_activations(self) -> list[str]:
         """Names of the modules that store their activations in FP8."""
         return [fqn for fqn, decision in self.decisions.items() if decision.storage is not None]
 
     def __str__(self) -> str:
         rows = [(name or "(the model)", row.recipe or "–", row.reason) for name, row in merged_rows(self.rows)]
-        stored = f", {len(self.storing)} store activations in FP8" if self.storing else ""
+        stored = f", {len(self.fp8_activations)} store activations in FP8" if self.fp8_activations else ""
         summary = f"{len(self.converted)} of {len(self)} modules compute in FP8{stored}"
         table = Table(headings=("layer", "recipe", "reason"), align="<<<", rows=rows)
         return "\n".join([*table.lines(), "", summary])

@@ -110,7 +110,7 @@ def convert(
         return apply_plan(model, decided, keep_weights=keep_weights, verbose=verbose)
     precision = precision or Precision(recipe=AUTO, skip=tuple(skip), activations=activations)
     decided, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
-    if decided.converted or decided.storing:
+    if decided.converted or decided.fp8_activations:
         return apply_plan(model, decided, keep_weights=keep_weights, verbose=verbose)
     warnings.warn(
         f"octavo: no layer of this model is predicted to gain from FP8 on {where} with {tokens} tokens, so the model "
@@ -144,7 +144,7 @@ def _check_request(
                 "plan replaces recipe, precision, skip, filter, activations and device: pass plan alone, or those "
                 "without plan"
             )
-        if not (plan.converted or plan.storing):
+        if not (plan.converted or plan.fp8_activations):
             raise nothing_converted(plan)
         return
     if precision is not None and (recipe is not None or skip or keep_weights or activations != "bf16"):

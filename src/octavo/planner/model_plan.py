@@ -329,7 +329,7 @@ def _trace_blocks(
     with fake_tensors() as mode:
         copy = copy_with_blocks(model, blocks, mode, place)
         part = restrict_plan(plan, copy)
-        if part.converted or part.storing:
+        if part.converted or part.fp8_activations:
             apply_plan(copy, part, keep_weights=precision.keep_weights)
         if checkpointing == "full":
             for block in find_blocks(copy):

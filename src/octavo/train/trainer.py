@@ -350,7 +350,7 @@ def _convert(
     """Convert a model by a plan or by its configuration; the recipe "auto" uses measured costs on a GPU."""
     precision = config.resolved
     if plan is not None:
-        if plan.converted or plan.storing:
+        if plan.converted or plan.fp8_activations:
             apply_plan(model, plan, keep_weights=precision.keep_weights)
     elif "fp8" not in (precision.matmul, precision.activations):
         return None
