@@ -93,9 +93,9 @@ class Piloted(Unwatched):
         return self._pilot.moves
 
     @property
-    def again(self) -> bool:  # type: ignore[override]
+    def should_repeat(self) -> bool:  # type: ignore[override]
         """Whether the step is to be taken again."""
-        return self._pilot.again
+        return self._pilot.should_repeat
 
     def step(self, number: int, *, force: bool) -> AbstractContextManager[None]:
         """A step of the autopilot."""

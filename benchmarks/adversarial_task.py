@@ -182,7 +182,7 @@ class Stepper(Protocol):
     """Layers moved in the step just taken."""
     moves: Sequence[Any]
     """All of them."""
-    again: bool
+    should_repeat: bool
     """Whether the step is to be taken again."""
     rows: Sequence[OperandStats]
     """Statistics of the step just taken, where it was sampled."""
@@ -198,7 +198,7 @@ class Stepper(Protocol):
 class Unwatched:
     """Nothing around a step."""
 
-    moved, moves, rows, again = (), (), (), False
+    moved, moves, rows, should_repeat = (), (), (), False
 
     def __init__(self, *, autocast: bool = True, retakes: bool = False) -> None:
         self.autocast, self.retakes = autocast, retakes
@@ -232,7 +232,7 @@ def losses(
                 loss = F.cross_entropy(logits.float(), target, reduction="none")
                 weighted = loss if case.weights is None else loss * case.weights(context, case.strength)
                 (weighted.mean() * case.loss_scale).backward()
-            if not (stepper.again and stepper.retakes):
+            if not (stepper.should_repeat and stepper.retakes):
                 break
             optimizer.zero_grad()
         found.append(loss.mean().item())

@@ -144,7 +144,7 @@ def measured(arm: str, seed: int, steps: int, wanted: Path, more: Overrides, mad
     return {
         "arm": arm, "label": result.arm, "seed": seed, "steps": steps, "tail_mean": result.losses.tail_mean,
         "tokens": result.tokens, "parameters": result.parameters,
-        "kept_bytes_per_token": result.kept_bytes_per_token, "wall_s": round(result.wall_s, 1),
+        "saved_bytes_per_token": result.saved_bytes_per_token, "wall_s": round(result.wall_s, 1),
         "smoothed": [round(float(value), 4) for value in curve],
     }  # fmt: skip
 
@@ -201,7 +201,7 @@ def document(content: Mapping[str, Any]) -> str:
             cells = [f"{gap:+.2f} %" for gap in gaps(short, arm)]
             gap = f"{statistics.mean(gaps(short, arm)):+.2f} %"
         name, label = ("nothing (BF16)" if arm == BASELINE else arm), rows[0]["label"]
-        took, kept = f"{content['slowdowns'][arm]:.2f} ×", f"{rows[0]['kept_bytes_per_token']:,.0f}"
+        took, kept = f"{content['slowdowns'][arm]:.2f} ×", f"{rows[0]['saved_bytes_per_token']:,.0f}"
         lines.append(f"| {name} | `{label}` | {' | '.join(cells)} | {gap} | {took} | {kept} |")
     after = SPREAD.format(
         spread=spread(short), seeds=len(seeds), slowdown=content["slowdowns"]["everything"], slowest=SLOWEST,

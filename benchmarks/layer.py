@@ -133,7 +133,7 @@ def measure(session: Session, name: str, size: Size, arm: Arm) -> Row:
         runs.append(step(model, list(model.parameters()), x, g))
     found = times(session.clock.measure(runs))
     found["peak_mib"] = session.clock.peak_mib(runs[0])
-    found["kept_bytes_per_token"] = round(_kept(session, model, arm, x) / size.tokens, 1)
+    found["saved_bytes_per_token"] = round(_kept(session, model, arm, x) / size.tokens, 1)
     same = {"shape": name}
     found |= speedup(session.rows, {**found, "mode": arm.mode}, **same)
     if found["kernel_ms"] is None:

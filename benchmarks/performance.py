@@ -180,7 +180,7 @@ def begins_to_pay(rows: Sequence[Row], mode: str, arm: str = "octavo rowwise") -
 
 def _layers(content: Mapping[str, Any]) -> str:
     columns = ("layer", "arm", "kernel ms", "wall ms", "× bf16", "tokens/s", "peak MiB", "kept B/token", "Amdahl ms")
-    fields = ("kernel_ms", "wall_ms", "speedup", "tokens_per_s", "peak_mib", "kept_bytes_per_token", "amdahl_ms")
+    fields = ("kernel_ms", "wall_ms", "speedup", "tokens_per_s", "peak_mib", "saved_bytes_per_token", "amdahl_ms")
     rows = [row for row in _timed(content) if not row["arm"].startswith("products")]
     made = [(row["shape"], f"{row['arm']}, {row['mode']}", *_cells(row, fields)) for row in rows]
     shares = [

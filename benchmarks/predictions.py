@@ -17,7 +17,7 @@ from benchmarks.environment import write_text
 from octavo.planner.decide import break_even, candidates
 from octavo.planner.devices import DEVICES, Gpu
 from octavo.planner.roofline import Cost, LinearCall, Passes, bf16_linear, fp8_cost, memory_time
-from octavo.planner.step import Recompute, Setting, step_time
+from octavo.planner.step import Recompute, StepConfig, step_time
 from octavo.planner.trace import Trace, trace
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "planner.md"
@@ -138,7 +138,7 @@ def llama(hidden: int, intermediate: int, layers: int, kv_heads: int, vocabulary
 
 
 def training(
-    sizes: tuple[int, int, int, int, int], batch: int, seq: int, table: str, setting: Setting
+    sizes: tuple[int, int, int, int, int], batch: int, seq: int, table: str, step_config: StepConfig
 ) -> Callable[[Gpu], float]:
     """A training step, vocabulary head in bf16."""
 
@@ -149,7 +149,7 @@ def training(
             [bf16_linear(gpu, call) for _, call in calls],
             [bf16_linear(gpu, c) if name == "lm_head" else fp8(gpu, c, table) for name, c in calls],
         )
-        bf16, ours = (step_time(gpu, found, costs, setting, batch * seq).seconds for costs in arms)
+        bf16, ours = (step_time(gpu, found, costs, step_config, batch * seq).seconds for costs in arms)
         return bf16 / ours
 
     return predict
@@ -158,9 +158,9 @@ def training(
 LLAMA_3_8B = (4096, 14336, 32, 8, 128256)
 LLAMA_2_7B = (4096, 11008, 32, 32, 32000)
 LLAMA_2_13B = (5120, 13824, 40, 40, 32000)
-TITAN = Setting(gpus=8, eager=False, recompute=Recompute(linears=0.5, rest=1.0))
+TITAN = StepConfig(gpus=8, eager=False, recompute=Recompute(linears=0.5, rest=1.0))
 """torchtitan compiled, its selective checkpointing by operation: every second product again, attention kept."""
-COLOSSAL = Setting(gpus=8)
+COLOSSAL = StepConfig(gpus=8)
 _README = "torchao `torchao/float8/README.md`"
 _BLOCK = (
     "torchao, single-layer microbenchmark, by the clock: the host of a compiled float8 linear takes 0.41 ms (torchao, "

@@ -200,14 +200,16 @@ def sharded(converted: nn.Module, arm: Arm, *, replicas: int = 1, recompute: boo
     return model
 
 
-def trace(model: nn.Module, arm: Arm, *, tokens: int, granule: int = ALLOCATION_GRANULARITY["cuda"]) -> Row:
+def trace(
+    model: nn.Module, arm: Arm, *, tokens: int, allocation_granularity: int = ALLOCATION_GRANULARITY["cuda"]
+) -> Row:
     """Follow one step of rank 0 of the world there is.
 
     Args:
         model: What `sharded` made for this arm. It is used up.
         arm: How it is trained.
         tokens: Length of the one sequence that is its batch.
-        granule: Bytes in whole multiples of which memory is handed out.
+        allocation_granularity: Bytes in whole multiples of which memory is handed out.
 
     Returns:
         Bytes: `peak`, `at_peak` by category, `phase`, `held` at all times (shards and states); and `wire`, a row for
@@ -217,7 +219,7 @@ def trace(model: nn.Module, arm: Arm, *, tokens: int, granule: int = ALLOCATION_
 
     with fake_tensors():
         model.to_empty(device="cpu")
-        timeline = Timeline(granule)
+        timeline = Timeline(allocation_granularity)
         wire = Wire(timeline)
         optimizer = make_optimizer(model, arm)
         ids = torch.zeros(1, tokens, dtype=torch.int64)

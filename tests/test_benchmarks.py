@@ -234,7 +234,7 @@ def test_rows_of_a_layer(lying):
         row = lying.attempt(identity, lambda arm=arm: layer.measure(lying, name, size, arm))
         assert "error" not in row, row["error"]
     bf16, rowwise = lying.rows[2:]
-    assert rowwise["kept_bytes_per_token"] < bf16["kept_bytes_per_token"]
+    assert rowwise["saved_bytes_per_token"] < bf16["saved_bytes_per_token"]
     products = [row["kernel_ms"] for row in lying.rows[:2]]
     assert rowwise["amdahl_ms"] == pytest.approx(bf16["kernel_ms"] - products[0] + products[1])
     assert sum(layer.linears(layer.LAYERS["llama-3-8b"]).values()) == 7

@@ -61,14 +61,14 @@ def tiny():
     """Traces of the small model, each made once."""
     models, made = {}, {}
 
-    def get(name, world=WORLD, replicas=1, recompute=False, granule=1):
-        key = name, world, replicas, recompute, granule
+    def get(name, world=WORLD, replicas=1, recompute=False, allocation_granularity=1):
+        key = name, world, replicas, recompute, allocation_granularity
         if key not in made:
             if name not in models:
                 models[name] = build("llama", TINY, ARMS[name])
             with fake_world(world):
                 model = sharded(models[name], ARMS[name], replicas=replicas, recompute=recompute)
-                made[key] = trace(model, ARMS[name], tokens=128, granule=granule)
+                made[key] = trace(model, ARMS[name], tokens=128, allocation_granularity=allocation_granularity)
         return made[key]
 
     return get

@@ -251,7 +251,7 @@ def test_a_demo_compares_both_arms(config: Path, here: Path, cache: Path) -> Non
     assert (
         abs(bf16["losses"]["first"] - fp8["losses"]["first"]) < 0.02 * bf16["losses"]["first"]
     )  # one start, one batch
-    assert fp8["kept_bytes_per_token"] < bf16["kept_bytes_per_token"]
+    assert fp8["saved_bytes_per_token"] < bf16["saved_bytes_per_token"]
     assert bf16["state_bytes_per_parameter"] == pytest.approx(12, abs=0.01)  # the step counts are beside
     assert 4 < fp8["state_bytes_per_parameter"] < 4.5
     assert verdict["state_ratio"] == fp8["state_bytes_per_parameter"] / bf16["state_bytes_per_parameter"]

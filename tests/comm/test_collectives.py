@@ -17,7 +17,7 @@ WORLDS = (2, 3, 4)
 def cases(shapes):
     """Every spec and dtype with some shapes, every shape with the default spec."""
     cases = [(spec, dtype, shape) for spec in SPECS for dtype in DTYPES for shape in shapes[:3]]
-    return cases + [(comm.WIRE, torch.float32, shape) for shape in shapes]
+    return cases + [(comm.DEFAULT_SPEC, torch.float32, shape) for shape in shapes]
 
 
 def everyones(shape, dtype, seed=0):
@@ -101,7 +101,9 @@ def all_to_all_job():
     }
     for name, table in tables.items():
         sent, received = table[rank], [row[rank] for row in table]
-        for spec, dtype, rest in [(s, d, (200,)) for s in SPECS for d in DTYPES] + [(comm.WIRE, DTYPES[1], (3, 7))]:
+        for spec, dtype, rest in [(s, d, (200,)) for s in SPECS for d in DTYPES] + [
+            (comm.DEFAULT_SPEC, DTYPES[1], (3, 7))
+        ]:
             what = f"all_to_all_single {name} {spec} {dtype}"
             all_ = [values((sum(row), *rest), r, dtype=dtype) for r, row in enumerate(table)]
             result = comm.all_to_all_single(all_[rank], received, sent, spec=spec)
@@ -216,20 +218,25 @@ def groups_job():
     group, ranks = groups[rank % 2], members[rank % 2]
     x = values((4, 200))
     all_ = [values((4, 200), other) for other in ranks]
-    assert_within(comm.all_gather(x, group), torch.cat(all_), torch.cat([bound(a, comm.WIRE) for a in all_]), "gather")
-    limit = sum(bound(a, comm.WIRE) for a in all_)
+    assert_within(
+        comm.all_gather(x, group), torch.cat(all_), torch.cat([bound(a, comm.DEFAULT_SPEC) for a in all_]), "gather"
+    )
+    limit = sum(bound(a, comm.DEFAULT_SPEC) for a in all_)
     exact = sum(a.double() for a in all_)
     mine = ranks.index(rank)
     limit = limit + rounding(exact, limit, torch.float32, 2)
     assert_within(comm.reduce_scatter(x, group), exact.chunk(2)[mine], limit.chunk(2)[mine], "reduce_scatter")
     result = comm.all_reduce(x, group, op="avg")
     assert_equal_on_all_ranks(result, "all_reduce", group)
-    summed, first = sum(flattened(a, 2, comm.WIRE).double() for a in all_), flattened(limit, 2, comm.WIRE)
-    second = bound((summed.abs() + first).float(), comm.WIRE).view(-1)[: x.numel()].view(x.shape)
+    summed, first = (
+        sum(flattened(a, 2, comm.DEFAULT_SPEC).double() for a in all_),
+        flattened(limit, 2, comm.DEFAULT_SPEC),
+    )
+    second = bound((summed.abs() + first).float(), comm.DEFAULT_SPEC).view(-1)[: x.numel()].view(x.shape)
     assert_within(result, exact / 2, limit + second, "all_reduce")
     moved = comm.all_to_all_single(x, [(1, 3)[mine]] * 2, [1, 3], group)
     part = (slice(0, 1), slice(1, 4))[mine]
-    limits = torch.cat([bound(a, comm.WIRE)[part] for a in all_])
+    limits = torch.cat([bound(a, comm.DEFAULT_SPEC)[part] for a in all_])
     assert_within(moved, torch.cat([a[part] for a in all_]), limits, "all_to_all_single")
     try:
         comm.all_gather(x, groups[1 - rank % 2])
@@ -242,9 +249,11 @@ def groups_job():
 def one_rank_job():
     x = values((4, 200))
     for result in (comm.all_gather(x), comm.reduce_scatter(x), comm.all_to_all_single(x)):
-        assert_within(result, x, bound(x, comm.WIRE), "alone")
-    flat = flattened(x, 1, comm.WIRE)
-    assert_within(comm.all_reduce(x).view(-1), x.view(-1), 2.1 * bound(flat, comm.WIRE).view(-1)[: x.numel()], "alone")
+        assert_within(result, x, bound(x, comm.DEFAULT_SPEC), "alone")
+    flat = flattened(x, 1, comm.DEFAULT_SPEC)
+    assert_within(
+        comm.all_reduce(x).view(-1), x.view(-1), 2.1 * bound(flat, comm.DEFAULT_SPEC).view(-1)[: x.numel()], "alone"
+    )
 
 
 JOBS = (
@@ -280,7 +289,7 @@ def gradient_job():
     sent, received = splits[rank], [row[rank] for row in splits]
     rows = x[:1].expand(sum(sent), -1).clone()
     for back in (None, "e5m2/row"):
-        used = back or comm.WIRE
+        used = back or comm.DEFAULT_SPEC
         for what, forward, backward, settings in (
             ("all_gather", comm.all_gather, comm.reduce_scatter, {}),
             ("reduce_scatter", comm.reduce_scatter, comm.all_gather, {}),
@@ -315,7 +324,7 @@ def exact_gradient_job():
     x = values((4, 200)).requires_grad_()
     (comm.all_gather(x) * cs[rank]).sum().backward()
     exact = sum(c.double() for c in cs).chunk(world)[rank]
-    limit = sum(bound(c, comm.WIRE) for c in cs).chunk(world)[rank]
+    limit = sum(bound(c, comm.DEFAULT_SPEC) for c in cs).chunk(world)[rank]
     assert_within(x.grad, exact, limit + rounding(exact, limit, torch.float32, world), "all_gather")
     x = values((world * 4, 200)).requires_grad_()
     c = [part[:4] for part in cs]
@@ -324,7 +333,7 @@ def exact_gradient_job():
     assert_within(x.grad, torch.cat(c), limit, "reduce_scatter")
     x = values((world * 4, 200)).requires_grad_()
     (comm.all_reduce(x) * cs[rank]).sum().backward()
-    exact, first = sum(c.double() for c in cs), sum(bound(c, comm.WIRE) for c in cs)
+    exact, first = sum(c.double() for c in cs), sum(bound(c, comm.DEFAULT_SPEC) for c in cs)
     largest = (exact.abs() + first).amax()
     assert ((x.grad - exact).abs() <= first + exact.abs() / 15 + largest / 1e5).all()
 

@@ -15,7 +15,7 @@ def ring_job():
     after, before = (rank + 1) % world, (rank - 1) % world
     for spec, dtype, shape in [
         *((spec, dtype, (6, 130)) for spec in SPECS for dtype in DTYPES),
-        *((comm.WIRE, torch.bfloat16, shape) for shape in (*SHAPES, ())),
+        *((comm.DEFAULT_SPEC, torch.bfloat16, shape) for shape in (*SHAPES, ())),
     ]:
         exact = values(shape, before, dtype=dtype)
         sending = comm.isend(values(shape, dtype=dtype), after, spec=spec)
@@ -43,10 +43,10 @@ def under_way_job():
         for seed, pending in coming.items():
             result = pending.wait()
             assert not result.requires_grad
-            assert_within(result, xs[seed], bound(xs[seed], comm.WIRE), f"tag {seed}")
+            assert_within(result, xs[seed], bound(xs[seed], comm.DEFAULT_SPEC), f"tag {seed}")
         half = comm.recv((3, 200), 0, dtype=torch.bfloat16)
         assert half.dtype == torch.bfloat16
-        assert_within(half, xs[0], bound(xs[0], comm.WIRE) + xs[0].abs() * 2**-8, "bf16")
+        assert_within(half, xs[0], bound(xs[0], comm.DEFAULT_SPEC) + xs[0].abs() * 2**-8, "bf16")
 
 
 def bytes_job():

@@ -39,7 +39,7 @@ def opened(path: Path, *options: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("options", [(), ("--window-size=390,844", "--blink-settings=preferredColorScheme=0")])
 def test_a_browser_draws_every_chart_and_reports_no_error(tmp_path: Path, options: tuple[str, ...]) -> None:
     """Five runs with names from outside: one stops before its first step and one after it, one has a NaN."""
-    nothing = {"stopped": "non-finite", "losses": None, "tokens_per_s": None, "steps": 0, "kept_bytes_per_token": None}
+    nothing = {"stopped": "non-finite", "losses": None, "tokens_per_s": None, "steps": 0, "saved_bytes_per_token": None}
     changes = [{"steps": 40}, nothing, {"steps": 1}, {"steps": 40}, {"steps": 40}]
     runs = [
         fake_runs.folder(tmp_path / str(n), "fp8 rowwise", **{"name": name, **change})

@@ -209,7 +209,7 @@ def test_two_runs_of_one_name_too(tmp_path: Path) -> None:
 
 
 def test_a_run_that_failed_at_its_first_step_still_has_a_report(tmp_path: Path) -> None:
-    broken = {"stopped": "non-finite", "losses": None, "tokens_per_s": None, "kept_bytes_per_token": None, "steps": 0}
+    broken = {"stopped": "non-finite", "losses": None, "tokens_per_s": None, "saved_bytes_per_token": None, "steps": 0}
     runs = [folder(tmp_path / "a"), folder(tmp_path / "b", FP8, **broken)]
     (runs[1] / "metrics.jsonl").write_text("", encoding="utf-8")
     text = text_of(write_report(runs, tmp_path).html.read_text(encoding="utf-8"))

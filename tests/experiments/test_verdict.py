@@ -70,7 +70,7 @@ def test_a_cpu_is_no_speed_claim_and_a_gpu_is_named() -> None:
 
 
 def test_memory_skipped_steps_and_the_single_seed_are_always_said() -> None:
-    notes = verdict(result(), result(FP8, skipped_steps=3, kept_bytes_per_token=12_000.0)).notes
+    notes = verdict(result(), result(FP8, skipped_steps=3, saved_bytes_per_token=12_000.0)).notes
     assert any("1.20 × BF16's bytes" in note for note in notes)
     assert any("0.34 × BF16's memory: 4.1 against 12.0 bytes per parameter" in note for note in notes)
     assert any("skipped 3 of 100 steps" in note for note in notes)
@@ -104,7 +104,7 @@ def test_runs_that_cannot_be_compared_get_no_verdict(changes: dict, reason: str)
 
 
 def test_what_was_not_measured_is_not_said() -> None:
-    unknown = {"tokens_per_s": None, "kept_bytes_per_token": None, "state_bytes_per_parameter": None}
+    unknown = {"tokens_per_s": None, "saved_bytes_per_token": None, "state_bytes_per_parameter": None}
     found = verdict(result(), result(FP8, **unknown))
     assert found.speed_ratio is None and found.memory_ratio is None and found.state_ratio is None
     assert found.notes == (ONE_SEED,)

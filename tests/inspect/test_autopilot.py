@@ -61,13 +61,13 @@ def test_healthy_numbers_move_nothing():
     for _ in range(3):
         with pilot.step():
             step(model)
-        assert pilot.watch.rows and not pilot.found and not pilot.moved
+        assert pilot.watch.rows and not pilot.findings and not pilot.moved
     assert recipes(model) == before
 
 
 def suspected(pilot, *rows, **errors):
     """Moves after a look, and another one at the products of the suspects."""
-    assert not pilot.act(rows, {}) and pilot.again
+    assert not pilot.act(rows, {}) and pilot.should_repeat
     assert DOWN in pilot.measures
     return pilot.act(rows, {DOWN: errors})
 
@@ -85,7 +85,11 @@ def test_harm_behind_each_limit_moves_a_layer(changes, why):
     pilot = Autopilot(model)
     (move,) = suspected(pilot, row(UP), row(**changes), row(operand="w"), tensorwise=0.5, rowwise=0.1)
     assert str(move) == f"step 7: {DOWN}: tensorwise → rowwise ({why}, product error 0.5 (limit 0.25))"
-    assert pilot.again and recipes(model) | {DOWN: "rowwise"} == recipes(model) and recipes(model)[UP] == "tensorwise"
+    assert (
+        pilot.should_repeat
+        and recipes(model) | {DOWN: "rowwise"} == recipes(model)
+        and recipes(model)[UP] == "tensorwise"
+    )
     assert str(move) in next(row.reason for row in octavo.report(model) if row.name == DOWN)
 
 
@@ -107,7 +111,7 @@ def test_the_recipe_is_the_first_that_does_no_harm_to_these_operands(errors, aft
 def test_no_harm_moves_nothing():
     model = llama()
     pilot = Autopilot(model)
-    assert not suspected(pilot, row(underflow=0.9), tensorwise=0.2, rowwise=0.9) and not pilot.again
+    assert not suspected(pilot, row(underflow=0.9), tensorwise=0.2, rowwise=0.9) and not pilot.should_repeat
     assert recipes(model)[DOWN] == "tensorwise"
 
 
@@ -125,9 +129,11 @@ def test_a_layer_that_cannot_be_moved_stays_with_a_warning():
     down.forward = functools.partial(down.forward)  # as accelerate's hooks do
     with pytest.warns(UserWarning, match=f"{DOWN}: tensorwise → bf16.*forward that was put on the instance"):
         assert not suspected(pilot, row(underflow=0.9), tensorwise=0.5)
-    assert not pilot.again and not pilot.moves and recipes(model)[DOWN] == "tensorwise"
+    assert not pilot.should_repeat and not pilot.moves and recipes(model)[DOWN] == "tensorwise"
     step(model)
-    assert not pilot.act([row(step=8, underflow=0.9)], {}) and not pilot.again  # nothing can be done: no step again
+    assert (
+        not pilot.act([row(step=8, underflow=0.9)], {}) and not pilot.should_repeat
+    )  # nothing can be done: no step again
     state = pilot.state_dict()
     del down.forward
     assert suspected(pilot, row(step=9, underflow=0.9), tensorwise=0.5) and recipes(model)[DOWN] is None
@@ -143,19 +149,21 @@ def test_a_layer_that_cannot_be_moved_stays_with_a_warning():
 def test_what_is_not_finite_is_not_blamed_on_fp8(operand):
     pilot = Autopilot(llama())
     assert not pilot.act([row(underflow=0.9), row(operand=operand, nonfinite=1)], {DOWN: {"tensorwise": 1.0}})
-    assert not pilot.again and pilot.wants_sample  # the first look is still to come
-    assert not pilot.act([row(underflow=0.9)], {DOWN: {"tensorwise": 1.0}}, finite=False) and pilot.wants_sample
+    assert not pilot.should_repeat and pilot.needs_sample  # the first look is still to come
+    assert not pilot.act([row(underflow=0.9)], {DOWN: {"tensorwise": 1.0}}, finite=False) and pilot.needs_sample
 
 
 def test_one_batch_moves_no_layer_for_good():
     model = llama()
     pilot = Autopilot(model)
     suspected(pilot, row(underflow=0.9), tensorwise=0.5, rowwise=0.1)
-    assert not pilot.act([row(recipe="rowwise")], {DOWN: {"rowwise": 0.1}}) and not pilot.again  # the step once more
-    assert pilot.wants_sample and pilot.measures == {DOWN: [octavo.numerics.recipe.TENSORWISE]}
+    assert (
+        not pilot.act([row(recipe="rowwise")], {DOWN: {"rowwise": 0.1}}) and not pilot.should_repeat
+    )  # the step once more
+    assert pilot.needs_sample and pilot.measures == {DOWN: [octavo.numerics.recipe.TENSORWISE]}
     (move,) = pilot.act([row(recipe="rowwise", step=8)], {DOWN: {"tensorwise": 0.1}})
     assert str(move).endswith("rowwise → tensorwise (the next batch is not harmed, product error 0.1)") and move.back
-    assert recipes(model)[DOWN] == "tensorwise" and not pilot.again and not pilot.wants_sample
+    assert recipes(model)[DOWN] == "tensorwise" and not pilot.should_repeat and not pilot.needs_sample
 
 
 def test_what_lasts_stays_and_comes_back_after_quiet_samples():
@@ -185,7 +193,7 @@ def drive(model, pilot, steps):
             with pilot.step():
                 step(model)
             sampled.append(pilot.watch.number if pilot.watch.rows else None)
-            if not pilot.again:
+            if not pilot.should_repeat:
                 break
             model.zero_grad()
     return sampled
@@ -211,7 +219,7 @@ def test_an_outlier_channel_takes_its_layer_to_where_it_does_no_harm():
 def test_products_that_last_in_bf16_are_still_measured():
     model = llama()
     hook = outlier(model, 1e7)
-    pilot = Autopilot(model, every=1, rungs=("rowwise",), restore_after=2)
+    pilot = Autopilot(model, every=1, fallback_recipes=("rowwise",), restore_after=2)
     drive(model, pilot, 2)
     assert recipes(model)[DOWN] is None and pilot.watch.errors[DOWN]["tensorwise"] > 0.9
     hook.remove()
@@ -230,7 +238,7 @@ def test_a_checkpoint_remembers_and_a_request_brings_back():
     other = llama()
     resumed = Autopilot(other)
     resumed.load_state_dict(state)
-    assert recipes(other) == recipes(model) and resumed.moves == pilot.moves and resumed.wants_sample
+    assert recipes(other) == recipes(model) and resumed.moves == pilot.moves and resumed.needs_sample
     assert resumed.watch.number == 7 and resumed.measures.keys() == {DOWN, UP} and resumed.state_dict() == state
     (move,) = resumed.restore(UP, step=9)
     assert str(move) == f"step 9: {UP}: mxfp8 → tensorwise (on request)"
@@ -285,7 +293,7 @@ def ranks_job(fp8_comm):
         while True:
             with pilot.step():
                 losses.append(step(model, dist.get_rank()))
-            if not pilot.again:
+            if not pilot.should_repeat:
                 break
             optimizer.zero_grad()
         optimizer.step()

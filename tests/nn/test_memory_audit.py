@@ -32,10 +32,10 @@ def test_the_rows_sum_up_to_what_is_kept(level):
     model = llama().bfloat16()
     octavo.convert(model, precision=octavo.Precision.level(level), verbose=False)
     found = audit(model, IDS)
-    with saved_for_backward(model) as kept:
+    with saved_for_backward(model) as saved_bytes:
         logits = model(**IDS).logits
-    assert found.bytes == kept.bytes > 0
-    assert found.by_dtype == kept.by_dtype
+    assert found.bytes == saved_bytes.bytes > 0
+    assert found.by_dtype == saved_bytes.by_dtype
     assert sum(found.by_owner.values()) == found.bytes
     assert all(row.op for row in found)
     assert set(found.by_owner) <= set(dict(model.named_modules()))
@@ -81,10 +81,10 @@ def test_a_loss_of_ones_own():
 def test_the_report_shows_what_each_layer_keeps():
     model = octavo.convert(llama(num_hidden_layers=4).bfloat16(), verbose=False)
     report = octavo.report(model, IDS)
-    assert report.kept == saved_by_layer(model, IDS)
-    size = 4 * report.kept["model.layers.0.mlp.down_proj"]
+    assert report.saved_bytes == saved_by_layer(model, IDS)
+    size = 4 * report.saved_bytes["model.layers.0.mlp.down_proj"]
     assert f"{size:,}  model.layers.{{0-3}}.mlp.down_proj" in str(report)
-    assert "bytes kept" not in str(octavo.report(model))
+    assert "bytes saved" not in str(octavo.report(model))
 
 
 def test_printed_with_like_rows_in_one():
@@ -98,6 +98,6 @@ def test_selective_checkpointing_does_not_take_the_count_for_hooks_of_the_user()
     """torch 2.14 warns of those, as it is to pass what it holds through them."""
     model = MLP()
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    with saved_for_backward(model) as kept:
+    with saved_for_backward(model) as saved_bytes:
         checkpoint(model, torch.ones(3, 64, requires_grad=True) * 1, use_reentrant=False, context_fn=contexts)
-    assert kept.bytes == 3 * 64 * 4
+    assert saved_bytes.bytes == 3 * 64 * 4

@@ -235,8 +235,8 @@ def test_many_gpus_share_what_is_held(wide):
     away = plan(wide, 1, 2048, world=8, parallel=Parallel(cpu_offload=True)).memory.at_peak
     assert away["parameters"] == away["optimizer states"] == 0
     fp8 = plan(wide, 1, 2048, world=8, parallel=Parallel(fp8_comm="on"))
-    assert fp8.setting.fp8_gather and fp8.setting.fp8_reduce
-    assert fp8.memory.at_peak["gathered"] < eight["gathered"] and not fp8.setting.bf16.fp8_gather
+    assert fp8.step_config.fp8_gather and fp8.step_config.fp8_reduce
+    assert fp8.memory.at_peak["gathered"] < eight["gathered"] and not fp8.step_config.bf16.fp8_gather
 
 
 def test_a_calibration_goes_before_the_data_sheet(wide, tmp_path):

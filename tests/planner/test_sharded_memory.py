@@ -13,7 +13,7 @@ from octavo.planner.fake import fake_batch, fake_tensors
 from octavo.planner.memory_extrapolation import extrapolate_blocks
 from octavo.planner.model_memory import default_loss, trace_step
 from octavo.planner.sharded_memory import Group, Shards, memory_per_rank
-from octavo.planner.step import Setting
+from octavo.planner.step import StepConfig
 from octavo.planner.step_memory import copy_with_blocks
 from octavo.planner.timeline import (
     ACTIVATIONS,
@@ -50,7 +50,7 @@ def predicted(name, arm, recompute):
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
             stepper = octavo.AdamW(copy.parameters()) if arm.compact else None
             batch = fake_batch({"input_ids": (1, 8192), "labels": (1, 8192), "use_cache": False}, None, None, CPU)
-            steps.append(trace_step(copy, batch, stepper, default_loss, Setting(reduce_bytes=2, **fp8), 512))
+            steps.append(trace_step(copy, batch, stepper, default_loss, StepConfig(reduce_bytes=2, **fp8), 512))
     return extrapolate_blocks(steps[0].events, steps[1].events, blocks - 2), steps[0], blocks
 
 
@@ -93,7 +93,7 @@ def test_by_hand():
     assert [m[GRADIENTS] for m in samples] == [0, 205, 200 + 5 + 3, 200 + 19 + 8, 200 + 10, 35, 235]
     assert [m[TEMPORARIES] for m in samples] == [6, 6, 6, 6, 6, 2, 0]
     accumulated = memory_per_rank(
-        whole, Shards(ranks=8, block=block, rest=rest, blocks=4, keeps=True, accumulating=True)
+        whole, Shards(ranks=8, block=block, rest=rest, blocks=4, keeps_gathered=True, accumulating=True)
     )
     assert [m.bytes[GATHERED] for m in accumulated][:2] == [140, 140 + 40]
     assert [m.bytes[GRADIENTS] for m in accumulated][:3] == [0, 220 + 26, 220 + 29]

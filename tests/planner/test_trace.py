@@ -14,7 +14,7 @@ from octavo.planner.collective_cost import bytes_saved_by_fp8_gather
 from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
 from octavo.planner.roofline import LinearCall, bf16_linear
-from octavo.planner.step import CHECKPOINTING, Setting, layout_settings, linear_costs, step_time
+from octavo.planner.step import CHECKPOINTING, StepConfig, layout_settings, linear_costs, step_time
 from octavo.planner.step_memory import copy_with_blocks
 from octavo.planner.trace import Trace, Work, extrapolate_trace, trace
 
@@ -142,7 +142,7 @@ def predicted(setting, gpu=H100):
 
 
 def test_a_step_by_hand():
-    step = predicted(Setting())
+    step = predicted(StepConfig())
     assert step.linears == pytest.approx(bf16_linear(H100, TRACE.calls["a"][0]).total)
     assert step.attention == pytest.approx(3.5 * 1e12 / (989e12 * 0.40))
     assert step.products == pytest.approx(3 * 1e12 / (989e12 * 0.80))
@@ -157,22 +157,22 @@ def test_a_step_by_hand():
 
 
 def test_settings_change_what_they_say():
-    plain = predicted(Setting())
-    assert predicted(Setting(eager=False)).rest == pytest.approx(plain.rest / 2)
-    full = predicted(Setting(recompute=CHECKPOINTING["full"]))
+    plain = predicted(StepConfig())
+    assert predicted(StepConfig(eager=False)).rest == pytest.approx(plain.rest / 2)
+    full = predicted(StepConfig(recompute=CHECKPOINTING["full"]))
     assert full.attention == pytest.approx(plain.attention * 4.5 / 3.5)
     assert full.linears == pytest.approx(plain.linears * 4 / 3, rel=0.01)
     assert full.flops == plain.flops and full.mfu < plain.mfu
-    selective = predicted(Setting(recompute=CHECKPOINTING["selective"]))
+    selective = predicted(StepConfig(recompute=CHECKPOINTING["selective"]))
     assert selective.linears == plain.linears and selective.rest == pytest.approx(plain.rest * 4 / 3)
-    twice = predicted(Setting(micro_batches=2))
+    twice = predicted(StepConfig(micro_batches=2))
     assert twice.linears == pytest.approx(2 * plain.linears) and twice.optimizer == plain.optimizer
     assert twice.tokens == 2 * plain.tokens
-    assert predicted(Setting(states="fp8")).optimizer == pytest.approx(plain.optimizer * 14.2 / 28)
+    assert predicted(StepConfig(states="fp8")).optimizer == pytest.approx(plain.optimizer * 14.2 / 28)
 
 
 def test_several_gpus_share_the_optimizer_and_talk():
-    plain, eight = predicted(Setting()), predicted(Setting(gpus=8, reduce_bytes=2))
+    plain, eight = predicted(StepConfig()), predicted(StepConfig(gpus=8, reduce_bytes=2))
     assert eight.optimizer == pytest.approx(plain.optimizer / 8)
     assert eight.tokens == 8 * plain.tokens and eight.peak == 8 * plain.peak
     assert eight.communication == 0  # hidden
@@ -180,15 +180,15 @@ def test_several_gpus_share_the_optimizer_and_talk():
     computing = eight.seconds - eight.optimizer
 
     def waits(**settings):
-        return predicted(Setting(gpus=8, **settings), slow).communication + computing
+        return predicted(StepConfig(gpus=8, **settings), slow).communication + computing
 
     assert waits(reduce_bytes=2) == pytest.approx(3 * once, rel=1e-6)
     assert waits() == pytest.approx(4 * once, rel=1e-6)  # added up in float32
     assert waits(reduce_bytes=2, keeps_gathered=True) == pytest.approx(2 * once, rel=1e-6)
     assert waits(fp8_reduce=True) == pytest.approx((2 + 1.03125 / 2) * once, rel=1e-6)
-    halves = predicted(Setting(gpus=8, copies=2, reduce_bytes=2), slow).communication + computing
+    halves = predicted(StepConfig(gpus=8, copies=2, reduce_bytes=2), slow).communication + computing
     assert halves == pytest.approx((3 * 3 / 4 / (7 / 8) + 1 / 4 / (7 / 8)) * once, rel=1e-6)
-    thin = predicted(Setting(gpus=16), replace(H100, network_gbs=0.1))
+    thin = predicted(StepConfig(gpus=16), replace(H100, network_gbs=0.1))
     assert thin.communication > 2e9 / 2 / (8 * 0.1e9 * 0.8)
 
 
@@ -198,7 +198,7 @@ def test_gathering_in_fp8_saves_a_byte_of_each_converted_weight():
     saved = bytes_saved_by_fp8_gather(calls, rowwise)
     assert saved == 4096 * 4096 - 4 * 4096
     assert bytes_saved_by_fp8_gather(calls, {}) == bytes_saved_by_fp8_gather(calls, blockwise) == 0
-    slow, setting = replace(H100, link_gbs=0.001), Setting(gpus=8, fp8_gather=True, reduce_bytes=2)
+    slow, setting = replace(H100, link_gbs=0.001), StepConfig(gpus=8, fp8_gather=True, reduce_bytes=2)
     costs = linear_costs(slow, TRACE, rowwise)
     steps = [step_time(slow, TRACE, costs, each, 8192, saved) for each in (setting, replace(setting, fp8_gather=False))]
     assert steps[1].seconds - steps[0].seconds == pytest.approx(2 * saved * 7 / 8 / (1e6 * 0.8), rel=1e-6)
@@ -218,11 +218,11 @@ def test_gathering_in_fp8_saves_a_byte_of_each_converted_weight():
     ],
 )
 def test_a_model_is_spread_as_parallelize_would(gpus, asked, expected):
-    setting = Setting(**layout_settings(gpus, Parallel(**asked)))
+    setting = StepConfig(**layout_settings(gpus, Parallel(**asked)))
     assert expected.items() <= vars(setting).items()
     assert setting.shards * setting.copies == gpus
     if not asked:
-        assert Setting(**layout_settings(gpus, None)) == setting
+        assert StepConfig(**layout_settings(gpus, None)) == setting
 
 
 def test_gpus_that_copies_do_not_divide():
@@ -231,13 +231,13 @@ def test_gpus_that_copies_do_not_divide():
 
 
 def test_eager_code_waits_for_its_host():
-    slow = predicted(Setting(), replace(H100, host_us=1e4))
+    slow = predicted(StepConfig(), replace(H100, host_us=1e4))
     launches = 3 + 3 * (len(TRACE.rest) + len(TRACE.products))
     assert slow.seconds - slow.optimizer == pytest.approx(launches * 1e-2)
-    assert predicted(Setting(eager=False), replace(H100, host_us=1e4)).waiting == 0
+    assert predicted(StepConfig(eager=False), replace(H100, host_us=1e4)).waiting == 0
 
 
 @pytest.mark.parametrize("setting", [{"gpus": 0}, {"micro_batches": 0}, {"gpus": 1.5}, {"gpus": True}])
 def test_impossible_settings(setting):
     with pytest.raises(ValueError, match="is an integer of 1 or more"):
-        Setting(**setting)
+        StepConfig(**setting)

@@ -38,7 +38,7 @@ def result(arm: str = "bf16", tail: float = 3.0, **changes: object) -> RunResult
         "parameters": 1_000_000,
         "losses": Losses(first=8.3, final=tail + 0.1, tail_mean=tail),
         "tokens_per_s": 1000.0 if arm == "bf16" else 400.0,
-        "kept_bytes_per_token": 10_000.0 if arm == "bf16" else 7_000.0,
+        "saved_bytes_per_token": 10_000.0 if arm == "bf16" else 7_000.0,
         "state_bytes_per_parameter": 12.0 if arm == "bf16" else 4.1,
         "skipped_steps": 0,
         "wall_s": 25.6,

@@ -64,9 +64,9 @@ def test_fp8_follows_bf16_and_keeps_less(make_config: MakeConfig, tmp_path: Path
     assert fp8.losses.tail_mean == pytest.approx(bf16.losses.tail_mean, rel=0.03)
     assert fp8.arm == "fp8 rowwise"
     assert "converted 21 of 22" in fp8.converted
-    assert fp8.kept_bytes_per_token is not None
-    assert bf16.kept_bytes_per_token is not None
-    assert fp8.kept_bytes_per_token < bf16.kept_bytes_per_token
+    assert fp8.saved_bytes_per_token is not None
+    assert bf16.saved_bytes_per_token is not None
+    assert fp8.saved_bytes_per_token < bf16.saved_bytes_per_token
 
 
 def test_mistakes_leave_a_folder_usable(make_config: MakeConfig, tmp_path: Path) -> None:

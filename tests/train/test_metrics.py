@@ -109,7 +109,7 @@ def test_result_round_trip(tmp_path: Path) -> None:
         parameters=3,
         losses=Losses(first=3.0, final=2.0, tail_mean=2.0),
         tokens_per_s=10.0,
-        kept_bytes_per_token=5.5,
+        saved_bytes_per_token=5.5,
         skipped_steps=0,
         wall_s=2.0,
         versions={"octavo": "0"},
@@ -120,6 +120,7 @@ def test_result_round_trip(tmp_path: Path) -> None:
     assert RunResult.read(tmp_path) == result
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     earlier = {key: value for key, value in asdict(result).items() if key != "state_bytes_per_parameter"}
+    earlier["kept_bytes_per_token"] = earlier.pop("saved_bytes_per_token")
     (tmp_path / "run.json").write_text(json.dumps(earlier))
     assert RunResult.read(tmp_path) == result
     with pytest.raises(ValueError, match=r"holds no run\.json"):

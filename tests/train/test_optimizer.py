@@ -6,7 +6,7 @@ from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
 from octavo.train.config.sections import Optim
-from octavo.train.optimizer import CompactAdamW, MasterAdamW, decayed_parameters
+from octavo.train.optimizer import Fp8StateOptimizer, MasterWeightOptimizer, decayed_parameters
 
 OPTIM = Optim(lr=1e-3, weight_decay=0.1, clip=0.0)
 
@@ -25,7 +25,7 @@ def backward(model: nn.Module, seed: int, factor: float = 1.0) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_follow_fp32_adamw_and_parameters_are_rounded_from_them(dtype: torch.dtype) -> None:
     model, shadow = make_model(dtype), make_model(dtype).float()
-    optimizer = MasterAdamW(model, OPTIM, master=True)
+    optimizer = MasterWeightOptimizer(model, OPTIM, master=True)
     decayed = [param for param in shadow.parameters() if param.dim() >= 2]
     plain = [param for param in shadow.parameters() if param.dim() < 2]
     reference = torch.optim.AdamW(
@@ -55,7 +55,7 @@ def test_masters_keep_updates_that_16_bits_lose() -> None:
     for master in (True, False):
         model = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
         nn.init.ones_(model.weight)
-        optimizer = MasterAdamW(model, Optim(lr=1e-3, weight_decay=0.0, clip=0.0), master=master)
+        optimizer = MasterWeightOptimizer(model, Optim(lr=1e-3, weight_decay=0.0, clip=0.0), master=master)
         for _ in range(10):
             model.weight.grad = torch.ones_like(model.weight)
             optimizer.accumulate()
@@ -69,7 +69,7 @@ def test_masters_keep_updates_that_16_bits_lose() -> None:
 def test_norms_and_biases_do_not_decay() -> None:
     model = make_model(torch.float32)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer = MasterAdamW(model, Optim(lr=0.1, weight_decay=0.5, clip=0.0), master=True)
+    optimizer = MasterWeightOptimizer(model, Optim(lr=0.1, weight_decay=0.5, clip=0.0), master=True)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step(0.1, optimizer.gradient_norm(1.0))
@@ -100,8 +100,8 @@ def test_weight_decay_goes_by_what_a_parameter_is(states: str) -> None:
     assert decayed_parameters(model) == {"gate_up_proj", "embedding.weight", "out.weight"}
     optim = Optim(lr=0.1, weight_decay=0.5, clip=0.0)
     optimizer = (
-        MasterAdamW(model, optim, master=True) if states == "fp32"
-        else CompactAdamW(model, optim, states="fp8", master=None)
+        MasterWeightOptimizer(model, optim, master=True) if states == "fp32"
+        else Fp8StateOptimizer(model, optim, states="fp8", master=None)
     )  # fmt: skip
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     for param in model.parameters():
@@ -113,7 +113,7 @@ def test_weight_decay_goes_by_what_a_parameter_is(states: str) -> None:
 
 def test_gradients_of_micro_batches_are_added_in_fp32() -> None:
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
-    optimizer = MasterAdamW(model, OPTIM, master=True)
+    optimizer = MasterWeightOptimizer(model, OPTIM, master=True)
     for part in (1.0, 2.0**-9, 2.0**-9):  # each 2⁻⁹ would be lost beside 1 in bf16
         model.weight.grad = torch.full_like(model.weight, part)
         optimizer.accumulate()
@@ -123,7 +123,7 @@ def test_gradients_of_micro_batches_are_added_in_fp32() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_clipping_is_by_global_norm(dtype: torch.dtype) -> None:
     model = make_model(dtype)
-    optimizer = MasterAdamW(model, Optim(lr=1e-3, clip=0.25), master=True)
+    optimizer = MasterWeightOptimizer(model, Optim(lr=1e-3, clip=0.25), master=True)
     backward(model, 0, factor=50.0)
     optimizer.accumulate()
     norm = optimizer.gradient_norm(1.0)
@@ -136,7 +136,7 @@ def test_the_norm_is_of_unscaled_gradients_and_shows_overflow() -> None:
     norms = []
     for scale in (1.0, 1024.0):
         model = make_model(torch.bfloat16)
-        optimizer = MasterAdamW(model, OPTIM, master=True)
+        optimizer = MasterWeightOptimizer(model, OPTIM, master=True)
         backward(model, 0, factor=scale)
         optimizer.accumulate()
         norms.append(optimizer.gradient_norm(scale).item())
@@ -150,7 +150,7 @@ def test_the_norm_is_of_unscaled_gradients_and_shows_overflow() -> None:
 def test_frozen_parameters_are_left_out() -> None:
     model = make_model(torch.bfloat16)
     model[0].requires_grad_(False)
-    optimizer = MasterAdamW(model, OPTIM, master=True)
+    optimizer = MasterWeightOptimizer(model, OPTIM, master=True)
     before = model[0].weight.clone()
     backward(model, 0)
     optimizer.accumulate()
@@ -161,7 +161,7 @@ def test_frozen_parameters_are_left_out() -> None:
 
 @pytest.mark.parametrize(("dtype", "master"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)])
 def test_state_round_trip_continues_bitwise(dtype: torch.dtype, master: bool) -> None:
-    def steps(model: nn.Module, optimizer: MasterAdamW, seeds: range) -> None:
+    def steps(model: nn.Module, optimizer: MasterWeightOptimizer, seeds: range) -> None:
         for seed in seeds:
             backward(model, seed)
             optimizer.accumulate()
@@ -169,11 +169,11 @@ def test_state_round_trip_continues_bitwise(dtype: torch.dtype, master: bool) ->
             optimizer.zero_grad()
 
     model = make_model(dtype)
-    optimizer = MasterAdamW(model, OPTIM, master=master)
+    optimizer = MasterWeightOptimizer(model, OPTIM, master=master)
     steps(model, optimizer, range(3))
     twin = make_model(dtype)
     twin.load_state_dict(model.state_dict())
-    restored = MasterAdamW(twin, OPTIM, master=master)
+    restored = MasterWeightOptimizer(twin, OPTIM, master=master)
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     restored.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))

@@ -364,7 +364,7 @@ def test_many_gpus_share_the_model_as_the_configuration_says(make_config: MakeCo
     eight = plan_step(make_config(optim=batch), gpu="h100", gpus=8)
     assert eight.memory.at_peak["parameters"] < one["parameters"] / 7
     off = plan_step(make_config(optim=batch, parallel={"dp_replicate": 2}), gpu="h100", gpus=8)
-    assert off.setting.copies == 2 and off.setting.shards == 4
+    assert off.step_config.copies == 2 and off.step_config.shards == 4
     assert off.memory.at_peak["parameters"] > 1.9 * eight.memory.at_peak["parameters"]
 
 

@@ -14,8 +14,7 @@ from tiny_runs import LLAMA
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo.train import ConfigError, parse_config, run
-from octavo.train import share as share_module
+from octavo.train import ConfigError, model_sharing, parse_config, run
 from octavo.train.checkpoint.digests import write_digests
 from octavo.train.checkpoint.export import export
 from octavo.train.checkpoint.pretrained import load_model_config, load_pretrained
@@ -23,8 +22,8 @@ from octavo.train.checkpoint.shard_index import read_index
 from octavo.train.checkpoint.store import checkpoints, shards
 from octavo.train.data.corpus import load_corpus
 from octavo.train.model import build_model
+from octavo.train.model_sharing import share_on_machine
 from octavo.train.record.metrics import NullProgress
-from octavo.train.share import share_on_machine
 from processes import gloo  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.dist
@@ -239,7 +238,7 @@ def sharing_job(tables, plant):
 
     with join_ranks(config) as ranks:
         corpus = load_corpus(config, NullProgress())
-        write = share_module._write
+        write = model_sharing._write
 
         def planted(value, file):
             skeleton = write(value, file)
@@ -249,7 +248,7 @@ def sharing_job(tables, plant):
                 file.parent.chmod(0o777)
             return skeleton
 
-        with mock.patch.object(share_module, "_write", planted):
+        with mock.patch.object(model_sharing, "_write", planted):
             try:
                 model = share_on_machine(lambda: build_model(config, corpus.tokenizer), ranks)
             except ConfigError as error:

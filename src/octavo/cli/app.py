@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from octavo._version import __version__
 from octavo.cli.completion import complete_setting
 from octavo.cli.examples import EXAMPLES
-from octavo.cli.exit_codes import MISTAKE, is_closed
+from octavo.cli.exit_codes import USAGE_ERROR, is_closed
 from octavo.runtime.extras import missing
 from octavo.runtime.terminal import stderr
 
@@ -89,7 +89,7 @@ def user_errors(context: typer.Context) -> Iterator[None]:
             traceback.print_exc()
         elif is_first_rank() or type(error).__name__ != "SharedError":  # the first rank prints it
             show_error(_message(error))
-        raise typer.Exit(MISTAKE) from None
+        raise typer.Exit(USAGE_ERROR) from None
 
 
 def is_first_rank() -> bool:

@@ -20,7 +20,7 @@ from typing import TextIO
 
 import typer
 
-MISTAKE = 2
+USAGE_ERROR = 2
 INTERNAL = 70
 INTERRUPTED = 130
 CLOSED = 141
@@ -38,7 +38,7 @@ def run(command: Callable[[], object]) -> int:
             code = code or CLOSED
         except OSError as error:
             discard(stream)
-            code = code if code == MISTAKE else _unwritten(error)  # a user error has printed its message
+            code = code if code == USAGE_ERROR else _unwritten(error)  # a user error has printed its message
     return code
 
 
@@ -47,7 +47,7 @@ def _code(command: Callable[[], object]) -> int:
         command()
     except SystemExit as end:
         cause = end.__context__  # the reason of Click or Rich to exit
-        if isinstance(cause, typer.Exit) or end.code == MISTAKE:
+        if isinstance(cause, typer.Exit) or end.code == USAGE_ERROR:
             return int(end.code or 0)
         if isinstance(cause, BrokenPipeError):
             return CLOSED
@@ -66,7 +66,7 @@ def _code(command: Callable[[], object]) -> int:
 def _unwritten(error: OSError) -> int:
     with suppress(OSError):
         print(f"error: the output cannot be written: {error}", file=sys.stderr)
-    return MISTAKE
+    return USAGE_ERROR
 
 
 def _show(error: BaseException) -> None:

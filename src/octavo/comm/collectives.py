@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.comm.checks import Group, check_args, check_op, needs_grad, split_sizes, world_size
-from octavo.comm.encoding import WIRE, as_rows, pack, unpack, width
+from octavo.comm.encoding import DEFAULT_SPEC, as_rows, pack, unpack, width
 from octavo.numerics.spec import QuantSpec
 
 T = TypeVar("T")
@@ -46,7 +46,12 @@ class Pending(Generic[T]):
 
 
 def all_gather(
-    x: Tensor, group: Group = None, *, spec: str = WIRE, backward_spec: str | None = None, async_op: bool = False
+    x: Tensor,
+    group: Group = None,
+    *,
+    spec: str = DEFAULT_SPEC,
+    backward_spec: str | None = None,
+    async_op: bool = False,
 ) -> Any:
     """Concatenate every rank's tensor along dimension 0.
 
@@ -80,7 +85,7 @@ def reduce_scatter(
     group: Group = None,
     *,
     op: Op = "sum",
-    spec: str = WIRE,
+    spec: str = DEFAULT_SPEC,
     backward_spec: str | None = None,
     async_op: bool = False,
 ) -> Any:
@@ -123,7 +128,7 @@ def all_reduce(
     group: Group = None,
     *,
     op: Op = "sum",
-    spec: str = WIRE,
+    spec: str = DEFAULT_SPEC,
     backward_spec: str | None = None,
     async_op: bool = False,
 ) -> Any:
@@ -161,7 +166,7 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: Group = None,
     *,
-    spec: str = WIRE,
+    spec: str = DEFAULT_SPEC,
     backward_spec: str | None = None,
     async_op: bool = False,
 ) -> Any:
@@ -200,7 +205,9 @@ def all_to_all_single(
     return _start(_all_to_all(x, group, sent, received, quant_spec), async_op)
 
 
-def all_to_all(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group = None, *, spec: str = WIRE) -> None:
+def all_to_all(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Group = None, *, spec: str = DEFAULT_SPEC
+) -> None:
     """Send a tensor to every rank and fill a tensor from every rank. Not differentiable.
 
     Args:

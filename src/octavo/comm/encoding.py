@@ -37,7 +37,7 @@ from octavo.kernels import dequantize, quantize
 from octavo.numerics.spec import FULL, ROW, QuantSpec
 from octavo.tensor import ScaledTensor
 
-WIRE = "e4m3/1x128"
+DEFAULT_SPEC = "e4m3/1x128"
 """The default FP8 format of messages."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from octavo.comm.checks import Group, check_args, world_size
 from octavo.comm.collectives import Pending
-from octavo.comm.encoding import DTYPES, WIRE, as_rows, pack, parse_spec, unpack, width
+from octavo.comm.encoding import DEFAULT_SPEC, DTYPES, as_rows, pack, parse_spec, unpack, width
 
 
-def send(x: Tensor, dst: int, group: Group = None, *, spec: str = WIRE, tag: int = 0) -> None:
+def send(x: Tensor, dst: int, group: Group = None, *, spec: str = DEFAULT_SPEC, tag: int = 0) -> None:
     """Send a tensor; return when the message may be freed. See `isend`.
 
     Examples:
@@ -36,7 +36,7 @@ def recv(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    spec: str = WIRE,
+    spec: str = DEFAULT_SPEC,
     tag: int = 0,
 ) -> Tensor:
     """Receive a tensor. See `irecv`.
@@ -51,7 +51,7 @@ def recv(
     return irecv(shape, src, group, dtype=dtype, device=device, spec=spec, tag=tag).wait()
 
 
-def isend(x: Tensor, dst: int, group: Group = None, *, spec: str = WIRE, tag: int = 0) -> Pending[None]:
+def isend(x: Tensor, dst: int, group: Group = None, *, spec: str = DEFAULT_SPEC, tag: int = 0) -> Pending[None]:
     """Start to send a tensor.
 
     Args:
@@ -91,7 +91,7 @@ def irecv(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    spec: str = WIRE,
+    spec: str = DEFAULT_SPEC,
     tag: int = 0,
 ) -> Pending[Tensor]:
     """Start to receive a tensor.

@@ -155,7 +155,7 @@ def judge(
         ArmVerdict(
             losses=losses,
             speed=_ratio(baseline, run, lambda result: result.tokens_per_s),
-            memory=_ratio(baseline, run, lambda result: result.kept_bytes_per_token),
+            memory=_ratio(baseline, run, lambda result: result.saved_bytes_per_token),
             time_to_loss=time,
             notes=(*losses.notes, *_arm_notes(run, losses)),
         )

@@ -134,7 +134,7 @@ def summary_rows(results: Sequence[RunResult]) -> list[SummaryRow]:
         row("final loss", lambda r: r.losses.final if r.losses else None, "{:.4f}", "gap"),
         row("first loss", lambda r: r.losses.first if r.losses else None, "{:.4f}", "gap"),
         row("tokens/s, median", lambda r: r.tokens_per_s, "{:,.0f}", "ratio"),
-        row("saved for backward, bytes/token", lambda r: r.kept_bytes_per_token, "{:,.0f}", "ratio"),
+        row("saved for backward, bytes/token", lambda r: r.saved_bytes_per_token, "{:,.0f}", "ratio"),
         row("optimizer states, bytes/parameter", lambda r: r.state_bytes_per_parameter, "{:.2f}", "ratio"),
         row("steps", lambda r: r.steps, "{:,}"),
         row("tokens", lambda r: r.tokens, "{:,}"),
@@ -245,7 +245,7 @@ def _tiles(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> list[dict[str,
         return [
             tile(result.losses.tail_mean if result.losses else None, "{:.4f}", "mean loss, last 10 % of steps"),
             tile(result.tokens_per_s, "{:,.0f}", "tokens/s, median"),
-            tile(result.kept_bytes_per_token, "{:,.0f}", "saved for backward, bytes/token"),
+            tile(result.saved_bytes_per_token, "{:,.0f}", "saved for backward, bytes/token"),
         ]
     return [tile(pair.tail_gap_percent, "{:+.2f} %", f"loss gap of {pair.candidate}") for pair in verdicts]
 

@@ -88,7 +88,7 @@ def verdict(a: RunResult, b: RunResult, prediction: PredictedSpeed | None = None
         tail_gap=gap,
         tail_gap_percent=percent,
         speed_ratio=_ratio(a.tokens_per_s, b.tokens_per_s),
-        memory_ratio=_ratio(a.kept_bytes_per_token, b.kept_bytes_per_token),
+        memory_ratio=_ratio(a.saved_bytes_per_token, b.saved_bytes_per_token),
         state_ratio=_ratio(a.state_bytes_per_parameter, b.state_bytes_per_parameter),
         prediction=prediction,
         sentence=_sentence(baseline, candidate, status, percent, a, b),
@@ -143,7 +143,7 @@ def _sentence(baseline: str, candidate: str, status: str, percent: float, a: Run
 def _notes(a: RunResult, b: RunResult, prediction: PredictedSpeed | None) -> list[str]:
     baseline, candidate = arm_name(a.arm), arm_name(b.arm)
     notes = []
-    if (memory := _ratio(a.kept_bytes_per_token, b.kept_bytes_per_token)) is not None:
+    if (memory := _ratio(a.saved_bytes_per_token, b.saved_bytes_per_token)) is not None:
         notes.append(f"{candidate} saves {memory:.2f} × {baseline}'s bytes per token for the backward pass.")
     if (states := _ratio(a.state_bytes_per_parameter, b.state_bytes_per_parameter)) is not None:
         numbers = f"{b.state_bytes_per_parameter:.1f} against {a.state_bytes_per_parameter:.1f} bytes per parameter"

@@ -7,16 +7,17 @@
                 model(batch).loss.backward()
             for move in pilot.moved:        # as "step 50: model.layers.3.mlp.down_proj: rowwise → blockwise (x: …)"
                 print(move)
-            if not pilot.again:
+            if not pilot.should_repeat:
                 break
             optimizer.zero_grad()           # repeat the step: to measure products, or with layers moved
         optimizer.step()
 
     suspicion   an operand of a sampled step crosses a limit: SQNR, underflow or saturation (`octavo.inspect.findings`)
     harm        the step is repeated, and the products of that layer are compared with those in high precision
-                (`octavo.inspect.product_error`): for its own recipe, and for each of `RUNGS`
-    move        if the error of its own recipe exceeds `product_error`, the layer switches to the first of `RUNGS` with
-                an error of at most half of that; the last, high precision, has none. The step is repeated
+                (`octavo.inspect.product_error`): for its own recipe, and for each of `FALLBACK_RECIPES`
+    move        if the error of its own recipe exceeds `product_error`, the layer switches to the first of
+                `FALLBACK_RECIPES` with an error of at most half of that; the last, high precision, has none. The step
+                is repeated
     trial       the next step is sampled: if the previous recipe has at most half of the limit there, the batch was the
                 cause, and the layer switches back
     restore     with `restore_after`, a layer returns to its first recipe after that many consecutive samples in which
@@ -50,7 +51,7 @@ from octavo.nn.linear_subclasses import change_since, is_converted
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import Recipe
 
-RUNGS = ("tensorwise", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad")
+FALLBACK_RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad")
 """Recipes that a layer may switch to, cheapest first; high precision comes last."""
 MOVING = ("saturation", "underflow", "sqnr")
 """Limits that make a layer a suspect when crossed, most severe first."""
@@ -91,14 +92,14 @@ class Autopilot:
         watch: An existing `Watch` of the model, instead of `every`.
         restore_after: Number of consecutive samples without harm by a layer's first recipe after which the layer
             returns to it; 0 for never.
-        rungs: Names of recipes that a layer may switch to, most preferred first; high precision comes after them.
+        fallback_recipes: Names of recipes that a layer may switch to, most preferred first; then comes high precision.
 
     Attributes:
         watch: The sampler.
-        found: Findings of the last step.
+        findings: Findings of the last step.
         moved: Moves of the last step.
         moves: All moves, in order.
-        again: Whether to repeat the last step, with its gradients dropped.
+        should_repeat: Whether to repeat the last step, with its gradients dropped.
 
     Raises:
         ValueError: For a model without converted layers, `every` below 1, or `restore_after` below 0.
@@ -108,7 +109,7 @@ class Autopilot:
         >>> pilot = octavo.inspect.Autopilot(model, every=50)
         >>> with pilot.step():
         ...     model(torch.randn(8, 64)).sum().backward()
-        >>> pilot.moved, pilot.again
+        >>> pilot.moved, pilot.should_repeat
         ([], False)
     """
 
@@ -120,7 +121,7 @@ class Autopilot:
         thresholds: Thresholds | None = None,
         watch: Watch | None = None,
         restore_after: int = 0,
-        rungs: Sequence[str] = RUNGS,
+        fallback_recipes: Sequence[str] = FALLBACK_RECIPES,
     ) -> None:
         if not any(is_converted(module) for module in model.modules()):
             raise ValueError("Autopilot: this model has no converted layer to move: call octavo.convert(model) first")
@@ -129,19 +130,19 @@ class Autopilot:
         if restore_after < 0:
             raise ValueError(f"Autopilot: restore_after is a number of samples, 0 or more; got {restore_after}")
         self.watch = Watch(model, every=every) if watch is None else watch
-        self.found: list[Finding] = []
+        self.findings: list[Finding] = []
         self.moved: list[Move] = []
         self.moves: list[Move] = []
-        self.again = False
+        self.should_repeat = False
         self._model = model
         self._thresholds = Thresholds() if thresholds is None else thresholds
         self._restore_after = restore_after
-        self._rungs = tuple(rungs)
-        self._began: dict[str, Recipe] = {}
+        self._fallbacks = tuple(fallback_recipes)
+        self._first_recipes: dict[str, Recipe] = {}
         self._acted = 0  # the step of the last `act`
         self._due = True  # whether the first sample is still to come
         self._trials: dict[str, str] = {}  # layers moved in the last step, and their recipe before
-        self._calm: dict[str, int] = {}  # consecutive samples without harm by a layer's first recipe
+        self._healthy: dict[str, int] = {}  # consecutive samples without harm by a layer's first recipe
         self._stuck: set[str] = set()  # layers that could not be moved
         self._suspects: dict[str, set[str]] = {}  # of the current step, with the recipes that were rejected in it
 
@@ -151,32 +152,32 @@ class Autopilot:
 
         Args:
             number: Number of the step, 1, 2, …; default: the one after the last, or the last if that is repeated
-                (`again`).
+                (`should_repeat`).
             force: Sample the step regardless of `every`.
         """
-        number = self.watch.number + (not self.again) if number is None else number
-        with self.watch.step(number, force=force or self.wants_sample, measure=self.measures):
+        number = self.watch.number + (not self.should_repeat) if number is None else number
+        with self.watch.step(number, force=force or self.needs_sample, measure=self.measures):
             yield
         self.act()
 
     @property
-    def wants_sample(self) -> bool:
+    def needs_sample(self) -> bool:
         """Whether to sample the next step regardless of `every`."""
-        return self._due or self.again or bool(self._trials)
+        return self._due or self.should_repeat or bool(self._trials)
 
     @property
     def measures(self) -> dict[str, list[str | Recipe]]:
         """Recipes by layer that `Watch.step` should measure in the next step if it is sampled."""
         recipes_by_layer: dict[str, list[str | Recipe]] = {}
-        if self.again:
+        if self.should_repeat:
             names = dict(self._model.named_modules())
             for layer in self._suspects:
                 own = getattr(names[layer], "recipe", None)
-                recipes_by_layer[layer] = [*([own] if own is not None else []), *self._rungs]
+                recipes_by_layer[layer] = [*([own] if own is not None else []), *self._fallbacks]
         for layer, before in self._trials.items():
             recipes_by_layer.setdefault(layer, []).append(self._recipe(layer, before) or before)
-        for layer in self._began if self._restore_after else ():
-            recipes_by_layer.setdefault(layer, []).append(self._began[layer])
+        for layer in self._first_recipes if self._restore_after else ():
+            recipes_by_layer.setdefault(layer, []).append(self._first_recipes[layer])
         return {layer: _without_duplicates(recipes) for layer, recipes in recipes_by_layer.items()}
 
     def act(
@@ -195,11 +196,11 @@ class Autopilot:
         """
         rows = self.watch.rows if rows is None else rows
         errors = self.watch.errors if errors is None else errors
-        self.found = findings(rows, self._thresholds)
+        self.findings = findings(rows, self._thresholds)
         self.moved = []
         step = rows[0].step if rows else self.watch.number
-        repeated = self.again and step == self._acted
-        self.again, self._acted = False, step
+        repeated = self.should_repeat and step == self._acted
+        self.should_repeat, self._acted = False, step
         if (not rows and not errors) or not finite or any(row.nonfinite for row in rows):
             return []
         if not repeated:
@@ -208,11 +209,11 @@ class Autopilot:
         recipes = {row.layer: row.recipe for row in rows}
         for layer, finding in self._suspicions():
             if recipes[layer] in errors.get(layer, ()):
-                self._judge(finding, recipes[layer], errors[layer])
+                self._switch_if_harmed(finding, recipes[layer], errors[layer])
             elif layer not in self._suspects:
-                self._suspects[layer], self.again = set(), True
-        self.again = self.again or any(not move.back for move in self.moved)
-        self._due = self._due and self.again
+                self._suspects[layer], self.should_repeat = set(), True
+        self.should_repeat = self.should_repeat or any(not move.back for move in self.moved)
+        self._due = self._due and self.should_repeat
         return self.moved
 
     def restore(self, layer: str | None = None, *, step: int) -> list[Move]:
@@ -221,21 +222,21 @@ class Autopilot:
         Raises:
             ValueError: For a layer that was not moved.
         """
-        if layer is not None and layer not in self._began:
-            moved = ", ".join(self._began) or "none was"
+        if layer is not None and layer not in self._first_recipes:
+            moved = ", ".join(self._first_recipes) or "none was"
             raise ValueError(
-                f"Autopilot: {layer!r} was not moved{nearest(layer, self._began)}; layers that were: {moved}"
+                f"Autopilot: {layer!r} was not moved{nearest(layer, self._first_recipes)}; layers that were: {moved}"
             )
         self.moved = []
-        for name in list(self._began) if layer is None else [layer]:
-            self._back(name, self._began[name].name, step, "on request")
+        for name in list(self._first_recipes) if layer is None else [layer]:
+            self._switch_back(name, self._first_recipes[name].name, step, "on request")
         return self.moved
 
     def state_dict(self) -> dict[str, Any]:
         """Return the moves, the step number and the pending trials as plain lists and dictionaries."""
         return {
             "moves": [asdict(move) for move in self.moves], "step": self.watch.number, "due": self._due,
-            "trials": dict(self._trials), "calm": dict(self._calm),
+            "trials": dict(self._trials), "calm": dict(self._healthy),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -251,42 +252,42 @@ class Autopilot:
         for move in moves:
             if move.layer not in names:
                 raise ValueError(f"Autopilot: the moves are of another model: this one has no {move.layer!r}")
-        for layer, recipe in self._began.items():
+        for layer, recipe in self._first_recipes.items():
             change_recipe(self._model, layer, recipe, reason="as converted")
-        self._began, self.moves = {}, []
+        self._first_recipes, self.moves = {}, []
         for move in moves:
-            if move.layer in self._began or is_converted(names[move.layer]):
+            if move.layer in self._first_recipes or is_converted(names[move.layer]):
                 self._move(move)
-        self.moved, self.again, self._suspects = [], False, {}
+        self.moved, self.should_repeat, self._suspects = [], False, {}
         self.watch.number = state.get("step", self.watch.number)
         self._due = state.get("due", False)
-        self._trials = {layer: name for layer, name in state.get("trials", {}).items() if layer in self._began}
-        self._calm = dict(state.get("calm", {}))
+        self._trials = {layer: name for layer, name in state.get("trials", {}).items() if layer in self._first_recipes}
+        self._healthy = dict(state.get("calm", {}))
 
     def _suspicions(self) -> list[tuple[str, Finding]]:
         """Return the FP8 layers with an operand that crossed a limit, with their most severe finding."""
         worst: dict[str, Finding] = {}
         for what in MOVING:
-            for finding in self.found:
+            for finding in self.findings:
                 module = self._model.get_submodule(finding.layer)
                 stuck = finding.layer in self._stuck and change_since(module) is not None
                 if finding.what == what and is_converted(module) and not stuck:
                     worst.setdefault(finding.layer, finding)
         return list(worst.items())
 
-    def _judge(self, finding: Finding, recipe: str, errors: Mapping[str, float]) -> None:
+    def _switch_if_harmed(self, finding: Finding, recipe: str, errors: Mapping[str, float]) -> None:
         """Switch a harmed layer to a recipe that does not harm it, by the measured product errors."""
         layer, limit = finding.layer, self._thresholds.product_error
         if errors[recipe] <= limit:
             return
         rejected = self._suspects.setdefault(layer, set())
         rejected.add(recipe)
-        harmless = (name for name in self._rungs if name not in rejected and errors.get(name, 1.0) <= limit / 2)
+        harmless = (name for name in self._fallbacks if name not in rejected and errors.get(name, 1.0) <= limit / 2)
         after = next(harmless, HIGH_PRECISION)
         why = f"{finding.operand}: {finding.measured}, product error {errors[recipe]:.2g} (limit {limit:g})"
         if self._move(Move(step=finding.step, layer=layer, before=recipe, after=after, why=why)):
             self._trials.setdefault(layer, recipe)
-            self._calm.pop(layer, None)
+            self._healthy.pop(layer, None)
 
     def _move_back(self, step: int, errors: Mapping[str, Mapping[str, float]]) -> None:
         """Undo moves that one batch caused, and those that have not been needed for `restore_after` samples."""
@@ -295,38 +296,39 @@ class Autopilot:
             if before in errors.get(layer, ()):
                 del self._trials[layer]
                 if (error := errors[layer][before]) <= limit / 2:
-                    self._back(layer, before, step, f"the next batch is not harmed, product error {error:.2g}")
-        for layer, recipe in list(self._began.items()) if self._restore_after else ():
+                    self._switch_back(layer, before, step, f"the next batch is not harmed, product error {error:.2g}")
+        for layer, recipe in list(self._first_recipes.items()) if self._restore_after else ():
             if recipe.name in errors.get(layer, ()) and layer not in self._trials:
-                self._calm[layer] = self._calm.get(layer, 0) + 1 if errors[layer][recipe.name] <= limit / 2 else 0
-                if self._calm[layer] >= self._restore_after:
-                    self._back(layer, recipe.name, step, f"no harm in {self._restore_after} samples")
+                healthy = errors[layer][recipe.name] <= limit / 2
+                self._healthy[layer] = self._healthy.get(layer, 0) + 1 if healthy else 0
+                if self._healthy[layer] >= self._restore_after:
+                    self._switch_back(layer, recipe.name, step, f"no harm in {self._restore_after} samples")
 
-    def _back(self, layer: str, recipe: str, step: int, why: str) -> None:
+    def _switch_back(self, layer: str, recipe: str, step: int, why: str) -> None:
         current = next(move.after for move in reversed(self.moves) if move.layer == layer)
         self._trials.pop(layer, None)
-        self._calm.pop(layer, None)
+        self._healthy.pop(layer, None)
         self._move(Move(step=step, layer=layer, before=current, after=recipe, why=why, back=True))
 
     def _recipe(self, layer: str, name: str) -> Recipe | str | None:
         """Return a layer's recipe by name; its first recipe may be the user's own."""
-        if layer in self._began and self._began[layer].name == name:
-            return self._began[layer]
+        if layer in self._first_recipes and self._first_recipes[layer].name == name:
+            return self._first_recipes[layer]
         return None if name == HIGH_PRECISION else name
 
     def _move(self, move: Move) -> bool:
         """Carry out a move. A layer that cannot be moved stays as it is, with a warning; returns whether it was."""
         module: Any = self._model.get_submodule(move.layer)
-        began = self._began.get(move.layer) or module.recipe
+        first = self._first_recipes.get(move.layer) or module.recipe
         try:
             change_recipe(self._model, move.layer, self._recipe(move.layer, move.after), reason=f"autopilot, {move}")
         except ValueError as error:
             self._stuck.add(move.layer)
             warnings.warn(f"autopilot cannot do this and leaves the layer as it is: {move}: {error}", stacklevel=2)
             return False
-        self._began[move.layer] = began
-        if move.after == self._began[move.layer].name:
-            del self._began[move.layer]
+        self._first_recipes[move.layer] = first
+        if move.after == self._first_recipes[move.layer].name:
+            del self._first_recipes[move.layer]
         self.moves.append(move)
         self.moved.append(move)
         return True

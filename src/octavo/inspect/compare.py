@@ -227,9 +227,9 @@ class Rule:
 
     def fails_more(self, failed: int, base_failed: int, seeds: int) -> bool:
         """Return whether the arm has significantly more failed runs than the baseline."""
-        share = scale_of(self.confidence) / self.arms * (1 + 1e-9)
-        all_failed = failed == seeds and not base_failed and 4.0**-seeds <= ALL_FAILED * share
-        return all_failed or fisher(failed, base_failed, seeds) <= FAILURE_LEVEL * share
+        level = scale_of(self.confidence) / self.arms * (1 + 1e-9)
+        all_failed = failed == seeds and not base_failed and 4.0**-seeds <= ALL_FAILED * level
+        return all_failed or fisher(failed, base_failed, seeds) <= FAILURE_LEVEL * level
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -221,7 +221,7 @@ class _ChunkedForward:
 
         num_items_in_batch, ignore_index = inputs.pop("num_items_in_batch", None), inputs.pop("ignore_index", IGNORE)
         inputs.pop("logits_to_keep", None)
-        wants_tuple = inputs.pop("return_dict", None) is False
+        return_tuple = inputs.pop("return_dict", None) is False
         outputs = self._head.base(*args, **inputs)
         if shift_labels is None:
             assert labels is not None
@@ -244,7 +244,7 @@ class _ChunkedForward:
             hidden_states=getattr(outputs, "hidden_states", None),
             attentions=getattr(outputs, "attentions", None),
         )
-        return result.to_tuple() if wants_tuple else result
+        return result.to_tuple() if return_tuple else result
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:

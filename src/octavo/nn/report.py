@@ -73,15 +73,15 @@ class Report(Displayed):
         rows: Linear layers, and other modules with matrix weights.
         execution: How FP8 products run on this machine, if they are emulated.
         activations: Modules that store activations in FP8, and those that could not; empty if this is off.
-        kept: Bytes that a forward saves for backward, by module; empty without a batch.
-        storage_wanted: Whether `activations="fp8"` was set.
+        saved_bytes: Bytes that a forward saves for backward, by module; empty without a batch.
+        activations_requested: Whether `activations="fp8"` was set.
     """
 
     rows: tuple[Row, ...]
     execution: str
     activations: tuple[StorageRow, ...] = ()
-    kept: Mapping[str, int] = field(default_factory=dict)
-    storage_wanted: bool = False
+    saved_bytes: Mapping[str, int] = field(default_factory=dict)
+    activations_requested: bool = False
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -97,9 +97,9 @@ class Report(Displayed):
         """One line: converted layers and recipes, skipped layers with reasons, and emulation."""
         converted = [row for row in self.rows if row.converted]
         recipes = ", ".join(sorted({row.recipe or "" for row in converted}))
-        share = sum(row.weights for row in converted) / max(sum(row.weights for row in self.rows), 1)
+        fraction = sum(row.weights for row in converted) / max(sum(row.weights for row in self.rows), 1)
         text = f"converted {len(converted)} of {sum(row.linear for row in self.rows)} linear layers"
-        text += f" to {recipes} ({share:.0%} of the matrix weights)" if converted else ""
+        text += f" to {recipes} ({fraction:.0%} of the matrix weights)" if converted else ""
         skipped: dict[str, list[Row]] = {}
         for row in self.rows:
             if not row.converted:
@@ -111,7 +111,7 @@ class Report(Displayed):
         counts = Counter(row.storage for row in self.activations if row.storage is not None)
         unchanged = [row for row in self.activations if row.storage is None]
         if not counts:
-            none = "activations='fp8': no module stores them" if self.storage_wanted else ""
+            none = "activations='fp8': no module stores them" if self.activations_requested else ""
             return none + (f" ({len(unchanged)} were looked at)" if none and unchanged else "")
         kinds = ", ".join(f"{kind} {count}" for kind, count in counts.items())
         text = f"activations in FP8 in {counts.total()} modules ({kinds})"
@@ -124,17 +124,17 @@ class Report(Displayed):
         return "\n".join([*table.lines(), "", *self._saved_bytes_lines(), self.summary])
 
     def _saved_bytes_lines(self) -> list[str]:
-        """Return the lines of a table of `kept`, with similar modules in one row."""
-        if not self.kept:
+        """Return the lines of a table of `saved_bytes`, with similar modules in one row."""
+        if not self.saved_bytes:
             return []
         groups: dict[str, list[str]] = {}
-        for name in self.kept:
+        for name in self.saved_bytes:
             groups.setdefault(pattern(name), []).append(name)
-        rows = [(sum(self.kept[n] for n in names), merged(names) or "(the model)") for names in groups.values()]
-        total = sum(self.kept.values())
+        rows = [(sum(self.saved_bytes[n] for n in names), merged(names) or "(the model)") for names in groups.values()]
+        total = sum(self.saved_bytes.values())
         cells = [*sorted(rows, reverse=True), (total, "in all")]
-        width = max(len("bytes kept"), len(f"{total:,}"))
-        return [f"{'bytes kept':>{width}}  by", *(f"{size:>{width},}  {name}" for size, name in cells), ""]
+        width = max(len("bytes saved"), len(f"{total:,}"))
+        return [f"{'bytes saved':>{width}}  by", *(f"{size:>{width},}  {name}" for size, name in cells), ""]
 
 
 def check_module(function: str, model: object, hint: str = "") -> None:
@@ -185,8 +185,8 @@ def report(model: nn.Module, batch: Any = None) -> Report:
         rows=tuple(rows),
         execution=_execution(model),
         activations=tuple(_storage_rows(model, plans)),
-        kept={} if batch is None else saved_by_layer(model, batch),
-        storage_wanted=any(plan.activations == "fp8" for plan in plans.values()),
+        saved_bytes={} if batch is None else saved_by_layer(model, batch),
+        activations_requested=any(plan.activations == "fp8" for plan in plans.values()),
     )
 
 

@@ -26,8 +26,8 @@ class Displayed:
         if len(lines) <= MAX_LINES:
             return "\n".join(lines)
         head, tail = MAX_LINES - 6, 5
-        left_out = f"… {len(lines) - head - tail} more lines: print() shows all"
-        return "\n".join([*lines[:head], left_out, *lines[-tail:]])
+        omitted = f"… {len(lines) - head - tail} more lines: print() shows all"
+        return "\n".join([*lines[:head], omitted, *lines[-tail:]])
 
     def _repr_html_(self) -> str:
         return f'<pre style="white-space: pre; overflow-x: auto">{html.escape(repr(self))}</pre>'

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from octavo.comm import WIRE, all_gather, all_reduce, reduce_scatter
+from octavo.comm import DEFAULT_SPEC, all_gather, all_reduce, reduce_scatter
 from octavo.comm.encoding import pack, parse_spec, unpack
 
 
@@ -36,7 +36,7 @@ class Fp8AllReduce:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, spec: str = WIRE, error_feedback: bool = False
+        self, group: dist.ProcessGroup | None = None, *, spec: str = DEFAULT_SPEC, error_feedback: bool = False
     ) -> None:
         parse_spec(spec)
         self.group, self.spec, self.error_feedback = group, spec, error_feedback

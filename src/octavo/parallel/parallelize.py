@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from octavo.comm import WIRE
+from octavo.comm import DEFAULT_SPEC
 from octavo.nn.convert import apply_plan, rule_plan
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import check_module
@@ -167,12 +167,12 @@ def _parallelize(
     fp8 = layout.fp8_comm == "on" or (crosses_machines and _ranks_per_machine(replicas * shards) == 1)
     sync_amax_histories(model, mesh)
     if shards == 1 and replicas > 1:
-        return replicate(model, mesh, fp8=WIRE if fp8 else None)
+        return replicate(model, mesh, fp8=DEFAULT_SPEC if fp8 else None)
     return shard(
         model,
         mesh if mesh.ndim == 2 and replicas > 1 else _shard_mesh(mesh),
         fp8_gather=fp8 or crosses_machines or layout.fp8_comm == "gather",
-        fp8_reduce=WIRE if fp8 else None,
+        fp8_reduce=DEFAULT_SPEC if fp8 else None,
         dtype=dtype,
         reduce_dtype=reduce_dtype,
         reshard_after_forward=layout.reshard_after_forward,

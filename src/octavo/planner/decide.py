@@ -116,8 +116,8 @@ def _sizes(calls: Sequence[LinearCall]) -> str:
 
 def _measured_share(cost: Cost, wall: float) -> str:
     """Describe how much of a time was measured; empty if none, or if the host's launch time dominates."""
-    share = cost.measured / cost.total if 0 < wall <= cost.total * 1.001 else 0.0
-    return "" if not share else " measured" if share > 0.999 else f" ({share:.0%} measured)"
+    fraction = cost.measured / cost.total if 0 < wall <= cost.total * 1.001 else 0.0
+    return "" if not fraction else " measured" if fraction > 0.999 else f" ({fraction:.0%} measured)"
 
 
 def _quantization_seconds(gpu: Gpu, call: LinearCall, recipe: Recipe) -> float:

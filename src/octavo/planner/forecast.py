@@ -18,7 +18,7 @@ from octavo.planner.collective_cost import bytes_saved_by_fp8_gather
 from octavo.planner.decide import break_even, decide
 from octavo.planner.devices import Gpu
 from octavo.planner.memory_plan import MemoryPlan, merge_kinds
-from octavo.planner.step import Setting, StepTime, linear_costs, step_time
+from octavo.planner.step import StepConfig, StepTime, linear_costs, step_time
 from octavo.planner.trace import Trace
 
 ALL_BF16: Mapping[str, Recipe | None] = {}
@@ -49,7 +49,7 @@ class Forecast(Plan):
 
     Attributes:
         gpu: GPU of the prediction.
-        setting: How the step runs.
+        step_config: How the step runs.
         tokens: Tokens of one micro-batch on one GPU.
         parameters: Elements of all parameters.
         times: Times of every linear layer.
@@ -62,7 +62,7 @@ class Forecast(Plan):
     """
 
     gpu: Gpu
-    setting: Setting
+    step_config: StepConfig
     tokens: int
     parameters: int
     times: Mapping[str, LinearTimes]
@@ -99,7 +99,7 @@ class Forecast(Plan):
         recipes = ", ".join(sorted({decision.recipe.name for decision in done if decision.recipe}))
         text = f"{len(done)} of {len(self.times)} linear layers" + (f" in {recipes}" if done else "")
         return (
-            f"{text}; predicted on {self.setting.gpus} × {self.gpu.name}: {1e3 * time.seconds:,.4g} ms a step, "
+            f"{text}; predicted on {self.step_config.gpus} × {self.gpu.name}: {1e3 * time.seconds:,.4g} ms a step, "
             f"{self.bf16.seconds / time.seconds:.2f}× bf16"
         )
 
@@ -112,7 +112,7 @@ class Forecast(Plan):
                 rows[-1] |= {"bf16_ms": 1e3 * times.bf16, "planned_ms": 1e3 * times.planned}
         content: dict[str, Any] = json.loads(super().to_json()) | {
             "gpu": self.gpu.to_json(),
-            "setting": asdict(self.setting),
+            "setting": asdict(self.step_config),
             "tokens": self.tokens,
             "parameters": self.parameters,
             "gain": self.gain,
@@ -186,8 +186,9 @@ def decide_by_cost(
 
 
 def forecast(
-    plan: Plan, times: Mapping[str, LinearTimes], gpu: Gpu, trace: Trace, recipes: Sequence[Recipe], setting: Setting,
-    tokens: int, *, memory: MemoryPlan, bf16_memory: MemoryPlan, configured: tuple[Plan, MemoryPlan] | None = None,
+    plan: Plan, times: Mapping[str, LinearTimes], gpu: Gpu, trace: Trace, recipes: Sequence[Recipe],
+    step_config: StepConfig, tokens: int, *, memory: MemoryPlan, bf16_memory: MemoryPlan,
+    configured: tuple[Plan, MemoryPlan] | None = None,
 ) -> Forecast:  # fmt: skip
     """Predict the step of a plan.
 
@@ -197,16 +198,16 @@ def forecast(
         gpu: GPU to predict for.
         trace: One forward.
         recipes: Recipes that were available.
-        setting: How the step runs.
+        step_config: How the step runs.
         tokens: Tokens of one micro-batch on one GPU.
         memory: Memory of the step as decided.
         bf16_memory: Memory of the step at level bf16.
         configured: The plan of the run's configuration, and its memory.
     """
 
-    def predict_time(recipes: Mapping[str, Recipe | None], setting: Setting) -> StepTime:
+    def predict_time(recipes: Mapping[str, Recipe | None], step_config: StepConfig) -> StepTime:
         costs = linear_costs(gpu, trace, recipes)
-        return step_time(gpu, trace, costs, setting, tokens, bytes_saved_by_fp8_gather(trace.calls, recipes))
+        return step_time(gpu, trace, costs, step_config, tokens, bytes_saved_by_fp8_gather(trace.calls, recipes))
 
     def recipes_of(plan: Plan) -> dict[str, Recipe | None]:
         return {name: plan[name].recipe for name in times if name in plan.decisions}
@@ -215,16 +216,16 @@ def forecast(
         plan.decisions,
         plan.activations,
         gpu=gpu,
-        setting=setting,
+        step_config=step_config,
         tokens=tokens,
         parameters=trace.parameters,
         times=times,
-        planned=predict_time(recipes_of(plan), setting),
-        bf16=predict_time(ALL_BF16, setting.bf16),
+        planned=predict_time(recipes_of(plan), step_config),
+        bf16=predict_time(ALL_BF16, step_config.bf16),
         memory=memory,
         bf16_memory=bf16_memory,
-        break_even=break_even(gpu, tokens, recipes, eager=setting.eager),
+        break_even=break_even(gpu, tokens, recipes, eager=step_config.eager),
         configured=None if configured is None else ConfiguredRun(
-            plan=configured[0], time=predict_time(recipes_of(configured[0]), setting), memory=configured[1]
+            plan=configured[0], time=predict_time(recipes_of(configured[0]), step_config), memory=configured[1]
         ),
     )  # fmt: skip

@@ -22,7 +22,7 @@ from octavo.optim import Optimizer
 from octavo.optim.interface import follows_step
 from octavo.planner.fake import fake_batch, fake_copy, fake_device, fake_tensors
 from octavo.planner.memory_plan import MemoryPlan
-from octavo.planner.step import Setting
+from octavo.planner.step import StepConfig
 from octavo.planner.step_memory import StepTrace, follow_step, predict_memory
 from octavo.planner.timeline import ALLOCATION_GRANULARITY
 from octavo.runtime.torch_compat import tree_leaves
@@ -74,7 +74,7 @@ def memory(
     if device.type not in ALLOCATION_GRANULARITY:
         raise ValueError(f"memory plans for {' or '.join(ALLOCATION_GRANULARITY)}; got device {str(device)!r}")
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    place, setting = fake_device(device), Setting(micro_batches=micro_batches)
+    place, step_config = fake_device(device), StepConfig(micro_batches=micro_batches)
 
     with fake_tensors():
         leaves = tree_leaves(fake_batch(batch, None, dtype, place))
@@ -91,16 +91,16 @@ def memory(
             inputs = fake_batch(batch, None if size == sequences else size, dtype, place)
             stepper = _optimizer(optimizer, copy)
             saved = _run(lambda: audit(copy, inputs, loss=loss or default_loss), inputs)
-            granule = ALLOCATION_GRANULARITY[device.type]
-            return trace_step(copy, inputs, stepper, loss or default_loss, setting, granule, saved)
+            allocation_granularity = ALLOCATION_GRANULARITY[device.type]
+            return trace_step(copy, inputs, stepper, loss or default_loss, step_config, allocation_granularity, saved)
 
     label = "as given" if precision is None else precision.label
-    return replace(predict_memory(trace, sequences, setting), label=label, device=str(device))
+    return replace(predict_memory(trace, sequences, step_config), label=label, device=str(device))
 
 
 def trace_step(
-    model: nn.Module, inputs: Any, stepper: torch.optim.Optimizer | None, loss: Loss, setting: Setting, granule: int,
-    saved: Audit | None = None,
+    model: nn.Module, inputs: Any, stepper: torch.optim.Optimizer | None, loss: Loss, step_config: StepConfig,
+    allocation_granularity: int, saved: Audit | None = None,
 ) -> StepTrace:  # fmt: skip
     """Record a step of a fake model under FakeTensorMode.
 
@@ -109,15 +109,15 @@ def trace_step(
         inputs: Its input.
         stepper: Its optimizer.
         loss: Computes the loss of the model and its input.
-        setting: How the step runs.
-        granule: Granularity of the allocator in bytes.
+        step_config: How the step runs.
+        allocation_granularity: Granularity of the allocator in bytes.
         saved: What a forward saves for backward, if that was listed.
 
     Raises:
         ValueError: If the model cannot run.
     """
     states = [] if stepper is None else make_states(stepper)
-    earlier = make_gradients(stepper) if stepper is not None and setting.micro_batches > 1 else []
+    earlier = make_gradients(stepper) if stepper is not None and step_config.micro_batches > 1 else []
 
     def optimizer_step() -> None:
         if stepper is not None and follows_step(stepper):
@@ -127,7 +127,15 @@ def trace_step(
         _run(lambda: loss(model, inputs).backward(), inputs)
 
     return follow_step(
-        model, inputs, states, earlier, forward_backward, optimizer_step, setting=setting, granule=granule, saved=saved
+        model,
+        inputs,
+        states,
+        earlier,
+        forward_backward,
+        optimizer_step,
+        step_config=step_config,
+        allocation_granularity=allocation_granularity,
+        saved=saved,
     )
 
 

@@ -39,7 +39,7 @@ from octavo.planner.forecast import Forecast, LinearTimes, decide_by_cost, forec
 from octavo.planner.measured import Measurements, read_measurements
 from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.model_memory import default_loss, trace_step
-from octavo.planner.step import CHECKPOINTING, Layout, Setting, is_count, layout_settings
+from octavo.planner.step import CHECKPOINTING, Layout, StepConfig, is_count, layout_settings
 from octavo.planner.step_memory import (
     TRACED_BLOCKS,
     StepTrace,
@@ -121,7 +121,7 @@ def plan(
     _check(model, checkpointing)
     gpu = with_measurements(find_gpu(device), calibration)
     request = _request(precision, recipe, skip, filter, heads)
-    setting = Setting(
+    step_config = StepConfig(
         **layout_settings(world, parallel), micro_batches=micro_batches, eager=not compiled,
         recompute=CHECKPOINTING[checkpointing], states=request.precision.states,
     )  # fmt: skip
@@ -129,19 +129,20 @@ def plan(
     rule = default_decisions(model, request)
     traced, size = _trace(model, shapes, batch)
     tokens = seq * batch if seq is not None else max((c.m for cs in traced.calls.values() for c in cs), default=1)
-    decided, times = rule.by_cost(gpu, traced, eager=setting.eager)
+    decided, times = rule.by_cost(gpu, traced, eager=step_config.eager)
     check_gathered(decided, parallel)
     offloaded = parallel is not None and parallel.cpu_offload
 
-    def memory(plan: Plan, level: Precision, setting: Setting) -> MemoryPlan:
-        trace_blocks = partial(_trace_blocks, model, shapes, plan, level, checkpointing, setting)
+    def memory(plan: Plan, level: Precision, step_config: StepConfig) -> MemoryPlan:
+        trace_blocks = partial(_trace_blocks, model, shapes, plan, level, checkpointing, step_config)
         blocks, equal = len(find_blocks(model)), blocks_are_equal(model, plan)
-        predicted = predict_memory(trace_blocks, size, setting, blocks=blocks, equal=equal, offloaded=offloaded)
+        predicted = predict_memory(trace_blocks, size, step_config, blocks=blocks, equal=equal, offloaded=offloaded)
         return replace(predicted, notes=(_SELECTIVE_NOTE,) if checkpointing == "selective" else ())
 
     return forecast(
-        decided, times, gpu, traced, request.recipes, setting, tokens,
-        memory=memory(decided, request.precision, setting), bf16_memory=memory(Plan({}), LEVELS["bf16"], setting.bf16),
+        decided, times, gpu, traced, request.recipes, step_config, tokens,
+        memory=memory(decided, request.precision, step_config),
+        bf16_memory=memory(Plan({}), LEVELS["bf16"], step_config.bf16),
     )  # fmt: skip
 
 
@@ -322,7 +323,7 @@ def _trace(model: nn.Module, shapes: Any, batch: Any) -> tuple[Trace, int]:
 
 
 def _trace_blocks(
-    model: nn.Module, shapes: Any, plan: Plan, precision: Precision, checkpointing: str, setting: Setting,
+    model: nn.Module, shapes: Any, plan: Plan, precision: Precision, checkpointing: str, step_config: StepConfig,
     blocks: int | None, size: int,
 ) -> StepTrace:  # fmt: skip
     place = fake_device(torch.device("cuda"))
@@ -340,7 +341,7 @@ def _trace_blocks(
         make = partial(AdamW, states=precision.states, master=None if precision.master == "none" else master)
         inputs = fake_batch(shapes, size, _dtype(model), place)
         stepper = make(parameters) if parameters else None
-        return trace_step(copy, inputs, stepper, default_loss, setting, ALLOCATION_GRANULARITY["cuda"])
+        return trace_step(copy, inputs, stepper, default_loss, step_config, ALLOCATION_GRANULARITY["cuda"])
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

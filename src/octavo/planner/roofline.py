@@ -147,10 +147,10 @@ def fp8_rate(gpu: Gpu, recipe: Recipe) -> float | None:
     if not gpu.fp8_tflops or (recipe.x.scale_rule == "e8m0" and not gpu.blocks_of_32):
         return None
     inside = recipe.x.granularity.columns != FULL
-    share = gpu.block_efficiency if inside else gpu.fp8_efficiency
+    efficiency = gpu.block_efficiency if inside else gpu.fp8_efficiency
     if triton_reason(gpu, recipe) is not None:
-        share = min(share, gpu.triton_efficiency)
-    return gpu.fp8_tflops * 1e12 * share
+        efficiency = min(efficiency, gpu.triton_efficiency)
+    return gpu.fp8_tflops * 1e12 * efficiency
 
 
 def triton_reason(gpu: Gpu, recipe: Recipe) -> str | None:

@@ -43,7 +43,7 @@ class Shards:
         block: The largest block.
         rest: Parameters outside the blocks.
         blocks: Number of blocks.
-        keeps: Whether gathered weights of blocks stay until backward has used them (ZeRO-2).
+        keeps_gathered: Whether gathered weights of blocks stay until backward has used them (ZeRO-2).
         accumulating: Whether gradients of earlier micro-batches exist already.
         offloaded: Whether shards, with their gradients and states, are in host memory.
         widened: Bytes of a sharded gradient's element over those of a whole gradient's: 2 for float32 shards of a model
@@ -54,7 +54,7 @@ class Shards:
     block: Group
     rest: Group
     blocks: int
-    keeps: bool = False
+    keeps_gathered: bool = False
     accumulating: bool = False
     offloaded: bool = False
     widened: int = 1
@@ -82,8 +82,8 @@ def memory_per_rank(whole: MemorySeries, shards: Shards) -> MemorySeries:
     result[GRADIENTS] = torch.where(computing, gradients, _reduced(all_gradients, shards))
     result[GATHERED] = (
         computing * shards.rest.gathered
-        + (computing & ~finished) * shards.block.gathered * (shards.blocks if shards.keeps else 1)
-        + (prefetching * shards.block.gathered if not shards.keeps else 0)
+        + (computing & ~finished) * shards.block.gathered * (shards.blocks if shards.keeps_gathered else 1)
+        + (prefetching * shards.block.gathered if not shards.keeps_gathered else 0)
         + (computing & in_flight) * shards.block.reduced
     )
     names = (*kinds, *(kind for kind in (TEMPORARIES, GRADIENTS, GATHERED) if kind not in kinds))

@@ -69,7 +69,7 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class StepConfig:
     """How a step runs.
 
     Attributes:
@@ -108,7 +108,7 @@ class Setting:
         return self.gpus // self.copies
 
     @property
-    def bf16(self) -> "Setting":
+    def bf16(self) -> "StepConfig":
         """The same step with bf16 communication and float32 moments."""
         return replace(self, fp8_gather=False, fp8_reduce=False, states="fp32")
 
@@ -119,8 +119,8 @@ def is_count(value: object) -> bool:
 
 
 def layout_settings(gpus: int, layout: Layout | None) -> dict[str, Any]:
-    """Return the `Setting` fields that describe how a model is distributed over GPUs, with the FP8 communication that
-    `octavo.parallelize` would choose.
+    """Return the `StepConfig` fields that describe how a model is distributed over GPUs, with the FP8 communication
+    that `octavo.parallelize` would choose.
 
     `"auto"` gathers in FP8 if weights cross machines of `GPUS_PER_MACHINE` GPUs. It sends gradients in FP8 only with
     one rank per machine, which does not occur here.
@@ -211,7 +211,7 @@ def linear_costs(gpu: Gpu, trace: Trace, recipes: Mapping[str, Recipe | None]) -
 
 
 def step_time(
-    gpu: Gpu, trace: Trace, costs: Sequence[Cost], setting: Setting, tokens: int, saved: float = 0.0
+    gpu: Gpu, trace: Trace, costs: Sequence[Cost], step_config: StepConfig, tokens: int, saved: float = 0.0
 ) -> StepTime:
     """Predict the time of a step.
 
@@ -219,26 +219,26 @@ def step_time(
         gpu: Each GPU.
         trace: One forward of one micro-batch.
         costs: Costs of all its linear layers, as `linear_costs` returns them.
-        setting: How the step runs.
+        step_config: How the step runs.
         tokens: Tokens of one micro-batch on one GPU.
         saved: Bytes that gathering in FP8 saves, as `bytes_saved_by_fp8_gather` returns them.
     """
-    recompute, linears = setting.recompute, total(costs)
+    recompute, linears = step_config.recompute, total(costs)
     rate = gpu.bf16_tflops * 1e12
     attention = trace.attention / (rate * gpu.attention_efficiency)
     products = sum(max(p.flops / (rate * gpu.bf16_efficiency), p.bytes / gpu.bandwidth) for p in trace.products)
-    rest = sum(memory_time(gpu, size) for size in (trace.rest if setting.eager else trace.regions))
+    rest = sum(memory_time(gpu, size) for size in (trace.rest if step_config.eager else trace.regions))
     forward = linears.forward + attention + products + rest
     backward = (
         linears.backward + 2.5 * attention + 2 * (products + rest)
         + recompute.linears * (linears.forward + products) + recompute.attention * attention + recompute.rest * rest
     )  # fmt: skip
-    exposed = _exposed(gpu, _traffic(trace, setting, saved), setting, forward, backward)
+    exposed = _exposed(gpu, _traffic(trace, step_config, saved), step_config, forward, backward)
     # Frozen parameters are gathered too, but not updated.
-    optimizer = trace.trained / setting.shards * OPTIMIZER_BYTES[setting.states] / gpu.bandwidth
+    optimizer = trace.trained / step_config.shards * OPTIMIZER_BYTES[step_config.states] / gpu.bandwidth
     launches = linears.launches + 3 * (len(trace.rest) + len(trace.products))
-    host = launches * gpu.host_us * 1e-6 if setting.eager else 0.0
-    micro_batches = setting.micro_batches
+    host = launches * gpu.host_us * 1e-6 if step_config.eager else 0.0
+    micro_batches = step_config.micro_batches
     model_flops = 3 * trace.attention + 3 * sum(p.flops for p in trace.products)
     model_flops += sum(2 * m * n * k for calls in trace.calls.values() for c in calls for m, n, k in c.products)
     return StepTime(
@@ -249,32 +249,32 @@ def step_time(
         optimizer=optimizer,
         communication=micro_batches * exposed,
         waiting=micro_batches * max(0.0, host - forward - backward),
-        tokens=tokens * micro_batches * setting.gpus,
-        flops=model_flops * micro_batches * setting.gpus,
-        peak=rate * setting.gpus,
+        tokens=tokens * micro_batches * step_config.gpus,
+        flops=model_flops * micro_batches * step_config.gpus,
+        peak=rate * step_config.gpus,
     )
 
 
-def _traffic(trace: Trace, setting: Setting, saved: float) -> Traffic:
-    weights = 2.0 * trace.parameters - (saved if setting.fp8_gather else 0.0)
-    reduced = trace.trained * setting.reduce_bytes
-    copied = trace.trained * (FP8_BYTES_PER_ELEMENT if setting.fp8_reduce else 2)
+def _traffic(trace: Trace, step_config: StepConfig, saved: float) -> Traffic:
+    weights = 2.0 * trace.parameters - (saved if step_config.fp8_gather else 0.0)
+    reduced = trace.trained * step_config.reduce_bytes
+    copied = trace.trained * (FP8_BYTES_PER_ELEMENT if step_config.fp8_reduce else 2)
     return Traffic(
         weights=weights,
-        gradients=trace.trained * FP8_BYTES_PER_ELEMENT if setting.fp8_reduce else reduced,
-        summed=reduced / setting.shards if setting.shards > 1 else copied,
-        fp8_gradients=setting.fp8_reduce,
+        gradients=trace.trained * FP8_BYTES_PER_ELEMENT if step_config.fp8_reduce else reduced,
+        summed=reduced / step_config.shards if step_config.shards > 1 else copied,
+        fp8_gradients=step_config.fp8_reduce,
     )
 
 
-def _exposed(gpu: Gpu, traffic: Traffic, setting: Setting, forward: float, backward: float) -> float:
+def _exposed(gpu: Gpu, traffic: Traffic, step_config: StepConfig, forward: float, backward: float) -> float:
     """Return the seconds of collectives that compute does not hide."""
     links = Links(inside=gpu.link_gbs * 1e9 * gpu.link_efficiency, between=gpu.network_gbs * 1e9 * gpu.link_efficiency)
-    shards, copies = setting.shards, setting.copies
+    shards, copies = step_config.shards, step_config.copies
     gather = collective("all-gather", traffic.weights, links, ranks=shards)
     scatter = collective(
         "all-to-all" if traffic.fp8_gradients else "reduce-scatter", traffic.gradients, links, ranks=shards
     )
     between = collective("all-reduce", traffic.summed, links, ranks=copies, apart=shards)
-    second_gather = 0.0 if setting.keeps_gathered else gather
+    second_gather = 0.0 if step_config.keeps_gathered else gather
     return max(0.0, gather - forward) + max(0.0, second_gather + scatter + between - backward)

@@ -24,7 +24,7 @@ from octavo.planner.fake import fake_copy
 from octavo.planner.memory_extrapolation import extrapolate_blocks
 from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.sharded_memory import Group, Shards, memory_per_rank
-from octavo.planner.step import Setting
+from octavo.planner.step import StepConfig
 from octavo.planner.timeline import (
     ALLOCATION_GRANULARITY,
     BATCH,
@@ -75,14 +75,20 @@ TraceStep = Callable[[int | None, int], StepTrace]
 
 
 def predict_memory(
-    trace: TraceStep, size: int, setting: Setting, *, blocks: int = 0, equal: bool = False, offloaded: bool = False
+    trace: TraceStep,
+    size: int,
+    step_config: StepConfig,
+    *,
+    blocks: int = 0,
+    equal: bool = False,
+    offloaded: bool = False,
 ) -> MemoryPlan:
     """Predict the memory of a step on each GPU.
 
     Args:
         trace: Traces a step.
         size: Sequences of one forward.
-        setting: How the step runs.
+        step_config: How the step runs.
         blocks: Blocks of the model; 0 if it has none.
         equal: Whether the blocks are equal, so that a few of them stand for all.
         offloaded: Whether shards are in host memory.
@@ -95,14 +101,14 @@ def predict_memory(
     if series is None:
         step, count = trace(None, size), blocks
         series = step.events.series
-    if setting.shards > 1 or offloaded:
+    if step_config.shards > 1 or offloaded:
         shards = Shards(
-            ranks=setting.shards, block=step.block, rest=step.rest, blocks=blocks, keeps=setting.keeps_gathered,
-            accumulating=setting.micro_batches > 1, offloaded=offloaded,
+            ranks=step_config.shards, block=step.block, rest=step.rest, blocks=blocks,
+            keeps_gathered=step_config.keeps_gathered, accumulating=step_config.micro_batches > 1, offloaded=offloaded,
         )  # fmt: skip
         series = memory_per_rank(series, shards)
     # DDP's buckets hold all gradients a second time.
-    buckets = {GATHERED: step.gradients(blocks)} if setting.copies > 1 and setting.shards == 1 else {}
+    buckets = {GATHERED: step.gradients(blocks)} if step_config.copies > 1 and step_config.shards == 1 else {}
     series = series.merge(BLOCK_GRADIENTS, GRADIENTS)
     peak = series.peak
     by_dtype = sorted(step.saved.by_dtype.items(), key=lambda item: -item[1])
@@ -115,14 +121,14 @@ def predict_memory(
         saved_by_dtype={dtype_name(dtype): saved for dtype, saved in by_dtype},
         saved_by_layer=step.saved.by_owner,
         traced_blocks=(count, blocks),
-        replan=lambda other: predict_memory(trace, other, setting, blocks=blocks, equal=equal, offloaded=offloaded),
+        replan=lambda other: predict_memory(trace, other, step_config, blocks=blocks, equal=equal, offloaded=offloaded),
     )
 
 
 def follow_step(
     model: nn.Module, batch: Any, states: Sequence[Tensor], earlier_gradients: Sequence[Tensor],
-    forward_backward: Callable[[], Any], optimizer_step: Callable[[], Any], *, setting: Setting, granule: int,
-    gradients: Callable[[], Sequence[Tensor]] = tuple, saved: Audit | None = None,
+    forward_backward: Callable[[], Any], optimizer_step: Callable[[], Any], *, step_config: StepConfig,
+    allocation_granularity: int, gradients: Callable[[], Sequence[Tensor]] = tuple, saved: Audit | None = None,
 ) -> StepTrace:  # fmt: skip
     """Record a step of a fake model under FakeTensorMode.
 
@@ -133,12 +139,12 @@ def follow_step(
         earlier_gradients: Gradients of earlier micro-batches.
         forward_backward: Runs forward and backward.
         optimizer_step: Runs the rest of the step.
-        setting: How the step runs.
-        granule: Granularity of the allocator in bytes.
+        step_config: How the step runs.
+        allocation_granularity: Granularity of the allocator in bytes.
         gradients: Returns gradients that are not those of the model's parameters, after backward.
         saved: What a forward saves for backward, if that was listed.
     """
-    timeline, blocks = Timeline(granule), find_blocks(model)
+    timeline, blocks = Timeline(allocation_granularity), find_blocks(model)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     timeline.label(model.parameters(), PARAMETERS)
     timeline.label(model.buffers(), BUFFERS)
@@ -153,16 +159,16 @@ def follow_step(
         optimizer_step()
     inside = {id(p): p for block in blocks for p in block.parameters()}
     timeline.relabel([p.grad for p in inside.values() if p.grad is not None], BLOCK_GRADIENTS)
-    compressed = _in_fp8(model) if setting.fp8_gather else {}
+    compressed = _in_fp8(model) if step_config.fp8_gather else {}
     parameters_by_block = [list(block.parameters()) for block in blocks]
     largest = max(parameters_by_block, key=lambda parameters: sum(p.numel() for p in parameters), default=[])
     return StepTrace(
         events=timeline.events(),
         tokens=max(tensors[0].numel(), 1),
-        block=_group(largest, compressed, 0.0 if setting.fp8_reduce else setting.reduce_bytes),
+        block=_group(largest, compressed, 0.0 if step_config.fp8_reduce else step_config.reduce_bytes),
         rest=_group(
             [p for p in model.parameters() if id(p) not in inside], compressed,
-            FP8_BYTES_PER_ELEMENT if setting.fp8_reduce else setting.reduce_bytes,
+            FP8_BYTES_PER_ELEMENT if step_config.fp8_reduce else step_config.reduce_bytes,
         ),
         saved=saved or Audit(rows=()),
     )  # fmt: skip
@@ -207,9 +213,9 @@ def _is_uniform(values: list[Any]) -> bool:
 def copy_with_blocks(model: M, count: int | None, mode: FakeTensorMode, place: torch.device) -> M:
     """Copy a model to fake tensors with its first `count` blocks; None for all."""
     blocks = find_blocks(model)
-    left_out = [] if count is None else blocks[count:]
-    copy = fake_copy(model, mode, place, without=left_out)
-    if left_out:
+    removed = [] if count is None else blocks[count:]
+    copy = fake_copy(model, mode, place, without=removed)
+    if removed:
         holder = next(
             name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) and m[0] is blocks[0]
         )
@@ -236,10 +242,10 @@ def _in_fp8(model: nn.Module) -> dict[int, int]:
 
 
 def _group(parameters: list[nn.Parameter], compressed: dict[int, int], reduced: float) -> Group:
-    granule = ALLOCATION_GRANULARITY["cuda"]
+    allocation_granularity = ALLOCATION_GRANULARITY["cuda"]
     trained = [p for p in parameters if p.requires_grad]
     return Group(
         gathered=sum(compressed.get(id(p), p.nbytes) for p in parameters),
-        gradients=sum(-(-p.nbytes // granule) * granule for p in trained),
+        gradients=sum(-(-p.nbytes // allocation_granularity) * allocation_granularity for p in trained),
         reduced=int(reduced * sum(p.numel() for p in trained)),
     )

@@ -63,7 +63,7 @@ def forecast_text(plan: Any, width: int | None = None) -> str:
         width: Columns to print in; None for no limit.
     """
     gpu, own = plan.gpu, plan.configured
-    mode = "eager" if plan.setting.eager else "compiled"
+    mode = "eager" if plan.step_config.eager else "compiled"
     basis = "predicted; times marked measured are of this GPU" if gpu.measured else "predicted, not measured"
     title = f"{basis}: {gpu.name}, {plan.tokens:,} tokens a GPU, {mode}"
     why = "why: tokens × in × out, forward and backward"
@@ -127,7 +127,7 @@ def _step(plan: Any) -> Table:
     of_time("MFU of the bf16 peak", lambda time: f"{time.mfu:.1%}")
     of_time("× bf16", lambda time: f"{plan.bf16.seconds / time.seconds:.2f}")
     rows.append(())
-    of_each = " of each GPU" if plan.setting.gpus > 1 else ""
+    of_each = " of each GPU" if plan.step_config.gpus > 1 else ""
     at_peaks = [merge_kinds(memory.at_peak) for _, _, memory in columns]
     for kind in (*FORECAST_KINDS, "other"):
         if kind not in (GATHERED, "other") or any(at_peak[kind] for at_peak in at_peaks):
@@ -141,7 +141,7 @@ def _step(plan: Any) -> Table:
     )
     of_memory("largest that fits", lambda memory: str(memory.largest_batch(plan.gpu.usable) or "none"))
     headings = (
-        f"a step of {plan.setting.gpus} × {plan.gpu.name}",
+        f"a step of {plan.step_config.gpus} × {plan.gpu.name}",
         *(name.replace(" ", "\n") for name, _, _ in columns),
     )
     return Table(headings=headings, align="<" + ">" * len(columns), rows=rows)

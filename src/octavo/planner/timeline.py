@@ -131,12 +131,12 @@ class Timeline(TorchDispatchMode):
     """Records storages while it is active.
 
     Args:
-        granule: Allocation granularity of the allocator in bytes: 512 on CUDA.
+        allocation_granularity: Granularity of the allocator in bytes: 512 on CUDA.
     """
 
-    def __init__(self, granule: int = 1) -> None:
+    def __init__(self, allocation_granularity: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._granule = granule
+        self._allocation_granularity = allocation_granularity
         self._numbers = WeakIdKeyDictionary()
         self._sizes: list[int] = []
         self._kinds: dict[int, str] = {}
@@ -246,7 +246,7 @@ class Timeline(TorchDispatchMode):
         return number
 
     def _rounded(self, storage: torch.UntypedStorage) -> int:
-        return math.ceil(storage.nbytes() / self._granule) * self._granule
+        return math.ceil(storage.nbytes() / self._allocation_granularity) * self._allocation_granularity
 
     def _change(self, number: int, size: int) -> None:
         self._events.append((number, size - self._sizes[number], self._phase))

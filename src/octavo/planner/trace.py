@@ -221,9 +221,9 @@ class _Tracer(TorchDispatchMode):
             q, k, v = inputs[:3]
             names = [argument.name for argument in func._schema.arguments]
             arguments = dict(zip(names, args, strict=False)) | kwargs
-            share = 0.5 if arguments.get("is_causal") and q.shape[-2] == k.shape[-2] else 1.0
+            fraction = 0.5 if arguments.get("is_causal") and q.shape[-2] == k.shape[-2] else 1.0
             scores = q.numel() // q.shape[-1] * k.shape[-2]  # per head of q; k may have fewer heads
-            self.attention += share * 2 * scores * (q.shape[-1] + v.shape[-1])
+            self.attention += fraction * 2 * scores * (q.shape[-1] + v.shape[-1])
             return
         contracted = args[1][0].numel() if name == "aten::convolution" else args[PRODUCTS[name]].shape[-1]
         flops = 2.0 * outputs[0].numel() * contracted

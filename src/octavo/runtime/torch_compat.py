@@ -165,15 +165,15 @@ def eager_signature(*tensors: Tensor | None) -> tuple[Any, ...] | None:
         or _has_transforms() or _tracing_state() is not None
     ):  # fmt: skip
         return None
-    found: list[Any] = []
+    signature: list[Any] = []
     for x in tensors:
         if x is None:
-            found.append(None)
+            signature.append(None)
         elif type(x) in _PLAIN and not x.is_neg() and not x._is_zerotensor():
-            found += (x.dtype, x.shape, x.stride(), x.device)
+            signature += (x.dtype, x.shape, x.stride(), x.device)
         else:
             return None
-    return tuple(found)
+    return tuple(signature)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

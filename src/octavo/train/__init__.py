@@ -7,7 +7,7 @@ From Python:
 
 `run` executes a training run; `loop.py` implements it. Other modules: configuration (`config/`), tokenization and
 batches (`data/`), model and training step (`model`, `trainer`, `optimizer`, `schedule`, `loss_scale`), processes
-(`ranks`, `share`, `heartbeat`), checkpoints (`checkpoint/`), logs (`record/`), and error and spike detection
+(`ranks`, `model_sharing`, `heartbeat`), checkpoints (`checkpoint/`), logs (`record/`), and error and spike detection
 (`diagnose`, `guard`).
 """
 

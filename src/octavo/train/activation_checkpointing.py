@@ -57,7 +57,7 @@ class Checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)
 
     @contextmanager
-    def kept_outputs(self) -> Iterator["_Recorder"]:
+    def saved_outputs(self) -> Iterator["_Recorder"]:
         """Counts what "selective" keeps of the forwards inside: it holds them itself, unseen by saved-tensor hooks."""
         self._recorder = _Recorder()
         try:

@@ -19,8 +19,8 @@ from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import Data, Model, PrecisionConfig
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.diagnose import non_finite_parameter
+from octavo.train.model_sharing import share_on_machine
 from octavo.train.ranks import Ranks
-from octavo.train.share import share_on_machine
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 

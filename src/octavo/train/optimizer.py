@@ -5,7 +5,7 @@ masters, and the parameters are rounded from them. fp32 parameters are their own
 (`master = "none"`) the step updates the 16-bit parameters with 16-bit moments: updates below half a unit in the last
 place are lost.
 
-With FP8 moments, or masters as 16-bit remainders, `octavo.AdamW` takes the step (`CompactAdamW`). Gradients then
+With FP8 moments, or masters as 16-bit remainders, `octavo.AdamW` takes the step (`Fp8StateOptimizer`). Gradients then
 accumulate in the parameters' own dtype, because an fp32 copy would cost more memory than the moments save.
 
 Decoupled weight decay applies to weights of products and to embeddings: see `decayed_parameters`.
@@ -61,8 +61,8 @@ def make_optimizer(
     states, master = config.resolved.states, config.resolved.master
     if states == "fp8" or (master == "remainder" and config.precision.parameters == "bf16"):
         master_format = None if master == "none" else master
-        return CompactAdamW(model, config.optim, states=states, master=master_format, exact=exact, decayed=decayed)
-    return MasterAdamW(model, config.optim, master=master != "none", exact=exact, decayed=decayed)
+        return Fp8StateOptimizer(model, config.optim, states=states, master=master_format, exact=exact, decayed=decayed)
+    return MasterWeightOptimizer(model, config.optim, master=master != "none", exact=exact, decayed=decayed)
 
 
 class TrainerOptimizer(ABC):
@@ -123,7 +123,7 @@ class TrainerOptimizer(ABC):
         """Load what `state_dict` returned for the same model; shards take their rows of it."""
 
 
-class MasterAdamW(TrainerOptimizer):
+class MasterWeightOptimizer(TrainerOptimizer):
     """`torch.optim.AdamW` over the trainable parameters of a model, or over fp32 masters of the 16-bit ones.
 
     `exact`: fp32 values for masters, by name, where more is known than the parameters hold. `decayed`: names of the
@@ -217,7 +217,7 @@ class MasterAdamW(TrainerOptimizer):
                     local_tensor(self.inner.state[master][key]).copy_(local_rows(master, value))
 
 
-class CompactAdamW(TrainerOptimizer):
+class Fp8StateOptimizer(TrainerOptimizer):
     """`octavo.AdamW` over the trainable parameters of a model."""
 
     in_place = True

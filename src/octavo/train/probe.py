@@ -43,7 +43,7 @@ def saved_bytes_per_token(
     Raises ConfigError if the model cannot run it.
     """
     inputs, targets = batch
-    with _model_errors(inputs), saved_for_backward(model) as saved, checkpointing.kept_outputs() as outputs:
+    with _model_errors(inputs), saved_for_backward(model) as saved, checkpointing.saved_outputs() as outputs:
         value = loss(inputs, targets)
     del value
     return (saved.bytes + outputs.bytes) / inputs.numel()

@@ -144,7 +144,7 @@ class Ranks:
             dist.all_reduce(stacked)
         return list(stacked)
 
-    def share(self, batch: Tensor) -> Tensor:
+    def own_rows(self, batch: Tensor) -> Tensor:
         """This rank's rows of a batch [B, …]."""
         return batch.chunk(self.world)[self.rank]
 

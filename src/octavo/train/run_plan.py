@@ -40,7 +40,7 @@ from octavo.planner.model_plan import (
     trace_model,
     with_measurements,
 )
-from octavo.planner.step import CHECKPOINTING, Setting, layout_settings
+from octavo.planner.step import CHECKPOINTING, StepConfig, layout_settings
 from octavo.planner.step_memory import (
     StepTrace,
     blocks_are_equal,
@@ -107,7 +107,7 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
     check_model(config.model)
     fake = fake_device(torch.device(device))
 
-    setting = Setting(micro_batches=config.optim.micro_batches)
+    step_config = StepConfig(micro_batches=config.optim.micro_batches)
     sequences = config.optim.batch // config.optim.micro_batches
     notes: list[str] = []
 
@@ -123,9 +123,9 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
                 of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
                 saved = _run(of_loss, size)
                 notes[:] = _notes(trainer)
-            return _trace_step(trainer, batch, setting, ALLOCATION_GRANULARITY[device], saved)
+            return _trace_step(trainer, batch, step_config, ALLOCATION_GRANULARITY[device], saved)
 
-    plan = predict_memory(trace, sequences, setting)
+    plan = predict_memory(trace, sequences, step_config)
     return replace(plan, label=label or config.arm, device=device, notes=tuple(notes))
 
 
@@ -177,7 +177,7 @@ def plan_step(
 
     gpu_spec, precision = with_measurements(find_gpu(gpu), calibration), config.resolved
     parts, layout = config.optim.micro_batches, config.parallel.resolved
-    setting = Setting(
+    step_config = StepConfig(
         **layout_settings(gpus, layout), micro_batches=parts, recompute=CHECKPOINTING[config.precision.checkpointing],
         states=precision.states,
     )  # fmt: skip
@@ -205,9 +205,9 @@ def plan_step(
             return copy(input_ids=ids, labels=ids, use_cache=False)
 
     trace = _run(lambda: trace_model(model, forward, [shape], fake), shape[0])
-    best, times = rule.by_cost(gpu_spec, trace, eager=setting.eager)
+    best, times = rule.by_cost(gpu_spec, trace, eager=step_config.eager)
 
-    def memory(subject: str, run: TrainConfig, plan: Plan, arm_setting: Setting) -> MemoryPlan:
+    def memory(subject: str, run: TrainConfig, plan: Plan, arm_setting: StepConfig) -> MemoryPlan:
         progress(f"the memory of {subject}")
         steps = partial(_step_on_blocks, run, model, plan, arm_setting)
         return predict_memory(
@@ -215,11 +215,11 @@ def plan_step(
             offloaded=layout.cpu_offload,
         )  # fmt: skip
 
-    own_memory = memory("this configuration", config, own_plan, setting)
+    own_memory = memory("this configuration", config, own_plan, step_config)
     return forecast(
-        best, times, gpu_spec, trace, request.recipes, setting, shape[0] * shape[1],
-        memory=own_memory if _same_decisions(own_plan, best) else memory("the best plan", config, best, setting),
-        bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), setting.bf16),
+        best, times, gpu_spec, trace, request.recipes, step_config, shape[0] * shape[1],
+        memory=own_memory if _same_decisions(own_plan, best) else memory("the best plan", config, best, step_config),
+        bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), step_config.bf16),
         configured=(own_plan, own_memory),
     )  # fmt: skip
 
@@ -242,7 +242,7 @@ def _same_decisions(one: Plan, other: Plan) -> bool:
 
 
 def _step_on_blocks(
-    config: TrainConfig, model: torch.nn.Module, plan: Plan, setting: Setting, blocks: int | None, size: int
+    config: TrainConfig, model: torch.nn.Module, plan: Plan, step_config: StepConfig, blocks: int | None, size: int
 ) -> StepTrace:
     """Trace a training step of one micro-batch of `size` sequences on `blocks` of the model's blocks."""
     fake = fake_device(torch.device("cuda"))
@@ -250,8 +250,8 @@ def _step_on_blocks(
         copy = copy_with_blocks(model, blocks, mode, fake)
         corpus = cast(Corpus, _NoData(_vocabulary(config)))
         trainer = Trainer(config, corpus, fake, copy, plan=restrict_plan(plan, copy))
-        batch, granule = _fake_batch(config.data, size, fake), ALLOCATION_GRANULARITY["cuda"]
-        trace: StepTrace = _run(lambda: _trace_step(trainer, batch, setting, granule), size)
+        batch, allocation_granularity = _fake_batch(config.data, size, fake), ALLOCATION_GRANULARITY["cuda"]
+        trace: StepTrace = _run(lambda: _trace_step(trainer, batch, step_config, allocation_granularity), size)
         return trace
 
 
@@ -324,7 +324,11 @@ def _progress() -> Iterator[Progress]:
 
 
 def _trace_step(
-    trainer: Trainer, batch: tuple[Tensor, Tensor], setting: Setting, granule: int, saved: Audit | None = None
+    trainer: Trainer,
+    batch: tuple[Tensor, Tensor],
+    step_config: StepConfig,
+    allocation_granularity: int,
+    saved: Audit | None = None,
 ) -> StepTrace:
     """Record one step of the trainer."""
     optimizer = trainer.optimizer
@@ -339,7 +343,8 @@ def _trace_step(
 
     return follow_step(
         trainer.model, batch, states, earlier, lambda: trainer.accumulate(*batch, targets=batch[1].numel()),
-        optimizer_step, setting=setting, granule=granule, gradients=optimizer.gradients, saved=saved,
+        optimizer_step, step_config=step_config, allocation_granularity=allocation_granularity,
+        gradients=optimizer.gradients, saved=saved,
     )  # fmt: skip
 
 

@@ -24,8 +24,8 @@ def stop_on(stop: threading.Event, *signals: signal.Signals, patient: bool = Fal
         if not patient:
             signal.signal(number, before[number])
 
-    for wanted in signals:
-        before[wanted] = signal.signal(wanted, request)
+    for stop_signal in signals:
+        before[stop_signal] = signal.signal(stop_signal, request)
     try:
         yield
     finally:

@@ -207,7 +207,7 @@ class Trainer:
             parameters=sum(param.numel() for param in self.model.parameters()),
             losses=None,
             tokens_per_s=None,
-            kept_bytes_per_token=self._saved_bytes_per_token(),
+            saved_bytes_per_token=self._saved_bytes_per_token(),
             skipped_steps=0,
             wall_s=0.0,
             versions={
@@ -234,7 +234,7 @@ class Trainer:
         """This rank's share of each micro-batch of a step, concatenated."""
         parts = self.config.optim.micro_batches
         inputs, targets = (
-            torch.cat([self.ranks.share(part) for part in batch.chunk(parts)]).to(self._device)
+            torch.cat([self.ranks.own_rows(part) for part in batch.chunk(parts)]).to(self._device)
             for batch in self._corpus.batch(self.config.run.seed, step + self.skipped_batches, self.config.optim.batch)
         )
         return inputs, targets
@@ -272,13 +272,13 @@ class Trainer:
             if pilot is None:
                 return loss, norm
             self.moved += pilot.act(finite=_are_finite(loss, norm.item()))
-            if not pilot.again:
+            if not pilot.should_repeat:
                 return loss, norm
             self.optimizer.zero_grad()
 
     def _gradients(self, inputs: Tensor, targets: Tensor, pilot: Autopilot | None) -> tuple[float, Tensor]:
         """Compute the gradients of the step. Returns the mean loss and the gradient norm over all ranks."""
-        sample, measure = (pilot.wants_sample, pilot.measures) if pilot is not None else (False, None)
+        sample, measure = (pilot.needs_sample, pilot.measures) if pilot is not None else (False, None)
         with self.watch.step(self.step + 1, force=sample, measure=measure):
             loss = self.forward_backward(inputs, targets)
         loss, norm = self._reduce(loss, self.optimizer.gradient_norm(self.loss_scale.value))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from octavo.train.config.run_config import ConfigError
+from octavo.train.model_sharing import share_on_machine
 from octavo.train.ranks import Ranks
-from octavo.train.share import share_on_machine
 
 AUTO_CLASSES = "AutoConfig", "AutoModel", "AutoModelForCausalLM"
 """Entries of `auto_map` in a config that this module would load."""

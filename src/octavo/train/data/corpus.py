@@ -36,7 +36,7 @@ import torch
 
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import Data, expand
-from octavo.train.data.documents import Stream, Tick
+from octavo.train.data.documents import OnBytesRead, Stream
 from octavo.train.data.source import Source, open_source
 from octavo.train.data.tokenizer import SAMPLE_CHARACTERS, TextTokenizer, load_tokenizer, train_tokenizer
 from octavo.train.disk import lock, sync
@@ -112,7 +112,7 @@ class Corpus:
 
 
 class ReadProgress:
-    """Reports every few seconds how many bytes a stage has read. A `Tick`."""
+    """Reports every few seconds how many bytes a stage has read. An `OnBytesRead`."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -150,7 +150,7 @@ def load_corpus(config: TrainConfig, progress: Progress) -> Corpus:
                 f"data.cache = {config.data.cache} cannot be written: {error.strerror or error}"
             ) from None
     corpus = Corpus(folder, pretrained or _cached_tokenizer(folder), config.data, fingerprint)
-    for note in (source.left_out, source.without_text and corpus.without_text(source.without_text)):
+    for note in (source.skipped_files, source.without_text and corpus.without_text(source.without_text)):
         if note:
             progress.note(note)
     return corpus
@@ -253,12 +253,12 @@ def _write_digests(folder: Path, fingerprint: str) -> None:
     (folder / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
 
 
-def _digest(path: Path, tick: Tick = lambda _: None) -> str:
+def _digest(path: Path, on_bytes_read: OnBytesRead = lambda _: None) -> str:
     digest = hashlib.blake2b(digest_size=32)
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
             digest.update(piece)
-            tick(len(piece))
+            on_bytes_read(len(piece))
     return digest.hexdigest()
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 KINDS = {".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".json", ".ndjson", ".arrow"}
 """Files that hold text."""
 Stream = Iterator[str | None]
-Tick = Callable[[int], None]
+OnBytesRead = Callable[[int], None]
 """Called with the number of bytes just read."""
 CHUNK = 1 << 20
 """Bytes read at once."""
@@ -53,9 +53,9 @@ class HashedFile(io.RawIOBase):
     one and converted the others, so the same bytes were other text.
     """
 
-    def __init__(self, path: str, digest: "hashlib._Hash", tick: Tick, *, text: bool = False) -> None:
+    def __init__(self, path: str, digest: "hashlib._Hash", on_bytes_read: OnBytesRead, *, text: bool = False) -> None:
         self._file = open(path, "rb", buffering=0)
-        self._digest, self._tick, self._text = digest, tick, text
+        self._digest, self._on_bytes_read, self._text = digest, on_bytes_read, text
         self._start = True
         self._marks: set[bytes] = set()
         digest.update(f"{os.fstat(self._file.fileno()).st_size}\0".encode())
@@ -68,7 +68,7 @@ class HashedFile(io.RawIOBase):
         """Read into `buffer`; returns the number of bytes, 0 at the end."""
         size = self._file.readinto(buffer)
         piece = bytes(buffer[:size])
-        self._tick(size)
+        self._on_bytes_read(size)
         self._digest.update(piece)
         if self._text and self._start and piece.startswith(BOM):
             self._marks.add(b"bom")
@@ -86,10 +86,10 @@ class HashedFile(io.RawIOBase):
         super().close()
 
 
-def hash_file(path: str, digest: "hashlib._Hash", tick: Tick, *, kind: str) -> None:
+def hash_file(path: str, digest: "hashlib._Hash", on_bytes_read: OnBytesRead, *, kind: str) -> None:
     """Add a file's content to `digest`. Raises ConfigError for a .txt or .jsonl that is not UTF-8 or has NULs."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with reading(path), HashedFile(path, digest, tick, text=kind == ".txt") as file:
+    with reading(path), HashedFile(path, digest, on_bytes_read, text=kind == ".txt") as file:
         start, piece = 0, b"\0"
         while piece:
             piece = file.read(CHUNK) or b""
@@ -122,9 +122,9 @@ def reading(path: str) -> Iterator[None]:
         raise ConfigError(f"{path} is not UTF-8 text ({error.reason})") from None
 
 
-def text_file(path: str, digest: "hashlib._Hash", tick: Tick) -> Stream:
+def text_file(path: str, digest: "hashlib._Hash", on_bytes_read: OnBytesRead) -> Stream:
     """A text file as one document, line ends as they are, without a byte order mark."""
-    with reading(path), io.BufferedReader(HashedFile(path, digest, tick, text=True), CHUNK) as raw:
+    with reading(path), io.BufferedReader(HashedFile(path, digest, on_bytes_read, text=True), CHUNK) as raw:
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         piece = b"\0"
         while piece:
@@ -134,12 +134,14 @@ def text_file(path: str, digest: "hashlib._Hash", tick: Tick) -> Stream:
     yield None
 
 
-def json_lines(paths: list[str], field: str, source: str, digest: "hashlib._Hash", tick: Tick) -> Stream:
+def json_lines(
+    paths: list[str], field: str, source: str, digest: "hashlib._Hash", on_bytes_read: OnBytesRead
+) -> Stream:
     """The text in `field` of each line. Raises ConfigError for a line that is no object, and a field in no row."""
     fields: dict[str, None] = {}
     rows = 0
     for path in paths:
-        with reading(path), io.BufferedReader(HashedFile(path, digest, tick), CHUNK) as file:
+        with reading(path), io.BufferedReader(HashedFile(path, digest, on_bytes_read), CHUNK) as file:
             for number, line in _lines(path, file):
                 row = _json_row(path, number, line)
                 rows += 1
@@ -215,7 +217,7 @@ def parquet_rows(path: str, field: str, source: str) -> Iterator[list[str | None
             first += len(batch)
 
 
-def arrow_rows(path: str, field: str, source: str, tick: Tick) -> Iterator[list[str | None]]:
+def arrow_rows(path: str, field: str, source: str, on_bytes_read: OnBytesRead) -> Iterator[list[str | None]]:
     """The text of an Arrow stream, as `datasets` saves it, some rows at a time. Raises as `parquet_rows`."""
     import pyarrow
 
@@ -232,7 +234,7 @@ def arrow_rows(path: str, field: str, source: str, tick: Tick) -> Iterator[list[
                 for texts in _texts(path, first + start, column.slice(start, 1 << 16)):
                     size = sum(len(text) for text in texts if text)
                     yield texts
-                    tick(size)
+                    on_bytes_read(size)
                     read += size
                     if read > DROP_PAGES_AFTER and hasattr(pages, "madvise"):
                         pages.madvise(mmap.MADV_DONTNEED)

@@ -24,7 +24,7 @@ from typing import Any
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data, expand
 from octavo.train.data import documents, hf_datasets
-from octavo.train.data.documents import Stream, Tick
+from octavo.train.data.documents import OnBytesRead, Stream
 
 STDLIB = hf_datasets.STDLIB
 SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -46,14 +46,14 @@ class Source:
     """Read the documents, with a folder for intermediate files; may be called several times with one folder."""
     skipped: int = 0
     """Number of files left out because they are not UTF-8 (standard library only; elsewhere an error)."""
-    left_out: str = ""
+    skipped_files: str = ""
     """A note on ignored files of the folder; empty if there are none."""
     without_text: str = ""
     """The note on documents without text, after their number; empty if they need none."""
 
 
-def open_source(config: Data, tick: Tick) -> Source:
-    """Find the data and fingerprint it. `tick` is called with the number of bytes just read.
+def open_source(config: Data, on_bytes_read: OnBytesRead) -> Source:
+    """Find the data and fingerprint it. `on_bytes_read` is called with the number of bytes just read.
 
     Raises ConfigError if there is no data, it is not text, or it has no split `data.split`.
     """
@@ -62,21 +62,21 @@ def open_source(config: Data, tick: Tick) -> Source:
         _refuse_split(config, "the standard library has")
         return _standard_library(Path(sysconfig.get_paths()["stdlib"]))
     if path.is_dir():
-        return _open_folder(config, path, tick)
+        return _open_folder(config, path, on_bytes_read)
     suffix = documents.suffix(path)
     if suffix in SUFFIXES:
         _refuse_split(config, "files have")
-        return _open_files(config, _matches(config, str(path)), suffix, tick)
+        return _open_files(config, _matches(config, str(path)), suffix, on_bytes_read)
     if suffix in COMPRESSED:
         raise ConfigError(f'data.source = "{config.source}": compressed files are not read: decompress them first')
     if path.is_file() or glob.has_magic(config.source):
         raise ConfigError(f'data.source = "{config.source}": files must end in {", ".join(SUFFIXES)}')
     folder = expand(config.source.partition(":")[0])
     if folder.is_dir():  # "folder:subset"
-        return _open_prepared(config, folder, tick)
+        return _open_prepared(config, folder, on_bytes_read)
     if path.is_absolute() or config.source.startswith("."):
         raise ConfigError(f'data.source = "{config.source}" cannot be read: there is no such file or folder')
-    return _open_hub(config, tick)
+    return _open_hub(config, on_bytes_read)
 
 
 def _refuse_split(config: Data, what: str) -> None:
@@ -144,31 +144,33 @@ def _check_link(path: str) -> None:
         raise ConfigError(f"{path} cannot be read: it is a link to {os.readlink(path)}, which does not exist")
 
 
-def _open_files(config: Data, paths: list[str], suffix: str, tick: Tick, left_out: str = "") -> Source:
+def _open_files(
+    config: Data, paths: list[str], suffix: str, on_bytes_read: OnBytesRead, skipped_files: str = ""
+) -> Source:
     column = "" if suffix == ".txt" else f"\0{config.text_field}"
     seed = f"{suffix}{column}".encode()
     digest = hashlib.sha256(seed)
     for path in paths:
-        documents.hash_file(path, digest, tick, kind=suffix)
+        documents.hash_file(path, digest, on_bytes_read, kind=suffix)
     fingerprint = digest.hexdigest()
 
     def texts(digest: "hashlib._Hash") -> Stream:
         if suffix == ".jsonl":
-            yield from documents.json_lines(paths, config.text_field, config.source, digest, tick)
+            yield from documents.json_lines(paths, config.text_field, config.source, digest, on_bytes_read)
             return
         for path in paths:
             if suffix == ".txt":
-                yield from documents.text_file(path, digest, tick)
+                yield from documents.text_file(path, digest, on_bytes_read)
                 continue
             for group in documents.parquet_rows(path, config.text_field, config.source):
                 yield from documents.rows_as_documents(group)
-            documents.hash_file(path, digest, tick, kind=suffix)
+            documents.hash_file(path, digest, on_bytes_read, kind=suffix)
 
     without_text = "files are empty" if suffix == ".txt" else _rows_without_text(config)
     return Source(
         fingerprint=fingerprint,
         read=lambda _: _check_unchanged(config.source, fingerprint, hashlib.sha256(seed), texts),
-        left_out=left_out,
+        skipped_files=skipped_files,
         without_text=without_text,
     )
 
@@ -177,22 +179,22 @@ def _rows_without_text(config: Data) -> str:
     return f'rows have no text in field "{config.text_field}" (missing, null or empty)'
 
 
-def _open_folder(config: Data, path: Path, tick: Tick) -> Source:
+def _open_folder(config: Data, path: Path, on_bytes_read: OnBytesRead) -> Source:
     """Open a folder of `save_to_disk`, or one whose files are all of one kind."""
     if (path / "dataset_dict.json").is_file():
         splits = _read_manifest(path / "dataset_dict.json", "splits")["splits"]
         if config.split not in splits:
             raise documents.no_split(config.source, config.split, splits)
-        return _open_saved(config, path / config.split, tick)
+        return _open_saved(config, path / config.split, on_bytes_read)
     if (path / "state.json").is_file():
         if config.split not in ("train", _read_manifest(path / "state.json", "_data_files").get("_split")):
             _refuse_split(config, "a saved data set that is not a DatasetDict has")
-        return _open_saved(config, path, tick)
+        return _open_saved(config, path, on_bytes_read)
     files = _files_below(path)
     kinds = {documents.suffix(file) for file in files if os.path.basename(file) not in METADATA}
     usable = sorted(kinds.intersection(documents.KINDS))
     if _has_configs(path / "README.md") or (len(usable) == 1 and usable[0] not in SUFFIXES):
-        return _open_prepared(config, path, tick)
+        return _open_prepared(config, path, on_bytes_read)
     if len(usable) != 1:
         kind = next((kind for kind in usable if kind in SUFFIXES), SUFFIXES[0])
         raise ConfigError(
@@ -202,8 +204,8 @@ def _open_folder(config: Data, path: Path, tick: Tick) -> Source:
         )
     chosen = _files_of_split(config, path, [file for file in files if documents.suffix(file) == usable[0]])
     rest = sorted(set(files) - set(chosen))
-    left_out = f'{len(rest)} of {len(files)} files in "{config.source}" are left out: {_contents(rest)}'
-    return _open_files(config, chosen, usable[0], tick, left_out if rest else "")
+    skipped_files = f'{len(rest)} of {len(files)} files in "{config.source}" are left out: {_contents(rest)}'
+    return _open_files(config, chosen, usable[0], on_bytes_read, skipped_files if rest else "")
 
 
 def _contents(files: list[str]) -> str:
@@ -285,20 +287,22 @@ def _read_manifest(path: Path, key: str) -> dict[str, Any]:
     return dict(content)
 
 
-def _open_saved(config: Data, folder: Path, tick: Tick) -> Source:
+def _open_saved(config: Data, folder: Path, on_bytes_read: OnBytesRead) -> Source:
     """Open a folder of `Dataset.save_to_disk`."""
     entries = _read_manifest(folder / "state.json", "_data_files")["_data_files"]
     paths = [str(folder / os.path.basename(entry["filename"])) for entry in entries]
-    return _open_arrow(config, lambda _: paths, tick)
+    return _open_arrow(config, lambda _: paths, on_bytes_read)
 
 
-def _open_arrow(config: Data, prepare: Callable[[Path], list[str]], tick: Tick, fingerprint: str = "") -> Source:
+def _open_arrow(
+    config: Data, prepare: Callable[[Path], list[str]], on_bytes_read: OnBytesRead, fingerprint: str = ""
+) -> Source:
     """Open Arrow files, hashed by their rows unless `fingerprint` is set."""
 
     def texts(lengths: "hashlib._Hash", scratch: Path) -> Stream:
         content = hashlib.sha256()
         for path in prepare(scratch):
-            groups = documents.arrow_rows(path, config.text_field, config.source, tick)
+            groups = documents.arrow_rows(path, config.text_field, config.source, on_bytes_read)
             yield from documents.hashed_rows(groups, lengths, content)
         lengths.update(content.digest())
 
@@ -319,7 +323,7 @@ def _open_arrow(config: Data, prepare: Callable[[Path], list[str]], tick: Tick, 
     return Source(fingerprint=fingerprint, read=reread, without_text=without_text)
 
 
-def _open_prepared(config: Data, folder: Path, tick: Tick) -> Source:
+def _open_prepared(config: Data, folder: Path, on_bytes_read: OnBytesRead) -> Source:
     """Open a local folder with `datasets`, in the scratch folder: its own cache checks only modification times."""
 
     def fingerprint() -> str:
@@ -331,7 +335,7 @@ def _open_prepared(config: Data, folder: Path, tick: Tick) -> Source:
             if documents.suffix(path) in documents.KINDS and Path(path).suffix not in documents.KINDS:
                 raise ConfigError(f"{path} would be left out: rename it to end in {documents.suffix(path)}")
             digest.update(f"{os.path.relpath(path, folder)}\0".encode())
-            documents.hash_file(path, digest, tick, kind="")
+            documents.hash_file(path, digest, on_bytes_read, kind="")
         return digest.hexdigest()
 
     fingerprint_before = fingerprint()
@@ -342,9 +346,9 @@ def _open_prepared(config: Data, folder: Path, tick: Tick) -> Source:
             raise ConfigError(f'data.source = "{config.source}" changed while it was read: start again')
         return paths
 
-    return _open_arrow(config, prepare, tick, fingerprint_before)
+    return _open_arrow(config, prepare, on_bytes_read, fingerprint_before)
 
 
-def _open_hub(config: Data, tick: Tick) -> Source:
+def _open_hub(config: Data, on_bytes_read: OnBytesRead) -> Source:
     paths = hf_datasets.load(config, config.source.partition(":")[0])
-    return _open_arrow(config, lambda _: paths, tick)
+    return _open_arrow(config, lambda _: paths, on_bytes_read)

@@ -86,7 +86,7 @@ class RunResult:
     """None if no step with a finite loss finished."""
     tokens_per_s: float | None
     """Median over the steps, the first five left out where there are more; None before the first step."""
-    kept_bytes_per_token: float | None
+    saved_bytes_per_token: float | None
     """Bytes saved for backward per token of a micro-batch, without parameters and buffers."""
     skipped_steps: int
     """Steps skipped for an overflow under loss scaling."""
@@ -114,6 +114,7 @@ class RunResult:
             content = path.read_bytes()
         except FileNotFoundError:
             raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished") from None
+        content = content.replace(b'"kept_bytes_per_token"', b'"saved_bytes_per_token"')  # the key of earlier versions
         model = record(RunResult, losses=record(Losses) | None, state_bytes_per_parameter=(float | None, None))
         fields = read_record(content, model, f"{path} is not the summary of a run")
         losses = fields.pop("losses")

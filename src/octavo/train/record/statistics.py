@@ -88,11 +88,11 @@ def limits_of(run: Path) -> Thresholds:
 
 def all_findings(rows: Sequence[OperandStats], thresholds: Thresholds | None = None) -> list[Finding]:
     """The findings of all steps of a run, as the run itself would have reported them."""
-    history, found = History(), []
+    history, result = History(), []
     for now in _steps(rows):
-        found += findings(now, thresholds or Thresholds(), history)
+        result += findings(now, thresholds or Thresholds(), history)
         history.add(now)
-    return found
+    return result
 
 
 def _steps(rows: Sequence[OperandStats]) -> Iterator[list[OperandStats]]:
@@ -114,10 +114,10 @@ class StatisticsWriter:
         self._history = History()
         self._crossed: set[tuple[str, str, str]] = set()
         if self._path.exists():
-            kept = [row for row in read_statistics(out) if row.step <= after_step]
-            for rows in _steps(kept):
+            earlier = [row for row in read_statistics(out) if row.step <= after_step]
+            for rows in _steps(earlier):
                 self._news(rows)
-            write_file(self._path, "".join(map(_line, kept)))
+            write_file(self._path, "".join(map(_line, earlier)))
 
     def write(self, rows: Sequence[OperandStats]) -> list[Finding]:
         """Append the rows of a step. Returns what crossed a limit in it, and did not in the sample before."""
@@ -135,11 +135,11 @@ class StatisticsWriter:
         return self._news(rows)
 
     def _news(self, rows: Sequence[OperandStats]) -> list[Finding]:
-        found = findings(rows, self._limits, self._history)
+        crossings = findings(rows, self._limits, self._history)
         self._history.add(rows)
         before = self._crossed
-        self._crossed = {(finding.layer, finding.operand, finding.what) for finding in found}
-        return [finding for finding in found if (finding.layer, finding.operand, finding.what) not in before]
+        self._crossed = {(finding.layer, finding.operand, finding.what) for finding in crossings}
+        return [finding for finding in crossings if (finding.layer, finding.operand, finding.what) not in before]
 
     def _scalar(self, name: str, value: float, step: int) -> None:
         if math.isfinite(value):
