@@ -62,9 +62,9 @@ def test_every_configuration_and_route_equals_reference(kind, spec, monkeypatch)
     x, residual = randn(21, 600, dtype=torch.bfloat16), spread(21, 600, seed=1, dtype=torch.bfloat16)
     weight = randn(600, seed=2)
     bias = randn(600, seed=3) if kind == "layer_norm" else None
-    for route in ("default", "two steps", "bands"):
-        monkeypatch.setattr(backend, "WIDEST_BAND", 0 if route == "two steps" else 4096)
-        monkeypatch.setattr(backend, "WIDEST_ROW", 0 if route == "bands" else 32768)
+    for route in ("default", "two steps", "row blocks"):
+        monkeypatch.setattr(backend, "WIDEST_ROW_BLOCK", 0 if route == "two steps" else 4096)
+        monkeypatch.setattr(backend, "WIDEST_ROW", 0 if route == "row blocks" else 32768)
         for order in ("rows", "both") if route == "default" else ("both",):
             call = (x, residual, weight, bias, 1e-5, bias is None, bias is not None, spec, order, True)
             expected = dict(enumerate(fused_reference.norm(*call)))

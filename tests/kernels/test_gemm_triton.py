@@ -190,7 +190,7 @@ def test_the_estimate_fills_the_device_and_prefers_large_tiles():
 
 
 def test_tiles_are_each_computed_once(monkeypatch):
-    """More programs than tiles, fewer, and a last band of fewer rows than GROUP."""
+    """More programs than tiles, fewer, and a last group of fewer rows than GROUP."""
     for multiprocessors in (1, 2, 7, 200):
         target = kernels._target_of(90, multiprocessors)
         monkeypatch.setattr(kernels, "target_for", lambda device, target=target: target)

@@ -113,7 +113,7 @@ FUSED = list(fused_outputs())
 @pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)
 @pytest.mark.parametrize("config", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_norms_move_the_stated_bytes(spec, order, written, config):
-    """x, the residual, the sum, y with `keep`, the FP8 outputs; repeated reads of a band are on chip.
+    """x, the residual, the sum, y with `keep`, the FP8 outputs; repeated reads of a row block are on chip.
 
     Where the transposed copy is a step of its own, that reads the row-major bytes, which are written for it if need be.
     """
@@ -131,7 +131,7 @@ def test_norms_move_the_stated_bytes(spec, order, written, config):
 @pytest.mark.thorough
 @pytest.mark.parametrize("config", range(len(norms.BACKWARD_CONFIGS)))
 def test_gradients_of_norms_move_the_stated_bytes(config):
-    """grad and x (and the residual stream's gradient) in, dx out, float32 partial sums per band of rows beside them."""
+    """grad and x (and the residual stream's gradient) in, dx out, float32 partial sums per row block beside them."""
     grad, x, passed = (torch.ones(ROWS, COLUMNS, dtype=torch.bfloat16) for _ in range(3))
     weight, rstd = torch.ones(COLUMNS, dtype=torch.bfloat16), torch.ones(ROWS, 1)
     for total in (None, passed):
@@ -139,7 +139,7 @@ def test_gradients_of_norms_move_the_stated_bytes(config):
             norms.norm_backward(grad, x, weight, rstd, None, total, False, False, config)
         assert launches[0].device_bytes(x.numel()) == (6 if total is None else 8) * x.numel()
         sums = sum(launch.device_bytes(0) for launch in launches) - launches[0].device_bytes(x.numel())
-        assert sums <= (2 * 4 / norms.BAND + 0.1) * x.numel()
+        assert sums <= (2 * 4 / norms.ROW_BLOCK + 0.1) * x.numel()
 
 
 @pytest.mark.parametrize(("spec", "order", "written"), FUSED, ids=str)

@@ -5,7 +5,7 @@ sums in float64, rounded once. Any order of the float64 sums gives the same floa
 sum, and a rounding boundary lies between them with a probability of about 2⁻²⁶), so kernels choose their own order and
 tiles. Quotients and roots are correctly rounded: they are computed in float64 and rounded to float32, because PyTorch's
 float32 ones are not correctly rounded on all devices. Gradients of weights are column sums: float32, row by row within
-bands of `BAND` rows, then over bands as above.
+blocks of `ROW_BLOCK` rows, then over row blocks as above.
 
 The FP8 output is `quantize` of y after rounding y to its dtype: fusion changes no byte.
 """
@@ -18,7 +18,7 @@ from octavo.kernels.quantize import reference as quantize_reference
 from octavo.numerics.row_chunks import row_chunks
 from octavo.numerics.spec import TENSOR, QuantSpec
 
-BAND = 32
+ROW_BLOCK = 32
 """Rows whose contributions to a weight's gradient are added before they are stored."""
 
 
@@ -102,8 +102,10 @@ def _row_mean(values: Tensor) -> Tensor:
 def _column_sum(values: Tensor) -> Tensor:
     """[C] float32."""
     rows, columns = values.shape
-    padded = torch.nn.functional.pad(values, (0, 0, 0, -rows % BAND)).reshape(-(-rows // BAND), BAND, columns)
+    padded = torch.nn.functional.pad(values, (0, 0, 0, -rows % ROW_BLOCK)).reshape(
+        -(-rows // ROW_BLOCK), ROW_BLOCK, columns
+    )
     partial = torch.zeros_like(padded[:, 0])
-    for row in range(BAND):
+    for row in range(ROW_BLOCK):
         partial += padded[:, row]
     return partial.double().sum(0).float()

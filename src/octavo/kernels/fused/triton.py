@@ -8,7 +8,7 @@ from octavo.kernels.fused.glu import triton as glu
 from octavo.kernels.fused.glu.device import glu_rows_kernel
 from octavo.kernels.fused.norm import triton as norm
 from octavo.kernels.fused.norm.device import norm_rows_kernel
-from octavo.kernels.fused.reference import BAND
+from octavo.kernels.fused.reference import ROW_BLOCK
 from octavo.kernels.fused.tiles import TRANSPOSE, WIDEST_ROW
 from octavo.kernels.launch import Launch, Variant
 from octavo.numerics.spec import ROW, TENSOR, QuantSpec
@@ -42,7 +42,7 @@ def _written(spec: QuantSpec, order: str) -> float:
 
 def _variant(op: str, case: str, config: int, launch: Launch, device_bytes: float, **fields: Any) -> Variant:
     tile = launch.constants.get("TILE_R", 1) * launch.constants["TILE_C"]
-    looped = "band" in launch.kernel.__name__
+    looped = "row_block" in launch.kernel.__name__
     trips = COLUMNS // launch.constants["TILE_C"] if looped else fields.pop("trips", 1)
     return Variant(
         op=op, case=case, config=config, launch=launch, tile=tile, device_bytes=device_bytes, trips=trips, **fields
@@ -78,19 +78,19 @@ def _norm_gradients() -> list[Variant]:
         for passed in (False, True):
             op = "layer_norm_backward" if center else "rms_norm_backward"
             flags = {"CENTER": center, "OFFSET": False, "BIAS": center, "TOTAL": passed}
-            moved = 6 + 2 * passed + 4 * (1 + center) / BAND
+            moved = 6 + 2 * passed + 4 * (1 + center) / ROW_BLOCK
             case = "with residual" if passed else "gradients"
             for config in range(len(norm.BACKWARD_CONFIGS)):
                 (launch,) = norm.backward_launches(COLUMNS, flags, config)
-                all_variants.append(_variant(op, case, config, launch, moved, types=types, ones=ones, trips=BAND))
+                all_variants.append(_variant(op, case, config, launch, moved, types=types, ones=ones, trips=ROW_BLOCK))
             for launch in norm.backward_launches(4 * COLUMNS, flags):
                 step, moved = ("dx", 6 + 2 * passed) if launch.constants["DX"] else ("sums", 4 + moved % 1)
-                trips = launch.constants["BAND"]
+                trips = launch.constants["ROW_BLOCK"]
                 all_variants.append(
                     _variant(op, f"{case}, wide, {step}", 0, launch, moved, types=types, ones=ones, trips=trips)
                 )
     sums = {"partial": "*fp32", "sums": "*bf16"}
-    all_variants.append(_variant("rms_norm_backward", "sums of bands", 0, norm.SUMS, 4.0, types=sums, trips=8))
+    all_variants.append(_variant("rms_norm_backward", "sums of row blocks", 0, norm.SUMS, 4.0, types=sums, trips=8))
     return all_variants
 
 

@@ -100,7 +100,7 @@ def _load_h(h, row, column, rows, columns, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def glu_band_kernel(
+def glu_row_block_kernel(
     gate, up, h, q, qt, s, rows, words, columns, gate_r, gate_c, up_r, up_c,
     ACTIVATION: tl.constexpr, FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr,
     E8M0: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr,

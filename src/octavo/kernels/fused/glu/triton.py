@@ -2,7 +2,7 @@
 
 by tensor, by block, no FP8    one pass over tiles: 2 + 2 bytes read per element, 2 written with `keep`, 1 per FP8 copy
 by row, rows only              one program per row, held in registers: the same bytes
-by row, transposed copy        one program per band of rows in two passes: h and its maxima, then the cast. h always
+by row, transposed copy        one program per block of rows in two passes: h and its maxima, then the cast. h always
                                goes through memory, because computing it twice costs more time than the second read:
                                2 + 2 read, 2 written, up to 2 read again, 1 per copy
 backward                       one pass over tiles: 2 + 2 + 2 read, 2 + 2 written
@@ -16,9 +16,9 @@ from octavo.kernels.fused.activations import ACTIVATIONS
 from octavo.kernels.fused.fp8_outputs import empty_outputs, kernel_arguments, kernel_constants
 from octavo.kernels.fused.glu.device import (
     glu_backward_kernel,
-    glu_band_kernel,
     glu_blocks_kernel,
     glu_flat_kernel,
+    glu_row_block_kernel,
     glu_rows_kernel,
 )  # fmt: skip
 from octavo.kernels.fused.tiles import TRANSPOSE, WIDEST_ROW, rows_launch, run
@@ -31,8 +31,8 @@ BLOCKS_CONFIGS = ((64, 128, 4), (32, 256, 4))
 """Rows, columns, warps of a tile of `glu_blocks_kernel`."""
 ROWS_CONFIGS = (32, 16)
 """Elements per thread of `glu_rows_kernel`."""
-BAND_CONFIGS = ((64, 128, 4), (32, 256, 4))
-"""Rows, columns, warps of a tile of `glu_band_kernel`."""
+ROW_BLOCK_CONFIGS = ((64, 128, 4), (32, 256, 4))
+"""Rows, columns, warps of a tile of `glu_row_block_kernel`."""
 BACKWARD_CONFIGS = ((8, 256, 4), (4, 256, 4))
 """Rows, columns, warps of a tile of `glu_backward_kernel`."""
 
@@ -56,9 +56,9 @@ def launches(
     if columns <= WIDEST_ROW:
         first = rows_launch(glu_rows_kernel, {**own, **rule, "KEEP": keep}, columns, ROWS_CONFIGS[config])
         return [first] if order == "rows" else [first, TRANSPOSE]
-    tile_r, tile_c, warps = BAND_CONFIGS[config]
+    tile_r, tile_c, warps = ROW_BLOCK_CONFIGS[config]
     constants = {**own, **orders, **rule, "TILE_R": tile_r, "TILE_C": tile_c}
-    return [Launch(kernel=glu_band_kernel, constants=constants, num_warps=warps)]
+    return [Launch(kernel=glu_row_block_kernel, constants=constants, num_warps=warps)]
 
 
 def backward_launch(activation: str, config: int = 0) -> Launch:
@@ -78,7 +78,7 @@ def glu(
     """See `reference.glu`."""
     rows, columns = gate.shape
     steps = launches(activation, spec, order, columns, keep, config)
-    h = gate.new_empty((rows, columns)) if keep or steps[0].kernel is glu_band_kernel else gate
+    h = gate.new_empty((rows, columns)) if keep or steps[0].kernel is glu_row_block_kernel else gate
     outputs = empty_outputs(gate, spec, order)
     arguments: dict[str, Any] = {
         "gate": gate, "up": up, "h": h, "rows": rows, "columns": columns, **_strides(gate=gate, up=up),
@@ -86,7 +86,7 @@ def glu(
     }  # fmt: skip
     if steps[-1] is TRANSPOSE and order == "columns":
         arguments["q"] = gate.new_empty((rows, columns), dtype=arguments["qt"].dtype)
-    run(steps, (glu_rows_kernel, glu_band_kernel), arguments)
+    run(steps, (glu_rows_kernel, glu_row_block_kernel), arguments)
     return [*([h] if keep else []), *outputs]
 
 

@@ -123,7 +123,7 @@ def _out_tile(
 
 
 @triton.jit
-def norm_band_kernel(
+def norm_row_block_kernel(
     x, residual, weight, bias, total, y, q, qt, s, mean, rstd, rows, words, columns, grid_columns,
     stride_r, stride_c, residual_r, residual_c, eps, count,
     CENTER: tl.constexpr, OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr,
@@ -215,10 +215,10 @@ def norm_backward_kernel(
     grad, x, weight, rstd, mean, grad_total, dx, partial_weight, partial_bias, rows, columns,
     grad_r, grad_c, stride_r, stride_c, total_r, total_c, count,
     CENTER: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, TOTAL: tl.constexpr, DX: tl.constexpr,
-    SUMS: tl.constexpr, BAND: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
+    SUMS: tl.constexpr, ROW_BLOCK: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Process BAND rows in order, with the next one prefetched: dx (of whole rows) and partial column sums."""
-    first = tl.program_id(0).to(tl.int64) * BAND
+    """Process ROW_BLOCK rows in order, with the next one prefetched: dx (of whole rows) and partial column sums."""
+    first = tl.program_id(0).to(tl.int64) * ROW_BLOCK
     column = tl.program_id(1).to(tl.int64) * TILE_C + tl.arange(0, TILE_C)
     in_row = column < columns
     w = to_float32(tl.load(weight + column, mask=in_row, other=0.0), INTERPRETED)
@@ -226,11 +226,11 @@ def norm_backward_kernel(
         w = 1.0 + w
     dweight = tl.zeros((TILE_C,), tl.float32)
     dbias = tl.zeros((TILE_C,), tl.float32)
-    last = tl.minimum(first + BAND, rows)
+    last = tl.minimum(first + ROW_BLOCK, rows)
     end = tl.where(first < last, columns, 0)
     next_g = tl.load(grad + first * grad_r + column * grad_c, mask=column < end, other=0.0)
     next_x = tl.load(x + first * stride_r + column * stride_c, mask=column < end, other=0.0)
-    for i in range(BAND):
+    for i in range(ROW_BLOCK):
         row = first + i
         g = to_float32(next_g, INTERPRETED)
         values = to_float32(next_x, INTERPRETED)
@@ -267,7 +267,7 @@ def norm_backward_kernel(
 def column_sums_kernel(
     partial, sums, parts, columns, TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """Sum all bands in float64 and round to the weight's dtype."""
+    """Sum all row blocks in float64 and round to the weight's dtype."""
     column = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
     total = tl.zeros((TILE_C,), tl.float64)
     for start in range(0, parts, TILE_R):

@@ -1,16 +1,16 @@
 """Norms on a GPU.
 
     rows only          one program per row (or per several short rows), held in registers: one read
-    transposed copy    up to 4096 columns: one program per band of 16 rows, for 16-byte stores down a column. Each pass
-                       (sums, [centered sums], [row maxima], cast) reads the band again, from L2 if the bands in flight
+    transposed copy    up to 4096 columns: one program per block of 16 rows, for 16-byte stores down a column. Each pass
+                       (sums, [centered sums], [row maxima], cast) reads the block again, from L2 if blocks in flight
                        fit: 264 programs × 16 rows × 4096 × 2 bytes = 35 MB. Longer rows: two steps, rows only, then
                        a transpose of the bytes
-    backward           one program per band of 32 rows, row by row in registers with the next row prefetched; weight
-                       gradients are summed in registers, stored once per band, then summed over bands. Beyond 8192
+    backward           one program per block of 32 rows, row by row in registers with the next row prefetched; weight
+                       gradients are summed in registers, stored once per block, then summed over blocks. Beyond 8192
                        columns (4096 with a bias): dx first, then the sums
 
-Bytes per bf16 element, with the bands in L2: 2 read, plus 2 for a residual and 2 for the sum written back, plus 2 for y
-with `keep`, plus 1 per FP8 copy; the two steps add 1. Backward: 2 + 2 read, 2 written, 8/32 for the bands; 2 + 2 more
+Bytes per bf16 element, with blocks in L2: 2 read, plus 2 for a residual and 2 for the sum written back, plus 2 for y
+with `keep`, plus 1 per FP8 copy; the two steps add 1. Backward: 2 + 2 read, 2 written, 8/32 for the blocks; 2 + 2 more
 if dx and the sums are separate.
 
 One in 8 additions of a row sum is in float64 (see `reference`): negligible next to memory time on Hopper; on consumer
@@ -27,36 +27,36 @@ from octavo.kernels.fused.fp8_outputs import empty_outputs, kernel_arguments, ke
 from octavo.kernels.fused.norm.device import (
     column_sums_kernel,
     norm_backward_kernel,
-    norm_band_kernel,
+    norm_row_block_kernel,
     norm_rows_kernel,
 )  # fmt: skip
-from octavo.kernels.fused.reference import BAND
+from octavo.kernels.fused.reference import ROW_BLOCK
 from octavo.kernels.fused.tiles import TRANSPOSE, WIDEST_ROW, rows_launch, run
 from octavo.kernels.launch import INTERPRETED, Launch
 from octavo.numerics.spec import QuantSpec
 
 ROWS_CONFIGS = (32, 16)
 """Elements per thread of `norm_rows_kernel`."""
-BAND_CONFIGS = ((16, 512, 4), None)
-"""With a transposed copy: rows, columns, warps of a tile of `norm_band_kernel`; None for the two steps."""
-WIDEST_BAND = 4096
-"""Longest row, in elements, whose bands in flight fit into L2; longer rows default to two steps."""
+ROW_BLOCK_CONFIGS = ((16, 512, 4), None)
+"""With a transposed copy: rows, columns, warps of a tile of `norm_row_block_kernel`; None for the two steps."""
+WIDEST_ROW_BLOCK = 4096
+"""Longest row, in elements, whose row blocks in flight fit into L2; longer rows default to two steps."""
 
 
 def launches(spec: QuantSpec | None, order: str, columns: int, flags: dict[str, bool], config: int = 0) -> list[Launch]:
     """Return the kernels for a case and row length, in launch order. `flags`: CENTER, OFFSET, RESIDUAL, BIAS, KEEP."""
     constants = {**kernel_constants(spec), **flags, "INTERPRETED": INTERPRETED}
     transposed = constants["OUTPUT"] > 1 and order != "rows"
-    band = BAND_CONFIGS[config] if transposed else None
-    if band is not None and config == 0 and WIDEST_BAND < columns <= WIDEST_ROW:
-        band = None
-    if band is None and (columns <= WIDEST_ROW or constants["OUTPUT"] < 2):
+    row_block = ROW_BLOCK_CONFIGS[config] if transposed else None
+    if row_block is not None and config == 0 and WIDEST_ROW_BLOCK < columns <= WIDEST_ROW:
+        row_block = None
+    if row_block is None and (columns <= WIDEST_ROW or constants["OUTPUT"] < 2):
         per_thread = ROWS_CONFIGS[0 if transposed else config]
         return [rows_launch(norm_rows_kernel, constants, columns, per_thread), *([TRANSPOSE] if transposed else [])]
-    tile_r, tile_c, warps = band or (16, 512, 4)
+    tile_r, tile_c, warps = row_block or (16, 512, 4)
     orders = {"ROWS": order != "columns", "COLUMNS": transposed}
     constants |= {**orders, "TILE_R": tile_r, "TILE_C": tile_c}
-    return [Launch(kernel=norm_band_kernel, constants=constants, num_warps=warps)]
+    return [Launch(kernel=norm_row_block_kernel, constants=constants, num_warps=warps)]
 
 
 def norm(
@@ -86,7 +86,7 @@ def norm(
     steps = launches(spec, order, columns, flags, config)
     if steps[-1] is TRANSPOSE and order == "columns":
         arguments["q"] = x.new_empty((rows, columns), dtype=arguments["qt"].dtype)
-    run(steps, (norm_rows_kernel, norm_band_kernel), arguments)
+    run(steps, (norm_rows_kernel, norm_row_block_kernel), arguments)
     return [t for t in (rstd, mean, total, y) if t is not None] + outputs
 
 
@@ -110,10 +110,10 @@ def backward_launches(columns: int, flags: dict[str, bool], config: int = 0) -> 
     warps = min(max(tile_c // (32 * BACKWARD_CONFIGS[config]), 1), 32)
     rows = {**flags, "TILE_C": tile_c, "INTERPRETED": INTERPRETED}
     if tile_c <= WIDEST_SUMS // (1 + flags["BIAS"]):
-        both = {**rows, "DX": True, "SUMS": True, "BAND": BAND}
+        both = {**rows, "DX": True, "SUMS": True, "ROW_BLOCK": ROW_BLOCK}
         return [Launch(kernel=norm_backward_kernel, constants=both, num_warps=warps)]
-    dx = {**rows, "DX": True, "SUMS": False, "BAND": 1}
-    sums = {**rows, "DX": False, "SUMS": True, "BAND": BAND, "TILE_C": 1024}
+    dx = {**rows, "DX": True, "SUMS": False, "ROW_BLOCK": 1}
+    sums = {**rows, "DX": False, "SUMS": True, "ROW_BLOCK": ROW_BLOCK, "TILE_C": 1024}
     return [
         Launch(kernel=norm_backward_kernel, constants=dx, num_warps=warps),
         Launch(kernel=norm_backward_kernel, constants=sums, num_warps=4),
@@ -126,7 +126,7 @@ def norm_backward(
 ) -> list[Tensor]:  # fmt: skip
     """See `reference.norm_backward`."""
     rows, columns = x.shape
-    parts = triton.cdiv(rows, BAND)
+    parts = triton.cdiv(rows, ROW_BLOCK)
     dx = x.new_empty((rows, columns))
     partial = [x.new_empty((max(parts, 1), columns), dtype=torch.float32) for _ in range(1 + bias)]
     passed = grad if grad_total is None else grad_total
@@ -140,7 +140,7 @@ def norm_backward(
     }  # fmt: skip
     flags = {"CENTER": mean is not None, "OFFSET": offset, "BIAS": bias, "TOTAL": grad_total is not None}
     for step in backward_launches(columns, flags, config):
-        down, across = (triton.cdiv(n, step.constants[of]) for n, of in ((rows, "BAND"), (columns, "TILE_C")))
+        down, across = (triton.cdiv(n, step.constants[of]) for n, of in ((rows, "ROW_BLOCK"), (columns, "TILE_C")))
         step.run((max(down, 1), max(across, 1)), arguments)
     sums = [weight.new_empty(weight.shape) for _ in partial]
     for source, target in zip(partial, sums, strict=True):
