@@ -28,13 +28,13 @@ from benchmarks.adversarial_cases import CASES
 from benchmarks.adversarial_document import (
     BASELINE,
     EVERY,
-    EXACT,
-    HASTY,
+    FP32,
     IMAGE,
-    PILOTED,
     PLAINEST,
     RECIPES,
     SMOOTH,
+    WITH_AUTOPILOT,
+    WITHOUT_REPEATS,
     document,
     gaps,
     picture,
@@ -104,10 +104,10 @@ class Piloted(Unwatched):
 
 ARMS: dict[str, Callable[[nn.Module], Stepper]] = {
     BASELINE: lambda model: Unwatched(),
-    EXACT: lambda model: Unwatched(autocast=False),
+    FP32: lambda model: Unwatched(autocast=False),
     **{recipe: partial(Watched, recipe=recipe) for recipe in RECIPES},
-    PILOTED: partial(Piloted, retakes=True),
-    HASTY: partial(Piloted, retakes=False),
+    WITH_AUTOPILOT: partial(Piloted, retakes=True),
+    WITHOUT_REPEATS: partial(Piloted, retakes=False),
 }
 """What is done to a model before it is trained; each returns what goes around its steps."""
 
@@ -187,14 +187,14 @@ def main(arguments: list[str]) -> None:
 
 def _strengths(case: Case, seeds: int) -> list[Row]:
     """The two plainest recipes at other strengths of a case."""
-    found = []
+    rows = []
     for strength in case.others:
         for seed in range(1, seeds + 1):
             for arm in (BASELINE, *PLAINEST):
                 row = measured(replace(case, strength=strength), arm, seed)
-                found.append({key: row[key] for key in KEPT} | {"strength": strength})
+                rows.append({key: row[key] for key in KEPT} | {"strength": strength})
         print(f"{case.name:<18} strength {strength:g}", flush=True)
-    return found
+    return rows
 
 
 def _content(rows: Sequence[Row], strengths: Sequence[Row]) -> Mapping[str, Any]:

@@ -12,8 +12,8 @@ from octavo.experiments.theme import colour
 
 Row = dict[str, Any]
 IMAGE = "images/adversarial.svg"
-BASELINE, EXACT = "bf16", "fp32"
-PILOTED, HASTY = "autopilot", "autopilot, each step once"
+BASELINE, FP32 = "bf16", "fp32"
+WITH_AUTOPILOT, WITHOUT_REPEATS = "autopilot", "autopilot, each step once"
 PLAINEST = ("tensorwise", "rowwise")
 """Recipes that are also measured at other strengths of a case."""
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad")
@@ -64,20 +64,20 @@ def gaps(rows: Sequence[Row], case: str, arm: str) -> list[float]:
     ]
 
 
-def verdict(found: Sequence[float]) -> str:
+def verdict(loss_gaps: Sequence[float]) -> str:
     """One word for the gaps of an arm."""
-    if all(math.isinf(gap) for gap in found):
+    if all(math.isinf(gap) for gap in loss_gaps):
         return "diverges"
-    if min(found) > WORSE:
+    if min(loss_gaps) > WORSE:
         return "broken"
-    return "holds" if max(found) <= WITHIN else "lags"
+    return "holds" if max(loss_gaps) <= WITHIN else "lags"
 
 
 def document(content: Mapping[str, Any]) -> str:
     """docs/adversarial.md of a result file."""
     rows = content["rows"]
     names = [name for name in CASES if any(row["case"] == name for row in rows)]
-    arms = [arm for arm in (*RECIPES, PILOTED, HASTY) if any(row["arm"] == arm for row in rows)]
+    arms = [arm for arm in (*RECIPES, WITH_AUTOPILOT, WITHOUT_REPEATS) if any(row["arm"] == arm for row in rows)]
     head = HEAD.format(
         minutes=sum(row["cpu_s"] for row in rows) / 60, device=content["environment"]["device"], within=WITHIN,
         worse=WORSE, image=IMAGE, summary=_summary(rows, names, arms), blind=_blind(rows, names, arms), every=EVERY,
@@ -105,9 +105,9 @@ def _summary(rows: Sequence[Row], names: Sequence[str], arms: Sequence[str]) -> 
     return "\n".join(lines) + "\n"
 
 
-def _cell(found: Sequence[float]) -> str:
-    word = verdict(found)
-    mean = "" if any(map(math.isinf, found)) else f" {statistics.mean(found):+.1f} %"
+def _cell(loss_gaps: Sequence[float]) -> str:
+    word = verdict(loss_gaps)
+    mean = "" if any(map(math.isinf, loss_gaps)) else f" {statistics.mean(loss_gaps):+.1f} %"
     return (f"**{word}**" if word in ("broken", "diverges") else word) + mean
 
 
@@ -125,9 +125,10 @@ def _blind(rows: Sequence[Row], names: Sequence[str], arms: Sequence[str]) -> st
 def _lesson(rows: Sequence[Row], names: Sequence[str]) -> str:
     """What taking a step again is good for, in words; nothing where it makes no difference."""
     saved = [
-        f"{name} ends {statistics.mean(gaps(rows, name, HASTY)):+.1f} % without it"
+        f"{name} ends {statistics.mean(gaps(rows, name, WITHOUT_REPEATS)):+.1f} % without it"
         for name in names
-        if verdict(gaps(rows, name, HASTY)) != "holds" and verdict(gaps(rows, name, PILOTED)) == "holds"
+        if verdict(gaps(rows, name, WITHOUT_REPEATS)) != "holds"
+        and verdict(gaps(rows, name, WITH_AUTOPILOT)) == "holds"
     ]
     return f" It matters where the first steps do damage that stays: {'; '.join(saved)}." if saved else ""
 
@@ -153,12 +154,12 @@ def _section(rows: Sequence[Row], name: str, arms: Sequence[str]) -> str:
     ]  # fmt: skip
     base = [f"{row['tail_mean']:.4f}" for row in mine if row["arm"] == BASELINE]
     lines.append(f"| {BASELINE} | {' | '.join(base)} | | | |")
-    for arm in ([EXACT] if any(row["arm"] == EXACT for row in mine) else []) + list(arms):
+    for arm in ([FP32] if any(row["arm"] == FP32 for row in mine) else []) + list(arms):
         of_arm = [row for row in mine if row["arm"] == arm]
-        found = gaps(rows, name, arm)
-        cells = ["diverged" if math.isinf(gap) else f"{gap:+.2f} %" for gap in found]
-        lines.append(f"| {arm} | {' | '.join(cells)} | {_worst(of_arm)} | {verdict(found)} |")
-    for row in (row for row in mine if row["arm"] == PILOTED and row["seed"] == seeds[0]):
+        loss_gaps = gaps(rows, name, arm)
+        cells = ["diverged" if math.isinf(gap) else f"{gap:+.2f} %" for gap in loss_gaps]
+        lines.append(f"| {arm} | {' | '.join(cells)} | {_worst(of_arm)} | {verdict(loss_gaps)} |")
+    for row in (row for row in mine if row["arm"] == WITH_AUTOPILOT and row["seed"] == seeds[0]):
         if row["moves"]:
             lines += [
                 "",
@@ -170,12 +171,12 @@ def _section(rows: Sequence[Row], name: str, arms: Sequence[str]) -> str:
 
 
 def _worst(of_arm: Sequence[Row]) -> str:
-    found = [row["worst"] for row in of_arm if row["worst"] is not None]
-    if not found:
+    worst_values = [row["worst"] for row in of_arm if row["worst"] is not None]
+    if not worst_values:
         return "| "
-    noisy = statistics.median(worst["sqnr"] for worst in found)
-    starved = statistics.median_high(worst["underflow"] for worst in found)
-    where = next(worst["underflow_of"] for worst in found if worst["underflow"] == starved)
+    noisy = statistics.median(worst["sqnr"] for worst in worst_values)
+    starved = statistics.median_high(worst["underflow"] for worst in worst_values)
+    where = next(worst["underflow_of"] for worst in worst_values if worst["underflow"] == starved)
     return f"{noisy:.1f} dB | {100 * starved:.1f} %" + (f" ({where})" if starved else "")
 
 
@@ -188,11 +189,11 @@ def picture(content: Mapping[str, Any]) -> figures.Figure:
     places, settings = figures.panels(titles, min(len(names), 3), 190, **axes, same_y=False)
     data = []
     for place, name in zip(places, names, strict=True):
-        for arm, shade in zip((BASELINE, *RECIPES, PILOTED, HASTY), COLOURS, strict=True):
+        for arm, shade in zip((BASELINE, *RECIPES, WITH_AUTOPILOT, WITHOUT_REPEATS), COLOURS, strict=True):
             curves = [row["smoothed"] for row in rows if row["case"] == name and row["arm"] == arm]
             means = [statistics.mean(at) for at in zip(*curves, strict=False) if None not in at]
             line = {"color": shade, "width": 5 if arm == BASELINE else 1.6}
-            line["dash"] = "dash" if arm in (PILOTED, HASTY) else "solid"
+            line["dash"] = "dash" if arm in (WITH_AUTOPILOT, WITHOUT_REPEATS) else "solid"
             data.append(
                 {"type": "scatter", "mode": "lines", "line": line, "opacity": 0.5 if arm == BASELINE else 0.9, **place,
                  "x": [SMOOTH * (number + 0.5) for number in range(len(means))], "y": means, "name": arm,

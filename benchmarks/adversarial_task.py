@@ -220,7 +220,7 @@ def losses(
         _groups(case, model), betas=(0.9, 0.95), weight_decay=0.0, eps=case.epsilon, foreach=False
     )
     rates = [group["lr"] for group in optimizer.param_groups]
-    found: list[float] = []
+    step_losses: list[float] = []
     for step in range(1, case.steps + 1):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * min(1.0, step / WARMUP) * max(LAST_RATE, 1 - (step - 1) / case.steps)
@@ -235,14 +235,14 @@ def losses(
             if not (stepper.should_repeat and stepper.retakes):
                 break
             optimizer.zero_grad()
-        found.append(loss.mean().item())
-        if not math.isfinite(found[-1]):
+        step_losses.append(loss.mean().item())
+        if not math.isfinite(step_losses[-1]):
             break
         optimizer.step()
         optimizer.zero_grad()
         if case.after_step is not None:
             case.after_step(model, step, case.steps, case.strength)
-    return found
+    return step_losses
 
 
 def _groups(case: Case, model: nn.Module) -> list[dict[str, Any]]:

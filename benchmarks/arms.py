@@ -116,14 +116,14 @@ def step(model: Callable[..., Tensor], parameters: Sequence[Tensor], x: Tensor, 
 
 def speedup(rows: Sequence[dict[str, Any]], row: dict[str, Any], **same: Any) -> dict[str, Any]:
     """Kernel and wall speed-up over the bf16 row of the same mode, or eager where bf16 was not compiled."""
-    found: dict[str, Any] = {}
+    ratios: dict[str, Any] = {}
     for mode in (row.get("mode"), "eager"):
-        wanted = {**same, "arm": "bf16", "mode": mode}
-        base = next((r for r in rows if wanted.items() <= r.items() and "error" not in r), None)
+        key = {**same, "arm": "bf16", "mode": mode}
+        base = next((r for r in rows if key.items() <= r.items() and "error" not in r), None)
         if base is None:
             continue
         for field, name in (("kernel_ms", "speedup"), ("wall_ms", "wall_speedup")):
             if row.get(field) and base.get(field):
-                found[name] = round(base[field] / row[field], 4)
+                ratios[name] = round(base[field] / row[field], 4)
         break
-    return found
+    return ratios

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import ceilings, shapes
 from benchmarks.session import Row, Session, begin, parser
 from octavo.kernels import calibration
-from octavo.kernels.gemm.fp8_timing import Fp8Product, fp8_products, time_fp8_product
+from octavo.kernels.gemm.fp8_timing import Fp8Gemm, fp8_gemms, time_fp8_product
 from octavo.kernels.quantize.quantize_timing import Quantization, quantizations, time_quantization
 from octavo.kernels.timing import time_on_gpu
 from octavo.numerics import RECIPES
@@ -22,23 +22,23 @@ calibrate --rehearse"""
 PRODUCTS = ("rowwise", "tensorwise")
 
 
-def run(session: Session, wanted: list[shapes.Shape]) -> None:
+def run(session: Session, requested: list[shapes.Shape]) -> None:
     """Measure the products of each linear; keep the winners after every one."""
     entries: list[calibration.Entry] = []
-    for shape in wanted:
+    for shape in requested:
         for recipe in PRODUCTS:
-            found: list[Fp8Product | Quantization] = [
-                *fp8_products(RECIPES[recipe], [shape]),
+            tasks: list[Fp8Gemm | Quantization] = [
+                *fp8_gemms(RECIPES[recipe], [shape]),
                 *quantizations(RECIPES[recipe], [shape]),
             ]
-            for task in found:
+            for task in tasks:
                 same: Row = {"stage": "calibrate", "shape": ",".join(map(str, task.shape)), "case": task.name}
                 session.attempt(same, functools.partial(_measure, session, task, entries))
 
 
-def _measure(session: Session, task: Fp8Product | Quantization, entries: list[calibration.Entry]) -> Row:
+def _measure(session: Session, task: Fp8Gemm | Quantization, entries: list[calibration.Entry]) -> Row:
     timer = time_on_gpu if session.gpu else _untimed
-    if isinstance(task, Fp8Product):
+    if isinstance(task, Fp8Gemm):
         result = time_fp8_product(task, session.device, timer)
     else:
         result = time_quantization(task, session.device, timer)
@@ -69,12 +69,12 @@ def main(arguments: list[str]) -> None:
     options.add_argument("--shapes", nargs="+", metavar="SET|M,K,N", help=shapes.DESCRIPTION)
     chosen = options.parse_args(arguments)
     try:
-        wanted = shapes.parse(chosen.shapes or ["targets", "cubes", "llama"])
+        requested = shapes.parse(chosen.shapes or ["targets", "cubes", "llama"])
     except ValueError as error:
         options.error(str(error))
     session = begin("calibrate", chosen, arguments)
     ceilings.measure(session)
     if chosen.quick and not chosen.shapes:
-        wanted = list(shapes.TARGETS)
-    run(session, list(shapes.SETS["tiny"]) if session.tiny else wanted)
+        requested = list(shapes.TARGETS)
+    run(session, list(shapes.SETS["tiny"]) if session.tiny else requested)
     session.finish()

@@ -153,8 +153,8 @@ def in_order(losses: Losses, arm: str, size: int) -> list[str]:
 def at_random(losses: Losses, arm: str, size: int, count: int) -> dict[str, float]:
     """Share of each verdict among comparisons of seeds drawn at random."""
     draw, seeds = random.Random(size), sorted(losses[arm], key=int)
-    found = [verdict(losses, arm, draw.sample(seeds, size)) for _ in range(count)]
-    return {status: found.count(status) / count for status in ("worse", "better")}
+    statuses = [verdict(losses, arm, draw.sample(seeds, size)) for _ in range(count)]
+    return {status: statuses.count(status) / count for status in ("worse", "better")}
 
 
 def summary(losses: Losses, count: int) -> list[dict[str, Any]]:
@@ -164,10 +164,10 @@ def summary(losses: Losses, count: int) -> list[dict[str, Any]]:
         whole = statistics.fmean(losses[BASELINE][seed] for seed in losses[arm])
         gaps = [100 * (loss - losses[BASELINE][seed]) / whole for seed, loss in losses[arm].items()]
         for size in SIZES:
-            found = in_order(losses, arm, size)
+            statuses = in_order(losses, arm, size)
             rows.append({
-                "arm": arm, "seeds": size, "comparisons": len(found), "worse": found.count("worse"),
-                "better": found.count("better"), "drawn": at_random(losses, arm, size, count),
+                "arm": arm, "seeds": size, "comparisons": len(statuses), "worse": statuses.count("worse"),
+                "better": statuses.count("better"), "drawn": at_random(losses, arm, size, count),
                 "mean_gap_percent": statistics.fmean(gaps), "deviation_percent": statistics.stdev(gaps),
             })  # fmt: skip
     return rows
@@ -223,16 +223,16 @@ def main(arguments: list[str]) -> None:
         text = page(options.runs / "page.txt")
         before = next((each for each in (unfinished(path), path) if each.exists()), None)
         losses: dict[str, dict[str, float]] = json.loads(before.read_text())["losses"] if before else {}
-        wanted = [
+        pending = [
             (arm, seed)
             for arm in ARMS
             for seed in range(1, 1 + (options.seeds if arm in (BASELINE, "again") else options.fp8_seeds))
         ]
         facts = environment(torch.device("cpu"))
-        for number, (arm, seed) in enumerate(wanted, 1):
+        for number, (arm, seed) in enumerate(pending, 1):
             if str(seed) not in losses.setdefault(arm, {}):
                 losses[arm][str(seed)] = loss_of(arm, seed, text)
-                print(f"{number:3}/{len(wanted)}  {arm:<8} seed {seed:3}  {losses[arm][str(seed)]:.4f}", flush=True)
+                print(f"{number:3}/{len(pending)}  {arm:<8} seed {seed:3}  {losses[arm][str(seed)]:.4f}", flush=True)
                 write_json(unfinished(path), {"losses": losses})
         write_json(
             path, {"environment": facts, "steps": STEPS, "losses": losses, "summary": summary(losses, options.drawn)}

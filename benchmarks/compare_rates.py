@@ -195,11 +195,11 @@ def gap_rates(drawn: int, seeds: int = MOST_SEEDS) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"gaps": kind, "worse": {}}
         for arms in ARMS:
             count = drawn // min(arms, 2)
-            found = decide(*_losses(noise * draw(rng, (count, arms, seeds)), rng))
-            row["worse"][str(arms)] = rate(found.worse)
+            verdicts = decide(*_losses(noise * draw(rng, (count, arms, seeds)), rng))
+            row["worse"][str(arms)] = rate(verdicts.worse)
             if arms == 1:
-                row["better"] = rate(found.passes & (found.high < 0))
-                row["worse_at"] = {str(n): float(found.worse[:, 0, n - 2].mean()) for n in SEEDS if n <= seeds}
+                row["better"] = rate(verdicts.passes & (verdicts.high < 0))
+                row["worse_at"] = {str(n): float(verdicts.worse[:, 0, n - 2].mean()) for n in SEEDS if n <= seeds}
         # an arm worse by the margin, and by the 2 % that pass without one: the noise from small to as large as that
         wrong = []
         for margin, asked in ((1.0, 1.0), (0.2, 0.2), (2.0, None)):
@@ -265,8 +265,8 @@ def detection_rates(drawn: int) -> list[dict[str, Any]]:
                     where = rng.integers(0, seeds, len(base))
                     each = np.arange(len(base))
                     losses[each, 0, where] = base[each, where] * rng.uniform(2, 10, len(base))
-                found = decide(base, losses).worse[:, :damaged, -1]
-                row["worse"][f"{arms},{seeds}"] = float(found.mean())
+                verdicts = decide(base, losses).worse[:, :damaged, -1]
+                row["worse"][f"{arms},{seeds}"] = float(verdicts.mean())
         rows.append(row)
     return rows
 

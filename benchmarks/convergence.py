@@ -109,36 +109,36 @@ def code() -> Code:
     return {"commit": answer.strip() or None} | {name: facts[name] for name in VERSIONS}
 
 
-def folder_of(wanted: Path, made_by: Code) -> Path:
+def folder_of(out: Path, made_by: Code) -> Path:
     """The folder of a run: as wanted, or with the next number after it, the first that other code has not taken."""
-    number, folder = 1, wanted
+    number, folder = 1, out
     while folder.exists():
         noted = folder / CODE_FILE
         if noted.exists() and json.loads(noted.read_text()) == made_by:
             return folder
         number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
+        folder = out.with_name(f"{out.name}-{number}")
     write_json(folder / CODE_FILE, dict(made_by))
     return folder
 
 
-def trained(config: TrainConfig, wanted: Path, made_by: Code) -> tuple[RunResult, Path]:
+def trained(config: TrainConfig, out: Path, made_by: Code) -> tuple[RunResult, Path]:
     """The result of a run of some code, made or found, and its folder, which is the wanted one if it can be."""
-    folder = folder_of(wanted, made_by)
+    folder = folder_of(out, made_by)
     if (folder / "run.json").exists():
-        found = RunResult.read(folder)
+        run_result = RunResult.read(folder)
         same = (folder / "config.toml").read_text() == config.to_toml()
-        if same and found.stopped == "done" and found.steps == config.run.steps:
-            return found, folder
+        if same and run_result.stopped == "done" and run_result.steps == config.run.steps:
+            return run_result, folder
     result = run(config, out=folder, resume=True)
     if result.stopped != "done":
         raise SystemExit(f"stopped after {result.steps} of {config.run.steps} steps; the same command goes on")
     return result, folder
 
 
-def measured(arm: str, seed: int, steps: int, wanted: Path, more: Overrides, made_by: Code) -> Row:
+def measured(arm: str, seed: int, steps: int, out: Path, more: Overrides, made_by: Code) -> Row:
     """One row of the result file."""
-    result, folder = trained(configuration(arm, seed, steps, more), wanted, made_by)
+    result, folder = trained(configuration(arm, seed, steps, more), out, made_by)
     assert result.losses is not None
     curve = smooth(Curves.of(read_metrics(folder)).loss)
     return {
@@ -262,7 +262,7 @@ def main(arguments: list[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = (options.out or RESULTS / device_name(device)) / "convergence.json"
     if not options.document:
-        wanted = [(arm, seed, options.steps) for seed in range(1, options.seeds + 1) for arm in ARMS]
+        runs = [(arm, seed, options.steps) for seed in range(1, options.seeds + 1) for arm in ARMS]
         earlier: list[Row] = []
         long_environment = None
         if options.short_only:
@@ -270,15 +270,15 @@ def main(arguments: list[str]) -> None:
             earlier = _of_length(before["rows"], options.long_steps)
             long_environment = before.get("long_environment") or before["environment"]
         else:
-            wanted += [(arm, LONG_SEED, options.long_steps) for arm in LONG_ARMS]
+            runs += [(arm, LONG_SEED, options.long_steps) for arm in LONG_ARMS]
         rows: list[Row] = []
         loaded = code()  # what is committed while it runs is none of it
-        for number, (arm, seed, steps) in enumerate(wanted, 1):
+        for number, (arm, seed, steps) in enumerate(runs, 1):
             folder = options.runs / f"{arm.replace(' ', '')}-seed{seed}-{steps}"
             rows.append(measured(arm, seed, steps, folder, options.overrides, loaded))
             row = rows[-1]
             gap = "" if arm == BASELINE else f"  {gaps(_of_length(rows, steps), arm)[-1]:+.2f} %"
-            print(f"{number:2}/{len(wanted)}  {arm:<24} seed {seed}  {row['tail_mean']:.4f}{gap}", flush=True)
+            print(f"{number:2}/{len(runs)}  {arm:<24} seed {seed}  {row['tail_mean']:.4f}{gap}", flush=True)
         content = {
             "environment": environment(device), "steps": [options.steps, options.long_steps], "rows": rows + earlier,
             "long_environment": long_environment, "slowdowns": slowdowns(options.overrides),

@@ -26,7 +26,7 @@ from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import sqnr
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "memory.md"
-STORING = octavo.Precision(matmul="bf16", activations="fp8")
+FP8_ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
 WIDTH, INNER, LENGTH, IMAGE = 128, 512, 128, 100
 """Sizes of the models, tokens of a sequence, and the token that stands for a part of an image."""
 TEXT = {
@@ -46,7 +46,7 @@ Batch = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FamilyResult:
     """What a family keeps.
 
     Attributes:
@@ -196,7 +196,7 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
 }
 
 
-def found(name: str, dtype: torch.dtype = torch.bfloat16) -> Found:
+def measured(name: str, dtype: torch.dtype = torch.bfloat16) -> FamilyResult:
     """Train a family for one step, as it is and with FP8 activations."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Transformers, about configurations that are small
@@ -204,7 +204,7 @@ def found(name: str, dtype: torch.dtype = torch.bfloat16) -> Found:
         model, batch = FAMILIES[name]()
         model.to(dtype).train()
         batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
-        storing = octavo.convert(copy.deepcopy(model), precision=STORING, verbose=False)
+        storing = octavo.convert(copy.deepcopy(model), precision=FP8_ACTIVATIONS, verbose=False)
         y, expected, plain = _step(model, batch)
         stored_y, actual, stored = _step(storing, batch)
     largest = max(float(g.norm()) for g in expected.values())
@@ -213,7 +213,7 @@ def found(name: str, dtype: torch.dtype = torch.bfloat16) -> Found:
     tokens = batch.get("input_ids", batch.get("labels", next(iter(batch.values()))))
     count = tokens.numel() if not tokens.is_floating_point() else tokens.shape[0] * 17
     count = tokens.shape[0] * tokens.shape[1] if name == "nn.TransformerEncoder" else count
-    return Found(plain=plain / count, stored=stored / count, whole=sqnr(*flat), worst=min(each),
+    return FamilyResult(plain=plain / count, stored=stored / count, whole=sqnr(*flat), worst=min(each),
                  bitwise=torch.equal(y, stored_y))  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def table(names: Sequence[str]) -> Iterator[str]:
     yield "| family | bf16 bytes per token | Octavo | ratio | SQNR of all gradients | SQNR of the worst gradient |"
     yield "|---|---:|---:|---:|---:|---:|"
     for name in names:
-        one = found(name)
+        one = measured(name)
         if not one.bitwise:
             raise AssertionError(f"{name}: the forward is another one")
         yield (

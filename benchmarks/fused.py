@@ -105,12 +105,12 @@ def kernels(session: Session) -> None:
 def _measure(session: Session, shape: tuple[int, int], per_element: int, run: Callable[[Operands], Any]) -> Row:
     elements = shape[0] * shape[1]
     count = sets(per_element * elements, session.clock.l2_bytes) if session.gpu else 1
-    found = times(session.clock.measure([functools.partial(run, _operands(session, shape)) for _ in range(count)]))
-    found["bytes_per_element"] = per_element
-    if found["kernel_ms"] is not None:
-        found["tbs"] = round(per_element * elements / found["kernel_ms"] / 1e9, 4)
-        found["percent"] = round(100 * found["tbs"] / session.facts["ceilings"]["copy_tbs"], 1)
-    return found
+    timings = times(session.clock.measure([functools.partial(run, _operands(session, shape)) for _ in range(count)]))
+    timings["bytes_per_element"] = per_element
+    if timings["kernel_ms"] is not None:
+        timings["tbs"] = round(per_element * elements / timings["kernel_ms"] / 1e9, 4)
+        timings["percent"] = round(100 * timings["tbs"] / session.facts["ceilings"]["copy_tbs"], 1)
+    return timings
 
 
 def _operands(session: Session, shape: tuple[int, int]) -> Operands:

@@ -73,8 +73,8 @@ def _backend(session: Session, shape: Shape, case: str, name: str) -> Row:
     pairs = [operands(session, shape, CASES[case]) for _ in range(count)]
     run = functools.partial(scaled_mm, layout=layout, out_dtype=torch.bfloat16, fast_accum=fast)
     with SCALED_MM.force(name):
-        found = times(session.clock.measure([functools.partial(run, a, b) for a, b in pairs]))
-    return _rated(session, shape, found, fast=fast)
+        timings = times(session.clock.measure([functools.partial(run, a, b) for a, b in pairs]))
+    return _rated(session, shape, timings, fast=fast)
 
 
 def operands(session: Session, shape: Shape, case: tuple[str, str, Layout]) -> tuple[ScaledTensor, ScaledTensor]:
@@ -146,17 +146,17 @@ def _pairs(session: Session, shape: Shape) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def _rated(session: Session, shape: Shape, found: Row, *, fast: bool | None = None) -> Row:
+def _rated(session: Session, shape: Shape, timings: Row, *, fast: bool | None = None) -> Row:
     """The row with its rate, its share of this device's rate at 8192³, and of cuBLAS by tensor at this shape."""
-    if found["kernel_ms"] is None:
-        return found
+    if timings["kernel_ms"] is None:
+        return timings
     m, k, n = shape
-    found["tflops"] = round(2 * m * k * n / found["kernel_ms"] / 1e9, 1)
+    timings["tflops"] = round(2 * m * k * n / timings["kernel_ms"] / 1e9, 1)
     ceiling = {None: "bf16_tflops", True: "fp8_tflops", False: "fp8_exact_tflops"}[fast]
-    found["percent"] = round(100 * found["tflops"] / session.facts["ceilings"][ceiling], 1)
+    timings["percent"] = round(100 * timings["tflops"] / session.facts["ceilings"][ceiling], 1)
     reference = next((name for name, value in REFERENCES.items() if value == fast), None)
     same: dict[str, Any] = {"stage": "product", "shape": shapes.label(shape), "arm": reference}
     base = next((row for row in session.rows if same.items() <= row.items() and row.get("kernel_ms")), None)
     if base is not None:
-        found["of_cublas"] = round(base["kernel_ms"] / found["kernel_ms"], 4)
-    return found
+        timings["of_cublas"] = round(base["kernel_ms"] / timings["kernel_ms"], 4)
+    return timings

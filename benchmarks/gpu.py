@@ -228,7 +228,7 @@ def summary(out: Path, outcomes: list[Outcome]) -> str:
     lines += [f"{o.stage:<10} {o.ended:<8} {o.seconds:>6.0f} {o.rows:>5} {o.failed:>6}" for o in outcomes]
     lines += ["", f"{'target':<78} {'wanted':>9} {'reached':>9}"]
     lines += [
-        f"{what:<78} {wanted:>9} {reached:>9}  {verdict}" for what, wanted, reached, verdict in targets.table(files)
+        f"{what:<78} {target:>9} {reached:>9}  {verdict}" for what, target, reached, verdict in targets.table(files)
     ]
     return "\n".join(lines)
 

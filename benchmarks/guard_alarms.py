@@ -133,16 +133,16 @@ def steps(kind: Kind, seed: int, count: int = RUN) -> Iterator[StepMetrics]:
 
 def alarms(kind: Kind, count: int) -> int:
     """False alarms in so many steps; after each a new guard goes on."""
-    found = 0
+    alarm_count = 0
     for seed in range(-(-count // RUN)):
         guard = SpikeGuard(GuardConfig(spike=8.0))
         for taken in steps(kind, seed, min(RUN, count)):
             try:
                 guard.check(taken)
             except SpikeError:
-                found += 1
+                alarm_count += 1
                 guard = SpikeGuard(GuardConfig(spike=8.0))
-    return found
+    return alarm_count
 
 
 def detected(factors: Step, seed: int) -> int | None:
@@ -187,7 +187,7 @@ def main(arguments: list[str]) -> None:
             healthy.append({"kind": name, "alarms": alarms(kind, options.steps), "steps": options.steps})
             print(healthy[-1], flush=True)
         for name, factors in SPIKING.items():
-            after = [found for seed in range(SPIKES) if (found := detected(factors, seed)) is not None]
+            after = [steps_after for seed in range(SPIKES) if (steps_after := detected(factors, seed)) is not None]
             median = sorted(after)[len(after) // 2] if after else None
             spikes.append({"kind": name, "recognized": len(after), "runs": SPIKES, "after": median})
             print(spikes[-1], flush=True)

@@ -36,10 +36,10 @@ PER_ROW_FIRST = ("e4m3/row", "e4m3/tensor", "e5m2/tensor", "e4m3/column")
 ORDERS = ("rows", "both", "columns")
 
 
-def bytes_per_element(spec: QuantSpec, order: str, *, given: bool = False) -> int:
+def bytes_per_element(spec: QuantSpec, order: str, *, amax_is_known: bool = False) -> int:
     """Bytes that quantizing one bf16 element must move."""
     two_passes = (FULL in spec.granularity and spec.granularity[1] != FULL) or spec.granularity == TENSOR
-    return 2 * (2 if two_passes and not given else 1) + (2 if order == "both" else 1)
+    return 2 * (2 if two_passes and not amax_is_known else 1) + (2 if order == "both" else 1)
 
 
 def bandwidth(session: Session, shape: tuple[int, int], per_element: float, run: Callable[[Tensor], Any]) -> Row:
@@ -47,14 +47,14 @@ def bandwidth(session: Session, shape: tuple[int, int], per_element: float, run:
     elements = shape[0] * shape[1]
     count = sets(per_element * elements, session.clock.l2_bytes) if session.gpu else 1
     inputs = [torch.randn(shape, device=session.device, dtype=torch.bfloat16) for _ in range(count)]
-    found = times(session.clock.measure([functools.partial(run, x) for x in inputs]))
-    found["bytes_per_element"] = per_element
-    if found["kernel_ms"] is None:
-        return found
-    found["tbs"] = round(per_element * elements / found["kernel_ms"] / 1e9, 4)
-    found["percent"] = round(100 * found["tbs"] / session.facts["ceilings"]["copy_tbs"], 1)
-    found["roofline_ms"] = round(per_element * elements / session.facts["ceilings"]["copy_tbs"] / 1e9, 5)
-    return found
+    timings = times(session.clock.measure([functools.partial(run, x) for x in inputs]))
+    timings["bytes_per_element"] = per_element
+    if timings["kernel_ms"] is None:
+        return timings
+    timings["tbs"] = round(per_element * elements / timings["kernel_ms"] / 1e9, 4)
+    timings["percent"] = round(100 * timings["tbs"] / session.facts["ceilings"]["copy_tbs"], 1)
+    timings["roofline_ms"] = round(per_element * elements / session.facts["ceilings"]["copy_tbs"] / 1e9, 5)
+    return timings
 
 
 def quantizers(session: Session, matrices: Sequence[tuple[int, int]]) -> None:
@@ -74,16 +74,16 @@ def quantizers(session: Session, matrices: Sequence[tuple[int, int]]) -> None:
                 one = functools.partial(_quantizer, session, shape, text, order)
                 session.attempt({**same, "case": text, "arm": order}, one)
         for text in (text for text in specs if FULL in QuantSpec.parse(text).granularity):
-            one = functools.partial(_quantizer, session, shape, text, "both", given=True)
+            one = functools.partial(_quantizer, session, shape, text, "both", amax_is_known=True)
             session.attempt({**same, "case": f"{text}, amax given", "arm": "both"}, one)
 
 
-def _quantizer(session: Session, shape: tuple[int, int], text: str, order: Any, given: bool = False) -> Row:
+def _quantizer(session: Session, shape: tuple[int, int], text: str, order: Any, amax_is_known: bool = False) -> Row:
     spec = QuantSpec.parse(text)
     amax = None
-    if given:
+    if amax_is_known:
         amax = torch.full(spec.granularity.scale_shape(shape), 6.0, device=session.device)
-    per_element = bytes_per_element(spec, order, given=given)
+    per_element = bytes_per_element(spec, order, amax_is_known=amax_is_known)
     return bandwidth(session, shape, per_element, lambda x: quantize(x, spec, order=order, amax=amax))
 
 

@@ -131,29 +131,29 @@ def measure(session: Session, name: str, size: Size, arm: Arm) -> Row:
         x = torch.randn(*shape, size.hidden, device=session.device, dtype=torch.bfloat16).requires_grad_()
         g = torch.randn(*shape, size.hidden if size.heads else size.intermediate, device=session.device).bfloat16()
         runs.append(step(model, list(model.parameters()), x, g))
-    found = times(session.clock.measure(runs))
-    found["peak_mib"] = session.clock.peak_mib(runs[0])
-    found["saved_bytes_per_token"] = round(_kept(session, model, arm, x) / size.tokens, 1)
+    figures = times(session.clock.measure(runs))
+    figures["peak_mib"] = session.clock.peak_mib(runs[0])
+    figures["saved_bytes_per_token"] = round(_kept(session, model, arm, x) / size.tokens, 1)
     same = {"shape": name}
-    found |= speedup(session.rows, {**found, "mode": arm.mode}, **same)
-    if found["kernel_ms"] is None:
-        return found
-    found["tokens_per_s"] = round(1e3 * size.tokens / found["kernel_ms"])
+    figures |= speedup(session.rows, {**figures, "mode": arm.mode}, **same)
+    if figures["kernel_ms"] is None:
+        return figures
+    figures["tokens_per_s"] = round(1e3 * size.tokens / figures["kernel_ms"])
     operations = sum(6 * m * k * n * number for (m, k, n), number in linears(size).items())
-    found["tflops"] = round(operations / found["kernel_ms"] / 1e9, 1)
+    figures["tflops"] = round(operations / figures["kernel_ms"] / 1e9, 1)
     base, bf16, fp8 = (
-        _kernel_ms(session, {**same, **wanted})
-        for wanted in ({"arm": "bf16", "mode": arm.mode}, {"arm": "products bf16"}, {"arm": "products fp8"})
+        _kernel_ms(session, {**same, **key})
+        for key in ({"arm": "bf16", "mode": arm.mode}, {"arm": "products bf16"}, {"arm": "products fp8"})
     )
-    base = found["kernel_ms"] if arm.name == "bf16" else base
+    base = figures["kernel_ms"] if arm.name == "bf16" else base
     if base and bf16 and fp8:
-        found |= {"linear_share": round(bf16 / base, 4), "amdahl_ms": round(base - bf16 + fp8, 4)}
-    return found
+        figures |= {"linear_share": round(bf16 / base, 4), "amdahl_ms": round(base - bf16 + fp8, 4)}
+    return figures
 
 
-def _kernel_ms(session: Session, wanted: Row) -> float | None:
-    found = (row.get("kernel_ms") for row in session.rows if wanted.items() <= row.items())
-    return next((ms for ms in found if ms), None)
+def _kernel_ms(session: Session, key: Row) -> float | None:
+    times_ms = (row.get("kernel_ms") for row in session.rows if key.items() <= row.items())
+    return next((ms for ms in times_ms if ms), None)
 
 
 def _kept(session: Session, model: Any, arm: Arm, x: Tensor) -> float:

@@ -60,23 +60,23 @@ def runs_of(session: Session, shape: Shape, arm: Arm) -> list[Run]:
 def measure(session: Session, shape: Shape, arm: Arm) -> Row:
     """One row: times, speed-up, rate, peak memory, and the limits."""
     runs = runs_of(session, shape, arm)
-    found = times(session.clock.measure(runs))
-    found["peak_mib"] = session.clock.peak_mib(runs[0])
+    figures = times(session.clock.measure(runs))
+    figures["peak_mib"] = session.clock.peak_mib(runs[0])
     same = {"shape": shapes.label(shape)}
-    found |= speedup(session.rows, {**found, "mode": arm.mode}, **same)
-    if found["kernel_ms"] is None:
-        return found
-    found["tflops"] = round(6 * shape[0] * shape[1] * shape[2] / found["kernel_ms"] / 1e9, 1)
+    figures |= speedup(session.rows, {**figures, "mode": arm.mode}, **same)
+    if figures["kernel_ms"] is None:
+        return figures
+    figures["tflops"] = round(6 * shape[0] * shape[1] * shape[2] / figures["kernel_ms"] / 1e9, 1)
     rates = session.facts["ceilings"]
-    found["percent"] = round(100 * found["tflops"] / rates["bf16_tflops"], 1)
+    figures["percent"] = round(100 * figures["tflops"] / rates["bf16_tflops"], 1)
     device = roofline.named(session.facts.get("gpu", "")) or roofline.DEVICES["H200"]
     recipe = arm.recipe if arm.recipe in roofline.PASSES else "rowwise"
     if arm.name.startswith("given"):
         recipe = "amax given"
-    found["roofline_ms"] = round(1e3 * device.measured(rates).linear(shape, recipe if arm.recipe else "bf16"), 4)
+    figures["roofline_ms"] = round(1e3 * device.measured(rates).linear(shape, recipe if arm.recipe else "bf16"), 4)
     limit = next((r for r in session.rows if r.get("arm") == "products" and same.items() <= r.items()), {})
-    found["amdahl_ms"] = limit.get("kernel_ms")
-    return found
+    figures["amdahl_ms"] = limit.get("kernel_ms")
+    return figures
 
 
 def products(session: Session, shape: Shape, *, fp8: bool = True) -> Row:
@@ -100,13 +100,13 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
 
 def plan(options: Any, targets: tuple[Shape, ...]) -> list[tuple[Shape, Arm]]:
     """What to measure, in order of importance."""
-    wanted = shapes.parse(options.shapes) if options.shapes else []
+    sizes = shapes.parse(options.shapes) if options.shapes else []
     if options.quick:
-        wanted = wanted or list(targets)
-        return [(shape, arm) for shape in wanted for arm in TARGET_ARMS]
-    wanted = wanted or shapes.parse(["targets", "llama", "cubes", "losing"])
-    first = [shape for shape in targets if shape in wanted] or wanted[:1]
-    rest = [shape for shape in wanted if shape not in first]
+        sizes = sizes or list(targets)
+        return [(shape, arm) for shape in sizes for arm in TARGET_ARMS]
+    sizes = sizes or shapes.parse(["targets", "llama", "cubes", "losing"])
+    first = [shape for shape in targets if shape in sizes] or sizes[:1]
+    rest = [shape for shape in sizes if shape not in first]
     return [
         *((shape, arm) for shape in first for arm in TARGET_ARMS),
         *((shape, arm) for shape in first[:1] for arm in MORE_ARMS),
@@ -139,8 +139,8 @@ def on_gpu(session: Session) -> None:
 
 def on_cpu(session: Session, rounds: int) -> None:
     """Best wall time of each eager arm, all in one process, in turn."""
-    wanted = shapes.parse(session.options.shapes) if session.options.shapes else [CPU_SHAPE]
-    for shape in wanted:
+    sizes = shapes.parse(session.options.shapes) if session.options.shapes else [CPU_SHAPE]
+    for shape in sizes:
         arms = available([arm for arm in (*TARGET_ARMS, *MORE_ARMS) if arm.mode == "eager"])
         runs = {arm: runs_of(session, shape, arm)[0] for arm in arms}
         for run in runs.values():
@@ -152,9 +152,9 @@ def on_cpu(session: Session, rounds: int) -> None:
                 best[arm] = min(best[arm], clock.measure([run]).wall_ms or 0.0)
         m, k, n = shape
         for arm, ms in best.items():
-            found = {"wall_ms": round(ms, 3), "method": "wall", "wall_speedup": round(best[arms[0]] / ms, 4)}
+            figures = {"wall_ms": round(ms, 3), "method": "wall", "wall_speedup": round(best[arms[0]] / ms, 4)}
             identity = {"shape": shapes.label(shape), "m": m, "k": k, "n": n, "arm": arm.name, "mode": arm.mode}
-            session.attempt(identity, functools.partial(dict, found))
+            session.attempt(identity, functools.partial(dict, figures))
 
 
 def main(arguments: list[str]) -> None:

@@ -170,8 +170,8 @@ def begins_to_pay(rows: Sequence[Row], mode: str, arm: str = "octavo rowwise") -
     cubes = sorted({row["m"] for row in rows if row.get("m") == row.get("k") == row.get("n") and row.get("m")})
     paying = None
     for side in reversed(cubes):
-        wanted = {"m": side, "k": side, "n": side, "arm": arm, "mode": mode}
-        row = next((r for r in rows if wanted.items() <= r.items()), None)
+        key = {"m": side, "k": side, "n": side, "arm": arm, "mode": mode}
+        row = next((r for r in rows if key.items() <= r.items()), None)
         if row is None or row.get("speedup", 0.0) <= 1.0:
             break
         paying = side
@@ -301,8 +301,8 @@ def _roofline() -> str:
         numbers = (h100["speedup"], h100["speedup_eager"], h200["speedup"], h200["speedup_eager"], limit)
         made.append((label, f"{h200['bf16_ms']:.3f}", f"{h200['fp8_ms']:.3f}", *(f"{n:.2f}" for n in numbers)))
     for device in roofline.DEVICES.values():
-        found = [roofline.begins_to_pay(device, "rowwise", eager=eager) for eager in (False, True)]
-        sides.append((device.name, *found))
+        smallest_sides = [roofline.begins_to_pay(device, "rowwise", eager=eager) for eager in (False, True)]
+        sides.append((device.name, *smallest_sides))
     columns = ("H200 bf16 ms", "H200 FP8 ms", "H100 kernel", "H100 eager", "H200 kernel", "H200 eager", "at most")
     pays = table(("device", "kernel time", "eager"), sides)
     return f"{ROOFLINE.format(images=IMAGES)}{pays}\n{table(('M×K×N', *columns), made)}"
@@ -330,16 +330,16 @@ def _cells(row: Row, fields: Sequence[str]) -> list[str | None]:
 
 def pictures(results: Path) -> dict[str, Figure]:
     """The plots that the document shows, by file name."""
-    found = {"predicted.svg": plots.predicted()}
+    images = {"predicted.svg": plots.predicted()}
     for path in sorted(results.iterdir()):
         if path.name in NOT_DEVICES:
             continue
         files = load(path)
         if any(row["arm"] in plots.COLOURS for row in _timed(files.get("linear", {"rows": []}))):
-            found[f"linear-{path.name}.svg"] = plots.speedups(files["linear"]["rows"])
+            images[f"linear-{path.name}.svg"] = plots.speedups(files["linear"]["rows"])
         if any(row["stage"] == "quantize" for row in _timed(files.get("kernels", {"rows": []}))):
-            found[f"quantize-{path.name}.svg"] = plots.bandwidths(files["kernels"]["rows"])
-    return found
+            images[f"quantize-{path.name}.svg"] = plots.bandwidths(files["kernels"]["rows"])
+    return images
 
 
 def main(arguments: list[str]) -> None:

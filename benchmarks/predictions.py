@@ -143,13 +143,13 @@ def training(
     """A training step, vocabulary head in bf16."""
 
     def predict(gpu: Gpu) -> float:
-        found = llama(*sizes, batch, seq)
-        calls = [(name, call) for name, of_one in found.calls.items() for call in of_one]
+        traced = llama(*sizes, batch, seq)
+        calls = [(name, call) for name, of_one in traced.calls.items() for call in of_one]
         arms = (
             [bf16_linear(gpu, call) for _, call in calls],
             [bf16_linear(gpu, c) if name == "lm_head" else fp8(gpu, c, table) for name, c in calls],
         )
-        bf16, ours = (step_time(gpu, found, costs, step_config, batch * seq).seconds for costs in arms)
+        bf16, ours = (step_time(gpu, traced, costs, step_config, batch * seq).seconds for costs in arms)
         return bf16 / ours
 
     return predict
@@ -328,8 +328,8 @@ def _sizes() -> list[str]:
         cells = []
         for gpu in DEVICES.values():
             if gpu.fp8_tflops:
-                found = [break_even(gpu, tokens, candidates("rowwise"), eager=eager) for eager in (False, True)]
-                cells.append(" / ".join("–" if side is None else str(side) for side in found))
+                sides = [break_even(gpu, tokens, candidates("rowwise"), eager=eager) for eager in (False, True)]
+                cells.append(" / ".join("–" if side is None else str(side) for side in sides))
         lines.append(f"| {tokens} | " + " | ".join(cells) + " |")
     return lines
 

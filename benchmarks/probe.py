@@ -86,9 +86,9 @@ def _quantizer(session: Session, shape: tuple[int, int], text: str) -> Row:
             wrong += _differences(order, (expected, scale, expected), outputs)
         if FULL in spec.granularity:
             amax = torch.full(spec.granularity.scale_shape(shape), 3.0, device=session.device)
-            given = reference.quantize(x, spec, None, amax=amax)
+            precomputed = reference.quantize(x, spec, None, amax=amax)
             made = quantize(x, spec, order="both", amax=amax)
-            wrong += _differences("amax given", (*given, given[0]), [made.data, made.scale, made.copy])
+            wrong += _differences("amax given", (*precomputed, precomputed[0]), [made.data, made.scale, made.copy])
     return {"result": "; ".join(wrong[:3]) or SAME}
 
 
@@ -106,8 +106,8 @@ def _pair(session: Session, shape: tuple[int, int], case: tuple[str, ...]) -> Ro
 def _differences(what: str, expected: Sequence[Tensor], actual: Sequence[Tensor | None]) -> list[str]:
     if any(output is None for output in actual):
         return [f"{what}: an output is missing"]
-    found = difference(expected, [a for a in actual if a is not None])
-    return [f"{what}: {found}".lstrip(": ")] if found else []
+    mismatch = difference(expected, [a for a in actual if a is not None])
+    return [f"{what}: {mismatch}".lstrip(": ")] if mismatch else []
 
 
 def products(session: Session) -> None:

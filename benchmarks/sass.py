@@ -49,25 +49,25 @@ SHAPES = ((16384, 4096), (16384, 8192), (16384, 14336), (28672, 8192))
 @cache
 def variants(capability: int) -> tuple["Variant", ...]:
     """Every kernel × case × configuration that the backends can launch on a device of this compute capability."""
-    found: list[Variant] = []
+    all_variants: list[Variant] = []
     for name in MODULES:
         module = import_module(name)
-        found += module.variants(capability) if name in DIFFER_BY_TARGET else module.variants()
-    return tuple(found)
+        all_variants += module.variants(capability) if name in DIFFER_BY_TARGET else module.variants()
+    return tuple(all_variants)
 
 
-def rows(capability: int, wanted: list[int], jobs: int) -> list[dict[str, Any]]:
+def rows(capability: int, indices: list[int], jobs: int) -> list[dict[str, Any]]:
     """Compile the variants with these indices for `sm_<capability>` in parallel and describe what came out.
 
     What is compiled the same way for several cases is compiled once.
     """
     first: dict[str, int] = {}
-    same = {i: first.setdefault(_identity(variants(capability)[i]), i) for i in wanted}
+    same = {i: first.setdefault(_identity(variants(capability)[i]), i) for i in indices}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         tasks = ((index, capability) for index in first.values())
-        found = dict(zip(first.values(), pool.map(_row, tasks, chunksize=2), strict=True))
-    return [found[same[i]] | _named(variants(capability)[i]) for i in wanted]
+        by_variant = dict(zip(first.values(), pool.map(_row, tasks, chunksize=2), strict=True))
+    return [by_variant[same[i]] | _named(variants(capability)[i]) for i in indices]
 
 
 def _identity(variant: "Variant") -> str:
@@ -192,10 +192,10 @@ def predicted(row: dict[str, Any], device: Device) -> dict[str, float]:
     return {f"{m}×{n}": 1e6 * max(slowest * m * n, device.floor) for m, n in SHAPES}
 
 
-def times(found: list[dict[str, Any]]) -> None:
+def times(code_rows: list[dict[str, Any]]) -> None:
     """Print what the static bounds come to on Hopper: a case's kernels together, a product's best configuration."""
     print("\npredicted µs, static bounds: nothing of this was measured")
-    rows = [row for row in found if "error" not in row]
+    rows = [row for row in code_rows if "error" not in row]
     passes = groupby((r for r in rows if not r["matrix"] and not r["config"]), lambda r: (r["op"], r["case"]))
     products = groupby((r for r in rows if r["matrix"]), lambda r: (r["op"], r["case"]))
     for cases, combined in ((passes, sum), (products, min)):
@@ -206,11 +206,11 @@ def times(found: list[dict[str, Any]]) -> None:
                 print(f"{device.name}  {op + ' ' + case:<52} {cells}")
 
 
-def table(found: list[dict[str, Any]], capability: int) -> None:
+def table(code_rows: list[dict[str, Any]], capability: int) -> None:
     """Print one line per row, spills marked."""
     print(f"sm_{capability}: i/el instructions, B/el bytes of device memory, KiB/SM of loads under way")
     print(f"{'op case':<52} {'kernel':<16} {'tile':<20} reg   shared occ  i/el  B/el KiB/SM  bound    accesses")
-    for row in found:
+    for row in code_rows:
         label = f"{row['op'] + ' ' + row['case']:<52} {row['kernel']:<16} {row['config']} {row['shape']:<18}"
         if "error" in row:
             print(f"{label} DOES NOT COMPILE: {row['error']}")
@@ -228,10 +228,10 @@ def _matches(only: list[str], variant: "Variant") -> bool:
     return any(text in name for text in only)
 
 
-def keep(found: list[dict[str, Any]], version: str) -> None:
+def keep(code_rows: list[dict[str, Any]], version: str) -> None:
     """Renew these rows of one Triton version in the golden file; drop rows of variants that are no more."""
     tables = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-    known = {_key(row): row for row in (*tables.get(version, ()), *found)}
+    known = {_key(row): row for row in (*tables.get(version, ()), *code_rows)}
     tables[version] = [known[key] for variant in variants(90) if (key := _key(_named(variant))) in known]
     texts = [f'"{v}": [\n' + ",\n".join(map(json.dumps, its_rows)) + "\n]" for v, its_rows in sorted(tables.items())]
     write_text(GOLDEN, "{" + ",\n".join(texts) + "}\n")
@@ -257,21 +257,21 @@ def main(arguments: list[str]) -> None:
         raise SystemExit("TRITON_INTERPRET=1 is set: kernels are interpreted then, not compiled; unset it")
     import triton
 
-    found = {}
+    by_capability = {}
     for capability in options.capability:
-        wanted = [
+        indices = [
             i
             for i, v in enumerate(variants(capability))
             if not (options.default and v.config) and _matches(options.only, v)
         ]
-        found[capability] = rows(capability, wanted, options.jobs)
+        by_capability[capability] = rows(capability, indices, options.jobs)
     if options.json:
-        print(json.dumps({"triton": triton.__version__, "targets": found}))
+        print(json.dumps({"triton": triton.__version__, "targets": by_capability}))
         return
-    for capability, its_rows in found.items():
+    for capability, its_rows in by_capability.items():
         table(its_rows, capability)
         if capability == 90:
             times(its_rows)
     if options.write:
-        keep(found[90], triton.__version__)
+        keep(by_capability[90], triton.__version__)
         print(f"written to {GOLDEN}")

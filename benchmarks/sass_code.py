@@ -45,8 +45,8 @@ class Instruction:
     @property
     def target(self) -> int | None:
         """Where a branch or call leads."""
-        found = re.search(r"0x([0-9a-f]+)$", self.operands)
-        return int(found[1], 16) if self.op in ("BRA", "CALL") and found else None
+        address = re.search(r"0x([0-9a-f]+)$", self.operands)
+        return int(address[1], 16) if self.op in ("BRA", "CALL") and address else None
 
     @property
     def bytes(self) -> int:
@@ -86,11 +86,11 @@ class Instruction:
         """Every register it names, loaded vectors in full."""
         named = list(REGISTER.finditer(self.operands))
         data = {"LDG": 0, "LDS": 0, "STG": len(named) - 1, "STS": len(named) - 1}.get(self.op)
-        found: set[int] = set()
+        numbers: set[int] = set()
         for position, match in enumerate(named):
             wide = max(self.bytes // 4, 1) if position == data else 2 if match[2] else 1
-            found.update(range(int(match[1]), int(match[1]) + wide))
-        return found
+            numbers.update(range(int(match[1]), int(match[1]) + wide))
+        return numbers
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Code:
     @cached_property
     def cold(self) -> frozenset[int]:
         """Addresses off the fast path."""
-        found: set[int] = set()
+        cold_blocks: set[int] = set()
         subroutines = {i.target for i in self.instructions if i.op == "CALL"}
         joins = {i.target for i in self.instructions if i.op == "BRA"}
         block: list[int] = []
@@ -116,13 +116,13 @@ class Code:
             inside = inside or i.address in subroutines
             block = [i.address] if i.address in joins else [*block, i.address]
             if i.op == "CALL":
-                found.update(block)
+                cold_blocks.update(block)
             if inside or i.op == "NOP" or i.target == i.address:
-                found.add(i.address)
+                cold_blocks.add(i.address)
             if i.op in ("BRA", "EXIT", "RET", "CALL"):
                 block = []
             inside = inside and i.op != "RET"
-        return frozenset(found)
+        return frozenset(cold_blocks)
 
     @cached_property
     def hot(self) -> tuple[Instruction, ...]:

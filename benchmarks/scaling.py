@@ -55,7 +55,7 @@ MODELS: dict[str, Row] = {
 WORLDS = (8, 64, 512)
 
 
-def wanted(worlds: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
+def placements(worlds: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
     """(ranks, copies, whether blocks are recomputed) of the traces of a model in each arm."""
     for world in worlds:
         yield world, 1, False
@@ -68,11 +68,11 @@ def traced(name: str, worlds: Sequence[int], arms: Sequence[str]) -> Iterator[Ro
     """Rows of the result file for a model, one after the other."""
     for arm in (arm for arm in ARMS.values() if arm.name in arms):
         model = build(MODELS[name]["kind"], MODELS[name]["config"], arm)
-        for world, replicas, recompute in wanted(worlds):
+        for world, replicas, recompute in placements(worlds):
             with fake_world(world):
-                found = trace(sharded(model, arm, replicas=replicas, recompute=recompute), arm, tokens=TOKENS)
+                row = trace(sharded(model, arm, replicas=replicas, recompute=recompute), arm, tokens=TOKENS)
             about = {"model": name, "arm": arm.name, "world": world, "replicas": replicas, "recompute": recompute}
-            yield about | found
+            yield about | row
 
 
 def main(arguments: list[str]) -> None:
@@ -80,9 +80,9 @@ def main(arguments: list[str]) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     for name in ("bf16", "fp8", "inside", "between", "efficiency"):
-        given = getattr(options, name)
-        if min(given if isinstance(given, list) else [given]) <= 0:
-            parser.error(f"--{name} is above 0; got {given}")
+        value = getattr(options, name)
+        if min(value if isinstance(value, list) else [value]) <= 0:
+            parser.error(f"--{name} is above 0; got {value}")
     if any(world % GPUS_PER_MACHINE or world < GPUS_PER_MACHINE for world in options.worlds):
         parser.error(f"--worlds are whole machines of {GPUS_PER_MACHINE} ranks; got {options.worlds}")
     if options.out is None and (set(options.models) != set(MODELS) or set(options.worlds) != set(WORLDS)):
@@ -93,8 +93,8 @@ def main(arguments: list[str]) -> None:
         content = json.loads(path.read_text())
         write_json(path, content | {"rates": asdict(rates)})
     else:
-        found = environment(torch.device("cpu"))
-        about = {name: found[name] for name in ("octavo", "torch", "transformers", "python", "date")}
+        file_content = environment(torch.device("cpu"))
+        about = {name: file_content[name] for name in ("octavo", "torch", "transformers", "python", "date")}
         rows = [] if set(options.arms) == set(ARMS) else json.loads(path.read_text())["rows"]
         rows = [row for row in rows if row["arm"] not in options.arms]
         content = {"environment": about, "rates": asdict(rates), "models": {}, "rows": rows}

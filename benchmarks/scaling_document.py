@@ -235,12 +235,12 @@ def _wire(rows: Sequence[Row], models: Mapping[str, Any]) -> Iterator[str]:
         cells = []
         totals = [0.0, 0.0]
         for ops in (("all-gather",), ("reduce-scatter", "all-to-all"), ("all-reduce",)):
-            found = [_sent(arms[name], ops) for name in (BASELINE, ALL)]
-            totals = [total + part for total, part in zip(totals, found, strict=True)]
+            sent = [_sent(arms[name], ops) for name in (BASELINE, ALL)]
+            totals = [total + part for total, part in zip(totals, sent, strict=True)]
             if ops[0] == "all-reduce":
-                cells.append(_gb(found[0]) if found[0] else "")
+                cells.append(_gb(sent[0]) if sent[0] else "")
             else:
-                cells += [_gb(found[0]), _gb(found[1]), f"{found[1] / found[0]:.3f}"]
+                cells += [_gb(sent[0]), _gb(sent[1]), f"{sent[1] / sent[0]:.3f}"]
         yield _line([model, _ranks(world, replicas), *cells, *map(_gb, totals), f"{totals[1] / totals[0]:.3f}"])
 
 
@@ -281,9 +281,9 @@ def _stepping(rows: Sequence[Row], models: Mapping[str, Any], rates: Rates, worl
 
 
 def _places(rows: Sequence[Row], models: Mapping[str, Any]) -> list[tuple[str, int, int]]:
-    found = {(row["model"], row["world"], row["replicas"]) for row in rows}
+    places = {(row["model"], row["world"], row["replicas"]) for row in rows}
     order = list(models)
-    return sorted(found, key=lambda place: (order.index(place[0]), *place[1:]))
+    return sorted(places, key=lambda place: (order.index(place[0]), *place[1:]))
 
 
 def _row(rows: Sequence[Row], model: str, world: int, replicas: int, recompute: bool) -> dict[str, Row]:

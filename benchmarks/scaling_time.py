@@ -53,12 +53,12 @@ def sent(call: Row) -> float:
 
 def seconds(call: Row, rates: Rates, between: float, staging: str = FLAT, *, edge: bool = False) -> float:
     """Time of the calls of a row of `wire`, one after the other; of those that nothing hides, with `edge`."""
-    calls, given = (call["edge_calls"], call["edge_bytes"]) if edge else (call["calls"], call["bytes"])
+    calls, sizes = (call["edge_calls"], call["edge_bytes"]) if edge else (call["calls"], call["bytes"])
     links = Links(
         inside=rates.inside * rates.efficiency, between=between / 8 * rates.efficiency,
         hop_inside=rates.hop_inside, hop_between=rates.hop_between,
     )  # fmt: skip
-    whole = given * call["ranks"] if call["op"] == "all-gather" else given
+    whole = sizes * call["ranks"] if call["op"] == "all-gather" else sizes
     return collective(
         call["op"], whole, links, ranks=call["ranks"], apart=call["apart"], calls=calls, staged=staging == STAGED
     )

@@ -117,13 +117,13 @@ class Wire(TorchDispatchMode):
             if name not in self._KNOWN:
                 raise ValueError(f"a collective whose bytes are not counted: {name}")
             op, place = self._KNOWN[name]
-            given = _flat(args[place])
+            operand_tensors = _flat(args[place])
             ranks = dist.get_process_group_ranks(_group(args))
             apart = ranks[1] - ranks[0] if len(ranks) > 1 else 1
             backward = torch._C._current_graph_task_id() != -1
-            self.calls.append(Call(op, sum(t.nbytes for t in given), len(ranks), apart, backward))
+            self.calls.append(Call(op, sum(t.nbytes for t in operand_tensors), len(ranks), apart, backward))
             if self._timeline is not None:
-                self._timeline.relabel([*_flat(args[0]), *given], MESSAGES)
+                self._timeline.relabel([*_flat(args[0]), *operand_tensors], MESSAGES)
         elif self._timeline is not None and func.namespace == "fsdp" and name == "chunk_cat":
             self._timeline.relabel(args[0], WHOLE)
         elif self._timeline is not None and name == "split_with_sizes_copy":
@@ -192,8 +192,8 @@ def sharded(converted: nn.Module, arm: Arm, *, replicas: int = 1, recompute: boo
     model = copy.deepcopy(converted)
     chunked_loss(model)
     blocks = find_blocks(model)
-    wanted = Parallel(dp_replicate=replicas, fp8_comm=arm.fp8_comm)
-    parallelize(model, wanted, dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    settings = Parallel(dp_replicate=replicas, fp8_comm=arm.fp8_comm)
+    parallelize(model, settings, dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     if recompute:
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

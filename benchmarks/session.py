@@ -104,16 +104,16 @@ class Session:
         self.save()
         start = time.monotonic()
         try:
-            found = measure()
+            figures = measure()
         except Exception as error:
-            found = {"error": _tail(error)}
+            figures = {"error": _tail(error)}
             if isinstance(error, torch.OutOfMemoryError):
-                found["error"] = "out of memory"
+                figures["error"] = "out of memory"
             fatal = any(text in str(error) for text in FATAL) and self.gpu
         else:
             fatal = False
         self._began = None
-        row = None if found is None else {**identity, **found, "took_s": round(time.monotonic() - start, 1)}
+        row = None if figures is None else {**identity, **figures, "took_s": round(time.monotonic() - start, 1)}
         if row is not None:
             self.rows.append(row)
             print(line(row), flush=True)
@@ -134,7 +134,7 @@ class Session:
         content = {
             "benchmark": self.name,
             "command": f"python -m benchmarks {self.name}",
-            "arguments": [str(value) for value in self.options.given],
+            "arguments": [str(value) for value in self.options.arguments],
             "timed": self.clock.timed,
             **({} if self.clock.timed else {"note": NOTHING_TIMED}),
             "environment": self._environment,
@@ -170,7 +170,7 @@ class Session:
         return next((row for row in self.rows if identity.items() <= row.items()), None)
 
 
-def begin(name: str, options: argparse.Namespace, given: list[str], *, times_cpus: bool = False) -> Session:
+def begin(name: str, options: argparse.Namespace, arguments: list[str], *, times_cpus: bool = False) -> Session:
     """A session on the GPU where there is one; elsewhere a rehearsal, or wall times where the benchmark has a use for
     them (`times_cpus`).
     """
@@ -181,7 +181,7 @@ def begin(name: str, options: argparse.Namespace, given: list[str], *, times_cpu
         clock, device = Rehearsal(), torch.device("cpu")
     else:
         clock = GpuClock(device) if device.type == "cuda" else CpuClock()
-    options.given = given
+    options.arguments = arguments
     session = Session(name, device, clock, options, _environment=environment(device))
     if clock.timed:
         session.kept = RESULTS / device_name(device) / f"{name}.json"
@@ -192,10 +192,10 @@ def begin(name: str, options: argparse.Namespace, given: list[str], *, times_cpu
     if options.minutes is not None:
         session._end = time.monotonic() + 60 * options.minutes
     before = session.paths[:1] or ([] if session.kept is None else [unfinished(session.kept), session.kept])
-    if options.resume and (found := next((path for path in before if path.exists()), None)) is not None:
+    if options.resume and (previous := next((path for path in before if path.exists()), None)) is not None:
         import json
 
-        session.take_up(json.loads(found.read_text()))
+        session.take_up(json.loads(previous.read_text()))
     return session
 
 
@@ -218,13 +218,13 @@ def line(row: Row) -> str:
 
 def times(clock_times: Any) -> Row:
     """A timing as fields of a row."""
-    found = {
+    timings = {
         "kernel_ms": clock_times.kernel_ms,
         "wall_ms": clock_times.wall_ms,
         "spread": clock_times.spread,
         "method": clock_times.method,
     }
-    return {key: round(value, 5) if isinstance(value, float) else value for key, value in found.items()}
+    return {key: round(value, 5) if isinstance(value, float) else value for key, value in timings.items()}
 
 
 def _tail(error: BaseException, lines: int = 12) -> str:

@@ -36,16 +36,16 @@ DESCRIPTION = (
 
 def parse(texts: list[str]) -> list[Shape]:
     """Shapes of a command line, each once, in order. Raises ValueError that says what can be given."""
-    found: dict[Shape, None] = {}
+    parsed: dict[Shape, None] = {}
     for text in texts:
         if text in SETS:
-            found |= dict.fromkeys(SETS[text])
+            parsed |= dict.fromkeys(SETS[text])
             continue
         sizes = text.split(",")
         if len(sizes) != 3 or not all(size.isdigit() for size in sizes):
             raise ValueError(f"{text!r} is neither a named set ({', '.join(SETS)}) nor a shape M,K,N")
-        found[int(sizes[0]), int(sizes[1]), int(sizes[2])] = None
-    return list(found)
+        parsed[int(sizes[0]), int(sizes[1]), int(sizes[2])] = None
+    return list(parsed)
 
 
 def label(shape: Shape) -> str:

@@ -18,7 +18,7 @@ class Target:
 
     Attributes:
         what: What is compared.
-        wanted: The figure to reach.
+        goal: The figure to reach.
         unit: Behind both figures.
         least: Whether more is better.
         reach: The figure from the rows of a result file; None where they do not hold it.
@@ -26,7 +26,7 @@ class Target:
     """
 
     what: str
-    wanted: float
+    goal: float
     unit: str
     benchmark: str
     reach: Callable[[Sequence[Row]], float | None]
@@ -42,24 +42,24 @@ class Target:
         value = self.reached(files)
         if value is None:
             return "not measured"
-        return "met" if (value >= self.wanted if self.least else value <= self.wanted) else "missed"
+        return "met" if (value >= self.goal if self.least else value <= self.goal) else "missed"
 
 
-def rows_like(rows: Sequence[Row], **wanted: Any) -> list[Row]:
+def rows_like(rows: Sequence[Row], **key: Any) -> list[Row]:
     """Rows with these fields that were timed."""
-    return [row for row in rows if wanted.items() <= row.items() and row.get("kernel_ms")]
+    return [row for row in rows if key.items() <= row.items() and row.get("kernel_ms")]
 
 
 def ratio(arms: tuple[str, str], modes: tuple[str, str], where: Sequence[str], *, worst: Any = min) -> Any:
     """Time of the first arm over time of the second; the worst of the shapes that have both."""
 
     def reach(rows: Sequence[Row]) -> float | None:
-        found = []
+        values = []
         for shape in where:
             a, b = (rows_like(rows, shape=shape, arm=arm, mode=mode) for arm, mode in zip(arms, modes, strict=True))
             if a and b:
-                found.append(a[0]["kernel_ms"] / b[0]["kernel_ms"])
-        return worst(found) if found else None
+                values.append(a[0]["kernel_ms"] / b[0]["kernel_ms"])
+        return worst(values) if values else None
 
     return reach
 
@@ -73,14 +73,16 @@ def _best_backend(rows: Sequence[Row]) -> float | None:
     """Of the backends the best, of the cubes the worst."""
     best = []
     for shape in CUBES:
-        found = [row.get("of_cublas", 0.0) for row in rows_like(rows, shape=shape, case="rowwise forward")]
-        best += [max(found)] if found else []
+        ratios = [row.get("of_cublas", 0.0) for row in rows_like(rows, shape=shape, case="rowwise forward")]
+        best += [max(ratios)] if ratios else []
     return min(best) if best else None
 
 
 def _ahead_of_torchao(rows: Sequence[Row]) -> float | None:
-    found = rows_like(rows, shape="llama-3-8b", mode="compiled")
-    times = {kind: [row["kernel_ms"] for row in found if row["arm"].startswith(kind)] for kind in ("octavo", "torchao")}
+    matching = rows_like(rows, shape="llama-3-8b", mode="compiled")
+    times = {
+        kind: [row["kernel_ms"] for row in matching if row["arm"].startswith(kind)] for kind in ("octavo", "torchao")
+    }
     return min(times["torchao"]) / min(times["octavo"]) if all(times.values()) else None
 
 
@@ -114,13 +116,13 @@ TARGETS = (
 
 
 def table(files: Files) -> list[tuple[str, str, str, str]]:
-    """Target, wanted, reached, verdict: as text."""
-    found = []
+    """Target, goal, reached, verdict: as text."""
+    lines = []
     for target in TARGETS:
         value = target.reached(files)
         digits = 1 if target.unit == "%" else 3
         form = "{:.%df} {}" % digits  # noqa: UP031
         reached = "–" if value is None else form.format(value, target.unit)
         sign = "≥" if target.least else "≤"
-        found.append((target.what, f"{sign} {target.wanted:g} {target.unit}", reached, target.verdict(files)))
-    return found
+        lines.append((target.what, f"{sign} {target.goal:g} {target.unit}", reached, target.verdict(files)))
+    return lines

@@ -67,13 +67,13 @@ class Gloo:
             workers = dict(enumerate(connection for _, connection in self._workers[:world]))
             for rank, connection in workers.items():
                 connection.send_bytes(_packed((function, rank, world, f"{folder}/store", timeout, args, options)))
-            found, errors = self._collect(workers, timeout)
+            results, errors = self._collect(workers, timeout)
         if errors:
             raise Failed("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
-        return [found[rank] for rank in range(world)]
+        return [results[rank] for rank in range(world)]
 
     def _collect(self, workers: dict[int, Connection], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
-        found: dict[int, Any] = {}
+        results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         end = time.monotonic() + timeout
         left = dict(workers)
@@ -84,14 +84,14 @@ class Gloo:
                     good, result = _unpacked(left[rank].recv_bytes())
                 except (EOFError, ConnectionError):
                     good, result = False, "its process died"
-                (found if good else errors)[rank] = result
+                (results if good else errors)[rank] = result
                 if not good:
                     end = min(end, time.monotonic() + _AFTER_THE_FIRST)
                 del left[rank]
         errors |= dict.fromkeys(left, f"nothing within {timeout:g} s, or since another rank failed")
         if left or "its process died" in errors.values():
             self.kill()
-        return found, errors
+        return results, errors
 
     def kill(self) -> None:
         """End all processes."""

@@ -55,7 +55,7 @@ class Lying:
 
 @pytest.fixture
 def lying(tmp_path):
-    options = argparse.Namespace(given=[], quick=False)
+    options = argparse.Namespace(arguments=[], quick=False)
     facts = {"ceilings": CEILINGS, "gpu": "NVIDIA H200"}
     return session.Session("linear", CPU, Lying(), options, facts=facts, paths=[tmp_path / "linear.json"])
 
@@ -178,15 +178,15 @@ class FakeCuda:
 
 def test_kernel_time_is_a_graph_s():
     cuda = FakeCuda()
-    found = GpuClock(CPU, cuda).measure([cuda.run, cuda.run])
-    assert (found.kernel_ms, found.method, cuda.slept) == (3.0, "graph", 0) and found.wall_ms is not None
+    timing = GpuClock(CPU, cuda).measure([cuda.run, cuda.run])
+    assert (timing.kernel_ms, timing.method, cuda.slept) == (3.0, "graph", 0) and timing.wall_ms is not None
 
 
 def test_what_cannot_be_captured_is_timed_behind_a_sleeping_kernel():
     cuda = FakeCuda(capturable=False)
-    found = GpuClock(CPU, cuda).measure([cuda.run, cuda.run], wall=False)
-    assert (found.kernel_ms, found.wall_ms) == (4.0, None)
-    assert found.method == "events, after RuntimeError in capture" and cuda.slept > 5
+    timing = GpuClock(CPU, cuda).measure([cuda.run, cuda.run], wall=False)
+    assert (timing.kernel_ms, timing.wall_ms) == (4.0, None)
+    assert timing.method == "events, after RuntimeError in capture" and cuda.slept > 5
     assert GpuClock(CPU, cuda).peak_mib(cuda.run) == 5.0
 
 
@@ -222,7 +222,11 @@ def test_bytes_of_quantizers_are_the_stated_ones():
     per_row, by_tensor, block = (kernels.QuantSpec.parse(f"e4m3/{name}") for name in ("row", "tensor", "1x128"))
     assert kernels.bytes_per_element(per_row, "rows") == 3 and kernels.bytes_per_element(per_row, "both") == 4
     assert kernels.bytes_per_element(by_tensor, "both") == 6
-    assert kernels.bytes_per_element(by_tensor, "both", given=True) == kernels.bytes_per_element(block, "both") == 4
+    assert (
+        kernels.bytes_per_element(by_tensor, "both", amax_is_known=True)
+        == kernels.bytes_per_element(block, "both")
+        == 4
+    )
 
 
 def test_rows_of_a_layer(lying):
@@ -361,8 +365,8 @@ def test_a_cpu_is_timed(tmp_path, monkeypatch):
 
 def test_a_rehearsal_times_nothing():
     ran = []
-    found = Rehearsal().measure([lambda: ran.append(1), lambda: ran.append(2)])
-    assert ran == [1, 2] and found == Timing(None, None, None, "none")
+    timing = Rehearsal().measure([lambda: ran.append(1), lambda: ran.append(2)])
+    assert ran == [1, 2] and timing == Timing(None, None, None, "none")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)

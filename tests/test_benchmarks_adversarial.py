@@ -11,7 +11,17 @@ import pytest
 import torch
 from benchmarks import adversarial, adversarial_document, adversarial_faults
 from benchmarks.adversarial_cases import CASES
-from benchmarks.adversarial_document import BASELINE, EXACT, HASTY, PILOTED, RECIPES, WITHIN, WORSE, gaps, verdict
+from benchmarks.adversarial_document import (
+    BASELINE,
+    FP32,
+    RECIPES,
+    WITH_AUTOPILOT,
+    WITHIN,
+    WITHOUT_REPEATS,
+    WORSE,
+    gaps,
+    verdict,
+)
 from benchmarks.adversarial_task import BYTES, Gated, batch
 
 import octavo
@@ -19,7 +29,7 @@ from octavo.inspect import Watch
 from octavo.inspect.findings import Thresholds, findings
 
 KEPT = adversarial.RESULTS / "cpu" / "adversarial.json"
-ARMS = (BASELINE, EXACT, *RECIPES, PILOTED, HASTY)
+ARMS = (BASELINE, FP32, *RECIPES, WITH_AUTOPILOT, WITHOUT_REPEATS)
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +46,10 @@ def check(content):
     for name, case in CASES.items():
         for arm in ARMS:
             assert len(gaps(rows, name, arm)) == 3, (name, arm)
-        assert max(map(abs, gaps(rows, name, EXACT))) <= WITHIN / 2, name
+        assert max(map(abs, gaps(rows, name, FP32))) <= WITHIN / 2, name
         for arm in case.breaks:
             assert min(gaps(rows, name, arm)) > WORSE, (name, arm)
-        for arm in (*case.holds, PILOTED):
+        for arm in (*case.holds, WITH_AUTOPILOT):
             assert max(gaps(rows, name, arm)) <= WITHIN, (name, arm)
 
 
@@ -74,14 +84,14 @@ def test_gaps_are_taken_within_a_seed_and_what_diverged_is_infinitely_worse():
 
 
 @pytest.mark.parametrize(
-    ("found", "word"),
+    ("loss_gaps", "word"),
     [
         ([math.inf, math.inf], "diverges"), ([math.inf, 4.0], "broken"), ([3.1, 4.0], "broken"),
         ([2.9, 40.0], "lags"), ([0.1, 1.1], "lags"), ([0.1, -1.1], "holds"), ([1.0, -0.5], "holds"),
     ],
 )  # fmt: skip
-def test_verdicts(found, word):
-    assert verdict(found) == word
+def test_verdicts(loss_gaps, word):
+    assert verdict(loss_gaps) == word
 
 
 TINY = {"outlier_channels": 3, "swiglu_growth": 50, "exploding_norms": 25}
@@ -129,7 +139,7 @@ def test_outliers_alone_and_small_gradients_break_nothing(monkeypatch):
 
 def test_the_autopilot_takes_a_step_again_in_which_it_moved_a_layer(monkeypatch):
     case = replace(CASES["exploding_norms"], steps=3)
-    row = adversarial.measured(case, PILOTED, 1, 128)
+    row = adversarial.measured(case, WITH_AUTOPILOT, 1, 128)
     assert row["moves"][0].startswith("step 1: ")
     taken = []
     real = adversarial.Piloted.step
@@ -139,10 +149,10 @@ def test_the_autopilot_takes_a_step_again_in_which_it_moved_a_layer(monkeypatch)
         return real(self, number, force=force)
 
     monkeypatch.setattr(adversarial.Piloted, "step", counted)
-    adversarial.measured(case, PILOTED, 1, 128)
+    adversarial.measured(case, WITH_AUTOPILOT, 1, 128)
     assert taken[:2] == [1, 1] and taken[-1] == 3
     taken.clear()
-    adversarial.measured(case, HASTY, 1, 128)
+    adversarial.measured(case, WITHOUT_REPEATS, 1, 128)
     assert taken == [1, 2, 3]
 
 
@@ -207,8 +217,8 @@ def test_an_infinity_comes_in_its_step_and_is_named(model):
     watch = Watch(model, every=0)
     with adversarial_faults.infinity(model, "down", step=2):
         for number in (1, 2, 3):
-            found = findings(stepped(model, number, watch), Thresholds(sqnr=-math.inf, underflow=1.0))
-            named = [(finding.step, finding.layer, finding.operand, finding.what) for finding in found]
+            crossings = findings(stepped(model, number, watch), Thresholds(sqnr=-math.inf, underflow=1.0))
+            named = [(finding.step, finding.layer, finding.operand, finding.what) for finding in crossings]
             assert named == ([(2, "down", "x", "nonfinite")] if number == 2 else [])
 
 

@@ -27,15 +27,15 @@ KEPT = json.loads((RESULTS / "cpu" / "compare_power.json").read_text())
 
 
 def test_false_alarms_on_forty_pairs_of_bf16():
-    found = in_order(KEPT["losses"], "again", SEEDS_OF_ONE)
-    assert len(found) == COMPARISONS
-    assert sum(status in ("worse", "better") for status in found) <= MOST_ALARMS * COMPARISONS
+    statuses = in_order(KEPT["losses"], "again", SEEDS_OF_ONE)
+    assert len(statuses) == COMPARISONS
+    assert sum(status in ("worse", "better") for status in statuses) <= MOST_ALARMS * COMPARISONS
 
 
 def test_a_damaged_format_is_found():
-    found = in_order(KEPT["losses"], "damaged", SEEDS_OF_ONE)
-    assert len(found) >= 20
-    assert found.count("worse") >= LEAST_DETECTED * len(found)
+    statuses = in_order(KEPT["losses"], "damaged", SEEDS_OF_ONE)
+    assert len(statuses) >= 20
+    assert statuses.count("worse") >= LEAST_DETECTED * len(statuses)
 
 
 @pytest.mark.thorough
@@ -121,5 +121,5 @@ def test_promises_hold_for_runs_made_anew(tmp_path):
     compare_power.main(["--seeds", "60", "--fp8-seeds", "18", "--runs", str(tmp_path), "--out", str(tmp_path)])
     losses = json.loads((tmp_path / "compare_power.json").read_text())["losses"]
     assert sum(status in ("worse", "better") for status in in_order(losses, "again", SEEDS_OF_ONE)) <= 2
-    found = in_order(losses, "damaged", SEEDS_OF_ONE)
-    assert len(found) == 6 and found.count("worse") >= 5
+    statuses = in_order(losses, "damaged", SEEDS_OF_ONE)
+    assert len(statuses) == 6 and statuses.count("worse") >= 5

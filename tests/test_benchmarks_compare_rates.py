@@ -52,15 +52,15 @@ def test_the_simulation_judges_as_the_library():
         (losses_that_overlap(rng, 60, 4), None, 3),
         (losses_that_overlap(rng, 60, 4), 0.5, 40),
     ):
-        found = decide(base, losses, margin=margin, planned=planned)
+        decided = decide(base, losses, margin=margin, planned=planned)
         for which, arms in enumerate(losses):
             for look in range(2, base.shape[1] + 1):
                 own = {f"{arm}": runs[:look].tolist() for arm, runs in enumerate(arms)}
                 judged = compare_losses(base[which, :look].tolist(), own, margin=margin, max_seeds=planned)
                 for arm, verdict in enumerate(judged.arms):
                     at = which, arm, look - 2
-                    outcome = "fail" if found.above[at] else "pass" if found.passes[at] else "inconclusive"
-                    assert (verdict.outcome, verdict.verdict == "worse") == (outcome, found.worse[at]), at
+                    outcome = "fail" if decided.above[at] else "pass" if decided.passes[at] else "inconclusive"
+                    assert (verdict.outcome, verdict.verdict == "worse") == (outcome, decided.worse[at]), at
                     separated = verdict.test is not None and verdict.test.separated
                     outcomes.add((outcome, verdict.verdict, separated, margin))
     assert len({outcome[:2] for outcome in outcomes}) >= 5
@@ -80,10 +80,10 @@ def test_false_alarms_and_wrong_passes_are_five_percent_at_most():
 
 
 def test_damage_is_found_and_the_power_is_as_printed():
-    found = {row["damage"]: row["worse"] for row in KEPT["detection"]}
-    assert min(found["one seed above twice the baseline's loss"].values()) >= 0.95
-    worse = found["all seeds 1 % worse, gaps vary by 0.1 %"]
-    several = [row for damage, row in found.items() if damage.startswith("the same, ") and "damaged" in damage]
+    rates = {row["damage"]: row["worse"] for row in KEPT["detection"]}
+    assert min(rates["one seed above twice the baseline's loss"].values()) >= 0.95
+    worse = rates["all seeds 1 % worse, gaps vary by 0.1 %"]
+    several = [row for damage, row in rates.items() if damage.startswith("the same, ") and "damaged" in damage]
     assert len(several) == 3
     for row in (worse, *several):
         assert min(share for case, share in row.items() if not case.endswith(",2")) >= 0.95
@@ -137,9 +137,9 @@ def test_rounded_losses_keep_the_levels(rounded, unit):
 def test_detection_and_power_simulated_anew():
     rows = {row["damage"]: row["worse"] for row in detection_rates(2000)}
     assert all(row["8,3"] > 0.94 for damage, row in rows.items() if "damaged" in damage)
-    found = {damage: row["1,3"] for damage, row in rows.items()}
-    assert found["one seed above twice the baseline's loss"] > 0.95
-    assert found["all seeds 1 % worse, gaps vary by 0.1 %"] > 0.94
+    rates = {damage: row["1,3"] for damage, row in rows.items()}
+    assert rates["one seed above twice the baseline's loss"] > 0.95
+    assert rates["all seeds 1 % worse, gaps vary by 0.1 %"] > 0.94
     assert all(abs(row["0.9"] - 0.9) < 0.11 for row in power_rates(2000))
 
 

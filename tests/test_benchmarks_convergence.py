@@ -74,13 +74,13 @@ def test_runs_are_not_repeated_and_stopped_ones_go_on(tmp_path, capsys):
 @pytest.mark.thorough
 def test_runs_of_other_code_are_trained_anew_beside_them(tmp_path):
     config = convergence.configuration(BASELINE, 1, 2, TINY)
-    wanted = tmp_path / "bf16"
+    out = tmp_path / "bf16"
     (tmp_path / "bf16").mkdir()  # of unknown code
     own = convergence.code()
     assert set(own) == {"commit", *convergence.VERSIONS}
     folders = []
     for now in (own, own, own | {"commit": "0" * 40}, own | {"torch": "2.0"}, own | {"commit": None}, own):
-        result, folder = convergence.trained(config, wanted, now)
+        result, folder = convergence.trained(config, out, now)
         assert result.steps == 2 and json.loads((folder / convergence.CODE_FILE).read_text()) == now
         folders.append(folder.name)
     assert folders == ["bf16-2", "bf16-2", "bf16-3", "bf16-4", "bf16-5", "bf16-2"]

@@ -1,4 +1,4 @@
-"""The fuzzer: finds nothing where nothing is wrong, finds planted defects, and shrinks what it finds."""
+"""The fuzzer: finds nothing where nothing is wrong, finds injected faults, and shrinks what it finds."""
 
 import json
 from functools import partial
@@ -10,8 +10,8 @@ from benchmarks.fuzz.draw import KINDS
 from benchmarks.fuzz.runner import corpus, smallest
 from benchmarks.fuzz.shrink import shrink, size
 
-import planted_defects
-from planted_defects import PLANTED
+import injected_faults
+from injected_faults import INJECTED_FAULTS
 
 CASES = {"activations": 60, "linear": 60, "optimizer": 60, "comm": 40, "wrappers": 10}
 run = partial(check, seconds=120.0)  # other tests may run beside
@@ -26,17 +26,17 @@ def no_processes_left():
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["activations", "linear", "optimizer", "comm", "wrappers"])
 def test_nothing_is_found(kind):
-    found = [(case, run(case)) for case in (draw(11, i, kind) for i in range(CASES[kind]))]
-    failures = [described(kind, case, outcome) for case, outcome in found if outcome.failed]
+    outcomes = [(case, run(case)) for case in (draw(11, i, kind) for i in range(CASES[kind]))]
+    failures = [described(kind, case, outcome) for case, outcome in outcomes if outcome.failed]
     assert not failures, "".join(failures)
-    assert sum(outcome.status == "pass" for _, outcome in found) >= 0.8 * len(found)
+    assert sum(outcome.status == "pass" for _, outcome in outcomes) >= 0.8 * len(outcomes)
 
 
 @pytest.mark.parametrize("entry", corpus(), ids=lambda entry: entry["note"])
 def test_corpus(entry):
     """Cases once found."""
-    found = run(entry["case"])
-    assert not found.failed, found
+    outcome = run(entry["case"])
+    assert not outcome.failed, outcome
 
 
 def test_cases_depend_on_seed_and_index_alone():
@@ -60,41 +60,43 @@ def test_shrinking_keeps_what_the_failure_needs():
     assert small == {"kind": "activations", "length": 17, "parts": [{"op": "gate", "form": "beta"}]}
 
 
-def find(plant):
+def find(fault):
     """The first case that fails with the defect and passes without it."""
-    for index in range(plant.draws):
-        case = draw(0, index, plant.kind)
-        if not plant.concerns(json.dumps(case)):
+    for index in range(fault.draws):
+        case = draw(0, index, fault.kind)
+        if not fault.concerns(json.dumps(case)):
             continue
-        found = with_defect(plant, case)
-        expected = found.failed and plant.label in found.label and not found.label.startswith("error")
+        outcome = with_fault(fault, case)
+        expected = outcome.failed and fault.label in outcome.label and not outcome.label.startswith("error")
         if expected and run(case).status == "pass":
-            return case, found
-    raise AssertionError(f"not found in {plant.draws} cases")
+            return case, outcome
+    raise AssertionError(f"not found in {fault.draws} cases")
 
 
-def with_defect(plant, case):
-    if plant.on_ranks:
-        ranks.DEFECTS.append(plant.defect)
+def with_fault(fault, case):
+    if fault.on_ranks:
+        ranks.DEFECTS.append(fault.defect)
         try:
             return run(case)
         finally:
             ranks.DEFECTS.clear()
-    with plant.defect():
+    with fault.defect():
         return run(case)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * p.slow) for n, p in PLANTED.items()])
-def test_planted_defects_are_found(name):
-    case, found = find(PLANTED[name])
-    assert found.label and found.message, (case, found)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * p.slow) for n, p in INJECTED_FAULTS.items()]
+)
+def test_injected_faults_are_found(name):
+    case, outcome = find(INJECTED_FAULTS[name])
+    assert outcome.label and outcome.message, (case, outcome)
 
 
-def test_a_planted_defect_shrinks_to_a_few_keys(capsys):
-    plant = PLANTED["a mask forgotten"]
-    case, found = find(plant)
-    with plant.defect():
-        small = smallest(case, found.label)
+def test_an_injected_fault_shrinks_to_a_few_keys(capsys):
+    fault = INJECTED_FAULTS["a mask forgotten"]
+    case, outcome = find(fault)
+    with fault.defect():
+        small = smallest(case, outcome.label)
         assert check(small).failed and size(small) <= min(size(case), 25)
         with pytest.raises(SystemExit, match="1"):
             main(["--case", json.dumps(small)])
@@ -108,7 +110,7 @@ def test_the_command_counts_what_it_draws(capsys, tmp_path, monkeypatch):
         main(["--cases", "5", "--only", "linear", "--out", str(tmp_path / "out.json")])
     assert "linear            5" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["failures"] == []
-    with planted_defects.finite_input(), pytest.raises(SystemExit, match="1"):
+    with injected_faults.finite_input(), pytest.raises(SystemExit, match="1"):
         main(["--cases", "80", "--only", "linear", "--out", str(tmp_path / "out.json")])
     assert "python -m benchmarks fuzz --case" in capsys.readouterr().out
     assert json.loads((tmp_path / "out.json").read_text())["failures"][0]["shrunk"]["bad"]

@@ -74,7 +74,7 @@ def tiny():
     return get
 
 
-def given(row, op):
+def operand_bytes(row, op):
     return [sum(call["bytes"] for call in row["wire"] if (call["op"], call["backward"]) == (op, late)) for late in
             (False, True)]  # fmt: skip
 
@@ -86,8 +86,8 @@ def given(row, op):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_bytes_in_bf16_are_those_of_a_hand_formula(tiny, recompute):
     row = tiny(BASELINE, recompute=recompute)
-    assert given(row, "all-gather") == [2 * TOTAL / WORLD, 2 * LAYERS * BLOCK / WORLD]
-    assert given(row, "reduce-scatter") == [0, 2 * TOTAL]
+    assert operand_bytes(row, "all-gather") == [2 * TOTAL / WORLD, 2 * LAYERS * BLOCK / WORLD]
+    assert operand_bytes(row, "reduce-scatter") == [0, 2 * TOTAL]
     assert {(call["ranks"], call["apart"]) for call in row["wire"]} == {(WORLD, 1)}
 
 
@@ -95,25 +95,25 @@ def test_bytes_in_fp8_are_those_of_a_hand_formula(tiny):
     row = tiny(ALL)
     rows = sum(height for height, _ in MATRICES)
     block = CONVERTED + 4 * rows + 2 * 2 * WIDTH  # FP8 and a scale for each row; norms in bf16
-    assert given(row, "all-gather") == [(LAYERS * block + 2 * REST) / WORLD, LAYERS * block / WORLD]
+    assert operand_bytes(row, "all-gather") == [(LAYERS * block + 2 * REST) / WORLD, LAYERS * block / WORLD]
 
     def message(elements):
         """Eight pieces of a group's gradients, and a scale for every 128 of each, both in multiples of 16 bytes."""
         piece = elements // WORLD
         return WORLD * sum(-(-size // 16) * 16 for size in (piece, 4 * -(-piece // 128)))
 
-    assert given(row, "all-to-all") == [0, LAYERS * message(BLOCK) + message(REST)]
-    assert given(row, "reduce-scatter") == [0, 0]
+    assert operand_bytes(row, "all-to-all") == [0, LAYERS * message(BLOCK) + message(REST)]
+    assert operand_bytes(row, "reduce-scatter") == [0, 0]
 
 
 def test_ratios_of_the_wire(tiny):
     bf16, gather, everything = (tiny(name) for name in (BASELINE, GATHER, ALL))
-    before, after = (sum(given(row, "all-gather")) for row in (bf16, gather))
+    before, after = (sum(operand_bytes(row, "all-gather")) for row in (bf16, gather))
     weights = 2 * 2 * LAYERS * CONVERTED / WORLD  # gathered twice
     assert 0.5 <= (after - (before - weights)) / weights <= 0.52
-    assert given(everything, "all-gather") == given(gather, "all-gather")
-    assert given(gather, "reduce-scatter") == given(bf16, "reduce-scatter")
-    assert 0.5 <= given(everything, "all-to-all")[1] / given(bf16, "reduce-scatter")[1] <= 0.55
+    assert operand_bytes(everything, "all-gather") == operand_bytes(gather, "all-gather")
+    assert operand_bytes(gather, "reduce-scatter") == operand_bytes(bf16, "reduce-scatter")
+    assert 0.5 <= operand_bytes(everything, "all-to-all")[1] / operand_bytes(bf16, "reduce-scatter")[1] <= 0.55
 
 
 def test_copies_add_up_their_shards_gradients(tiny):
@@ -189,13 +189,13 @@ RATES = Rates(inside=100e9, between=(80e9,), efficiency=1.0, hop_inside=0.0, hop
 
 def call(op, size, ranks, apart=1):
     """A call whose whole is so many bytes."""
-    given = size // ranks if op == "all-gather" else size
-    return {"op": op, "ranks": ranks, "apart": apart, "backward": True, "calls": 1, "bytes": given, "edge_calls": 0,
+    part_size = size // ranks if op == "all-gather" else size
+    return {"op": op, "ranks": ranks, "apart": apart, "backward": True, "calls": 1, "bytes": part_size, "edge_calls": 0,
             "edge_bytes": 0}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("op", "ranks", "apart", "staging", "wanted"),
+    ("op", "ranks", "apart", "staging", "expected_seconds"),
     [
         ("all-gather", 8, 1, FLAT, 7 / 8 / 100),
         ("reduce-scatter", 8, 1, FLAT, 7 / 8 / 100),
@@ -208,8 +208,8 @@ def call(op, size, ranks, apart=1):
         ("all-reduce", 8, 8, FLAT, 2 * 7 / 8 / 10),  # one of eight groups side by side
     ],
 )
-def test_seconds_of_a_gigabyte(op, ranks, apart, staging, wanted):
-    assert seconds(call(op, 64 * 10**9, ranks, apart), RATES, 80e9, staging) == pytest.approx(64 * wanted)
+def test_seconds_of_a_gigabyte(op, ranks, apart, staging, expected_seconds):
+    assert seconds(call(op, 64 * 10**9, ranks, apart), RATES, 80e9, staging) == pytest.approx(64 * expected_seconds)
 
 
 def test_hops_add_to_every_call():
@@ -239,10 +239,10 @@ def test_a_step_hides_what_it_can():
     wire[1]["edge_calls"] = 1
     row = {"arm": BASELINE, "recompute": False, "wire": wire}
     rates = Rates(bf16=2000 / 8.0, inside=100.0, between=(1.0,), efficiency=1.0, hop_inside=0.0, hop_between=0.0)
-    found = step(row, about, rates, 1.0)  # computing 8 s and 16 s; 7 s of gathers and 14 of scatters, 3.5 at the end
-    assert (found.compute, found.communication) == (24.0, 21.0)
-    assert found.exposed == pytest.approx(3.5) and found.total == pytest.approx(27.5)
-    assert found.tokens == pytest.approx(10 * max(7 / 8, 10.5 / 16))
+    seconds = step(row, about, rates, 1.0)  # computing 8 s and 16 s; 7 s of gathers and 14 of scatters, 3.5 at the end
+    assert (seconds.compute, seconds.communication) == (24.0, 21.0)
+    assert seconds.exposed == pytest.approx(3.5) and seconds.total == pytest.approx(27.5)
+    assert seconds.tokens == pytest.approx(10 * max(7 / 8, 10.5 / 16))
     fast = step(row, about, Rates(**{**asdict(rates), "bf16": 2000.0}), 1.0)  # 1 s and 2 s
     assert fast.exposed == pytest.approx(6.0 + 3.5 + 8.5)
 
@@ -263,8 +263,8 @@ def test_models_are_of_their_size():
     }  # fmt: skip
     for name, model in scaling.MODELS.items():
         assert content["models"][name] == model | {"facts": content["models"][name]["facts"]}
-        found = {(row["world"], row["replicas"], row["recompute"]) for row in content["rows"] if row["model"] == name}
-        assert found == set(scaling.wanted(scaling.WORLDS))
+        places = {(row["world"], row["replicas"], row["recompute"]) for row in content["rows"] if row["model"] == name}
+        assert places == set(scaling.placements(scaling.WORLDS))
 
 
 def test_the_results_kept_hold_the_promises():
@@ -276,9 +276,9 @@ def test_the_results_kept_hold_the_promises():
         bf16 = rows[*place, BASELINE]
         if arm == ALL:
             weights = 2 * 2 * about["converted"] / ranks
-            before, after = (sum(given(r, "all-gather")) for r in (bf16, row))
+            before, after = (sum(operand_bytes(r, "all-gather")) for r in (bf16, row))
             assert 0.5 <= (after - (before - weights)) / weights <= 0.52, place
-            assert 0.5 <= given(row, "all-to-all")[1] / given(bf16, "reduce-scatter")[1] <= 0.55, place
+            assert 0.5 <= operand_bytes(row, "all-to-all")[1] / operand_bytes(bf16, "reduce-scatter")[1] <= 0.55, place
             assert row["peak"] is None or row["peak"] < bf16["peak"], place
         shard = (2 if ARMS[arm].compact else 4) * about["parameters"] / ranks
         assert 1.0 <= row["held"][PARAMETERS] / shard <= 1.01, place

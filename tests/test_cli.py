@@ -244,8 +244,8 @@ def test_a_demo_compares_both_arms(config: Path, here: Path, cache: Path) -> Non
     )  # fmt: skip
     level = "fp8+activations+optimizer"
     assert result.exit_code == 0, result.output
-    found = json.loads((here / "out/verdict.json").read_text())
-    (verdict,), (bf16, fp8) = found["verdicts"], found["runs"]
+    content = json.loads((here / "out/verdict.json").read_text())
+    (verdict,), (bf16, fp8) = content["verdicts"], content["runs"]
     assert (bf16["arm"], fp8["arm"]) == ("bf16", f"{level} tensorwise")
     assert verdict["tail_gap"] == fp8["losses"]["tail_mean"] - bf16["losses"]["tail_mean"] != 0
     assert (
@@ -343,11 +343,11 @@ def test_a_run_stopped_before_its_first_step_is_a_success(
 def test_the_default_folder_of_a_demo_is_the_next_that_is_free(tmp_path: Path) -> None:
     from octavo.experiments.demo import free_folder
 
-    wanted = tmp_path / "runs/demo"
-    assert free_folder(wanted) == wanted
+    folder = tmp_path / "runs/demo"
+    assert free_folder(folder) == folder
     for taken in ("demo", "demo-2"):
         (tmp_path / "runs" / taken).mkdir(parents=True)
-    assert free_folder(wanted) == tmp_path / "runs/demo-3"
+    assert free_folder(folder) == tmp_path / "runs/demo-3"
 
 
 @pytest.mark.parametrize(
@@ -376,12 +376,12 @@ def test_doctor_says_what_runs_here() -> None:
 
 
 def test_doctor_as_json_holds_every_backend_with_its_reason() -> None:
-    found = json.loads(octavo("doctor", "--device", "cpu", "--json").stdout)
-    assert found["device"] == "cpu" and found["native_recipes"] == []
-    assert {"octavo", "python", "torch", "triton", "transformers"} <= set(found["versions"])
-    ops = {row["op"] for row in found["ops"]}
+    content = json.loads(octavo("doctor", "--device", "cpu", "--json").stdout)
+    assert content["device"] == "cpu" and content["native_recipes"] == []
+    assert {"octavo", "python", "torch", "triton", "transformers"} <= set(content["versions"])
+    ops = {row["op"] for row in content["ops"]}
     for op in ops:
-        rows = [row for row in found["ops"] if row["op"] == op]
+        rows = [row for row in content["ops"] if row["op"] == op]
         assert sum(row["chosen"] for row in rows) == 1
         assert all(row["serves"] == (row["reason"] == "") for row in rows)
     assert any(op.startswith("scaled_mm") for op in ops)
@@ -403,8 +403,8 @@ def test_doctor_deep_compares_kernels_in_the_interpreter() -> None:
     result = octavo(*arguments)
     assert result.exit_code == 0, result.output
     assert "0: 1 ok" in result.stdout and "3 runs on cpu, seed 0: all bytes are equal." in result.stdout
-    found = json.loads(octavo(*arguments, "--json").stdout)
-    assert [(o["op"], o["config"], o["mismatches"]) for o in found["outcomes"]][:1] == [("quantize", 0, 0)]
+    content = json.loads(octavo(*arguments, "--json").stdout)
+    assert [(o["op"], o["config"], o["mismatches"]) for o in content["outcomes"]][:1] == [("quantize", 0, 0)]
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -40,11 +40,11 @@ def starts(cases: list[tuple[list[str], dict[str, str]]]) -> list[tuple[str, int
     command = [sys.executable, "-c", DRIVER, json.dumps(cases)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and not done.stderr, done.stderr
-    found = []
+    commands = []
     for line in done.stdout.splitlines():
         output, _, end = json.loads(line).rstrip().rpartition("\n")
-        found.append((output.rstrip(), *json.loads(end)))
-    return found
+        commands.append((output.rstrip(), *json.loads(end)))
+    return commands
 
 
 @pytest.mark.thorough
@@ -95,11 +95,11 @@ def test_shells_complete_commands_options_and_settings() -> None:
 
 def test_every_setting_is_completed() -> None:
     def names(section: type[Section], prefix: str) -> list[str]:
-        found = []
+        settings = []
         for key, field in section.model_fields.items():
             inner = field.annotation
             is_section = isinstance(inner, type) and issubclass(inner, Section)
-            found += names(inner, f"{prefix}{key}.") if is_section else [f"{prefix}{key}="]
-        return found
+            settings += names(inner, f"{prefix}{key}.") if is_section else [f"{prefix}{key}="]
+        return settings
 
     assert complete_setting("") == names(TrainConfig, "")

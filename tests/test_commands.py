@@ -40,19 +40,19 @@ def commands_in(text: str) -> list[str]:
     lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
     prose = re.sub(r"```.*?```", "", text, flags=re.S)
     inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
-    found = [line for line in (*lines, *inline) if re.match(rf"{PROGRAMS} ", line)]
-    return [line for line in found if not re.match(r"(octavo|make) (?!-)[^a-z]", line)]
+    commands = [line for line in (*lines, *inline) if re.match(rf"{PROGRAMS} ", line)]
+    return [line for line in commands if not re.match(r"(octavo|make) (?!-)[^a-z]", line)]
 
 
 def quoted() -> list[tuple[str, str]]:
-    found = {(path.name, command) for path in DOCUMENTS for command in commands_in(path.read_text(encoding="utf-8"))}
+    commands = {(path.name, command) for path in DOCUMENTS for command in commands_in(path.read_text(encoding="utf-8"))}
     for path in sorted((ROOT / "configs").glob("*.toml")):
         lines = [line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")]
-        found |= {(path.name, line) for line in lines if re.match(rf"{PROGRAMS} ", line)}
+        commands |= {(path.name, line) for line in lines if re.match(rf"{PROGRAMS} ", line)}
     for name, text in EXAMPLES.items():
         lines = re.sub(r"\[/?[a-z]+\]", "", re.sub(r" \\\n\s*", " ", text)).splitlines()
-        found |= {(f"{name} --help", line.strip()) for line in lines if re.match(rf"\s*{PROGRAMS} ", line)}
-    return sorted(found)
+        commands |= {(f"{name} --help", line.strip()) for line in lines if re.match(rf"\s*{PROGRAMS} ", line)}
+    return sorted(commands)
 
 
 QUOTED = quoted()
@@ -95,14 +95,14 @@ def check_octavo(words: list[str], *, bare: bool) -> None:
     if bare or words[1:] == ["--memory"]:
         return
     context = sub.make_context(words[0], words[1:])
-    given = context.params
+    parameters = context.params
     for name in ("config", "gpu", "calibration", "run", "checkpoint"):
-        value = str(given.get(name) or "")
+        value = str(parameters.get(name) or "")
         if "/" in value or "." in value:
             assert value.startswith(MADE) or Path(value).exists() or value == "CHECKPOINT", value
-    path = given.get("config") or (ROOT / "configs/demo.toml" if words[0] == "demo" else None)
-    settings = list(given.get("overrides") or [])
-    arms = [arm.partition(":")[2].split() for arm in given.get("arm") or ()] or [[]]
+    path = parameters.get("config") or (ROOT / "configs/demo.toml" if words[0] == "demo" else None)
+    settings = list(parameters.get("overrides") or [])
+    arms = [arm.partition(":")[2].split() for arm in parameters.get("arm") or ()] or [[]]
     for arm in arms if path is not None else ():
         load_config(path, [*settings, *arm])
 
@@ -127,9 +127,9 @@ def test_pytest_finds_what_is_named(command: str) -> None:
         assert path.exists(), name
         files += [path] if path.is_file() else sorted(path.rglob("test_*.py"))
     if "-k" in words:
-        wanted = re.findall(r"\w+", words[words.index("-k") + 1].replace(" or ", " ").replace(" and ", " "))
+        keywords = re.findall(r"\w+", words[words.index("-k") + 1].replace(" or ", " ").replace(" and ", " "))
         text = "\n".join(path.read_text(encoding="utf-8") for path in files)
-        for word in wanted:
+        for word in keywords:
             assert re.search(rf'def test_\w*{word}|"{word}', text), f"no test is like {word!r}"
 
 

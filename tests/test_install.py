@@ -55,19 +55,19 @@ def normal(name: str) -> str:
 
 def with_dependencies(names: list[str]) -> set[str]:
     """The distributions, and those that they need without extras, as far as they are installed."""
-    found: set[str] = set()
+    packages: set[str] = set()
     left = [*names]
     while left:
         name = normal(left.pop())
-        if name in found:
+        if name in packages:
             continue
         try:
             requirements = [Requirement(text) for text in metadata.requires(name) or ()]
         except metadata.PackageNotFoundError:
             continue
-        found.add(name)
+        packages.add(name)
         left += [r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
-    return found
+    return packages
 
 
 def everything_but(distributions: list[str]) -> list[str]:

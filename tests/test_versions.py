@@ -19,8 +19,8 @@ def variable(name):
 
 
 def lower_bound(requirements, name):
-    (found,) = (r for r in map(Requirement, requirements) if r.name == name)
-    (bound,) = found.specifier
+    (requirement,) = (r for r in map(Requirement, requirements) if r.name == name)
+    (bound,) = requirement.specifier
     assert bound.operator == ">="
     return Version(bound.version)
 

@@ -33,9 +33,9 @@ def check(case: Case) -> Outcome:
         return PASS
     with outcome.around_octavo(stored):
         actual = run(stored, case, x, autocast=autocast)
-    found = compare_forward(case, exact, expected, actual)
-    if found.failed:
-        return found
+    comparison = compare_forward(case, exact, expected, actual)
+    if comparison.failed:
+        return comparison
     noise_db = NOISE_DB[torch.bfloat16 if autocast else x.dtype]
     return compare_gradients(gradients, expected.grads, actual.grads, noise_db)
 
@@ -63,12 +63,12 @@ def plain_run(model: nn.Module, case: Case, x: Tensor, *, autocast: bool = False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = run(model, case, x, autocast=autocast)
+            result = run(model, case, x, autocast=autocast)
     except (RuntimeError, ValueError, IndexError, ImportError, TypeError, AssertionError) as error:
         raise Invalid(str(error)) from error
-    if not found.y.isfinite().all() or any(g is not None and not g.isfinite().all() for g in found.grads.values()):
+    if not result.y.isfinite().all() or any(g is not None and not g.isfinite().all() for g in result.grads.values()):
         raise Invalid("plain PyTorch gives what is not finite")
-    return found
+    return result
 
 
 def compare_forward(case: Case, exact: Run, expected: Run, actual: Run) -> Outcome:
@@ -77,11 +77,11 @@ def compare_forward(case: Case, exact: Run, expected: Run, actual: Run) -> Outco
         return fail("random", "the random generator is in another state after the forward")
     known = knows(case["parts"])
     if known:
-        found = _within_rounding(exact.y, expected.y, actual.y)
+        difference = _within_rounding(exact.y, expected.y, actual.y)
     else:
-        found = same("output", expected.y, actual.y)
-    if found is not None:
-        return fail("forward", found)
+        difference = same("output", expected.y, actual.y)
+    if difference is not None:
+        return fail("forward", difference)
     for name, value in expected.effects.items():
         other = actual.effects.get(name)
         if isinstance(value, Tensor) and isinstance(other, Tensor):

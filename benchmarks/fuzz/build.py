@@ -200,8 +200,8 @@ def mutated(model: nn.Module, case: Case) -> Iterator[None]:
     """Inside, the model is changed as a user might change it after `convert`: `"after"` of the case."""
     with ExitStack() as stack:
         for change in case.get("after", ()):
-            op, found = change["op"], _modules_with_forward(model)
-            m = found[change.get("index", 0) % len(found)]
+            op, candidates = change["op"], _modules_with_forward(model)
+            m = candidates[change.get("index", 0) % len(candidates)]
             if op == "act_fn":
                 for each in model.modules():
                     if hasattr(each, "act_fn"):
@@ -272,12 +272,12 @@ def _gates(model: nn.Module) -> list[modules.Gate]:
 
 
 def _effects(model: nn.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {f"buffer {name}": value.clone() for name, value in model.named_buffers()}
+    effects: dict[str, Any] = {f"buffer {name}": value.clone() for name, value in model.named_buffers()}
     for name, m in model.named_modules():
         if hasattr(m, "calls"):
-            found[f"calls of {name}"] = m.calls
+            effects[f"calls of {name}"] = m.calls
     losses = _auxiliary(model)
-    return found | {"losses": torch.stack([t.detach() for t in losses]) if losses else torch.zeros(0)}
+    return effects | {"losses": torch.stack([t.detach() for t in losses]) if losses else torch.zeros(0)}
 
 
 def reference(model: nn.Module, case: Case) -> nn.Module:

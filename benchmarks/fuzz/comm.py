@@ -36,23 +36,23 @@ def job(case: Case) -> Outcome:
     if name == "reduce_scatter" and shape[0] % WORLD:
         x = torch.cat((x, x))
     asynchronous = bool(case.get("asynchronous"))
-    found = getattr(comm, name)(x, spec=spec, async_op=asynchronous, **options)
-    found = found.wait() if asynchronous else found
+    output = getattr(comm, name)(x, spec=spec, async_op=asynchronous, **options)
+    output = output.wait() if asynchronous else output
     share = WORLD if case.get("reduce") == "avg" else 1
     wide, limit = _gathered(x.double()), _gathered(_bound(x, spec, name))
     if name == "all_gather":
-        return _within(name, found, torch.cat(wide), torch.cat(limit), x.dtype)
+        return _within(name, output, torch.cat(wide), torch.cat(limit), x.dtype)
     total, off = x.double(), sum(limit) / share
     dist.all_reduce(total)
     total /= share
     if name == "reduce_scatter":
         rank = dist.get_rank()
-        return _within(name, found, total.chunk(WORLD)[rank], off.chunk(WORLD)[rank], x.dtype)
+        return _within(name, output, total.chunk(WORLD)[rank], off.chunk(WORLD)[rank], x.dtype)
     off = off + _bound((total.abs() + off).float(), spec, name)
-    bits = _gathered(found)
+    bits = _gathered(output)
     if not torch.equal(bits[0].nan_to_num(), bits[1].nan_to_num()):
         return fail("ranks", f"{name}: the ranks got different bits")
-    return _within(name, found, total, off, x.dtype)
+    return _within(name, output, total, off, x.dtype)
 
 
 def _all_to_all_single(case: Case, shape: list[int], spec: str) -> Outcome:
@@ -64,11 +64,11 @@ def _all_to_all_single(case: Case, shape: list[int], spec: str) -> Outcome:
     else:
         sent, received, rows = table[rank], [row[rank] for row in table], sum(table[rank])
     x = _values(case, [rows, *shape[1:]], rank)
-    found = comm.all_to_all_single(x, received, sent, spec=spec)
-    wide, limit = (t.new_empty(found.shape, dtype=torch.float64) for t in (x, x))
+    output = comm.all_to_all_single(x, received, sent, spec=spec)
+    wide, limit = (t.new_empty(output.shape, dtype=torch.float64) for t in (x, x))
     dist.all_to_all_single(wide, x.double().contiguous(), received, sent)
     dist.all_to_all_single(limit, _bound(x, spec, "all_to_all_single").contiguous(), received, sent)
-    return _within("all_to_all_single", found, wide, limit, x.dtype)
+    return _within("all_to_all_single", output, wide, limit, x.dtype)
 
 
 def _all_to_all(case: Case, shape: list[int], spec: str) -> Outcome:
@@ -77,9 +77,9 @@ def _all_to_all(case: Case, shape: list[int], spec: str) -> Outcome:
     outputs = [torch.full_like(x, 7.0) for x in expected]
     comm.all_to_all(outputs, inputs, spec=spec)
     for output, x in zip(outputs, expected, strict=True):
-        found = _within("all_to_all", output, x.double(), _bound(x, spec, "all_to_all"), x.dtype)
-        if found.failed:
-            return found
+        outcome = _within("all_to_all", output, x.double(), _bound(x, spec, "all_to_all"), x.dtype)
+        if outcome.failed:
+            return outcome
     return PASS
 
 
@@ -113,15 +113,15 @@ def _bound(x: Tensor, spec: str, name: str) -> Tensor:
     return torch.maximum(exact.abs() * relative, (scale * smallest).expand_as(exact)) * (1 + 1e-6)
 
 
-def _within(name: str, found: Tensor, exact: Tensor, limit: Tensor, dtype: torch.dtype) -> Outcome:
-    if found.shape != exact.shape or found.dtype != dtype:
-        return fail("shape", f"{name}: {found.dtype} {list(found.shape)}, expected {dtype} {list(exact.shape)}")
+def _within(name: str, actual: Tensor, exact: Tensor, limit: Tensor, dtype: torch.dtype) -> Outcome:
+    if actual.shape != exact.shape or actual.dtype != dtype:
+        return fail("shape", f"{name}: {actual.dtype} {list(actual.shape)}, expected {dtype} {list(exact.shape)}")
     info = torch.finfo(dtype)
     fits = exact.abs() + limit < info.max
-    over = (found.double() - exact).abs() - limit
+    over = (actual.double() - exact).abs() - limit
     over = over - (exact.abs() + limit) * (info.eps / 2 + 2.0**-22) - info.smallest_normal * info.eps
     over = torch.where(fits, over, -1.0)
-    if found.numel() and not (over <= 0).all():
+    if actual.numel() and not (over <= 0).all():
         return fail("bound", f"{name}: {over.nan_to_num(nan=torch.inf).max():.3g} over the bound")
     return PASS
 

@@ -36,12 +36,12 @@ def main(arguments: list[str]) -> None:
 
 
 def _repeat(case: Case) -> int:
-    found = check(case)
+    outcome = check(case)
     if "parts" in case:
         print(build(case))
     print(json.dumps(case))
-    print(f"{found.status}: {found.label}: {found.message}" if found.status != "pass" else "pass")
-    return int(found.failed)
+    print(f"{outcome.status}: {outcome.label}: {outcome.message}" if outcome.status != "pass" else "pass")
+    return int(outcome.failed)
 
 
 def _cases(options: argparse.Namespace) -> Iterator[tuple[str, Case]]:
@@ -61,16 +61,16 @@ def _fuzz(options: argparse.Namespace) -> int:
     shown: list[Case] = []
     progress = _Progress()
     for name, case in _cases(options):
-        found = check(case)
-        counts[case["kind"]][found.status] += 1
-        progress.update(sum(c.total() for c in counts.values()), len(failures) + found.failed)
-        if not found.failed:
+        outcome = check(case)
+        counts[case["kind"]][outcome.status] += 1
+        progress.update(sum(c.total() for c in counts.values()), len(failures) + outcome.failed)
+        if not outcome.failed:
             continue
-        key = case["kind"], found.label
+        key = case["kind"], outcome.label
         printed[key] += 1
-        failure = {"name": name, "label": found.label, "message": found.message, "case": case}
+        failure = {"name": name, "label": outcome.label, "message": outcome.message, "case": case}
         if printed[key] <= _SHRUNK:
-            small = smallest(case, found.label)
+            small = smallest(case, outcome.label)
             failure |= {"shrunk": small}
             if small not in shown:
                 shown.append(small)
@@ -87,11 +87,11 @@ def _fuzz(options: argparse.Namespace) -> int:
     return int(bool(failures))
 
 
-def described(name: str, case: Case, found: Outcome) -> str:
+def described(name: str, case: Case, outcome: Outcome) -> str:
     """What a failure prints: what is wrong, and two ways to repeat it."""
     text = json.dumps(case)
     return f"""
---- {name}: {case["kind"]}: {found.label}: {found.message}
+--- {name}: {case["kind"]}: {outcome.label}: {outcome.message}
 python -m benchmarks fuzz --case '{text}'
 # or, in the root of the repository:
 from benchmarks.fuzz import build, check

@@ -71,23 +71,23 @@ def _layer(case: Case) -> Outcome:
         w, bias = layer.weight.detach(), layer.bias
         a, b = quantized(x, recipe.x).value, quantized(w, recipe.w).value
         exact = a @ b.t() + (0.0 if bias is None else bias.detach().double())
-        found = _over("output", exact, y, _allowed(a.abs() @ b.abs().t() + exact.abs(), features, y.dtype))
+        mismatch = _over("output", exact, y, _allowed(a.abs() @ b.abs().t() + exact.abs(), features, y.dtype))
         dx, dw = gradients(x, w, g, recipe)
-        if found is None and (normal := _far(case, x.double() @ w.double().t(), a @ b.t(), recipe.x.format.name)):
-            found = normal
-        if found is None and layer.weight.requires_grad:
+        if mismatch is None and (normal := _far(case, x.double() @ w.double().t(), a @ b.t(), recipe.x.format.name)):
+            mismatch = normal
+        if mismatch is None and layer.weight.requires_grad:
             assert layer.weight.grad is not None
             limit = _allowed(g.double().abs().t() @ x.double().abs(), rows, dtype)
-            found = _over("weight gradient", dw, layer.weight.grad, limit)
-        if found is None and bias is not None:
+            mismatch = _over("weight gradient", dw, layer.weight.grad, limit)
+        if mismatch is None and bias is not None:
             sums = g.double().sum(0)
-            found = _over("bias gradient", sums, bias.grad, _allowed(g.double().abs().sum(0), rows, dtype))
-        if found is not None:
-            return fail(found.split(":")[0], found)
+            mismatch = _over("bias gradient", sums, bias.grad, _allowed(g.double().abs().sum(0), rows, dtype))
+        if mismatch is not None:
+            return fail(mismatch.split(":")[0], mismatch)
         dx_sum += dx
         dx_limit += _allowed(g.double().abs() @ w.double().abs(), outputs, dtype) + _roundings(dx, dtype)
-    if leaf.grad is not None and (found := _over("input gradient", dx_sum, leaf.grad, dx_limit)) is not None:
-        return fail("input gradient", found)
+    if leaf.grad is not None and (mismatch := _over("input gradient", dx_sum, leaf.grad, dx_limit)) is not None:
+        return fail("input gradient", mismatch)
     return PASS
 
 

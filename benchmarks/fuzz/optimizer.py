@@ -56,8 +56,8 @@ def check(case: Case) -> Outcome:
             if poisoned and behaviour != "ignore":
                 skipped += behaviour == "skip"
                 for p, was in zip(params, before, strict=True):
-                    if (found := same("parameter", was, p.detach())) is not None:
-                        return fail("nonfinite", f"a step that was left out changed something: {found}")
+                    if (mismatch := same("parameter", was, p.detach())) is not None:
+                        return fail("nonfinite", f"a step that was left out changed something: {mismatch}")
             else:
                 exact.step()
             if case.get("resume") and step == 0 and case.get("steps", 1) > 1:
@@ -67,9 +67,9 @@ def check(case: Case) -> Outcome:
     for i, (part, p, twin, was, stride) in enumerate(zip(parts, params, twins, start, strides, strict=True)):
         if p.stride() != stride:
             return fail("strides", f"parameter {i} had strides {stride}, has {p.stride()}")
-        found = _off(case, part, p.detach(), twin.detach(), was, optimizer.state[p])
-        if found is not None:
-            return fail("parameter", f"parameter {i} {part}: {found}")
+        mismatch = _off(case, part, p.detach(), twin.detach(), was, optimizer.state[p])
+        if mismatch is not None:
+            return fail("parameter", f"parameter {i} {part}: {mismatch}")
     return PASS
 
 

@@ -57,9 +57,9 @@ class Pool:
         if len(outcomes) < WORLD or any(o.label.startswith("error") for o in outcomes) or self._jobs % _JOBS == 0:
             self.kill()
         for status in ("fail", "invalid", "pass"):
-            for found in outcomes:
-                if found.status == status:
-                    return found
+            for outcome in outcomes:
+                if outcome.status == status:
+                    return outcome
         return fail("error", f"the ranks did not answer within {_SECONDS:g} s")
 
     def kill(self) -> None:
@@ -88,18 +88,18 @@ class Pool:
 
     def _collect(self) -> list[Outcome]:
         left, end = {connection for _, connection in self._workers}, time.monotonic() + _SECONDS
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         while left and (seconds := end - time.monotonic()) > 0:
             for connection in wait(list(left), seconds):
                 assert isinstance(connection, Connection)
                 left.remove(connection)
                 try:
-                    found.append(connection.recv())
+                    outcomes.append(connection.recv())
                 except (EOFError, ConnectionError):
-                    found.append(fail("error", "the process of a rank died"))
-                if found[-1].label.startswith("error"):
+                    outcomes.append(fail("error", "the process of a rank died"))
+                if outcomes[-1].label.startswith("error"):
                     end = min(end, time.monotonic() + _AFTER_THE_FIRST)
-        return found
+        return outcomes
 
 
 POOL = Pool()

@@ -62,8 +62,8 @@ def smallest(case: Case, label: str, seconds: float = 30.0) -> Case:
     """Shrink a case that fails with a label."""
 
     def fails(smaller: Case) -> bool:
-        found = check(smaller)
-        return found.failed and found.label == label
+        outcome = check(smaller)
+        return outcome.failed and outcome.label == label
 
     return shrink(case, fails, seconds)
 

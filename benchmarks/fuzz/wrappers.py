@@ -71,23 +71,23 @@ def _checkpoint(case: Case) -> Outcome:
         expected = run(model, case, x, autocast=autocast, call=partial(call, recomputed=False))
         actual = run(model, case, x, autocast=autocast, call=call)
     if case.get("each") and _precision(case).activations == "fp8":
-        if (found := same("output", expected.y, actual.y)) is not None:
-            return fail("bits", found)
+        if (mismatch := same("output", expected.y, actual.y)) is not None:
+            return fail("bits", mismatch)
         _, gradients = exact_run(reference(build(case), case), case, x)
         return compare_gradients(gradients, expected.grads, actual.grads, EXACT_ENOUGH_DB)
-    found = _different(expected, actual)
-    return PASS if found is None else fail("bits", found)
+    mismatch = _different(expected, actual)
+    return PASS if mismatch is None else fail("bits", mismatch)
 
 
 def _different(expected: Run, actual: Run) -> str | None:
-    if (found := same("output", expected.y, actual.y)) is not None:
-        return found
+    if (mismatch := same("output", expected.y, actual.y)) is not None:
+        return mismatch
     for name, grad in expected.grads.items():
         other = actual.grads[name]
         if (grad is None) != (other is None):
             return f"{name}: one of them has no gradient"
-        if grad is not None and other is not None and (found := same(name, grad, other)) is not None:
-            return found
+        if grad is not None and other is not None and (mismatch := same(name, grad, other)) is not None:
+            return mismatch
     return None
 
 
@@ -105,8 +105,8 @@ def _keep_weights(case: Case) -> Outcome:
     for (name, p), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if not p.isfinite().all():
             raise Invalid(f"the optimizer makes {name} non-finite, and so the next gradients")
-        if (found := same(name, p.detach(), other.detach())) is not None:
-            return fail("bits", f"kept weights differ after {case.get('steps', 2)} steps: {found}")
+        if (mismatch := same(name, p.detach(), other.detach())) is not None:
+            return fail("bits", f"kept weights differ after {case.get('steps', 2)} steps: {mismatch}")
     return PASS
 
 
@@ -159,14 +159,14 @@ def job(case: Case) -> Outcome:
     rank, model, x = dist.get_rank(), build(case), inputs(case | {"batch": 2})
     halves = x.chunk(2)
     plain_run(_sharded(copy.deepcopy(model), plain=True), case, halves[rank])
-    wanted = _precision(case)
-    if not convert(model, wanted):
+    precision = _precision(case)
+    if not convert(model, precision):
         return PASS
     alone = copy.deepcopy(model)
     expected = []
     for half in halves:
-        found = run(alone, case, half)
-        expected.append(Run(found.y, {n: None if g is None else g.clone() for n, g in found.grads.items()}, x, {}))
+        output = run(alone, case, half)
+        expected.append(Run(output.y, {n: None if g is None else g.clone() for n, g in output.grads.items()}, x, {}))
     if case.get("wrapper") == "parallelize":
         comm = case.get("fp8_comm", "off")
         sharded: nn.Module = octavo.parallelize(model, fp8_comm=comm)

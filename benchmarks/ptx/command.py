@@ -100,10 +100,10 @@ def ratio(counts: dict[str, list[int]], only: str = "") -> float | None:
 def _line(row: dict[str, Any]) -> str:
     cells = [_times(ratio(row["sectors"], kind)) for kind in ("ld.global.v", "st.global.v")]
     cells.append(_times(ratio(row["wavefronts"])))
-    found = "; ".join([*row["hazards"], *(f"{label}: {text}" for label, text in row["mismatches"].items())])
+    faults = "; ".join([*row["hazards"], *(f"{label}: {text}" for label, text in row["mismatches"].items())])
     name = f"{row['op']} {row['case']} {row['config']}"
     return (
-        f"{name:<62} {row['instructions']:>6} loads {cells[0]} stores {cells[1]} shared {cells[2]}  {found or 'equal'}"
+        f"{name:<62} {row['instructions']:>6} loads {cells[0]} stores {cells[1]} shared {cells[2]}  {faults or 'equal'}"
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import FAMILIES, model_of
-from test_exactness import STORING, GatedMLP, compare, randn
+from test_exactness import FP8_ACTIVATIONS, GatedMLP, compare, randn
 from torch import nn
 
 import octavo
@@ -202,11 +202,11 @@ def test_a_class_that_computes_something_else_is_refused(registering):
         octavo.nn.register(PowerNorm, spec)
         model = nn.Sequential(PowerNorm(), nn.Linear(48, 48))
         with pytest.raises((ValueError, AttributeError), match=what):
-            octavo.convert(model, precision=STORING, verbose=False)
+            octavo.convert(model, precision=FP8_ACTIVATIONS, verbose=False)
         assert type(model[0]) is PowerNorm
     octavo.nn.register(GatedMLP, Glu(gate="up_proj", up="gate_proj", down="down_proj", activation="act_fn"))
     with pytest.raises(ValueError, match="GatedMLP was registered as Glu"):
-        octavo.convert(GatedMLP(), precision=STORING, verbose=False)
+        octavo.convert(GatedMLP(), precision=FP8_ACTIVATIONS, verbose=False)
 
 
 def test_a_gradient_that_differs_is_refused(registering):
@@ -216,12 +216,12 @@ def test_a_gradient_that_differs_is_refused(registering):
 
     octavo.nn.register(Detached, Norm(weight="gain", eps="tiny"))
     with pytest.raises(ValueError, match="the gradient of the input differs"):
-        octavo.convert(nn.Sequential(Detached(), nn.Linear(48, 48)), precision=STORING, verbose=False)
+        octavo.convert(nn.Sequential(Detached(), nn.Linear(48, 48)), precision=FP8_ACTIVATIONS, verbose=False)
 
 
 def test_a_registered_forward_that_is_replaced_is_not_used(registering, monkeypatch):
     octavo.nn.register(PowerNorm, Norm(weight="gain", eps="tiny"))
-    model = octavo.convert(nn.Sequential(PowerNorm(), nn.Linear(48, 48)), precision=STORING, verbose=False)
+    model = octavo.convert(nn.Sequential(PowerNorm(), nn.Linear(48, 48)), precision=FP8_ACTIVATIONS, verbose=False)
     monkeypatch.setattr(PowerNorm, "forward", lambda self, x: x * self.gain)
     x = randn(64, 48).requires_grad_()
     y = model[0](x)
@@ -240,6 +240,6 @@ def test_wrong_registrations_are_named():
 
 
 def test_copies_of_a_model_are_known_as_it_is():
-    model = octavo.convert(nn.Sequential(nn.RMSNorm(64), GatedMLP()), precision=STORING, verbose=False)
+    model = octavo.convert(nn.Sequential(nn.RMSNorm(64), GatedMLP()), precision=FP8_ACTIVATIONS, verbose=False)
     for other in (model, copy.deepcopy(model)):
         assert [spec_of(m) for m in other] == [spec_of(m) for m in nn.Sequential(nn.RMSNorm(64), GatedMLP())]

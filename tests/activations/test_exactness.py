@@ -15,7 +15,7 @@ from torch import nn
 import octavo
 from octavo.numerics import sqnr
 
-STORING = octavo.Precision(matmul="bf16", activations="fp8")
+FP8_ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
 TOKENS, WIDTH, HEADS = 128, 64, 4
 
 
@@ -40,7 +40,10 @@ def flat(grads):
 
 def compare(model, x, *, whole=21.0, each=15.0, ignore=()):
     """Storing against plain; returns the two models."""
-    plain, storing = copy.deepcopy(model), octavo.convert(copy.deepcopy(model), precision=STORING, verbose=False)
+    plain, storing = (
+        copy.deepcopy(model),
+        octavo.convert(copy.deepcopy(model), precision=FP8_ACTIVATIONS, verbose=False),
+    )
     (y, expected, random), (stored_y, actual, stored_random) = step(plain, x), step(storing, x)
     assert torch.equal(y, stored_y)
     assert torch.equal(random, stored_random)
@@ -422,7 +425,10 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_after_conversion_counts(name):
     model = nn.Sequential(GatedMLP())
-    plain, storing = copy.deepcopy(model), octavo.convert(copy.deepcopy(model), precision=STORING, verbose=False)
+    plain, storing = (
+        copy.deepcopy(model),
+        octavo.convert(copy.deepcopy(model), precision=FP8_ACTIVATIONS, verbose=False),
+    )
     assert octavo.report(storing).activations[0].storage == "glu"
     x = randn(2, TOKENS, WIDTH)
     for m in (plain, storing):
@@ -440,7 +446,7 @@ def test_a_forward_that_is_replaced_after_conversion_counts(of, monkeypatch):
     def other(self, x):
         return self.down_proj(self.up_proj(x))
 
-    model = octavo.convert(nn.Sequential(Own()), precision=STORING, verbose=False)
+    model = octavo.convert(nn.Sequential(Own()), precision=FP8_ACTIVATIONS, verbose=False)
     assert octavo.report(model).activations[0].storage == "glu"
     x = randn(4, WIDTH)
     if of == "class":
@@ -456,7 +462,7 @@ def test_random_numbers_of_python_stay():
     random.seed(0)
     expected = random.random()
     random.seed(0)
-    octavo.convert(nn.Sequential(GatedMLP(), OldNorm(NORMS["groups"])), precision=STORING, verbose=False)
+    octavo.convert(nn.Sequential(GatedMLP(), OldNorm(NORMS["groups"])), precision=FP8_ACTIVATIONS, verbose=False)
     assert random.random() == expected
 
 
@@ -581,7 +587,7 @@ def test_functions_that_are_replaced_after_conversion_count(where, monkeypatch):
     import sys
 
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Global() if where == "global" else nn.SiLU(), GatedMLP())
-    storing = octavo.convert(copy.deepcopy(model), precision=STORING, verbose=False)
+    storing = octavo.convert(copy.deepcopy(model), precision=FP8_ACTIVATIONS, verbose=False)
     if where == "global":
         monkeypatch.setattr(sys.modules[__name__], "FUNCTION", torch.tanh)
     else:
@@ -606,7 +612,7 @@ def test_the_largest_values_stay_finite(dtype):
     for model in (Filled(), nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))):
         if isinstance(model, nn.Sequential) and dtype == torch.float16:
             x[0, 0], x[0, 0, 0] = -60000, 60000
-        _, grads, _ = step(octavo.convert(model.to(dtype), precision=STORING, verbose=False), x)
+        _, grads, _ = step(octavo.convert(model.to(dtype), precision=FP8_ACTIVATIONS, verbose=False), x)
         assert all(g.isfinite().all() for g in grads.values())
 
 
@@ -614,7 +620,7 @@ def test_the_largest_values_stay_finite(dtype):
 def test_a_region_of_the_reader_alone_under_hooks_that_copy(reentrant):
     """As offload does: what comes back in backward is another tensor."""
     model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), GatedMLP()))
-    octavo.convert(model, precision=STORING, verbose=False)
+    octavo.convert(model, precision=FP8_ACTIVATIONS, verbose=False)
     x = randn(2, TOKENS, WIDTH).requires_grad_()
     grads = []
     for recomputed in (False, True):
@@ -636,12 +642,12 @@ def test_conversion_is_atomic_where_a_class_cannot_be_extended():
 
     model = nn.Sequential(nn.LayerNorm(WIDTH), Tagged(WIDTH), nn.Linear(WIDTH, WIDTH))
     with pytest.raises(ValueError, match="'1' cannot store its activations in FP8: making a subclass of Tagged raises"):
-        octavo.convert(model, precision=STORING, verbose=False)
+        octavo.convert(model, precision=FP8_ACTIVATIONS, verbose=False)
     assert [type(m) for m in model] == [nn.LayerNorm, Tagged, nn.Linear] and not hasattr(model[1], "octavo_storage")
 
 
 def test_hooks_that_are_forbidden_leave_modules_as_they_are():
-    model, x = octavo.convert(nn.Sequential(GatedMLP()), precision=STORING, verbose=False), randn(4, WIDTH)
+    model, x = octavo.convert(nn.Sequential(GatedMLP()), precision=FP8_ACTIVATIONS, verbose=False), randn(4, WIDTH)
     plain = octavo.revert(copy.deepcopy(model))
     plain(x).sum().backward()
     with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
@@ -677,7 +683,7 @@ def test_a_llama_with_large_scores_trains(seed):
                 weight.normal_(std=4 * WIDTH**-0.5)
     ids = torch.randint(0, 64, (8, 4, 65), generator=torch.Generator().manual_seed(seed))
     losses = []
-    for model in (plain, octavo.convert(copy.deepcopy(plain), precision=STORING, verbose=False)):
+    for model in (plain, octavo.convert(copy.deepcopy(plain), precision=FP8_ACTIVATIONS, verbose=False)):
         stepper = torch.optim.SGD(model.parameters(), lr=0.1)
         for batch in (*ids, *ids):
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss

@@ -72,7 +72,7 @@ def test_a_skipped_linear_beside_an_activation_is_left_alone():
     plain, seen = A(), []
     plain.load_state_dict(model.state_dict())
     for m in (plain, model):
-        m.fc1.register_full_backward_hook(lambda module, _, given: seen.append(given[0]))
+        m.fc1.register_full_backward_hook(lambda module, _, gradients: seen.append(gradients[0]))
         m(x).sum().backward()
     assert torch.equal(model.fc1.weight.grad, seen[1].t() @ x) and not torch.equal(*seen)
     assert 25 < sqnr(plain.fc2.weight.grad, model.fc2.weight.grad) < 60

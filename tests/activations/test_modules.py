@@ -51,8 +51,8 @@ def flat(grads):
 @by_family
 def test_families_are_recognized_by_their_code(family):
     model = storing(model_of(family))
-    found = [row.storage for row in octavo.report(model).activations]
-    assert {kind: found.count(kind) for kind in found} == KINDS.get(family, LLAMA)
+    kinds_stored = [row.storage for row in octavo.report(model).activations]
+    assert {kind: kinds_stored.count(kind) for kind in kinds_stored} == KINDS.get(family, LLAMA)
 
 
 @by_family
@@ -209,11 +209,11 @@ def test_storage_is_found_without_touching_random_numbers_or_real_memory():
     expected = torch.rand(1)
     model = model_of("llama")
     torch.manual_seed(0)
-    found = storable(model)
+    storages = storable(model)
     assert torch.equal(torch.rand(1), expected)
     model.to("meta")
     with FakeTensorMode(), torch.device("meta"):
-        assert storable(model) == found
+        assert storable(model) == storages
 
 
 def test_skip_leaves_activations_as_they_are():

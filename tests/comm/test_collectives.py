@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from cases import DTYPES, SHAPES, SPECS, assert_equal_on_all_ranks, assert_within, bound, same_bits, values
 
+from collective_recorder import CollectiveRecorder
 from octavo import comm
-from wiretap import Wiretap
 
 pytestmark = pytest.mark.dist
 WORLDS = (2, 3, 4)
@@ -151,7 +151,7 @@ def all_to_all_vector_job():
             (y * weights).sum().backward()
             assert same_bits(y, result), what
             assert same_bits(leaf.grad, comm.all_to_all_single(weights, sent, received, spec="e5m2/row")), what
-    with Wiretap() as tap:
+    with CollectiveRecorder() as tap:
         comm.all_to_all_single(torch.ones(256 * world, dtype=torch.bfloat16))
     assert len(tap.calls) == 1 and tap.bytes("alltoall_base_") == world * (256 + 16)
 
@@ -301,7 +301,7 @@ def gradient_job():
         ):  # fmt: skip
             x_ = rows if what == "all_to_all_single" else x
             leaf = x_.clone().requires_grad_()
-            with Wiretap() as tap:
+            with CollectiveRecorder() as tap:
                 y = forward(leaf, backward_spec=back, **settings)
                 count = len(tap.calls)
                 weights = values(y.shape, seed=7, dtype=y.dtype)
@@ -348,26 +348,26 @@ def bytes_job():
     """Bytes per rank of FP8 and of the collective that it stands for, in bf16."""
     x = values((512, 512), dtype=torch.bfloat16)
     world = dist.get_world_size()
-    with Wiretap() as fp8:
+    with CollectiveRecorder() as fp8:
         comm.all_gather(x)
-    with Wiretap() as bf16:
+    with CollectiveRecorder() as bf16:
         dist.all_gather([torch.empty_like(x) for _ in range(world)], x)
     gather = [fp8.bytes("_allgather_base_"), bf16.bytes("allgather_")]
     assert len(fp8.calls) == 1
-    with Wiretap() as fp8:
+    with CollectiveRecorder() as fp8:
         comm.reduce_scatter(x)
-    with Wiretap() as bf16:
+    with CollectiveRecorder() as bf16:
         dist.reduce_scatter(torch.empty(512 // world, 512, dtype=x.dtype), list(x.chunk(world)))
     scatter = [fp8.bytes("alltoall_base_"), bf16.bytes("reduce_scatter_")]
     assert len(fp8.calls) == 1
-    with Wiretap() as fp8:
+    with CollectiveRecorder() as fp8:
         comm.all_reduce(x)
     assert [call.name for call in fp8.calls] == ["alltoall_base_", "_allgather_base_"]
     reduce = [sum(call.bytes for call in fp8.calls), x.nbytes + x.nbytes // world]
-    with Wiretap() as fp8:
+    with CollectiveRecorder() as fp8:
         comm.all_to_all_single(x)
     moved = [fp8.bytes("alltoall_base_"), x.nbytes]
-    with Wiretap() as fp8:
+    with CollectiveRecorder() as fp8:
         comm.all_to_all([torch.empty_like(part) for part in x.chunk(world)], list(x.chunk(world)))
     assert fp8.bytes("alltoall_base_") == moved[0] and len(fp8.calls) == 1
     return {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce, "all_to_all": moved}

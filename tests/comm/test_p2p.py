@@ -3,8 +3,8 @@ import torch
 import torch.distributed as dist
 from cases import DTYPES, SHAPES, SPECS, assert_within, bound, values
 
+from collective_recorder import CollectiveRecorder
 from octavo import comm
-from wiretap import Wiretap
 
 pytestmark = pytest.mark.dist
 
@@ -51,7 +51,7 @@ def under_way_job():
 
 def bytes_job():
     if dist.get_rank() == 0:
-        with Wiretap() as tap:
+        with CollectiveRecorder() as tap:
             comm.send(torch.ones(64, 512, dtype=torch.bfloat16), 1)
         return [(call.bytes, call.dtype) for call in tap.calls]
     comm.recv((64, 512), 0, dtype=torch.bfloat16)

@@ -39,12 +39,12 @@ def octavo(*words):
     return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
 
 
-def refused(found, *words):
-    message = " ".join(found.stderr.split())
-    assert found.exit_code == 2, (found.exit_code, found.output)
+def refused(result, *words):
+    message = " ".join(result.stderr.split())
+    assert result.exit_code == 2, (result.exit_code, result.output)
     for word in words:
         assert word in message
-    assert found.stdout == "" and "Traceback" not in message
+    assert result.stdout == "" and "Traceback" not in message
 
 
 # --- what is given ---
@@ -161,9 +161,9 @@ def test_a_comparison_from_the_command_line(config, tmp_path):
 
 
 def test_the_same_arm_twice_is_equal_to_the_last_digit(config, tmp_path):
-    found = compare(make_arms(config, [], ["a", "b"], "2"), tmp_path / "out")
-    assert found.arms[0].losses.test.gaps == (0.0, 0.0) and found.exit_code == 0
-    assert "not a digit of the losses differs" in found.arms[0].losses.sentence
+    comparison = compare(make_arms(config, [], ["a", "b"], "2"), tmp_path / "out")
+    assert comparison.arms[0].losses.test.gaps == (0.0, 0.0) and comparison.exit_code == 0
+    assert "not a digit of the losses differs" in comparison.arms[0].losses.sentence
 
 
 @pytest.mark.thorough
@@ -188,10 +188,10 @@ def test_an_interrupted_comparison_goes_on(config, tmp_path):
     assert not (out / "compare.json").exists()
     ended = written(out / "bf16-seed3") | written(out / "rowwise-seed3")
     progress = At(3, lambda: None)
-    found = compare(arms, out, progress=progress)
+    comparison = compare(arms, out, progress=progress)
     assert [row.step for row in progress.rows] == [3, 4, 1, 2, 3, 4]
     assert ended == written(out / "bf16-seed3") | written(out / "rowwise-seed3")
-    assert found.arms[0].losses.test == whole.arms[0].losses.test
+    assert comparison.arms[0].losses.test == whole.arms[0].losses.test
 
 
 def test_sigterm_saves_and_says_how_to_go_on(config, tmp_path, monkeypatch):
@@ -206,10 +206,10 @@ def test_sigterm_saves_and_says_how_to_go_on(config, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(ProgressBars, "step", step)
-        found = octavo(*words)
-    assert found.exit_code == 4, found.output
-    assert "Stopped and saved" in found.stdout and f"'{tmp_path / 'my out'}'" in found.stdout
-    assert "octavo compare" in found.stdout
+        result = octavo(*words)
+    assert result.exit_code == 4, result.output
+    assert "Stopped and saved" in result.stdout and f"'{tmp_path / 'my out'}'" in result.stdout
+    assert "octavo compare" in result.stdout
     assert not (tmp_path / "my out/compare.json").exists()
     assert RunResult.read(tmp_path / "my out/rowwise-seed3").stopped == "sigterm"
     assert octavo(*words).exit_code in (0, 1, 3)
@@ -219,12 +219,12 @@ def test_sigterm_saves_and_says_how_to_go_on(config, tmp_path, monkeypatch):
 def test_a_run_that_diverges_is_a_result(config, tmp_path):
     words = ["compare", config, "--seeds", "2", "--out", tmp_path / "out", "--arm", "a", "--arm",
              "b:optim.lr=1e38 optim.clip=0"]  # fmt: skip
-    found = octavo(*words)
-    assert found.exit_code == 3, found.output
+    result = octavo(*words)
+    assert result.exit_code == 3, result.output
     assert "b failed (diverged, or ended above twice the baseline's loss) on seeds 3, 4." in " ".join(
-        found.stdout.split()
+        result.stdout.split()
     )
-    assert "not finite" in found.stderr
+    assert "not finite" in result.stderr
     before = written(tmp_path / "out/b-seed3")
     words[3] = "3"
     assert octavo(*words).exit_code == 1
@@ -234,8 +234,8 @@ def test_a_run_that_diverges_is_a_result(config, tmp_path):
 def test_the_plan_stays_what_it_was(config, tmp_path):
     """It is that of the first report; another raises an error, and more seeds are marked."""
     words = ["compare", config, "--out", tmp_path / "out", "--arm", "a", "--arm", "b", "--json"]
-    found = octavo(*words, "--seeds", "2", "--max-seeds", "2")
-    assert found.exit_code == 0 and json.loads(found.stdout)["planned_seeds"] == 2
+    result = octavo(*words, "--seeds", "2", "--max-seeds", "2")
+    assert result.exit_code == 0 and json.loads(result.stdout)["planned_seeds"] == 2
     refused(
         octavo(*words, "--seeds", "3", "--max-seeds", "3"), "was planned for at most 2 seeds", "Leave out --max-seeds 3"
     )
@@ -254,14 +254,14 @@ def test_losses_of_a_file_are_judged(tmp_path):
     """A list of results, also of one object; NaN, null and "nan" have diverged; the worst exit code."""
     path = tmp_path / "losses.json"
     path.write_text(json.dumps(GOOD))
-    found = octavo("compare", "--losses", path, "--json")
-    (one,) = json.loads(found.stdout)
-    assert found.exit_code == one["exit_code"] == 0 and one["arms"]["fp8"]["verdict"] == "indistinguishable"
+    result = octavo("compare", "--losses", path, "--json")
+    (one,) = json.loads(result.stdout)
+    assert result.exit_code == one["exit_code"] == 0 and one["arms"]["fp8"]["verdict"] == "indistinguishable"
     few = '{"baseline": [3.0, 3.02, 2.98], "arms": {"x": [3.0, NaN, 2.98], "y": [null, "nan", "NaN"], "z": [6, 9, 30]}}'
     path.write_text(f"[{json.dumps(GOOD)}, {few}]")
-    found = octavo("compare", "--losses", path, "--json")
-    _, many = json.loads(found.stdout)
-    assert found.exit_code == many["exit_code"] == 1
+    result = octavo("compare", "--losses", path, "--json")
+    _, many = json.loads(result.stdout)
+    assert result.exit_code == many["exit_code"] == 1
     assert [arm["verdict"] for arm in many["arms"].values()] == ["inconclusive", "inconclusive", "worse"]
     assert many["arms"]["y"]["failed_seeds"] == [1, 2, 3]
     shown = octavo("compare", "--losses", path).stdout
@@ -355,9 +355,9 @@ def test_a_folder_of_something_else_is_left_as_it_is(config, tmp_path):
 def test_seeds_and_arms_can_be_added(config, tmp_path):
     compare(make_arms(config, [], ARMS, "2"), tmp_path)
     before = written(tmp_path / "rowwise-seed4")
-    found = compare(make_arms(config, ["run.save_every=3"], [*ARMS, "again:optim.micro_batches=2"], "3"), tmp_path)
+    comparison = compare(make_arms(config, ["run.save_every=3"], [*ARMS, "again:optim.micro_batches=2"], "3"), tmp_path)
     assert written(tmp_path / "rowwise-seed4") == before
-    assert found.seeds == (3, 4, 5) and [arm.name for arm in found.arms] == ["rowwise", "again"]
+    assert comparison.seeds == (3, 4, 5) and [arm.name for arm in comparison.arms] == ["rowwise", "again"]
 
 
 @pytest.mark.thorough
@@ -407,8 +407,8 @@ def test_help_has_examples_and_exit_codes():
 
 def job(path, out):
     """One rank of a comparison: its exit code, the verdict, and the process groups that are left."""
-    found = compare(make_arms(path, [], ARMS, "2"), Path(out))
-    return found.exit_code, found.arms[0].losses.test.gaps
+    comparison = compare(make_arms(path, [], ARMS, "2"), Path(out))
+    return comparison.exit_code, comparison.arms[0].losses.test.gaps
 
 
 @pytest.mark.dist
@@ -429,12 +429,12 @@ def test_two_processes_compare_as_one(gloo, config, tmp_path):  # noqa: F811
 def test_a_mistake_is_told_to_all_processes(gloo, config, tmp_path):  # noqa: F811
     (tmp_path / "out/bf16-seed4").mkdir(parents=True)
     (tmp_path / "out/bf16-seed4/notes.txt").write_text("mine")
-    messages = gloo.run(told, 2, str(config), str(tmp_path / "out"))
+    messages = gloo.run(message_of_rank, 2, str(config), str(tmp_path / "out"))
     assert len(set(messages)) == 1 and "holds something else than a run" in messages[0]
 
 
-def told(path, out):
-    """What a rank is told."""
+def message_of_rank(path, out):
+    """The error message on a rank."""
     with pytest.raises(ConfigError) as caught:
         job(path, out)
     return str(caught.value)

@@ -10,7 +10,7 @@ from fake_runs import result
 from test_run_report import charts_of
 
 from octavo.experiments.compare_report import FILES, comparison_rows, mean_curves, to_json, write_comparison
-from octavo.experiments.compare_verdict import ArmRuns, common_target, judge, steps_to
+from octavo.experiments.compare_verdict import ArmRuns, common_target, compare_arms, steps_to
 from octavo.experiments.curves import Curves, smooth
 from octavo.train.record.metrics import Losses
 
@@ -56,10 +56,10 @@ def gap(*percent):
     ],
 )
 def test_a_verdict_is_that_of_the_losses(gaps, verdict, outcome, words):
-    found = judge([runs("base", BASE), runs("arm", gap(*gaps))])
-    (arm,) = found.arms
+    comparison = compare_arms([runs("base", BASE), runs("arm", gap(*gaps))])
+    (arm,) = comparison.arms
     assert (arm.losses.verdict, arm.losses.outcome) == (verdict, outcome)
-    assert found.exit_code == {"pass": 0, "fail": 1, "inconclusive": 3}[outcome]
+    assert comparison.exit_code == {"pass": 0, "fail": 1, "inconclusive": 3}[outcome]
     assert re.search(words, arm.losses.sentence)
     assert arm.notes[: len(arm.losses.notes)] == arm.losses.notes
     assert any("do its settings change anything?" in note for note in arm.notes) == (not any(gaps))
@@ -67,59 +67,66 @@ def test_a_verdict_is_that_of_the_losses(gaps, verdict, outcome, words):
 
 def test_limits_go_through():
     arms = [runs("base", BASE), runs("arm", gap(0.1, -0.1, 0.05))]
-    assert judge(arms, margin=0.5).arms[0].losses.outcome == "inconclusive"
-    low = [judge(arms, **options).arms[0].losses.test.low for options in ({}, {"confidence": 0.99}, {"max_seeds": 3})]
+    assert compare_arms(arms, margin=0.5).arms[0].losses.outcome == "inconclusive"
+    low = [
+        compare_arms(arms, **options).arms[0].losses.test.low
+        for options in ({}, {"confidence": 0.99}, {"max_seeds": 3})
+    ]
     assert low[1] < low[0] < low[2]
-    beyond = judge(arms, max_seeds=2)
+    beyond = compare_arms(arms, max_seeds=2)
     assert any("planned maximum of 2 seeds" in note for note in beyond.notes) and to_json(beyond)["extended"]
-    assert not to_json(judge(arms))["extended"] and to_json(judge(arms))["planned_seeds"] == 40
+    assert not to_json(compare_arms(arms))["extended"] and to_json(compare_arms(arms))["planned_seeds"] == 40
 
 
 def test_divergence_is_a_result():
     """Of the arm it is no pass, of all its seeds a failure; seeds on which a run failed are not in the gaps."""
     base = runs("base", BASE)
-    found = judge([base, runs("arm", BASE, diverged=(2,))])
-    (arm,) = found.arms
-    assert (arm.losses.verdict, found.exit_code, arm.losses.failed) == ("inconclusive", 3, (2,))
+    comparison = compare_arms([base, runs("arm", BASE, diverged=(2,))])
+    (arm,) = comparison.arms
+    assert (arm.losses.verdict, comparison.exit_code, arm.losses.failed) == ("inconclusive", 3, (2,))
     assert arm.losses.seeds == (1, 3) and arm.time_to_loss.steps
-    found = judge([base, runs("arm", BASE, diverged=(1, 2, 3))])
-    assert found.exit_code == 1 and found.arms[0].losses.sentence == (
+    comparison = compare_arms([base, runs("arm", BASE, diverged=(1, 2, 3))])
+    assert comparison.exit_code == 1 and comparison.arms[0].losses.sentence == (
         "arm is worse than base: it failed on 3 of 3 seeds, base on 0."
     )
-    found = judge([runs("base", BASE, diverged=(1,)), runs("arm", BASE)])
-    assert found.arms[0].losses.verdict == "indistinguishable" and found.arms[0].losses.seeds == (2, 3)
-    assert any(note.startswith("base failed") and "on seed 1." in note for note in found.arms[0].notes)
-    found = judge([runs("base", BASE, diverged=(1, 2)), runs("arm", BASE, diverged=(1,))], margin=1.0)
-    assert (found.arms[0].losses.verdict, found.exit_code, found.arms[0].losses.test) == ("inconclusive", 3, None)
-    assert found.loss == BASE[2] and found.spread is None
+    comparison = compare_arms([runs("base", BASE, diverged=(1,)), runs("arm", BASE)])
+    assert comparison.arms[0].losses.verdict == "indistinguishable" and comparison.arms[0].losses.seeds == (2, 3)
+    assert any(note.startswith("base failed") and "on seed 1." in note for note in comparison.arms[0].notes)
+    comparison = compare_arms([runs("base", BASE, diverged=(1, 2)), runs("arm", BASE, diverged=(1,))], margin=1.0)
+    assert (comparison.arms[0].losses.verdict, comparison.exit_code, comparison.arms[0].losses.test) == (
+        "inconclusive",
+        3,
+        None,
+    )
+    assert comparison.loss == BASE[2] and comparison.spread is None
 
 
 def test_a_run_without_a_finite_loss_has_diverged():
     arm = runs("arm", BASE)
     arm = ArmRuns(**vars(arm) | {"results": (result(losses=None), *arm.results[1:])})
-    assert judge([runs("base", BASE), arm]).arms[0].losses.failed == (1,)
+    assert compare_arms([runs("base", BASE), arm]).arms[0].losses.failed == (1,)
 
 
 def test_time_to_loss_is_speed_times_steps():
     """Half the baseline's time per step, but its loss falls to 4 where the baseline's falls to 3, so to 4 at 80 %."""
     base = runs("base", [3.0, 3.0], tokens_per_s=1000.0)
     arm = runs("arm", [4.0, 4.0], tokens_per_s=2000.0)
-    found = judge([base, arm])
-    time, its = found.time_to_loss, found.arms[0].time_to_loss
+    comparison = compare_arms([base, arm])
+    time, its = comparison.time_to_loss, comparison.arms[0].time_to_loss
     assert time.targets == its.targets == pytest.approx((4.06, 4.06), abs=0.1)  # the smoothed end
     assert its.steps[0] in range(98, 101) and time.steps[0] in range(78, 82)
     assert time.seconds == pytest.approx(256 * time.steps[0] / 1000)
     assert its.speed == pytest.approx(2 * time.steps[0] / its.steps[0])
-    assert (time.speed, found.arms[0].speed) == (1, 2)
+    assert (time.speed, comparison.arms[0].speed) == (1, 2)
 
 
 def test_mixed_machines_and_two_seeds_are_said():
-    both = judge([runs("base", BASE), runs("arm", BASE, device="NVIDIA H200")]).notes
+    both = compare_arms([runs("base", BASE), runs("arm", BASE, device="NVIDIA H200")]).notes
     assert any("different devices (NVIDIA H200, cpu)" in note for note in both)
     versions = {"torch": "2.14.0"}
-    assert any("different versions of torch: 2.13.0, 2.14.0" in note for note in judge(
+    assert any("different versions of torch: 2.13.0, 2.14.0" in note for note in compare_arms(
         [runs("base", BASE), runs("arm", BASE, versions=versions)]).notes)  # fmt: skip
-    assert any("a third" in note for note in judge([runs("base", BASE[:2]), runs("arm", BASE[:2])]).notes)
+    assert any("a third" in note for note in compare_arms([runs("base", BASE[:2]), runs("arm", BASE[:2])]).notes)
     assert not any("a third" in note for note in both)
 
 
@@ -160,12 +167,12 @@ def config(make_config):
 
 
 def test_the_files_say_what_was_found(config, tmp_path):
-    found = judge([runs("base", BASE), runs("arm", gap(2.0, 2.1, 1.9), diverged=(3,))], margin=1.0)
-    write_comparison(found, config, tmp_path)
+    comparison = compare_arms([runs("base", BASE), runs("arm", gap(2.0, 2.1, 1.9), diverged=(3,))], margin=1.0)
+    write_comparison(comparison, config, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == set(FILES)
     page = Page((tmp_path / "report.html").read_text())
     for words in (
-        found.arms[0].losses.sentence,
+        comparison.arms[0].losses.sentence,
         "diverged",
         "Planned maximum: 40 seeds",
         "Loss above base",
@@ -180,7 +187,7 @@ def test_the_files_say_what_was_found(config, tmp_path):
     assert len(areas) == 3  # two losses and a gap
     assert not [tag for tag in page.tags if tag[0] in ("link", "img") or "src" in tag[1]]
     read = json.loads((tmp_path / "compare.json").read_text())
-    assert read == json.loads(json.dumps(to_json(found)))
+    assert read == json.loads(json.dumps(to_json(comparison)))
     assert (read["outcome"], read["exit_code"], read["arms"][1]["failed_seeds"]) == ("inconclusive", 3, [3])
     assert read["arms"][1]["losses"]["3"] is None
     assert read["arms"][1]["gaps_percent"]["1"] == pytest.approx(2 * sum(BASE) / 3 / (sum(BASE[:2]) / 2))
@@ -190,17 +197,17 @@ def test_the_files_say_what_was_found(config, tmp_path):
 def test_a_comparison_in_which_nothing_ended_has_a_page_too(config, tmp_path):
     empty = curve(8, 3, steps=0)
     arms = [ArmRuns(**vars(runs(name, BASE, diverged=(1, 2, 3))) | {"curves": (empty,) * 3}) for name in "ab"]
-    found = judge(arms)
-    write_comparison(found, config, tmp_path)
+    comparison = compare_arms(arms)
+    write_comparison(comparison, config, tmp_path)
     assert "fewer than two pairs of runs of b and a ended" in Page((tmp_path / "report.html").read_text()).text
-    assert found.exit_code == 3
-    assert to_json(found)["arms"][1]["time_to_loss"] is None
-    assert all(len(row.values) == 2 for row in comparison_rows(found))
+    assert comparison.exit_code == 3
+    assert to_json(comparison)["arms"][1]["time_to_loss"] is None
+    assert all(len(row.values) == 2 for row in comparison_rows(comparison))
 
 
 def test_the_table_has_a_value_per_arm():
-    found = judge([runs("base", BASE), runs("a", gap(2.0, 2.1, 1.9)), runs("b", BASE, diverged=(1,))])
-    rows = {row.label: row.values for row in comparison_rows(found)}
+    comparison = compare_arms([runs("base", BASE), runs("a", gap(2.0, 2.1, 1.9)), runs("b", BASE, diverged=(1,))])
+    rows = {row.label: row.values for row in comparison_rows(comparison)}
     assert all(len(values) == 3 for values in rows.values())
     assert rows["verdict"] == ["", "worse", "inconclusive"]
     assert rows["failed"] == ["–", "–", "1 of 3"]

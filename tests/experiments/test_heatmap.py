@@ -56,12 +56,12 @@ def test_no_statistics_no_maps():
 
 def test_a_map_for_each_figure_and_a_panel_for_each_operand():
     maps = heatmaps(run_of())
-    assert [found.title for found in maps] == ["SQNR", "Underflow", "Largest magnitude"]
-    for found in maps:
-        assert [title for title, *_ in panels(found)] == ["x", "w", "G for dgrad", "G for wgrad"]
-        assert labels(found) == list(KINDS)
-        assert found.figure["layout"]["yaxis"]["tickvals"] == [0.5, 3.5]  # two rows of each, and one between them
-        assert [len(keys) for _, keys in found.keys] == [LEVELS + 1] * (4 if found is maps[2] else 1)
+    assert [heatmap.title for heatmap in maps] == ["SQNR", "Underflow", "Largest magnitude"]
+    for heatmap in maps:
+        assert [title for title, *_ in panels(heatmap)] == ["x", "w", "G for dgrad", "G for wgrad"]
+        assert labels(heatmap) == list(KINDS)
+        assert heatmap.figure["layout"]["yaxis"]["tickvals"] == [0.5, 3.5]  # two rows of each, and one between them
+        assert [len(keys) for _, keys in heatmap.keys] == [LEVELS + 1] * (4 if heatmap is maps[2] else 1)
     assert [title for title, *_ in panels(heatmaps(run_of(operands=("x", "w")))[0])] == ["x", "w"]
 
 
@@ -77,13 +77,13 @@ def test_a_map_for_each_figure_and_a_panel_for_each_operand():
 )  # fmt: skip
 def test_a_cell_is_where_it_belongs(number, changes, level, text):
     """The second block's down projection at the third of four steps: in the last row, third column."""
-    found = heatmaps(run_of(steps=4, changed={(3, 1, KINDS[1], "w"): changes}))[number]
-    for title, levels, values in panels(found):
+    heatmap = heatmaps(run_of(steps=4, changed={(3, 1, KINDS[1], "w"): changes}))[number]
+    for title, levels, values in panels(heatmap):
         assert levels[2] == [None] * 4  # between the kinds
         assert levels[4][2] == (level if title == "w" else 0)
         assert values[4][2] == [3, text, 0] if text and title == "w" else title != "w" or values[4][2] is None
         assert {cell for row in levels for cell in row} <= {0, None, level}
-    json.dumps(found.json, allow_nan=False)
+    json.dumps(heatmap.json, allow_nan=False)
 
 
 def test_what_was_not_sampled_is_left_out():
@@ -95,21 +95,21 @@ def test_what_was_not_sampled_is_left_out():
 def test_sixty_layers_and_many_samples_stay_legible_and_small():
     kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     worst = {(70, 59, "down_proj", "x"): {"sqnr": 3.0}}
-    found = heatmaps(run_of(64, 100, kinds, ("x",), worst))[0]
-    ((_, levels, values),) = panels(found)
+    heatmap = heatmaps(run_of(64, 100, kinds, ("x",), worst))[0]
+    ((_, levels, values),) = panels(heatmap)
     assert len(levels) <= ROWS + 2 * len(kinds) and {len(row) for row in levels} == {COLUMNS}
-    assert found.figure["layout"]["height"] >= 16 * len(kinds) and len(labels(found)) == 7  # a line of text each
+    assert heatmap.figure["layout"]["height"] >= 16 * len(kinds) and len(labels(heatmap)) == 7  # a line of text each
     ((row, column),) = [(i, j) for i, line in enumerate(levels) for j, level in enumerate(line) if level == 7]
     step, text, layer = values[row][column]  # the worst of what fell together
     assert (step, text) == (70, "3 dB")
-    assert found.figure["data"][0]["meta"]["rows"][row][layer] == "model.layers.59.down_proj"
-    assert len(pack(json.dumps(found.json))) < 100_000
+    assert heatmap.figure["data"][0]["meta"]["rows"][row][layer] == "model.layers.59.down_proj"
+    assert len(pack(json.dumps(heatmap.json))) < 100_000
 
 
 def test_names_that_differ_before_the_block_are_told_apart_and_long_ones_cut():
     names = ("encoder.layers.0.fc", "decoder.layers.0.fc", "a.very.long.name.of.a.linear.layer", "<b>")
-    found = heatmaps([OperandStats(**row().to_json() | {"layer": name}) for name in names])[0]
-    assert labels(found) == ["encoder.layers.#.fc", "decoder.layers.#.fc", "…ong.name.of.a.linear.layer", "&lt;b&gt;"]
+    heatmap = heatmaps([OperandStats(**row().to_json() | {"layer": name}) for name in names])[0]
+    assert labels(heatmap) == ["encoder.layers.#.fc", "decoder.layers.#.fc", "…ong.name.of.a.linear.layer", "&lt;b&gt;"]
 
 
 @pytest.mark.thorough

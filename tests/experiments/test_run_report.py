@@ -29,13 +29,13 @@ class References(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.references: list[str] = []
         self.open: list[str] = []
         self.seen: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append(tag)
-        self.found += [
+        self.references += [
             value or "" for name, value in attrs if name in ("src", "href", "data", "action", "srcset", "xlink:href")
         ]
         if tag not in self.VOID:
@@ -74,7 +74,7 @@ def charts_of(html: str) -> list[dict]:
 def test_the_page_holds_all_it_needs_and_fetches_nothing(pair: list[Path], tmp_path: Path) -> None:
     html = write_report(pair, tmp_path).html.read_text(encoding="utf-8")
     assert len(html) < 5_000_000
-    assert parse(html).found == []
+    assert parse(html).references == []
     (library,) = re.findall(r'<script type="text/plain" id="plotly">(.*?)</script>', html)
     assert "Plotly.react" in html and "plotly.js v" in unpack(library)[:200]
     assert "default-src 'none'" in html  # the browser refuses what is not on the page
@@ -190,9 +190,9 @@ def test_a_single_run_has_a_report_without_a_verdict(pair: list[Path]) -> None:
 def test_several_runs_are_each_compared_with_the_first(tmp_path: Path) -> None:
     runs = [folder(tmp_path / "0"), folder(tmp_path / "1", FP8), folder(tmp_path / "2", "fp8 mxfp8", shift=0.05)]
     files = write_report(runs, tmp_path)
-    found = json.loads(files.verdict.read_text(encoding="utf-8"))["verdicts"]
-    assert [(v["baseline"], v["candidate"]) for v in found] == [("BF16", "FP8 rowwise"), ("BF16", "FP8 mxfp8")]
-    assert [v["status"] for v in found] == ["within", "above"]
+    verdicts = json.loads(files.verdict.read_text(encoding="utf-8"))["verdicts"]
+    assert [(v["baseline"], v["candidate"]) for v in verdicts] == [("BF16", "FP8 rowwise"), ("BF16", "FP8 mxfp8")]
+    assert [v["status"] for v in verdicts] == ["within", "above"]
     parse(files.html.read_text(encoding="utf-8"))
 
 

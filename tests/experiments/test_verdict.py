@@ -27,12 +27,12 @@ def test_swapping_the_arms_flips_the_gap_and_inverts_the_ratios(a: float, b: flo
 
 @given(a=losses, b=losses)
 def test_the_status_is_decided_by_the_gap_alone(a: float, b: float) -> None:
-    found = verdict(result(tail=a), result(FP8, tail=b))
+    pair_verdict = verdict(result(tail=a), result(FP8, tail=b))
     percent = 100 * (b - a) / a
-    assert found.tail_gap_percent == pytest.approx(percent)
-    assert found.status == ("within" if abs(percent) <= 1 else "above" if b > a else "below")
-    assert f"{b:.4f} against {a:.4f}" in found.sentence
-    assert f"{percent:+.2f} %" in found.sentence
+    assert pair_verdict.tail_gap_percent == pytest.approx(percent)
+    assert pair_verdict.status == ("within" if abs(percent) <= 1 else "above" if b > a else "below")
+    assert f"{b:.4f} against {a:.4f}" in pair_verdict.sentence
+    assert f"{percent:+.2f} %" in pair_verdict.sentence
 
 
 @pytest.mark.parametrize(
@@ -46,19 +46,20 @@ def test_the_status_is_decided_by_the_gap_alone(a: float, b: float) -> None:
     ],
 )
 def test_the_sentence_says_what_the_numbers_say(tail: float, status: str, words: str) -> None:
-    found = verdict(result(tail=3.0), result(FP8, tail=tail))
-    assert found.status == status
-    assert words in found.sentence
-    assert ("is within" in found.sentence) == (status == "within")
+    pair_verdict = verdict(result(tail=3.0), result(FP8, tail=tail))
+    assert pair_verdict.status == status
+    assert words in pair_verdict.sentence
+    assert ("is within" in pair_verdict.sentence) == (status == "within")
 
 
 def test_few_steps_are_no_claim() -> None:
-    found = verdict(result(tail=3.0, steps=12), result(FP8, tail=3.001, steps=12))
-    assert found.status == "none" and found.tail_gap == pytest.approx(0.001)
+    pair_verdict = verdict(result(tail=3.0, steps=12), result(FP8, tail=3.001, steps=12))
+    assert pair_verdict.status == "none" and pair_verdict.tail_gap == pytest.approx(0.001)
     assert (
-        found.sentence.startswith("No verdict: 12 steps are too few, 100 are wanted.") and "+0.03 %" in found.sentence
+        pair_verdict.sentence.startswith("No verdict: 12 steps are too few, 100 are wanted.")
+        and "+0.03 %" in pair_verdict.sentence
     )
-    assert "within" not in found.sentence
+    assert "within" not in pair_verdict.sentence
 
 
 def test_a_cpu_is_no_speed_claim_and_a_gpu_is_named() -> None:
@@ -79,9 +80,9 @@ def test_memory_skipped_steps_and_the_single_seed_are_always_said() -> None:
 
 def test_a_prediction_is_marked_as_one() -> None:
     prediction = PredictedSpeed(gain=1.234, where="a model on 8 GPUs")
-    found = verdict(result(), result(FP8), prediction)
-    assert "Predicted, not measured: 1.23 × BF16's speed for a model on 8 GPUs." in found.notes
-    assert found.to_json()["prediction"] == {"gain": 1.234, "where": "a model on 8 GPUs"}
+    pair_verdict = verdict(result(), result(FP8), prediction)
+    assert "Predicted, not measured: 1.23 × BF16's speed for a model on 8 GPUs." in pair_verdict.notes
+    assert pair_verdict.to_json()["prediction"] == {"gain": 1.234, "where": "a model on 8 GPUs"}
     assert not any("Predicted" in note for note in verdict(result(), result(FP8)).notes)
 
 
@@ -97,22 +98,22 @@ def test_a_prediction_is_marked_as_one() -> None:
 )
 def test_runs_that_cannot_be_compared_get_no_verdict(changes: dict, reason: str) -> None:
     for pair in ((result(), result(FP8, **changes)), (result(FP8, **changes), result())):
-        found = verdict(*pair)
-        assert found.status == "none" and found.tail_gap is None
-        assert found.sentence.startswith("No verdict: ")
+        pair_verdict = verdict(*pair)
+        assert pair_verdict.status == "none" and pair_verdict.tail_gap is None
+        assert pair_verdict.sentence.startswith("No verdict: ")
     assert reason in verdict(result(), result(FP8, **changes)).sentence
 
 
 def test_what_was_not_measured_is_not_said() -> None:
     unknown = {"tokens_per_s": None, "saved_bytes_per_token": None, "state_bytes_per_parameter": None}
-    found = verdict(result(), result(FP8, **unknown))
-    assert found.speed_ratio is None and found.memory_ratio is None and found.state_ratio is None
-    assert found.notes == (ONE_SEED,)
+    pair_verdict = verdict(result(), result(FP8, **unknown))
+    assert pair_verdict.speed_ratio is None and pair_verdict.memory_ratio is None and pair_verdict.state_ratio is None
+    assert pair_verdict.notes == (ONE_SEED,)
 
 
 def test_a_verdict_is_json() -> None:
-    found = verdict(result(), result(FP8, tail=3.3))
-    read = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    pair_verdict = verdict(result(), result(FP8, tail=3.3))
+    read = json.loads(json.dumps(pair_verdict.to_json(), allow_nan=False))
     assert read["status"] == "above" and read["band_percent"] == 1.0
     assert read["tail_gap_percent"] == pytest.approx(10)
 

@@ -18,9 +18,9 @@ NAN = math.nan
 
 def judged(losses, base=BASE, **options):
     """The verdict on one arm."""
-    found = compare_losses(base[: len(losses)], {"arm": losses}, **options)
-    assert found.exit_code == {"pass": 0, "fail": 1, "inconclusive": 3}[found.arms[0].outcome]
-    return found.arms[0]
+    comparison = compare_losses(base[: len(losses)], {"arm": losses}, **options)
+    assert comparison.exit_code == {"pass": 0, "fail": 1, "inconclusive": 3}[comparison.arms[0].outcome]
+    return comparison.arms[0]
 
 
 def shifted(*percent, base=BASE):
@@ -40,9 +40,9 @@ def shifted(*percent, base=BASE):
     ],
 )
 def test_damage_is_worse(losses, words):
-    found = judged(losses)
-    assert (found.verdict, found.outcome) == ("worse", "fail")
-    assert re.search(words, found.sentence)
+    arm = judged(losses)
+    assert (arm.verdict, arm.outcome) == ("worse", "fail")
+    assert re.search(words, arm.sentence)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_damage_is_worse(losses, words):
     ],
 )
 def test_what_cannot_be_told_is_inconclusive(losses, seeds_needed):
-    found = judged(losses)
-    assert (found.verdict, found.outcome) == ("inconclusive", "inconclusive")
-    assert bool(found.seeds_needed) == seeds_needed
-    words = rf"about {found.seeds_needed} seeds decide" if seeds_needed else "no number of seeds up to 40 decides"
-    assert words in found.notes[-1] and found.sentence.startswith("Inconclusive")
+    arm = judged(losses)
+    assert (arm.verdict, arm.outcome) == ("inconclusive", "inconclusive")
+    assert bool(arm.seeds_needed) == seeds_needed
+    words = rf"about {arm.seeds_needed} seeds decide" if seeds_needed else "no number of seeds up to 40 decides"
+    assert words in arm.notes[-1] and arm.sentence.startswith("Inconclusive")
 
 
 def test_seeds_needed_decide():
@@ -88,10 +88,10 @@ def test_seeds_needed_decide():
     ],
 )
 def test_the_margin(percent, margin, verdict, outcome):
-    found = judged(shifted(*percent), margin=margin)
-    assert (found.verdict, found.outcome) == (verdict, outcome)
+    arm = judged(shifted(*percent), margin=margin)
+    assert (arm.verdict, arm.outcome) == (verdict, outcome)
     if margin is not None and outcome != "inconclusive":
-        assert f"{margin:g} %" in found.notes[-1]
+        assert f"{margin:g} %" in arm.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_a_gap_of_one_unit_is_not_worse(base, losses):
 
 def test_equal_losses_pass_where_their_digits_show_it():
     exact = [loss + 1e-9 for loss in BASE]
-    found = judged(exact[:3], exact, margin=0.01)
-    assert found.outcome == "pass" and "not a digit of the losses differs" in found.sentence
+    arm = judged(exact[:3], exact, margin=0.01)
+    assert arm.outcome == "pass" and "not a digit of the losses differs" in arm.sentence
     rounded = judged(BASE[:3], BASE, margin=0.5)
     assert rounded.outcome == "inconclusive" and "few digits, which hides up to 0.33 %" in " ".join(rounded.notes)
     assert judged([3, 3, 3], [3, 3, 3]).outcome == "inconclusive"
@@ -123,9 +123,9 @@ def test_equal_losses_pass_where_their_digits_show_it():
 
 def test_failures_of_the_baseline_count_too():
     """What fails in both arms alike is left out of the gaps, and no evidence."""
-    found = judged([3.001, 3.0195, 2.9805, 9.4], [3, 3.02, 2.98, 9])
-    assert found.verdict == "indistinguishable" and found.seeds == (1, 2, 3)
-    assert found.failed == found.baseline_failed == (4,)
+    arm = judged([3.001, 3.0195, 2.9805, 9.4], [3, 3.02, 2.98, 9])
+    assert arm.verdict == "indistinguishable" and arm.seeds == (1, 2, 3)
+    assert arm.failed == arm.baseline_failed == (4,)
     assert judged([3.001, 9.4, 2.9805, 3.011], [9, 3.02, 2.98, 3.01]).outcome != "fail"
     assert judged([NAN, 3.0195, 2.9805, 3.011], [3.0, 3.02, NAN, 3.01]).outcome != "fail"
     assert judged(BASE, [NAN] * 5).sentence.startswith("Inconclusive: fewer than two pairs")
@@ -156,9 +156,9 @@ def test_arms_share_the_confidence_and_the_worst_counts():
 def test_separated_arms_are_worse_as_each_alone(damaged):
     """Of 8 arms and on 3 seeds; the report says by which rule, and the bound is above zero."""
     bad, good = shifted(0.85, 1.1, 1.0), {f"good {k}": GOOD for k in range(8 - damaged)}
-    found = compare_losses(BASE[:3], good | {f"bad {k}": bad for k in range(damaged)}, baseline_name="bf16")
+    comparison = compare_losses(BASE[:3], good | {f"bad {k}": bad for k in range(damaged)}, baseline_name="bf16")
     (alone,) = compare_losses(BASE[:3], {"bad": bad}).arms
-    for arm in found.arms:
+    for arm in comparison.arms:
         assert arm.verdict == ("worse" if "bad" in arm.name else "indistinguishable")
         assert arm.test.separated == arm.to_json()["separated"] == ("bad" in arm.name)
         assert (
@@ -166,7 +166,7 @@ def test_separated_arms_are_worse_as_each_alone(damaged):
             == arm.test.separated
         )
         assert not arm.test.separated or arm.test.low == alone.test.low > 0
-    assert found.exit_code == 1 and "separation" not in " ".join(alone.notes)
+    assert comparison.exit_code == 1 and "separation" not in " ".join(alone.notes)
 
 
 def test_a_margin_takes_a_set_above_it():
@@ -183,8 +183,8 @@ def test_an_arm_that_failed_takes_no_part_in_separation():
     bad, noisy = shifted(0.9, 1.2, 1.0, 0.8), shifted(2.0, -1.0, 0.5, 3.0)
 
     def verdicts(base=base, **arms):
-        found = compare_losses(base, {f"{k}": good for k in range(40 - len(arms))} | arms)
-        return [arm.verdict for arm in found.arms[-len(arms) :]]
+        comparison = compare_losses(base, {f"{k}": good for k in range(40 - len(arms))} | arms)
+        return [arm.verdict for arm in comparison.arms[-len(arms) :]]
 
     assert verdicts(bad=bad) == ["worse"]
     assert verdicts(bad=bad, noisy=noisy) == ["inconclusive"] * 2
@@ -196,10 +196,14 @@ def test_an_arm_that_failed_takes_no_part_in_separation():
 def test_a_comparison_beyond_its_plan_is_marked():
     losses = shifted(0.02, -0.03, 0.01, 0.0, 0.02)
     assert not compare_losses(BASE, {"arm": losses}, max_seeds=5).extended
-    found = compare_losses(BASE, {"arm": losses}, max_seeds=np.int64(4))
-    assert json.dumps(found.to_json())
-    assert found.extended and found.to_json()["extended"] and "planned maximum of 4" in found.to_json()["notes"][0]
-    assert found.to_json()["planned_seeds"] == 4
+    comparison = compare_losses(BASE, {"arm": losses}, max_seeds=np.int64(4))
+    assert json.dumps(comparison.to_json())
+    assert (
+        comparison.extended
+        and comparison.to_json()["extended"]
+        and "planned maximum of 4" in comparison.to_json()["notes"][0]
+    )
+    assert comparison.to_json()["planned_seeds"] == 4
 
 
 @pytest.mark.parametrize(

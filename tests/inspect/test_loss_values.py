@@ -41,8 +41,8 @@ def test_numbers_of_any_library(values):
     "value", [NAN, math.inf, np.float32("nan"), torch.tensor(math.inf), Decimal("NaN"), Decimal("sNaN")]
 )
 def test_what_is_not_finite_has_diverged(value):
-    found = losses_of("a", [3.0, value])
-    assert found[0] == 3.0 and math.isnan(found[1])
+    losses = losses_of("a", [3.0, value])
+    assert losses[0] == 3.0 and math.isnan(losses[1])
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_seeds_that_do_not_fit(seeds, words, last):
 
 
 def test_seeds_are_named_in_the_verdict():
-    found = compare_losses([3.0, 3.02, 2.98], {"a": [3.0, 3.02, 30.0]}, seeds=np.array([7, 2**60, 9])).arms[0]
-    assert "seed 9 ended at 30" in found.sentence and found.to_json()["failed_seeds"] == [9]
-    assert set(found.to_json()["gaps_percent"]) == {"7", str(2**60)}
+    arm = compare_losses([3.0, 3.02, 2.98], {"a": [3.0, 3.02, 30.0]}, seeds=np.array([7, 2**60, 9])).arms[0]
+    assert "seed 9 ended at 30" in arm.sentence and arm.to_json()["failed_seeds"] == [9]
+    assert set(arm.to_json()["gaps_percent"]) == {"7", str(2**60)}
     assert seed_names(range(3), 3) == (0, 1, 2)
 
 

@@ -67,17 +67,17 @@ def test_a_detectable_gap_is_found_as_often_as_printed(pairs, power):
     rng = np.random.default_rng(1)
     seen, later = rng.normal(size=(2, 20_000, pairs))
     gap = unit(pairs).detectable(power) * seen.std(-1, ddof=1)
-    found = gap + later.mean(-1) + unit(pairs).low * later.std(-1, ddof=1) > 0
-    assert found.mean() == pytest.approx(power, abs=0.012)
+    detected = gap + later.mean(-1) + unit(pairs).low * later.std(-1, ddof=1) > 0
+    assert detected.mean() == pytest.approx(power, abs=0.012)
 
 
 def test_one_example_by_hand():
     """Gaps 1, 2, 3 %: mean 2, deviation 1; t(0.992; 2) = 7.811, t(0.99733; 2) = 13.64."""
-    found = of([1, 2, 3])
-    assert found.gaps == pytest.approx((1, 2, 3))
-    assert found.mean == pytest.approx(2) and found.deviation == pytest.approx(1, abs=1e-4)
-    assert found.low == pytest.approx(2 - 7.8110 / math.sqrt(3), abs=2e-3)
-    assert found.high == pytest.approx(2 + 13.637 / math.sqrt(3) + 1 + 10 / 4, abs=2e-3)
+    test = of([1, 2, 3])
+    assert test.gaps == pytest.approx((1, 2, 3))
+    assert test.mean == pytest.approx(2) and test.deviation == pytest.approx(1, abs=1e-4)
+    assert test.low == pytest.approx(2 - 7.8110 / math.sqrt(3), abs=2e-3)
+    assert test.high == pytest.approx(2 + 13.637 / math.sqrt(3) + 1 + 10 / 4, abs=2e-3)
 
 
 @pytest.mark.parametrize("planned", range(2, MOST_SEEDS + 1))
@@ -94,11 +94,11 @@ def test_only_the_gaps_within_seeds_matter(gaps, scale):
     """Not how far the seeds lie apart, nor the unit of the loss."""
     base = [scale * (1 + k) for k in range(len(gaps))]
     whole = sum(base) / len(base)
-    found = paired_test(base, [loss + whole * gap / 100 for loss, gap in zip(base, gaps, strict=True)])
-    assert found.mean == pytest.approx(sum(gaps) / len(gaps), abs=1e-9)
+    test = paired_test(base, [loss + whole * gap / 100 for loss, gap in zip(base, gaps, strict=True)])
+    assert test.mean == pytest.approx(sum(gaps) / len(gaps), abs=1e-9)
     own = np.std(gaps, ddof=1)
-    assert found.deviation == pytest.approx(math.hypot(own, found.rounding / math.sqrt(6)), rel=1e-6, abs=1e-9)
-    assert found.low <= found.mean <= found.high
+    assert test.deviation == pytest.approx(math.hypot(own, test.rounding / math.sqrt(6)), rel=1e-6, abs=1e-9)
+    assert test.low <= test.mean <= test.high
 
 
 def test_arms_confidence_and_plan_move_the_ends():
@@ -156,18 +156,18 @@ def test_rounded_losses_are_not_exact():
 
 
 def test_pairs_to_decide():
-    found = of([0.3123456, -0.2123456, 0.1123456, -0.1123456])
-    assert found.high > 1 and found.low < 0
-    pairs = found.pairs_to_decide(0, 1.0)
-    again = PairedTest(**vars(found) | {"gaps": (0.0,) * pairs})
-    before = PairedTest(**vars(found) | {"gaps": (0.0,) * (pairs - 1)})
+    test = of([0.3123456, -0.2123456, 0.1123456, -0.1123456])
+    assert test.high > 1 and test.low < 0
+    pairs = test.pairs_to_decide(0, 1.0)
+    again = PairedTest(**vars(test) | {"gaps": (0.0,) * pairs})
+    before = PairedTest(**vars(test) | {"gaps": (0.0,) * (pairs - 1)})
     assert again.high <= 1 < before.high
-    assert found.pairs_to_decide(0, 0.1) is None
+    assert test.pairs_to_decide(0, 0.1) is None
 
 
 def test_sums_of_huge_losses():
-    found = paired_test([1e308, 1.01e308], [1.01e308, 1.02e308])
-    assert found.mean == pytest.approx(100 / 1.005 * 0.01, rel=1e-6)
+    test = paired_test([1e308, 1.01e308], [1.01e308, 1.02e308])
+    assert test.mean == pytest.approx(100 / 1.005 * 0.01, rel=1e-6)
 
 
 def test_average_noncentrality_rises_with_power():
@@ -178,9 +178,9 @@ def test_the_costs_and_levels_in_the_docs():
     text = (Path(__file__).parents[2] / "docs" / "compare.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([\d.]+) s \| ([\d.]+) s \|$", text, re.M)
     assert len(rows) == 8
-    for pairs, found, passes in rows:
+    for pairs, detected, passes in rows:
         one = unit(int(pairs))
-        for printed, exact in ((found, one.detectable(0.9)), (passes, one.high)):
+        for printed, exact in ((detected, one.detectable(0.9)), (passes, one.high)):
             assert float(printed) == pytest.approx(exact, abs=0.051, rel=5e-3), pairs
     spent = 100 * sum(level_of(pairs, 41) for pairs in range(2, 41))
     assert f"would be {spent:.1f} %" in text

@@ -207,7 +207,7 @@ def test_nothing_is_cached_during_graph_capture(monkeypatch):
 
 def test_products_of_a_linear_have_its_shapes():
     products = {
-        task.name: (task.case[2], task.shape) for task in fp8_timing.fp8_products(RECIPES["rowwise"], [(10, 20, 30)])
+        task.name: (task.case[2], task.shape) for task in fp8_timing.fp8_gemms(RECIPES["rowwise"], [(10, 20, 30)])
     }
     assert products == {
         "rowwise forward": ("nt", (10, 30, 20)),
@@ -237,7 +237,7 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
             call()
         return [times[ran[-1][0]]] * len(calls)
 
-    for task in fp8_timing.fp8_products(RECIPES[name], [(32, 64, 48)]):
+    for task in fp8_timing.fp8_gemms(RECIPES[name], [(32, 64, 48)]):
         result = fp8_timing.time_fp8_product(task, torch.device("cpu"), timer)
         assert list(result.times) == ["fast", "slow"]
         assert (result.entry.backend, result.entry.config, result.entry.others) == ("fast", 1, {"slow": 9.0})
@@ -249,10 +249,10 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
 
 
 def test_products_in_bf16_are_measured_too():
-    products = {product.name: product for product in bf16_timing.bf16_products([(10, 20, 30)])}
+    products = {product.name: product for product in bf16_timing.bf16_gemms([(10, 20, 30)])}
     assert {name: product.shape for name, product in products.items()} == {
         task.name.replace("rowwise", "bf16"): task.shape
-        for task in fp8_timing.fp8_products(RECIPES["rowwise"], [(10, 20, 30)])
+        for task in fp8_timing.fp8_gemms(RECIPES["rowwise"], [(10, 20, 30)])
     }
     shapes = []
 
@@ -276,7 +276,7 @@ def test_a_candidate_that_fails_when_timed_is_left_out(monkeypatch):
     def timer(calls):
         raise RuntimeError("out of resources")
 
-    task = fp8_timing.fp8_products(RECIPES["rowwise"], [(16, 16, 16)])[0]
+    task = fp8_timing.fp8_gemms(RECIPES["rowwise"], [(16, 16, 16)])[0]
     result = fp8_timing.time_fp8_product(task, torch.device("cpu"), timer)
     assert result.entry is None and result.left_out == {"some": "RuntimeError: out of resources"}
     assert calibrate.table([result]).row_count == 1
@@ -314,11 +314,9 @@ def test_command_measures_prints_and_saves(monkeypatch):
     assert "25 %" in result.stdout and str(calibration.path(GPU)) in result.stdout.replace("\n", "")
     sizes = [(64, 128, 256)]
     expected = {
-        (t.case, t.shape)
-        for r in RECIPES.values()
-        for t in (*fp8_timing.fp8_products(r, sizes), *quantizations(r, sizes))
+        (t.case, t.shape) for r in RECIPES.values() for t in (*fp8_timing.fp8_gemms(r, sizes), *quantizations(r, sizes))
     }
-    expected |= {(t.case, t.shape) for t in bf16_timing.bf16_products(sizes)}
+    expected |= {(t.case, t.shape) for t in bf16_timing.bf16_gemms(sizes)}
     assert len(calibration.entries(GPU)) == len(expected)
     assert str(calibration.path(GPU)) in calibration.summary(GPU)
 

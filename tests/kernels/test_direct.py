@@ -61,12 +61,12 @@ def test_plans_compute_what_the_reference_computes(on_gpu_path, dispatched, text
     apart = torch.randn(shape[0], shape[1] + 3).bfloat16()[:, 3:]
     amax = torch.full(spec.granularity.scale_shape(shape), 3.0)
     calls = [("rows", {}), ("columns", {"scale": quantize(x, spec).scale}), ("both", {}), ("rows", {"amax": amax})]
-    for matrix, (order, given) in [(x, calls[0]), *itertools.product((x, apart, x.t().contiguous().t()), calls)]:
+    for matrix, (order, precomputed) in [(x, calls[0]), *itertools.product((x, apart, x.t().contiguous().t()), calls)]:
         with QUANTIZE.force("reference"):
-            expected = quantize(matrix, spec, order=order, **given)
+            expected = quantize(matrix, spec, order=order, **precomputed)
         dispatched.reset_mock()
         with QUANTIZE.force("triton"):
-            same(expected, quantize(matrix, spec, order=order, **given))
+            same(expected, quantize(matrix, spec, order=order, **precomputed))
         dispatched.assert_not_called()
 
 

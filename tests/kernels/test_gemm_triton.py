@@ -186,7 +186,7 @@ def test_the_estimate_fills_the_device_and_prefers_large_tiles():
             for capability in (89, 90, 100, 120):
                 for size in (1, 2, 4):
                     target = kernels._target_of(capability, 100)
-                    assert kernels.configurations(target, fast and target.short_sums, blocked, size)
+                    assert kernels.configurations(target, fast and target.limited_accumulator, blocked, size)
 
 
 def test_tiles_are_each_computed_once(monkeypatch):

@@ -30,8 +30,8 @@ def test_direct_launches_are_those_of_triton():
     names = (
         "launches_pass_what_triton_passes", "a_profilers_hooks_see_every_launch", "an_unwritable_cache_is_said_once",
     )  # fmt: skip
-    found = json.loads(run("tests/kernels/stub_launches.py", *names).splitlines()[-1])
-    assert found == {name: [] for name in names}
+    launches = json.loads(run("tests/kernels/stub_launches.py", *names).splitlines()[-1])
+    assert launches == {name: [] for name in names}
 
 
 @compiles

@@ -19,17 +19,17 @@ def counted(op):
         op._forced.pop()
 
 
-def set_copies(monkeypatch, wanted):
+def set_copies(monkeypatch, enabled):
     """Operands in both memory orders, as FP8 matrix units want them, or not."""
     for module in ("octavo.nn.input_casts", "octavo.nn.operands", "octavo.nn.weights"):
-        monkeypatch.setattr(sys.modules[module], "wants_copies", lambda device: wanted)
+        monkeypatch.setattr(sys.modules[module], "wants_copies", lambda device: enabled)
 
 
 @contextmanager
 def weight_casts(*weights):
     """How often tensors of the shapes of these weights are quantized inside the block, as a list of shapes."""
     shapes = {weight.shape for weight in weights}
-    found = []
+    shapes_cast = []
     with counted(QUANTIZE) as casts, counted(QUANTIZE_PAIR) as pairs:
-        yield found
-    found += [call[0].shape for call in casts + pairs if call[0].shape in shapes]
+        yield shapes_cast
+    shapes_cast += [call[0].shape for call in casts + pairs if call[0].shape in shapes]

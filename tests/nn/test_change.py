@@ -33,8 +33,8 @@ def gradients(model):
 def planned(model, layers, recipe):
     """The plan that `convert` would make of a model, with some layers otherwise."""
     plan = octavo.convert(copy.deepcopy(model), activations="fp8", verbose=False).octavo_plan
-    wanted = None if recipe is None else octavo.RECIPES[recipe]
-    return Plan({n: replace(d, recipe=wanted) if n in layers else d for n, d in plan.decisions.items()}, "fp8")
+    new_recipe = None if recipe is None else octavo.RECIPES[recipe]
+    return Plan({n: replace(d, recipe=new_recipe) if n in layers else d for n, d in plan.decisions.items()}, "fp8")
 
 
 @pytest.mark.thorough
@@ -42,13 +42,13 @@ def planned(model, layers, recipe):
 @pytest.mark.parametrize("layer", [LAYER, "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate_proj"])
 def test_as_if_converted_so_at_once(recipe, layer):
     model = llama()
-    wanted = octavo.convert(copy.deepcopy(model), plan=planned(model, [layer], recipe), verbose=False)
+    reference = octavo.convert(copy.deepcopy(model), plan=planned(model, [layer], recipe), verbose=False)
     octavo.convert(model, activations="fp8", verbose=False)
     before = gradients(model)
     change_recipe(model, layer, recipe, reason="a test")
-    found, exact = gradients(model), gradients(wanted)
-    assert all(torch.equal(a, b) for a, b in zip(found, exact, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(found, before, strict=True))
+    actual, exact = gradients(model), gradients(reference)
+    assert all(torch.equal(a, b) for a, b in zip(actual, exact, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(actual, before, strict=True))
     rows = {row.name: row for row in octavo.report(model)}
     assert (rows[layer].recipe, rows[layer].reason) == (recipe, "a test")
 

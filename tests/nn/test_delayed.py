@@ -103,18 +103,18 @@ def test_current_scale_is_what_products_read():
     backend = SCALED_MM.backends["reference"]
     for step in range(3):
         x, g = (1 + step) * randn(16, 64, seed=step), randn(16, 32, seed=9 + step)
-        wanted = [delayed.current_scale(layer, X, x)]
+        scales = [delayed.current_scale(layer, X, x)]
         y = layer(x)
-        y.register_hook(lambda grad: wanted.append(delayed.current_scale(layer, G, grad)))  # noqa: B023
+        y.register_hook(lambda grad: scales.append(delayed.current_scale(layer, G, grad)))  # noqa: B023
         with_scales = Backend(name="reference", run=lambda *a: read.append(a[0].scale) or backend.run(*a))
         SCALED_MM._forced.append(with_scales)
         try:
             layer(x).backward(g)
         finally:
             SCALED_MM._forced.pop()
-        assert torch.equal(read[-2], wanted[0])
+        assert torch.equal(read[-2], scales[0])
         y.backward(g)
-        assert torch.equal(read[-1], wanted[1])
+        assert torch.equal(read[-1], scales[1])
     assert delayed.current_scale(octavo.convert(nn.Linear(4, 4), verbose=False), X, randn(2, 4)) is None
 
 
@@ -221,14 +221,14 @@ def test_an_empty_history_scales_by_the_current_amax(mode):
     first = taken(copy.deepcopy(layer), x, g)
     delayed.load_state_dict(layer, {"": [[0.0] * 17] * 2})
     if mode == "evaluation":
-        found = taken(layer.eval(), x, g)
+        results = taken(layer.eval(), x, g)
         assert not layer.amax_history.amaxes.any()
     else:
         leaf = x.clone().requires_grad_()
         y = checkpoint(layer, leaf, use_reentrant=True)
         y.backward(g)
-        found = y, leaf.grad, layer.weight.grad
-    assert all(torch.equal(got, want) for got, want in zip(found, first, strict=True))
+        results = y, leaf.grad, layer.weight.grad
+    assert all(torch.equal(got, want) for got, want in zip(results, first, strict=True))
 
 
 def test_siblings_share_their_input_and_have_one_history():

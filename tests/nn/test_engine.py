@@ -213,8 +213,8 @@ def test_zero_bubble_splits_three_products_per_layer():
 
     count, dx = products(split)
     assert count == whole == 9
-    for gradient, wanted in zip((dx, *(made.weight.grad for made in layers)), expected, strict=True):
-        assert torch.equal(gradient, wanted)
+    for gradient, reference in zip((dx, *(made.weight.grad for made in layers)), expected, strict=True):
+        assert torch.equal(gradient, reference)
 
 
 @pytest.mark.skipif(Version(torch.__version__) >= Version("2.13"), reason="torch 2.13 keeps the node")

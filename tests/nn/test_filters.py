@@ -87,15 +87,17 @@ def test_the_algebra_holds_for_verdicts_and_reasons(a, b):
 def test_the_report_tells_what_the_filter_found():
     model = llama(num_hidden_layers=4)
     octavo.convert(model, filter=filters.name("*.mlp.*") & ~filters.last(2) | filters.shape(min_in=96), verbose=False)
-    told = reasons(model)
-    assert told["model.layers.0.mlp.up_proj"] == "linear: name matches '*.mlp.*', not in the last 2 of 4 blocks"
-    assert told["model.layers.3.mlp.down_proj"] == "linear: in_features 96 ≥ 96"
-    assert told["model.layers.3.mlp.up_proj"] == "excluded by filter: in the last 2 of 4 blocks, in_features 64 < 96"
-    assert told["lm_head"].startswith("vocabulary head")
+    reason_of = reasons(model)
+    assert reason_of["model.layers.0.mlp.up_proj"] == "linear: name matches '*.mlp.*', not in the last 2 of 4 blocks"
+    assert reason_of["model.layers.3.mlp.down_proj"] == "linear: in_features 96 ≥ 96"
+    assert (
+        reason_of["model.layers.3.mlp.up_proj"] == "excluded by filter: in the last 2 of 4 blocks, in_features 64 < 96"
+    )
+    assert reason_of["lm_head"].startswith("vocabulary head")
     converted = [row.name for row in octavo.report(model) if row.converted]
     assert len(converted) == 2 * 3 + 2 and all(".mlp." in name for name in converted)
     stored = octavo.Plan.from_json(model.octavo_plan.to_json())
-    assert stored["model.layers.3.mlp.up_proj"].reason == told["model.layers.3.mlp.up_proj"]
+    assert stored["model.layers.3.mlp.up_proj"].reason == reason_of["model.layers.3.mlp.up_proj"]
 
 
 def test_recipes_by_filter():
@@ -209,13 +211,16 @@ def test_precision_says_which_layers_too():
     precision = Precision(only=("*.mlp.*", "*.q_proj"), skip_first=1, skip_last=1, min_features=64, skip=("*.up_proj",))
     model = llama(num_hidden_layers=4)
     octavo.convert(model, precision=precision, filter=lambda module, fqn: "layers.1" not in fqn, verbose=False)
-    told = reasons(model)
+    reason_of = reasons(model)
     assert [row.name for row in octavo.report(model) if row.converted] == [
         f"model.layers.2.{name}" for name in ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")
     ]
-    assert told["model.layers.2.mlp.up_proj"] == "skipped by pattern '*.up_proj'"
-    assert told["model.layers.0.mlp.gate_proj"] == "excluded by filter: in the first of 4 blocks"
-    assert told["model.layers.2.self_attn.k_proj"] == "excluded by filter: name does not match '*.mlp.*' or '*.q_proj'"
+    assert reason_of["model.layers.2.mlp.up_proj"] == "skipped by pattern '*.up_proj'"
+    assert reason_of["model.layers.0.mlp.gate_proj"] == "excluded by filter: in the first of 4 blocks"
+    assert (
+        reason_of["model.layers.2.self_attn.k_proj"]
+        == "excluded by filter: name does not match '*.mlp.*' or '*.q_proj'"
+    )
     for wrong, error in (({"only": "*.mlp.*"}, TypeError), ({"skip_last": -1}, ValueError)):
         with pytest.raises(error, match=next(iter(wrong))):
             Precision(**wrong)

@@ -51,8 +51,8 @@ LEAST = {torch.float64: 280.0, torch.float32: 120.0, torch.bfloat16: 40.0, torch
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"scale": 0.25}, {"scale": 0.5, "softcap": 3.0}], ids=str)
 def test_loss_and_gradients_are_those_of_the_plain_loss(dtype, reduction, options):
     exact = inputs(bias=True)
-    given = [None if x is None or not x.is_floating_point() else x for x in exact]
-    rounded = [x.detach().to(dtype).requires_grad_() if x is not None else exact[2] for x in given]
+    floats = [None if x is None or not x.is_floating_point() else x for x in exact]
+    rounded = [x.detach().to(dtype).requires_grad_() if x is not None else exact[2] for x in floats]
     reference = [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in rounded]
     expected = results(plain, *reference, reduction=reduction, **options)
     actual = results(linear_cross_entropy, *rounded, reduction=reduction, chunk=8, **options)

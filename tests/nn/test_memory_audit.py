@@ -17,13 +17,13 @@ IDS = {"input_ids": torch.zeros(2, 16, dtype=torch.int64), "use_cache": False}
 
 def test_every_storage_of_a_small_model():
     model = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2))
-    found = audit(model, torch.ones(3, 4))
-    rows = {(row.bytes, row.dtype, row.shape, row.owner, row.op) for row in found}
+    saved = audit(model, torch.ones(3, 4))
+    rows = {(row.bytes, row.dtype, row.shape, row.owner, row.op) for row in saved}
     assert rows == {
         (3 * 4 * 4, torch.float32, (3, 4), "0", "Addmm"),  # the input; weights do not count
         (3 * 8 * 4, torch.float32, (3, 8), "1", "Sigmoid"),  # its output, which is also the input of 2
     }
-    assert [row.bytes for row in found] == [96, 48]
+    assert [row.bytes for row in saved] == [96, 48]
     assert saved_by_layer(model, torch.ones(3, 4)) == {"1": 96, "0": 48}
 
 
@@ -31,16 +31,16 @@ def test_every_storage_of_a_small_model():
 def test_the_rows_sum_up_to_what_is_kept(level):
     model = llama().bfloat16()
     octavo.convert(model, precision=octavo.Precision.level(level), verbose=False)
-    found = audit(model, IDS)
-    with saved_for_backward(model) as saved_bytes:
+    saved = audit(model, IDS)
+    with saved_for_backward(model) as counted:
         logits = model(**IDS).logits
-    assert found.bytes == saved_bytes.bytes > 0
-    assert found.by_dtype == saved_bytes.by_dtype
-    assert sum(found.by_owner.values()) == found.bytes
-    assert all(row.op for row in found)
-    assert set(found.by_owner) <= set(dict(model.named_modules()))
+    assert saved.bytes == counted.bytes > 0
+    assert saved.by_dtype == counted.by_dtype
+    assert sum(saved.by_owner.values()) == saved.bytes
+    assert all(row.op for row in saved)
+    assert set(saved.by_owner) <= set(dict(model.named_modules()))
     assert logits.requires_grad
-    assert (torch.float8_e4m3fn in found.by_dtype) == (level != "bf16")
+    assert (torch.float8_e4m3fn in saved.by_dtype) == (level != "bf16")
 
 
 def test_without_storage_the_same_rows():
@@ -68,14 +68,14 @@ def test_a_checkpointed_block_keeps_its_input_alone():
         def forward(self, x):
             return checkpoint(self.inner, x, use_reentrant=False)
 
-    found = audit(Block(), (torch.ones(3, 64, requires_grad=True) * 1,))
-    assert [(row.bytes, row.owner) for row in found] == [(3 * 64 * 4, "")]
+    saved = audit(Block(), (torch.ones(3, 64, requires_grad=True) * 1,))
+    assert [(row.bytes, row.owner) for row in saved] == [(3 * 64 * 4, "")]
 
 
 def test_a_loss_of_ones_own():
     model = MLP()
-    found = audit(model, torch.ones(3, 64), loss=lambda m, x: m(x).square().sum())
-    assert found.bytes == audit(model, torch.ones(3, 64)).bytes + 3 * 64 * 4
+    saved = audit(model, torch.ones(3, 64), loss=lambda m, x: m(x).square().sum())
+    assert saved.bytes == audit(model, torch.ones(3, 64)).bytes + 3 * 64 * 4
 
 
 def test_the_report_shows_what_each_layer_keeps():
@@ -98,6 +98,6 @@ def test_selective_checkpointing_does_not_take_the_count_for_hooks_of_the_user()
     """torch 2.14 warns of those, as it is to pass what it holds through them."""
     model = MLP()
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    with saved_for_backward(model) as saved_bytes:
+    with saved_for_backward(model) as counted:
         checkpoint(model, torch.ones(3, 64, requires_grad=True) * 1, use_reentrant=False, context_fn=contexts)
-    assert saved_bytes.bytes == 3 * 64 * 4
+    assert counted.bytes == 3 * 64 * 4

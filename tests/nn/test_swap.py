@@ -285,8 +285,8 @@ def test_a_linear_with_several_names_is_decided_by_all_of_them():
     names = {"proj": shared, "lora_A": shared, "other": other, "last": other}
     for order in (names, dict(reversed(names.items()))):
         rows = octavo.report(octavo.convert(copy.deepcopy(nn.ModuleDict(order)), verbose=False))
-        told = {row.name: row.reason for row in rows if not row.converted}
-        assert len(told) == 1 and "adapter of low rank" in next(iter(told.values()))
+        reasons = {row.name: row.reason for row in rows if not row.converted}
+        assert len(reasons) == 1 and "adapter of low rank" in next(iter(reasons.values()))
     for order in (names, dict(reversed(names.items()))):
         for rule in (filters.name("other"), lambda module, name: name != "last"):
             with pytest.raises(ValueError, match="excluded by filter") as refused:

@@ -50,11 +50,11 @@ def fresh(module):
 
 def casts_of(layer, *, backward=True):
     x = X.clone().requires_grad_()
-    with weight_casts(layer.weight) as found:
+    with weight_casts(layer.weight) as shapes:
         y = layer(x)
         if backward:
             y.sum().backward()
-    return len(found)
+    return len(shapes)
 
 
 # --- how often weights are quantized ---
@@ -122,9 +122,9 @@ def test_a_weight_of_gpt2_is_shared_through_its_transposed_view():
     layer = octavo.convert(transformers.pytorch_utils.Conv1D(32, 64), keep_weights=True, verbose=False)
     with accumulating(layer), weight_casts(layer.weight.t()) as casts:
         for _ in range(3):
-            found = products(layer)
+            gradients = products(layer)
     assert len(casts) == 1
-    assert_same(products(fresh(layer)), found)
+    assert_same(products(fresh(layer)), gradients)
 
 
 def test_tied_weights_share_one_copy_per_recipe():
@@ -145,7 +145,7 @@ def losses(
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     octavo.convert(model, name, keep_weights=keep, verbose=False)
     stepper = optimizer(model.parameters(), **{"lr": 1e-2, **options})
-    generator, found = torch.Generator().manual_seed(3), []
+    generator, values = torch.Generator().manual_seed(3), []
     for _ in range(steps):
         with accumulating(model) if accumulate else nullcontext():
             for _ in range(micros):
@@ -153,10 +153,10 @@ def losses(
                 y = checkpointing(model, x.requires_grad_()) if checkpointing else model(x)
                 loss = (y - x.roll(1, 1)).square().mean() / micros
                 loss.backward()
-                found.append(loss.item())
+                values.append(loss.item())
         stepper.step()
         stepper.zero_grad()
-    return found, [p.detach().clone() for p in model.parameters()]
+    return values, [p.detach().clone() for p in model.parameters()]
 
 
 def assert_equal_losses(one, other):
@@ -230,17 +230,17 @@ def test_losses_are_equal_with_any_optimizer(kind):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_optimizer_may_step_inside_accumulating(kind):
     optimizer, options = OPTIMIZERS[kind]
-    found = []
+    results = []
     for keep in (False, True):
         layer = layer_of(keep=keep)
         stepper = optimizer(layer.parameters(), lr=1e-2, **options)
         with accumulating(layer):
             for _ in range(4):
-                found.append(products(layer))
+                results.append(products(layer))
                 stepper.step()
-    for without, with_copies in zip(found[:4], found[4:], strict=True):
+    for without, with_copies in zip(results[:4], results[4:], strict=True):
         assert_same(without, with_copies)
-    assert not torch.equal(found[0]["y"], found[3]["y"])
+    assert not torch.equal(results[0]["y"], results[3]["y"])
 
 
 # --- writes that nothing reports ---
@@ -486,14 +486,14 @@ def test_saved_copies_go_through_offload_hooks(accumulate):
 
 
 def test_a_second_backward_reads_the_same_copy():
-    found = []
+    results = []
     for layer in (layer_of(), layer_of(keep=False)):
         x = X.clone().requires_grad_()
         y = layer(x).sum()
         y.backward(retain_graph=True)
         y.backward()
-        found.append(gradients(layer) | {"x": x.grad})
-    assert_same(*found)
+        results.append(gradients(layer) | {"x": x.grad})
+    assert_same(*results)
 
 
 def test_evaluation_inside_and_outside_of_accumulating():
@@ -504,8 +504,8 @@ def test_evaluation_inside_and_outside_of_accumulating():
     with accumulating(layer):
         with torch.no_grad():
             layer(X)
-        found = products(layer)
-    assert_same(products(plain), found)
+        gradients = products(layer)
+    assert_same(products(plain), gradients)
 
 
 def test_a_compiled_model_quantizes_where_it_uses():
@@ -517,12 +517,12 @@ def test_a_compiled_model_quantizes_where_it_uses():
 
 
 def test_a_llama_accumulates():
-    found = []
+    results = []
     for keep in (False, True):
         model = octavo.convert(llama(), keep_weights=keep, activations="fp8", verbose=False)
         tokens = torch.randint(128, (2, 16), generator=torch.Generator().manual_seed(0))
         with accumulating(model):
             for _ in range(2):
                 model(tokens, labels=tokens).loss.backward()
-        found.append(gradients(model))
-    assert_same(*found)
+        results.append(gradients(model))
+    assert_same(*results)

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import loss_of, make, share, train
 
+from collective_recorder import CollectiveRecorder
 from octavo.numerics.error import sqnr
 from octavo.parallel import Fp8AllReduce, Parallel, parallelize
-from wiretap import Wiretap
 
 pytestmark = pytest.mark.dist
 
@@ -27,7 +27,7 @@ def averages_job(settings):
     Fp8AllReduce(**settings).register(hooked)
     tokens = share(0, dist.get_rank(), 0)
     loss_of(exact, tokens).backward()
-    with Wiretap() as tap:
+    with CollectiveRecorder() as tap:
         loss_of(hooked, tokens).backward()
     world, expected = dist.get_world_size(), gradients(exact)
     for name, actual in gradients(hooked).items():
@@ -123,7 +123,7 @@ def parallelize_job():
     ):
         model = parallelize(make(), mesh, fp8_comm="on")
         assert isinstance(model, DistributedDataParallel)
-        with Wiretap() as tap:
+        with CollectiveRecorder() as tap:
             losses.append(train(model, 3))
         assert not tap.named("allreduce_") and tap.named("alltoall_base_")
     assert losses[0] == losses[1]

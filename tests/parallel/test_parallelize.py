@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from training import loss_of, make, share, train
 
 import octavo
+from collective_recorder import CollectiveRecorder
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
-from wiretap import Wiretap
 
 pytestmark = pytest.mark.dist
 
@@ -188,7 +188,7 @@ def doors_job():
     assert all(actual == losses[0] for actual in losses)
     plain = parallelize(make(None), fp8_comm="on")
     assert not list(parameters_in_fp8(plain))
-    with Wiretap() as tap:
+    with CollectiveRecorder() as tap:
         loss_of(plain, share(0, 0, 0)).backward()
     assert tap.named("alltoall_base_")
 
@@ -205,7 +205,7 @@ def auto_job():
         if here is not None:
             os.environ["LOCAL_WORLD_SIZE"] = here
         model = parallelize(make())
-        with Wiretap() as tap:
+        with CollectiveRecorder() as tap:
             loss_of(model, share(0, 0, 0)).backward()
         fp8_by_machine[here] = bool(list(parameters_in_fp8(model))), bool(tap.named("alltoall_base_"))
     os.environ.pop("LOCAL_WORLD_SIZE", None)
@@ -222,7 +222,7 @@ def auto_of_several_job():
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     model = parallelize(make())
     os.environ.pop("LOCAL_WORLD_SIZE", None)
-    with Wiretap() as tap:
+    with CollectiveRecorder() as tap:
         loss_of(model, share(0, 0, 0)).backward()
     assert list(parameters_in_fp8(model))
     assert not tap.named("alltoall_base_")

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import loss_of, make, optimizer_of, share, train
 
+from collective_recorder import CollectiveRecorder
 from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.parallel import Parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
-from wiretap import Wiretap
 
 pytestmark = pytest.mark.dist
 
@@ -20,7 +20,7 @@ def traffic_job(recipe, comm, micros, optimizer="torch", sync_each=False, **sett
     stepper = optimizer_of(optimizer, model.parameters())
     calls = []
     for step in range(3):
-        with Wiretap() as tap:
+        with CollectiveRecorder() as tap:
             train(model, 1, micros, first=step, stepper=stepper, sync_each=sync_each)
         calls.append([(call.name, str(call.dtype)) for call in tap.calls])
     return calls
@@ -64,7 +64,7 @@ def bytes_job(recipe, comm, dtype):
     """Bytes that a rank gives in one step."""
     model = make(recipe, width=256, hidden=512, dtype=dtype)
     model = parallelize(model, Parallel(fp8_comm=comm), reduce_dtype=dtype)
-    with Wiretap() as tap:
+    with CollectiveRecorder() as tap:
         loss_of(model, share(0, dist.get_rank(), 0)).backward()
     gathered = {name: model.get_parameter(name).to_local().numel() for name in parameters_in_fp8(model)}
     return (

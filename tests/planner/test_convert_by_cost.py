@@ -229,10 +229,10 @@ def test_without_a_layer_to_convert_it_raises_wherever_it_runs(gpu, name, device
     model = nn.Sequential(nn.ReLU())
     with pytest.raises(ValueError, match=r"no layer would be converted.*no nn\.Linear"):
         octavo.convert(model, device=device, verbose=False)
-    wanted = wide()
+    wide_model = wide()
     with pytest.raises(ValueError, match="no layer would be converted"):
-        octavo.convert(wanted, filter=lambda module, fqn: False, device=device, verbose=False)
-    assert not hasattr(model, "octavo_plan") and not hasattr(wanted, "octavo_plan")
+        octavo.convert(wide_model, filter=lambda module, fqn: False, device=device, verbose=False)
+    assert not hasattr(model, "octavo_plan") and not hasattr(wide_model, "octavo_plan")
 
 
 def test_rules_and_plans_check_what_they_are_given():

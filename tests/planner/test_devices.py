@@ -71,8 +71,8 @@ def test_a_gpu_as_a_table_describes_itself():
 def test_a_gpu_described_in_toml(tmp_path):
     path = tmp_path / "slow.toml"
     path.write_text('like = "h100"\nname = "H100 at 500 W"\nbf16_tflops = 700\n', encoding="utf-8")
-    for given in (path, str(path)):
-        gpu = find_gpu(given)
+    for source in (path, str(path)):
+        gpu = find_gpu(source)
         assert (gpu.name, gpu.bf16_tflops, gpu.fp8_tflops) == ("H100 at 500 W", 700, 1979)
         assert gpu.rates_from == "given"
     whole = {"name": "X", "bf16_tflops": 1, "fp8_tflops": 2, "memory_tbs": 1, "memory_gb": 2, "link_gbs": 1,
@@ -81,7 +81,7 @@ def test_a_gpu_described_in_toml(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("description", "message"),
     [
         ("h10", "unknown GPU 'h10'.*did you mean 'h100'.*Known: h100,.*TOML file.*like = \"h100\".*memory_tbs"),
         ("Tesla T4", "unknown GPU 'Tesla T4'. Known: "),
@@ -104,9 +104,9 @@ def test_a_gpu_described_in_toml(tmp_path):
     ],
     ids=str,
 )
-def test_mistakes(given, message):
+def test_mistakes(description, message):
     with pytest.raises(ValueError, match=message):
-        find_gpu(given)
+        find_gpu(description)
 
 
 def test_what_is_no_gpu_at_all():

@@ -6,7 +6,7 @@ import pytest
 
 from octavo.kernels.calibration import Entry
 from octavo.kernels.gemm import bf16_timing
-from octavo.kernels.gemm.fp8_timing import fp8_products
+from octavo.kernels.gemm.fp8_timing import fp8_gemms
 from octavo.kernels.quantize.quantize_timing import quantizations as measured_quantizations
 from octavo.numerics import RECIPES
 from octavo.planner.decide import candidates, decide
@@ -21,11 +21,11 @@ CALL = LinearCall(m=SHAPE[0], k=SHAPE[1], n=SHAPE[2])
 
 def entries(recipe, shape, microseconds, bf16=None):
     """A table in which everything that a linear takes was measured at the same time."""
-    cases = [("scaled_mm", t) for t in fp8_products(recipe, [shape])]
+    cases = [("scaled_mm", t) for t in fp8_gemms(recipe, [shape])]
     cases += [("quantize", q) for q in measured_quantizations(recipe, [shape])]
     made = [Entry(op=op, case=what.case, shape=what.shape, backend="x", config=None, microseconds=microseconds)
             for op, what in cases]  # fmt: skip
-    for what in bf16_timing.bf16_products([shape]) if bf16 is not None else ():
+    for what in bf16_timing.bf16_gemms([shape]) if bf16 is not None else ():
         made.append(Entry(op="matmul", case=what.case, shape=what.shape, backend="x", config=None, microseconds=bf16))
     return made
 

@@ -74,15 +74,15 @@ def test_settings_of_generation_are_the_checkpoints(make_config, trained, tmp_pa
 
 def content(folder, ignored=()):
     """What each file says: JSON parsed, weights by key."""
-    found = {}
+    files = {}
     for path in folder.iterdir():
         if path.name in ignored:
             continue
         if path.suffix == ".safetensors":
-            found[path.name] = {name: (v.dtype, v.tolist()) for name, v in load_file(path).items()}
+            files[path.name] = {name: (v.dtype, v.tolist()) for name, v in load_file(path).items()}
         else:
-            found[path.name] = json.loads(path.read_text())
-    return found
+            files[path.name] = json.loads(path.read_text())
+    return files
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -263,19 +263,19 @@ def shards_job(tables, folder, flips):
     from octavo.train import parse_config
     from octavo.train.ranks import join_ranks
 
-    config, told = parse_config(tables), []
+    config, errors = parse_config(tables), []
     with join_ranks(config) as ranks:
         trainer = Trainer(config, load_corpus(config, NullProgress()), ranks.device, ranks=ranks)
         for name, bit in flips:
             ranks.run_on_rank0(lambda name=name, bit=bit: flip(Path(folder) / name, bit))
             try:
                 load_checkpoint(Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
-                told.append("")
+                errors.append("")
             except ConfigError as error:
-                told.append(str(error))
+                errors.append(str(error))
             ranks.run_on_rank0(lambda name=name, bit=bit: flip(Path(folder) / name, bit))
         load_checkpoint(Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
-    return told
+    return errors
 
 
 @pytest.mark.thorough
@@ -291,8 +291,8 @@ def test_no_flipped_bit_of_shards_is_loaded(gloo, make_config, tmp_path):  # noq
     choice = random.Random(1)
     names = sorted([*listed, "digests.json"])
     flips = [(name, choice.randrange((folder / name).stat().st_size * 8)) for name in names * 3]
-    for told in gloo.run(shards_job, 2, tables, str(folder), flips):
-        for (name, _), message in zip(flips, told, strict=True):
+    for errors in gloo.run(shards_job, 2, tables, str(folder), flips):
+        for (name, _), message in zip(flips, errors, strict=True):
             assert name in message and "remove " in message, (name, message)
 
 

@@ -83,16 +83,16 @@ def test_standard_library_skips_what_is_not_utf8(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# {name}")
     (tmp_path / "latin.py").write_bytes(b"# caf\xe9")
-    found = source._standard_library(tmp_path)
-    assert list(found.read(tmp_path)) == ["# a.py", None, "# b.py", None, "# pkg/c.py", None]
-    assert found.skipped == 1
+    files = source._standard_library(tmp_path)
+    assert list(files.read(tmp_path)) == ["# a.py", None, "# b.py", None, "# pkg/c.py", None]
+    assert files.skipped == 1
     (tmp_path / "a.py").write_text("# other")
-    assert source._standard_library(tmp_path).fingerprint != found.fingerprint
+    assert source._standard_library(tmp_path).fingerprint != files.fingerprint
 
 
 def test_the_real_standard_library_is_found(make_config: MakeConfig) -> None:
-    found = source.open_source(make_config(data={"source": "python-stdlib"}).data, lambda _: None)
-    texts = [text for text in found.read(Path()) if text]
+    opened = source.open_source(make_config(data={"source": "python-stdlib"}).data, lambda _: None)
+    texts = [text for text in opened.read(Path()) if text]
     assert sum(map(len, texts)) > 5_000_000
     assert any("class OrderedDict" in text for text in texts)
 

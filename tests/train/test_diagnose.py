@@ -99,8 +99,8 @@ def test_the_module_whose_backward_fails_is_named() -> None:
 
 def test_a_gradient_that_fails_between_modules_is_that_of_the_output_before() -> None:
     model = make_model()
-    found = find_origin(model, lambda: Poisoned.apply(model(torch.ones(5, 4)), torch.nan).sum().backward())
-    assert found.text == "gradient of the output of head"
+    origin = find_origin(model, lambda: Poisoned.apply(model(torch.ones(5, 4)), torch.nan).sum().backward())
+    assert origin.text == "gradient of the output of head"
 
 
 def test_the_same_with_recomputation() -> None:

@@ -45,13 +45,13 @@ def in_step(number, fault, until=None, **options):
     ],
 )
 def test_jumps_are_said_in_their_step_and_once(make_config, tmp_path, fault, options, operand, text):
-    told = Recorder()
+    recorder = Recorder()
     with in_step(4, fault, until=6, **options):
-        run(make_config(**WATCHED), out=tmp_path, progress=told)
+        run(make_config(**WATCHED), out=tmp_path, progress=recorder)
     events = [event for event in read_events(tmp_path) if f"{DOWN} {operand}: {text}" in event["text"]]
     assert [event["step"] for event in events] == [4]  # it lasts, and was said
     assert all(event["step"] >= 4 for event in read_events(tmp_path))
-    assert events[0]["text"] in told.notes
+    assert events[0]["text"] in recorder.notes
 
 
 @pytest.mark.parametrize("every", [0, 2])
@@ -140,9 +140,9 @@ def test_limits_out_of_range(make_config, limits, message):
 
 def test_limits_may_change_on_resume_and_are_said(make_config, tmp_path):
     run(make_config(**WATCHED, run={"steps": 3}), out=tmp_path)
-    told = Recorder()
+    recorder = Recorder()
     changed = WATCHED | {"inspect": {"every": 1, "limits": {"sqnr": 33.0}}}
-    run(make_config(**changed, run={"steps": 4}), out=tmp_path, resume=True, progress=told)
-    assert "resumed with inspect.limits.sqnr = 33.0 (was 18.0)" in told.notes
+    run(make_config(**changed, run={"steps": 4}), out=tmp_path, resume=True, progress=recorder)
+    assert "resumed with inspect.limits.sqnr = 33.0 (was 18.0)" in recorder.notes
     saved = json.loads((tmp_path / "checkpoints" / "step-000004" / "trainer.json").read_text())
     assert saved["config"]["inspect"]["limits"]["sqnr"] == 33.0

@@ -170,11 +170,11 @@ def test_the_way_back_is_before_the_rise_and_further_if_it_comes_back(tmp_path):
 
 
 def test_a_run_goes_back_and_around(make_config, tmp_path):
-    config, told = make_config(**GUARDED), Recorder()
+    config, recorder = make_config(**GUARDED), Recorder()
     with harder(*LASTING):
-        result = run(config, out=tmp_path / "guarded", progress=told)
+        result = run(config, out=tmp_path / "guarded", progress=recorder)
     (event,) = read_events(tmp_path / "guarded")
-    assert (event["step"], event["event"], event["to"]) == (29, "rollback", 20) and event["text"] in told.notes
+    assert (event["step"], event["event"], event["to"]) == (29, "rollback", 20) and event["text"] in recorder.notes
     assert "steps 23 to 29: the loss is" in event["text"]
     assert "Back to step 20, and on without the 9 batches since" in event["text"]
     rows = read_metrics(tmp_path / "guarded")
@@ -246,10 +246,10 @@ def test_moves_of_the_autopilot_are_taken_back_with_the_steps(make_config, tmp_p
     act = Autopilot.act
 
     def moving(pilot, *args, **options):
-        found = act(pilot, *args, **options)
+        pilot_moves = act(pilot, *args, **options)
         if pilot.watch.number == 25 and not pilot.moves:
             pilot._move(Move(step=25, layer=layer, before="rowwise", after="blockwise", why="test"))
-        return found
+        return pilot_moves
 
     precision = {"level": "fp8", "autopilot": True}
     with harder(*LASTING), mock.patch.object(Autopilot, "act", moving):
@@ -325,7 +325,7 @@ def ranks_job(tables, out):
 @pytest.mark.dist
 @pytest.mark.slow
 def test_ranks_go_back_together(gloo, make_config, tmp_path):  # noqa: F811
-    wanted = make_config(**GUARDED, precision={"level": "fp8"}).model_dump(exclude_none=True)
-    assert gloo.run(ranks_job, 2, wanted, str(tmp_path)) == [34, 34]
+    settings = make_config(**GUARDED, precision={"level": "fp8"}).model_dump(exclude_none=True)
+    assert gloo.run(ranks_job, 2, settings, str(tmp_path)) == [34, 34]
     assert [(event["step"], event["event"]) for event in read_events(tmp_path)] == [(29, "rollback")]
     assert read_trainer_state(latest_checkpoint(tmp_path))["skipped_batches"] == 9

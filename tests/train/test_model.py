@@ -26,8 +26,8 @@ def tokenizer(make_config: MakeConfig) -> TextTokenizer:
 @pytest.mark.parametrize("parameters", ["bf16", "fp16", "fp32"])
 def test_parameters_have_the_type_asked_for(parameters: str, make_config: MakeConfig, tokenizer: TextTokenizer) -> None:
     model: Any = build_model(make_config(precision={"parameters": parameters}), tokenizer)
-    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[parameters]
-    assert {param.dtype for param in model.parameters()} == {wanted}
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[parameters]
+    assert {param.dtype for param in model.parameters()} == {dtype}
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert model.training
     assert model.config._attn_implementation == "sdpa"

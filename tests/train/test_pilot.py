@@ -23,7 +23,7 @@ SIZES = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 64, "initializer_range": 0.06,
 }  # fmt: skip
-PILOTED = {
+AUTOPILOT_ON = {
     "run": {"steps": 8, "save_every": 4},
     "precision": {"level": "fp8", "recipe": "tensorwise", "autopilot": True},
     "inspect": {"every": 3},
@@ -55,9 +55,9 @@ def outlier(_, args):
 
 @pytest.mark.thorough
 def test_a_layer_is_moved_said_and_remembered(make_config, tmp_path):
-    config, told = make_config(**PILOTED), Recorder()
+    config, recorder = make_config(**AUTOPILOT_ON), Recorder()
     with models_with(outlier):
-        run(config, out=tmp_path / "whole", progress=told)
+        run(config, out=tmp_path / "whole", progress=recorder)
         with pytest.raises(RuntimeError, match="killed"):
             run(config, out=tmp_path / "killed", progress=At(7, fail))
         moved_twice = moves(tmp_path / "killed")
@@ -65,7 +65,7 @@ def test_a_layer_is_moved_said_and_remembered(make_config, tmp_path):
     events = moves(tmp_path / "whole")
     assert {event["step"] for event in events} <= {1, 2}
     assert all(DOWN in event["text"] and "product error" in event["text"] for event in events)
-    assert [event["text"] for event in events] == [note for note in told.notes if "autopilot" in note]
+    assert [event["text"] for event in events] == [note for note in recorder.notes if "autopilot" in note]
     assert moved_twice == events and read_events(tmp_path / "killed") == read_events(tmp_path / "whole")
     assert_same(tmp_path / "whole", tmp_path / "killed")
     kept = saved(tmp_path / "whole")["trainer"]["autopilot"]["moves"]
@@ -75,11 +75,11 @@ def test_a_layer_is_moved_said_and_remembered(make_config, tmp_path):
 @pytest.mark.thorough
 def test_moves_stay_where_the_autopilot_is_off_on_resume(make_config, tmp_path):
     with models_with(outlier):
-        run(make_config(**PILOTED), out=tmp_path)
-        off = PILOTED | {"precision": PILOTED["precision"] | {"autopilot": False}, "run": {"steps": 9}}
-        told = Recorder()
-        run(make_config(**off), out=tmp_path, resume=True, progress=told)
-    assert "resumed with precision.autopilot = false (was true)" in told.notes
+        run(make_config(**AUTOPILOT_ON), out=tmp_path)
+        off = AUTOPILOT_ON | {"precision": AUTOPILOT_ON["precision"] | {"autopilot": False}, "run": {"steps": 9}}
+        recorder = Recorder()
+        run(make_config(**off), out=tmp_path, resume=True, progress=recorder)
+    assert "resumed with precision.autopilot = false (was true)" in recorder.notes
     assert len(saved(tmp_path)["trainer"]["autopilot"]["moves"]) == len(moves(tmp_path)) > 0
 
 
@@ -90,7 +90,7 @@ def test_what_is_not_finite_stops_the_run_and_moves_nothing(make_config, tmp_pat
         takes as gradients,
         pytest.raises(NonFiniteError, match=rf"output of {DOWN} \(first operand: x of {DOWN}\)"),
     ):
-        run(make_config(**PILOTED), out=tmp_path)
+        run(make_config(**AUTOPILOT_ON), out=tmp_path)
     assert gradients.call_count == 1
     assert [event["event"] for event in read_events(tmp_path)] == ["finding"]
     assert not saved(tmp_path)["trainer"]["autopilot"]["moves"]
@@ -100,10 +100,14 @@ def test_what_is_not_finite_stops_the_run_and_moves_nothing(make_config, tmp_pat
 def test_an_overflow_in_the_first_step_leaves_the_first_look_for_the_next(make_config, tmp_path, monkeypatch):
     monkeypatch.setattr(loss_scale, "INITIAL_SCALE", 2.0**30)
     fp16 = {"parameters": "fp16", "loss_scale": "dynamic"}
-    told = Recorder()
-    rare = PILOTED | {"precision": PILOTED["precision"] | fp16, "inspect": {"every": 100}, "run": {"steps": 25}}
-    run(make_config(**rare), out=tmp_path, progress=told)
-    good = next(row.step for row in told.rows if not row.skipped)
+    recorder = Recorder()
+    rare = AUTOPILOT_ON | {
+        "precision": AUTOPILOT_ON["precision"] | fp16,
+        "inspect": {"every": 100},
+        "run": {"steps": 25},
+    }
+    run(make_config(**rare), out=tmp_path, progress=recorder)
+    good = next(row.step for row in recorder.rows if not row.skipped)
     assert 1 < good < 25 and {row.step for row in read_statistics(tmp_path) if row.step >= good} == {good}
 
 
@@ -111,18 +115,18 @@ def test_moves_of_a_step_that_fails_are_taken_back(make_config, tmp_path):
     act = Autopilot.act
 
     def failing(pilot, *args, **options):
-        found = act(pilot, *args, **options)
-        if found:
+        pilot_moves = act(pilot, *args, **options)
+        if pilot_moves:
             pilot._model.get_submodule(DOWN).register_forward_pre_hook(lambda _, args: args[0] * torch.nan)
-        return found
+        return pilot_moves
 
     with models_with(outlier), mock.patch.object(Autopilot, "act", failing), pytest.raises(NonFiniteError):
-        run(make_config(**PILOTED), out=tmp_path)
+        run(make_config(**AUTOPILOT_ON), out=tmp_path)
     assert not saved(tmp_path)["trainer"]["autopilot"]["moves"] and not moves(tmp_path)
 
 
 def test_nothing_is_looked_at_without_it(make_config, tmp_path):
-    quiet = {"run": PILOTED["run"], "precision": {"level": "fp8", "recipe": "tensorwise"}}
+    quiet = {"run": AUTOPILOT_ON["run"], "precision": {"level": "fp8", "recipe": "tensorwise"}}
     with models_with(outlier), mock.patch("octavo.inspect.watch.Sample") as sample:
         run(make_config(**quiet), out=tmp_path)
     assert not sample.called and not read_events(tmp_path)
@@ -135,8 +139,11 @@ def test_it_needs_something_to_move(make_config):
 
 def test_moves_of_layers_that_are_skipped_since_are_not_taken(make_config, tmp_path):
     with models_with(outlier):
-        run(make_config(**PILOTED | {"run": {"steps": 3}}), out=tmp_path)
-        skipping = PILOTED | {"precision": PILOTED["precision"] | {"skip": ["*down_proj"]}, "run": {"steps": 4}}
+        run(make_config(**AUTOPILOT_ON | {"run": {"steps": 3}}), out=tmp_path)
+        skipping = AUTOPILOT_ON | {
+            "precision": AUTOPILOT_ON["precision"] | {"skip": ["*down_proj"]},
+            "run": {"steps": 4},
+        }
         run(make_config(**skipping), out=tmp_path, resume=True)
     layers = {row["name"]: row["recipe"] for row in json.loads((tmp_path / "layers.json").read_text())}
     assert layers[DOWN] is None and moves(tmp_path)  # those of the first part

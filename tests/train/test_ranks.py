@@ -60,9 +60,9 @@ def tables(make_config):
 @pytest.mark.parametrize("mode", MODES)
 def test_fp32_losses_are_those_of_one_process(gloo, tables, tmp_path, mode):  # noqa: F811
     """Within the noise of autocast: bf16 gradients of halves of a batch, added up in another order."""
-    wanted = tables(precision={"parameters": "fp32"}, parallel=MODES[mode] | {"fp8_comm": "off"})
-    gloo.run(job, 2, wanted, str(tmp_path / "two"))
-    job(wanted | {"parallel": {}}, tmp_path / "one")
+    settings = tables(precision={"parameters": "fp32"}, parallel=MODES[mode] | {"fp8_comm": "off"})
+    gloo.run(job, 2, settings, str(tmp_path / "two"))
+    job(settings | {"parallel": {}}, tmp_path / "one")
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=5e-4)
 
 
@@ -80,9 +80,9 @@ def test_losses_are_those_of_one_process(gloo, tables, tmp_path, mode, precision
     first four steps are compared, before such differences have grown.
     """
     steps = 4 if precision == EVERYTHING else 6
-    wanted = tables(precision=precision, parallel=MODES[mode] | {"fp8_comm": "off"}, optim={"micro_batches": 2})
-    results = gloo.run(job, 2, wanted, str(tmp_path / "two"))
-    job(wanted | {"parallel": {}}, tmp_path / "one")
+    settings = tables(precision=precision, parallel=MODES[mode] | {"fp8_comm": "off"}, optim={"micro_batches": 2})
+    results = gloo.run(job, 2, settings, str(tmp_path / "two"))
+    job(settings | {"parallel": {}}, tmp_path / "one")
     assert losses(tmp_path / "two")[:steps] == pytest.approx(losses(tmp_path / "one")[:steps], rel=2e-3)
     assert results[0].tokens == 6 * 8 * 16
     assert results[0].losses == results[1].losses
@@ -97,9 +97,9 @@ def test_gathering_in_fp8_changes_no_bit(gloo, tables, tmp_path):  # noqa: F811
 
 @pytest.mark.slow
 def test_copies_of_shards(gloo, tables, tmp_path):  # noqa: F811
-    wanted = tables(precision=EVERYTHING, parallel={"dp_replicate": 2, "fp8_comm": "off"})
-    gloo.run(job, 4, wanted, str(tmp_path / "four"))
-    job(wanted | {"parallel": {}}, tmp_path / "one")
+    settings = tables(precision=EVERYTHING, parallel={"dp_replicate": 2, "fp8_comm": "off"})
+    gloo.run(job, 4, settings, str(tmp_path / "four"))
+    job(settings | {"parallel": {}}, tmp_path / "one")
     assert losses(tmp_path / "four")[:4] == pytest.approx(losses(tmp_path / "one")[:4], rel=4e-3)
 
 
@@ -142,45 +142,45 @@ def bits(tensor):
 @pytest.mark.parametrize("precision", [slow({}), slow({"parameters": "fp32", "level": "fp8"}), EVERYTHING], ids=str)
 def test_checkpoints_go_to_any_number_of_ranks(gloo, tables, tmp_path, precision):  # noqa: F811
     """Four → two → one → three → two copies of two: not a bit changes."""
-    wanted = tables(run={"steps": 3}, optim={"batch": 12}, precision=precision)
-    gloo.run(job, 4, wanted, str(tmp_path / "run"))
+    settings = tables(run={"steps": 3}, optim={"batch": 12}, precision=precision)
+    gloo.run(job, 4, settings, str(tmp_path / "run"))
     last = checkpoints(tmp_path / "run")[-1]
-    expected = state(wanted, last)
+    expected = state(settings, last)
     assert sum(name.startswith("optimizer.") for name in expected) > 20
     assert not torch.equal(*(expected[f"optimizer.{LAYER}.{key}"].float() for key in ("exp_avg", "exp_avg_sq")))
     steps = [(2, {}), (1, {}), (3, {}), (4, {"dp_replicate": 2}), (2, {"dp_replicate": 2, "dp_shard": 1})]
     for number, (world, parallel) in enumerate(steps):
-        out, there = tmp_path / str(number), wanted | {"parallel": parallel}
+        out, there = tmp_path / str(number), settings | {"parallel": parallel}
         if world == 1:
             copied(there, last, out)
         else:
             gloo.run(copied, world, there, str(last), str(out))
         last = checkpoints(out)[-1]
         assert (last / "shards").exists() == (world > 1)
-        assert same(state(wanted, last), expected)
+        assert same(state(settings, last), expected)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("save", [{}, {"async_save": True}], ids=str)
 def test_a_resumed_run_is_the_uninterrupted_one(gloo, tables, tmp_path, save):  # noqa: F811
-    wanted = tables(run={"save_every": 2, "keep": 2}, precision=EVERYTHING, parallel=save)
-    gloo.run(job, 2, wanted, str(tmp_path / "whole"))
+    settings = tables(run={"save_every": 2, "keep": 2}, precision=EVERYTHING, parallel=save)
+    gloo.run(job, 2, settings, str(tmp_path / "whole"))
     assert [path.name for path in checkpoints(tmp_path / "whole")] == ["step-000004", "step-000006"]
     (tmp_path / "part").mkdir()
     for name in ("config.toml", "metrics.jsonl", "checkpoints/step-000004"):
         source, target = tmp_path / "whole" / name, tmp_path / "part" / name
         target.parent.mkdir(exist_ok=True)
         shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
-    gloo.run(job, 2, wanted, str(tmp_path / "part"), resume=True)
+    gloo.run(job, 2, settings, str(tmp_path / "part"), resume=True)
     assert losses(tmp_path / "part") == losses(tmp_path / "whole")
     last = [checkpoints(tmp_path / name)[-1] for name in ("part", "whole")]
-    assert same(state(wanted, last[0]), state(wanted, last[1]))
+    assert same(state(settings, last[0]), state(settings, last[1]))
 
 
 @pytest.mark.thorough
 def test_damaged_checkpoints_are_told(gloo, tables, tmp_path):  # noqa: F811
-    wanted = tables(run={"steps": 3})
-    gloo.run(job, 2, wanted, str(tmp_path / "run"))
+    settings = tables(run={"steps": 3})
+    gloo.run(job, 2, settings, str(tmp_path / "run"))
     shards = checkpoints(tmp_path / "run")[-1] / "shards"
     whole = (shards / "__1_0.distcp").read_bytes()
     for content, message in ((None, "__1_0.distcp is missing"), (whole[:-100], "__1_0.distcp is not what was written")):
@@ -189,13 +189,13 @@ def test_damaged_checkpoints_are_told(gloo, tables, tmp_path):  # noqa: F811
         else:
             (shards / "__1_0.distcp").write_bytes(content)
         with pytest.raises(ConfigError, match=f"{message}.*to resume from the one before"):
-            job(wanted | {"parallel": {}}, tmp_path / "run", resume=True)
+            job(settings | {"parallel": {}}, tmp_path / "run", resume=True)
         with pytest.raises(Failed, match=message):
-            gloo.run(job, 2, wanted, str(tmp_path / "run"), resume=True)
+            gloo.run(job, 2, settings, str(tmp_path / "run"), resume=True)
     (shards / "__1_0.distcp").write_bytes(whole)
     (shards / ".metadata").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match=r"\.metadata is not what was written"):
-        job(wanted | {"parallel": {}}, tmp_path / "run", resume=True)
+        job(settings | {"parallel": {}}, tmp_path / "run", resume=True)
 
 
 # --- mistakes ---
@@ -203,14 +203,14 @@ def test_damaged_checkpoints_are_told(gloo, tables, tmp_path):  # noqa: F811
 
 def mistakes_job(cases, out):
     """What each mistake says on this rank."""
-    found = []
+    messages = []
     for number, tables in enumerate(cases):
         try:
             run(parse_config(tables), out=Path(out) / str(number))
-            found.append("")
+            messages.append("")
         except ConfigError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 def test_mistakes_are_told_on_every_rank(gloo, tables, tmp_path):  # noqa: F811
@@ -221,9 +221,9 @@ def test_mistakes_are_told_on_every_rank(gloo, tables, tmp_path):  # noqa: F811
         "the output folder": tables(),
         "parallel.dp_replicate = 3": tables(parallel={"dp_replicate": 3}),
     }
-    for told in gloo.run(mistakes_job, 2, list(cases.values()), str(tmp_path)):
-        for message, wanted in zip(told, cases, strict=True):
-            assert wanted in message, message
+    for messages in gloo.run(mistakes_job, 2, list(cases.values()), str(tmp_path)):
+        for message, case in zip(messages, cases, strict=True):
+            assert case in message, message
 
 
 def test_alone(tables, tmp_path):
@@ -239,11 +239,11 @@ def test_export(gloo, tables, tmp_path):  # noqa: F811
     """What `transformers` loads of a sharded checkpoint and of a whole one."""
     from transformers import AutoModelForCausalLM
 
-    wanted = tables(run={"steps": 3}, precision={"level": "fp8"})
-    gloo.run(job, 2, wanted, str(tmp_path / "run"))
+    settings = tables(run={"steps": 3}, precision={"level": "fp8"})
+    gloo.run(job, 2, settings, str(tmp_path / "run"))
     last = checkpoints(tmp_path / "run")[-1]
-    copied(wanted | {"parallel": {}}, last, tmp_path / "one")
-    weights = opened(wanted | {"parallel": {}}, last).model.state_dict()
+    copied(settings | {"parallel": {}}, last, tmp_path / "one")
+    weights = opened(settings | {"parallel": {}}, last).model.state_dict()
     for number, checkpoint in enumerate((last, checkpoints(tmp_path / "one")[-1])):
         out = export(checkpoint, tmp_path / f"exported{number}")
         assert (out / "tokenizer.json").exists()

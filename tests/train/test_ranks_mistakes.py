@@ -32,8 +32,8 @@ from processes import Failed, gloo  # noqa: F401  a fixture
 pytestmark = pytest.mark.dist
 
 
-def told(function, *args, **options):
-    """What a call says, with the seconds it took to say it."""
+def timed_error(function, *args, **options):
+    """The error that a call raises, empty without one, and the seconds it took."""
     start = time.monotonic()
     try:
         function(*args, **options)
@@ -46,7 +46,7 @@ def told(function, *args, **options):
 
 
 def differing_job(by_rank, out):
-    return told(job, by_rank[dist.get_rank()], out)[0]
+    return timed_error(job, by_rank[dist.get_rank()], out)[0]
 
 
 def test_a_setting_that_differs_is_named_with_its_ranks(gloo, tables, tmp_path):  # noqa: F811
@@ -69,14 +69,14 @@ def test_data_that_differs_is_noticed_and_another_place_for_it_is_none(gloo, tab
         assert "the content of data.source = " in message
 
 
-def slow_job(wanted, out):
+def slow_job(settings, out):
     """The first rank takes longer to make the data ready than ranks wait for each other in a step."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     seconds = 4 if dist.get_rank() == 0 else 0
     with mock.patch.object(
         loop_module, "load_corpus", side_effect=lambda *args: (time.sleep(seconds), load_corpus(*args))[1]
     ):
-        return job(wanted, out).steps
+        return job(settings, out).steps
 
 
 @pytest.mark.thorough
@@ -84,9 +84,9 @@ def test_data_may_take_longer_than_a_step(gloo, tables, tmp_path):  # noqa: F811
     assert gloo.run(slow_job, 2, tables(run={"steps": 3}), str(tmp_path / "out")) == [3, 3]
 
 
-def patience_job(wanted):
+def patience_job(settings):
     """Seconds that each group of a run's ranks waits."""
-    config = parse_config(wanted)
+    config = parse_config(settings)
     with join_ranks(config) as ranks:
         trainer = Trainer(config, load_corpus(config, NullProgress()), ranks.device, ranks=ranks)
         mesh = next(trainer.model.parameters()).device_mesh
@@ -96,14 +96,14 @@ def patience_job(wanted):
 
 @pytest.mark.slow
 def test_every_group_has_the_patience_that_was_asked_for(gloo, tables):  # noqa: F811
-    wanted = tables(parallel={"dp_replicate": 2, "timeout": 77.0, "async_save": True})
-    assert gloo.run(patience_job, 4, wanted) == [[77.0, 77.0, 77.0]] * 4
+    settings = tables(parallel={"dp_replicate": 2, "timeout": 77.0, "async_save": True})
+    assert gloo.run(patience_job, 4, settings) == [[77.0, 77.0, 77.0]] * 4
 
 
 # --- disks ---
 
 
-def first_fails_job(wanted, out, place):
+def first_fails_job(settings, out, place):
     """A run whose first rank cannot write something."""
     owner, name = {
         "settings": (loop_module, "_write_description"),
@@ -113,7 +113,7 @@ def first_fails_job(wanted, out, place):
     }[place]
     broken = OSError(28, "No space left on device")
     with mock.patch.object(owner, name, side_effect=broken if dist.get_rank() == 0 else None):
-        return told(job, wanted, out)
+        return timed_error(job, settings, out)
 
 
 @pytest.mark.thorough
@@ -137,18 +137,18 @@ def full_disk(after):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def full_job(wanted, out, full):
+def full_job(settings, out, full):
     """Save two checkpoints, the second on a disk that is full for some ranks."""
-    config = parse_config(wanted)
+    config = parse_config(settings)
     with join_ranks(config) as ranks:
         trainer = Trainer(config, load_corpus(config, NullProgress()), ranks.device, ranks=ranks)
         for step in range(2):
             trainer.train_step()
             if step and ranks.rank in full:
                 with full_disk(20_000 if ranks.is_main else 4_000):
-                    message = told(lambda: (trainer.save(Path(out)), trainer.finish_saving()))[0]
+                    message = timed_error(lambda: (trainer.save(Path(out)), trainer.finish_saving()))[0]
             else:
-                message = told(lambda: (trainer.save(Path(out)), trainer.finish_saving()))[0]
+                message = timed_error(lambda: (trainer.save(Path(out)), trainer.finish_saving()))[0]
     return message
 
 
@@ -171,7 +171,7 @@ def test_a_full_disk_of_one_process(tables, tmp_path):  # noqa: F811
     assert left(tmp_path / "out") == ["step-000001"]
 
 
-def elsewhere_job(wanted, out):
+def elsewhere_job(settings, out):
     """The second rank writes on a disk of its own."""
     writer = shards_module.FileSystemWriter
 
@@ -179,7 +179,7 @@ def elsewhere_job(wanted, out):
         return writer(Path(f"{folder}-elsewhere") if dist.get_rank() else folder, **options)
 
     with mock.patch.object(shards_module, "FileSystemWriter", written):
-        return told(job, wanted, out)[0]
+        return timed_error(job, settings, out)[0]
 
 
 @pytest.mark.thorough
@@ -199,10 +199,10 @@ def test_a_folder_that_machines_do_not_share(gloo, tables, tmp_path):  # noqa: F
 )
 def test_several_ranks_go_on_from_one(gloo, tables, tmp_path, parallel):  # noqa: F811
     """As `run` does it: the model has been tried before its weights are read."""
-    wanted = tables(run={"steps": 3}, precision={"level": "fp8+activations+optimizer"})
-    job(wanted, tmp_path / "run")
+    settings = tables(run={"steps": 3}, precision={"level": "fp8+activations+optimizer"})
+    job(settings, tmp_path / "run")
     last = checkpoints(tmp_path / "run")[-1]
-    longer = wanted | {"run": wanted["run"] | {"steps": 5}, "parallel": parallel | {"fp8_comm": "off"}}
+    longer = settings | {"run": settings["run"] | {"steps": 5}, "parallel": parallel | {"fp8_comm": "off"}}
     gloo.run(job, 2, longer, str(tmp_path / "run"), resume=True)
     job(longer | {"parallel": {}}, tmp_path / "whole")
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=4e-3)
@@ -213,60 +213,62 @@ def test_several_ranks_go_on_from_one(gloo, tables, tmp_path, parallel):  # noqa
 @pytest.mark.thorough
 @pytest.mark.parametrize("parallel", [{}, {"reshard_after_forward": False}], ids=str)
 def test_one_rank_with_its_states_in_host_memory(gloo, tables, tmp_path, parallel):  # noqa: F811
-    wanted = tables(run={"steps": 3}, precision={"level": "fp8"})
-    gloo.run(job, 1, wanted | {"parallel": {"cpu_offload": True} | parallel}, str(tmp_path / "offload"))
-    job(wanted, tmp_path / "one")
+    settings = tables(run={"steps": 3}, precision={"level": "fp8"})
+    gloo.run(job, 1, settings | {"parallel": {"cpu_offload": True} | parallel}, str(tmp_path / "offload"))
+    job(settings, tmp_path / "one")
     assert losses(tmp_path / "offload") == losses(tmp_path / "one")
     last = [checkpoints(tmp_path / name)[-1] for name in ("offload", "one")]
-    assert same(state(wanted, last[0]), state(wanted, last[1]))
+    assert same(state(settings, last[0]), state(settings, last[1]))
 
 
-def damaged_job(wanted, folder):
+def damaged_job(settings, folder):
     """A checkpoint that one rank cannot read."""
-    config = parse_config(wanted)
+    config = parse_config(settings)
     broken = mock.patch.object(model_sharing, "_mapped", side_effect=ConfigError("invalid header"))
     with join_ranks(config) as ranks:
         trainer = Trainer(config, load_corpus(config, NullProgress()), ranks.device, ranks=ranks)
         with broken if ranks.rank == 1 else nullcontext():
-            return told(load_checkpoint, Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
+            return timed_error(
+                load_checkpoint, Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks
+            )
 
 
 def test_a_checkpoint_that_one_rank_cannot_read(gloo, tables, tmp_path):  # noqa: F811
-    wanted = tables(run={"steps": 3})
-    job(wanted, tmp_path / "run")
-    for message, seconds in gloo.run(damaged_job, 2, wanted, str(checkpoints(tmp_path / "run")[-1])):
+    settings = tables(run={"steps": 3})
+    job(settings, tmp_path / "run")
+    for message, seconds in gloo.run(damaged_job, 2, settings, str(checkpoints(tmp_path / "run")[-1])):
         assert message.startswith("SharedError: ") and "damaged (rank 1: invalid header): remove " in message
         assert seconds < 60
 
 
-def lost_job(wanted, out, place):
+def lost_job(settings, out, place):
     """The second rank ends while it reads a checkpoint, or tries the model."""
     owner, name = {"reading": (shards_module, "load"), "trying": (Trainer, "_logits")}[place]
     if dist.get_rank() == 1:
         with mock.patch.object(owner, name, side_effect=lambda *_, **__: os._exit(1)):
-            job(wanted, out, resume=True)
-    raise AssertionError(told(job, wanted, out, resume=True)[0])
+            job(settings, out, resume=True)
+    raise AssertionError(timed_error(job, settings, out, resume=True)[0])
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", ["reading", pytest.param("trying", marks=pytest.mark.slow)])
 def test_a_lost_rank_is_neither_a_damaged_checkpoint_nor_a_bad_model(gloo, tables, tmp_path, place):  # noqa: F811
-    wanted = tables(run={"steps": 3})
-    gloo.run(job, 2, wanted, str(tmp_path / "run"))
+    settings = tables(run={"steps": 3})
+    gloo.run(job, 2, settings, str(tmp_path / "run"))
     with pytest.raises(Failed, match="rank 1: its process died") as failed:
-        gloo.run(lost_job, 2, wanted, str(tmp_path / "run"), place)
+        gloo.run(lost_job, 2, settings, str(tmp_path / "run"), place)
     assert "AssertionError: LostRankError: rank 0: another rank has ended" in str(failed.value)
 
 
 @pytest.mark.thorough
 def test_a_damaged_checkpoint_is_not_exported(gloo, tables, tmp_path):  # noqa: F811
-    wanted = tables(run={"steps": 3})
-    job(wanted, tmp_path / "one")
+    settings = tables(run={"steps": 3})
+    job(settings, tmp_path / "one")
     weights = checkpoints(tmp_path / "one")[-1] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ConfigError, match="step-000003 is damaged: "):
         export(weights.parent, tmp_path / "nothing")
-    gloo.run(job, 2, wanted, str(tmp_path / "two"))
+    gloo.run(job, 2, settings, str(tmp_path / "two"))
     other = checkpoints(tmp_path / "two")[-1]
     config = (other / "config.json").read_text()
     (other / "config.json").write_text(config.replace('"intermediate_size": 64', '"intermediate_size": 96'))
@@ -305,17 +307,17 @@ def launcher(monkeypatch):
 
 def test_a_run_that_was_not_begun_is_not_taken_for_one_to_go_on_with(launcher, tables, tmp_path, monkeypatch):  # noqa: F811
     """torchrun starts a process again that refused a folder; the folder is as little this run's as before."""
-    wanted = tables(run={"steps": 3})
+    settings = tables(run={"steps": 3})
     out = tmp_path / "out"
-    job(wanted, out)
+    job(settings, out)
     assert launcher.check([STARTED_KEY])
     launcher.delete_key(STARTED_KEY)
     for attempt in range(2):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
         with pytest.raises(ConfigError, match="already holds a run"):
-            job(wanted, out)
+            job(settings, out)
     launcher.set(STARTED_KEY, "")
-    longer = wanted | {"run": wanted["run"] | {"steps": 4}}
+    longer = settings | {"run": settings["run"] | {"steps": 4}}
     job(longer, out)
     assert len(losses(out)) == 4
 
@@ -348,9 +350,9 @@ def test_attempts_do_not_meet_the_dead(tmp_path):
     names = []
     for order in ((1, 2, 0), (0, 2, 1)):
         store.set("octavo/asks/1", "dead")
-        found = {}
+        ports = {}
         threads = [
-            threading.Thread(target=lambda r=r, f=found: f.update({r: _attempt_prefix(store, r, 3, 20.0)}))
+            threading.Thread(target=lambda r=r, f=ports: f.update({r: _attempt_prefix(store, r, 3, 20.0)}))
             for r in order
         ]
         for thread in threads:
@@ -358,8 +360,8 @@ def test_attempts_do_not_meet_the_dead(tmp_path):
             time.sleep(0.1)
         for thread in threads:
             thread.join()
-        assert len(set(found.values())) == 1 and len(found) == 3
-        names.append(found[0])
+        assert len(set(ports.values())) == 1 and len(ports) == 3
+        names.append(ports[0])
     assert names[0] != names[1]
     with pytest.raises(RuntimeError, match="ranks 1, 2, 3, 4 and 1 more did not come"):
         _attempt_prefix(dist.HashStore(), 0, 6, 0.1)

@@ -272,31 +272,31 @@ def test_every_shipped_configuration_is_planned_on_every_gpu(
 ):
     result = CliRunner().invoke(app, ["plan", str(path), *overrides, "--gpu", gpu, "--json"])
     assert result.exit_code == 0, result.output
-    found = {row["name"]: row["recipe"]["name"] for row in json.loads(result.stdout)["configured"]["modules"]
+    recipes = {row["name"]: row["recipe"]["name"] for row in json.loads(result.stdout)["configured"]["modules"]
              if row["recipe"]}  # fmt: skip
     if gpu in DRIVER:
-        assert found == converted_by_train(load_config(path, overrides), gpu, monkeypatch)
+        assert recipes == converted_by_train(load_config(path, overrides), gpu, monkeypatch)
 
 
 @pytest.mark.thorough
 def test_the_run_stands_beside_bf16_and_the_best_plan():
     overrides = [*LARGER, "precision.level=fp8", "precision.recipe=tensorwise", "precision.skip=['*.o_proj']"]
-    found = plan_step(load_config(SHIPPED[0], overrides), gpu="h200")
-    own = found.configured
+    prediction = plan_step(load_config(SHIPPED[0], overrides), gpu="h200")
+    own = prediction.configured
     assert {row.recipe for row in own.plan.rows if row.converted} == {"tensorwise"}
-    assert {row.recipe for row in found.rows if row.converted} == {"rowwise"}
-    assert not any(row.converted for p in (own.plan, found) for row in p.rows if row.name.endswith("o_proj"))
-    assert found.planned.seconds < own.time.seconds < found.bf16.seconds
-    tables = "\n".join(map(str, (found, found.summary)))
+    assert {row.recipe for row in prediction.rows if row.converted} == {"rowwise"}
+    assert not any(row.converted for p in (own.plan, prediction) for row in p.rows if row.name.endswith("o_proj"))
+    assert prediction.planned.seconds < own.time.seconds < prediction.bf16.seconds
+    tables = "\n".join(map(str, (prediction, prediction.summary)))
     for text in ("this", "configuration", "best", "this configuration: 12 of 15 linear layers in tensorwise"):
         assert text in tables
 
 
 def test_a_run_in_bf16_is_shown_in_bf16():
-    found = plan_step(load_config(SHIPPED[0], LARGER), gpu="h200")
-    assert found.converted and not found.configured.plan.converted
-    assert found.configured.time.seconds == pytest.approx(found.bf16.seconds)
-    assert found.configured.memory.peak == found.bf16_memory.peak
+    prediction = plan_step(load_config(SHIPPED[0], LARGER), gpu="h200")
+    assert prediction.converted and not prediction.configured.plan.converted
+    assert prediction.configured.time.seconds == pytest.approx(prediction.bf16.seconds)
+    assert prediction.configured.memory.peak == prediction.bf16_memory.peak
 
 
 def test_what_the_run_refuses_the_plan_refuses():
@@ -353,8 +353,8 @@ def test_the_memory_of_a_step_is_that_of_plan_memory(make_config: MakeConfig):
         (6, {"precision": {"parameters": "fp32", "checkpointing": "full"}}),  # autocast's casts do not end by block
     ):
         config = make_config(model=sizes, **changes)
-        found = plan_step(config, gpu="h100").memory
-        assert found.traced_blocks == (blocks, 6) and found.peak == plan_memory(config).peak, changes
+        prediction = plan_step(config, gpu="h100").memory
+        assert prediction.traced_blocks == (blocks, 6) and prediction.peak == plan_memory(config).peak, changes
 
 
 @pytest.mark.thorough

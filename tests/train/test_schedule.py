@@ -10,19 +10,19 @@ def rates(steps: int, **keys: object) -> list[float]:
 
 
 def test_cosine() -> None:
-    found = rates(110, schedule="cosine", warmup=10)
-    assert found[:10] == pytest.approx([2.0 * (step + 1) / 10 for step in range(10)])
-    assert found[10] == 2.0
-    assert found[60] == pytest.approx(2.0 * (0.1 + 0.9 / 2))
-    assert found[-1] == pytest.approx(0.2, abs=1e-3)
-    assert found[10:] == sorted(found[10:], reverse=True)
+    curve = rates(110, schedule="cosine", warmup=10)
+    assert curve[:10] == pytest.approx([2.0 * (step + 1) / 10 for step in range(10)])
+    assert curve[10] == 2.0
+    assert curve[60] == pytest.approx(2.0 * (0.1 + 0.9 / 2))
+    assert curve[-1] == pytest.approx(0.2, abs=1e-3)
+    assert curve[10:] == sorted(curve[10:], reverse=True)
 
 
 def test_wsd() -> None:
-    found = rates(100, schedule="wsd", warmup=5, decay=0.2)
-    assert found[4:81] == [2.0] * 77
-    assert found[90] == pytest.approx(2.0 * (0.1 + 0.9 / 2))
-    assert found[99] == pytest.approx(2.0 * (0.1 + 0.9 / 20))
+    curve = rates(100, schedule="wsd", warmup=5, decay=0.2)
+    assert curve[4:81] == [2.0] * 77
+    assert curve[90] == pytest.approx(2.0 * (0.1 + 0.9 / 2))
+    assert curve[99] == pytest.approx(2.0 * (0.1 + 0.9 / 20))
     assert rates(10, schedule="wsd", decay=0.0) == [2.0] * 10
 
 

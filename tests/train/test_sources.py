@@ -189,14 +189,14 @@ def test_a_file_that_changes_while_it_is_read(
     opened = data.open_source
 
     def changed(*arguments: Any) -> source.Source:
-        found = opened(*arguments)
+        opened_source = opened(*arguments)
         file = next(path.glob("*.arrow")) if kind == "saved" else path
         content = file.read_bytes()
         if kind == "parquet":
             datasets.Dataset.from_dict({"text": LINES[::-1]}).to_parquet(path)
         else:
             file.write_bytes(content.replace(b"a", b"e", 1) if kind != "saved" else content.replace(b" the", b" teh"))
-        return found
+        return opened_source
 
     monkeypatch.setattr(data, "open_source", changed)
     config = make_config(data={"source": str(path), "cache": str(tmp_path / "cache")})

@@ -53,24 +53,24 @@ class Launched:
 
     def workers(self):
         """Process ids of the ranks that run."""
-        found = []
+        pids = []
         for entry in Path("/proc").iterdir():
             try:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) if entry.name.isdigit() else 0
             except (OSError, IndexError):
                 continue
             if parent == self._process.pid:
-                found.append(int(entry.name))
-        return sorted(found)
+                pids.append(int(entry.name))
+        return sorted(pids)
 
     def until(self, condition):
         """Wait for something; fails where torchrun ends before it, or after `PATIENCE`."""
         end = time.monotonic() + PATIENCE
-        while not (found := condition()):
+        while not (value := condition()):
             assert self._process.poll() is None, self.text()
             assert time.monotonic() < end, self.text()
             time.sleep(0.002)
-        return found
+        return value
 
     def ended(self):
         """The exit code."""
@@ -197,10 +197,10 @@ def test_an_unreachable_rendezvous(written, tmp_path, rank):
         "--out",
         str(tmp_path / "out"),
     ]
-    found = subprocess.run(
+    result = subprocess.run(
         command, env=os.environ | here, capture_output=True, text=True, timeout=PATIENCE, check=False
     )
-    assert found.returncode == 2, found.stderr
-    assert f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}" in found.stderr
-    assert "Traceback" not in found.stderr
+    assert result.returncode == 2, result.stderr
+    assert f"rank {rank} cannot reach the other ranks at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}" in result.stderr
+    assert "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()

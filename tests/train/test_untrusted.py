@@ -102,39 +102,39 @@ def prepare(folder, kind, mark):
     """Change the index or a shard of a checkpoint. Returns what is to be named."""
     index, stored = folder / "shards" / ".metadata", metadata(folder)
     info = stored.storage_data[entry(stored)]
-    told = f"points to '{info.relative_path}'"
+    error_text = f"points to '{info.relative_path}'"
     if kind == "command":
         index.write_bytes(pickle.dumps(Payload(mark)))
         return f"{os.mkdir.__module__}.mkdir"
     if kind == "hidden command":
         stored.planner_data["x"] = Payload(mark)
-        told = f"{os.mkdir.__module__}.mkdir"
+        error_text = f"{os.mkdir.__module__}.mkdir"
     elif kind == "bytes":
         stored.state_dict_metadata[entry(stored).fqn] = BytesStorageMetadata()
-        told = "BytesStorageMetadata"
+        error_text = "BytesStorageMetadata"
     elif kind == "transformed":
         info.transform_descriptors = ["zstd"]
-        told = "is transformed"
+        error_text = "is transformed"
     elif kind == "shard":
         file = io.BytesIO()
         torch.save(Payload(mark), file)
         with (folder / "shards" / info.relative_path).open("ab") as shard:
             info.offset, info.length = shard.tell(), len(file.getvalue())
             shard.write(file.getvalue())
-        told = "[Ww]eights.only"
+        error_text = "[Ww]eights.only"
     else:
         shutil.copy(folder / "shards" / info.relative_path, mark.parent / "outside.distcp")
         if kind == "link":
             (folder / "shards" / info.relative_path).unlink()
             (folder / "shards" / info.relative_path).symlink_to(mark.parent / "outside.distcp")
-            told = "link out of its folder"
+            error_text = "link out of its folder"
         else:
             to = mark.parent / "outside.distcp" if kind == "absolute" else Path("../../outside.distcp")
             for other in stored.storage_data.values():
                 other.relative_path = str(to) if other.relative_path == info.relative_path else other.relative_path
-            told = "no file beside it"
+            error_text = "no file beside it"
     index.write_bytes(pickle.dumps(stored))
-    return told
+    return error_text
 
 
 KINDS = ["command", "hidden command", "bytes", "transformed", "shard", "parent", "absolute", "link"]
@@ -144,15 +144,15 @@ KINDS = ["command", "hidden command", "bytes", "transformed", "shard", "parent",
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prepared_index_of_shards_runs_nothing(gloo, prepared, tables, tmp_path, kind):  # noqa: F811
     folder = prepared(2)
-    told = prepare(folder, kind, tmp_path / "mark")
+    error_text = prepare(folder, kind, tmp_path / "mark")
     signed(folder)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=error_text):
         export(folder, tmp_path / "exported")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=error_text):
         job(longer(tables) | {"parallel": {}}, tmp_path / "run", resume=True)
     if kind in ("command", "shard"):
         for message in gloo.run(refused_job, 2, longer(tables), str(tmp_path / "run")):
-            assert (told in message) if kind == "command" else ("weights" in message.lower()), message
+            assert (error_text in message) if kind == "command" else ("weights" in message.lower()), message
     assert not (tmp_path / "mark").exists() and not (tmp_path / "exported").exists()
 
 

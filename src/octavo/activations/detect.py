@@ -277,12 +277,12 @@ def spec_of(module: nn.Module) -> ModuleSpec | None:
 
 def uses_default_call(owner: Any) -> bool:
     """Return whether calling a module of a class calls its `forward`, and attribute access is that of `nn.Module`."""
-    plain = nn.Module
+    default = nn.Module
     return (
-        owner.__call__ is plain.__call__
-        and owner._call_impl is plain._call_impl
-        and owner.__getattr__ is plain.__getattr__
-        and owner.__getattribute__ is plain.__getattribute__
+        owner.__call__ is default.__call__
+        and owner._call_impl is default._call_impl
+        and owner.__getattr__ is default.__getattr__
+        and owner.__getattribute__ is default.__getattribute__
     )
 
 

@@ -83,7 +83,7 @@ class Fp8SavingNorm(Fp8Saving):
             return original(*args, **kwargs)
         weight, bias = (None if name is None else own_parameter(self, name) for name in (norm.weight, norm.bias))
         parameters = [p for p in (weight, bias) if p is not None]
-        eps: Any = _plain_attribute(self, norm.eps) if isinstance(norm.eps, str) else norm.eps
+        eps: Any = _attribute(self, norm.eps) if isinstance(norm.eps, str) else norm.eps
         fit = all(_is_matrix(p) and p.shape == x.shape[-1:] and p.dtype == parameters[0].dtype for p in parameters)
         fit &= (eps is None or isinstance(eps, float)) and _over_last_dimension(self, x)
         if not fit or not any(t.requires_grad for t in (x, *parameters)):
@@ -247,7 +247,7 @@ def _has_parameter(module: nn.Module, name: str) -> bool:
     return module._parameters.get(name, "") is None or own_parameter(module, name) is not None
 
 
-def _plain_attribute(module: nn.Module, name: str) -> Any:
+def _attribute(module: nn.Module, name: str) -> Any:
     """Return an attribute that is not a property."""
     return vars(module)[name] if name in vars(module) else getattr(type(module), name, "")
 

@@ -89,14 +89,16 @@ def compare(
         if losses is not None:
             if config is not None or arm or seeds is not None or out is not None:
                 raise ValueError("--losses reads finished losses: leave out CONFIG, --arm, --seeds and --out")
-            _judge_file(losses, margin, confidence / 100, max_seeds, as_json)
+            _compare_losses_file(losses, margin, confidence / 100, max_seeds, as_json)
             return
         if config is None:
             raise ValueError("there is nothing to compare: give CONFIG and two --arm, or --losses FILE")
         _train(config, overrides or [], arm or [], seeds or "3", out, margin, confidence, max_seeds, as_json)
 
 
-def _judge_file(path: Path, margin: float | None, confidence: float, max_seeds: int | None, as_json: bool) -> None:
+def _compare_losses_file(
+    path: Path, margin: float | None, confidence: float, max_seeds: int | None, as_json: bool
+) -> None:
     """Print a verdict for each object of a file of losses; exit with the worst code."""
     from octavo.inspect import compare_losses
     from octavo.inspect.paired_test import MOST_SEEDS

@@ -34,7 +34,7 @@ def write_comparison(comparison: Comparison, configs: Sequence[TrainConfig], out
     """Write `FILES` into the folder `out`.
 
     Args:
-        comparison: Of `judge`.
+        comparison: Of `compare_arms`.
         configs: A configuration of each arm, of the same seed.
         out: A folder that is there.
     """
@@ -99,11 +99,11 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     return {
         "octavo": __version__,
         "exit_code": comparison.exit_code,
-        "outcome": comparison.judged.outcome,
+        "outcome": comparison.losses.outcome,
         "confidence": comparison.confidence,
         "margin_percent": comparison.margin,
-        "planned_seeds": comparison.judged.planned,
-        "extended": comparison.judged.extended,
+        "planned_seeds": comparison.losses.planned,
+        "extended": comparison.losses.extended,
         "seeds": list(comparison.seeds),
         "baseline": comparison.baseline,
         "baseline_loss": comparison.loss,

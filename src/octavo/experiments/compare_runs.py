@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.experiments.compare_report import FILES, write_comparison
-from octavo.experiments.compare_verdict import ArmRuns, Comparison, judge
+from octavo.experiments.compare_verdict import ArmRuns, Comparison, compare_arms
 from octavo.experiments.curves import Curves
 from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, check_limits
 from octavo.train.checkpoint.store import latest_checkpoint, read_trainer_state
@@ -181,7 +181,7 @@ def compare(
             if result.stopped == "sigterm":
                 return None
             results[folder] = result
-        return ranks.run_on_rank0(lambda: _judge(arms, out, results, margin, confidence, planned))
+        return ranks.run_on_rank0(lambda: _verdicts(arms, out, results, margin, confidence, planned))
 
 
 def planned_seeds(out: Path, max_seeds: int | None) -> int:
@@ -245,7 +245,7 @@ def finished(folder: Path, config: TrainConfig) -> RunResult | None:
     return result if complete or result.stopped == "non-finite" else None
 
 
-def _judge(
+def _verdicts(
     arms: Sequence[Arm],
     out: Path,
     results: Mapping[str, RunResult],
@@ -264,7 +264,7 @@ def _judge(
         )
         for arm in arms
     ]
-    comparison = judge(runs, margin=margin, confidence=confidence, max_seeds=planned)
+    comparison = compare_arms(runs, margin=margin, confidence=confidence, max_seeds=planned)
     write_comparison(comparison, [next(iter(arm.configs.values())) for arm in arms], out)
     return comparison
 

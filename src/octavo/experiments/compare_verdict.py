@@ -95,7 +95,7 @@ class Comparison:
     """All arms beside the first.
 
     Attributes:
-        judged: The verdicts on the losses.
+        losses: The verdicts on the losses.
         margin: The largest gap in loss that passes, in percent; None for none that was given.
         confidence: Of all verdicts together.
         loss: The baseline's loss, mean over the seeds on which it ended; None if it ended on none.
@@ -106,7 +106,7 @@ class Comparison:
         runs: What was compared, the baseline first.
     """
 
-    judged: LossComparison
+    losses: LossComparison
     margin: float | None
     confidence: float
     loss: float | None
@@ -129,10 +129,10 @@ class Comparison:
     @property
     def exit_code(self) -> int:
         """Of the command."""
-        return self.judged.exit_code
+        return self.losses.exit_code
 
 
-def judge(
+def compare_arms(
     runs: Sequence[ArmRuns],
     *,
     margin: float | None = None,
@@ -141,7 +141,7 @@ def judge(
 ) -> Comparison:
     """Compare the arms `runs[1:]` with `runs[0]`, all of the same seeds and steps."""
     baseline, *others = runs
-    judged = compare_losses(
+    verdicts = compare_losses(
         [baseline.loss(seed) for seed in baseline.seeds],
         {run.name: [run.loss(seed) for seed in run.seeds] for run in others},
         margin=margin,
@@ -159,18 +159,18 @@ def judge(
             time_to_loss=time,
             notes=(*losses.notes, *_arm_notes(run, losses)),
         )
-        for run, losses, time in zip(others, judged.arms, times[1:], strict=True)
+        for run, losses, time in zip(others, verdicts.arms, times[1:], strict=True)
     )
     losses = [baseline.loss(seed) for seed in baseline.seeds if seed not in baseline.diverged]
     return Comparison(
-        judged=judged,
+        losses=verdicts,
         margin=margin,
         confidence=confidence,
         loss=statistics.fmean(losses) if losses else None,
         spread=100 * statistics.stdev(losses) / statistics.fmean(losses) if len(losses) > 1 else None,
         time_to_loss=times[0],
         arms=arms,
-        notes=tuple(_notes(runs, judged)),
+        notes=tuple(_notes(runs, verdicts)),
         runs=tuple(runs),
     )
 
@@ -230,10 +230,10 @@ def steps_to(curve: Floats, target: float) -> int | None:
     return int(reached[0]) + 1 if len(reached) else None
 
 
-def _notes(runs: Sequence[ArmRuns], judged: LossComparison) -> list[str]:
+def _notes(runs: Sequence[ArmRuns], losses: LossComparison) -> list[str]:
     notes = []
-    if judged.extended:
-        notes.append(judged.extension)
+    if losses.extended:
+        notes.append(losses.extension)
     results = [result for run in runs for result in run.results]
     devices = sorted({result.device for result in results})
     if len(devices) > 1:

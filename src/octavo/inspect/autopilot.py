@@ -53,7 +53,7 @@ from octavo.numerics.recipe import Recipe
 
 FALLBACK_RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad")
 """Recipes that a layer may switch to, cheapest first; high precision comes last."""
-MOVING = ("saturation", "underflow", "sqnr")
+SUSPECT_LIMITS = ("saturation", "underflow", "sqnr")
 """Limits that make a layer a suspect when crossed, most severe first."""
 
 
@@ -267,7 +267,7 @@ class Autopilot:
     def _suspicions(self) -> list[tuple[str, Finding]]:
         """Return the FP8 layers with an operand that crossed a limit, with their most severe finding."""
         worst: dict[str, Finding] = {}
-        for what in MOVING:
+        for what in SUSPECT_LIMITS:
             for finding in self.findings:
                 module = self._model.get_submodule(finding.layer)
                 stuck = finding.layer in self._stuck and change_since(module) is not None

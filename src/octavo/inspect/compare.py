@@ -207,7 +207,7 @@ def compare_losses(
             )
         all_pairs.append(_Pairs(baseline=baseline_name, arm=name, seeds=names, base=base, losses=losses))
     tests = with_others([pairs.test(rule) for pairs in all_pairs], len(base) - len(all_pairs[0].failed(base)))
-    verdicts = tuple(_judge(pairs, rule, test) for pairs, test in zip(all_pairs, tests, strict=True))
+    verdicts = tuple(_arm_verdict(pairs, rule, test) for pairs, test in zip(all_pairs, tests, strict=True))
     return LossComparison(arms=verdicts, planned=rule.planned, extended=len(base) > rule.planned)
 
 
@@ -284,7 +284,7 @@ class _Pairs:
         return f"seed{'s' if len(indices) > 1 else ''} {', '.join(str(self.seeds[k]) for k in indices)}"
 
 
-def _judge(pairs: _Pairs, rule: Rule, test: PairedTest | None) -> ArmLosses:
+def _arm_verdict(pairs: _Pairs, rule: Rule, test: PairedTest | None) -> ArmLosses:
     failed, base_failed = pairs.failed(pairs.losses), pairs.failed(pairs.base)
     damage = _damage(pairs, rule, len(failed), len(base_failed))
     outcome: Outcome = "inconclusive"

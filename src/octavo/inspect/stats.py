@@ -60,8 +60,8 @@ class OperandStats:
 
     def to_json(self) -> dict[str, Any]:
         """Return a plain dictionary for strict JSON: NaN is null and infinity "inf". `from_json` reads it back."""
-        fields = asdict(self) | {"what_if": {name: _plain(value) for name, value in self.what_if.items()}}
-        return fields | {"sqnr": _plain(self.sqnr)}
+        fields = asdict(self) | {"what_if": {name: _json_value(value) for name, value in self.what_if.items()}}
+        return fields | {"sqnr": _json_value(self.sqnr)}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> "OperandStats":
@@ -70,7 +70,7 @@ class OperandStats:
         return OperandStats(**fields | {"sqnr": _number(fields["sqnr"]), "what_if": what_if})
 
 
-def _plain(value: float) -> float | str | None:
+def _json_value(value: float) -> float | str | None:
     return None if math.isnan(value) else value if math.isfinite(value) else "inf"
 
 

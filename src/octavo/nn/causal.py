@@ -74,7 +74,7 @@ def find_head(model: Any) -> Head:
     getter = getattr(model, "get_output_embeddings", None)
     linear: Any = getter() if callable(getter) else None
     base: nn.Module = getattr(model, "base_model", model)
-    if not _is_plain(linear) or "forward" in vars(linear):
+    if not _is_linear(linear) or "forward" in vars(linear):
         head_kind = "no output embedding" if linear is None else f"an output embedding of type {type(linear).__name__}"
         raise ValueError(f"{kind} has {head_kind}: the chunked loss multiplies with the weight of a plain nn.Linear")
     if base is model:
@@ -201,7 +201,7 @@ class _ChunkedForward:
         linear = model.get_output_embeddings()
         if linear is not head.linear:
             change = "its output embedding was replaced"
-        elif not _is_plain(linear):
+        elif not _is_linear(linear):
             change = f"its output embedding became a {type(linear).__module__}.{type(linear).__qualname__}"
         elif model.base_model is not head.base:
             change = "its base model was replaced"
@@ -251,7 +251,7 @@ def _parameters(function: Any) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
-def _is_plain(linear: Any) -> bool:
+def _is_linear(linear: Any) -> bool:
     return type(linear) is nn.Linear
 
 

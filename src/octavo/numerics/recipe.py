@@ -110,9 +110,9 @@ class Recipe:
     @staticmethod
     def from_json(fields: dict[str, Any]) -> "Recipe":
         """Read the output of `to_json`."""
-        plain = {key: fields[key] for key in ("name", "note", *_DELAY) if key in fields}
-        specs = {key: None if v is None else QuantSpec.parse(v) for key, v in fields.items() if key not in plain}
-        return Recipe(**plain, **specs)  # type: ignore[arg-type]
+        other_fields = {key: fields[key] for key in ("name", "note", *_DELAY) if key in fields}
+        specs = {key: None if v is None else QuantSpec.parse(v) for key, v in fields.items() if key not in other_fields}
+        return Recipe(**other_fields, **specs)  # type: ignore[arg-type]
 
 
 _DELAY = ("history", "margin")

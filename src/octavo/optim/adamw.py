@@ -244,19 +244,19 @@ class AdamW(Optimizer):
                 optimizer (Adam, AdamW with amsgrad); nothing is changed.
         """
         groups, states = self._converted(state_dict)
-        # The base class casts states to the parameter's dtype; the exact ones replace them afterwards.
-        exact = {}
+        # The base class casts states to the parameter's dtype; these replace them afterwards.
+        uncast_states = {}
         for param, state in states:
             device = local_tensor(param).device
             local = {name: local_rows(param, value) for name, value in state.items()}
-            exact[param] = {
+            uncast_states[param] = {
                 name: rows.to("cpu", copy=True)
                 if name == "step"
                 else shard_like(param, rows.to(device, copy=True, memory_format=torch.contiguous_format))
                 for name, rows in local.items()
             }
         super().load_state_dict({**state_dict, "param_groups": groups})
-        for param, state in exact.items():
+        for param, state in uncast_states.items():
             self.state[param] = state
 
     def _converted(

@@ -184,7 +184,7 @@ def _update_recipe(
 
 def _register_hooks(model: nn.Module, scales: GlobalScales) -> None:
     """Register hooks that return plain tensors in `state_dict` and refresh scales by tensor."""
-    model.register_state_dict_post_hook(_plain_state)
+    model.register_state_dict_post_hook(_unwrap_shards)
     for _, parameter in sharded_weights(model):
         gather_format = parameter._local_tensor.gather_format  # type: ignore[attr-defined]
         if gather_format.scales is not None:
@@ -209,7 +209,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(changed)
 
 
-def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _unwrap_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Replace `ShardedWeight`s in a checkpoint by plain shards."""
     for name, value in state.items():
         local = getattr(value, "_local_tensor", None)

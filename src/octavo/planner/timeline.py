@@ -148,12 +148,12 @@ class Timeline(TorchDispatchMode):
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Set the category of tensors that have none yet."""
-        for tensor in _plain_tensors(tensors):
+        for tensor in _unwrapped(tensors):
             self._kinds.setdefault(self._number(tensor), kind)
 
     def relabel(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Set the category of tensors, replacing any earlier one."""
-        for tensor in _plain_tensors(tensors):
+        for tensor in _unwrapped(tensors):
             self._kinds[self._number(tensor)] = kind
 
     def label_gradients(self, tensors: Iterable[Tensor], kind: str = GRADIENTS) -> None:
@@ -260,12 +260,12 @@ class Timeline(TorchDispatchMode):
         return end
 
 
-def _plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def _unwrapped(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield plain tensors, and the inner tensors of wrapper subclasses."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
             parts = [getattr(tensor, name) for name in names]
-            yield from _plain_tensors(part for part in parts if isinstance(part, Tensor))  # a DTensor's mesh is not
+            yield from _unwrapped(part for part in parts if isinstance(part, Tensor))  # a DTensor's mesh is not
         else:
             yield tensor

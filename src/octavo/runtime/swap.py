@@ -28,8 +28,8 @@ def has_own_forward(module: nn.Module) -> bool:
     accelerate leaves the bound method of the class there when it removes its hooks; that does not count.
     """
     own = vars(module).get("forward")
-    plain = isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward
-    return "forward" in vars(module) and not plain
+    bound_to_class = isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward
+    return "forward" in vars(module) and not bound_to_class
 
 
 def is_fully_sharded(module: nn.Module) -> bool:

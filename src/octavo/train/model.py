@@ -63,13 +63,13 @@ def build_model(config: TrainConfig, tokenizer: TextTokenizer) -> nn.Module:
 
 
 Built = tuple[Any, dict[str, torch.Tensor]]
-"""A model, and fp32 values of its parameters if available; see `exact_masters`."""
+"""A model, and fp32 values of its parameters if available; see `fp32_master_values`."""
 
 
 def build_on_ranks(config: TrainConfig, tokenizer: TextTokenizer, ranks: Ranks) -> Built:
-    """`build_model` and `exact_masters` on every rank, with one copy of both in the memory of each machine."""
+    """`build_model` and `fp32_master_values` on every rank, with one copy of both in the memory of each machine."""
     return share_on_machine(
-        lambda: (build_model(config, tokenizer), exact_masters(config.model, config.precision)), ranks
+        lambda: (build_model(config, tokenizer), fp32_master_values(config.model, config.precision)), ranks
     )
 
 
@@ -94,7 +94,7 @@ def prepare_loss(model: nn.Module, loss: str) -> str:
     return note
 
 
-def exact_masters(source: Model, precision: PrecisionConfig) -> dict[str, torch.Tensor]:
+def fp32_master_values(source: Model, precision: PrecisionConfig) -> dict[str, torch.Tensor]:
     """fp32 values of the 16-bit parameters of a run that starts from a checkpoint, by name; {} where there are none.
 
     The checkpoint may hold more bits than the parameters of the run: masters made of the parameters would lose them.

@@ -48,21 +48,23 @@ def decayed_parameters(model: nn.Module) -> set[str]:
 
 
 def make_optimizer(
-    model: nn.Module, config: TrainConfig, exact: Mapping[str, torch.Tensor], decayed: Set[str]
+    model: nn.Module, config: TrainConfig, fp32_values: Mapping[str, torch.Tensor], decayed: Set[str]
 ) -> "TrainerOptimizer":
     """The optimizer that a configuration asks for.
 
     Args:
         model: Its trainable parameters are optimized.
         config: The run.
-        exact: fp32 values of parameters where more is known, by name.
+        fp32_values: fp32 values of parameters where more is known, by name.
         decayed: Names of the parameters that weight decay applies to.
     """
     states, master = config.resolved.states, config.resolved.master
     if states == "fp8" or (master == "remainder" and config.precision.parameters == "bf16"):
         master_format = None if master == "none" else master
-        return Fp8StateOptimizer(model, config.optim, states=states, master=master_format, exact=exact, decayed=decayed)
-    return MasterWeightOptimizer(model, config.optim, master=master != "none", exact=exact, decayed=decayed)
+        return Fp8StateOptimizer(
+            model, config.optim, states=states, master=master_format, fp32_values=fp32_values, decayed=decayed
+        )
+    return MasterWeightOptimizer(model, config.optim, master=master != "none", fp32_values=fp32_values, decayed=decayed)
 
 
 class TrainerOptimizer(ABC):
@@ -126,12 +128,12 @@ class TrainerOptimizer(ABC):
 class MasterWeightOptimizer(TrainerOptimizer):
     """`torch.optim.AdamW` over the trainable parameters of a model, or over fp32 masters of the 16-bit ones.
 
-    `exact`: fp32 values for masters, by name, where more is known than the parameters hold. `decayed`: names of the
+    `fp32_values`: fp32 values for masters, by name, where more is known than the parameters hold. `decayed`: names of
     parameters that weight decay applies to, those of `decayed_parameters` where None.
     """
 
     def __init__(
-        self, model: nn.Module, optim: Optim, *, master: bool, exact: Mapping[str, torch.Tensor] | None = None,
+        self, model: nn.Module, optim: Optim, *, master: bool, fp32_values: Mapping[str, torch.Tensor] | None = None,
         decayed: Set[str] | None = None,
     ) -> None:  # fmt: skip
         self._names: list[str] = []
@@ -141,7 +143,7 @@ class MasterWeightOptimizer(TrainerOptimizer):
                 own = not master or param.dtype == torch.float32
                 self._names.append(name)
                 self._params.append(param)
-                self._masters.append(param if own else _master(param, (exact or {}).get(name)))
+                self._masters.append(param if own else _master(param, (fp32_values or {}).get(name)))
         self.in_place = all(param is master for param, master in zip(self._params, self._masters, strict=True))
         self._clip = optim.clip
         self.inner = torch.optim.AdamW(
@@ -229,7 +231,7 @@ class Fp8StateOptimizer(TrainerOptimizer):
         *,
         states: Literal["fp32", "fp8"],
         master: Literal["remainder", "fp32"] | None,
-        exact: Mapping[str, torch.Tensor] | None = None,
+        fp32_values: Mapping[str, torch.Tensor] | None = None,
         decayed: Set[str] | None = None,
     ) -> None:
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -240,7 +242,7 @@ class Fp8StateOptimizer(TrainerOptimizer):
             _groups(model, self._names, self._params, optim, decayed), lr=optim.lr, betas=optim.betas, eps=optim.eps,
             states=states, master=master, nonfinite="ignore",
         )  # fmt: skip
-        masters = {named[name]: value for name, value in (exact or {}).items() if name in named}
+        masters = {named[name]: value for name, value in (fp32_values or {}).items() if name in named}
         self.inner.set_masters({param: value for param, value in masters.items() if param.dtype != torch.float32})
 
     def accumulate(self) -> None:
@@ -270,9 +272,9 @@ def state_bytes_per_parameter(optimizer: TrainerOptimizer, model: nn.Module) -> 
     return sum(local_tensor(state).nbytes for state in optimizer.tensors().values()) / max(trained, 1)
 
 
-def _master(param: torch.Tensor, exact: torch.Tensor | None) -> nn.Parameter:
-    """An fp32 copy of a parameter, sharded as it is; with exact values where they are known."""
-    rows = local_tensor(param).detach() if exact is None else local_rows(param, exact)
+def _master(param: torch.Tensor, fp32_values: torch.Tensor | None) -> nn.Parameter:
+    """An fp32 copy of a parameter, sharded as it is; with the given fp32 values if there are any."""
+    rows = local_tensor(param).detach() if fp32_values is None else local_rows(param, fp32_values)
     return nn.Parameter(shard_like(param, rows.to(local_tensor(param).device, torch.float32, copy=True)))
 
 

@@ -93,7 +93,7 @@ def _products(device: torch.device) -> Iterator[Check]:
         if two_e5m2 or not triton.supports_blocks(*blocks_of(case)):
             continue
         blocked = blocks_of(case)[0].columns != FULL
-        for fast in (True, False) if target.short_sums and not blocked else (False,):
+        for fast in (True, False) if target.limited_accumulator and not blocked else (False,):
             for dtype in (torch.bfloat16, torch.float32):
                 configs = triton.configurations(target, fast, blocked, dtype.itemsize)
                 yield _product(case, fast, dtype, configs, UNIT)

@@ -21,7 +21,7 @@ CASES = {"forward": ("bf16", "bf16", "nt"), "dgrad": ("bf16", "bf16", "nn"), "wg
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bf16Product:
+class Bf16Gemm:
     """One bf16 product to measure.
 
     Attributes:
@@ -39,16 +39,16 @@ class Bf16Product:
         return f"{2 * math.prod(self.shape) / microseconds / 1e6:.0f} TFLOP/s"
 
 
-def bf16_products(shapes: list[tuple[int, int, int]]) -> list[Bf16Product]:
+def bf16_gemms(shapes: list[tuple[int, int, int]]) -> list[Bf16Gemm]:
     """Return the products of linears of these sizes (tokens, in_features, out_features)."""
     products = []
     for tokens, inner, outer in shapes:
         sizes = {"forward": (tokens, outer, inner), "dgrad": (tokens, inner, outer), "wgrad": (outer, inner, tokens)}
-        products += [Bf16Product(name=f"bf16 {name}", case=CASES[name], shape=sizes[name]) for name in CASES]
+        products += [Bf16Gemm(name=f"bf16 {name}", case=CASES[name], shape=sizes[name]) for name in CASES]
     return products
 
 
-def time_bf16_product(product: Bf16Product, device: torch.device, time: Timer) -> TimingResult:
+def time_bf16_product(product: Bf16Gemm, device: torch.device, time: Timer) -> TimingResult:
     """Time one product on random operands from device memory."""
     m, n, k = product.shape
     layout = product.case[2]

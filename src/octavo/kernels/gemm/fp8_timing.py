@@ -37,7 +37,7 @@ SHAPES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Product:
+class Fp8Gemm:
     """One FP8 product to measure.
 
     Attributes:
@@ -55,7 +55,7 @@ class Fp8Product:
         return f"{2 * math.prod(self.shape) / microseconds / 1e6:.0f} TFLOP/s"
 
 
-def fp8_products(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Fp8Product]:
+def fp8_gemms(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Fp8Gemm]:
     """Return the products of linears of these sizes (tokens, in_features, out_features)."""
     products = []
     for tokens, inner, outer in shapes:
@@ -65,11 +65,11 @@ def fp8_products(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Fp8
             "wgrad": (outer, inner, tokens),
         }
         for product, case in cases_of(recipe).items():
-            products.append(Fp8Product(name=f"{recipe.name} {product}", case=case, shape=sizes[product]))
+            products.append(Fp8Gemm(name=f"{recipe.name} {product}", case=case, shape=sizes[product]))
     return products
 
 
-def time_fp8_product(product: Fp8Product, device: torch.device, time: Timer) -> TimingResult:
+def time_fp8_product(product: Fp8Gemm, device: torch.device, time: Timer) -> TimingResult:
     """Time every candidate on one product."""
     left_out: dict[str, str] = {}
     runs: list[tuple[str, Backend, int | None]] = []
@@ -126,7 +126,7 @@ def _candidates(device: torch.device, case: Case) -> Iterator[tuple[str, Backend
             yield name, backend, None
 
 
-def _operands(product: Fp8Product, device: torch.device) -> list[tuple[ScaledTensor, ScaledTensor]]:
+def _operands(product: Fp8Gemm, device: torch.device) -> list[tuple[ScaledTensor, ScaledTensor]]:
     """Return copies of random operands in the memory order that quantizers write, together larger than L2."""
     m, n, k = product.shape
     a_text, b_text, layout = product.case

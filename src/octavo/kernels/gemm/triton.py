@@ -116,7 +116,7 @@ def scaled_mm(
     device = left.data.device
     target = target_for(device)
     blocked = left.blocks.columns == BLOCK
-    fast = fast_accum and target.short_sums and not blocked
+    fast = fast_accum and target.limited_accumulator and not blocked
     kind = target, fast, blocked, out_dtype.itemsize
     chosen = CONFIGS[config if config in configurations(*kind) else _estimated_fastest(m, n, *kind)]
     round_first = INTERPRETED and out_dtype == torch.bfloat16
@@ -160,14 +160,14 @@ class Target(NamedTuple):
 
     Attributes:
         tma: Whether TMA loads the operands.
-        short_sums: Whether the matrix units have a shorter accumulator, which saves registers (Hopper). Elsewhere
-            accumulators are float32, and configurations with more than 64 per thread spill.
+        limited_accumulator: Whether the matrix units have a shorter accumulator, which saves registers (Hopper).
+            Elsewhere accumulators are float32, and configurations with more than 64 per thread spill.
         shared: Shared memory per program, in bytes.
         multiprocessors: Number of multiprocessors.
     """
 
     tma: bool
-    short_sums: bool
+    limited_accumulator: bool
     shared: int
     multiprocessors: int
 
@@ -187,7 +187,7 @@ def _target_of(capability: int, multiprocessors: int) -> Target:
     datacenter = 90 <= capability < 120
     return Target(
         tma=datacenter,
-        short_sums=capability == 90,
+        limited_accumulator=capability == 90,
         shared=(227 if datacenter else 99) * 1024,
         multiprocessors=multiprocessors,
     )
@@ -228,7 +228,7 @@ def training_configurations(device: torch.device, case: Case) -> tuple[int, ...]
 
 def _training_kind(target: Target, case: Case) -> tuple[Target, bool, bool, int]:
     blocked = blocks_of(case)[0].columns == BLOCK
-    return target, case[2] == "nt" and target.short_sums and not blocked, blocked, 2
+    return target, case[2] == "nt" and target.limited_accumulator and not blocked, blocked, 2
 
 
 def trials(device: torch.device, case: Case, config: int | None = None) -> list[tuple[int, Shape]]:
@@ -286,7 +286,7 @@ def variants(capability: int = 90, out_bytes: int = 2) -> list[Variant]:
     target, out = _target_of(capability, 1), "*fp32" if out_bytes == 4 else "*bf16"
     all_variants = []
     for case, a_rows, b_rows, blocked in _COMPILED:
-        for fast in (True, False) if target.short_sums and not blocked else (False,):
+        for fast in (True, False) if target.limited_accumulator and not blocked else (False,):
             for index in configurations(target, fast, blocked, out_bytes):
                 config = CONFIGS[index]
                 launch = _launch(config, target, a_rows, b_rows, blocked, not blocked, fast, False)

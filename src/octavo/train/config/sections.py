@@ -95,18 +95,18 @@ class Model(Section):
             raise ValueError('give either model.path (a local checkpoint) or model.type, as "llama"')
         if self.path is not None and self.config:
             raise ValueError("model.config is for model.type; the checkpoint at model.path has its own config")
-        _check_plain("model.config", self.config)
+        _check_config_value("model.config", self.config)
         return self
 
 
-def _check_plain(name: str, value: Any) -> None:
+def _check_config_value(name: str, value: Any) -> None:
     """Raise ValueError for what no field of a model's config is: NaN, which equals nothing, and dates."""
     if isinstance(value, dict):
         for key, item in value.items():
-            _check_plain(f"{name}.{key}", item)
+            _check_config_value(f"{name}.{key}", item)
     elif isinstance(value, list):
         for item in value:
-            _check_plain(name, item)
+            _check_config_value(name, item)
     elif value != value or not isinstance(value, str | int | float | None):
         raise ValueError(f"{name}: a number, a string, true, false, a list or a table is wanted; got {value}")
 

@@ -1,7 +1,7 @@
-"""Defects that the fuzzer has to find, one at a time: mistakes that were made in this project or in others.
+"""Faults that the fuzzer has to find, one at a time: mistakes that were made in this project or in others.
 
-`PLANTED` is the table: add a row with a context that puts the defect in place. Contexts avoid the internals of stored
-activations: they change torch functions, the forward of modules, or public ops, while a converted model runs.
+`INJECTED_FAULTS` is the table: add a row with a context that injects the fault. Contexts avoid the internals of
+stored activations: they change torch functions, the forward of modules, or public ops, while a converted model runs.
 """
 
 import re
@@ -229,7 +229,7 @@ def summed_not_averaged():
 
 
 @dataclass(frozen=True)
-class Plant:
+class InjectedFault:
     """A defect: its kind of case, a pattern that cases need for it to matter, the label that its failure has, and how
     many draws may pass it by.
     """
@@ -253,50 +253,52 @@ def _is_look_alike(module):
     return isinstance(module, Gate) and module.form in LOOK_ALIKES
 
 
-PLANTED = {
-    "q saved in FP8 beside sdpa's statistics": Plant(
+INJECTED_FAULTS = {
+    "q saved in FP8 beside sdpa's statistics": InjectedFault(
         "activations", lambda: function(F, "scaled_dot_product_attention", _rounded_q), '"sdpa"', "gradient"
     ),
-    "results of sigmoid saved in FP8": Plant(
+    "results of sigmoid saved in FP8": InjectedFault(
         "activations", lambda: function(torch, "sigmoid", RoundedSigmoid.apply),
         '"sigmoid"|"beta"|sigmoid_product', "gradient", draws=2000, slow=True,
     ),
-    "LayerNorm saves x, not x - mean": Plant(
+    "LayerNorm saves x, not x - mean": InjectedFault(
         "activations",
         lambda: forward(lambda m: isinstance(m, nn.LayerNorm) and m.weight is not None, _rounded_norm),
         '"mean".*"layer|"layer.*"mean"', "gradient", draws=6000, slow=True,
     ),
-    "a look-alike taken for a gated MLP": Plant(
+    "a look-alike taken for a gated MLP": InjectedFault(
         "activations", lambda: forward(_is_look_alike, _as_gated_mlp), "|".join(f'"{f}"' for f in LOOK_ALIKES)
     ),
-    "side effects lost": Plant(
+    "side effects lost": InjectedFault(
         "activations",
         lambda: forward(lambda m: hasattr(m, "calls"), _without_effects), '"records"|"aux',
     ),
-    "a parameter without its gradient": Plant(
+    "a parameter without its gradient": InjectedFault(
         "activations",
         lambda: function(F, "linear", lambda x, w, b=None: _LINEAR(x, w, None if b is None else b.detach())),
     ),
-    "one random number more": Plant(
+    "one random number more": InjectedFault(
         "activations", lambda: forward(lambda m: isinstance(m, nn.Linear), _one_more_number)
     ),
-    "a mask forgotten": Plant(
+    "a mask forgotten": InjectedFault(
         "activations",
         lambda: function(F, "scaled_dot_product_attention", lambda q, k, v, scale, **_: _SDPA(q, k, v, scale=scale)),
         '"causal"|"padded"|"additive"',
     ),
-    "hooks not called": Plant("activations", lambda: around(_no_hooks), '"hooked"'),
-    "a fold in the wrong order": Plant("linear", wrong_fold),
-    "NaN made finite": Plant("linear", finite_input, '"bad"'),
-    "weights kept too long": Plant("wrappers", stale_weights, '"keep_weights"'),
-    "a scale that depends on how often forward ran": Plant("wrappers", scale_that_drifts, '"checkpoint'),
-    "strides ignored by the optimizer": Plant("optimizer", lambda: optimizer_step(before=_memory_order), '"layout"'),
-    "NaN made -0.0 by the remainder": Plant("optimizer", lambda: optimizer_step(after=_zero_for_nan), '"nan'),
-    "the second moment decays as the first": Plant("optimizer", lambda: optimizer_step(before=_one_beta)),
-    "a collective that loses the last element": Plant(
+    "hooks not called": InjectedFault("activations", lambda: around(_no_hooks), '"hooked"'),
+    "a fold in the wrong order": InjectedFault("linear", wrong_fold),
+    "NaN made finite": InjectedFault("linear", finite_input, '"bad"'),
+    "weights kept too long": InjectedFault("wrappers", stale_weights, '"keep_weights"'),
+    "a scale that depends on how often forward ran": InjectedFault("wrappers", scale_that_drifts, '"checkpoint'),
+    "strides ignored by the optimizer": InjectedFault(
+        "optimizer", lambda: optimizer_step(before=_memory_order), '"layout"'
+    ),
+    "NaN made -0.0 by the remainder": InjectedFault("optimizer", lambda: optimizer_step(after=_zero_for_nan), '"nan'),
+    "the second moment decays as the first": InjectedFault("optimizer", lambda: optimizer_step(before=_one_beta)),
+    "a collective that loses the last element": InjectedFault(
         "comm", last_element_lost, '"all_gather"', on_ranks=True, slow=True
     ),
-    "gradients added up, not averaged": Plant(
+    "gradients added up, not averaged": InjectedFault(
         "wrappers", summed_not_averaged, '"fp8_comm": "on"', on_ranks=True, slow=True
     ),
 }  # fmt: skip

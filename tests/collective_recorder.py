@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Which argument of an operation of c10d is what this rank gives.
-_GIVEN = {
+# Position of the input argument of each c10d operation.
+_INPUT_POSITION = {
     "_allgather_base_": 1,
     "_reduce_scatter_base_": 1,
     "alltoall_base_": 1,
@@ -29,7 +29,7 @@ class Call:
     dtype: torch.dtype
 
 
-class Wiretap(TorchDispatchMode):
+class CollectiveRecorder(TorchDispatchMode):
     """Records collectives while it is on."""
 
     def __init__(self) -> None:
@@ -45,11 +45,11 @@ class Wiretap(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::")
-            if name in _GIVEN:
-                tensors = _flat(args[_GIVEN[name]])
+            if name in _INPUT_POSITION:
+                tensors = _flat(args[_INPUT_POSITION[name]])
                 self.calls.append(Call(name, sum(t.nbytes for t in tensors), tensors[0].dtype))
             elif not name.startswith(("recv", "barrier", "monitored")):
-                raise AssertionError(f"a collective that this wiretap does not know: {name}")
+                raise AssertionError(f"a collective that this recorder does not know: {name}")
         return func(*args, **(kwargs or {}))
 
 
