@@ -6,7 +6,7 @@
 Triton specializes for integers that are 1, and for addresses and integers that are multiples of 16.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,8 +49,8 @@ def interpreted(change: Callable[[str], str] = lambda text: text) -> Iterator[li
     executed: list[Executed] = []
     reachable: list[Tensor] = []
 
-    def run_launch(self: PreparedLaunch, arguments: Mapping[str, Any]) -> None:
-        executed.append(_run(self.launch, self.grid, {**arguments, **self.scalars}, change, reachable))
+    def run_launch(self: PreparedLaunch, tensors: Sequence[Tensor]) -> None:
+        executed.append(_run(self.launch, self.grid, self.arguments(tensors), change, reachable))
 
     def addresses(state: ParamState) -> list[int]:
         """Return the addresses that AdamW's kernel reads from a table, and make them reachable."""

@@ -21,7 +21,9 @@ class Rules:
         self.calls = []
         self.refused = set(refused)
 
-    def scaled_mm_v1(self, a, b, *, scale_a, scale_b, bias=None, out_dtype=None, use_fast_accum=False):
+    def scaled_mm_v1(
+        self, a, b, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
+    ):  # fmt: skip
         self._operands(a, b, scale_a, scale_b, bias, out_dtype)
         m, n = a.shape[0], b.shape[1]
         assert scale_a.dtype == scale_b.dtype == torch.float32

@@ -95,11 +95,11 @@ def kernels_get_what_triton_passes():
     failed, compared = [], set()
     ordinary = launch.PreparedLaunch.__call__
 
-    def compare(self, arguments):
-        expected = recorded(lambda: self._through_triton(None, arguments))
-        ordinary(self, arguments)
+    def compare(self, tensors):
+        expected = recorded(lambda: self._through_triton(None, tensors))
+        ordinary(self, tensors)
         compared.add(self.launch.kernel.fn.__name__)
-        if recorded(lambda: ordinary(self, arguments)) != expected:
+        if recorded(lambda: ordinary(self, tensors)) != expected:
             failed.append(f"{self.launch.kernel.fn.__name__} {self.grid} {self.scalars}")
 
     launch.PreparedLaunch.__call__ = compare

@@ -247,7 +247,7 @@ def test_plans_hold_no_tensor(on_gpu_path):
 def test_grids_fit_cuda_at_any_size(monkeypatch, shape):
     """CUDA allows 65535 in the second and third dimension."""
     grids = []
-    monkeypatch.setattr(launch.PreparedLaunch, "__call__", lambda self, arguments: grids.append(self.grid))
+    monkeypatch.setattr(launch.PreparedLaunch, "__call__", lambda self, tensors: grids.append(self.grid))
     x = torch.empty(shape, dtype=torch.bfloat16)
     scale = torch.empty(shape[0], 1)
     for recipe in (RECIPES["rowwise"], RECIPES["tensorwise"], RECIPES["blockwise"], RECIPES["mxfp8"]):

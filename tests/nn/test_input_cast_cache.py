@@ -123,7 +123,7 @@ def test_a_dead_tensor_leaves_no_copy_and_no_graph():
     Receive.buffer = torch.zeros(SHAPE)
     first(x)
     node, entry = weakref.ref(x.grad_fn), INPUT_CASTS._entry[1]
-    data = weakref.ref(next(iter(entry.casts.values()))[0].data)
+    data = weakref.ref(next(iter(entry.casts.values()))[0])
     del x
     assert data() is None and entry.state == ()
     del entry

@@ -144,6 +144,9 @@ class RecomputableTensors:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def add(self, y: Tensor, recomputable: Recomputable, hooks: Any) -> None:
         """Register a contiguous tensor that autograd made, if it did, under saved-tensor hooks."""
         if y.grad_fn is not None and not torch.is_inference_mode_enabled():

@@ -15,21 +15,24 @@ Below the dispatcher, a profiler shows the kernels and allocations of an op but 
 """
 
 import threading
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.registry import GPU_TYPES, Backend, Case, Op, Shape
 from octavo.runtime.execution_context import is_capturing
-from octavo.runtime.torch_compat import eager_signature
+from octavo.runtime.torch_compat import eager_signature, reinterpreted
 
 
-def signature(x: Tensor, *others: Tensor | None) -> tuple[Any, ...] | None:
-    """Return what an op on these tensors depends on, but their values and addresses; None for the ordinary path."""
+def signature(x: Tensor, *others: Tensor | None, records: bool = False) -> tuple[Any, ...] | None:
+    """Return what an op on these tensors depends on, but their values and addresses; None for the ordinary path.
+
+    With `records`, also while autograd records: for a caller that is an autograd function itself.
+    """
     if x.is_cuda:
-        return None if is_capturing(x.device) else eager_signature(x, *others)
-    return eager_signature(x, *others) if "cpu" in GPU_TYPES else None
+        return None if is_capturing(x.device) else eager_signature(x, *others, records=records)
+    return eager_signature(x, *others, records=records) if "cpu" in GPU_TYPES else None
 
 
 class Call:
@@ -56,18 +59,21 @@ class Call:
         return self._plan
 
 
-class Calls(dict[tuple[Any, ...], Call]):
-    """Calls of one op by signature and options."""
+T = TypeVar("T")
 
-    def add(self, key: tuple[Any, ...], call: Call) -> Call:
-        """Add a call; all are dropped beyond `MAX_CALLS`."""
-        if len(self) >= MAX_CALLS:
+
+class Plans(dict[tuple[Any, ...], T]):
+    """What calls with one signature and options have in common, by these."""
+
+    def add(self, key: tuple[Any, ...], plan: T) -> T:
+        """Add a plan; all are dropped beyond `MAX_PLANS`."""
+        if len(self) >= MAX_PLANS:
             self.clear()
-        self[key] = call
-        return call
+        self[key] = plan
+        return plan
 
 
-MAX_CALLS = 4096
+MAX_PLANS = 4096
 
 
 class ZeroBlocks(threading.local):
@@ -91,7 +97,7 @@ class ZeroBlocks(threading.local):
         if block is None or end > BLOCK:
             block, start, end = torch.zeros(BLOCK, dtype=dtype, device=device), 0, -(-size // 16) * 16
         self._blocks[key] = block, end
-        return block[start : start + size]
+        return reinterpreted(block, (size,), (1,), start)
 
 
 BLOCK = 1 << 18

@@ -19,7 +19,7 @@ This module imports Triton; only Triton backends and tools for them import it.
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import itemgetter, or_
@@ -63,14 +63,15 @@ class Launch:
         """
         kinds = [_kind(arguments[name]) for name in self.kernel.arg_names if name in arguments]
         if None in kinds:
-            return self.prepare(grid, arguments)(arguments)
+            prepared = self.prepare(grid, arguments)
+            return prepared([arguments[name] for name in prepared.names])
         key = (grid, *kinds)
-        prepared = self._prepared.get(key)
-        if prepared is None:
+        known = self._prepared.get(key)
+        if known is None:
             if len(self._prepared) >= MAX_PREPARED:
                 self._prepared.clear()
-            prepared = self._prepared[key] = self.prepare(grid, arguments)
-        prepared(arguments)
+            known = self._prepared[key] = self.prepare(grid, arguments)
+        known([arguments[name] for name in known.names])
 
     def prepare(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> "PreparedLaunch":
         """Fix the grid, the scalars among `arguments`, and the dtypes and device of the tensors.
@@ -97,53 +98,57 @@ def _kind(value: Any) -> tuple[Any, Any] | None:
 
 
 class PreparedLaunch:
-    """A launch with a fixed grid and fixed scalars. Call it with the tensors, by name of the kernel's arguments.
+    """A launch with a fixed grid and fixed scalars. Call it with the tensors, in the order of `names`.
 
     Attributes:
         launch: The kernel with its compile-time constants.
         grid: Programs, in up to three dimensions.
-        scalars: Arguments that are no tensors, by name.
+        names: The kernel's arguments that are tensors.
+        scalars: Its other arguments, by name.
     """
 
     def __init__(self, launch: Launch, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         passed = {name: arguments[name] for name in launch.kernel.arg_names if name in arguments}
-        tensors = [name for name, value in passed.items() if isinstance(value, torch.Tensor)]
-        scalars = {name: value for name, value in passed.items() if name not in tensors}
+        dtypes = {name: value.dtype for name, value in passed.items() if isinstance(value, torch.Tensor)}
+        scalars = {name: value for name, value in passed.items() if name not in dtypes}
         fixed = {**scalars, **launch.constants}
-        position = {name: index for index, name in enumerate((*tensors, *fixed))}
-        self.launch, self.grid, self.scalars = launch, grid, scalars
+        position = {name: index for index, name in enumerate((*dtypes, *fixed))}
+        self.launch, self.grid, self.names, self.scalars = launch, grid, tuple(dtypes), scalars
         self._x, self._y, self._z = (*grid, 1, 1)[:3]
+        self._dtypes = tuple(dtypes.values())
         self._fixed = tuple(fixed.values())
-        self._tensors = itemgetter(*tensors)
         self._in_order = itemgetter(*(position[name] for name in launch.kernel.arg_names))
-        self._index = passed[tensors[0]].device.index
+        self._index = passed[self.names[0]].device.index
         self._compiled: dict[Any, tuple[Any, ...]] = {}
         self._direct = not INTERPRETED and all(isinstance(v, int | float) for v in scalars.values())
 
-    def __call__(self, arguments: Mapping[str, Any]) -> None:
-        """Launch with the tensors among `arguments`, of the dtypes and on the device of those at preparation."""
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Launch with tensors on the device of those at preparation, of dtypes of the same sizes."""
         if self._index is not None and self._index != torch.cuda.current_device():
             with torch.cuda.device(self._index):
-                return self(arguments)
-        addresses = tuple(map(torch.Tensor.data_ptr, self._tensors(arguments)))
+                return self(tensors)
+        addresses = [*map(_ADDRESS, tensors)]
         aligned = True if not reduce(or_, addresses) & 15 else tuple(address % 16 == 0 for address in addresses)
         compiled = self._compiled.get(aligned)
         if compiled is None or _HOOKS.launch_enter_hook.calls or _HOOKS.launch_exit_hook.calls:
-            return self._through_triton(aligned, arguments)
+            return self._through_triton(aligned, tensors)
         kernel, run, stream = compiled
         run(
             self._x, self._y, self._z, stream(self._index), kernel.function, kernel.packed_metadata,
             None, None, None, *self._in_order((*addresses, *self._fixed)),
         )  # fmt: skip
 
-    def _through_triton(self, aligned: Any, arguments: Mapping[str, Any]) -> None:
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Return the kernel's arguments but constants by name, with tensors viewed as the dtypes at preparation."""
+        viewed = (x if x.dtype == dtype else x.view(dtype) for x, dtype in zip(tensors, self._dtypes, strict=True))
+        return dict(zip(self.names, viewed, strict=True)) | self.scalars
+
+    def _through_triton(self, aligned: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Launch as Triton does, which compiles the kernel if needed, and remember the compiled kernel."""
         launch = self.launch
         THROUGH_TRITON[launch.kernel.fn.__name__] += 1
-        names = launch.kernel.arg_names
-        passed = {name: arguments[name] for name in names if name in arguments} | self.scalars
         kernel = _with_writable_cache(
-            launch.kernel[self.grid], **passed, **launch.constants, num_warps=launch.num_warps,
+            launch.kernel[self.grid], **self.arguments(tensors), **launch.constants, num_warps=launch.num_warps,
             num_stages=launch.num_stages, enable_fp_fusion=False,
         )  # fmt: skip
         if self._direct:
@@ -154,6 +159,7 @@ THROUGH_TRITON: Counter[str] = Counter()
 """Launches that were not direct, by kernel."""
 MAX_PREPARED = 4096
 """Prepared launches per kernel and constants; all are dropped beyond that."""
+_ADDRESS = torch.Tensor.data_ptr
 _HOOKS = triton.knobs.runtime
 """Where profilers install what Triton calls around each launch."""
 

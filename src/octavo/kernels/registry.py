@@ -110,6 +110,7 @@ class Op:
         if _can_probe(device):
             if len(self._measured) >= MAX_CACHED_SHAPES:
                 self._measured.clear()
+                CHOICES.changes += 1
             self._measured[device, case, shape] = chosen
         return chosen
 
@@ -126,6 +127,7 @@ class Op:
     def pin(self, name: str, device: torch.device, case: Case) -> None:
         """Run a case on one backend from now on, for instance because ranks choose different ones."""
         self._chosen[device, case] = self.backends[name]
+        CHOICES.changes += 1
 
     @contextmanager
     def force(self, name: str) -> Iterator[None]:
@@ -134,10 +136,12 @@ class Op:
             names = ", ".join(self.backends)
             raise ValueError(f"{self.name} has no backend {name!r}{nearest(name, self.backends)}. It has: {names}")
         self._forced.append(self.backends[name])
+        CHOICES.changes += 1
         try:
             yield
         finally:
             self._forced.pop()
+            CHOICES.changes += 1
 
     def _in_order(self) -> list[Backend]:
         return sorted(self.backends.values(), key=lambda backend: backend.name == "reference")
@@ -159,6 +163,14 @@ class Op:
             reasons = "; ".join(f"{b.name}: {self.unavailable_reason(b, device, case)}" for b in others)
             text = f"octavo: {self.name} ({' '.join(case)}) is emulated on {device}: exact numbers, slow. {reasons}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+class _Choices:
+    changes = 0
+
+
+CHOICES = _Choices()
+"""Counts changes to what `Op.choose` returned before, for plans that hold several choices."""
 
 
 def triton_unsupported(device: torch.device, case: Case) -> str | None:

@@ -15,11 +15,13 @@ from octavo.numerics.recipe import Recipe
 from octavo.runtime.execution_context import execution_context
 from octavo.tensor import ScaledTensor
 
-InputCasts = tuple[ScaledTensor, ScaledTensor | None]
-"""X for forward, and X for wgrad."""
+InputCasts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Data of X for forward and for wgrad, then the scales of both; for wgrad None, or those for forward, if not needed."""
 
 
-def quantized_input(x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None) -> InputCasts:
+def quantized_input(
+    x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None
+) -> tuple[ScaledTensor, ScaledTensor | None]:
     """Quantize X for forward, and for wgrad if needed. With `amax`, which sets the scale, both need equal specs."""
     spec, spec_t, copies = recipe.x, recipe.wgrad_x, wants_copies(x_MK.device)
     if not needs_wgrad or spec_t is None:
@@ -78,25 +80,38 @@ class InputCastCache(threading.local):
 
         x_MK is the matrix view of `owner`.
         """
-        if torch.compiler.is_compiling() or owner.grad_fn is None or torch.is_inference_mode_enabled():
-            return quantized_input(x_MK, recipe, needs_wgrad, amax)
+        casts = None if torch.compiler.is_compiling() else self.casts_of(owner)
+        if casts is not None:
+            cast = casts.get(cast_key(recipe, True, source))  # of both, which serves a forward alone, too
+            if cast is None and not needs_wgrad:
+                cast = casts.get(cast_key(recipe, False, source))
+            if cast is not None:
+                return cast
+        x, x_t = quantized_input(x_MK, recipe, needs_wgrad, amax)
+        cast = (x.data, None, x.scale, None) if x_t is None else (x.data, x_t.data, x.scale, x_t.scale)
+        if casts is not None:
+            casts[cast_key(recipe, needs_wgrad, source)] = cast
+        return cast
+
+    def casts_of(self, owner: Tensor) -> dict[Any, InputCasts] | None:
+        """Return the casts of a tensor in its present state, to look up and add to; None if it is not cached."""
+        if owner.grad_fn is None or torch.is_inference_mode_enabled():
+            return None
+        storage = owner.untyped_storage()
         state = (
-            owner._version, owner.grad_fn, owner.untyped_storage()._cdata, owner.storage_offset(), owner.shape,
-            owner.stride(), owner.dtype, *execution_context(owner),
+            owner._version, owner.grad_fn, storage._cdata, owner.storage_offset(), owner.shape, owner.stride(),
+            owner.dtype, *execution_context(owner),
         )  # fmt: skip
         entry = self._entry
         if entry is None or entry[0]() is not owner or entry[1].state != state:
-            new_entry = _CacheEntry(state, StorageWeakRef(owner.untyped_storage()))
+            new_entry = _CacheEntry(state, StorageWeakRef(storage))
             entry = self._entry = weakref.ref(owner, lambda _: new_entry.forget()), new_entry
-        casts = entry[1].casts
-        key = recipe.x, recipe.wgrad_x, source
-        cast = casts.get(key)  # of both, which serves a forward alone, too
-        if cast is None and not needs_wgrad:
-            key = recipe.x, None, source
-            cast = casts.get(key)
-        if cast is None:
-            cast = casts[key] = quantized_input(x_MK, recipe, needs_wgrad, amax)
-        return cast
+        return entry[1].casts
+
+
+def cast_key(recipe: Recipe, both: bool, source: Hashable) -> Hashable:
+    """Return what casts of a tensor differ in: spec for forward, spec for wgrad if `both`, and source of the amax."""
+    return recipe.x.text, recipe.wgrad_x.text if both and recipe.wgrad_x is not None else None, source
 
 
 INPUT_CASTS = InputCastCache()

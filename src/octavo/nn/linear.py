@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.activations.saved_tensors import unhooked
 from octavo.kernels import scaled_mm
 from octavo.nn.linear_like import LinearLike
+from octavo.nn.linear_plan import planned_linear
 from octavo.nn.operands import (
     JUST_IN_TIME,
     Quantizer,
+    apply_unhooked,
     dgrad_weight,
     forward_operands,
     output_dtype,
@@ -84,15 +85,16 @@ def linear(
         >>> weight.grad.shape
         torch.Size([32, 64])
     """
+    planned = planned_linear(input, weight, bias, recipe, keeps_weight, quantizer, _LinearFunction.backward)
+    if planned is not None:
+        return planned
     out_dtype = output_dtype(input, weight)
     if out_dtype is None:
         return F.linear(input, weight, bias)
     x_MK = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), weight.shape[1])
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
     x = quantizer.input(input, x_MK, recipe, needs_wgrad)
-    y_MN: Tensor = unhooked(
-        _LinearFunction.apply, x_MK, weight, bias, *x, recipe, out_dtype, keeps_weight, quantizer
-    )  # fmt: skip
+    y_MN = apply_unhooked(_LinearFunction, x_MK, weight, bias, *x, recipe, out_dtype, keeps_weight, quantizer)
     if input.ndim == 2:
         return y_MN
     # Not a view, as for `nn.Linear`: FSDP2 warns about blocks that return a view.

@@ -16,13 +16,13 @@ is saved as it is. If X can be recomputed from what its producer saved (`octavo.
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from octavo.activations.recompute import Recomputable, Rematerializer
-from octavo.activations.saved_tensors import recomputable_of
+from octavo.activations.saved_tensors import recomputable_of, unhooked
 from octavo.kernels import quantize, quantize_pair, wants_copies
 from octavo.nn.gathered import Fp8AllGatherOutput, for_dgrad, quantized_as
 from octavo.nn.input_casts import INPUT_CASTS
@@ -69,11 +69,11 @@ def quantize_input(
     """
     recomputable = recomputable_of(input) if needs_wgrad else None
     with torch.set_grad_enabled(False):  # as no_grad, in fewer Python calls
-        x, x_t = INPUT_CASTS.quantized(input, x_MK, recipe, needs_wgrad and recomputable is None, amax, source)
+        x, x_t, scale, scale_t = INPUT_CASTS.quantized(
+            input, x_MK, recipe, needs_wgrad and recomputable is None, amax, source
+        )
     # Tensors that both casts share are returned once: torch.compile passes no tensor twice.
-    x_t_data = None if x_t is None or x_t.data is x.data else x_t.data
-    x_t_scale = None if x_t is None or x_t.scale is x.scale else x_t.scale
-    return x.data, x.scale, x_t_data, x_t_scale, recomputable
+    return x, scale, None if x_t is x else x_t, None if scale_t is scale else scale_t, recomputable
 
 
 def quantize_gradient(
@@ -126,6 +126,12 @@ def output_dtype(input: Tensor, weight: Tensor) -> torch.dtype | None:
             f"torch.autocast({input.device.type!r}, dtype=torch.bfloat16)"
         )
     return input.dtype if autocast is None else autocast
+
+
+def apply_unhooked(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """Apply a function that saves FP8 tensors itself, without the hooks of the scope around it."""
+    y: Tensor = unhooked(function.apply, *arguments)
+    return y
 
 
 def forward_operands(

@@ -100,6 +100,11 @@ def cast_weight(w_NK: Tensor, recipe: Recipe, needs_dgrad: bool) -> tuple[Scaled
     return _cast(w_NK, recipe) if needs_dgrad else (quantize(w_NK, recipe.w), None)
 
 
+def shares_cast(w_NK: Tensor) -> bool:
+    """Whether `cast_weight` would return cached casts of a weight now, and cache new ones."""
+    return bool(_CACHES) and _cache_of(w_NK) is not None
+
+
 @contextmanager
 def accumulating(model: nn.Module) -> Iterator[None]:
     """Quantize each weight once for all forwards and backwards inside, in layers converted with `keep_weights=True`.

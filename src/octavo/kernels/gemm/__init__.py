@@ -10,13 +10,13 @@ apply to the float32 sum, which is rounded once to the output dtype. Each backen
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import low_sqnr
-from octavo.kernels.direct import Call, Calls, signature
+from octavo.kernels.direct import Call, Plans, signature
 from octavo.kernels.gemm import reference, torch_scaled
 from octavo.kernels.gemm.operand_layout import UNIT
 from octavo.kernels.library import define
@@ -26,7 +26,7 @@ from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
-__all__ = ["SCALED_MM", "UNIT", "Layout", "accelerated", "cases_of", "scaled_mm", "wants_copies"]
+__all__ = ["SCALED_MM", "UNIT", "Layout", "ProductPlan", "accelerated", "cases_of", "scaled_mm", "wants_copies"]
 
 Layout = Literal["nt", "nn", "tn"]
 
@@ -79,7 +79,48 @@ def scaled_mm(
     return result
 
 
-_CALLS = Calls()
+_CALLS: Plans[Call] = Plans()
+
+
+class ProductPlan:
+    """Products of operands of one signature; the first call has to be with such operands.
+
+    Args:
+        a_spec: Spec of the left operand.
+        b_spec: Spec of the right operand.
+        layout: As in `scaled_mm`.
+        out_dtype: As in `scaled_mm`.
+        fast_accum: As in `scaled_mm`.
+    """
+
+    __slots__ = ("_options", "_plan", "_specs")
+
+    def __init__(
+        self, a_spec: QuantSpec, b_spec: QuantSpec, layout: Layout, out_dtype: torch.dtype, fast_accum: bool = False
+    ) -> None:
+        self._specs, self._options = (a_spec, b_spec), (layout, out_dtype, fast_accum)
+        self._plan: Any = None
+
+    def __call__(
+        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None = None
+    ) -> Tensor:
+        """Multiply a and b, with the data contiguous along the contraction and None for unit scales."""
+        product: Tensor | None = None
+        if self._plan is not None:
+            product = self._plan(a, b, a_scale, b_scale, bias)
+        return self._general(a, b, a_scale, b_scale, bias) if product is None else product
+
+    def _general(
+        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        left, right = ScaledTensor(a, a_scale, self._specs[0]), ScaledTensor(b, b_scale, self._specs[1])
+        layout, out_dtype, fast_accum = self._options
+        result = scaled_mm(left, right, layout, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
+        if self._plan is None:
+            backend = SCALED_MM.choose(a.device, _case(left, right, layout), _shape(a, b, layout))
+            if backend.plan is not None:
+                self._plan = backend.plan(left, right, layout, out_dtype, bias, fast_accum)
+        return result
 
 
 def _check(a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None) -> None:

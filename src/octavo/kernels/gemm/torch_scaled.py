@@ -44,6 +44,7 @@ from octavo.numerics.error import sqnr
 from octavo.numerics.formats import E4M3, E5M2, E8M0
 from octavo.numerics.spec import FULL, Granularity
 from octavo.runtime.execution_context import is_capturing
+from octavo.runtime.torch_compat import reinterpreted
 from octavo.tensor import ScaledTensor
 
 Kind = Literal["tensor", "row", "block", "mx"]
@@ -171,6 +172,11 @@ def plan_of(
             return None
     a_transposed, b_transposed = layout[0] == "t", layout[1] == "t"
     rows, columns = (m, n) if kind == "row" else (1, 1)
+    a_ones = _ones(rows, device) if left.scale is None else None
+    b_ones = _ones(columns, device).t() if right.scale is None else None
+    if len(_ONES) >= _MAX_ONES:  # what the cache does not hold, no plan holds
+        a_ones = b_ones = None
+    a_is_column = left.scale is not None and left.scale.stride() == (1, 1)
 
     def product(
         a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
@@ -180,12 +186,19 @@ def plan_of(
             addresses |= (0 if a_scale is None else a_scale.data_ptr()) | (0 if b_scale is None else b_scale.data_ptr())
         if addresses % ALIGNMENT:
             return None
-        result: Tensor = torch._scaled_mm(
-            a.t() if a_transposed else a, b.t() if b_transposed else b,
-            scale_a=_ones(rows, device) if a_scale is None else a_scale.as_strided((rows, 1), (1, 1)),
-            scale_b=_ones(columns, device).t() if b_scale is None else b_scale.as_strided((1, columns), (1, 1)),
-            bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum,
-        )  # fmt: skip
+        if a_scale is None:
+            a_scale = _ones(rows, device) if a_ones is None else a_ones
+        elif not a_is_column:
+            a_scale = reinterpreted(a_scale, (rows, 1), (1, 1), 0)
+        if b_scale is None:
+            b_scale = _ones(columns, device).t() if b_ones is None else b_ones
+        else:
+            b_scale = reinterpreted(b_scale, (1, columns), (1, 1), 0)
+        if a_transposed:
+            a = reinterpreted(a, (m, k), (k, 1), 0)
+        if b_transposed:
+            b = reinterpreted(b, (k, n), (1, k), 0)
+        result: Tensor = torch._scaled_mm(a, b, a_scale, b_scale, bias, None, out_dtype, fast_accum)
         return result
 
     return product

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import difference
-from octavo.kernels.direct import ZEROS, Call, Calls, signature
+from octavo.kernels.direct import ZEROS, Call, Plans, signature
 from octavo.kernels.library import define
 from octavo.kernels.quantize import reference
 from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
@@ -21,7 +21,7 @@ from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
-__all__ = ["QUANTIZE", "QUANTIZE_PAIR", "Order", "quantize", "quantize_pair"]
+__all__ = ["QUANTIZE", "QUANTIZE_PAIR", "Order", "plan_pair", "plan_quantize", "quantize", "quantize_pair"]
 
 Order = Literal["rows", "columns", "both"]
 
@@ -108,7 +108,26 @@ def quantize_pair(
     return ScaledTensor(q, s, spec), ScaledTensor(q_t.t(), s_t, spec_t)
 
 
-_CALLS, _PAIR_CALLS = Calls(), Calls()
+def plan_quantize(
+    x: Tensor, spec: QuantSpec, fold: Tensor | None = None, *, order: Order = "rows", scale: Tensor | None = None
+) -> Any:
+    """Return the plan of `quantize` for arguments like these, None if its backend makes none. Raises as `quantize`."""
+    _check_call(x, spec, fold, None, scale, order)
+    plan = QUANTIZE.choose(x.device, (spec.text,)).plan
+    return None if plan is None else plan(x, spec, fold, None, scale, order)
+
+
+def plan_pair(
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None
+) -> Any:  # fmt: skip
+    """Return the plan of `quantize_pair` for arguments like these; as `plan_quantize`."""
+    _check_pair(x, spec, fold, spec_t, fold_t)
+    plan = QUANTIZE_PAIR.choose(x.device, (spec.text, spec_t.text)).plan
+    return None if plan is None else plan(x, spec, fold, spec_t, fold_t)
+
+
+_CALLS: Plans[Call] = Plans()
+_PAIR_CALLS: Plans[Call] = Plans()
 
 
 def _check_call(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from octavo.kernels.quantize.reference import padded
 from octavo.numerics.formats import E4M3
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import FULL, ROW, QuantSpec
+from octavo.runtime.torch_compat import empty_strided_on, reinterpreted
 
 Fold = Literal["none", "rows", "columns"]
 Order = Literal["rows", "columns", "both"]
@@ -232,7 +234,7 @@ class Plan:
             "grid_columns": self.scale_shape[1],
             "grid_columns_t": self.scale_shape_t[1],
         }
-        self.steps: list[PreparedLaunch] = []
+        self.steps: list[tuple[PreparedLaunch, Callable[..., Any]]] = []
 
     def run(
         self, x: Tensor, fold: Tensor | None, fold_t: Tensor | None, precomputed: Tensor | None,
@@ -241,53 +243,58 @@ class Plan:
         """Return q, q_t (both [R,C], the second column-major), s, s_t; an output that the task does not write is
         another one. `zeros` allocates what maxima start from.
         """
-        device, dtype, empty = x.device, self.dtype, torch.empty_strided  # `empty` parses its arguments more slowly
+        empty, dtype = empty_strided_on(x.device), self.dtype
         if not self.writes_columns:
-            q = q_t = columns = empty(self.shape, self.stride, dtype=dtype, device=device)
+            q = q_t = columns = empty(self.shape, self.stride, dtype)
         else:
-            if self.padded_rows == self.shape[0]:
-                q_t = columns = empty(self.shape, (1, self.padded_rows), dtype=dtype, device=device)
-            else:
-                columns = torch.empty((self.shape[1], self.padded_rows), dtype=dtype, device=device)
+            q_t = columns = empty(self.shape, (1, self.padded_rows), dtype)
+            if self.padded_rows != self.shape[0]:
+                columns = empty((self.shape[1], self.padded_rows), (self.padded_rows, 1), dtype)
                 q_t = columns[:, : self.shape[0]].t()
-            q = empty(self.shape, self.stride, dtype=dtype, device=device) if self.writes_rows else q_t
+            q = empty(self.shape, self.stride, dtype) if self.writes_rows else q_t
         if precomputed is None or self.writes_scale:
-            s = empty(self.scale_shape, self.scale_stride, dtype=self.scale_dtype, device=device)
+            s = empty(self.scale_shape, self.scale_stride, self.scale_dtype)
         else:
-            s, precomputed = precomputed, precomputed.float()
-        s_t = empty(self.scale_shape_t, self.scale_stride_t, dtype=self.scale_dtype, device=device) if self.pair else s
+            s, precomputed = precomputed, precomputed if precomputed.dtype == torch.float32 else precomputed.float()
+        s_t = empty(self.scale_shape_t, self.scale_stride_t, self.scale_dtype) if self.pair else s
         if len(self.launches) == 2:
-            bits = bits_t = zeros(self.maxima, dtype=torch.int32, device=device)
+            bits = bits_t = zeros(self.maxima, dtype=torch.int32, device=x.device)
             if self.pair:
-                bits_t = bits[self.second_at :]
+                bits_t = reinterpreted(bits, (self.maxima - self.second_at,), (1,), self.second_at)
         else:
-            bits = bits_t = x if precomputed is None else precomputed.contiguous().view(torch.int32)
-        arguments = {
-            "x": x,
-            "fold": x if fold is None else fold.contiguous(),
-            "fold_t": x if fold_t is None else fold_t.contiguous(),
-            "q": q,
-            "q_t": columns,
-            "s": s.view(torch.uint8) if self.e8m0 else s,
-            "s_t": s_t.view(torch.uint8) if self.e8m0 else s_t,
-            "precomputed": bits,
-            "amax": bits,
-            "amax_t": bits_t,
-        }
-        for step in self.steps or self._prepare(arguments):
-            step(arguments)
+            bits = bits_t = x if precomputed is None else _dense(precomputed)
+        tensors = (
+            x, x if fold is None else _dense(fold), x if fold_t is None else _dense(fold_t), q, columns, s, s_t,
+            bits, bits, bits_t,
+        )  # fmt: skip
+        for step, tensors_of in self.steps or self._prepare(tensors):
+            step(tensors_of(tensors))
         return q, q_t, s, s_t
 
-    def _prepare(self, tensors: dict[str, Any]) -> list[PreparedLaunch]:
+    def _prepare(self, tensors: tuple[Tensor, ...]) -> list[tuple[PreparedLaunch, Callable[..., Any]]]:
         rows, columns = self.shape
-        steps = []
+        arguments: dict[str, Any] = dict(zip(_TENSORS, tensors, strict=True))
+        if arguments["amax"].dtype == torch.float32:  # kernels read magnitudes as integers
+            arguments |= {name: arguments[name].view(torch.int32) for name in ("precomputed", "amax", "amax_t")}
+        if self.e8m0:
+            arguments |= {name: arguments[name].view(torch.uint8) for name in ("s", "s_t")}
+        steps: list[tuple[PreparedLaunch, Callable[..., Any]]] = []
         for launch in self.launches:
             covered = rows if launch.kernel is maxima_kernel else padded(rows)
             down = max(triton.cdiv(covered, launch.constants["TILE_R"]), 1)
             across = 1 if launch.kernel is rows_kernel else max(triton.cdiv(columns, launch.constants["TILE_C"]), 1)
-            steps.append(launch.prepare((down * across,), {**self.scalars, **tensors}))
+            step = launch.prepare((down * across,), {**self.scalars, **arguments})
+            steps.append((step, itemgetter(*(_TENSORS.index(name) for name in step.names))))
         self.steps = steps
         return steps
+
+
+_TENSORS = ("x", "fold", "fold_t", "q", "q_t", "s", "s_t", "precomputed", "amax", "amax_t")
+"""Arguments of the kernels that are tensors, in the order of `Plan.run`."""
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else x.contiguous()
 
 
 _PLANS: dict[tuple[Any, ...], Plan] = {}

@@ -1,0 +1,349 @@
+"""Linears that run from a plan: bits, saved tensors, errors and memory of the ordinary path, which runs where it must.
+
+CPU tensors take the GPU path: the reference, with plans, quantizes in place of Triton (`tests/kernels/test_direct.py`
+compares these plans), and `cublas_rules` computes the products.
+"""
+
+import copy
+import gc
+import itertools
+import sys
+import weakref
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from cublas_rules import Rules, install
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo.kernels import registry
+from octavo.kernels.gemm import SCALED_MM
+from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, reference
+from octavo.kernels.registry import Backend
+from octavo.nn import linear_plan
+
+LINEAR = sys.modules["octavo.nn.linear"]
+RECIPES = [name for name in octavo.RECIPES if name != "delayed"]
+
+
+class Plan:
+    """Runs the reference as a plan of Triton's backend runs kernels: the shape of a fold is that at planning."""
+
+    def __init__(self, x, spec, fold, amax, scale, order):
+        self.spec, self.fold, self.scale, self.order = spec, fold, scale is not None, order
+
+    def run(self, x, fold, fold_t, scale, zeros):
+        fold = None if fold is None else fold.reshape(self.fold.shape)
+        *data, s = [*reference.quantize(x, self.spec, fold, None, scale, self.order), *[scale] * self.scale]
+        q = data[0].t() if self.order == "columns" else data[0]
+        return q, q if self.order == "rows" else data[-1].t(), s, s
+
+
+class PairPlan:
+    def __init__(self, x, spec, fold, spec_t, fold_t):
+        self.plans = Plan(x, spec, fold, None, None, "rows"), Plan(x, spec_t, fold_t, None, None, "columns")
+
+    def run(self, x, fold, fold_t, scale, zeros):
+        q, _, s, _ = self.plans[0].run(x, fold, None, None, zeros)
+        _, q_t, s_t, _ = self.plans[1].run(x, fold_t, None, None, zeros)
+        return q, q_t, s, s_t
+
+
+@pytest.fixture(autouse=True)
+def on_gpu_path(monkeypatch):
+    registry.GPU_TYPES.add("cpu")
+    install(monkeypatch, Rules())
+    linear_plan._PLANS.clear()
+    monkeypatch.setitem(QUANTIZE.backends, "planned", Backend(name="planned", run=reference.quantize, plan=Plan))
+    monkeypatch.setitem(
+        QUANTIZE_PAIR.backends, "planned", Backend(name="planned", run=reference.quantize_pair, plan=PairPlan)
+    )
+    with QUANTIZE.force("planned"), QUANTIZE_PAIR.force("planned"), SCALED_MM.force("torch_scaled"):
+        yield
+    registry.GPU_TYPES.remove("cpu")
+
+
+@contextmanager
+def counted():
+    """Count forwards and backwards that ran from a plan."""
+    counts = {"forward": 0, "backward": 0}
+
+    def count(owner, name, key):
+        function = getattr(owner, name)
+
+        def counting(*arguments):
+            counts[key] += 1
+            return function(*arguments)
+
+        return mock.patch.object(owner, name, counting)
+
+    with (
+        count(linear_plan.LinearPlan, "forward", "forward"),
+        count(linear_plan.BackwardPlan, "run", "backward"),
+    ):
+        yield counts
+
+
+def ordinary():
+    return mock.patch.object(LINEAR, "planned_linear", return_value=None)
+
+
+def run(layer, x, g, hooks=nullcontext, scale=2.0):
+    """Return Y, the gradients, and what was saved for backward; X has a `grad_fn`, as inside a model."""
+    layer = copy.deepcopy(layer)
+    leaf = x.detach().clone().requires_grad_(x.requires_grad)
+    saved = []
+    with saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t) if hooks is nullcontext else hooks():
+        y = layer(leaf * scale if leaf.requires_grad else leaf)
+    if y.requires_grad:
+        y.backward(g)
+    results = [y, leaf.grad, layer.weight.grad, None if layer.bias is None else layer.bias.grad]
+    return results, saved
+
+
+def same(expected, actual):
+    assert len(expected) == len(actual)
+    for e, a in zip(expected, actual, strict=True):
+        assert (e is None) == (a is None)
+        if e is not None:
+            assert e.dtype == a.dtype and e.shape == a.shape and e.stride() == a.stride()
+            assert torch.equal(e.contiguous().view(torch.uint8), a.contiguous().view(torch.uint8))
+
+
+def layer_of(recipe="rowwise", bias=False, dtype=torch.bfloat16, frozen=False, **options):
+    torch.manual_seed(0)
+    layer = octavo.convert(nn.Linear(32, 48, bias=bias, dtype=dtype), recipe, verbose=False, **options)
+    layer.weight.requires_grad_(not frozen)
+    return layer
+
+
+CASES = [
+    *({"recipe": name} for name in RECIPES),
+    *({"recipe": name, "bias": True, "shape": (2, 8)} for name in RECIPES),
+    *({"recipe": name, "keep_weights": True} for name in RECIPES),
+    {"frozen": True}, {"frozen": True, "keep_weights": True}, {"inputs": False}, {"inputs": False, "bias": True},
+    {"frozen": True, "inputs": False}, {"dtype": torch.float32, "shape": (5,)}, {"shape": (2, 3, 4), "bias": True},
+    {"dtype": torch.float32, "autocast": True, "bias": True}, {"recipe": "rowwise_hp_wgrad", "frozen": True},
+    {"recipe": "rowwise_hp_wgrad", "inputs": False}, {"recipe": "blockwise", "inputs": False}, {"shape": (1,)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
+def test_plans_compute_and_save_what_the_ordinary_path_does(case):
+    """Three times: the first call leaves the plan. A gradient with other strides has a plan of its own."""
+    case = dict(case)
+    shape, inputs, autocast = case.pop("shape", (16,)), case.pop("inputs", True), case.pop("autocast", False)
+    layer = layer_of(**case)
+    x = torch.randn(*shape, 32, dtype=case.get("dtype", torch.bfloat16)).requires_grad_(inputs)
+    grad = torch.randn(*shape, 48, dtype=torch.bfloat16 if autocast else x.dtype)
+    gradients = [grad, grad, grad[..., :1].expand_as(grad), grad.mT.contiguous().mT if len(shape) == 2 else grad]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for g in gradients:
+            with ordinary():
+                expected, saved = run(layer, x, g)
+            with counted() as counts:
+                actual, saved_now = run(layer, x, g)
+            same(expected, actual)
+            same(saved, saved_now)
+            assert counts == {"forward": 1, "backward": int(actual[0].requires_grad)}
+
+
+def test_one_plan_serves_equal_signatures_and_no_others():
+    layer, x = layer_of(), torch.randn(16, 32, dtype=torch.bfloat16).requires_grad_()
+    sizes = []
+    for input in (x, x, x + 1, x[:8], x.t().contiguous().t(), x.reshape(2, 8, 32), x.detach(), x * 2):
+        layer(input)
+        sizes.append(len(linear_plan._PLANS))
+    assert sizes == [1, 1, 1, 2, 3, 4, 5, 5]
+
+
+def test_siblings_share_casts_between_plans_and_the_ordinary_path():
+    first, frozen = layer_of(), layer_of(frozen=True)
+    x = torch.randn(16, 32, dtype=torch.bfloat16).requires_grad_() * 1
+    with mock.patch.object(linear_plan.INPUT_CASTS, "_entry", None):
+        first(x)
+        ((key, cast),) = linear_plan.INPUT_CASTS.casts_of(x).items()
+        with ordinary():
+            first(x), frozen(x)
+        frozen(x)
+        assert list(linear_plan.INPUT_CASTS.casts_of(x)) == [key]
+        assert linear_plan.INPUT_CASTS.casts_of(x)[key] is cast
+
+
+@pytest.mark.parametrize("hooks", [save_on_cpu, lambda: saved_tensors_hooks(torch.clone, torch.Tensor.double)])
+def test_hooks_may_change_what_is_saved(hooks):
+    """`save_on_cpu` returns tensors with other strides; any hook may return other dtypes."""
+    layer, x, g = layer_of(), torch.randn(16, 32, dtype=torch.bfloat16).requires_grad_(), torch.randn(16, 48).bfloat16()
+    outcomes = []
+    for context in (ordinary, nullcontext, nullcontext):
+        with context():
+            try:
+                outcomes.append(run(layer, x, g, hooks)[0])
+            except (ValueError, RuntimeError, TypeError) as error:
+                outcomes.append([str(error)])
+    if isinstance(outcomes[0][0], str):
+        assert outcomes[0] == outcomes[1] == outcomes[2]
+    else:
+        same(outcomes[0], outcomes[1])
+        same(outcomes[0], outcomes[2])
+
+
+class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+    seen = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.seen += "octavo" in str(function)
+        return function(*arguments, **(keywords or {}))
+
+
+def test_the_ordinary_path_runs_where_something_sees_the_ops():
+    layer, x, g = layer_of(), torch.randn(16, 32).bfloat16().requires_grad_(), torch.randn(16, 48).bfloat16()
+    expected = run(layer, x, g)[0]
+    with counted() as counts, Watching() as mode:
+        same(expected, run(layer, x, g)[0])
+    assert counts == {"forward": 0, "backward": 0} and mode.seen > 4
+    y = layer(x)
+    with counted() as counts, Watching() as mode:
+        y.backward(g)
+    assert counts["backward"] == 0 and mode.seen > 1
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with counted() as counts:
+        assert torch.equal(compiled(x), expected[0]) or torch.equal(compiled(x * 2), expected[0])
+    assert counts["forward"] == 0
+    with counted() as counts, octavo.disabled():
+        layer(x)
+    assert counts["forward"] == 0
+
+
+def test_gradients_that_nothing_needs_are_not_computed():
+    layer, g = layer_of(), torch.randn(16, 48).bfloat16()
+    x = torch.randn(16, 32).bfloat16().requires_grad_()
+    expected = run(layer, x, g, scale=1.0)[0]
+    for wanted, index in ((x, 1), (layer.weight, 2)):
+        y = layer(x)
+        calls = []
+        product = torch._scaled_mm
+        with mock.patch.object(torch, "_scaled_mm", lambda *a, **k: (calls.append(1), product(*a, **k))[1]):  # noqa: B023
+            (gradient,) = torch.autograd.grad(y, wanted, g)
+        same([expected[index]], [gradient])
+        assert len(calls) == 1
+
+
+def test_second_derivatives_raise_as_before():
+    layer, x = layer_of(), torch.randn(16, 32).bfloat16().requires_grad_()
+    layer(x).sum().backward()
+    messages = []
+    for context in (ordinary, nullcontext):
+        with context():
+            (gradient,) = torch.autograd.grad(layer(x).float().square().sum(), x, create_graph=True)
+            with pytest.raises(RuntimeError, match="differentiate twice") as error:
+                gradient.float().sum().backward()
+            messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_a_weight_changed_before_backward_raises():
+    layer, x = layer_of(), torch.randn(16, 32).bfloat16().requires_grad_()
+    for _ in range(2):
+        y = layer(x)
+        with torch.no_grad():
+            layer.weight += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(torch.ones_like(y))
+
+
+def test_new_choices_of_the_registry_end_a_plan():
+    layer, x, g = layer_of(), torch.randn(16, 32).bfloat16().requires_grad_(), torch.randn(16, 48).bfloat16()
+    expected = run(layer, x, g)[0]
+    with counted() as counts, QUANTIZE.force("reference"):
+        same(expected, run(layer, x, g)[0])
+    assert counts == {"forward": 0, "backward": 0}
+    y = layer(x)
+    with counted() as counts, QUANTIZE.force("reference"):
+        y.backward(g)
+    assert counts["backward"] == 0
+    with counted() as counts:
+        same(expected, run(layer, x, g)[0])
+    assert counts == {"forward": 1, "backward": 1}
+
+
+def test_errors_are_those_of_the_ordinary_path():
+    layer, x = layer_of(bias=True), torch.randn(16, 32).bfloat16()
+    layer(x)
+    wrong = [x.float(), x[:, :16], x.int(), torch.tensor(1.0).bfloat16(), x.to("meta")]
+    for input, context in itertools.product(wrong, (ordinary, nullcontext)):
+        with context(), pytest.raises((ValueError, TypeError, IndexError, RuntimeError, NotImplementedError)) as error:
+            layer(input)
+        if context is ordinary:
+            expected = repr(error.value)
+    assert repr(error.value) == expected
+    with pytest.raises(ValueError, match="bias must be"):
+        octavo.nn.linear(x, layer.weight, torch.zeros(47).bfloat16(), layer.recipe)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_is_bitwise_neutral(reentrant):
+    layer, x = layer_of(bias=True), torch.randn(16, 32).bfloat16().requires_grad_()
+    results = []
+    for wrapped in (False, True, True):
+        layer.zero_grad(), setattr(x, "grad", None)
+        y = checkpoint(layer, x * 1, use_reentrant=reentrant) if wrapped else layer(x * 1)
+        y.float().square().sum().backward()
+        results.append([y, x.grad.clone(), layer.weight.grad.clone(), layer.bias.grad.clone()])
+    same(results[0], results[1])
+    same(results[0], results[2])
+
+
+@pytest.mark.parametrize("level", ["fp8", "fp8+activations"])
+def test_models_compute_the_same(level):
+    """Gated MLPs and norms whose outputs are recomputed in backward take the ordinary path; the rest has plans."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(32)
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x):
+            return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).bfloat16()
+    options = {"activations": "fp8"} if level == "fp8+activations" else {}
+    model = octavo.convert(model, verbose=False, **options)
+    results = []
+    for context in (ordinary, nullcontext, nullcontext):
+        model.zero_grad()
+        with context():
+            y = model(torch.linspace(-2, 2, 48 * 32).reshape(2, 24, 32).bfloat16())
+            y.float().square().sum().backward()
+        results.append([y, *(p.grad for p in model.parameters())])
+        results[-1] = [t.detach().clone() for t in results[-1]]
+    same(results[0], results[1])
+    same(results[0], results[2])
+
+
+def test_nothing_outlives_its_graph():
+    layer, x = layer_of(), torch.randn(16, 32).bfloat16().requires_grad_()
+    for _ in range(2):
+        y = layer(x * 1)
+        nodes = [weakref.ref(y.grad_fn)]
+        saved = [weakref.ref(t) for t in y.grad_fn.saved_tensors if t is not None and t is not layer.weight]
+        y.backward(torch.ones_like(y))
+        del y
+        gc.collect()
+        assert len(saved) == 3 and all(ref() is None for ref in (*nodes, *saved))
+    todo, visited = [*linear_plan._PLANS.values()], set()
+    while todo:
+        item = todo.pop()
+        assert not isinstance(item, torch.Tensor) or bool((item == 1).all()), item.shape  # unit scales
+        if id(item) not in visited and not isinstance(item, type | type(gc)):
+            visited.add(id(item))
+            if type(item).__module__.startswith(("octavo", "builtins", "operator")) and not hasattr(
+                item, "__globals__"
+            ):
+                todo += gc.get_referents(item)
