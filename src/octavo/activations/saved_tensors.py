@@ -330,7 +330,7 @@ def unhooked(function: Callable[..., T], *arguments: Any) -> T:
 
 def recomputable_of(x: Tensor) -> Recomputable | None:
     """Return what to save for a tensor [..., K]: what it is recomputed from, or itself if it is saved anyway."""
-    if torch.compiler.is_compiling() or (_INNERMOST.scope is None and not RECOMPUTABLE):
+    if torch.compiler.is_compiling() or (_INNERMOST.hooks is None and not RECOMPUTABLE):
         return None
     recomputable, hooks = RECOMPUTABLE.find(x, outer_hooks()), _INNERMOST.hooks
     if recomputable is None and hooks is not None and hooks.in_force and hooks.saved_output(x):

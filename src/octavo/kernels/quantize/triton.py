@@ -179,7 +179,7 @@ def quantize_pair(
 def plan_of(
     x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: Order,
     config: int | None = None,
-) -> "Plan":  # fmt: skip
+) -> "QuantizePlan":  # fmt: skip
     """Return the plan of `quantize` for arguments like these."""
     precomputed: Precomputed = "scale" if scale is not None else "amax" if amax is not None else "nothing"
     folded = FoldedSpec(spec=spec, fold=_fold_name(fold, x.shape[0]))
@@ -189,24 +189,24 @@ def plan_of(
 def pair_plan_of(
     x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None,
     config: int | None = None,
-) -> "Plan":  # fmt: skip
+) -> "QuantizePlan":  # fmt: skip
     """Return the plan of `quantize_pair` for arguments like these."""
     first = FoldedSpec(spec=spec, fold=_fold_name(fold, x.shape[0]))
     second = FoldedSpec(spec=spec_t, fold=_fold_name(fold_t, x.shape[0]))
     return _plan(QuantizeTask(first=first, second=second), x, config)
 
 
-def _plan(task: QuantizeTask, x: Tensor, config: int | None) -> "Plan":
+def _plan(task: QuantizeTask, x: Tensor, config: int | None) -> "QuantizePlan":
     key = (task, x.dtype, x.shape, x.stride(), x.device, config)
     plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= MAX_PLANS:
             _PLANS.clear()
-        plan = _PLANS[key] = Plan(task, x, _fastest(task, x.device, *x.shape) if config is None else config)
+        plan = _PLANS[key] = QuantizePlan(task, x, _fastest(task, x.device, *x.shape) if config is None else config)
     return plan
 
 
-class Plan:
+class QuantizePlan:
     """What one task does with a matrix of one shape, strides, dtype and device: outputs to allocate, and launches.
 
     Holds no tensor. Launches are prepared at the first run.
@@ -290,24 +290,17 @@ class Plan:
 
 
 _TENSORS = ("x", "fold", "fold_t", "q", "q_t", "s", "s_t", "precomputed", "amax", "amax_t")
-"""Arguments of the kernels that are tensors, in the order of `Plan.run`."""
+"""Arguments of the kernels that are tensors, in the order of `QuantizePlan.run`."""
 
 
 def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-_PLANS: dict[tuple[Any, ...], Plan] = {}
+_PLANS: dict[tuple[Any, ...], QuantizePlan] = {}
 """By what determines allocations, launches and their scalars."""
 MAX_PLANS = 4096
 """Plans; all are dropped beyond that."""
-
-
-def _add_plan(key: tuple[Any, ...], task: QuantizeTask, x: Tensor, config: int | None) -> Plan:
-    if len(_PLANS) >= MAX_PLANS:
-        _PLANS.clear()
-    plan = _PLANS[key] = Plan(task, x, _fastest(task, x.device, *x.shape) if config is None else config)
-    return plan
 
 
 def variants() -> list[Variant]:
