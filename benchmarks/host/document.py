@@ -43,14 +43,21 @@ TAIL = """
   `torch.compile`, dispatch modes (fake tensors, selective checkpointing), function modes, functorch transforms,
   tracing, CUDA graph capture, and for tensor subclasses the dispatcher is used as before. Results are the same
   bits.
-- **The registry decides at every call**: `octavo calibrate`, probes and `force` have the effect they had.
+- **A linear runs from one plan** (`octavo.nn.linear_plan`), which holds the plans of its ops: one look at X, W and the
+  bias in forward and one at G in backward, instead of one per op. Recipes with an amax history, weights that FSDP
+  gathers in FP8 and inputs that backward recomputes take the ordinary path.
+- **Outputs are allocated below the dispatcher**, as the code does that Inductor generates.
+- **The registry decides**: `octavo calibrate`, probes and `force` have the effect they had; a choice that changes ends
+  the plans made before.
 
 A kernel cache that cannot be written (`TRITON_CACHE_DIR`) is reported once; kernels are then compiled again in each
 process.
 
+The goal, 2.2 × bf16's time, is missed.
+
 Rejected: calling the C function below Triton's launcher, whose arguments differ between releases of Triton; passing
-tensors instead of addresses, for which Triton asks the driver about each pointer; one plan for a whole linear,
-which would duplicate `octavo.nn.linear`; CUDA graphs of a linear, which fix addresses.
+tensors instead of addresses, for which Triton asks the driver about each pointer; CUDA graphs of a linear, which fix
+addresses.
 """
 
 
