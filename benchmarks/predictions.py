@@ -109,7 +109,7 @@ def block(side: int) -> Callable[[Gpu], float]:
         call = LinearCall(m=side, k=side, n=side)
         rest = 2 * memory_time(gpu, 4 * side**2) + 2 * memory_time(gpu, 6 * side**2)
         bf16 = bf16_linear(gpu, call)
-        host = (bf16.launches + 4) * gpu.host_us * 1e-6
+        host = bf16.host + 4 * gpu.host_us * 1e-6
         return max(bf16.total + rest, host) / max(fp8(gpu, call, "by tensor").total + rest, HOST)
 
     return predict

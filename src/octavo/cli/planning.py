@@ -111,13 +111,17 @@ def calibrate(
     """Measure and save which kernels are fastest.
 
     Times the three products of each linear on every backend that serves them,
-    in every configuration. Saves the fastest in the cache folder, for this
-    device and these versions; every later run on this machine uses them.
+    in every configuration, and the host time of a linear per recipe. Saves the
+    fastest in the cache folder, for this device and these versions; every later
+    run on this machine uses them, and octavo plan predicts with them.
     """
     with user_errors(context):
         from octavo.kernels.gemm.calibrate import calibrate as run
+        from octavo.planner.host_time import calibrate_host
 
-        run(_device(device), recipe, shapes or [])
+        where = _device(device)
+        run(where, recipe, shapes or [])
+        calibrate_host(where)
 
 
 def _device(name: str) -> "torch.device":

@@ -83,7 +83,7 @@ def decide(gpu: Gpu, calls: Sequence[LinearCall], recipes: Sequence[Recipe], *, 
         f"of it quantizing {_ms(sum(_quantization_seconds(gpu, call, recipe) for call in calls))}"
     )
     if times[recipe.name] > chosen.total:
-        numbers += "; bound by the host's launches"
+        numbers += "; bound by the host"
     if triton_reason(gpu, recipe) is not None:
         numbers += "; PyTorch has no such product on this GPU: Triton's, at an assumed rate"
     if gain >= MIN_SPEEDUP:
@@ -142,6 +142,6 @@ def total(costs: Sequence[Cost]) -> Cost:
     return Cost(
         forward=sum(cost.forward for cost in costs),
         backward=sum(cost.backward for cost in costs),
-        launches=sum(cost.launches for cost in costs),
+        host=sum(cost.host for cost in costs),
         measured=sum(cost.measured for cost in costs),
     )

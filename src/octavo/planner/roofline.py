@@ -4,7 +4,7 @@
                           eff = efficiency · tiles / (tiles + multiprocessors / 2)
                           tiles = m·n / 128², times k / 512 if the output has fewer tiles than the GPU multiprocessors
     quantization pass     max( bytes / bandwidth, launch )
-    in eager PyTorch      at least host time · operations, per layer and per step
+    in eager PyTorch      at least the host's time (`octavo.planner.host_time`), per layer and per step
 
 Tiles run in waves, one per multiprocessor, and on average half of the last wave is idle; small outputs are split along
 the contraction. Shape enters only this way, for bf16 and FP8 alike, so at small shapes the passes decide: they do not
@@ -40,6 +40,7 @@ from octavo.kernels.gemm.torch_scaled import unsupported_by_capability
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import FULL, QuantSpec
 from octavo.planner.devices import Gpu
+from octavo.planner.host_time import host_seconds
 
 Timed = tuple[float, bool]
 """Seconds, and whether they were measured."""
@@ -88,13 +89,13 @@ class Cost:
     Attributes:
         forward: Seconds of forward.
         backward: Seconds of backward.
-        launches: Operations that the host launches.
+        host: Seconds of host time in eager mode.
         measured: Seconds of the total that were measured on such a GPU.
     """
 
     forward: float
     backward: float
-    launches: int
+    host: float
     measured: float = 0.0
 
     @property
@@ -103,8 +104,8 @@ class Cost:
         return self.forward + self.backward
 
     def wall(self, gpu: Gpu, *, eager: bool) -> float:
-        """Return the GPU seconds, or in eager mode the host's launch time if that is longer."""
-        return max(self.total, self.launches * gpu.host_us * 1e-6) if eager else self.total
+        """Return the GPU seconds, or in eager mode the host's time if that is longer."""
+        return max(self.total, self.host) if eager else self.total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,7 @@ def bf16_linear(gpu: Gpu, linear: LinearCall) -> Cost:
         name: _timed(gpu, bf16_timing.MATMUL, bf16_timing.CASES[name], sizes, product(gpu, *sizes))
         for name, sizes in linear.named_products.items()
     }
-    return _sum_cost(timed, [], [], launches=len(timed))
+    return _sum_cost(timed, [], [], host=host_seconds(gpu, None, len(timed)))
 
 
 def fp8_linear(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> Cost:
@@ -188,9 +189,7 @@ def fp8_linear(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> Cost:
             predicted = product(gpu, *sizes, operand=1, rate=rate)
             products[name] = _timed(gpu, "scaled_mm", cases[name], sizes, predicted)
     forward, backward = quantization_times(gpu, linear, recipe)
-    moved = passes(linear, recipe)
-    launches = len(products) + len(moved.forward) + len(moved.backward)
-    return _sum_cost(products, forward, backward, launches=launches)
+    return _sum_cost(products, forward, backward, host=host_seconds(gpu, recipe, len(products)))
 
 
 def quantization_times(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> tuple[list[Timed], list[Timed]]:
@@ -207,13 +206,13 @@ def _timed(gpu: Gpu, op: str, case: tuple[str, ...], shape: tuple[int, ...], pre
     return (predicted, False) if measured is None else (measured, True)
 
 
-def _sum_cost(products: dict[str, Timed], forward: list[Timed], backward: list[Timed], *, launches: int) -> Cost:
+def _sum_cost(products: dict[str, Timed], forward: list[Timed], backward: list[Timed], *, host: float) -> Cost:
     early = [products["forward"], *forward]
     late = [*(timed for name, timed in products.items() if name != "forward"), *backward]
     return Cost(
         forward=sum(seconds for seconds, _ in early),
         backward=sum(seconds for seconds, _ in late),
-        launches=launches,
+        host=host,
         measured=sum(seconds for seconds, is_measured in (*early, *late) if is_measured),
     )
 
@@ -232,7 +231,7 @@ def fp8_cost(gpu: Gpu, linear: LinearCall, moved: Passes, rate: float) -> Cost:
     return Cost(
         forward=times[0] + sum(memory_time(gpu, size) for size in moved.forward),
         backward=sum(times[1:]) + sum(memory_time(gpu, size) for size in moved.backward),
-        launches=len(times) + len(moved.forward) + len(moved.backward),
+        host=(len(times) + len(moved.forward) + len(moved.backward)) * gpu.host_us * 1e-6,
     )
 
 

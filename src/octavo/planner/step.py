@@ -11,7 +11,8 @@ models.
     optimizer        bytes per parameter of a rank's shard / bandwidth
     communication    of sharded data parallelism: gather in forward; gather, scatter and reduction over copies in
                      backward (`octavo.planner.collective_cost`); only what compute of the same direction does not hide
-    host             eager mode takes at least its launches, two in backward for each in forward
+    host             eager mode takes at least the host's time: that of linears (`octavo.planner.host_time`), and of
+                     each other operation, with two in backward for each in forward
 
 Left out: data loading, clipping, stragglers, clocks that drop under load, and the multiprocessors that collectives use.
 So a predicted step is too short, and since bf16 pays these costs too, a predicted gain can be too large.
@@ -236,8 +237,8 @@ def step_time(
     exposed = _exposed(gpu, _traffic(trace, step_config, saved), step_config, forward, backward)
     # Frozen parameters are gathered too, but not updated.
     optimizer = trace.trained / step_config.shards * OPTIMIZER_BYTES[step_config.states] / gpu.bandwidth
-    launches = linears.launches + 3 * (len(trace.rest) + len(trace.products))
-    host = launches * gpu.host_us * 1e-6 if step_config.eager else 0.0
+    others = 3 * (len(trace.rest) + len(trace.products)) * gpu.host_us * 1e-6
+    host = linears.host + others if step_config.eager else 0.0
     micro_batches = step_config.micro_batches
     model_flops = 3 * trace.attention + 3 * sum(p.flops for p in trace.products)
     model_flops += sum(2 * m * n * k for calls in trace.calls.values() for c in calls for m, n, k in c.products)

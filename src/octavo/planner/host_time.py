@@ -1,0 +1,93 @@
+"""Host time of linear layers in eager mode: what Python and PyTorch take to hand their work to the GPU.
+
+    bf16 linear    products · `Gpu.host_us`
+    FP8 linear     that · the recipe's entry in `RATIOS`, which `python -m benchmarks host` measured without a GPU
+
+Ratios carry over to other machines roughly, microseconds do not. `octavo calibrate` measures both on this machine
+(`measure`); the measurements replace the two lines above.
+"""
+
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from octavo.kernels import calibration
+from octavo.kernels.calibration import Entry
+from octavo.nn.linear import Linear
+from octavo.numerics.recipe import RECIPES, Recipe
+from octavo.numerics.spec import FULL
+from octavo.planner.devices import Gpu
+from octavo.runtime.terminal import stdout
+
+RATIOS = {
+    "rowwise": 4.92, "tensorwise": 5.33, "rowwise_hp_wgrad": 4.71, "blockwise": 20.46, "mxfp8": 22.66, "delayed": 16.91,
+}  # fmt: skip
+"""Host time of forward and backward of a linear × bf16's, from benchmarks/results/simulated/host.json."""
+
+OP, SHAPE = "host", (16, 16, 16)
+"""Key of measurements in the calibration table; the case is the recipe's name, or "bf16"."""
+
+
+def host_seconds(gpu: Gpu, recipe: Recipe | None, products: int) -> float:
+    """Return the host's seconds for one call of a linear, forward and backward, in eager mode.
+
+    Args:
+        gpu: The GPU, with its measurements if there are any.
+        recipe: The recipe; None for bf16. One that is not Octavo's own counts as the most similar one.
+        products: Matrix products of the call: 3, or fewer without dgrad or wgrad.
+    """
+    name = "bf16" if recipe is None else recipe.name
+    if recipe is not None and name not in RATIOS:
+        name = "rowwise" if recipe.x.granularity.columns == FULL else "blockwise"
+    measured = None if gpu.measured is None else gpu.measured.seconds(OP, (name,), SHAPE)
+    if measured is not None:
+        return measured * products / 3
+    return products * gpu.host_us * 1e-6 * RATIOS.get(name, 1.0)
+
+
+def measure(device: torch.device, recipes: Iterable[Recipe], seconds: float = 0.3) -> list[Entry]:
+    """Time forward and backward of a linear too small for the GPU to matter, in bf16 and with each recipe.
+
+    Args:
+        device: The device.
+        recipes: The recipes; those with an amax history are left out.
+        seconds: Time to spend on each.
+    """
+    x = torch.randn(SHAPE[:2], device=device, dtype=torch.bfloat16).requires_grad_()
+    layers: dict[str, nn.Module] = {"bf16": nn.Linear(*SHAPE[:2], bias=False, device=device, dtype=x.dtype)}
+    for recipe in recipes:
+        if not recipe.history:
+            layer = Linear(*SHAPE[:2], bias=False, device=device, dtype=x.dtype)
+            layer.recipe = recipe
+            layers[recipe.name] = layer
+    return [
+        Entry(
+            op=OP, case=(name,), shape=SHAPE, backend="eager", config=None, microseconds=_fastest(layer, x, seconds)
+        )
+        for name, layer in layers.items()
+    ]  # fmt: skip
+
+
+def _fastest(layer: nn.Module, x: torch.Tensor, seconds: float, steps: int = 20) -> float:
+    """Return the µs of the fastest of some groups of steps."""
+    fastest, end = float("inf"), time.perf_counter() + seconds
+    while fastest == float("inf") or time.perf_counter() < end:
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            layer(x * 1).backward(x)
+        fastest = min(fastest, 1e6 * (time.perf_counter() - start) / steps)
+        x.grad = None
+    return fastest
+
+
+def calibrate_host(device: torch.device) -> None:
+    """Measure all recipes on a GPU, print the times and add them to its calibration table."""
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    entries = measure(device, RECIPES.values())
+    calibration.save(device, entries)
+    times = ", ".join(f"{entry.case[0]} {entry.microseconds:.0f}" for entry in entries)
+    stdout().print(f"host time of a linear, forward and backward, µs: {times}", highlight=False, soft_wrap=True)
