@@ -69,7 +69,7 @@ ROOFLINE = """## Predicted by the roofline: not measured
 `python -m benchmarks roofline` (formulas: `benchmarks/roofline.py`; data-sheet rates and their sources:
 `src/octavo/planner/devices.py`). A linear layer, `rowwise`, forward and backward; bf16 products at 80 %, FP8 products
 at 70 %, copies at 90 % of the data sheet, which are assumptions until a device is measured. *Kernel* is GPU time;
-*eager* counts the host's time per op where that is longer; *at most* is with quantization for free.
+*eager* counts the host's time where that is longer; *at most* is with quantization for free.
 
 ![predicted speed-up]({images}/predicted.svg)
 

@@ -319,7 +319,7 @@ def _sizes() -> list[str]:
         "## Break-even sizes",
         "",
         "Smallest K = N from which `rowwise` is predicted to gain 2 % or more: compiled / in eager mode, including the",
-        "host's launch time.",
+        "host's time, which [host time](host_time.md) measures, or `octavo calibrate` on your machine.",
         "",
         "| tokens | " + " | ".join(gpu.name for gpu in DEVICES.values() if gpu.fp8_tflops) + " |",
         "|---:|" + "---:|" * sum(bool(gpu.fp8_tflops) for gpu in DEVICES.values()),

@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks import shapes
 from benchmarks.shapes import Shape
 from octavo.planner import devices
+from octavo.planner.host_time import RATIOS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +71,14 @@ class Device:
         Args:
             shape: (M, K, N).
             recipe: `"bf16"` or a key of `PASSES`.
-            eager: Count the host's time per op: the larger of host and GPU time then holds.
+            eager: Count the host's time (`octavo.planner.host_time`): the larger of host and GPU time then holds.
         """
         fp8 = recipe != "bf16"
         kernels = [self.product(*sizes, fp8=fp8) for sizes in products(shape)]
         if fp8:
             kernels += [self.moving(moved) for moved in passes(shape, recipe)]
-        return max(sum(kernels), len(kernels) * self.eager) if eager else sum(kernels)
+        host = self.eager * (len(products(shape)) * RATIOS[recipe] if recipe in RATIOS else len(kernels))
+        return max(sum(kernels), host) if eager else sum(kernels)
 
     def free_quantization(self, shape: Shape) -> float:
         """Seconds of the three FP8 products alone: the Amdahl limit of a linear layer."""

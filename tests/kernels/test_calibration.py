@@ -309,6 +309,10 @@ def test_command_measures_prints_and_saves(monkeypatch):
     monkeypatch.setattr(calibrate, "time_fp8_product", measured)
     monkeypatch.setattr(bf16_timing, "time_bf16_product", measured)
     monkeypatch.setattr(quantize_timing, "time_quantization", measured)
+    monkeypatch.setattr(
+        "octavo.planner.host_time.measure",
+        lambda device, recipes: [entry(op="host", case=(r.name,), shape=(16, 16, 16)) for r in recipes],
+    )
     result = CliRunner().invoke(app, ["calibrate", "--shapes", "64,128,256", "--recipe", "all"])
     assert result.exit_code == 0, result.output
     assert "25 %" in result.stdout and str(calibration.path(GPU)) in result.stdout.replace("\n", "")
@@ -316,7 +320,8 @@ def test_command_measures_prints_and_saves(monkeypatch):
     expected = {
         (t.case, t.shape) for r in RECIPES.values() for t in (*fp8_timing.fp8_gemms(r, sizes), *quantizations(r, sizes))
     }
-    expected |= {(t.case, t.shape) for t in bf16_timing.bf16_gemms(sizes)}
+    expected |= {(t.case, t.shape) for t in bf16_timing.bf16_gemms(sizes)} | {((r,), (16, 16, 16)) for r in RECIPES}
+    assert "host time of a linear, forward and backward, µs: rowwise 10, tensorwise 10" in result.stdout
     assert len(calibration.entries(GPU)) == len(expected)
     assert str(calibration.path(GPU)) in calibration.summary(GPU)
 

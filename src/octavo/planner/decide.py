@@ -60,7 +60,7 @@ def decide(gpu: Gpu, calls: Sequence[LinearCall], recipes: Sequence[Recipe], *, 
         gpu: GPU to predict for.
         calls: Calls of the layer in one forward, at least one.
         recipes: Recipes to choose from, in order of preference.
-        eager: Count the host's launch time where it exceeds the GPU time.
+        eager: Count the host's time where it exceeds the GPU time.
     """
     bf16_cost = total([bf16_linear(gpu, call) for call in calls])
     bf16 = sum(bf16_linear(gpu, call).wall(gpu, eager=eager) for call in calls)
@@ -115,7 +115,7 @@ def _sizes(calls: Sequence[LinearCall]) -> str:
 
 
 def _measured_share(cost: Cost, wall: float) -> str:
-    """Describe how much of a time was measured; empty if none, or if the host's launch time dominates."""
+    """Describe how much of a time was measured; empty if none, or if the host's time dominates."""
     fraction = cost.measured / cost.total if 0 < wall <= cost.total * 1.001 else 0.0
     return "" if not fraction else " measured" if fraction > 0.999 else f" ({fraction:.0%} measured)"
 

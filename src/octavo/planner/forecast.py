@@ -164,7 +164,7 @@ def decide_by_cost(
         names: All linear layers, in model order.
         forced_bf16: Layers that stay in bf16 whatever they cost, with the reason.
         recipes: Recipes to choose from, in order of preference.
-        eager: Count the host's launch time where it exceeds the GPU time.
+        eager: Count the host's time where it exceeds the GPU time.
     """
     decisions, times, by_calls = {}, {}, {}
     for name in names:

@@ -227,7 +227,7 @@ class DefaultDecisions:
         Args:
             gpu: The GPU.
             traced: The calls of each linear layer.
-            eager: Count the host's launch time where it exceeds the GPU time.
+            eager: Count the host's time where it exceeds the GPU time.
 
         Returns:
             The plan, with stored activations as decided by the rules, and the times of each layer.
