@@ -15,6 +15,7 @@
   roofline     predicted times and where FP8 begins to pay; needs no GPU
   sass         what Triton's compiler makes of each kernel; needs no GPU
   ptx          the compiled kernels in an interpreter: bytes, races, traffic; docs/ptx.md; needs no GPU
+  l2           bytes of the row quantizer with a shared L2, simulated; needs no GPU
   host         host time of the eager GPU path, launches and calls, beside bf16; docs/host_time.md; needs no GPU
   scaling      memory, bytes on the wire and modelled time on 8 to 512 ranks; docs/scaling.md; needs no GPU
   predictions  docs/planner.md: what the planner says of what others published; needs no GPU
@@ -39,7 +40,7 @@ from pathlib import Path
 NAMES = (
     "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "families", "fuzz",
     "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
-    "healthy_runs", "performance", "figures", "settings", "ptx", "host",
+    "healthy_runs", "performance", "figures", "settings", "ptx", "l2", "host",
 )  # fmt: skip
 COMPILES_ONLY = ("sass", "ptx", "host")
 

@@ -20,7 +20,8 @@ from benchmarks.ptx.memory import Count
 from octavo.kernels.conformance import GPU, Check, RandomInputs, checks, difference
 from octavo.numerics.error import sqnr
 
-SIZE = (48, 272)
+SIZE = (96, 288)
+"""Rows and columns: whole sectors of FP8 in both orders, and no whole tiles."""
 PLANTS: dict[str, Callable[[str], str]] = {
     "none": lambda text: text,
     "barriers": lambda text: text.replace("bar.sync", "// bar.sync"),
@@ -40,7 +41,8 @@ class Row:
         planted: Fault that was planted, or "none".
         kernels: Kernels that ran, in order.
         instructions: Executed per CTA of the first input, by all kernels together.
-        sectors: Requests, sectors and ideal sectors of device memory, by kind of access, of the first input.
+        sectors: Requests, sectors and ideal sectors of device memory, by kind of access and argument, of the first
+            input.
         wavefronts: Requests, wavefronts and ideal wavefronts of shared memory, likewise.
         hazards: Instructions that race in shared memory.
         mismatches: How outputs differ from the reference, by input.

@@ -79,7 +79,8 @@ def _run(
     if key not in _COMPILED:
         _COMPILED[key] = compile_launch(CAPABILITY, launch, types, ones, aligned)
     compiled = _COMPILED[key]
-    memory = DeviceMemory([*(value for value in values.values() if isinstance(value, Tensor)), *reachable])
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    memory = DeviceMemory([*tensors.values(), *reachable], list(tensors))
     counts = run(
         parse(change(compiled.asm["ptx"])),
         [number for name, number in numbers.items() if name not in ones],

@@ -71,6 +71,12 @@ def run(
     return counts
 
 
+def _kind(i: Instruction) -> str:
+    """Return the name of an access, with cache hints last: "ld.global.v4.b32.evict_first", "st.global.v2.b32.cs"."""
+    hints = [part.split("::")[-1] for part in i.parts if part == "cs" or part.startswith("L1::")]
+    return ".".join((i.name, *(part for part in i.parts if part != "cs" and "::" not in part), *hints))
+
+
 class _Machine:
     """A group of CTAs while it runs."""
 
@@ -95,7 +101,7 @@ class _Machine:
         self.steps = {
             "mov": self._move, "setp": self._compare, "ld": self._load, "st": self._store, "atom": self._atomic,
             "red": self._atomic, "shfl": self._shuffle, "redux": self._reduce, "stmatrix": self._store_matrix,
-            "ldmatrix": self._load_matrix, "bar": self._barrier,
+            "ldmatrix": self._load_matrix, "bar": self._barrier, "createpolicy": self._make_policy,
         }  # fmt: skip
 
     def run(self) -> list[_Group]:
@@ -269,12 +275,16 @@ class _Machine:
         lanes = np.flatnonzero(mask)
         if (addresses[lanes] % size).any():
             raise Fault(f"an address that is not a multiple of {size} bytes")
-        kind = ".".join((i.name, *i.parts))
+        kind = _kind(i)
         if i.parts[0] == "global" and len(lanes):
-            count_sectors(self.counts.sectors[kind], addresses, mask, size)
+            name = self.memory.name_of(int(addresses[lanes[0]]))
+            count_sectors(self.counts.sectors[f"{kind} {name}"], addresses, mask, size)
         elif len(lanes):
             count_wavefronts(self.counts.wavefronts[kind], addresses, mask, size)
         return addresses, lanes
+
+    def _make_policy(self, i: Instruction, active: Bits | None) -> None:
+        self._write(str(i.operands[0]), np.zeros(1, np.uint64), active)  # there is no cache
 
     def _note(self, i: Instruction, hazard: bool) -> None:
         text = f"line {i.line}: {i.text}"

@@ -11,6 +11,7 @@ Lanes of a warp run in lockstep here, and an instruction's lanes read before any
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,8 +53,8 @@ class Counts:
 
     Attributes:
         instructions: Executed, by all CTAs together.
-        sectors: Of device memory, by kind of access such as "ld.global.v4.b32".
-        wavefronts: Of shared memory, likewise.
+        sectors: Of device memory, by kind of access, with cache hints, and argument: "ld.global.v4.b32.evict_first x".
+        wavefronts: Of shared memory, by kind of access.
         hazards: First instruction of each pair that races, as text with its line.
     """
 
@@ -64,15 +65,27 @@ class Counts:
 
 
 class DeviceMemory:
-    """Tensors of this process, at their own addresses."""
+    """Tensors of this process, at their own addresses.
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        used = [t.untyped_storage() for t in tensors if t.untyped_storage().nbytes()]
-        storages = {storage.data_ptr(): storage for storage in used}
+    Args:
+        tensors: What a kernel may access.
+        names: Their names, for counts; of tensors that share a storage, the first counts.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], names: Sequence[str] = ()) -> None:
+        used = [t.untyped_storage() for t in tensors]
+        storages = {storage.data_ptr(): storage for storage in used if storage.nbytes()}
         self._starts = np.array(sorted(storages), np.int64)
+        named = {storage.data_ptr(): name for storage, name in reversed(list(zip(used, names, strict=False)))}
+        self._names = [named.get(int(start), "") for start in self._starts]
         # Storages are read and written where they are.
         self._bytes = [_as_bytes(storages[int(start)]) for start in self._starts]
         self._ends = self._starts + np.array([len(b) for b in self._bytes], np.int64)
+
+    def name_of(self, address: int) -> str:
+        """Return the name of the tensor at an address."""
+        which = int(np.searchsorted(self._starts, address, "right")) - 1
+        return self._names[which] if which >= 0 else ""
 
     def load(self, addresses: Bits, size: int) -> Bits:
         """Return elements of `size` bytes at aligned addresses."""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.ptx.arithmetic import Unknown, fused
-from benchmarks.ptx.command import PAGE, RESULT, document
+from benchmarks.ptx.command import PAGE, RESULT, document, excess
 from benchmarks.ptx.machine import run
 from benchmarks.ptx.memory import DeviceMemory, Fault
 from benchmarks.ptx.program import parse
@@ -210,7 +210,7 @@ def test_a_few_compiled_kernels_equal_the_reference_and_planted_faults_are_found
     rows, code = interpret("--jobs", "1", "--only", *FEW, "--plant", "none", "barriers", "predicates")
     assert code == 1 and {row["op"] for row in rows} == {"quantize", "glu", "dequantize"}
     for intact, racing, masked in zip(rows[::3], rows[1::3], rows[2::3], strict=True):
-        assert not intact["mismatches"] and not intact["hazards"] and intact["kernels"], intact
+        assert not intact["mismatches"] and not intact["hazards"] and not excess(intact) and intact["kernels"], intact
         assert bool(racing["hazards"]) == bool(intact["wavefronts"]), racing
         assert masked["mismatches"], masked
     assert sum(bool(row["wavefronts"]) for row in rows[::3]) >= 2
@@ -227,4 +227,18 @@ def test_every_compiled_kernel_equals_the_reference():
 def test_the_page_is_that_of_the_results():
     result = json.loads(RESULT.read_text())
     assert PAGE.read_text() == document(result)
-    assert not [row for row in result["rows"] if row["mismatches"] or row["hazards"]]
+    assert not [row for row in result["rows"] if row["mismatches"] or row["hazards"] or excess(row)]
+
+
+def test_quantizers_access_whole_sectors_of_each_matrix():
+    """Every default configuration, in the results that the slow test and `--write` renew."""
+    rows = [row for row in json.loads(RESULT.read_text())["rows"] if row["op"].startswith("quantize")]
+    for row in rows:
+        by_name = {name: kind for kind, name in map(str.split, row["sectors"])}
+        assert by_name.keys() >= {"x", "q"} and ".v4" in by_name["x"], row
+        if "rows_kernel" in row["kernels"]:  # two reads: the second marks X, and stores their outputs, to be evicted
+            reads = [row["sectors"][f"ld.global.v4.b32{hint} x"] for hint in ("", ".evict_first")]
+            stores = [kind for kind in row["sectors"] if kind.split()[-1] in ("q", "q_t")]
+            assert reads[0] == reads[1] and all(kind.split()[0].endswith(".cs") for kind in stores), row
+    half = {**rows[0], "sectors": {"ld.global.v4.b32 x": [72, 2304, 1152], "st.global.b32 s": [9, 72, 9]}}
+    assert excess(half) == ["ld.global.v4.b32 x: 2.00 sectors"]

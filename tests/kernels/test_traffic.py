@@ -16,7 +16,7 @@ from octavo.kernels.fused.glu import triton as glus
 from octavo.kernels.fused.norm import triton as norms
 from octavo.kernels.launch import INTERPRETED
 from octavo.kernels.quantize import triton as quantizers
-from octavo.numerics.spec import COLUMN, TENSOR, QuantSpec
+from octavo.numerics.spec import COLUMN, ROW, TENSOR, QuantSpec
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED, reason="bytes are counted in Triton's interpreter (TRITON_INTERPRET=1)"
@@ -77,6 +77,15 @@ def check_operands(launch, elements):
     assert read.requested == read.device * (2 if launch.kernel == "rows_kernel" else 1)
     for name, written in launch.stores.items():
         assert written.requested == written.program == written.device, f"{name} is stored twice"
+
+
+def test_rows_are_read_again_backwards():
+    """The second pass starts with the columns that were read last, which are still in L2."""
+    x = torch.ones(8, 2500, dtype=torch.bfloat16)
+    task = quantizers.QuantizeTask(first=quantizers.FoldedSpec(spec=QuantSpec(granularity=ROW)), order="both")
+    (launch,) = run(task, 2, x)  # tiles of 8×1024
+    tiles = launch.places["x"][::4]  # a tile has four quarters
+    assert tiles == [0, 2048, 4096, 4096, 2048, 0]
 
 
 def check_scales(task, launch):

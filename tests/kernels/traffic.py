@@ -40,6 +40,8 @@ class Traffic:
     loads: dict[str, Bytes] = field(default_factory=dict)
     stores: dict[str, Bytes] = field(default_factory=dict)
     atomics: dict[str, Bytes] = field(default_factory=dict)
+    places: dict[str, list[int]] = field(default_factory=dict)
+    """Lowest address of each load of the first program, relative to the argument, in order."""
 
     def device_bytes(self, at_least: int) -> int:
         """Return the device-memory traffic of arguments of at least `at_least` bytes."""
@@ -66,6 +68,9 @@ class _Recorder:
         for kind, accesses in self.accesses.items():
             for name, argument_accesses in self._by_argument(accesses).items():
                 getattr(result, kind)[name] = _bytes(argument_accesses)
+        first = [access for access in self.accesses["loads"] if not any(access[0]) and access[1].size]
+        for name, argument_loads in self._by_argument(first).items():
+            result.places[name] = [int(a.min()) - self.tensors[name].data_ptr() for _, a, _ in argument_loads]
         stored = self._by_argument(self.accesses["stores"])
         for name, argument_loads in self._by_argument(self.accesses["loads"]).items():
             if name in stored:

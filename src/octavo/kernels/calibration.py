@@ -94,10 +94,10 @@ def best(device: torch.device, op: str, case: tuple[str, ...], shape: tuple[int,
 
 
 @lru_cache(maxsize=4096)
-def config(device: torch.device, op: str, case: tuple[str, ...], rows: int, columns: int) -> int:
-    """Return the index of the configuration for an op on a matrix; 0, the default, without a measurement nearby."""
+def config(device: torch.device, op: str, case: tuple[str, ...], rows: int, columns: int) -> int | None:
+    """Return the index of the fastest configuration of an op on a matrix; None without a measurement nearby."""
     entry = best(device, op, case, (rows, columns))
-    return 0 if entry is None or entry.config is None else entry.config
+    return None if entry is None else entry.config
 
 
 def path(device: torch.device) -> Path:

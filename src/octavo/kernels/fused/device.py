@@ -12,6 +12,12 @@ from octavo.kernels.primitives import four_codes, magnitude, scale_of, store_sca
 
 NOTHING, AMAX, BY_ROW, BY_BLOCK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """Values of OUTPUT: no FP8 output, amax only, FP8 with a scale per row, or per block of a row."""
+VECTOR = tl.constexpr(8)
+"""Neighbours in a row that a thread of the kernels on whole rows holds: 16 bytes of bf16, and what `sums_of_8` adds.
+
+Kernels on tiles of quarters have no such hint: it takes them up to 60 registers more per thread (GLU 96 → 138), hence
+loads under way, and their loads that touch half sectors find the other halves in L1.
+"""
 SILU, GELU_TANH, GELU = (tl.constexpr(i) for i in range(3))
 
 _LOG2_E = tl.constexpr(activations.LOG2_E)

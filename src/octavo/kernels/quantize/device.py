@@ -1,4 +1,4 @@
-"""Device code of the four quantize kernels; `triton` selects and launches them.
+"""Device code of the quantize kernels but `rows_device`; `triton` selects and launches them.
 
 A tile consists of four *quarters* a, b, c and d: its rows 4w, 4w+1, 4w+2 and 4w+3. The FP8 codes of four vertically
 adjacent elements, held by one thread, form one 32-bit word of the transposed copy, which is stored in words instead of
@@ -24,6 +24,7 @@ import triton.language as tl
 from octavo.kernels.primitives import (
     INFINITY_BITS,
     ONE_BITS,
+    columns_from,
     four_codes,
     magnitude,
     reciprocal,
@@ -41,24 +42,32 @@ def _tile_of(program, columns, TILE_C: tl.constexpr):
 
 
 @triton.jit
-def _indices(tile, EXTENT: tl.constexpr):
+def indices(tile, EXTENT: tl.constexpr):
+    """Return the EXTENT indices of a tile."""
     return tile.to(tl.int64) * EXTENT + tl.arange(0, EXTENT)
 
 
 @triton.jit
-def _load(x, row, column, rows, columns, stride_r, stride_c):
-    """Load elements as float32, zero outside the matrix."""
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    return tl.load(x + row[:, None] * stride_r + column[None, :] * stride_c, mask=inside, other=0.0).to(tl.float32)
+def column_indices(first, EXTENT: tl.constexpr, x):
+    """Return EXTENT column indices; a thread holds 16 bytes of x."""
+    return columns_from(first, EXTENT, 128 // x.dtype.element_ty.primitive_bitwidth).to(tl.int64)
 
 
 @triton.jit
-def _load4(x, row, column, rows, columns, stride_r, stride_c):
-    """Load the four quarters of a tile; `row` are the rows of quarter a."""
-    a = _load(x, row, column, rows, columns, stride_r, stride_c)
-    b = _load(x, row + 1, column, rows, columns, stride_r, stride_c)
-    c = _load(x, row + 2, column, rows, columns, stride_r, stride_c)
-    d = _load(x, row + 3, column, rows, columns, stride_r, stride_c)
+def _load(x, row, column, rows, columns, stride_r, stride_c, EVICT: tl.constexpr):
+    """Load elements as float32, zero outside the matrix."""
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = x + row[:, None] * stride_r + column[None, :] * stride_c
+    return tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
+
+
+@triton.jit
+def load4(x, row, column, rows, columns, stride_r, stride_c, EVICT: tl.constexpr):
+    """Load the four quarters of a tile; `row` are the rows of quarter a. EVICT: what caches do with them."""
+    a = _load(x, row, column, rows, columns, stride_r, stride_c, EVICT)
+    b = _load(x, row + 1, column, rows, columns, stride_r, stride_c, EVICT)
+    c = _load(x, row + 2, column, rows, columns, stride_r, stride_c, EVICT)
+    d = _load(x, row + 3, column, rows, columns, stride_r, stride_c, EVICT)
     return a, b, c, d
 
 
@@ -68,7 +77,7 @@ def _times_rows(values, fold, row, rows):
 
 
 @triton.jit
-def _fold4(a, b, c, d, fold, row, column, rows, columns, FOLD: tl.constexpr):
+def fold4(a, b, c, d, fold, row, column, rows, columns, FOLD: tl.constexpr):
     """Multiply quarters by their fold factors."""
     if FOLD == 1:
         a = _times_rows(a, fold, row, rows)
@@ -102,28 +111,32 @@ def _scaled(values, inverse, FP8_MAX: tl.constexpr, PRECOMPUTED: tl.constexpr, I
 
 
 @triton.jit
-def _store(q, values, row, column, rows, columns, E4M3: tl.constexpr, INTERPRETED: tl.constexpr):
+def _store(
+    q, values, row, column, rows, columns, E4M3: tl.constexpr, INTERPRETED: tl.constexpr, CACHE: tl.constexpr
+):  # fmt: skip
     codes = to_fp8(values, q.dtype.element_ty, E4M3, INTERPRETED)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(q + row[:, None] * columns + column[None, :], codes, mask=inside)
+    tl.store(q + row[:, None] * columns + column[None, :], codes, mask=inside, cache_modifier=CACHE)
 
 
 @triton.jit
-def _store4(
+def store4(
     q, q_t, a, b, c, d, word, column, rows, columns, padded_rows,
     E4M3: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERPRETED: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
     """Store codes row-major in q, column-major in q_t (`padded_rows` bytes a column); `word` = row / 4."""
     row = 4 * word
     if ROWS:
-        _store(q, a, row, column, rows, columns, E4M3, INTERPRETED)
-        _store(q, b, row + 1, column, rows, columns, E4M3, INTERPRETED)
-        _store(q, c, row + 2, column, rows, columns, E4M3, INTERPRETED)
-        _store(q, d, row + 3, column, rows, columns, E4M3, INTERPRETED)
+        _store(q, a, row, column, rows, columns, E4M3, INTERPRETED, CACHE)
+        _store(q, b, row + 1, column, rows, columns, E4M3, INTERPRETED, CACHE)
+        _store(q, c, row + 2, column, rows, columns, E4M3, INTERPRETED, CACHE)
+        _store(q, d, row + 3, column, rows, columns, E4M3, INTERPRETED, CACHE)
     if COLUMNS:
         words = tl.trans(four_codes(a, b, c, d, E4M3, INTERPRETED))
         at = q_t.to(tl.pointer_type(tl.int32)) + column[:, None] * (padded_rows // 4) + word[None, :]
-        tl.store(at, words, mask=(column < columns)[:, None] & (word < padded_rows // 4)[None, :])
+        inside = (column < columns)[:, None] & (word < padded_rows // 4)[None, :]
+        tl.store(at, words, mask=inside, cache_modifier=CACHE)
 
 
 @triton.jit
@@ -190,13 +203,13 @@ def _quantized_blocks(
         )  # fmt: skip
     else:
         ia = _block_inverse(
-            _largest(a, b, c, d), s, precomputed, _indices(tile_row, TILE_R // R), block_column, tl.cdiv(rows, R),
+            _largest(a, b, c, d), s, precomputed, indices(tile_row, TILE_R // R), block_column, tl.cdiv(rows, R),
             grid_columns, FP8_MAX, POWER_OF_TWO, E8M0, PRECOMPUTED, R // 4, C, INTERPRETED,
         )  # fmt: skip
         ib, ic, id = ia, ia, ia
     a, b = _scaled(a, ia, FP8_MAX, PRECOMPUTED, INTERPRETED), _scaled(b, ib, FP8_MAX, PRECOMPUTED, INTERPRETED)
     c, d = _scaled(c, ic, FP8_MAX, PRECOMPUTED, INTERPRETED), _scaled(d, id, FP8_MAX, PRECOMPUTED, INTERPRETED)
-    _store4(q, q_t, a, b, c, d, word, column, rows, columns, padded_rows, E4M3, ROWS, COLUMNS, INTERPRETED)
+    store4(q, q_t, a, b, c, d, word, column, rows, columns, padded_rows, E4M3, ROWS, COLUMNS, INTERPRETED, "")
 
 
 @triton.jit
@@ -211,62 +224,21 @@ def blocks_kernel(
 ):  # fmt: skip
     """Quantize in one pass: a TILE_R × TILE_C tile contains whole scale blocks, R × C (in a pair also R_T × C_T)."""
     tile_row, tile_column = _tile_of(tl.program_id(0), columns, TILE_C)
-    word, column = _indices(tile_row, TILE_R // 4), _indices(tile_column, TILE_C)
+    word, column = indices(tile_row, TILE_R // 4), column_indices(tile_column * TILE_C, TILE_C, x)
     row = 4 * word
-    a, b, c, d = _load4(x, row, column, rows, columns, stride_r, stride_c)
-    a1, b1, c1, d1 = _fold4(a, b, c, d, fold, row, column, rows, columns, FOLD)
+    a, b, c, d = load4(x, row, column, rows, columns, stride_r, stride_c, "")
+    a1, b1, c1, d1 = fold4(a, b, c, d, fold, row, column, rows, columns, FOLD)
     _quantized_blocks(
-        a1, b1, c1, d1, q, q_t, s, precomputed, tile_row, word, column, _indices(tile_column, TILE_C // C),
+        a1, b1, c1, d1, q, q_t, s, precomputed, tile_row, word, column, indices(tile_column, TILE_C // C),
         rows, columns, padded_rows, grid_columns,
         FP8_MAX, E4M3, POWER_OF_TWO, E8M0, PRECOMPUTED, R, C, TILE_R, ROWS, COLUMNS, INTERPRETED,
     )  # fmt: skip
     if PAIR:
-        a, b, c, d = _fold4(a, b, c, d, fold_t, row, column, rows, columns, FOLD_T)
+        a, b, c, d = fold4(a, b, c, d, fold_t, row, column, rows, columns, FOLD_T)
         _quantized_blocks(
-            a, b, c, d, q, q_t, s_t, precomputed, tile_row, word, column, _indices(tile_column, TILE_C // C_T),
+            a, b, c, d, q, q_t, s_t, precomputed, tile_row, word, column, indices(tile_column, TILE_C // C_T),
             rows, columns, padded_rows, grid_columns_t,
             FP8_MAX, E4M3, POWER_OF_TWO, E8M0, PRECOMPUTED, R_T, C_T, TILE_R, False, True, INTERPRETED,
-        )  # fmt: skip
-
-
-@triton.jit
-def _row_inverse(largest, s, row, rows, FP8_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
-                 INTERPRETED: tl.constexpr):  # fmt: skip
-    """Store the scales of rows and return their inverses."""
-    scale, inverse = scale_of(tl.max(largest, axis=1), FP8_MAX, POWER_OF_TWO, INTERPRETED)
-    store_scale(s + row, scale, row < rows, E8M0)
-    return inverse[:, None]
-
-
-@triton.jit
-def rows_kernel(
-    x, rows, columns, padded_rows, stride_r, stride_c, fold, q, q_t, s,
-    FP8_MAX: tl.constexpr, E4M3: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
-    FOLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TILE_R: tl.constexpr, TILE_C: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Read TILE_R whole rows twice: for the amax, then for the cast, from L1 or L2."""
-    word = _indices(tl.program_id(0), TILE_R // 4)
-    row = 4 * word
-    ma = tl.zeros((TILE_R // 4, TILE_C), tl.int32)
-    mb, mc, md = ma, ma, ma
-    for start in range(0, columns, TILE_C):
-        column = start + tl.arange(0, TILE_C).to(tl.int64)
-        a, b, c, d = _load4(x, row, column, rows, columns, stride_r, stride_c)
-        a, b, c, d = _fold4(a, b, c, d, fold, row, column, rows, columns, FOLD)
-        ma, mb = tl.maximum(ma, magnitude(a)), tl.maximum(mb, magnitude(b))
-        mc, md = tl.maximum(mc, magnitude(c)), tl.maximum(md, magnitude(d))
-    ia = _row_inverse(ma, s, row, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
-    ib = _row_inverse(mb, s, row + 1, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
-    ic = _row_inverse(mc, s, row + 2, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
-    id = _row_inverse(md, s, row + 3, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
-    for start in range(0, columns, TILE_C):
-        column = start + tl.arange(0, TILE_C).to(tl.int64)
-        a, b, c, d = _load4(x, row, column, rows, columns, stride_r, stride_c)
-        a, b, c, d = _fold4(a, b, c, d, fold, row, column, rows, columns, FOLD)
-        _store4(
-            q, q_t, a * ia, b * ib, c * ic, d * id, word, column, rows, columns, padded_rows,
-            E4M3, ROWS, COLUMNS, INTERPRETED,
         )  # fmt: skip
 
 
@@ -317,8 +289,8 @@ def maxima_kernel(
 ):  # fmt: skip
     """Reduce amax by row, column or tensor into `amax`, and that of the second output into `amax_t` (int32 bits)."""
     tile_row, tile_column = _tile_of(tl.program_id(0), columns, TILE_C)
-    row, column = 4 * _indices(tile_row, TILE_R // 4), _indices(tile_column, TILE_C)
-    a, b, c, d = _load4(x, row, column, rows, columns, stride_r, stride_c)
+    row, column = 4 * indices(tile_row, TILE_R // 4), column_indices(tile_column * TILE_C, TILE_C, x)
+    a, b, c, d = load4(x, row, column, rows, columns, stride_r, stride_c, "")
     a, b, c, d = tl.abs(a), tl.abs(b), tl.abs(c), tl.abs(d)
     a1, b1, c1, d1 = _magnitude_bits(a, b, c, d, fold, row, column, rows, columns, FOLD, INTERPRETED)
     _atomic_max(a1, b1, c1, d1, amax, row, column, rows, columns, AXIS)
@@ -369,7 +341,7 @@ def _cast_tile(
         ib, ic, id = ia, ia, ia
     a, b = _scaled(a, ia, FP8_MAX, PRECOMPUTED, INTERPRETED), _scaled(b, ib, FP8_MAX, PRECOMPUTED, INTERPRETED)
     c, d = _scaled(c, ic, FP8_MAX, PRECOMPUTED, INTERPRETED), _scaled(d, id, FP8_MAX, PRECOMPUTED, INTERPRETED)
-    _store4(q, q_t, a, b, c, d, word, column, rows, columns, padded_rows, E4M3, ROWS, COLUMNS, INTERPRETED)
+    store4(q, q_t, a, b, c, d, word, column, rows, columns, padded_rows, E4M3, ROWS, COLUMNS, INTERPRETED, "")
 
 
 @triton.jit
@@ -384,16 +356,16 @@ def cast_kernel(
     """Cast a tile with amax from an earlier pass, or with precomputed amax or scales; last tiles first."""
     last_first = tl.num_programs(0) - 1 - tl.program_id(0)
     tile_row, tile_column = _tile_of(last_first, columns, TILE_C)
-    word, column = _indices(tile_row, TILE_R // 4), _indices(tile_column, TILE_C)
+    word, column = indices(tile_row, TILE_R // 4), column_indices(tile_column * TILE_C, TILE_C, x)
     row = 4 * word
-    a, b, c, d = _load4(x, row, column, rows, columns, stride_r, stride_c)
-    a1, b1, c1, d1 = _fold4(a, b, c, d, fold, row, column, rows, columns, FOLD)
+    a, b, c, d = load4(x, row, column, rows, columns, stride_r, stride_c, "")
+    a1, b1, c1, d1 = fold4(a, b, c, d, fold, row, column, rows, columns, FOLD)
     _cast_tile(
         a1, b1, c1, d1, amax, q, q_t, s, tile_row, tile_column, word, column, rows, columns, padded_rows,
         FP8_MAX, E4M3, POWER_OF_TWO, E8M0, PRECOMPUTED, AXIS, ROWS, COLUMNS, INTERPRETED,
     )  # fmt: skip
     if PAIR:
-        a, b, c, d = _fold4(a, b, c, d, fold_t, row, column, rows, columns, FOLD_T)
+        a, b, c, d = fold4(a, b, c, d, fold_t, row, column, rows, columns, FOLD_T)
         _cast_tile(
             a, b, c, d, amax_t, q, q_t, s_t, tile_row, tile_column, word, column, rows, columns, padded_rows,
             FP8_MAX, E4M3, POWER_OF_TWO, E8M0, PRECOMPUTED, AXIS_T, False, True, INTERPRETED,

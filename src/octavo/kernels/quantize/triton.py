@@ -1,7 +1,7 @@
 """quantize on a GPU: selects and launches the kernels of `device`, which match `reference` byte for byte.
 
     whole blocks (1×128, 128×128, 1×32 …)   one pass: a tile contains whole scale blocks
-    by row                                  one pass: whole rows, read again from L1 or L2 for the cast
+    by row                                  one launch: blocks of whole rows, read again for the cast, mostly from L2
     by column, by tensor, pairs with them   two passes: amax (atomic, on integers), then the cast
     precomputed scales or amax              one pass: the cast
 
@@ -24,8 +24,9 @@ from torch import Tensor
 
 from octavo.kernels import calibration
 from octavo.kernels.launch import INTERPRETED, Launch, PreparedLaunch, Variant
-from octavo.kernels.quantize.device import blocks_kernel, cast_kernel, maxima_kernel, rows_kernel
+from octavo.kernels.quantize.device import blocks_kernel, cast_kernel, maxima_kernel
 from octavo.kernels.quantize.reference import padded
+from octavo.kernels.quantize.rows_device import rows_kernel
 from octavo.numerics.formats import E4M3
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import FULL, ROW, QuantSpec
@@ -77,10 +78,10 @@ TILES: dict[str, tuple[tuple[int, int, int], ...]] = {
     "blocks 128": ((128, 128, 8), (128, 256, 16)),
     "pairs of blocks 128": ((128, 128, 8),),
     "rows": ((4, 2048, 4), (4, 4096, 8), (8, 1024, 4)),
-    "rows transposed": ((32, 256, 4), (64, 128, 4), (32, 512, 8)),
+    "rows transposed": ((32, 512, 16), (16, 1024, 16), (8, 1024, 8)),
     "two passes": ((64, 128, 4), (128, 64, 4), (128, 128, 8)),
 }
-"""Configurations: tile rows, tile columns, warps. The first is the default; calibration measures the others."""
+"""Configurations: tile rows, tile columns, warps. `default_config` is used until calibration has measured all."""
 
 
 def tiles(task: QuantizeTask) -> tuple[tuple[int, int, int], ...]:
@@ -97,9 +98,26 @@ def tiles(task: QuantizeTask) -> tuple[tuple[int, int, int], ...]:
 
 @lru_cache(maxsize=4096)
 def _fastest(task: QuantizeTask, device: torch.device, rows: int, columns: int) -> int:
-    """Return the fastest measured configuration; 0 without one, or if the table predates the present configurations."""
+    """Return the fastest measured configuration; the default without one, or if the table predates `TILES`."""
     measured = calibration.config(device, "quantize", task.case, rows, columns)
-    return measured if measured < len(tiles(task)) else 0
+    if measured is not None and measured < len(tiles(task)):
+        return measured
+    return default_config(task, rows, _multiprocessors(device))
+
+
+def default_config(task: QuantizeTask, rows: int, multiprocessors: int) -> int:
+    """Return the first configuration; for a transposed copy by row, the first that fills 3/4 of the device."""
+    sizes = tiles(task)
+    if sizes is not TILES["rows transposed"]:
+        return 0
+    filling = (index for index, size in enumerate(sizes) if 4 * triton.cdiv(rows, size[0]) >= 3 * multiprocessors)
+    return next(filling, min(range(len(sizes)), key=lambda index: sizes[index][0]))
+
+
+@lru_cache(maxsize=32)
+def _multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a device; a few for the interpreter, so that it runs all branches."""
+    return 3 if device.type != "cuda" else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def launches(task: QuantizeTask, config: int = 0) -> list[Launch]:
@@ -340,7 +358,10 @@ def recipe_tasks() -> dict[QuantizeTask, str]:
 
 
 def device_bytes(task: QuantizeTask, launch: Launch) -> float:
-    """Return the device-memory traffic of one launch, in bytes per element of a bf16 matrix."""
+    """Return the device-memory traffic of one launch, in bytes per element of a bf16 matrix.
+
+    Row blocks are read once: true of 4096 columns on H100. `python -m benchmarks l2` simulates longer rows.
+    """
     written = 2 if task.second is not None or task.order == "both" else 1
     return 2 + (0 if launch.kernel is maxima_kernel else written)
 

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from octavo.kernels.fused.device import (
     AMAX,
+    VECTOR,
     divide_by_row_scales,
     divide_quarters_by_block_scales,
     factor_and_slope,
@@ -16,7 +17,7 @@ from octavo.kernels.fused.device import (
     to_float32,
     update_amax,
 )  # fmt: skip
-from octavo.kernels.primitives import magnitude, scale_of, store_scale
+from octavo.kernels.primitives import columns_from, magnitude, scale_of, store_scale
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def glu_rows_kernel(
 ):  # fmt: skip
     """Compute TILE_R whole rows in registers; row-major output only."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
-    column = tl.arange(0, TILE_C)
+    column = columns_from(0, TILE_C, VECTOR)
     out = _glu_tile(gate, up, h, row, column, rows, columns, gate_r, gate_c, up_r, up_c, ACTIVATION, KEEP, INTERPRETED)
     scaled = divide_by_row_scales(out, s, row, rows, FP8_MAX, POWER_OF_TWO, E8M0, INTERPRETED)
     store_rows(q, scaled, row, column, rows, columns, E4M3, INTERPRETED)

@@ -7,6 +7,7 @@ from octavo.kernels.fused.device import (
     AMAX,
     BY_BLOCK,
     BY_ROW,
+    VECTOR,
     divide_by_block_scales,
     divide_by_row_scales,
     divide_quarters_by_block_scales,
@@ -20,7 +21,7 @@ from octavo.kernels.fused.device import (
     to_float32,
     update_amax,
 )  # fmt: skip
-from octavo.kernels.primitives import magnitude, scale_of, store_scale
+from octavo.kernels.primitives import columns_from, magnitude, scale_of, store_scale
 
 
 @triton.jit
@@ -74,7 +75,7 @@ def norm_rows_kernel(
 ):  # fmt: skip
     """Normalize TILE_R whole rows in registers; row-major output only."""
     row = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
-    column = tl.arange(0, TILE_C)
+    column = columns_from(0, TILE_C, VECTOR)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     values = _total(
         x, residual, total, row, column, columns, inside, stride_r, stride_c, residual_r, residual_c, RESIDUAL,
