@@ -10,7 +10,7 @@ from cublas_rules import Rules, install
 from test_gemm import operands, shifted
 
 from octavo.kernels import scaled_mm
-from octavo.kernels.gemm import SCALED_MM, torch_scaled
+from octavo.kernels.gemm import SCALED_MM, decomposed, torch_scaled
 from octavo.numerics import RECIPES, sqnr
 from octavo.tensor import ScaledTensor
 
@@ -89,6 +89,25 @@ def test_data_in_both_memory_orders_is_not_copied(rules, monkeypatch, label):
     compare(a, b, layout, torch.bfloat16)
     left, right = seen[-1]
     assert left.data_ptr() in pointers and right.data_ptr() in pointers
+
+
+@pytest.mark.parametrize("label", [label for label in PRODUCTS if label.split()[0] in ("rowwise", "tensorwise")])
+def test_a_traced_product_is_one_call_that_meets_the_rules(rules, label):
+    """What torch.compile traces; `unit` scales are ones, of any length."""
+    bias = torch.linspace(-1, 1, 128).bfloat16() if "forward" in label else None
+    for n in (128, 1 << 14):
+        a, b, layout = operands(64, n, 256, PRODUCTS[label])
+        a, b = (ScaledTensor(x.data.t().contiguous().t(), x.scale, x.spec) if t else x
+                for x, t in ((a, layout[0] == "t"), (b, layout[1] == "n")))  # fmt: skip
+        arguments = a, b, layout, torch.bfloat16, bias if n == 128 else None, False
+        actual = decomposed.scaled_mm(*arguments)
+        assert torch.equal(torch_scaled.scaled_mm(*arguments), actual)
+    for other in (torch.linspace(-1, 1, 128), torch.zeros(129).bfloat16()[1:], torch.zeros(256).bfloat16()[::2]):
+        a, b, layout = operands(64, 128, 256, PRODUCTS["rowwise forward"])
+        assert decomposed.scaled_mm(a, b, layout, torch.bfloat16, other, False) is None
+    assert decomposed.scaled_mm(shifted(a), b, layout, torch.bfloat16, None, False) is None
+    a, b, layout = operands(64, 130, 256, PRODUCTS["rowwise forward"])
+    assert decomposed.scaled_mm(a, b, layout, torch.bfloat16, None, False) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

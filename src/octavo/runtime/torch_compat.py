@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
@@ -25,6 +26,8 @@ __all__ = [
     "FakeCopyMode",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionalTensor",
+    "FunctionalTensorMode",
     "TorchDispatchMode",
     "current_dispatch_mode",
     "disable_current_modes",

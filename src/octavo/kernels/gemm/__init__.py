@@ -17,13 +17,14 @@ from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import low_sqnr
 from octavo.kernels.direct import Call, Plans, signature
-from octavo.kernels.gemm import reference, torch_scaled
+from octavo.kernels.gemm import decomposed, reference, torch_scaled
 from octavo.kernels.gemm.operand_layout import UNIT
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import GPU_TYPES, Backend, Case, Op, Shape, register, triton_unsupported
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import QuantSpec
+from octavo.runtime.torch_compat import disable_current_modes
 from octavo.tensor import ScaledTensor
 
 __all__ = ["SCALED_MM", "UNIT", "Layout", "ProductPlan", "accelerated", "cases_of", "scaled_mm", "wants_copies"]
@@ -313,9 +314,26 @@ def _fake(
     return a.new_empty((rows, columns), dtype=out_dtype)
 
 
+def _decompose(
+    a: Tensor, a_scale: Tensor | None, a_spec: str, b: Tensor, b_scale: Tensor | None, b_spec: str,
+    layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+) -> Any:  # fmt: skip
+    left = ScaledTensor(a, a_scale, QuantSpec.parse(a_spec))
+    right = ScaledTensor(b, b_scale, QuantSpec.parse(b_spec))
+    shape = _shape(a, b, layout)
+    with disable_current_modes():  # the choice may probe
+        static = all(isinstance(size, int) for size in shape)
+        backend = SCALED_MM.choose(a.device, _case(left, right, layout), shape if static else None)
+    if backend.name != "torch_scaled":
+        return NotImplemented
+    product = decomposed.scaled_mm(left, right, layout, out_dtype, bias, fast_accum)
+    return NotImplemented if product is None else product
+
+
 define(
     "scaled_mm(Tensor a, Tensor? a_scale, str a_spec, Tensor b, Tensor? b_scale, str b_spec, "
     "str layout, ScalarType out_dtype, Tensor? bias, bool fast_accum) -> Tensor",
     _run,
     _fake,
+    _decompose,
 )

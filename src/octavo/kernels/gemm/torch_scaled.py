@@ -44,7 +44,7 @@ from octavo.numerics.error import sqnr
 from octavo.numerics.formats import E4M3, E5M2, E8M0
 from octavo.numerics.spec import FULL, Granularity
 from octavo.runtime.execution_context import is_capturing
-from octavo.runtime.torch_compat import reinterpreted
+from octavo.runtime.torch_compat import disable_current_modes, reinterpreted
 from octavo.tensor import ScaledTensor
 
 Kind = Literal["tensor", "row", "block", "mx"]
@@ -153,23 +153,15 @@ def plan_of(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Plan | None:
     """Return what computes products of operands like these from their data, scales and bias, without looking at them
-    again; None if they need more than one call of `torch._scaled_mm`, or copies.
+    again; None unless `is_one_call`.
 
     The plan returns None for operands that are not aligned. It holds no tensor but unit scales.
     """
     left, right = oriented(a, b, layout)
     (m, k), n = left.data.shape, right.data.shape[0]
     kind, device = _kind(left.blocks, right.blocks), left.data.device
-    if kind not in ("tensor", "row") or not m * n * k or n % ALIGNMENT or k % ALIGNMENT:
+    if not is_one_call(left, right, out_dtype, bias):
         return None
-    if not _is_supported(kind, device, out_dtype, bias is not None) or (bias is not None and bias.dtype != out_dtype):
-        return None
-    for operand in (left, right):
-        if operand.data.stride() != (k, 1):
-            return None
-        shape = (operand.data.shape[0], 1) if kind == "row" else (1, 1)
-        if operand.scale is not None and (operand.scale.shape != shape or not operand.scale.is_contiguous()):
-            return None
     a_transposed, b_transposed = layout[0] == "t", layout[1] == "t"
     rows, columns = (m, n) if kind == "row" else (1, 1)
     a_ones = _ones(rows, device) if left.scale is None else None
@@ -202,6 +194,25 @@ def plan_of(
         return result
 
     return product
+
+
+def is_one_call(left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
+    """Whether one call of `torch._scaled_mm`, without copies, computes the product."""
+    (m, k), n = left.data.shape, right.data.shape[0]
+    kind, device = _kind(left.blocks, right.blocks), left.data.device
+    if kind not in ("tensor", "row") or not m * n * k or n % ALIGNMENT or k % ALIGNMENT:
+        return False
+    if not _is_supported(kind, device, out_dtype, bias is not None):
+        return False
+    if bias is not None and (bias.dtype != out_dtype or not bias.is_contiguous()):
+        return False
+    for operand in (left, right):
+        shape = (operand.data.shape[0], 1) if kind == "row" else (1, 1)
+        if operand.data.stride() != (k, 1):
+            return False
+        if operand.scale is not None and (operand.scale.shape != shape or not operand.scale.is_contiguous()):
+            return False
+    return True
 
 
 def _multiples(kind: Kind, blocks: Granularity, outside: int) -> tuple[int, int]:
@@ -288,7 +299,8 @@ def _is_supported(kind: Kind, device: torch.device, out_dtype: torch.dtype, bias
     if supported is None:
         if is_capturing(device):
             return out_dtype == torch.bfloat16 or (kind == "tensor" and not biased)
-        supported = _SUPPORTED[key] = _matches_exact_product(*key)
+        with disable_current_modes():  # torch.compile may be tracing
+            supported = _SUPPORTED[key] = _matches_exact_product(*key)
     return supported
 
 

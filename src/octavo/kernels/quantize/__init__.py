@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.direct import ZEROS, Call, Plans, signature
 from octavo.kernels.library import define
-from octavo.kernels.quantize import reference
+from octavo.kernels.quantize import decomposed, reference
 from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import QuantSpec
@@ -281,6 +281,25 @@ def _fake(
     return outputs
 
 
+def _decompose(x: Tensor, spec: str, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str) -> Any:
+    parsed = QuantSpec.parse(spec)
+    if not _fuses(x, (spec,)) or not decomposed.can_decompose(x, parsed, transposed=order != "rows"):
+        return NotImplemented
+    return decomposed.quantize(x, parsed, fold, amax, scale, order)
+
+
+def _decompose_pair(x: Tensor, spec: str, fold: Tensor | None, spec_t: str, fold_t: Tensor | None) -> Any:
+    first, second = QuantSpec.parse(spec), QuantSpec.parse(spec_t)
+    if not _fuses(x, (spec, spec_t)) or not decomposed.can_decompose(x, first, second, transposed=True):
+        return NotImplemented
+    return tuple(decomposed.quantize_pair(x, first, fold, second, fold_t))
+
+
+def _fuses(x: Tensor, case: Case) -> bool:
+    """Whether Inductor compiles casts to FP8 for this device."""
+    return x.device.type == "cpu" or triton_unsupported(x.device, case) is None
+
+
 def _run_pair(
     x: Tensor, spec: str, fold: Tensor | None, spec_t: str, fold_t: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -297,9 +316,15 @@ def _fake_pair(
     return q, s, q_t, s_t
 
 
-define("quantize(Tensor x, str spec, Tensor? fold, Tensor? amax, Tensor? scale, str order) -> Tensor[]", _run, _fake)
+define(
+    "quantize(Tensor x, str spec, Tensor? fold, Tensor? amax, Tensor? scale, str order) -> Tensor[]",
+    _run,
+    _fake,
+    _decompose,
+)
 define(
     "quantize_pair(Tensor x, str spec, Tensor? fold, str spec_t, Tensor? fold_t) -> (Tensor, Tensor, Tensor, Tensor)",
     _run_pair,
     _fake_pair,
+    _decompose_pair,
 )

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.row_chunks import row_chunks
-from octavo.numerics.spec import FULL, SMALLEST_SCALE, QuantSpec, ScaleRule
+from octavo.numerics.spec import FULL, SMALLEST_SCALE, QuantSpec
 
 
 def quantize(
@@ -20,7 +20,7 @@ def quantize(
     precomputed = scale is not None or amax is not None
     if scale is not None:
         scale_f32 = scale.float()
-        inverse = _reciprocal(scale_f32)
+        inverse = reciprocal(scale_f32)
     else:
         scale_f32, inverse = scale_of(_amax(x, spec, fold) if amax is None else amax, spec)
     data = x.new_empty(x.shape, dtype=spec.format.dtype)
@@ -65,11 +65,12 @@ def scale_of(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """
     scale = (amax.double() / spec.format.max).float().clamp_min(SMALLEST_SCALE)
     finite = amax.isfinite()
-    scale = torch.where(finite, _rounded(scale, spec.scale_rule), 1.0)
-    return scale, torch.where(finite, _reciprocal(scale), torch.nan)
+    scale = torch.where(finite, scale if spec.scale_rule == "amax" else power_of_two(scale), 1.0)
+    return scale, torch.where(finite, reciprocal(scale), torch.nan)
 
 
-def _reciprocal(scale: Tensor) -> Tensor:
+def reciprocal(scale: Tensor) -> Tensor:
+    """Return 1/scale, divided in float64, in float32."""
     return (1.0 / scale.double()).float()
 
 
@@ -116,9 +117,7 @@ def _blocks(values: Tensor, spec: QuantSpec) -> Tensor:
     return padded.reshape(grid_rows, block_rows if rows else 0, grid_columns, block_columns if columns else 0)
 
 
-def _rounded(scale: Tensor, rule: ScaleRule) -> Tensor:
-    """Round float32 scales up to a power of two, unless the rule is "amax"."""
-    if rule == "amax":
-        return scale
+def power_of_two(scale: Tensor) -> Tensor:
+    """Round float32 scales up to a power of two."""
     mantissa = 0x7FFFFF
     return ((scale.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)

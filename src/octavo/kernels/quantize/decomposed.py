@@ -1,0 +1,100 @@
+"""quantize for torch.compile: the reference as PyTorch operations that Inductor fuses with what is around them.
+
+The bytes are the reference's. This needs some care:
+
+    16-bit x     Inductor does not round bf16 results that it fuses. x therefore passes through its bits, so that amax
+                 and cast see the value that a bf16 tensor would hold.
+    amax         The largest of the bits without sign, as integers: they sort like magnitudes, NaN last. Maxima of
+                 floats that propagate NaN are miscompiled by Triton beside transposed stores (triton issue 11111).
+    amax / max   Inductor multiplies by the float64 reciprocal. This rounds to the same float32: max is 7 · 2ⁿ, so the
+                 quotient of a 24-bit amax is at least 2⁻²⁸ (relative) away from where rounding changes, and the product
+                 is within 2⁻⁵² of the quotient.
+    NaN          Computed from amax. Two NaN constants are not equal, so AOTAutograd would not merge the equal casts of
+                 the input that q, k and v share.
+
+No addition follows a multiplication except of zero or NaN, so contraction to FMA changes nothing.
+
+Scales by block stay an op: Octavo's kernel reads x once; with what Inductor makes of them a decoder layer moves 36 %
+more bytes (docs/compile.md).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.kernels.quantize.reference import padded, power_of_two
+from octavo.numerics.spec import COLUMN, FULL, ROW, SMALLEST_SCALE, TENSOR, QuantSpec
+
+
+def can_decompose(x: Tensor, *specs: QuantSpec, transposed: bool) -> bool:
+    """Whether `quantize` below supports casts of x by these specs, in one graph for all values of symbolic sizes."""
+    if x.numel() == 0 or (transposed and not isinstance(x.shape[0], int)):
+        return False  # whether rows are padded to 16 bytes depends on their number
+    return all(spec.granularity in (ROW, COLUMN, TENSOR) and spec.scale_rule != "e8m0" for spec in specs)
+
+
+def quantize(
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: str
+) -> list[Tensor]:
+    """See `reference.quantize`."""
+    values = _values(x, fold)
+    if scale is None:
+        scale, inverse = _scale_of(_amax(x, values, fold, spec) if amax is None else amax, spec)
+        outputs = [scale]
+    else:
+        inverse, outputs = _reciprocal(scale), []
+    scaled = values * inverse
+    if amax is not None or not outputs:
+        scaled = scaled.clamp(-spec.format.max, spec.format.max) + values * 0.0  # NaN where x is not finite
+    data = scaled.to(spec.format.dtype).contiguous()
+    return [_stored(data)] * (order != "columns") + [_transposed(data)] * (order != "rows") + outputs
+
+
+def quantize_pair(
+    x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None
+) -> list[Tensor]:
+    """See `reference.quantize_pair`."""
+    first = quantize(x, spec, fold, None, None, "rows")
+    return [*first, *quantize(x, spec_t, fold_t, None, None, "columns")]
+
+
+def _values(x: Tensor, fold: Tensor | None) -> Tensor:
+    """Return x in float32, rounded to its own dtype before."""
+    # `& -1` changes nothing, but two views without anything in between are removed.
+    rounded = x if x.dtype == torch.float32 else (x.view(torch.int16) & -1).view(x.dtype)
+    return rounded.float() if fold is None else rounded.float() * fold
+
+
+def _amax(x: Tensor, values: Tensor, fold: Tensor | None, spec: QuantSpec) -> Tensor:
+    """Return the amax of each row, each column or the matrix, float32 of the scales' shape."""
+    dims = [dim for dim, extent in enumerate(spec.granularity) if extent == FULL]
+    if x.dtype != torch.float32 and fold is None:
+        return (x.view(torch.int16) & 0x7FFF).amax(dims, keepdim=True).view(x.dtype).float()
+    return (values.view(torch.int32) & 0x7FFFFFFF).amax(dims, keepdim=True).view(torch.float32)
+
+
+def _scale_of(amax: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """See `reference.scale_of`."""
+    scale = (amax.double() / spec.format.max).float().clamp_min(SMALLEST_SCALE)
+    if spec.scale_rule != "amax":
+        scale = power_of_two(scale)
+    inverse = _reciprocal(scale) + (amax * 0.0).abs()  # plus zero, or NaN
+    return torch.where(amax.isfinite(), scale, 1.0), inverse
+
+
+def _reciprocal(scale: Tensor) -> Tensor:
+    return scale.double().reciprocal().float()
+
+
+def _transposed(data: Tensor) -> Tensor:
+    """Return the transposed matrix [C,R], its rows padded to 16 bytes with zeros."""
+    rows = data.shape[0]
+    columns = data.t().contiguous()
+    if padded(rows) != rows:
+        columns = F.pad(columns.view(torch.uint8), (0, padded(rows) - rows)).view(data.dtype)
+    return _stored(columns)[:, :rows]
+
+
+def _stored(data: Tensor) -> Tensor:
+    """Return a contiguous matrix as a view that makes Inductor store it once, not once per product that reads it."""
+    return data.as_strided(data.shape, (data.shape[1], 1))
