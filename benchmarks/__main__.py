@@ -18,6 +18,7 @@
   l2           bytes of the row quantizer with a shared L2, simulated; needs no GPU
   host         host time of the eager GPU path, launches and calls, beside bf16; docs/host_time.md; needs no GPU
   scaling      memory, bytes on the wire and modelled time on 8 to 512 ranks; docs/scaling.md; needs no GPU
+  compiled     kernels and bytes of a compiled decoder layer; docs/compile.md; needs no GPU
   predictions  docs/planner.md: what the planner says of what others published; needs no GPU
   compare_power  how often `octavo compare` sees what is not there, and misses what is; docs/compare.md; needs no GPU
   compare_rates  error rates of its verdicts, simulated; docs/compare.md; needs no GPU
@@ -40,9 +41,9 @@ from pathlib import Path
 NAMES = (
     "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "families", "fuzz",
     "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
-    "healthy_runs", "performance", "figures", "settings", "ptx", "l2", "host",
+    "healthy_runs", "performance", "figures", "settings", "ptx", "l2", "host", "compiled",
 )  # fmt: skip
-COMPILES_ONLY = ("sass", "ptx", "host")
+COMPILES_ONLY = ("sass", "ptx", "host", "compiled")
 
 
 def main(arguments: list[str]) -> None:

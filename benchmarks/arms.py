@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 import octavo
 from benchmarks.session import Session
 from benchmarks.timing import Run
-from benchmarks.variants import Given, VariantLinear, plain, replace_linears
+from benchmarks.variants import Given, VariantLinear, replace_linears
+from octavo.kernels.library import DECOMPOSITIONS
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Arm:
     """One way to compute a module.
 
     Attributes:
-        name: What computes: `bf16`, `octavo <recipe>`, `torchao <recipe>`, `given <recipe>` or `plain <recipe>`.
+        name: What computes: `bf16`, `octavo <recipe>`, `torchao <recipe>`, `given <recipe>`, or `opaque <recipe>`,
+            Octavo with opaque ops under `torch.compile`.
         mode: `eager` or `compiled`.
     """
 
@@ -63,19 +66,34 @@ def build(module: nn.Module, arm: Arm, session: Session) -> Callable[..., Tensor
     """A copy of a bf16 module, computed as the arm says. Raises ImportError for torchao where there is none."""
     kind, _, recipe = arm.name.partition(" ")
     made: Any = copy.deepcopy(module)
-    if kind == "octavo":
+    if kind in ("octavo", "opaque"):
         made = octavo.convert(made, recipe, verbose=False)
     elif kind == "torchao":
         made = _torchao(made, recipe, session)
     elif kind == "given":
         made = replace_linears(made, lambda layer: VariantLinear(layer, recipe, Given()))
-    elif kind == "plain":
-        made = replace_linears(made, lambda layer: VariantLinear(layer, recipe, plain))
     if arm.mode == "compiled":
         torch._dynamo.reset()  # each arm and shape is compiled by itself, for static shapes
         backend = "inductor" if session.gpu else "aot_eager"  # without a GPU: traced and partitioned, not code made
-        return torch.compile(made, dynamic=False, backend=backend)
+        compiled = torch.compile(made, dynamic=False, backend=backend)
+        return _TracedOpaque(compiled) if kind == "opaque" else compiled
     return made
+
+
+class _TracedOpaque(nn.Module):
+    """Keeps Octavo's ops in the graph, which the first call makes. PyTorch's cache must not hand out the other one."""
+
+    def __init__(self, compiled: nn.Module) -> None:
+        super().__init__()
+        self.compiled, self.traced = compiled, False
+
+    def forward(self, *arguments: Any) -> Tensor:
+        if not self.traced:
+            self.traced = True
+            with mock.patch.dict(DECOMPOSITIONS, clear=True), torch.compiler.config.patch(cache_key_tag="opaque"):
+                return self(*arguments)
+        y: Tensor = self.compiled(*arguments)
+        return y
 
 
 def _torchao(module: nn.Module, recipe: str, session: Session) -> nn.Module:

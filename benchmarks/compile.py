@@ -1,11 +1,11 @@
-"""The two ways of quantizing under `torch.compile`: an op that the compiler does not look into, or plain PyTorch.
+"""The two ways of quantizing under `torch.compile`: PyTorch operations, or an op that the compiler does not look into.
 
-    octavo …   the quantizing op stays one opaque call: Octavo's Triton kernels, one read, both memory orders
-    plain …    amax, scale, cast and transposition in PyTorch (`benchmarks/variants.py`), which Inductor fuses with each
-               other and with the norms and activations around them
+    octavo …   casts and products as PyTorch operations, which Inductor fuses with each other and with the norms and
+               activations around them (`octavo.kernels.library.DECOMPOSITIONS`)
+    opaque …   each op stays one opaque call: Octavo's Triton kernels, one read, both memory orders
 
-Everything else is the same, the products included. Measured on a linear alone, where there is nothing to fuse with, and
-in a Llama 3 8B decoder layer, where there is. The faster one is what Octavo should do by default.
+Measured on a linear alone, where there is nothing to fuse with, and in a Llama 3 8B decoder layer, where there is. The
+faster one is what Octavo should do by default; docs/compile.md has what is known without a GPU.
 """
 
 import functools
@@ -21,7 +21,7 @@ compile --minutes 6
 compile --rehearse"""
 ARMS = tuple(
     Arm(name, "compiled")
-    for name in ("bf16", "octavo rowwise", "plain rowwise", "octavo tensorwise", "plain tensorwise")
+    for name in ("bf16", "octavo rowwise", "opaque rowwise", "octavo tensorwise", "opaque tensorwise")
 )
 
 

@@ -45,8 +45,8 @@ products {bf16_tflops} TFLOP/s in bf16, {fp8_tflops} in FP8 with fast and {fp8_e
 """
 COMPILE = """### Quantizing under `torch.compile`
 
-`python -m benchmarks compile`: `octavo` keeps the quantizing op opaque, `plain` writes it in PyTorch for Inductor to
-fuse.
+`python -m benchmarks compile`: `octavo` traces casts and products as PyTorch operations, which Inductor fuses; `opaque`
+keeps Octavo's ops.
 
 """
 MACHINE_CODE = """# Machine code

@@ -1,7 +1,6 @@
 """Linears that quantize in another way than Octavo's, beside which Octavo's is measured. Everything else is the same.
 
 given   the maxima are known: delayed scaling, and the least any recipe can cost (its bound)
-plain   plain PyTorch, which `torch.compile` can fuse with what is around it
 
 forward  Y  = X Wᵀ        X and W quantized in both memory orders, each from one read
 dgrad    ∂X = G W         legend as in `octavo.nn.linear`
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo.kernels import quantize, scaled_mm
 from octavo.numerics import RECIPES, QuantSpec, Recipe
-from octavo.numerics.spec import FULL, SMALLEST_SCALE
+from octavo.numerics.spec import FULL
 from octavo.tensor import ScaledTensor
 
 Quantizer = Callable[..., ScaledTensor]
@@ -36,21 +35,6 @@ class Given:
         return quantize(x, spec, fold, order=order, amax=self._amax[name])
 
 
-def plain(name: str, x: Tensor, spec: QuantSpec, fold: Tensor | None, order: Any) -> ScaledTensor:
-    """`octavo.kernels.quantize` in PyTorch ops that a compiler can fuse, by tensor, row and column, rule "amax".
-
-    The scale is divided in float32: the same number where the division is rounded correctly, one unit off where a
-    compiler approximates it.
-    """
-    values = x.float() if fold is None else x.float() * fold
-    scale = (_amax(values, spec) / spec.format.max).clamp_min(SMALLEST_SCALE)
-    data = (values * (1.0 / scale)).clamp(-spec.format.max, spec.format.max).to(spec.format.dtype)
-    if order == "rows":
-        return ScaledTensor(data, scale, spec)
-    columns = data.t().contiguous().t()
-    return ScaledTensor(columns, scale, spec) if order == "columns" else ScaledTensor(data, scale, spec, columns)
-
-
 def _amax(values: Tensor, spec: QuantSpec) -> Tensor:
     dims = [dim for dim, extent in enumerate(spec.granularity) if extent == FULL]
     return values.abs().amax(dims, keepdim=True)
@@ -62,7 +46,7 @@ class VariantLinear(nn.Module):
     Args:
         layer: Its weight is taken over.
         recipe: `tensorwise` or `rowwise`.
-        quantizer: `plain`, or a `Given()`.
+        quantizer: A `Given()`.
     """
 
     def __init__(self, layer: nn.Linear, recipe: str, quantizer: Quantizer) -> None:

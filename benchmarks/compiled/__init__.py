@@ -1,0 +1,79 @@
+"""What `torch.compile` makes of a Llama 3 8B decoder layer, without a GPU.
+
+Fake tensors on a pretended H100 go through Dynamo, AOTAutograd's partitioner and Inductor's scheduler and code; the
+code is kept and not run. Numbers are exact for this version of PyTorch, apart from bytes, which are Inductor's own
+estimate: it counts each tensor that a kernel reads or writes once.
+
+    kernels    all calls: generated kernels, and extern ones (products, attention, Octavo's ops)
+    opaque     calls of Octavo's ops among these, which run Python in every step; of them `quantize_pair` and
+               `quantize` by tensor launch two kernels each
+    kept       what the forward graph returns for backward, without parameters and inputs
+"""
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parents[1] / "results" / "simulated" / "compiled.json"
+
+
+def main(arguments: list[str]) -> None:
+    """Measure, print a row at a time, and write what is asked for."""
+    options = _parser().parse_args(arguments)
+    sys.path.append(str(options.peers))
+    from benchmarks.compiled import pretend
+
+    try:
+        graphs = pretend.install()
+    except pretend.CannotPretend as error:
+        sys.exit(f"python -m benchmarks compiled: {error}")
+    import torch
+
+    warnings.simplefilter("ignore")  # of PyTorch and Triton about themselves
+    from benchmarks.arms import has_torchao
+    from benchmarks.compiled import block, measure
+    from benchmarks.environment import environment, write_json
+
+    if unknown := set(options.only) - set(block.ARMS):
+        sys.exit(
+            f"python -m benchmarks compiled: no arm is called {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(block.ARMS)}"
+        )
+    print(measure.HEADER)
+    rows = []
+    for arm in options.only or block.ARMS:
+        if arm.startswith("torchao") and not has_torchao():
+            print(f"{arm:<26}torchao is not importable (see --peers)")
+            continue
+        rows.append(measure.measure(graphs, arm, combo_kernels=options.combo_kernels))
+        print(measure.line(rows[-1]), flush=True)
+    content: dict[str, Any] = {
+        "benchmark": "compiled",
+        "command": "python -m benchmarks compiled",
+        "note": "a pretended H100: nothing ran",
+        "tokens": block.TOKENS,
+        "environment": environment(torch.device("cpu")),
+        "rows": rows,
+    }
+    for path in filter(None, (options.json, RESULT if options.write else None)):
+        write_json(path, content)
+        print(f"written to {path}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks compiled",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="examples:\n  python -m benchmarks compiled\n"
+        '  python -m benchmarks compiled --only bf16 "octavo rowwise"',
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", default=[], metavar="ARM", help="measure these arms")
+    add("--combo-kernels", action="store_true", help="with Inductor's option of that name")
+    add("--json", type=Path, metavar="FILE", help="write the rows")
+    add("--write", action="store_true", help="renew benchmarks/results/simulated/compiled.json")
+    add("--peers", type=Path, default=Path(sys.prefix) / "peers", help="folder with torchao (pip install --target)")
+    return parser

@@ -1,0 +1,108 @@
+"""A Llama 3 8B decoder layer of fake tensors, in bf16, and the arms that it is compiled in."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import octavo
+from octavo.kernels import library
+
+TOKENS, WIDTH, HIDDEN, HEADS, KV_HEADS = 8192, 4096, 14336, 32, 8
+ARMS = (
+    "bf16", "octavo rowwise", "octavo tensorwise", "octavo blockwise", "opaque rowwise",
+    "opaque tensorwise", "opaque blockwise", "torchao rowwise", "torchao tensorwise",
+)  # fmt: skip
+"""`octavo` as `torch.compile` sees it; `opaque` with its ops as opaque calls, as before they had decompositions."""
+
+_ATTENTION = torch.library.Library("octavo_benchmarks", "DEF")
+_ATTENTION.define("attention(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
+_ATTENTION.define(
+    "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse) -> (Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.register_fake("octavo_benchmarks::attention", lib=_ATTENTION)
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("octavo_benchmarks::attention_backward", lib=_ATTENTION)
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _backward(ctx: Any, g: Tensor, _: Tensor) -> Any:
+    return torch.ops.octavo_benchmarks.attention_backward(g, *ctx.saved_tensors)
+
+
+torch.library.register_autograd(
+    "octavo_benchmarks::attention",
+    _backward,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+    lib=_ATTENTION,
+)
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs, bias=False, device="meta", dtype=torch.bfloat16)
+    layer.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.bfloat16, device="cuda"))
+    return layer
+
+
+class Norm(nn.Module):
+    """RMSNorm as Llama computes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, dtype=torch.bfloat16, device="cuda"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X · rsqrt(mean(x²)) in float32, times the weight in bf16."""
+        values = x.float()
+        return (values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * self.weight
+
+
+class Block(nn.Module):
+    """A decoder layer. Attention is an op of its own, as FlashAttention is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        small = WIDTH // HEADS * KV_HEADS
+        self.norm, self.mlp_norm = Norm(), Norm()
+        self.q, self.k, self.v = _linear(WIDTH, WIDTH), _linear(WIDTH, small), _linear(WIDTH, small)
+        self.o = _linear(WIDTH, WIDTH)
+        self.gate, self.up, self.down = _linear(WIDTH, HIDDEN), _linear(WIDTH, HIDDEN), _linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """X [1, tokens, width] with the rotary embedding's cos and sin [tokens, width / heads]."""
+        y = self.norm(x)
+        q, k, v = (part(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        attended = torch.ops.octavo_benchmarks.attention(_rotated(q, cos, sin), _rotated(k, cos, sin), v)[0]
+        x = x + self.o(attended.transpose(1, 2).flatten(2))
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
+
+
+@contextlib.contextmanager
+def built(arm: str) -> Iterator[nn.Module]:
+    """Build the block of an arm. Raises ImportError for torchao where there is none."""
+    kind, _, recipe = arm.partition(" ")
+    block: Any = Block()
+    if kind in ("octavo", "opaque"):
+        octavo.convert(block, recipe, verbose=False)
+    elif kind == "torchao":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(block, config=Float8LinearConfig.from_recipe_name(recipe))
+    with mock.patch.dict(library.DECOMPOSITIONS, clear=kind == "opaque"):
+        yield block
