@@ -175,6 +175,8 @@ def _float(i: Instruction, arguments: list[Bits]) -> Bits:
         return bits_of(-values[0])
     if i.name in ("add", "sub", "mul"):
         result = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[i.name](*values)
+    elif i.name in ("div", "rcp") and kind == "f64" and "rn" in i.parts:
+        result = _APPROXIMATE[i.name](*values)
     elif i.name == "fma" and kind == "f32":
         result = fused(*values)
     elif i.name in ("min", "max") and kind == "f32":
@@ -298,6 +300,8 @@ def _convert(i: Instruction, arguments: list[Bits]) -> Bits:
         return to_bf16(typed(arguments[0], "f32"))
     if to == "f32" and kind == "bf16":
         return typed(arguments[0], "b16").astype(np.uint32) << np.uint32(16)
+    if to == "f64" and kind == "bf16":
+        return bits_of((typed(arguments[0], "b16").astype(np.uint32) << np.uint32(16)).view("f4").astype("f8"))
     if "x" in to + kind or "bf16" in (to, kind):
         return _unknown(i)
     values = typed(arguments[0], kind)

@@ -126,15 +126,32 @@ def test_inductor_casts_what_a_bf16_tensor_holds():
     assert_same_bytes(pair, results)
 
 
+def run(*command):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(octavo.__file__).parents[1]), str(ROOT)])}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+pretends = pytest.mark.skipif(pretend.missing() is not None, reason=str(pretend.missing()))
+
+
+@pretends
 @pytest.mark.slow
-@pytest.mark.skipif(pretend.missing() is not None, reason=str(pretend.missing()))
+def test_the_ptx_of_inductors_kernels_writes_the_reference_bytes():
+    """Casts by row, column and with a given scale, fused with operations whose results Inductor does not round."""
+    found = json.loads(run("tests/kernels/inductor_casts.py").splitlines()[-1])
+    assert found["differ"] == [0] * 9 and found["kernels"] == 2
+    assert found["unrounded"] > 1000  # the hazard is there
+
+
+@pretends
+@pytest.mark.slow
 def test_what_inductor_makes_of_a_decoder_layer(tmp_path):
     """No Python in the compiled step, kernels, traffic and kept bytes as docs/compile.md has them."""
     file = tmp_path / "compiled.json"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(octavo.__file__).parents[1]), str(ROOT)])}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "benchmarks", "compiled", "--only", "bf16", "octavo rowwise", "--json", str(file)]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    run("-m", "benchmarks", "compiled", "--only", "bf16", "octavo rowwise", "--json", str(file))
     bf16, rowwise = json.loads(file.read_text())["rows"]
     assert rowwise["opaque"] == 0 and rowwise["kernels"] <= 66
     assert rowwise["forward"]["gigabytes"] < 1.02 * bf16["forward"]["gigabytes"]
