@@ -265,8 +265,9 @@ class QuantizePlan:
         if not self.writes_columns:
             q = q_t = columns = empty(self.shape, self.stride, dtype)
         else:
-            q_t = columns = empty(self.shape, (1, self.padded_rows), dtype)
-            if self.padded_rows != self.shape[0]:
+            if self.padded_rows == self.shape[0]:
+                q_t = columns = empty(self.shape, (1, self.padded_rows), dtype)
+            else:
                 columns = empty((self.shape[1], self.padded_rows), (self.padded_rows, 1), dtype)
                 q_t = columns[:, : self.shape[0]].t()
             q = empty(self.shape, self.stride, dtype) if self.writes_rows else q_t
