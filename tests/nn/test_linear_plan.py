@@ -210,9 +210,11 @@ def test_the_ordinary_path_runs_where_something_sees_the_ops():
     with counted() as counts, Watching() as mode:
         y.backward(g)
     assert counts["backward"] == 0 and mode.seen > 1
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    with counted() as counts:
-        assert torch.equal(compiled(x), expected[0]) or torch.equal(compiled(x * 2), expected[0])
+    with SCALED_MM.force("reference"):  # the stand-in for cuBLAS reads addresses, which traced tensors lack
+        expected = layer(x)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        with counted() as counts:
+            assert torch.equal(compiled(x), expected)
     assert counts["forward"] == 0
     with counted() as counts, octavo.disabled():
         layer(x)
