@@ -132,7 +132,8 @@ class Subclass(torch.Tensor):
 def contexts():
     x = torch.randn(16, 16)
     lazy = torch.randn(16, 16, dtype=torch.complex64).conj().imag
-    seen = []
+    seen, outlived = [], []
+    torch.func.grad(lambda y: (outlived.append(y), y.sum())[1])(x)
     torch.func.grad(lambda y: (seen.append(eager_signature(y)), y.sum())[1])(x)
     torch.func.vmap(lambda y: (seen.append(eager_signature(y)), y)[1])(x)
     torch.jit.trace(lambda y: (seen.append(eager_signature(y)), y)[1], x, check_trace=False)
@@ -140,7 +141,7 @@ def contexts():
     for mode in (Watching(), FakeTensorMode(), torch.device("cpu"), torch.enable_grad()):
         with mode:
             yield type(mode).__name__, [eager_signature(x)]
-    for tensor in (lazy, torch._efficientzerotensor(4, 4), x.as_subclass(Subclass)):
+    for tensor in (lazy, torch._efficientzerotensor(4, 4), x.as_subclass(Subclass), *outlived):
         yield "tensor", [eager_signature(x, tensor)]
 
 

@@ -31,12 +31,14 @@ RECIPES = [name for name in octavo.RECIPES if name != "delayed"]
 
 
 class Plan:
-    """Runs the reference as a plan of Triton's backend runs kernels: the shape of a fold is that at planning."""
+    """Runs the reference as a plan of Triton's backend runs kernels: strides and a fold's shape are the planned."""
 
     def __init__(self, x, spec, fold, amax, scale, order):
         self.spec, self.fold, self.scale, self.order = spec, fold, scale is not None, order
+        self.planned = x.dtype, x.shape, x.stride()
 
     def run(self, x, fold, fold_t, scale, zeros):
+        assert self.planned == (x.dtype, x.shape, x.stride())
         fold = None if fold is None else fold.reshape(self.fold.shape)
         *data, s = [*reference.quantize(x, self.spec, fold, None, scale, self.order), *[scale] * self.scale]
         q = data[0].t() if self.order == "columns" else data[0]
@@ -248,14 +250,44 @@ def test_second_derivatives_raise_as_before():
     assert messages[0] == messages[1]
 
 
-def test_a_weight_changed_before_backward_raises():
-    layer, x = layer_of(), torch.randn(16, 32).bfloat16().requires_grad_()
-    for _ in range(2):
-        y = layer(x)
-        with torch.no_grad():
-            layer.weight += 1
+@pytest.mark.parametrize("changed", ["weight", "input"])
+def test_what_is_changed_in_place_before_backward_raises(changed):
+    """A recipe with wgrad in high precision saves X; that of three dimensions as a matrix."""
+    layer = layer_of("rowwise_hp_wgrad")
+    for context in (ordinary, nullcontext, nullcontext):
+        x = torch.randn(2, 8, 32).bfloat16().requires_grad_() * 1
+        with context():
+            y = layer(x)
+        x.mul_(2) if changed == "input" else layer.weight.detach().mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward(torch.ones_like(y))
+
+
+REPLACED = {"strides": lambda w: w.t().contiguous().t(), "dtype": torch.Tensor.float, "shape": lambda w: w[:40]}
+
+
+@pytest.mark.parametrize("replaced", REPLACED)
+def test_a_weight_replaced_before_backward_is_read_as_it_is(replaced):
+    """`weight.data = …`, as of `module.to(dtype)`, which autograd does not notice."""
+    layer, x, g = layer_of(), torch.randn(16, 32).bfloat16().requires_grad_(), torch.randn(16, 48).bfloat16()
+    layer(x).backward(g)
+    outcomes = []
+    for context in (ordinary, nullcontext):
+        x.grad = None
+        module = layer_of()
+        with context():
+            y = module(x)
+        module.weight.data = REPLACED[replaced](module.weight.data)
+        try:
+            y.backward(g)
+            outcomes.append([x.grad, module.weight.grad])
+        except ValueError as error:
+            outcomes.append(str(error))
+    assert isinstance(outcomes[0], str) == (replaced == "shape")
+    if replaced == "shape":
+        assert outcomes[0] == outcomes[1]
+    else:
+        same(*outcomes)
 
 
 def test_new_choices_of_the_registry_end_a_plan():
@@ -298,6 +330,15 @@ def test_checkpointing_is_bitwise_neutral(reentrant):
         results.append([y, x.grad.clone(), layer.weight.grad.clone(), layer.bias.grad.clone()])
     same(results[0], results[1])
     same(results[0], results[2])
+
+
+def test_saved_tensors_are_unpacked_once():
+    """Also where backward starts from a plan and takes the ordinary path: checkpointing gives each out once."""
+    layer, x, g = layer_of(), torch.randn(16, 32).bfloat16().requires_grad_(), torch.randn(16, 48).bfloat16()
+    expected = torch.autograd.grad(layer(x), x, g)
+    with counted() as counts:
+        same(expected, torch.autograd.grad(checkpoint(layer, x, use_reentrant=False), x, g, create_graph=True))
+    assert counts == {"forward": 2, "backward": 0}
 
 
 @pytest.mark.parametrize("level", ["fp8", "fp8+activations"])

@@ -10,13 +10,14 @@ The ordinary path runs instead
 - where something could see or change an op: `octavo.kernels.direct.signature` says where;
 - if X is recomputed in backward or has an amax history, if FSDP gathers W in FP8, if `accumulating` shares its cast;
 - if a backend makes no plans, as on CPUs, or if the registry's choices changed since the plan was made;
-- in backward, if hooks returned saved tensors with other strides or dtypes.
+- in backward, if saved tensors have no plan as they are now: hooks and `weight.data = …` change strides and dtypes.
 
 Rejected: plans per op alone, which leave the host at four times this path's work beside autograd's own.
 """
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,9 +38,7 @@ from octavo.runtime.torch_compat import (
     apply_of,
     autocast_dtype,
     explain_freed_nodes,
-    is_functorch_wrapper,
     required_gradients,
-    top_saved_tensors_hooks,
 )
 
 Gradients = tuple[Tensor | None, ...]
@@ -65,7 +64,7 @@ def planned_linear(
     if quantizer is not JUST_IN_TIME or torch.compiler.is_compiling() or not SWITCH.enabled:
         return None
     tensors = signature(input, weight, bias, records=True)
-    if tensors is None or (keeps_weight and shares_cast(weight)) or is_functorch_wrapper(input):
+    if tensors is None or (keeps_weight and shares_cast(weight)):
         return None
     dgrad = wgrad = False
     if torch.is_grad_enabled():
@@ -139,31 +138,33 @@ class LinearPlan:
         if self.saves_x_cast:
             saved[3:] = x_t, x_t_scale
         elif self.saves_x:
-            saved[3] = x_MK.to(self.out_dtype)
+            saved[3] = (x_MK if self.is_matrix else x_MK.detach()).to(self.out_dtype)
         ctx.save_for_backward(*saved)
         return y_MN if self.is_matrix else torch.ops.aten._unsafe_view(y_MN, self.out_shape)
 
     def backward(self, ctx: Any, g: Tensor) -> Gradients:
         """Return ∂X, ∂W and ∂b for G = ∂loss/∂Y [..., N]; None for those that nothing needs."""
         g_MN = g if self.is_matrix else g.reshape(self.m, self.n)
-        saved = ctx.saved_tensors
-        tensors = signature(g_MN, *saved) if ctx.hooked else signature(g_MN)
+        saved, needs = ctx.saved_tensors, required_gradients(ctx, 3)
+        tensors = signature(g_MN, *saved)
         if tensors is None or self.choices != CHOICES.changes:
-            return self._ordinary(ctx, g_MN)
-        needs = required_gradients(ctx, 3)
+            return self._ordinary(ctx, g_MN, saved, needs)
         key = needs, tensors
         plan = self.backwards.get(key)
         if plan is None:
             plan = self.backwards.add(key, BackwardPlan(self, g_MN, saved, *needs))
         if not plan.complete:
-            return self._ordinary(ctx, g_MN)
+            return self._ordinary(ctx, g_MN, saved, needs)
         gradients = plan.run(g_MN, saved)
         return gradients if self.is_matrix else self._shaped(gradients)
 
-    def _ordinary(self, ctx: Any, g_MN: Tensor) -> Gradients:
-        ctx.recipe, ctx.quantizer, ctx.rematerializer = self.recipe, JUST_IN_TIME, None
-        ctx.columns, ctx.dtypes = self.k, self.dtypes
-        gradients = (*ctx.ordinary(ctx, g_MN)[:3], None, None)
+    def _ordinary(self, ctx: Any, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...]) -> Gradients:
+        # A context of its own: hooks, such as those of checkpointing, may return a saved tensor only once.
+        context = SimpleNamespace(
+            saved_tensors=saved, needs_input_grad=needs, next_functions=(), recipe=self.recipe, quantizer=JUST_IN_TIME,
+            rematerializer=None, columns=self.k, dtypes=self.dtypes,
+        )  # fmt: skip
+        gradients = (*ctx.ordinary(context, g_MN)[:3], None, None)
         return gradients if self.is_matrix else self._shaped(gradients)
 
     def _shaped(self, gradients: Gradients) -> Gradients:
@@ -248,7 +249,7 @@ class _PlannedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, ordinary: Backward
     ) -> Tensor:  # fmt: skip
-        ctx.plan, ctx.ordinary, ctx.hooked = plan, ordinary, top_saved_tensors_hooks(False) is not None
+        ctx.plan, ctx.ordinary = plan, ordinary
         return plan.forward(ctx, input, weight, bias)
 
     @staticmethod

@@ -135,9 +135,6 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
-is_functorch_wrapper = torch._C._functorch.is_functorch_wrapped_tensor
-
-
 def required_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
     """Return whether this backward uses the gradients of the first inputs of an autograd function.
 
@@ -173,8 +170,8 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
 
     None unless the dispatcher would call the op's kernel directly, below autograd: if a compiler, tracer, dispatch mode
     (fake tensors, selective checkpointing), function mode or functorch transform is active, if autograd records (unless
-    `records` allows that), or if a tensor is a subclass, a lazy negation or a lazy zero. All releases: there is no
-    public function for most of these.
+    `records` allows that), or if a tensor is a subclass, a lazy negation, a lazy zero or a wrapper that outlived its
+    functorch transform. All releases: there is no public function for most of these.
     """
     if (
         (not records and torch.is_grad_enabled()) or torch.compiler.is_compiling() or _dispatch_modes()
@@ -185,7 +182,7 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
     for x in tensors:
         if x is None:
             signature += (None,)
-        elif type(x) in _NO_SUBCLASS and not x.is_neg() and not x._is_zerotensor():
+        elif type(x) in _NO_SUBCLASS and not x.is_neg() and not x._is_zerotensor() and not _is_functorch_wrapper(x):
             signature += x.dtype, x.shape, x.stride(), x.device
         else:
             return None
@@ -195,6 +192,7 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
 _NO_SUBCLASS = {Tensor, torch.nn.Parameter}
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
+_is_functorch_wrapper = torch._C._functorch.is_functorch_wrapped_tensor
 _has_transforms = torch._C._are_functorch_transforms_active
 _tracing_state = torch._C._get_tracing_state
 
