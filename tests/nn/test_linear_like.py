@@ -1,24 +1,33 @@
 """A layer of another kind that multiplies in FP8: what its class states is all that the library asks for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import octavo
 from octavo.inspect import Watch
+from octavo.nn.delayed import Delayed
 from octavo.nn.linear import linear
 from octavo.nn.linear_like import LinearLike
+from octavo.nn.linear_subclasses import is_transposed
+from octavo.nn.memory_audit import audit
 from octavo.nn.rules import sizes
 from octavo.nn.select import is_linear
+from octavo.runtime import linear_kinds
+from octavo.runtime.linear_kinds import LinearKind
+
+FP8_ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
 
 
 class Columns(nn.Module):
     """A linear with a [in, out] weight, of no library that the package knows."""
 
-    def __init__(self, recipe=octavo.RECIPES["rowwise"]):
+    def __init__(self, rows=64, columns=48):
         super().__init__()
-        self.weight, self.bias, self.recipe = nn.Parameter(torch.randn(64, 48)), None, recipe
-        self.in_features, self.out_features = 64, 48
+        self.weight, self.bias = nn.Parameter(torch.randn(rows, columns)), None
+        self.rows, self.columns = rows, columns
 
     def forward(self, x):
         return x @ self.weight
@@ -27,16 +36,47 @@ class Columns(nn.Module):
 class Fp8Columns(LinearLike, Columns):
     octavo_original = Columns
     weight_is_transposed = True
+    in_features = property(lambda self: self.rows)
+    out_features = property(lambda self: self.columns)
 
     def forward(self, x):
         return linear(x, self.weight.t(), self.bias, self.recipe, self.octavo_keeps_weight(), self.octavo_quantizer())
 
 
-def test_a_new_kind_of_layer_is_reported_watched_changed_and_reverted():
-    model = nn.Sequential(Fp8Columns(), nn.Linear(48, 48))
-    assert is_linear(model[0]) and sizes(model[0]) == (64, 48)
-    (row, _) = octavo.report(model)
-    assert (row.linear, row.converted, row.recipe) == (True, True, "rowwise")
+class DelayedColumns(Delayed, Fp8Columns):
+    octavo_original = Columns
+
+
+class Mixer(nn.Module):
+    """A module with a forward of its own, as an attention is."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Columns(64, 128), Columns(128, 64)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+def path(cls):
+    return f"{cls.__module__}.{cls.__name__}"
+
+
+@pytest.fixture
+def entry(monkeypatch):
+    """The entry of the table, as docs/extending.md describes it."""
+    kind = LinearKind(plain=path(Columns), fp8=path(Fp8Columns), sizes=("rows", "columns"))
+    monkeypatch.setattr(linear_kinds, "KINDS", [*linear_kinds.KINDS, kind])
+    return kind
+
+
+def test_a_new_kind_of_layer_is_converted_reported_watched_changed_and_reverted(entry):
+    model = nn.Sequential(Columns(), nn.Linear(48, 48))
+    assert is_linear(model[0]) and is_transposed(model[0]) and sizes(model[0]) == (64, 48)
+    octavo.convert(model, filter=octavo.nn.filters.shape(min_in=64), verbose=False)
+    assert type(model[0]) is Fp8Columns and is_transposed(model[0]) and sizes(model[0]) == (64, 48)
+    (row, other) = octavo.report(model)
+    assert (row.linear, row.converted, row.recipe, other.converted) == (True, True, "rowwise", False)
     with pytest.raises(ValueError, match="1 layers of this model are converted already"):
         octavo.convert(model)
     octavo.nn.change_recipe(model, "0", "blockwise", reason="a test")
@@ -50,6 +90,20 @@ def test_a_new_kind_of_layer_is_reported_watched_changed_and_reverted():
         octavo.nn.change_recipe(model, "0", "delayed", reason="a test")
     octavo.revert(model)
     assert type(model[0]) is Columns and torch.equal(model[0](x), x @ model[0].weight)
+
+
+def test_a_new_kind_of_layer_with_a_delayed_class(entry, monkeypatch):
+    monkeypatch.setattr(linear_kinds, "KINDS", [replace(entry, delayed=path(DelayedColumns))])
+    model = octavo.convert(nn.Sequential(Columns()), "delayed", verbose=False)
+    model(torch.ones(8, 64)).sum().backward()
+    assert type(model[0]) is DelayedColumns and octavo.nn.delayed.state_dict(model)["0"][0][1] == 1
+
+
+def test_fp8_activations_of_a_module_with_a_new_kind_of_layer(entry):
+    """The module around the layers stores the inputs of both in FP8: 1 byte per element, and scales."""
+    model, x = nn.Sequential(Mixer()), torch.randn(64, 64, requires_grad=True)
+    octavo.convert(model, precision=FP8_ACTIVATIONS, verbose=False)
+    assert {row.dtype for row in audit(model, x).rows} == {torch.float8_e4m3fn, torch.float8_e8m0fnu}
 
 
 def test_what_only_looks_like_one_is_none():

@@ -14,6 +14,7 @@ from torch import nn
 from octavo.activations.detect import Activation, Glu, ModuleSpec, activation_of, original_class, registered, spec_of
 from octavo.activations.modules import HookedForward, Storage
 from octavo.runtime.blocks import find_stacks
+from octavo.runtime.linear_kinds import kind_of
 from octavo.runtime.swap import has_own_forward, is_fully_sharded
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -111,5 +112,5 @@ def _has_matrices(module: nn.Module) -> bool:
 
 def _is_leaf(module: nn.Module) -> bool:
     """Return whether a module is a linear or a convolution, i.e. a single operation."""
-    kinds = (nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.Embedding)
-    return isinstance(module, kinds) or original_class(module).__name__ == "Conv1D"
+    others = (nn.modules.conv._ConvNd, nn.Bilinear, nn.Embedding)
+    return isinstance(module, others) or kind_of(module) is not None

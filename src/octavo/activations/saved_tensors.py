@@ -39,6 +39,7 @@ from octavo.activations.recompute import (
     quantize_for_backward,
 )
 from octavo.runtime import torch_compat
+from octavo.runtime.linear_kinds import kind_of
 from octavo.runtime.switch import stores
 from octavo.runtime.torch_compat import is_traceable_wrapper_subclass, own_saved_tensors_hooks, tree_leaves
 
@@ -373,10 +374,9 @@ def _weights_of_linears(module: nn.Module, unrounded: set[int]) -> _Weights:
     """Return weights of linears, convolutions and experts, parametrized ones included, without those in `unrounded`."""
     weights = [p for p in module.parameters() if p.ndim > 2]
     for part in module.modules():
-        if isinstance(part, nn.Linear | nn.modules.conv._ConvNd) or "Conv1D" in type(part).__name__:
-            weights += part.parameters()
-        elif isinstance(part, nn.MultiheadAttention):
-            weights += part.parameters(recurse=False)
+        all_of = isinstance(part, nn.modules.conv._ConvNd) or kind_of(part) is not None
+        if all_of or isinstance(part, nn.MultiheadAttention):
+            weights += part.parameters(recurse=all_of)
     return _Weights(p for p in weights if id(p) not in unrounded)
 
 

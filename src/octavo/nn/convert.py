@@ -28,6 +28,7 @@ from octavo.nn.select import checked_weight, default_plan, linears_with_exact_in
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
+from octavo.runtime.linear_kinds import KINDS
 from octavo.runtime.swap import all_or_nothing, become
 
 M = TypeVar("M", bound=nn.Module)
@@ -133,7 +134,7 @@ def check_unconverted(model: nn.Module) -> None:
 def nothing_converted(plan: Plan) -> ValueError:
     """Return the error about a plan that converts no layer, with its reasons."""
     reasons = {plan[fqn].reason for fqn in plan}
-    why = "; ".join(sorted(reasons)) if reasons else "it has no nn.Linear and no transformers Conv1D"
+    why = "; ".join(sorted(reasons)) or f"it has no {' and no '.join(kind.plain for kind in KINDS)}"
     return ValueError(f"no layer would be converted, so the model would train without FP8: {why}")
 
 

@@ -7,7 +7,6 @@ matter.
 """
 
 import inspect
-import sys
 from functools import cache
 from typing import Any, TypeGuard
 
@@ -17,10 +16,10 @@ from torch import nn
 from octavo.activations.detect import ORIGINAL, original_class, uses_default_call
 from octavo.activations.formulas import Formula, formula_of, formula_of_method
 from octavo.activations.modules import mixed_class
-from octavo.nn.delayed import ATTRIBUTE, Delayed, DelayedLinear
-from octavo.nn.linear import Linear
+from octavo.nn.delayed import ATTRIBUTE, Delayed
 from octavo.nn.linear_like import LinearLike
 from octavo.numerics.recipe import DEFAULT, Recipe
+from octavo.runtime.linear_kinds import LINEAR, kind_of, kind_of_class
 from octavo.runtime.swap import become, has_own_forward
 
 ATTRIBUTES = ("recipe", "keeps_weight", ATTRIBUTE)
@@ -71,45 +70,33 @@ def _ways() -> list[Any]:
     return [formula.expression for formula in formulas if formula is not None]
 
 
-def conv1d_class() -> Any:
-    """Return Transformers' `Conv1D` (a linear with a [in, out] weight), or None while nothing has imported it."""
-    return getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is Transformers' `Conv1D`, not converted."""
-    return type(module) is conv1d_class()
-
-
 def is_converted(module: nn.Module) -> TypeGuard[LinearLike]:
     """Return whether this module itself computes in FP8."""
     return isinstance(module, LinearLike)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether W is stored as [in, out]: Transformers' `Conv1D` and its subclasses, converted or not."""
+    """Return whether a linear, converted or not, stores W as [in, out], as Transformers' `Conv1D` does."""
     if isinstance(module, LinearLike):
         return module.weight_is_transposed
-    conv1d = conv1d_class()
-    return conv1d is not None and isinstance(module, conv1d)
+    kind = kind_of(module)
+    return kind is not None and bool(kind.fp8_class().weight_is_transposed)
 
 
 def fp8_class(original: Any, recipe: Recipe) -> type[LinearLike]:
     """Return the FP8 class for linears of a class.
 
     Raises:
-        ValueError: If the class is neither an `nn.Linear` nor Transformers' `Conv1D`.
+        ValueError: If it is no subclass of `nn.Linear`, and `octavo.runtime.linear_kinds` lists no FP8 class for it.
         Exception: Any error of making a subclass of it.
     """
-    if original is conv1d_class():
-        from octavo.nn.conv1d import Conv1D, DelayedConv1D
-
-        return DelayedConv1D if recipe.history else Conv1D
-    if not issubclass(original, nn.Linear):
+    listed = kind_of_class(original)
+    kind = LINEAR if listed is None and issubclass(original, nn.Linear) else listed
+    linear: Any = None if kind is None else kind.fp8_class(delayed=recipe.history > 0)
+    if linear is None:
         raise ValueError(f"Octavo has no FP8 class for a {original.__name__} with recipe {recipe.name!r}")
-    linear: Any = DelayedLinear if recipe.history else Linear
-    fp8: type[LinearLike] = linear if original is nn.Linear else mixed_class(linear, original)
-    if original is not nn.Linear and "forward" in vars(fp8):
+    fp8: type[LinearLike] = mixed_class(linear, original) if listed is None else linear
+    if listed is None and "forward" in vars(fp8):
         raise TypeError(f"{original.__name__} replaces the forward of its subclasses, so it may change")
     return fp8
 

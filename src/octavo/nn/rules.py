@@ -10,6 +10,7 @@ from torch import nn
 
 from octavo.nn.linear_like import LinearLike
 from octavo.numerics.names import nearest
+from octavo.runtime.linear_kinds import LINEAR, kind_of
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 """Takes a linear and its fully qualified name; True means convert."""
@@ -279,10 +280,10 @@ class _Where(Filter):
 
 
 def sizes(module: nn.Module) -> tuple[int, int]:
-    """Return in_features and out_features of a linear: `nn.Linear`, or Transformers' `Conv1D`."""
-    if isinstance(module, nn.Linear | LinearLike):
-        return module.in_features, module.out_features
-    return module.nx, module.nf  # type: ignore[return-value]
+    """Return in_features and out_features of a linear, converted or not."""
+    kind = None if isinstance(module, LinearLike) else kind_of(module)
+    in_features, out_features = (kind or LINEAR).sizes
+    return getattr(module, in_features), getattr(module, out_features)
 
 
 def _joined(*verdicts: Match) -> str:

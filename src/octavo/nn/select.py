@@ -1,9 +1,10 @@
 """Build the default plan: the modules to convert, with reasons. `octavo.activations.candidates` finds the modules that
 can store their activations in FP8.
 
-Selection is by type: `nn.Linear`, subclasses whose code computes the same (`octavo.nn.linear_subclasses`), and
-Transformers' `Conv1D`. All others are skipped with a reason: other subclasses, such as bitsandbytes' quantized layers,
-and the output projection of `nn.MultiheadAttention`, whose weight torch reads without calling the module.
+Selection is by type: the classes of `octavo.runtime.linear_kinds` (`nn.Linear`, Transformers' `Conv1D`), and subclasses
+of `nn.Linear` whose code computes the same (`octavo.nn.linear_subclasses`). All others are skipped with a reason: other
+subclasses, such as bitsandbytes' quantized layers, and the output projection of `nn.MultiheadAttention`, whose weight
+torch reads without calling the module.
 
 A vocabulary head stays in high precision by default: its output feeds the softmax directly, and each row of its weight
 is the target of one token in thousands. Heads are recognized by structure: tied to an embedding, or the model's
@@ -25,11 +26,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from octavo.activations.candidates import storable
 from octavo.nn.filters import Filter, FilterLike, Layer, as_filter, layers_of, names_of, sizes
 from octavo.nn.linear_like import LinearLike
-from octavo.nn.linear_subclasses import computes_linear, is_conv1d, lossy_subclass
+from octavo.nn.linear_subclasses import computes_linear, lossy_subclass
 from octavo.nn.operands import SUPPORTED_DTYPES
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe
+from octavo.runtime.linear_kinds import kind_of_class
 from octavo.runtime.swap import has_own_forward, is_fully_sharded
 
 NARROW = 64
@@ -52,8 +54,10 @@ HEAD_REASON = "vocabulary head"
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer: `nn.Linear`, its subclasses, `Conv1D`, and whatever is converted."""
-    return isinstance(module, nn.Linear | LinearLike) or is_conv1d(module)
+    """Return whether a module is a linear layer: of a class that `octavo.runtime.linear_kinds` lists, of a subclass of
+    `nn.Linear`, or converted.
+    """
+    return isinstance(module, nn.Linear | LinearLike) or kind_of_class(type(module)) is not None
 
 
 def own_weight(module: nn.Module) -> nn.Parameter | None:
@@ -158,7 +162,7 @@ def obstacle(module: nn.Module) -> str | None:
         return "sharded by fully_shard already: convert before sharding"
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight without calling it, so its forward would not be used"
-    if type(module) is not nn.Linear and not is_conv1d(module) and not computes_linear(module):
+    if kind_of_class(type(module)) is None and not computes_linear(module):
         return f"{kind} is a subclass of nn.Linear with behaviour of its own"
     if (loss := lossy_subclass(module)) is not None:
         return loss
