@@ -73,7 +73,7 @@ weights and see the same data in the same order. Loss: mean over the last 10 % o
 """
 SPREAD = """
 BF16's own loss has a standard deviation of {spread:.2f} % over {seeds} seeds. A gap well below that is smaller than the
-effect of the seed. {seeds} seeds of one small model cannot detect a gap a tenth as large. Times are
+effect of the seed. {seeds} seeds of one small model cannot detect a gap of {tenth:.2f} %, a tenth of that. Times are
 of this CPU, which emulates FP8 with products in float32, and BF16 too where it has no instructions for it: the best
 of {rounds} steps taken in turn. `everything` takes {slowdown:.2f} × BF16's (limit {slowest:g}), `products`
 {products:.2f} ×.
@@ -204,8 +204,8 @@ def document(content: Mapping[str, Any]) -> str:
         took, kept = f"{content['slowdowns'][arm]:.2f} ×", f"{rows[0]['saved_bytes_per_token']:,.0f}"
         lines.append(f"| {name} | `{label}` | {' | '.join(cells)} | {gap} | {took} | {kept} |")
     after = SPREAD.format(
-        spread=spread(short), seeds=len(seeds), slowdown=content["slowdowns"]["everything"], slowest=SLOWEST,
-        rounds=TIMED_ROUNDS - UNTIMED_ROUNDS,
+        spread=spread(short), tenth=spread(short) / 10, seeds=len(seeds), rounds=TIMED_ROUNDS - UNTIMED_ROUNDS,
+        slowdown=content["slowdowns"]["everything"], slowest=SLOWEST,
         products=content["slowdowns"]["products"], band=BAND, worst=max(map(abs, gaps(short, "everything"))),
     )  # fmt: skip
     table = ["| optimizer | loss | gap |", "|---|---:|---:|"]

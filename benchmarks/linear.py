@@ -5,7 +5,7 @@ the roofline (`benchmarks/roofline.py` with this device's own ceilings) and the 
 alone, measured at this very shape. `given tensorwise` is delayed scaling, whose maxima cost nothing.
 
 On a CPU: wall time of a small layer, every arm in turn, round after round, and the best round counts: arms of one run
-meet the same machine. FP8 is emulated there, exact and slower than bf16.
+meet the same machine. FP8 is emulated there, exactly.
 """
 
 import functools

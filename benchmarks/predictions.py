@@ -182,13 +182,13 @@ ROWS = (
         source=_BLOCK, fitted=True),
     Row(who="torchao", what="block, dim 2048, compiled", gpu="h100", published=None, predict=block(2048),
         source=_BLOCK),
-    Row(who="torchao", what="linear 1024×2048×1024, by tensor, compiled", gpu="h100", published=0.80,
+    Row(who="torchao", what="linear 1024×2048×1024, per-tensor, compiled", gpu="h100", published=0.80,
         predict=linears([(1024, 2048, 1024)], "by tensor"), source=_README),
-    Row(who="torchao", what="linear 4096×8192×16384, by tensor, compiled", gpu="h100", published=1.39,
+    Row(who="torchao", what="linear 4096×8192×16384, per-tensor, compiled", gpu="h100", published=1.39,
         predict=linears([(4096, 8192, 16384)], "by tensor"), source=_README),
-    Row(who="torchao", what="Llama 3 8B, 1 × 8192 tokens, 8 GPUs, compiled, by tensor", gpu="h100",
+    Row(who="torchao", what="Llama 3 8B, 1 × 8192 tokens, 8 GPUs, compiled, per-tensor", gpu="h100",
         published=7689.5 / 6150, predict=training(LLAMA_3_8B, 1, 8192, "by tensor", TITAN), source=_README),
-    Row(who="torchao", what="Llama 3 8B, 1 × 8192 tokens, 8 GPUs, compiled, by row", gpu="h100",
+    Row(who="torchao", what="Llama 3 8B, 1 × 8192 tokens, 8 GPUs, compiled, per-row", gpu="h100",
         published=6768 / 6150, predict=training(LLAMA_3_8B, 1, 8192, "by row, two copies", TITAN), source=_README),
     Row(who="ColossalAI", what="LLaMA 2 7B, 8 GPUs", gpu="h800", published=1.35,
         predict=training(LLAMA_2_7B, 4, 4096, "by tensor", COLOSSAL), source=_COLOSSAL, misses=_UNSTATED),
@@ -236,7 +236,7 @@ others in bf16.
 `octavo plan CONFIG --gpu h100` shows three steps: in bf16; as configured, which converts exactly what `octavo train`
 converts on that GPU; and the best plan, with each layer in the recipe that gains most, or in bf16. A recipe named in
 the configuration also converts layers that lose; the columns show the cost. Octavo's Triton kernel computes products
-that PyTorch lacks on a GPU (scales by block on Blackwell and Ada), at an assumed rate. Piped output is not wrapped.
+that PyTorch lacks on a GPU (per-block scales on Blackwell and Ada), at an assumed rate. Piped output is not wrapped.
 
 Predicted cost decides for each layer: forward and backward, quantization included, against bf16. Narrow layers, few
 tokens and LoRA ranks stay in bf16 if they would lose, and the reason states by how much. Vocabulary heads stay in bf16
@@ -347,12 +347,13 @@ def _gpus() -> list[str]:
     for name, gpu in DEVICES.items():
         rates = f"{gpu.bf16_tflops:g}, {gpu.fp8_tflops:g}" if gpu.fp8_tflops else f"{gpu.bf16_tflops:g}, none"
         shares = f"{gpu.bf16_efficiency:.0%}, {gpu.fp8_efficiency:.0%}"
-        kind = "measured, fitted" if gpu.efficiency_from == DEVICES["h100"].efficiency_from else gpu.efficiency_from
+        from_h200 = gpu.efficiency_from == DEVICES["h100"].efficiency_from
+        kind = "taken from an H200, fitted" if from_h200 else gpu.efficiency_from
         lines.append(
             f"| `{name}` | {rates} | {shares} | {gpu.memory_tbs:g} TB/s, {gpu.memory_gb:g} GB | "
             f"{gpu.memory_efficiency:.0%} | {gpu.link_gbs:g} | {gpu.rates_from} | {kind} |"
         )
-    return [*lines, "", f"Measured, fitted: {DEVICES['h100'].efficiency_from}."]
+    return [*lines, "", f"Taken from an H200, fitted: {DEVICES['h100'].efficiency_from}."]
 
 
 def main(arguments: list[str]) -> None:

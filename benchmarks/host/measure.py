@@ -25,7 +25,7 @@ SAMPLE_S = 1e-3
 Row = dict[str, Any]
 Step = Callable[[], Any]
 
-RECIPES = ("rowwise", "tensorwise", "rowwise_hp_wgrad", "blockwise", "mxfp8", "delayed")
+RECIPES = tuple(octavo.RECIPES)
 TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 NO_KERNEL = set(
     (

@@ -31,6 +31,7 @@ M, K, N = 1024, 512, 768
 NORMAL_SQNR = {
     "tensorwise": (28.5, 24.6, 24.6),
     "rowwise": (28.6, 28.6, 28.6),
+    "rowwise_hp_wgrad": (28.6, 28.6, 100.0),  # and more: float32
     "blockwise": (28.7, 28.7, 28.8),
     "mxfp8": (28.5, 28.5, 28.5),
 }
@@ -61,7 +62,7 @@ def exact_products(x, w, g, bias=None):
 def test_reaches_the_stated_accuracy_on_normal_operands(name):
     operands = randn(M, K), randn(N, K, seed=1), randn(M, N, seed=2)
     reached = [sqnr(e, a) for e, a in zip(exact_products(*operands), three_products(*operands, name), strict=True)]
-    assert reached == pytest.approx(NORMAL_SQNR[name], abs=0.3)
+    assert [min(value, 100.0) for value in reached] == pytest.approx(NORMAL_SQNR[name], abs=0.3)
 
 
 @settings(max_examples=20, deadline=None)

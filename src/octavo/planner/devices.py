@@ -3,7 +3,7 @@
 Rates are dense peaks (no sparsity, float32 accumulation) from the vendors' data sheets. An `efficiency` next to each
 rate is the share that large products and copies reach. `efficiency_from` names its source:
 
-    measured    on this GPU, published: 8192³ bf16 products at 788 TFLOP/s and copies at 4.3 TB/s on an H200
+    published   for an H200: 8192³ bf16 products at 788 TFLOP/s and copies at 4.3 TB/s. H100 and H800 take its shares
     fitted      to torchao's published block at dim 16384 on an H100 (34.18 ms in bf16, 22.64 ms in FP8): the FP8 share.
                 That row is therefore no test of a prediction; the others are
     assumed     Hopper's efficiencies, if no published measurement could be checked. Predicts whether large layers gain,
@@ -117,8 +117,8 @@ class Gpu:
 _MAY_BE_ZERO = ("fp8_tflops", "launch_us", "host_us", "capability")
 
 _MEASURED = (
-    "bf16 0.80 and memory 0.90: measured on an H200 (788 TFLOP/s at 8192³, 4.3 TB/s); FP8 0.70: fitted to torchao's "
-    "block at dim 16384; by block 0.62: DeepSeek-style forward in torchao at 1234 TFLOP/s; attention 0.40: assumed"
+    "bf16 0.80 and memory 0.90: published for an H200 (788 TFLOP/s at 8192³, 4.3 TB/s); FP8 0.70: fitted to torchao's "
+    "block at dim 16384; per-block 0.62: DeepSeek-style forward in torchao at 1234 TFLOP/s; attention 0.40: assumed"
 )
 _H100 = Gpu(
     name="H100 SXM", bf16_tflops=989, fp8_tflops=1979, memory_tbs=3.35, memory_gb=80, link_gbs=450,

@@ -112,7 +112,7 @@ def _check_config_value(name: str, value: Any) -> None:
 
 
 class Data(Section):
-    """`[data]`: text in, windows of tokens out."""
+    """`[data]`: text in, sequences of tokens out."""
 
     source: Annotated[PathText, Field(min_length=1)]
     """"python-stdlib"; a glob of .txt (each file a document), .jsonl or .parquet files (each row one); a folder, with
@@ -128,7 +128,7 @@ class Data(Section):
     tokenizer: PathText | None = None
     """Folder of a `transformers` tokenizer to use, instead of the model's own or a trained one."""
     shuffle: bool = True
-    """Permute the windows anew in each epoch; False takes them in order."""
+    """Permute the sequences anew in each epoch; False takes them in order."""
     cache: PathText = "~/.cache/octavo"
     """Folder of tokenized data and trained tokenizers; safe to delete."""
 
@@ -222,7 +222,7 @@ class PrecisionConfig(Section):
     autopilot: bool = False
     """Move a layer whose statistics cross a limit to a safer recipe; samples every `inspect.every` steps, or 50."""
     loss: Literal["chunked", "whole"] = "chunked"
-    """"chunked" computes head and loss a chunk of tokens at a time, so that whole logits never exist."""
+    """"chunked" computes head and loss a chunk of tokens at a time, so that the full logits never exist."""
     checkpointing: Literal["none", "full", "selective"] = "none"
     """Activation checkpointing of each block: recompute all of it, or all but its matrix products and attention."""
 
