@@ -235,8 +235,8 @@ others in bf16.
 
 `octavo plan CONFIG --gpu h100` shows three steps: in bf16; as configured, which converts exactly what `octavo train`
 converts on that GPU; and the best plan, with each layer in the recipe that gains most, or in bf16. A recipe named in
-the configuration also converts layers that lose; the columns show the cost. Octavo's Triton kernel computes products
-that PyTorch lacks on a GPU (per-block scales on Blackwell and Ada), at an assumed rate. Piped output is not wrapped.
+the configuration also converts layers that lose; the columns show the cost. For products that PyTorch lacks on a GPU
+(per-block scales on Blackwell and Ada) the planner assumes a rate of Octavo's Triton kernel, `triton_efficiency`.
 
 Predicted cost decides for each layer: forward and backward, quantization included, against bf16. Narrow layers, few
 tokens and LoRA ranks stay in bf16 if they would lose, and the reason states by how much. Vocabulary heads stay in bf16
