@@ -73,7 +73,7 @@ class Plans(dict[tuple[Any, ...], T]):
         return plan
 
 
-MAX_PLANS = 4096
+MAX_PLANS = 1024
 
 
 class ZeroBlocks(threading.local):
