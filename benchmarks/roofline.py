@@ -112,16 +112,17 @@ DEVICES: dict[str, Device] = {
 
 PASSES: dict[str, tuple[tuple[str, float], ...]] = {
     "tensorwise": (
-        ("x", 2.0), ("x", 2 + 1 + 1), ("w", 2.0), ("w", 2 + 1 + 1), ("g", 2.0), ("g", 2 + 1 + 1),
+        ("x", 2.0), ("x", 2 + 1 + 1), ("w", 2.0), ("w", 2 + 1), ("w", 2 + 1), ("g", 2.0), ("g", 2 + 1 + 1),
     ),
-    "rowwise": (("x", 2 + 1 + 1), ("w", 2 + 1 + 1), ("g", 2.0), ("g", 2 + 1 + 1)),
-    "rowwise_hp_wgrad": (("x", 2 + 1), ("w", 2 + 1 + 1), ("g", 2 + 1)),
-    "amax given": (("x", 2 + 1 + 1), ("w", 2 + 1 + 1), ("g", 2 + 1 + 1)),
+    "rowwise": (("x", 2 + 1 + 1), ("w", 2 + 1), ("w", 2 + 1), ("g", 2.0), ("g", 2 + 1 + 1)),
+    "rowwise_hp_wgrad": (("x", 2 + 1), ("w", 2 + 1), ("w", 2 + 1), ("g", 2 + 1)),
+    "amax given": (("x", 2 + 1 + 1), ("w", 2 + 1), ("w", 2 + 1), ("g", 2 + 1 + 1)),
 }  # fmt: skip
-"""Launches that quantize, in bytes per element of X [M,K], W [N,K] or G [M,N]: bf16 read, FP8 written in both orders.
+"""Launches that quantize, in bytes per element of X [M,K], W [N,K] or G [M,N]: bf16 read, FP8 written.
 
-By tensor, the maximum is one launch and one read more. By row the row stays on chip. G by row and by column: both
-maxima in one launch, both casts in the next. `amax given` is delayed scaling, the least that a quantizer can do.
+By tensor, the maximum is one launch and one read more. By row the second read comes from L2. W is cast in forward, and
+again in backward with the scales of forward. G by row and by column: both maxima in one launch, both casts in the next.
+`amax given` is delayed scaling, the least that a quantizer can do.
 """
 
 
