@@ -134,7 +134,10 @@ def check_unconverted(model: nn.Module) -> None:
 def nothing_converted(plan: Plan) -> ValueError:
     """Return the error about a plan that converts no layer, with its reasons."""
     reasons = {plan[fqn].reason for fqn in plan}
-    why = "; ".join(sorted(reasons)) or f"it has no {' and no '.join(kind.plain for kind in KINDS)}"
+    why = (
+        "; ".join(sorted(reasons))
+        or f"it has no {' and no '.join(kind.plain.removeprefix('torch.') for kind in KINDS)}"
+    )
     return ValueError(f"no layer would be converted, so the model would train without FP8: {why}")
 
 
