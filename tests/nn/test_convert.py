@@ -392,7 +392,7 @@ def raising(module, fqn):
         (integer_weights, {}, TypeError, "cannot convert model.layers.1.mlp.down_proj: its weight is torch.int8"),
         (complex_weights, {}, TypeError, "cannot convert 1: its weight is torch.complex64"),
         (lambda: octavo.convert(llama(), verbose=False), {}, ValueError, "converted already.*octavo.revert"),
-        (lambda: nn.ReLU(), {}, ValueError, "it has no torch.nn.Linear and no transformers"),
+        (lambda: nn.ReLU(), {}, ValueError, "it has no nn.Linear and no transformers"),
         (llama, {"plan": octavo.Plan({}), "recipe": "rowwise"}, ValueError, "pass plan alone"),
         (llama, {"precision": "fp8"}, TypeError, r"precision is an octavo.Precision; got 'fp8': make one with"),
         (llama, {"plan": "plan.json"}, TypeError, r"plan is an octavo.Plan; got 'plan.json': read one with"),

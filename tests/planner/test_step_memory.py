@@ -21,7 +21,7 @@ from octavo.numerics.plan import Decision, Plan
 from octavo.parallel import Parallel
 from octavo.planner.fake import fake_copy, fake_tensors
 from octavo.planner.model_memory import make_gradients, make_states
-from octavo.planner.step_memory import blocks_are_equal, copy_with_blocks
+from octavo.planner.step_memory import copy_with_blocks, leading_blocks
 from octavo.runtime.blocks import find_blocks
 
 CPU = torch.device("cpu")
@@ -147,26 +147,43 @@ def test_blocks_that_are_not_equal_are_followed_whole():
     rowwise = Decision(recipe=octavo.RECIPES["rowwise"], reason="")
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "layers" in name]
     plan = Plan(dict.fromkeys(names, rowwise))
-    assert blocks_are_equal(model, plan) and not blocks_are_equal(model, Plan(dict.fromkeys(names[1:], rowwise)))
+    assert leading_blocks(model, plan) == 0 and leading_blocks(model, Plan(dict.fromkeys(names[1:], rowwise))) == 1
     model.model.layers[2].mlp.up_proj.weight.requires_grad_(False)
-    assert not blocks_are_equal(model, plan)
+    assert leading_blocks(model, plan) is None
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_first_blocks_that_differ_are_followed_and_the_rest_extrapolated(monkeypatch, checkpointing):
+    """As the dense blocks of DeepSeek-V3, before those with experts: every byte and second as from all blocks."""
+    model = llama(**SIZES | {"num_hidden_layers": 7}).bfloat16()
+    width = model.config.hidden_size
+    for block in model.model.layers[:2]:
+        block.mlp = nn.Sequential(nn.Linear(width, 96), nn.GELU(), nn.Linear(96, width)).bfloat16()
+    plans = [octavo.plan(model, 2, 128, device=FAST, checkpointing=checkpointing)]
+    monkeypatch.setattr("octavo.planner.model_plan.leading_blocks", lambda model, plan: None)
+    plans.append(octavo.plan(model, 2, 128, device=FAST, checkpointing=checkpointing))
+    short, whole = (plan.memory for plan in plans)
+    assert (short.traced_blocks, whole.traced_blocks) == ((4, 7), (7, 7))
+    for name in ("at_peak", "largest", "phase"):
+        assert getattr(short, name) == getattr(whole, name), name
+    assert (plans[0].planned, plans[0].bf16) == (plans[1].planned, plans[1].bf16)
 
 
 def test_blocks_of_equal_shapes_may_still_differ():
     model = make("llama")
-    assert blocks_are_equal(model, Plan({}))
+    assert leading_blocks(model, Plan({})) == 0
     for layer in model.model.layers:
         layer.self_attn.window = 4
-    assert blocks_are_equal(model, Plan({}))  # also where a number is that of a block
+    assert leading_blocks(model, Plan({})) == 0  # also where a number is that of a block
     model.model.layers[3].self_attn.window = None  # as Gemma's, which look at all tokens in every so many blocks
-    assert not blocks_are_equal(model, Plan({}))
+    assert leading_blocks(model, Plan({})) is None
     shared = make("llama")
     shared.model.layers = nn.ModuleList([shared.model.layers[0]] * 4)
-    assert not blocks_are_equal(shared, Plan({}))
+    assert leading_blocks(shared, Plan({})) is None
     assert octavo.plan(shared, 2, 128, device=FAST).memory.traced_blocks == (4, 4)
     tied = make("llama")
     tied.model.layers[2].mlp.up_proj.weight = tied.model.layers[1].mlp.up_proj.weight
-    assert not blocks_are_equal(tied, Plan({}))
+    assert leading_blocks(tied, Plan({})) is None
 
 
 def test_a_copy_with_fewer_blocks_leaves_the_model_as_it_was():

@@ -43,8 +43,8 @@ from octavo.planner.step import CHECKPOINTING, Layout, StepConfig, is_count, lay
 from octavo.planner.step_memory import (
     TRACED_BLOCKS,
     StepTrace,
-    blocks_are_equal,
     copy_with_blocks,
+    leading_blocks,
     predict_memory,
     restrict_plan,
 )
@@ -135,8 +135,8 @@ def plan(
 
     def memory(plan: Plan, level: Precision, step_config: StepConfig) -> MemoryPlan:
         trace_blocks = partial(_trace_blocks, model, shapes, plan, level, checkpointing, step_config)
-        blocks, equal = len(find_blocks(model)), blocks_are_equal(model, plan)
-        predicted = predict_memory(trace_blocks, size, step_config, blocks=blocks, equal=equal, offloaded=offloaded)
+        blocks, leading = len(find_blocks(model)), leading_blocks(model, plan)
+        predicted = predict_memory(trace_blocks, size, step_config, blocks=blocks, leading=leading, offloaded=offloaded)
         return replace(predicted, notes=(_SELECTIVE_NOTE,) if checkpointing == "selective" else ())
 
     return forecast(
@@ -275,11 +275,12 @@ def trace_model(
                 listed = [list(shape) for shape in shapes]
                 raise ValueError(f"the model cannot run a batch of shapes {listed}: {reason}") from error
 
-    if blocks_are_equal(model, Plan({})):
+    if (leading := leading_blocks(model, Plan({}))) is not None:
         names = {id(module): name for name, module in model.named_modules()}
         blocks = [names[id(block)] for block in find_blocks(model)]
-        if len(blocks) > TRACED_BLOCKS + 1 and (
-            traced := extrapolate_trace(trace_copy(TRACED_BLOCKS), trace_copy(TRACED_BLOCKS + 1), TRACED_BLOCKS, blocks)
+        count = leading + TRACED_BLOCKS
+        if len(blocks) > count + 1 and (
+            traced := extrapolate_trace(trace_copy(count), trace_copy(count + 1), count, blocks)
         ):
             return traced
     return trace_copy(None)

@@ -5,8 +5,9 @@
                        of several GPUs: what one of them holds          `octavo.planner.sharded_memory`
 
 A model of many equal blocks takes a second or two: the step runs on fake copies with two and three of the blocks; the
-difference is checked and extrapolated to, say, 80. If the blocks are not equal in shapes or in the decisions for their
-layers, or if the two steps differ by more than one block, the whole model runs instead.
+difference is checked and extrapolated to, say, 80. On one GPU the first blocks may differ from the others, as the dense
+ones of DeepSeek-V3; they run too. If other blocks differ in shapes or in the decisions for their layers, or if the two
+steps differ by more than one block, the whole model runs instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +81,7 @@ def predict_memory(
     step_config: StepConfig,
     *,
     blocks: int = 0,
-    equal: bool = False,
+    leading: int | None = None,
     offloaded: bool = False,
 ) -> MemoryPlan:
     """Predict the memory of a step on each GPU.
@@ -90,14 +91,16 @@ def predict_memory(
         size: Sequences of one forward.
         step_config: How the step runs.
         blocks: Blocks of the model; 0 if it has none.
-        equal: Whether the blocks are equal, so that a few of them stand for all.
+        leading: First blocks that differ from the others, which are equal, so that a few of these stand for all; None
+            if they are not (`leading_blocks`).
         offloaded: Whether shards are in host memory.
     """
     series = None
-    count = TRACED_BLOCKS
-    if equal and blocks > TRACED_BLOCKS + 1:
-        step, more = trace(TRACED_BLOCKS, size), trace(TRACED_BLOCKS + 1, size)
-        series = extrapolate_blocks(step.events, more.events, blocks - TRACED_BLOCKS)
+    whole = step_config.shards == step_config.copies == 1 and not offloaded  # else all blocks are sharded as the first
+    count = (leading or 0) + TRACED_BLOCKS
+    if leading is not None and blocks > count + 1 and (whole or not leading):
+        step, more = trace(count, size), trace(count + 1, size)
+        series = extrapolate_blocks(step.events, more.events, blocks - count)
     if series is None:
         step, count = trace(None, size), blocks
         series = step.events.series
@@ -121,7 +124,9 @@ def predict_memory(
         saved_by_dtype={dtype_name(dtype): saved for dtype, saved in by_dtype},
         saved_by_layer=step.saved.by_owner,
         traced_blocks=(count, blocks),
-        replan=lambda other: predict_memory(trace, other, step_config, blocks=blocks, equal=equal, offloaded=offloaded),
+        replan=lambda other: predict_memory(
+            trace, other, step_config, blocks=blocks, leading=leading, offloaded=offloaded
+        ),
     )
 
 
@@ -174,25 +179,29 @@ def follow_step(
     )  # fmt: skip
 
 
-def blocks_are_equal(model: nn.Module, plan: Plan) -> bool:
-    """Return whether all blocks have the same modules, parameters, settings and decisions, and share no parameters."""
+def leading_blocks(model: nn.Module, plan: Plan) -> int | None:
+    """Return the number of first blocks after which all are equal: 0 if all are, 3 in DeepSeek-V3.
+
+    Equal blocks have the same modules, parameters, settings and decisions. None if no two blocks at the end are equal,
+    or blocks share parameters.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     blocks = find_blocks(model)
-    kinds, settings = set(), [_settings(block) for block in blocks]
+    kinds = []
     for block in blocks:
         parts: list[Any] = []
         for name, module in block.named_modules():
             decision = plan.decisions.get(names[id(module)])
             parts.append((name, type(module), decision and (decision.recipe, decision.storage)))
         parts += [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
-        kinds.add(tuple(parts))
+        kinds.append(tuple(parts))
     owned = [id(parameter) for block in blocks for parameter in block.parameters()]
-    return (
-        len(kinds) == 1
-        and len(set(map(id, blocks))) == len(blocks)
-        and len(set(owned)) == len(owned)
-        and all(_is_uniform([block_settings.get(name) for block_settings in settings]) for name in settings[0])
-    )
+    if not blocks or len(set(map(id, blocks))) < len(blocks) or len(set(owned)) < len(owned):
+        return None
+    first = next((i + 1 for i in range(len(kinds) - 1, -1, -1) if kinds[i] != kinds[-1]), 0)
+    settings = [_settings(block) for block in blocks[first:]]
+    uniform = all(_is_uniform([own.get(name) for own in settings], first) for name in settings[0])
+    return first if uniform and first < len(blocks) - 1 else None
 
 
 def _settings(block: nn.Module) -> dict[str, Any]:
@@ -205,9 +214,9 @@ def _settings(block: nn.Module) -> dict[str, Any]:
     }
 
 
-def _is_uniform(values: list[Any]) -> bool:
-    """Return whether the blocks agree in a setting, or it is their index."""
-    return len(set(values)) == 1 or values == list(range(len(values)))
+def _is_uniform(values: list[Any], first: int) -> bool:
+    """Return whether blocks from an index on agree in a setting, or it is their index."""
+    return len(set(values)) == 1 or values == list(range(first, first + len(values)))
 
 
 def copy_with_blocks(model: M, count: int | None, mode: FakeTensorMode, place: torch.device) -> M:

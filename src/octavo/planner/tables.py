@@ -151,7 +151,7 @@ def _fit_note(plan: Any, memory: MemoryPlan, name: str) -> str:
     """Describe whether a step fits, and what to do if not."""
     usable = plan.gpu.usable
     traced, blocks = memory.traced_blocks
-    basis = f", from {traced} and {traced + 1} of {blocks} equal blocks" if traced < blocks else ""
+    basis = f", from {traced} and {traced + 1} of {blocks} blocks" if traced < blocks else ""
     if memory.peak <= usable:
         return f"{name or 'It '}fits: {gib(memory.peak)} of {gib(usable)}{basis}."
     most = memory.largest_batch(usable)

@@ -43,9 +43,9 @@ from octavo.planner.model_plan import (
 from octavo.planner.step import CHECKPOINTING, StepConfig, layout_settings
 from octavo.planner.step_memory import (
     StepTrace,
-    blocks_are_equal,
     copy_with_blocks,
     follow_step,
+    leading_blocks,
     predict_memory,
     restrict_plan,
 )
@@ -211,7 +211,7 @@ def plan_step(
         progress(f"the memory of {subject}")
         steps = partial(_step_on_blocks, run, model, plan, arm_setting)
         return predict_memory(
-            steps, shape[0], arm_setting, blocks=len(find_blocks(model)), equal=blocks_are_equal(model, plan),
+            steps, shape[0], arm_setting, blocks=len(find_blocks(model)), leading=leading_blocks(model, plan),
             offloaded=layout.cpu_offload,
         )  # fmt: skip
 
