@@ -44,4 +44,5 @@ def test_measurements_replace_the_table():
     gpu = replace(H100, measured=Measurements("H100", entries))
     for recipe, entry in zip((None, RECIPES["rowwise"]), entries, strict=True):
         assert host_seconds(gpu, recipe, 3) == pytest.approx(entry.microseconds * 1e-6)
-    assert host_seconds(gpu, RECIPES["tensorwise"], 3) == host_seconds(H100, RECIPES["tensorwise"], 3)
+    unmeasured = host_seconds(gpu, RECIPES["tensorwise"], 3)  # in this machine's unit, not in the table's
+    assert unmeasured == pytest.approx(RATIOS["tensorwise"] * entries[0].microseconds * 1e-6)

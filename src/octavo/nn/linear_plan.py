@@ -1,4 +1,4 @@
-"""A linear's launches and products, prepared: the results of `octavo.nn.linear` in a third of its host time.
+"""A linear's launches and products, prepared: the results of `octavo.nn.linear` in less host time (docs/host_time.md).
 
 The ordinary path of `octavo.nn.linear` calls seven ops, and each inspects its operands. What each finds depends only on
 options and on the dtypes, shapes, strides and devices of X, W, the bias and G. So the first forward leaves a
@@ -12,7 +12,7 @@ The ordinary path runs instead
 - if a backend makes no plans, as on CPUs, or if the registry's choices changed since the plan was made;
 - in backward, if saved tensors have no plan as they are now: hooks and `weight.data = …` change strides and dtypes.
 
-Rejected: plans per op alone, which leave the host at four times this path's work beside autograd's own.
+Rejected: plans per op alone, with which a linear makes twice the Python calls.
 """
 
 import math
@@ -34,12 +34,7 @@ from octavo.nn.weights import shares_cast
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import (
-    apply_of,
-    autocast_dtype,
-    explain_freed_nodes,
-    required_gradients,
-)
+from octavo.runtime.torch_compat import apply_of, autocast_dtype, explain_freed_nodes, required_gradients
 
 Gradients = tuple[Tensor | None, ...]
 Saved = tuple[Tensor | None, ...]

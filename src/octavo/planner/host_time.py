@@ -4,7 +4,8 @@
     FP8 linear     that · the recipe's entry in `RATIOS`, which `python -m benchmarks host` measured without a GPU
 
 Ratios carry over to other machines roughly, microseconds do not. `octavo calibrate` measures both on this machine
-(`measure`); the measurements replace the two lines above.
+(`measure`): a measured time of bf16 or of a recipe replaces its line. A recipe that was not measured is its ratio times
+the measured bf16.
 """
 
 import time
@@ -38,13 +39,19 @@ def host_seconds(gpu: Gpu, recipe: Recipe | None, products: int) -> float:
         recipe: The recipe; None for bf16. One that is not Octavo's own counts as the most similar one.
         products: Matrix products of the call: 3, or fewer without dgrad or wgrad.
     """
-    name = "bf16" if recipe is None else recipe.name
-    if recipe is not None and name not in RATIOS:
+    bf16 = _measured(gpu, "bf16")
+    per_product = gpu.host_us * 1e-6 if bf16 is None else bf16 / 3
+    if recipe is None:
+        return products * per_product
+    name = recipe.name
+    if name not in RATIOS:
         name = "rowwise" if recipe.x.granularity.columns == FULL else "blockwise"
-    measured = None if gpu.measured is None else gpu.measured.seconds(OP, (name,), SHAPE)
-    if measured is not None:
-        return measured * products / 3
-    return products * gpu.host_us * 1e-6 * RATIOS.get(name, 1.0)
+    measured = _measured(gpu, name)
+    return products * (per_product * RATIOS[name] if measured is None else measured / 3)
+
+
+def _measured(gpu: Gpu, name: str) -> float | None:
+    return None if gpu.measured is None else gpu.measured.seconds(OP, (name,), SHAPE)
 
 
 def measure(device: torch.device, recipes: Iterable[Recipe], seconds: float = 0.3) -> list[Entry]:
