@@ -47,7 +47,7 @@ from octavo.inspect import Autopilot, OperandStats, Watch
 Row = dict[str, Any]
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "adversarial.md"
-KEPT = ("case", "arm", "seed", "tail_mean", "diverged", "cpu_s")
+SUMMARY_FIELDS = ("case", "arm", "seed", "tail_mean", "diverged", "cpu_s")
 """What is kept of a run at another strength."""
 
 
@@ -85,12 +85,12 @@ class Piloted(Unwatched):
     @property
     def moved(self) -> Sequence[Any]:  # type: ignore[override]
         """Layers moved in the step just taken."""
-        return self._pilot.moved
+        return self._pilot.last_changes
 
     @property
     def moves(self) -> Sequence[Any]:  # type: ignore[override]
         """All of them."""
-        return self._pilot.moves
+        return self._pilot.changes
 
     @property
     def should_repeat(self) -> bool:  # type: ignore[override]
@@ -192,7 +192,7 @@ def _strengths(case: Case, seeds: int) -> list[Row]:
         for seed in range(1, seeds + 1):
             for arm in (BASELINE, *PLAINEST):
                 row = measured(replace(case, strength=strength), arm, seed)
-                rows.append({key: row[key] for key in KEPT} | {"strength": strength})
+                rows.append({key: row[key] for key in SUMMARY_FIELDS} | {"strength": strength})
         print(f"{case.name:<18} strength {strength:g}", flush=True)
     return rows
 

@@ -142,7 +142,7 @@ def measured(arm: str, seed: int, steps: int, out: Path, more: Overrides, made_b
     assert result.losses is not None
     curve = smooth(Curves.of(read_metrics(folder)).loss)
     return {
-        "arm": arm, "label": result.arm, "seed": seed, "steps": steps, "tail_mean": result.losses.tail_mean,
+        "arm": arm, "label": result.precision, "seed": seed, "steps": steps, "tail_mean": result.losses.tail_mean,
         "tokens": result.tokens, "parameters": result.parameters,
         "saved_bytes_per_token": result.saved_bytes_per_token, "wall_s": round(result.wall_s, 1),
         "smoothed": [round(float(value), 4) for value in curve],

@@ -202,7 +202,7 @@ def healthy_run(name: str, recipe: str, seed: int = 1, steps: int = STEPS) -> Ro
         kind.after_step(model)
     return {
         "kind": name, "recipe": recipe, "seed": seed, "steps": steps, "findings": findings,
-        "moves": [str(move) for move in pilot.moves], "first_loss": losses[0], "last_loss": losses[-1],
+        "moves": [str(move) for move in pilot.changes], "first_loss": losses[0], "last_loss": losses[-1],
         "worst_product_error": round(errors, 4), **{key: round(value, 4) for key, value in worst.items()},
     }  # fmt: skip
 

@@ -133,7 +133,7 @@ def measure(session: Session, name: str, size: Size, arm: Arm) -> Row:
         runs.append(step(model, list(model.parameters()), x, g))
     figures = times(session.clock.measure(runs))
     figures["peak_mib"] = session.clock.peak_mib(runs[0])
-    figures["saved_bytes_per_token"] = round(_kept(session, model, arm, x) / size.tokens, 1)
+    figures["saved_bytes_per_token"] = round(_saved_bytes(session, model, arm, x) / size.tokens, 1)
     same = {"shape": name}
     figures |= speedup(session.rows, {**figures, "mode": arm.mode}, **same)
     if figures["kernel_ms"] is None:
@@ -156,7 +156,7 @@ def _kernel_ms(session: Session, key: Row) -> float | None:
     return next((ms for ms in times_ms if ms), None)
 
 
-def _kept(session: Session, model: Any, arm: Arm, x: Tensor) -> float:
+def _saved_bytes(session: Session, model: Any, arm: Arm, x: Tensor) -> float:
     """Bytes that a forward keeps for backward: what the allocator holds more, or what autograd saves."""
     if not session.gpu:
         with saved_for_backward(model) as kept:

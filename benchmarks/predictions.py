@@ -222,7 +222,7 @@ octavo plan configs/demo.toml --gpu h100 --calibration h100.json  # with what oc
 ```
 
 ```python
-plan = octavo.plan(model, 4, 2048, device="h100", world=8)          # model: any module, also on meta
+plan = octavo.plan(model, 4, 2048, device="h100", world_size=8)     # model: any module, also on meta
 print(plan)                                                         # decision, reason and gain of each linear
 plan.fits, plan.largest_batch                                       # and .planned, .bf16, .memory, .break_even
 octavo.convert(model, plan=plan)                                    # leaves in bf16 what is predicted to lose
@@ -350,7 +350,7 @@ def _gpus() -> list[str]:
         from_h200 = gpu.efficiency_from == DEVICES["h100"].efficiency_from
         kind = "taken from an H200, fitted" if from_h200 else gpu.efficiency_from
         lines.append(
-            f"| `{name}` | {rates} | {shares} | {gpu.memory_tbs:g} TB/s, {gpu.memory_gb:g} GB | "
+            f"| `{name}` | {rates} | {shares} | {gpu.memory_tbs:g} TB/s, {gpu.memory_gib:g} GB | "
             f"{gpu.memory_efficiency:.0%} | {gpu.link_gbs:g} | {gpu.rates_from} | {kind} |"
         )
     return [*lines, "", f"Taken from an H200, fitted: {DEVICES['h100'].efficiency_from}."]

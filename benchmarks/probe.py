@@ -82,13 +82,15 @@ def _quantizer(session: Session, shape: tuple[int, int], text: str) -> Row:
         expected, scale = reference.quantize(x, spec, None)
         for order in kernels.ORDERS:
             made = quantize(x, spec, order=order)  # type: ignore[arg-type]
-            outputs = [made.data, made.scale, made.copy if order == "both" else made.data]
+            outputs = [made.data, made.scale, made.other_order if order == "both" else made.data]
             wrong += _differences(order, (expected, scale, expected), outputs)
         if FULL in spec.granularity:
             amax = torch.full(spec.granularity.scale_shape(shape), 3.0, device=session.device)
             precomputed = reference.quantize(x, spec, None, amax=amax)
             made = quantize(x, spec, order="both", amax=amax)
-            wrong += _differences("amax given", (*precomputed, precomputed[0]), [made.data, made.scale, made.copy])
+            wrong += _differences(
+                "amax given", (*precomputed, precomputed[0]), [made.data, made.scale, made.other_order]
+            )
     return {"result": "; ".join(wrong[:3]) or SAME}
 
 

@@ -73,7 +73,7 @@ def rows(capability: int, indices: list[int], jobs: int) -> list[dict[str, Any]]
 def _identity(variant: "Variant") -> str:
     launch = variant.launch
     kernel = f"{launch.kernel.fn.__module__} {launch.kernel.fn.__name__}"
-    return repr((kernel, launch.constants, launch.num_warps, launch.num_stages, variant.types, variant.ones,
+    return repr((kernel, launch.constants, launch.num_warps, launch.num_stages, variant.types, variant.equal_to_1,
                  variant.tile, variant.trips, variant.device_bytes))  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def compile_for(capability: int, variant: "Variant") -> Any:
     """Compile a variant for bf16 input, contiguous rows, pointers and sizes divisible by 16."""
     types = {name: variant.types.get(name, "i32") for name in variant.launch.kernel.arg_names}
     whole = {name for name, kind in types.items() if kind.startswith(("*", "i"))}
-    return compile_launch(capability, variant.launch, types, dict.fromkeys(variant.ones, 1), whole)
+    return compile_launch(capability, variant.launch, types, dict.fromkeys(variant.equal_to_1, 1), whole)
 
 
 def compile_launch(

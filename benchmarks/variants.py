@@ -66,7 +66,7 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor, recipe: Recipe, quantizer: Quantizer) -> Tensor:
         x, w = quantizer("x", x_MK, recipe.x, None, "both"), quantizer("w", w_NK, recipe.w, None, "both")
         ctx.recipe, ctx.quantizer, ctx.dtypes = recipe, quantizer, (x_MK.dtype, w_NK.dtype)
-        ctx.save_for_backward(x.copy, x.scale, w.copy, w.scale)
+        ctx.save_for_backward(x.other_order, x.scale, w.other_order, w.scale)
         return scaled_mm(x, w, "nt", out_dtype=x_MK.dtype, fast_accum=True)
 
     @staticmethod
@@ -74,7 +74,7 @@ class _Products(torch.autograd.Function):
         recipe, quantizer = ctx.recipe, ctx.quantizer
         x_data, x_scale, w_data, w_scale = ctx.saved_tensors
         x, w = ScaledTensor(x_data, x_scale, recipe.wgrad_x), ScaledTensor(w_data, w_scale, recipe.dgrad_w)
-        if recipe.shares_g:
+        if recipe.shared_grad_cast:
             g = g_t = quantizer("g", g_MN, recipe.dgrad_g, None, "both")
         else:
             g = quantizer("g", g_MN, recipe.dgrad_g, w_scale.t() if recipe.folds_w else None, "rows")

@@ -28,7 +28,7 @@ import octavo
 from octavo.inspect import Watch
 from octavo.inspect.findings import Thresholds, findings
 
-KEPT = adversarial.RESULTS / "cpu" / "adversarial.json"
+COMMITTED = adversarial.RESULTS / "cpu" / "adversarial.json"
 ARMS = (BASELINE, FP32, *RECIPES, WITH_AUTOPILOT, WITHOUT_REPEATS)
 
 
@@ -54,7 +54,7 @@ def check(content):
 
 
 def test_the_results_kept_hold_the_promises():
-    check(json.loads(KEPT.read_text()))
+    check(json.loads(COMMITTED.read_text()))
 
 
 def test_every_recipe_is_an_arm_and_some_case_breaks_plain_tensorwise():
@@ -67,7 +67,7 @@ def test_every_recipe_is_an_arm_and_some_case_breaks_plain_tensorwise():
 
 def test_the_document_is_that_of_the_results():
     again = "run `python -m benchmarks adversarial --document`"
-    content = json.loads(KEPT.read_text())
+    content = json.loads(COMMITTED.read_text())
     assert adversarial.DOCUMENT.read_text() == adversarial_document.document(content), again
 
 

@@ -23,17 +23,17 @@ from octavo.kernels.quantize import QUANTIZE, QUANTIZE_PAIR, quantize
 from octavo.numerics.error import sqnr
 from octavo.numerics.recipe import ROWWISE
 
-KEPT = json.loads((RESULTS / "cpu" / "compare_power.json").read_text())
+COMMITTED = json.loads((RESULTS / "cpu" / "compare_power.json").read_text())
 
 
 def test_false_alarms_on_forty_pairs_of_bf16():
-    statuses = in_order(KEPT["losses"], "again", SEEDS_OF_ONE)
+    statuses = in_order(COMMITTED["losses"], "again", SEEDS_OF_ONE)
     assert len(statuses) == COMPARISONS
     assert sum(status in ("worse", "better") for status in statuses) <= MOST_ALARMS * COMPARISONS
 
 
 def test_a_damaged_format_is_found():
-    statuses = in_order(KEPT["losses"], "damaged", SEEDS_OF_ONE)
+    statuses = in_order(COMMITTED["losses"], "damaged", SEEDS_OF_ONE)
     assert len(statuses) >= 20
     assert statuses.count("worse") >= LEAST_DETECTED * len(statuses)
 
@@ -42,21 +42,23 @@ def test_a_damaged_format_is_found():
 @pytest.mark.parametrize("size", compare_power.SIZES)
 def test_rates_of_comparisons_drawn_from_the_kept_losses(size):
     """The same with other groups of seeds: no luck of the order in which they were trained."""
-    quiet = at_random(KEPT["losses"], "again", size, 500)
+    quiet = at_random(COMMITTED["losses"], "again", size, 500)
     assert quiet["worse"] + quiet["better"] <= 0.08  # 500 draws of 5 %: 3 standard deviations
     if size >= SEEDS_OF_ONE:
-        assert at_random(KEPT["losses"], "damaged", size, 500)["worse"] >= LEAST_DETECTED - 0.04
+        assert at_random(COMMITTED["losses"], "damaged", size, 500)["worse"] >= LEAST_DETECTED - 0.04
 
 
 def test_pairs_of_bf16_differ_by_rounding_and_nothing_else():
-    gaps = [100 * (loss / KEPT["losses"][BASELINE][seed] - 1) for seed, loss in KEPT["losses"]["again"].items()]
+    gaps = [
+        100 * (loss / COMMITTED["losses"][BASELINE][seed] - 1) for seed, loss in COMMITTED["losses"]["again"].items()
+    ]
     assert all(gap != 0 for gap in gaps)
     assert max(map(abs, gaps)) < 5
 
 
 def test_the_table_is_that_of_the_results():
     again = "run `python -m benchmarks compare_power --document`"
-    assert DOCUMENT.read_text() == compare_power.document(KEPT, DOCUMENT.read_text()), again
+    assert DOCUMENT.read_text() == compare_power.document(COMMITTED, DOCUMENT.read_text()), again
 
 
 def test_mantissas_are_cut_to_one_bit():

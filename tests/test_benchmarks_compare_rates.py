@@ -10,7 +10,7 @@ from benchmarks.compare_rates import DOCUMENT, GAPS, RESULTS, SPREAD, decide, de
 
 from octavo.inspect import compare_losses
 
-KEPT = json.loads((RESULTS / "simulated" / "compare_rates.json").read_text())
+COMMITTED = json.loads((RESULTS / "simulated" / "compare_rates.json").read_text())
 MOST = 0.05
 PASSES_BEYOND, ALARMS_BEYOND = "gamma, shape 1/2", {"exponential, of the baseline alone", "uniform"}
 """Documented as not held."""
@@ -69,25 +69,25 @@ def test_the_simulation_judges_as_the_library():
 
 
 def test_false_alarms_and_wrong_passes_are_five_percent_at_most():
-    for row in KEPT["gaps"]:
+    for row in COMMITTED["gaps"]:
         if row["gaps"] not in ALARMS_BEYOND:
             assert max(row["worse"].values()) <= MOST, row
         if row["gaps"] != PASSES_BEYOND:
             assert max(row["passes"], row["better"]) <= MOST, row
-    for row in KEPT["failures"]:
+    for row in COMMITTED["failures"]:
         assert max(row["worse"].values()) <= MOST, row
-    assert {row["gaps"] for row in KEPT["gaps"]} == set(GAPS) and KEPT["drawn"] >= 10_000
+    assert {row["gaps"] for row in COMMITTED["gaps"]} == set(GAPS) and COMMITTED["drawn"] >= 10_000
 
 
 def test_damage_is_found_and_the_power_is_as_printed():
-    rates = {row["damage"]: row["worse"] for row in KEPT["detection"]}
+    rates = {row["damage"]: row["worse"] for row in COMMITTED["detection"]}
     assert min(rates["one seed above twice the baseline's loss"].values()) >= 0.95
     worse = rates["all seeds 1 % worse, gaps vary by 0.1 %"]
     several = [row for damage, row in rates.items() if damage.startswith("the same, ") and "damaged" in damage]
     assert len(several) == 3
     for row in (worse, *several):
         assert min(share for case, share in row.items() if not case.endswith(",2")) >= 0.95
-    for row in KEPT["power"]:
+    for row in COMMITTED["power"]:
         assert abs(row["0.8"] - 0.8) <= 0.1 and abs(row["0.9"] - 0.9) <= 0.1, row
 
 
@@ -145,4 +145,4 @@ def test_detection_and_power_simulated_anew():
 
 def test_the_tables_are_those_of_the_results():
     again = "run `python -m benchmarks compare_rates --document`"
-    assert DOCUMENT.read_text() == compare_rates.document(KEPT, DOCUMENT.read_text()), again
+    assert DOCUMENT.read_text() == compare_rates.document(COMMITTED, DOCUMENT.read_text()), again

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import convergence
 from benchmarks.convergence import ARMS, BAND, BASELINE, LONG_BAND, SLOWEST, STEPS, gaps
 
-KEPT = Path(convergence.RESULTS / "cpu" / "convergence.json")
+COMMITTED = Path(convergence.RESULTS / "cpu" / "convergence.json")
 
 
 def check(content):
@@ -34,16 +34,16 @@ def test_arms_are_what_they_say():
 
 
 def test_the_results_kept_hold_the_promises():
-    check(json.loads(KEPT.read_text()))
+    check(json.loads(COMMITTED.read_text()))
 
 
 def test_the_document_is_that_of_the_results():
     again = "run `python -m benchmarks convergence --document`"
-    assert convergence.DOCUMENT.read_text() == convergence.document(json.loads(KEPT.read_text())), again
+    assert convergence.DOCUMENT.read_text() == convergence.document(json.loads(COMMITTED.read_text())), again
 
 
 def test_long_runs_of_an_earlier_date_are_marked():
-    content = json.loads(KEPT.read_text())
+    content = json.loads(COMMITTED.read_text())
     older = content["environment"] | {"date": "2026-01-02", "device": "another CPU"}
     text = convergence.document(content | {"long_environment": older})
     assert "older than the others: 2026-01-02, another CPU" in text.split("## AdamW over")[1]

@@ -33,7 +33,7 @@ from octavo.planner.fake import fake_tensors
 from octavo.planner.model_memory import make_states
 from octavo.planner.timeline import GRADIENTS, PARAMETERS, STATES
 
-KEPT = Path(scaling.RESULTS / "simulated" / scaling.FILE)
+COMMITTED = Path(scaling.RESULTS / "simulated" / scaling.FILE)
 GATHER, ALL = "fp8, FP8 gather", "fp8+activations+optimizer, all FP8"
 LAYERS, WIDTH, INNER, WORDS, KEYS = 3, 512, 1024, 1000, 256
 TINY = {
@@ -252,11 +252,11 @@ def test_a_step_hides_what_it_can():
 
 def test_the_document_is_that_of_the_results():
     again = "run `python -m benchmarks scaling --document`"
-    assert scaling.DOCUMENT.read_text() == document(json.loads(KEPT.read_text())), again
+    assert scaling.DOCUMENT.read_text() == document(json.loads(COMMITTED.read_text())), again
 
 
 def test_models_are_of_their_size():
-    content = json.loads(KEPT.read_text())
+    content = json.loads(COMMITTED.read_text())
     sizes = {name: model["facts"]["parameters"] / 1e9 for name, model in content["models"].items()}
     assert {name: round(size, 1) for name, size in sizes.items()} == {
         "Llama-3-8B": 8.0, "Command-R 35B": 35.0, "Llama-3-70B": 70.6, "Llama-3.1-405B": 405.9,
@@ -268,7 +268,7 @@ def test_models_are_of_their_size():
 
 
 def test_the_results_kept_hold_the_promises():
-    content = json.loads(KEPT.read_text())
+    content = json.loads(COMMITTED.read_text())
     rows = {(r["model"], r["world"], r["replicas"], r["recompute"], r["arm"]): r for r in content["rows"]}
     for (*place, arm), row in rows.items():
         about = content["models"][row["model"]]["facts"]
@@ -324,7 +324,7 @@ def test_a_run_writes_rows_and_other_rates_another_document(tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_llama_3_8b_on_eight_ranks_is_as_kept():
-    content = json.loads(KEPT.read_text())
+    content = json.loads(COMMITTED.read_text())
     model = scaling.MODELS["Llama-3-8B"]
     kept = [row for row in content["rows"] if (row["model"], row["world"]) == ("Llama-3-8B", 8)]
     assert json.loads(json.dumps(list(scaling.traced("Llama-3-8B", [8])))) == kept

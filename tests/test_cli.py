@@ -246,7 +246,7 @@ def test_a_demo_compares_both_arms(config: Path, here: Path, cache: Path) -> Non
     assert result.exit_code == 0, result.output
     content = json.loads((here / "out/verdict.json").read_text())
     (verdict,), (bf16, fp8) = content["verdicts"], content["runs"]
-    assert (bf16["arm"], fp8["arm"]) == ("bf16", f"{level} tensorwise")
+    assert (bf16["precision"], fp8["precision"]) == ("bf16", f"{level} tensorwise")
     assert verdict["tail_gap"] == fp8["losses"]["tail_mean"] - bf16["losses"]["tail_mean"] != 0
     assert (
         abs(bf16["losses"]["first"] - fp8["losses"]["first"]) < 0.02 * bf16["losses"]["first"]

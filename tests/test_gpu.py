@@ -69,7 +69,7 @@ def test_quantizers_give_the_reference_s_bytes(text, fold):
             for order in ("rows", "columns", "both"):
                 with QUANTIZE.force("triton"):
                     q = quantize(x, spec, factor, order=order)
-                outputs = [q.data, q.scale, q.copy if order == "both" else q.data]
+                outputs = [q.data, q.scale, q.other_order if order == "both" else q.data]
                 assert (why := difference([data, scale, data], outputs)) is None, (shape, order, why)
                 assert q.along(1 if order == "rows" else 0) is not None
 
@@ -83,7 +83,7 @@ def test_quantizers_take_maxima_that_are_given(text):
         data, scale = reference.quantize(x, spec, None, amax=amax)
         with QUANTIZE.force("triton"):
             q = quantize(x, spec, order="both", amax=amax)
-        assert (why := difference([data, scale, data], [q.data, q.scale, q.copy])) is None, (shape, why)
+        assert (why := difference([data, scale, data], [q.data, q.scale, q.other_order])) is None, (shape, why)
 
 
 @pytest.mark.parametrize("case", QUANTIZE_PAIR.cases.values(), ids=" and ".join)
@@ -107,7 +107,7 @@ def test_other_dtypes_and_unaligned_inputs(text, dtype):
     data, scale = reference.quantize(x, spec, None)
     with QUANTIZE.force("triton"):
         q = quantize(x, spec, order="both")
-    assert (why := difference([data, scale, data], [q.data, q.scale, q.copy])) is None, why
+    assert (why := difference([data, scale, data], [q.data, q.scale, q.other_order])) is None, why
 
 
 def test_offsets_beyond_32_bits():
@@ -120,7 +120,7 @@ def test_offsets_beyond_32_bits():
     data, scale = reference.quantize(x[-4:], spec, None)
     with QUANTIZE.force("triton"):
         q = quantize(x, spec, order="both")
-    assert difference([data, scale, data], [q.data[-4:], q.scale[-4:], q.copy[-4:]]) is None
+    assert difference([data, scale, data], [q.data[-4:], q.scale[-4:], q.other_order[-4:]]) is None
 
 
 @pytest.mark.parametrize("name", [name for name in SCALED_MM.backends if name != "reference"])

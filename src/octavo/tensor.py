@@ -3,7 +3,7 @@
     x ≈ data · scale        scale broadcast over the blocks of spec.granularity
 
 `scale` is None for unit scales, when the scales are folded into the other operand (see `numerics.recipe`).
-`copy` has the same data in the other memory order, for hardware that needs both operands contiguous along the
+`other_order` has the same data in the other memory order, for hardware that needs both operands contiguous along the
 contraction while two products contract different dimensions.
 
 `local_tensor` unwraps DTensors and similar wrappers.
@@ -27,27 +27,27 @@ class ScaledTensor:
         scale: Dequantization scales, `spec.granularity.scale_shape((R,C))`, of `spec.scale_dtype`; None for unit
             scales.
         spec: Format, granularity and scale rule.
-        copy: `data` in the other memory order, [R,C], or None.
+        other_order: `data` in the other memory order, [R,C], or None.
     """
 
     data: Tensor
     scale: Tensor | None
     spec: QuantSpec
-    copy: Tensor | None = None
+    other_order: Tensor | None = None
 
     @property
     def unscaled(self) -> "ScaledTensor":
         """The same data with unit scales, for a product whose other operand contains the folded scales."""
-        return ScaledTensor(self.data, None, self.spec, self.copy)
+        return ScaledTensor(self.data, None, self.spec, self.other_order)
 
     def t(self) -> "ScaledTensor":
         """Return the transposed matrix, as views."""
-        scale, copy = (None if t is None else t.t() for t in (self.scale, self.copy))
-        return ScaledTensor(self.data.t(), scale, self.spec.transposed, copy)
+        scale, other_order = (None if t is None else t.t() for t in (self.scale, self.other_order))
+        return ScaledTensor(self.data.t(), scale, self.spec.transposed, other_order)
 
     def along(self, dim: int) -> Tensor | None:
         """Return the data contiguous along a dimension (1: row-major, 0: column-major), or None."""
-        for data in (self.data, self.copy):
+        for data in (self.data, self.other_order):
             if data is not None and data.stride(dim) == 1:
                 return data
         return None

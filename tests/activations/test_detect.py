@@ -187,14 +187,14 @@ def test_a_registered_class_stores(registering):
     octavo.nn.register(PowerNorm, Norm(weight="gain", eps="tiny"))
     octavo.nn.register(Gated, Glu(gate="wi", up=None, down="wo", activation="act"))
     model = nn.Sequential(PowerNorm(), Gated(), nn.Linear(48, 48))
-    assert [r.storage for r in octavo.report(compare(model, randn(2, 64, 48))[1]).activations] == [
-        "scope", "norm", "glu",
+    assert [r.activation_storage for r in octavo.report(compare(model, randn(2, 64, 48))[1]).activations] == [
+        "saved_tensors", "norm", "glu",
     ]  # fmt: skip
 
 
 def test_a_class_that_computes_something_else_is_refused(registering):
     for spec, what in (
-        (Norm(weight="gain", eps="tiny", offset=True), "the output differs"),
+        (Norm(weight="gain", eps="tiny", add_unit_offset=True), "the output differs"),
         (Norm(weight="gain", eps="tiny", center=True), "the output differs"),
         (Norm(weight="gain", eps=1e-2), "differs"),
         (Norm(weight="missing", eps="tiny"), "missing"),

@@ -429,7 +429,7 @@ def test_what_changes_after_conversion_counts(name):
         copy.deepcopy(model),
         octavo.convert(copy.deepcopy(model), precision=FP8_ACTIVATIONS, verbose=False),
     )
-    assert octavo.report(storing).activations[0].storage == "glu"
+    assert octavo.report(storing).activations[0].activation_storage == "glu"
     x = randn(2, TOKENS, WIDTH)
     for m in (plain, storing):
         CHANGES[name](m[0])
@@ -447,7 +447,7 @@ def test_a_forward_that_is_replaced_after_conversion_counts(of, monkeypatch):
         return self.down_proj(self.up_proj(x))
 
     model = octavo.convert(nn.Sequential(Own()), precision=FP8_ACTIVATIONS, verbose=False)
-    assert octavo.report(model).activations[0].storage == "glu"
+    assert octavo.report(model).activations[0].activation_storage == "glu"
     x = randn(4, WIDTH)
     if of == "class":
         monkeypatch.setattr(Own, "forward", other)

@@ -57,7 +57,10 @@ def test_linears_beside_an_activation_keep_their_inputs_in_fp8():
         storing(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))),
         rand(64, 64).requires_grad_() * 1,
     )
-    assert {row.name: row.storage for row in octavo.report(model).activations} == {"": "scope", "1": "activation"}
+    assert {row.name: row.activation_storage for row in octavo.report(model).activations} == {
+        "": "saved_tensors",
+        "1": "activation",
+    }
     with saved_for_backward(model) as kept:
         model(x)
     assert kept.bytes == 2 * x.numel() * 33 // 32

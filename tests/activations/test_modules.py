@@ -24,15 +24,15 @@ ONLY_ACTIVATIONS = octavo.Precision(matmul="bf16", activations="fp8")
 BOTH = octavo.Precision.level("fp8+activations")
 by_matmul = pytest.mark.parametrize("precision", [ONLY_ACTIVATIONS, BOTH], ids=["bf16", "fp8"])
 KINDS = {
-    "gpt2": {"norm": 3, "scope": 2, "activation": 1},
-    "vit": {"norm": 3, "scope": 5, "activation": 1},
-    "siglip_vision_model": {"norm": 4, "scope": 6, "activation": 2},
-    "qwen3": {"norm": 5, "scope": 1, "glu": 1},
-    "cohere": {"norm": 2, "scope": 1, "glu": 1},
-    "gemma2": {"norm": 5, "scope": 1, "glu": 1},
-    "gemma3_text": {"norm": 7, "scope": 1, "glu": 1},
+    "gpt2": {"norm": 3, "saved_tensors": 2, "activation": 1},
+    "vit": {"norm": 3, "saved_tensors": 5, "activation": 1},
+    "siglip_vision_model": {"norm": 4, "saved_tensors": 6, "activation": 2},
+    "qwen3": {"norm": 5, "saved_tensors": 1, "glu": 1},
+    "cohere": {"norm": 2, "saved_tensors": 1, "glu": 1},
+    "gemma2": {"norm": 5, "saved_tensors": 1, "glu": 1},
+    "gemma3_text": {"norm": 7, "saved_tensors": 1, "glu": 1},
 }
-LLAMA = {"norm": 3, "scope": 1, "glu": 1}
+LLAMA = {"norm": 3, "saved_tensors": 1, "glu": 1}
 
 
 def storing(model, precision=ONLY_ACTIVATIONS):
@@ -51,7 +51,7 @@ def flat(grads):
 @by_family
 def test_families_are_recognized_by_their_code(family):
     model = storing(model_of(family))
-    kinds_stored = [row.storage for row in octavo.report(model).activations]
+    kinds_stored = [row.activation_storage for row in octavo.report(model).activations]
     assert {kind: kinds_stored.count(kind) for kind in kinds_stored} == KINDS.get(family, LLAMA)
 
 
@@ -162,7 +162,11 @@ def test_copies_and_pickles_still_store():
     file.seek(0)
     expected = train_step(model, batch_of("llama"))[1]
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-        assert [row.storage for row in octavo.report(other).activations] == ["scope", "glu", *["norm"] * 3]
+        assert [row.activation_storage for row in octavo.report(other).activations] == [
+            "saved_tensors",
+            "glu",
+            *["norm"] * 3,
+        ]
         assert_same(expected, train_step(other, batch_of("llama"))[1])
 
 
@@ -184,13 +188,16 @@ def test_what_is_not_known_keeps_its_forward_and_is_reported():
     model["quick"], model["inplace"] = nn.GELU(), nn.SiLU(inplace=True)
     model["quick"].forward = lambda x: x * torch.sigmoid(1.702 * x)
     rows = {row.name: row for row in octavo.report(storing(model)).activations}
-    assert {name: row.storage for name, row in rows.items()} == {
-        "norm": None, "mha": "scope", "gelu": "activation", "quick": None, "inplace": None,
+    assert {name: row.activation_storage for name, row in rows.items()} == {
+        "norm": None, "mha": "saved_tensors", "gelu": "activation", "quick": None, "inplace": None,
     }  # fmt: skip
     assert "forward that is not recognized" in rows["norm"].reason and "octavo.nn.register" in rows["norm"].reason
     assert "replaced on the instance" in rows["quick"].reason and "works in place" in rows["inplace"].reason
     assert type(model["norm"]) is OddRMSNorm and type(model["quick"]) is nn.GELU
-    assert "activations in FP8 in 2 modules (scope 1, activation 1), not in 3 others" in octavo.report(model).summary
+    assert (
+        "activations in FP8 in 2 modules (saved_tensors 1, activation 1), not in 3 others"
+        in octavo.report(model).summary
+    )
 
 
 class OddRMSNorm(nn.Module):
@@ -220,8 +227,12 @@ def test_skip_leaves_activations_as_they_are():
     model = model_of("llama", layers=2)
     octavo.convert(model, activations="fp8", skip=["layers.0"], verbose=False)
     rows = octavo.report(model).activations
-    assert {row.storage for row in rows if row.name.startswith("layers.0.")} == {None}
-    assert {row.storage for row in rows if row.name.startswith("layers.1.")} == {"norm", "glu", "scope"}
+    assert {row.activation_storage for row in rows if row.name.startswith("layers.0.")} == {None}
+    assert {row.activation_storage for row in rows if row.name.startswith("layers.1.")} == {
+        "norm",
+        "glu",
+        "saved_tensors",
+    }
 
 
 def test_a_plan_carries_storage_through_json():
@@ -231,7 +242,7 @@ def test_a_plan_carries_storage_through_json():
     other = octavo.convert(model_of("vit"), plan=plan, verbose=False)
     assert octavo.report(other).activations == octavo.report(model).activations
     wrong = octavo.Plan({"layernorm": plan["layers.0.attention"]}, partial=True)
-    with pytest.raises(ValueError, match="'layernorm' store its activations as 'scope', which does not fit"):
+    with pytest.raises(ValueError, match="'layernorm' store its activations as 'saved_tensors', which does not fit"):
         octavo.convert(model_of("vit"), plan=wrong, verbose=False)
 
 

@@ -61,7 +61,7 @@ def test_healthy_numbers_move_nothing():
     for _ in range(3):
         with pilot.step():
             step(model)
-        assert pilot.watch.rows and not pilot.findings and not pilot.moved
+        assert pilot.watch.rows and not pilot.findings and not pilot.last_changes
     assert recipes(model) == before
 
 
@@ -129,7 +129,7 @@ def test_a_layer_that_cannot_be_moved_stays_with_a_warning():
     down.forward = functools.partial(down.forward)  # as accelerate's hooks do
     with pytest.warns(UserWarning, match=f"{DOWN}: tensorwise → bf16.*forward that was put on the instance"):
         assert not suspected(pilot, row(underflow=0.9), tensorwise=0.5)
-    assert not pilot.should_repeat and not pilot.moves and recipes(model)[DOWN] == "tensorwise"
+    assert not pilot.should_repeat and not pilot.changes and recipes(model)[DOWN] == "tensorwise"
     step(model)
     assert (
         not pilot.act([row(step=8, underflow=0.9)], {}) and not pilot.should_repeat
@@ -204,7 +204,7 @@ def test_an_outlier_channel_takes_its_layer_to_where_it_does_no_harm():
     outlier(model, 1e7)
     pilot = Autopilot(model, every=4)
     sampled = drive(model, pilot, 4)
-    (move,) = pilot.moves
+    (move,) = pilot.changes
     assert (move.layer, move.after, move.step) == (DOWN, "blockwise", 1) and "underflow" in move.why
     # A look, its products, the move; its trial; the next sample. X still underflows, so products are looked at.
     assert sampled == [1, 1, 1, 2, 2, None, 4, 4]
@@ -238,7 +238,7 @@ def test_a_checkpoint_remembers_and_a_request_brings_back():
     other = llama()
     resumed = Autopilot(other)
     resumed.load_state_dict(state)
-    assert recipes(other) == recipes(model) and resumed.moves == pilot.moves and resumed.needs_sample
+    assert recipes(other) == recipes(model) and resumed.changes == pilot.changes and resumed.needs_sample
     assert resumed.watch.number == 7 and resumed.measures.keys() == {DOWN, UP} and resumed.state_dict() == state
     (move,) = resumed.restore(UP, step=9)
     assert str(move) == f"step 9: {UP}: mxfp8 → tensorwise (on request)"
@@ -298,7 +298,7 @@ def ranks_job(fp8_comm):
             optimizer.zero_grad()
         optimizer.step()
         optimizer.zero_grad()
-    return [str(move) for move in pilot.moves], recipes(model), losses
+    return [str(move) for move in pilot.changes], recipes(model), losses
 
 
 @pytest.mark.thorough

@@ -30,7 +30,7 @@ def outputs_of(result):
     tensors = {name: value for name, value in vars(result).items() if isinstance(value, torch.Tensor)}
     if result.quantized is not None:
         q = result.quantized
-        tensors |= {"data": q.data, "scale": q.scale} | ({} if q.copy is None else {"copy": q.copy})
+        tensors |= {"data": q.data, "scale": q.scale} | ({} if q.other_order is None else {"copy": q.other_order})
     return tensors
 
 
@@ -60,6 +60,6 @@ def assert_quantizes(y, result, spec, order):
     expected = quantize(y, spec, order=order)
     got = result.quantized
     assert_same({"data": expected.data, "scale": expected.scale}, {"data": got.data, "scale": got.scale})
-    assert (got.copy is None) == (order != "both")
+    assert (got.other_order is None) == (order != "both")
     if order == "both":
-        assert_same({"copy": expected.copy}, {"copy": got.copy})
+        assert_same({"copy": expected.other_order}, {"copy": got.other_order})

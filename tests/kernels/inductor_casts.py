@@ -43,7 +43,7 @@ def casts(x, w, fold, fold_t):
     a, b = quantize_pair(y, BY_ROW, fold, BY_COLUMN, fold_t)
     c = quantize(x, BY_ROW, order="both")
     d = quantize(x, BY_ROW, scale=c.scale, order="columns")
-    return y, a.data, a.scale, b.data, b.scale, c.data, c.copy, c.scale, d.data
+    return y, a.data, a.scale, b.data, b.scale, c.data, c.other_order, c.scale, d.data
 
 
 def expected(y, x, fold, fold_t):

@@ -242,7 +242,7 @@ def test_measuring_times_every_candidate_and_names_the_fastest(monkeypatch, name
         assert list(result.times) == ["fast", "slow"]
         assert (result.entry.backend, result.entry.config, result.entry.others) == ("fast", 1, {"slow": 9.0})
         assert result.entry.shape == task.shape and result.entry.case == task.case
-        assert "ValueError" in result.left_out["broken"]
+        assert "ValueError" in result.skipped["broken"]
         assert ran[-1][1] == (task.case[2] == "nt")  # fast accumulation in forward only
         shown = calibrate.table([result])
         assert shown.row_count == 1
@@ -278,7 +278,7 @@ def test_a_candidate_that_fails_when_timed_is_left_out(monkeypatch):
 
     task = fp8_timing.fp8_gemms(RECIPES["rowwise"], [(16, 16, 16)])[0]
     result = fp8_timing.time_fp8_product(task, torch.device("cpu"), timer)
-    assert result.entry is None and result.left_out == {"some": "RuntimeError: out of resources"}
+    assert result.entry is None and result.skipped == {"some": "RuntimeError: out of resources"}
     assert calibrate.table([result]).row_count == 1
 
 
@@ -344,7 +344,7 @@ def test_measuring_quantizers_times_every_configuration_and_names_the_fastest(na
     assert [q.name for q in all_quantizations] == [f"{name} {operand}" for operand in ("W", "X", "G", "W again")]
     for quantization in all_quantizations:
         result = time_quantization(quantization, torch.device("cpu"), counting_down())
-        assert len(result.times) == len(tiles(quantization.task)) and not result.left_out
+        assert len(result.times) == len(tiles(quantization.task)) and not result.skipped
         fastest = (1, 2.0) if len(tiles(quantization.task)) > 1 else (0, 5.0)
         assert (
             result.entry.config,
@@ -366,8 +366,8 @@ def test_a_quantizer_whose_bytes_differ_is_left_out(monkeypatch):
 
     monkeypatch.setattr(triton_quantize, "quantize", wrong)
     result = time_quantization(quantization, torch.device("cpu"), lambda calls: [1.0])
-    assert [label[-2:] for label in result.left_out] == ["#1"]
-    assert "differs from reference" in next(iter(result.left_out.values()))
+    assert [label[-2:] for label in result.skipped] == ["#1"]
+    assert "differs from reference" in next(iter(result.skipped.values()))
 
 
 def test_a_quantizer_takes_the_configuration_that_was_measured(monkeypatch):

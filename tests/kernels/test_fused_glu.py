@@ -40,7 +40,7 @@ def test_triton_equals_reference(activation, rows, columns, dtype, spec, order, 
     gate, up = both[:, :columns], both[:, columns:]
     if not joint:
         gate, up = gate.contiguous(), up.t().contiguous().t()
-    expected, actual = both_backends(GLU, lambda: glu(gate, up, activation, spec, order, keep=keep))
+    expected, actual = both_backends(GLU, lambda: glu(gate, up, activation, spec, order, return_unquantized=keep))
     assert_same(outputs_of(expected), outputs_of(actual))
 
 
@@ -116,7 +116,7 @@ def test_fusing_changes_no_byte(activation, spec, order):
     assert torch.equal(whole.h, glu(gate, up, activation).h)
     assert_quantizes(whole.h, whole, spec, order)
     if str(spec.granularity) != "tensor":
-        alone = glu(gate, up, activation, spec, order, keep=False)
+        alone = glu(gate, up, activation, spec, order, return_unquantized=False)
         assert alone.h is None
         expected = outputs_of(whole)
         del expected["h"]
@@ -173,7 +173,7 @@ WRONG = {
     "activation": (lambda g: glu(g, g, "gelu_tan"), "unknown activation 'gelu_tan'.*did you mean 'gelu_tanh'.*Known"),
     "order": (lambda g: glu(g, g, "silu", ROW, "column"), "did you mean 'columns'"),
     "granularity": (lambda g: glu(g, g, "silu", QuantSpec.parse("e4m3/128x128")), "got e4m3/128x128"),
-    "nothing": (lambda g: glu(g, g, keep=False), "no output requested"),
+    "nothing": (lambda g: glu(g, g, return_unquantized=False), "no output requested"),
     "grad": (lambda g: glu_backward(g[1:], g, g), "grad must be torch.bfloat16 \\[8, 32\\]"),
 }
 
@@ -195,7 +195,7 @@ def test_ops_trace_and_their_fakes_are_right():
         torch.library.opcheck(torch.ops.octavo.glu_backward.default, (gate, gate, up, "gelu", joined))
 
     def block(gate, up):
-        gated = glu(gate, up, "silu", ROW, "both", keep=False)
+        gated = glu(gate, up, "silu", ROW, "both", return_unquantized=False)
         return gated.quantized.dequantize(), *glu_backward(gate, gate, up, joined=True)
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")

@@ -43,10 +43,12 @@ def test_triton_equals_reference(
     keep = keep or spec is None or str(spec.granularity) == "tensor"
     x, added = spread(rows, columns, dtype=dtype), randn(rows, columns, seed=1, dtype=dtype) if residual else None
     weight, bias = (randn(columns, seed=s, dtype=torch.float32 if float_weight else dtype) for s in (2, 3))
-    options = {"offset": offset} if kind == "rms_norm" else {}
+    options = {"add_unit_offset": offset} if kind == "rms_norm" else {}
 
     def call():
-        return norm_of(kind, x, weight, bias if with_bias else None, 1e-5, spec, order, added, keep=keep, **options)
+        return norm_of(
+            kind, x, weight, bias if with_bias else None, 1e-5, spec, order, added, return_unquantized=keep, **options
+        )
 
     expected, actual = both_backends(RMS_NORM if kind == "rms_norm" else LAYER_NORM, call)
     assert_same(outputs_of(expected), outputs_of(actual))
@@ -87,7 +89,7 @@ def test_triton_gradients_equal_reference(kind, rows, columns, dtype, passed, of
 
     def call():
         if kind == "rms_norm":
-            return rms_norm_backward(grad, x, weight, rstd, grad_total, offset=offset)
+            return rms_norm_backward(grad, x, weight, rstd, grad_total, add_unit_offset=offset)
         return layer_norm_backward(grad, x, weight, mean, rstd, grad_total)
 
     expected, actual = both_backends(RMS_NORM_BACKWARD if kind == "rms_norm" else LAYER_NORM_BACKWARD, call)
@@ -160,12 +162,12 @@ def test_any_strides(op):
 def test_fusing_changes_no_byte(kind, spec, order):
     x, residual, weight = (randn(50, 170, seed=s, dtype=torch.bfloat16) for s in range(3))
     whole = norm_of(kind, x, weight[0], weight[1], 1e-5, spec, order, residual)
-    assert torch.equal(whole.total, x + residual)
+    assert torch.equal(whole.residual_out, x + residual)
     assert_quantizes(whole.y, whole, spec, order)
     apart = norm_of(kind, x + residual, weight[0], weight[1], 1e-5)
-    assert torch.equal(whole.y, apart.y) and apart.total is None and apart.quantized is None
+    assert torch.equal(whole.y, apart.y) and apart.residual_out is None and apart.quantized is None
     if str(spec.granularity) != "tensor":
-        alone = norm_of(kind, x, weight[0], weight[1], 1e-5, spec, order, residual, keep=False)
+        alone = norm_of(kind, x, weight[0], weight[1], 1e-5, spec, order, residual, return_unquantized=False)
         assert alone.y is None
         assert_same(outputs_of(whole.__class__(**{**vars(whole), "y": None})), outputs_of(alone))
 
@@ -175,7 +177,7 @@ def test_norms_are_those_of_pytorch(columns):
     x, weight, bias = spread(33, columns), randn(columns, seed=1), randn(columns, seed=2)
     exact = torch.nn.functional.rms_norm(x.double(), (columns,), weight.double(), 1e-6)
     assert sqnr(exact, rms_norm(x, weight, 1e-6).y) > 130
-    assert sqnr(exact, rms_norm(x, weight - 1, 1e-6, offset=True).y) > 130
+    assert sqnr(exact, rms_norm(x, weight - 1, 1e-6, add_unit_offset=True).y) > 130
     exact = torch.nn.functional.layer_norm(x.double(), (columns,), weight.double(), bias.double(), 1e-6)
     assert sqnr(exact, layer_norm(x, weight, bias, 1e-6).y) > 120
     assert sqnr(exact, layer_norm(x + 1000, weight, bias, 1e-6).y) > 60 or columns == 1
@@ -192,8 +194,10 @@ def test_gradients_are_those_of_autograd(offset):
     exact_x, exact_w, exact_b = leaves
     y = torch.nn.functional.rms_norm(exact_x, (48,), exact_w + 1 if offset else exact_w, 1e-5)
     expected = torch.autograd.grad([y, exact_x * 1], [exact_x, exact_w], [grad.double(), passed.double()])
-    normed = rms_norm(x, weight, 1e-5, offset=offset)
-    for want, got in zip(expected, rms_norm_backward(grad, x, weight, normed.rstd, passed, offset=offset), strict=True):
+    normed = rms_norm(x, weight, 1e-5, add_unit_offset=offset)
+    for want, got in zip(
+        expected, rms_norm_backward(grad, x, weight, normed.rstd, passed, add_unit_offset=offset), strict=True
+    ):
         assert sqnr(want, got) > 125
     y = torch.nn.functional.layer_norm(exact_x, (48,), exact_w, exact_b, 1e-5)
     expected = torch.autograd.grad([y, exact_x * 1], leaves, [grad.double(), passed.double()])
@@ -238,8 +242,11 @@ WRONG = {
     "order": (lambda x, w: rms_norm(x, w, 1e-5, ROW, "row"), "order must be one of.*did you mean 'rows'"),
     "granularity": (lambda x, w: rms_norm(x, w, 1e-5, QuantSpec.parse("e4m3/column")), "got e4m3/column"),
     "odd blocks": (lambda x, w: rms_norm(x, w, 1e-5, QuantSpec.parse("e4m3/1x48")), "got e4m3/1x48"),
-    "nothing": (lambda x, w: rms_norm(x, w, 1e-5, keep=False), "no output requested"),
-    "no y": (lambda x, w: rms_norm(x, w, 1e-5, QuantSpec.parse("e4m3/tensor"), keep=False), "keep=True"),
+    "nothing": (lambda x, w: rms_norm(x, w, 1e-5, return_unquantized=False), "no output requested"),
+    "no y": (
+        lambda x, w: rms_norm(x, w, 1e-5, QuantSpec.parse("e4m3/tensor"), return_unquantized=False),
+        "return_unquantized=True",
+    ),
     "device": (lambda x, w: rms_norm(x, w.to("meta"), 1e-5), "on cpu; got .* on meta"),
     "grad": (lambda x, w: rms_norm_backward(x.float(), x, w, x[:, :1].float()), "grad must be torch.bfloat16"),
     "rstd": (lambda x, w: rms_norm_backward(x, x, w, x[:, 0].float()), "rstd must be torch.float32 \\[8, 1\\]"),
@@ -267,8 +274,8 @@ def test_ops_trace_and_their_fakes_are_right():
     torch.library.opcheck(ops.layer_norm_backward.default, (x, x, weight, rstd, rstd, x))
 
     def block(x, residual):
-        normed = rms_norm(x, weight, 1e-5, ROW, "both", residual, keep=False)
-        return normed.total, normed.quantized.dequantize(), normed.quantized.copy
+        normed = rms_norm(x, weight, 1e-5, ROW, "both", residual, return_unquantized=False)
+        return normed.residual_out, normed.quantized.dequantize(), normed.quantized.other_order
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for want, got in zip(block(x, x), compiled(x, x), strict=True):

@@ -74,7 +74,7 @@ def test_data_in_both_memory_orders_is_not_copied(rules, monkeypatch, label):
         return ScaledTensor(operand.data, operand.scale, operand.spec, operand.data.t().contiguous().t())
 
     a, b = both(a), both(b)
-    pointers = {t.data_ptr() for operand in (a, b) for t in (operand.data, operand.copy)}
+    pointers = {t.data_ptr() for operand in (a, b) for t in (operand.data, operand.other_order)}
     seen = []
 
     def spy(product):

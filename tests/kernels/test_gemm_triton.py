@@ -205,7 +205,7 @@ def test_variants_are_what_is_launched():
     for capability in (89, 90, 100, 120):
         for variant in kernels.variants(capability):
             names = set(variant.launch.kernel.arg_names)
-            assert {*variant.types, *variant.ones, *variant.launch.constants} <= names
+            assert {*variant.types, *variant.equal_to_1, *variant.launch.constants} <= names
             assert variant.launch.constants["TMA"] == variant.types["a"].startswith("tensordesc")
 
 
@@ -229,7 +229,7 @@ tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 capability = int(sys.argv[1])
 for variant in variants(capability, 4):
     launch = variant.launch
-    constants = {**launch.constants, **dict.fromkeys(variant.ones, 1)}
+    constants = {**launch.constants, **dict.fromkeys(variant.equal_to_1, 1)}
     names = launch.kernel.arg_names
     signature = {name: "constexpr" if name in constants else variant.types.get(name, "i32") for name in names}
     whole = [i for i, name in enumerate(names) if signature[name].startswith(("*", "i"))]

@@ -40,7 +40,7 @@ def factors(kind, rows, columns):
 
 def tensors(q):
     """Everything a ScaledTensor holds, for comparison."""
-    return [t for t in (q.data, q.copy, q.scale) if t is not None]
+    return [t for t in (q.data, q.other_order, q.scale) if t is not None]
 
 
 any_matrix = {
@@ -240,11 +240,11 @@ def test_fold_is_a_product_in_float32_first(spec):
 def test_memory_orders_hold_the_same_bytes(spec):
     x = randn(100, 70)
     rows, columns, both = (quantize(x, spec, order=order) for order in ("rows", "columns", "both"))
-    assert rows.copy is None and columns.copy is None
-    assert rows.data.is_contiguous() and columns.data.stride() == both.copy.stride() == (1, 112)
-    for data in (columns.data, both.data, both.copy):
+    assert rows.other_order is None and columns.other_order is None
+    assert rows.data.is_contiguous() and columns.data.stride() == both.other_order.stride() == (1, 112)
+    for data in (columns.data, both.data, both.other_order):
         assert first_mismatch(rows.data, data.contiguous()) is None
-    assert both.along(1) is both.data and both.along(0) is both.copy and rows.along(0) is None
+    assert both.along(1) is both.data and both.along(0) is both.other_order and rows.along(0) is None
 
 
 @by_spec

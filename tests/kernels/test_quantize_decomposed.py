@@ -77,7 +77,7 @@ class TestGraphs:
         def casts(x, fold, fold_t):
             a, b = quantize_pair(x, ROW, fold, COLUMN, fold_t)
             c = quantize(x, ROW, scale=a.scale, order="both")
-            return a.data, a.scale, b.data, b.scale, c.data, c.copy
+            return a.data, a.scale, b.data, b.scale, c.data, c.other_order
 
         arguments = matrix(torch.bfloat16), torch.rand(1, 272), torch.rand(40, 1)
         targets, results = graph_of(casts, *arguments)
@@ -95,7 +95,7 @@ class TestGraphs:
 
         def casts(x):
             row, both = quantize(x, ROW), quantize(x, ROW, order="both")
-            return row.data, row.scale, both.copy
+            return row.data, row.scale, both.other_order
 
         x = matrix(torch.bfloat16)
         torch._dynamo.mark_dynamic(x, 0)

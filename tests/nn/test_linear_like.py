@@ -40,7 +40,7 @@ class Fp8Columns(LinearLike, Columns):
     out_features = property(lambda self: self.columns)
 
     def forward(self, x):
-        return linear(x, self.weight.t(), self.bias, self.recipe, self.octavo_keeps_weight(), self.octavo_quantizer())
+        return linear(x, self.weight.t(), self.bias, self.recipe, self.octavo_keep_weights(), self.octavo_quantizer())
 
 
 class DelayedColumns(Delayed, Fp8Columns):

@@ -17,7 +17,7 @@ from octavo.nn.linear import Linear
 
 
 class ClassAttribute(nn.Linear):
-    keeps_weight = 7
+    keep_weights = 7
 
 
 class InstanceAttribute(nn.Linear):
@@ -45,7 +45,7 @@ class ReadOnly(nn.Linear):
 
 
 class Slot(nn.Linear):
-    __slots__ = ("keeps_weight",)
+    __slots__ = ("keep_weights",)
 
 
 class Tagged(nn.Linear):
@@ -111,12 +111,12 @@ def state(model):
 @pytest.mark.parametrize(
     ("owner", "reason"),
     [
-        (ClassAttribute, "attribute 'keeps_weight' of its own"),
+        (ClassAttribute, "attribute 'keep_weights' of its own"),
         (InstanceAttribute, "attribute 'recipe' of its own"),
         (Child, "attribute 'recipe' of its own"),
         (Buffer, "attribute 'amax_history' of its own"),
         (ReadOnly, "attribute 'recipe' of its own"),
-        (Slot, "attribute 'keeps_weight' of its own"),
+        (Slot, "attribute 'keep_weights' of its own"),
         (Tagged, "raises TypeError: .*'tag'"),
         (Fixed, "raises TypeError: .*not made as Python makes one"),
         (Wrapping, "raises TypeError: .*not made as Python makes one"),

@@ -44,7 +44,7 @@ def fresh(module):
     """The same values in a model without copies."""
     plain = copy.deepcopy(module)
     for part in plain.modules():
-        vars(part).pop("keeps_weight", None)
+        vars(part).pop("keep_weights", None)
     return plain
 
 

@@ -8,7 +8,7 @@ def test_rows_are_the_decisions_in_order():
     plan = Plan({
         "b": Decision(recipe=RECIPES["rowwise"], reason="1.5×", gain=1.5),
         "a": Decision(recipe=None, reason="narrow", gain=1.0),
-        "norm": Decision(recipe=None, reason="norm", storage="norm"),
+        "norm": Decision(recipe=None, reason="norm", activation_storage="norm"),
     })  # fmt: skip
     assert plan.rows == (
         PlanRow(name="b", converted=True, recipe="rowwise", reason="1.5×", gain=1.5),
@@ -16,3 +16,10 @@ def test_rows_are_the_decisions_in_order():
         PlanRow(name="norm", converted=False, recipe=None, reason="norm", gain=None),
     )
     assert Plan.from_json(plan.to_json()).rows == plan.rows
+
+
+def test_plans_of_earlier_versions_are_read():
+    attention = Plan({"attention": Decision(recipe=None, reason="own forward", activation_storage="saved_tensors")})
+    text = attention.to_json()
+    earlier = text.replace('"activation_storage"', '"storage"').replace('"saved_tensors"', '"scope"')  # earlier names
+    assert earlier != text and Plan.from_json(earlier) == attention

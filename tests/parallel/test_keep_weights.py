@@ -110,7 +110,7 @@ def test_losses_are_equal(gloo, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, recipe",
-    [(kind, name) for kind in KINDS for name in RECIPES if "gather" not in kind or RECIPES[name].gathers_w],
+    [(kind, name) for kind in KINDS for name in RECIPES if "gather" not in kind or RECIPES[name].supports_fp8_gather],
 )
 def test_losses_are_equal_for_every_recipe(gloo, kind, recipe):
     gloo.run(same_losses_job, 2, kind, [recipe], 20, 2, timeout=400.0)
@@ -130,9 +130,9 @@ def part_job():
     inside = [*model.blocks[0].modules()]
     for name, module in model.named_modules():
         if isinstance(module, octavo.nn.Linear):
-            assert module.octavo_keeps_weight() == (module not in inside), name
+            assert module.octavo_keep_weights() == (module not in inside), name
     fully_shard(model.blocks[1].up)  # later than the first look
-    assert [layer.octavo_keeps_weight() for layer in (model.blocks[1].up, model.blocks[1].down)] == [False, True]
+    assert [layer.octavo_keep_weights() for layer in (model.blocks[1].up, model.blocks[1].down)] == [False, True]
 
 
 @pytest.mark.thorough

@@ -168,7 +168,7 @@ def test_skip_filter_and_activations_hold_by_cost_too(gpu):
     assert converted(model) and all(".mlp." in name for name in converted(model))
     assert "model.layers.0.mlp.up_proj" not in converted(model)
     report = octavo.report(model)
-    assert {row.storage for row in report.activations} >= {"norm", "scope"}
+    assert {row.activation_storage for row in report.activations} >= {"norm", "saved_tensors"}
 
 
 def test_linears_that_stay_beside_an_activation_keep_their_inputs_in_fp8(gpu):
@@ -179,8 +179,8 @@ def test_linears_that_stay_beside_an_activation_keep_their_inputs_in_fp8(gpu):
         model = nn.ModuleDict({"a": block()}).bfloat16()
     octavo.convert(model, activations="fp8", verbose=False)
     plan = model.octavo_plan
-    assert plan["a.0"].recipe is not None and plan["a.0"].storage is None
-    assert plan["a.2"].recipe is None and plan["a"].storage == "scope"
+    assert plan["a.0"].recipe is not None and plan["a.0"].activation_storage is None
+    assert plan["a.2"].recipe is None and plan["a"].activation_storage == "saved_tensors"
 
 
 def test_mistakes_are_those_of_the_other(gpu):

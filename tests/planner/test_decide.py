@@ -67,7 +67,7 @@ def test_the_preferred_recipe_among_equals():
         for gpu in (H100, DEVICES["b200"]):
             call = LinearCall(m=shape[0], k=shape[1], n=shape[2])
             chosen = decide_call(*shape, gpu=gpu)
-            usable = [r for r in ALL if gpu.blocks_of_32 or r.name != "mxfp8"]
+            usable = [r for r in ALL if gpu.native_mx or r.name != "mxfp8"]
             fastest = min(fp8_linear(gpu, call, recipe).total for recipe in usable)
             assert fastest <= chosen.planned <= fastest * TIE_FACTOR
 

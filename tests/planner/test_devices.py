@@ -60,7 +60,7 @@ def test_every_gpu_has_a_name_that_drivers_give():
 
 def test_memory_that_tensors_can_have():
     assert DEVICES["h100"].usable == 79 * 2**30
-    assert all(0.9 < gpu.usable / 2**30 / gpu.memory_gb < 1 for gpu in DEVICES.values())
+    assert all(0.9 < gpu.usable / 2**30 / gpu.memory_gib < 1 for gpu in DEVICES.values())
 
 
 def test_a_gpu_as_a_table_describes_itself():
@@ -75,9 +75,11 @@ def test_a_gpu_described_in_toml(tmp_path):
         gpu = find_gpu(source)
         assert (gpu.name, gpu.bf16_tflops, gpu.fp8_tflops) == ("H100 at 500 W", 700, 1979)
         assert gpu.rates_from == "given"
-    whole = {"name": "X", "bf16_tflops": 1, "fp8_tflops": 2, "memory_tbs": 1, "memory_gb": 2, "link_gbs": 1,
+    whole = {"name": "X", "bf16_tflops": 1, "fp8_tflops": 2, "memory_tbs": 1, "memory_gib": 2, "link_gbs": 1,
              "multiprocessors": 10}  # fmt: skip
     assert find_gpu(whole) == Gpu(**whole)
+    earlier = {"like": "h100", "memory_gb": 64, "blocks_of_32": True}  # earlier names
+    assert find_gpu(earlier) == find_gpu({"like": "h100", "memory_gib": 64, "native_mx": True})
 
 
 @pytest.mark.parametrize(
@@ -89,12 +91,12 @@ def test_a_gpu_described_in_toml(tmp_path):
         ({"like": "h100", "memory_tb": 4}, r"has no 'memory_tb' \(did you mean 'memory_tbs'\?\)"),
         ({"like": "h100", "memory_tbs": "fast"}, "memory_tbs is a number; got 'fast'"),
         ({"like": "h100", "memory_tbs": True}, "memory_tbs is a number; got True"),
-        ({"like": "h100", "blocks_of_32": 1}, "blocks_of_32 is true or false"),
+        ({"like": "h100", "native_mx": 1}, "native_mx is true or false"),
         ({"like": "h100", "memory_tbs": 0}, "memory_tbs is a finite number, above 0; got 0"),
         ({"like": "h100", "memory_tbs": float("inf")}, "memory_tbs is a finite number, above 0; got inf"),
         ({"like": "h100", "memory_tbs": float("nan")}, "memory_tbs is a finite number, above 0; got nan"),
         ({"like": "h100", "fp8_tflops": -1}, "fp8_tflops is a finite number, 0 or more; got -1"),
-        ({"like": "h100", "memory_gb": 1}, "memory_gb is a finite number, above 1; got 1"),
+        ({"like": "h100", "memory_gib": 1}, "memory_gib is a finite number, above 1; got 1"),
         ({"like": "h100", "multiprocessors": 1.5}, "multiprocessors is a whole number; got 1.5"),
         ({"like": "h100", "fp8_efficiency": 70}, "share of the peak, above 0 and at most 1; got 70"),
         ({"like": 7}, "the table: like is one of h100, .*; got 7"),

@@ -76,7 +76,7 @@ def test_settings_reach_the_step(wide):
     assert plan(wide, 1, 1024, compiled=True).bf16.rest < plain.bf16.rest
     lean = plan(wide, 1, 1024, precision=Precision.level("fp8+activations+optimizer", recipe="auto"))
     assert lean.planned.optimizer < lean.bf16.optimizer == plain.bf16.optimizer
-    assert plan(wide, 1, 1024, world=8).bf16.tokens == 8192
+    assert plan(wide, 1, 1024, world_size=8).bf16.tokens == 8192
     assert {row.recipe for row in plan(wide, 8, 2048, recipe="tensorwise").rows} == {"tensorwise", None}
 
 
@@ -97,7 +97,7 @@ def test_a_batch_in_any_form_and_lora_ranks():
 
 
 def test_printed_and_as_json(wide):
-    speed = plan(wide, 8, 2048, world=8)
+    speed = plan(wide, 8, 2048, world_size=8)
     text = str(speed)
     for part in ("predicted, not measured: H100 SXM", "model.layers.{0-1}.mlp.up_proj", "tokens/s", "MFU", "FP8 pays",
                  "parameters", "gradients", "optimizer states", "activations", "temporaries", "largest that fits",
@@ -124,15 +124,15 @@ def test_printed_and_as_json(wide):
         ({"batch": 2, "seq": 8, "device": "h1000"}, ValueError, "unknown GPU 'h1000'.*did you mean 'h100'"),
         ({"batch": 2, "seq": 8, "recipe": "rowwize"}, ValueError, "did you mean 'rowwise'"),
         ({"batch": 2, "seq": 8, "checkpointing": "ful"}, ValueError, "did you mean 'full'"),
-        ({"batch": 2, "seq": 8, "world": 0}, ValueError, "gpus is an integer of 1 or more"),
-        ({"batch": 2, "seq": 8, "world": 8, "parallel": Parallel(dp_replicate=3)}, ValueError, "dp_replicate = 3"),
-        ({"batch": 2, "seq": 8, "world": True}, ValueError, "gpus is an integer of 1 or more; got True"),
+        ({"batch": 2, "seq": 8, "world_size": 0}, ValueError, "gpus is an integer of 1 or more"),
+        ({"batch": 2, "seq": 8, "world_size": 8, "parallel": Parallel(dp_replicate=3)}, ValueError, "dp_replicate = 3"),
+        ({"batch": 2, "seq": 8, "world_size": True}, ValueError, "gpus is an integer of 1 or more; got True"),
         ({"batch": True, "seq": 8}, ValueError, "batch is an integer of 1 or more; got True"),
         ({"batch": (2, 8)}, ValueError, r"no tensor and no shape: \(2, 8\). Pass .* plan\(model, 4, 2048\)"),
         ({"batch": 2, "seq": 8, "precision": "bf16"}, TypeError, "precision is an octavo.Precision.*got 'bf16'"),
         ({"batch": 2, "seq": 8, "parallel": {"tp": 2}}, TypeError, "got {'tp': 2}. Tensor, sequence.* not predicted"),
         (
-            {"batch": 2, "seq": 8, "world": 8, "parallel": Parallel(dp_replicate=8, cpu_offload=True)},
+            {"batch": 2, "seq": 8, "world_size": 8, "parallel": Parallel(dp_replicate=8, cpu_offload=True)},
             ValueError,
             "cpu_offload needs shards",
         ),
@@ -167,7 +167,7 @@ def test_models_that_cannot_be_planned():
 
 
 def test_weights_that_cannot_travel_in_fp8_are_refused_as_a_run_would():
-    arguments = {"device": FAST, "world": 16, "recipe": "blockwise"}
+    arguments = {"device": FAST, "world_size": 16, "recipe": "blockwise"}
     with pytest.raises(ValueError, match=r"fp8_comm='on' with recipe blockwise.* Nearest: recipe 'rowwise'"):
         plan(llama(), 2, 16, **arguments, parallel=Parallel(fp8_comm="on"))
     assert plan(llama(), 2, 16, **arguments, parallel=Parallel(fp8_comm="auto")).converted
@@ -213,28 +213,28 @@ def test_a_plan_of_another_model_is_refused():
 
 @pytest.mark.thorough
 def test_what_does_not_fit_says_how_much_would(wide):
-    gpu = {"like": "h100", "memory_gb": 4}
+    gpu = {"like": "h100", "memory_gib": 4}
     tight = plan(wide, 64, 2048, device=gpu)
     assert not tight.fits and 1 <= tight.largest_batch < 64
     assert f"the largest forward that fits has {tight.largest_batch} sequences on each GPU" in str(tight)
     assert plan(wide, tight.largest_batch, 2048, device=gpu).fits
     assert not plan(wide, tight.largest_batch + 1, 2048, device=gpu).fits
-    none = plan(wide, 1, 2048, device={"like": "h100", "memory_gb": 1.5})
+    none = plan(wide, 1, 2048, device={"like": "h100", "memory_gib": 1.5})
     assert none.largest_batch == 0 and "not even one sequence fits" in str(none)
 
 
 @pytest.mark.thorough
 def test_many_gpus_share_what_is_held(wide):
-    one, eight = (plan(wide, 1, 2048, world=world).memory.at_peak for world in (1, 8))
+    one, eight = (plan(wide, 1, 2048, world_size=world).memory.at_peak for world in (1, 8))
     for kind in ("parameters", "optimizer states"):
         assert eight[kind] == pytest.approx(one[kind] / 8, rel=0.01)
     assert eight["gathered"] > one["gathered"] == 0
-    copies = plan(wide, 1, 2048, world=8, parallel=Parallel(dp_replicate=8)).memory.at_peak
+    copies = plan(wide, 1, 2048, world_size=8, parallel=Parallel(dp_replicate=8)).memory.at_peak
     assert copies["parameters"] == one["parameters"]
     assert copies["gathered"] == pytest.approx(one["parameters"], rel=0.01)  # DDP's buckets
-    away = plan(wide, 1, 2048, world=8, parallel=Parallel(cpu_offload=True)).memory.at_peak
+    away = plan(wide, 1, 2048, world_size=8, parallel=Parallel(cpu_offload=True)).memory.at_peak
     assert away["parameters"] == away["optimizer states"] == 0
-    fp8 = plan(wide, 1, 2048, world=8, parallel=Parallel(fp8_comm="on"))
+    fp8 = plan(wide, 1, 2048, world_size=8, parallel=Parallel(fp8_comm="on"))
     assert fp8.step_config.fp8_gather and fp8.step_config.fp8_reduce
     assert fp8.memory.at_peak["gathered"] < eight["gathered"] and not fp8.step_config.bf16.fp8_gather
 
@@ -274,7 +274,7 @@ def test_llama_3_70b_takes_seconds():
         "start = time.process_time()\n"
         "with torch.device('meta'): model = LlamaForCausalLM(config).bfloat16()\n"
         "level = octavo.Precision.level('fp8+activations+optimizer', recipe='auto')\n"
-        "plan = octavo.plan(model, 1, 8192, device='h100', world=64, precision=level, checkpointing='full')\n"
+        "plan = octavo.plan(model, 1, 8192, device='h100', world_size=64, precision=level, checkpointing='full')\n"
         "text = str(plan)\n"
         "print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, plan.fits,\n"
         "      plan.largest_batch, plan.memory.traced_blocks[1], plan.summary)"

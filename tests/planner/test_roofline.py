@@ -12,7 +12,7 @@ from octavo.planner.host_time import RATIOS
 from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear, fp8_rate, memory_time, passes, product
 
 PLAIN = Gpu(
-    name="plain", bf16_tflops=100, fp8_tflops=200, memory_tbs=1, memory_gb=10, link_gbs=10, multiprocessors=64,
+    name="plain", bf16_tflops=100, fp8_tflops=200, memory_tbs=1, memory_gib=10, link_gbs=10, multiprocessors=64,
     bf16_efficiency=0.5, fp8_efficiency=0.5, block_efficiency=0.25, memory_efficiency=1.0, launch_us=2, host_us=10,
 )  # fmt: skip
 SIZES = st.integers(1, 20000)

@@ -131,7 +131,7 @@ def test_within_5_percent_of_pytorchs_tracker_for_fsdp2(recompute):
         model = llama(**config).bfloat16()
     chunked_loss(model)
     plan = octavo.plan(
-        model, 1, 512, device=FAST, precision=octavo.Precision.level(arm.level), world=8,
+        model, 1, 512, device=FAST, precision=octavo.Precision.level(arm.level), world_size=8,
         parallel=Parallel(fp8_comm="on"), checkpointing="full" if recompute else "none",
     )  # fmt: skip
     assert plan.memory.peak == pytest.approx(whole, rel=0.05)

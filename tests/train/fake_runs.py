@@ -31,7 +31,7 @@ def result(arm: str = "bf16", tail: float = 3.0, **changes: object) -> RunResult
     """A finished run's summary."""
     fields = {
         "name": "demo",
-        "arm": arm,
+        "precision": arm,
         "device": "cpu",
         "steps": 100,
         "tokens": 25600,

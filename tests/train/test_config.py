@@ -53,8 +53,8 @@ def test_defaults_and_overrides(toml: Path) -> None:
     assert config.run.name == "a b"
     assert config.precision.skip == ("*lm_head*",)
     assert config.precision.loss_scale == 1024.0
-    assert config.arm == "fp8 rowwise"
-    assert load_config(toml).arm == "bf16"
+    assert config.precision_label == "fp8 rowwise"
+    assert load_config(toml).precision_label == "bf16"
 
 
 def test_an_alias_of_a_level_is_saved_under_its_name(toml: Path) -> None:
@@ -88,7 +88,7 @@ def test_an_alias_of_a_level_is_saved_under_its_name(toml: Path) -> None:
 def test_a_part_of_the_level_can_be_set_by_itself(toml: Path, overrides: list[str], asked: Precision) -> None:
     config = load_config(toml, overrides)
     assert config.resolved == asked
-    assert config.arm == asked.label
+    assert config.precision_label == asked.label
     again = parse_config(tomllib.loads(config.to_toml()))
     assert again == config
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import guard_alarms
 from tiny_runs import At, Recorder, assert_same, curve, fail, saved
 
-from octavo.inspect import Autopilot, Move
+from octavo.inspect import Autopilot, RecipeChange
 from octavo.train import NonFiniteError, parse_config, run
 from octavo.train.checkpoint.store import checkpoints, latest_checkpoint, read_trainer_state
 from octavo.train.config.run_config import ConfigError
@@ -247,8 +247,8 @@ def test_moves_of_the_autopilot_are_taken_back_with_the_steps(make_config, tmp_p
 
     def moving(pilot, *args, **options):
         pilot_moves = act(pilot, *args, **options)
-        if pilot.watch.number == 25 and not pilot.moves:
-            pilot._move(Move(step=25, layer=layer, before="rowwise", after="blockwise", why="test"))
+        if pilot.watch.number == 25 and not pilot.changes:
+            pilot._move(RecipeChange(step=25, layer=layer, before="rowwise", after="blockwise", why="test"))
         return pilot_moves
 
     precision = {"level": "fp8", "autopilot": True}
@@ -262,11 +262,11 @@ def test_moves_of_the_autopilot_are_taken_back_with_the_steps(make_config, tmp_p
 
         with mock.patch.object(Trainer, "__init__", kept):
             run(make_config(**GUARDED | {"run": {"steps": 24, "save_every": 5}}, precision=precision), out=tmp_path)
-            assert not trainer[0].pilot.moves
+            assert not trainer[0].pilot.changes
             longer = GUARDED | {"run": {"steps": 29, "save_every": 5}}
             moves = []
             with mock.patch.object(Autopilot, "load_state_dict", autospec=True) as load:
-                load.side_effect = lambda pilot, state: moves.append((len(pilot.moves), len(state["moves"])))
+                load.side_effect = lambda pilot, state: moves.append((len(pilot.changes), len(state["moves"])))
                 run(make_config(**longer, precision=precision), out=tmp_path, resume=True)
     assert moves[:2] == [(0, 0), (1, 0)]  # resumed; back from one move to none
     (event,) = read_events(tmp_path)[:1]

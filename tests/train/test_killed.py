@@ -15,7 +15,7 @@ import pytest
 from tiny_runs import LLAMA, assert_same, curve
 from torch import distributed as dist
 
-from octavo.inspect import Autopilot, Move
+from octavo.inspect import Autopilot, RecipeChange
 from octavo.train import loop, parse_config, run
 from octavo.train.checkpoint import store as checkpoint
 from octavo.train.checkpoint.digests import digests_of
@@ -119,7 +119,7 @@ def faults():
         moves = act(pilot, *args, **options)
         for step, after in ((6, "blockwise"), (24, "tensorwise")):
             if pilot.watch.number == step:
-                move = Move(step=step, layer=LAYER, before="rowwise", after=after, why="test")
+                move = RecipeChange(step=step, layer=LAYER, before="rowwise", after=after, why="test")
                 pilot._move(move)
                 moves = [*moves, move]
         return moves

@@ -26,7 +26,7 @@ def test_a_run_learns_and_leaves_everything(make_config: MakeConfig, tmp_path: P
     assert result.losses is not None
     assert 5.5 < result.losses.first < 6.0  # ln 300 = 5.7
     assert result.losses.tail_mean < 4.0
-    assert (result.name, result.arm, result.device, result.stopped) == ("tiny", "bf16", "cpu", "done")
+    assert (result.name, result.precision, result.device, result.stopped) == ("tiny", "bf16", "cpu", "done")
     assert (result.steps, result.tokens, result.skipped_steps) == (60, 60 * 8 * 16, 0)
     assert result.parameters == 300 * 32 * 2 + 3 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 32) + 32
     assert set(result.versions) == {"octavo", "torch", "transformers", "python"}
@@ -62,7 +62,7 @@ def test_fp8_follows_bf16_and_keeps_less(make_config: MakeConfig, tmp_path: Path
     assert fp8.losses is not None
     assert bf16.losses != fp8.losses
     assert fp8.losses.tail_mean == pytest.approx(bf16.losses.tail_mean, rel=0.03)
-    assert fp8.arm == "fp8 rowwise"
+    assert fp8.precision == "fp8 rowwise"
     assert "converted 21 of 22" in fp8.converted
     assert fp8.saved_bytes_per_token is not None
     assert bf16.saved_bytes_per_token is not None

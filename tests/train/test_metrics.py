@@ -102,7 +102,7 @@ def test_summaries() -> None:
 def test_result_round_trip(tmp_path: Path) -> None:
     result = RunResult(
         name="a",
-        arm="fp8 rowwise",
+        precision="fp8 rowwise",
         device="cpu",
         steps=2,
         tokens=20,
@@ -121,6 +121,7 @@ def test_result_round_trip(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
     earlier = {key: value for key, value in asdict(result).items() if key != "state_bytes_per_parameter"}
     earlier["kept_bytes_per_token"] = earlier.pop("saved_bytes_per_token")
+    earlier["arm"] = earlier.pop("precision")  # earlier name
     (tmp_path / "run.json").write_text(json.dumps(earlier))
     assert RunResult.read(tmp_path) == result
     with pytest.raises(ValueError, match=r"holds no run\.json"):

@@ -120,11 +120,11 @@ def test_a_rollback_is_whole_and_resume_reads_it_so(tmp_path: Path) -> None:
     assert "loss" in (tmp_path / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("field", ["steps", "losses", "tokens_per_s", "versions", "arm", "converted"])
+@pytest.mark.parametrize("field", ["steps", "losses", "tokens_per_s", "versions", "precision", "converted"])
 def test_a_summary_with_a_field_of_another_type(field: str, tmp_path: Path) -> None:
     run = folder(tmp_path / "run")
     fields = asdict(RunResult.read(run))
-    for value in ([], "x" if field not in ("arm", "converted") else 3, {"first": 3}):
+    for value in ([], "x" if field not in ("precision", "converted") else 3, {"first": 3}):
         (run / "run.json").write_text(json.dumps(fields | {field: value}))
         with pytest.raises(ValueError, match=rf"run\.json is not the summary of a run: {field}\b"):
             RunResult.read(run)

@@ -375,7 +375,7 @@ def test_recipe_auto_on_a_gpu_is_decided_by_cost(make_config: MakeConfig, monkey
         model={"type": "llama", "config": LLAMA | wide | {"vocab_size": 300}},
         precision={"level": "fp8", "recipe": "auto"}, optim={"batch": 256, "micro_batches": 1},
     )  # fmt: skip
-    assert config.arm == "fp8 auto"
+    assert config.precision_label == "fp8 auto"
     tokens = 256 * config.data.sequence_length
 
     def rows(device: str):

@@ -1,9 +1,10 @@
 """Decide which modules of a model can store their activations in FP8, and how.
 
 Norms, gated MLPs and activation functions are recognized by their code (`octavo.activations.detect`). Any other module
-that owns matrices (linears, convolutions, experts) keeps its own forward, with compressing hooks, the storage "scope"
-(`octavo.activations.saved_tensors`): attention, other MLPs, mixers. A module that contains a stack of
-blocks gets none: a scope compresses when its module returns, so until then it would hold what the whole model saves.
+that owns matrices (linears, convolutions, experts) keeps its own forward under hooks that compress what it saves, the
+kind "saved_tensors" (`octavo.activations.saved_tensors`): attention, other MLPs, mixers. A module that contains a stack
+of blocks has no such hooks: they compress when their module returns, so until then they would hold what the whole model
+saves.
 """
 
 from collections.abc import Iterator

@@ -40,7 +40,7 @@ class Norm:
         weight: Name of the weight [K]; None for none.
         bias: Name of the bias [K]; None for none.
         eps: Name of the epsilon added to the mean square or the variance, or its value.
-        offset: Multiplies by 1 + weight.
+        add_unit_offset: Multiplies by 1 + weight.
         center: Subtracts the mean first (layer norm).
     """
 
@@ -48,7 +48,7 @@ class Norm:
     weight: str | None = "weight"
     bias: str | None = None
     eps: str | float = "eps"
-    offset: bool = False
+    add_unit_offset: bool = False
     center: bool = False
 
 
@@ -149,7 +149,7 @@ _NORMS: dict[str, dict[str, Any]] = {
     "olmo": {},
     "helium": {},
     "moshi": {},
-    "gemma": {"offset": True},
+    "gemma": {"add_unit_offset": True},
     "llama4_l2": {"weight": None},
     "t5": {},
     "cohere": {"center": True},

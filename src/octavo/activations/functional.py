@@ -75,8 +75,9 @@ class _NormRematerializer(Rematerializer):
     def _normed(self, tensors: Sequence[Any], spec: QuantSpec | None, order: str) -> Any:
         x, weight, bias, keep = self.inputs(tensors)[0], tensors[2], tensors[3], spec is None
         if self.norm.center:
-            return layer_norm(x, weight, bias, self.eps, spec, order, keep=keep)  # type: ignore[arg-type]
-        return rms_norm(x, weight, self.eps, spec, order, offset=self.norm.offset, keep=keep)  # type: ignore[arg-type]
+            return layer_norm(x, weight, bias, self.eps, spec, order, return_unquantized=keep)  # type: ignore[arg-type]
+        offset = self.norm.add_unit_offset
+        return rms_norm(x, weight, self.eps, spec, order, add_unit_offset=offset, return_unquantized=keep)  # type: ignore[arg-type]
 
 
 class _GluRematerializer(Rematerializer):
@@ -101,7 +102,7 @@ class _GluRematerializer(Rematerializer):
         if spec.granularity == TENSOR or not supports_output(spec):
             return None
         gate, up = self.inputs(tensors)
-        return glu(gate, up, self.activation, spec, order, keep=False).quantized  # type: ignore[arg-type]
+        return glu(gate, up, self.activation, spec, order, return_unquantized=False).quantized  # type: ignore[arg-type]
 
 
 class _ActivationRematerializer(Rematerializer):
@@ -142,7 +143,9 @@ class _NormFunction(torch.autograd.Function):
         if mean is not None:
             dx, dweight, dbias = layer_norm_backward(_matrix(grad), x_MK, weight, mean, rstd)
         else:
-            dx, dweight = rms_norm_backward(_matrix(grad), x_MK, weight, rstd, offset=rematerializer.norm.offset)
+            dx, dweight = rms_norm_backward(
+                _matrix(grad), x_MK, weight, rstd, add_unit_offset=rematerializer.norm.add_unit_offset
+            )
         return dx.view(grad.shape), dweight, None if bias is None else dbias, None, None
 
 
@@ -226,7 +229,9 @@ def norm_saving_fp8(
         norm: Which norm it is.
     """
     eps = torch.finfo(torch.float32).eps if eps is None else eps
-    scale, norm = (weight, norm) if weight is not None else (y.new_ones(y.shape[-1:]), replace(norm, offset=False))
+    scale, norm = (
+        (weight, norm) if weight is not None else (y.new_ones(y.shape[-1:]), replace(norm, add_unit_offset=False))
+    )
     rematerializer = _NormRematerializer(y.dtype, norm, eps)
     out: Tensor
     out, *tensors = unhooked(_NormFunction.apply, x.to(y.dtype), scale, bias, [y], rematerializer)

@@ -1,9 +1,9 @@
 """Modules that store their activations in FP8: norms, gated MLPs, activation functions, and other modules.
 
-    norm         saves x (or x - mean) in FP8, and rstd      its readers recompute y
-    glu          saves gate and up in FP8                    the down projection recomputes h = act(gate)·up
-    activation   saves x in FP8                              the next linear recomputes act(x)
-    scope        runs its own forward; saves in FP8 what its operations save, where that is safe
+    norm           saves x (or x - mean) in FP8, and rstd      its readers recompute y
+    glu            saves gate and up in FP8                    the down projection recomputes h = act(gate)·up
+    activation     saves x in FP8                              the next linear recomputes act(x)
+    saved_tensors  runs its own forward; saves in FP8 what its operations save, where that is safe
 
 No class changes forward, bit for bit. The first three have a backward of their own, so they take only modules whose
 code is known (`octavo.activations.detect`). They read weights, epsilon, children, flags and the code itself in each
@@ -58,7 +58,7 @@ class HookedForward:
         unrounded: Names of its parts whose products save their inputs unrounded.
     """
 
-    kind = "scope"
+    kind = "saved_tensors"
     unrounded: tuple[str, ...] = ()
 
 

@@ -122,7 +122,7 @@ def _normed(module: Any, spec: Norm, x: Tensor) -> Tensor:
     values = values - values.mean(-1, keepdim=True) if spec.center else values
     eps = getattr(module, spec.eps) if isinstance(spec.eps, str) else spec.eps
     y = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    y = y if weight is None else y * (weight.float() + (1.0 if spec.offset else 0.0))
+    y = y if weight is None else y * (weight.float() + (1.0 if spec.add_unit_offset else 0.0))
     y = y if bias is None else y + bias.float()
     return y.to(x.dtype)
 

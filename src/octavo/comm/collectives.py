@@ -32,7 +32,7 @@ Op = Literal["sum", "avg"]
 _gather_bytes = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 
 
-class Pending(Generic[T]):
+class AsyncResult(Generic[T]):
     """A collective that has started."""
 
     def __init__(self, work: Any, finish: Callable[[], T]) -> None:
@@ -60,7 +60,7 @@ def all_gather(
         group: Process group; None for the default group.
         spec: FP8 format of the message, with scales by `1xN`, `row` or `tensor`.
         backward_spec: FP8 format of the gradient, which a reduce_scatter returns; None for `spec`.
-        async_op: Return a `Pending` whose `wait()` returns the result.
+        async_op: Return an `AsyncResult` whose `wait()` returns the result.
 
     Returns:
         [W·R, ...] of x's dtype; each rank's part within the error of `octavo.comm.encoding`, bitwise equal on all
@@ -97,7 +97,7 @@ def reduce_scatter(
         op: `"sum"`, or `"avg"` to divide by W.
         spec: FP8 format of the message.
         backward_spec: FP8 format of the gradient, which an all_gather returns; None for `spec`.
-        async_op: Return a `Pending` whose `wait()` returns the result.
+        async_op: Return an `AsyncResult` whose `wait()` returns the result.
 
     Returns:
         [R, ...] of x's dtype: the piece of this rank, summed in float32, rounded once to the dtype.
@@ -140,7 +140,7 @@ def all_reduce(
         op: `"sum"`, or `"avg"` to divide by the group's size.
         spec: FP8 format of both messages.
         backward_spec: FP8 format of the gradient, which is summed over the ranks as well; None for `spec`.
-        async_op: Return a `Pending`; its `wait()` runs the second half, the all_gather.
+        async_op: Return an `AsyncResult`; its `wait()` runs the second half, the all_gather.
 
     Returns:
         A tensor like x, bitwise equal on all ranks. The sum is taken in float32 and rounded once more to FP8.
@@ -180,7 +180,7 @@ def all_to_all_single(
         group: Process group; None for the default group.
         spec: FP8 format of the message.
         backward_spec: FP8 format of the gradient, which travels the same way back; None for `spec`.
-        async_op: Return a `Pending` whose `wait()` returns the result.
+        async_op: Return an `AsyncResult` whose `wait()` returns the result.
 
     Returns:
         [sum of output_split_sizes, ...] of x's dtype.
@@ -244,23 +244,23 @@ def all_to_all(
         output.detach().copy_(decoded.view(output.shape))
 
 
-def _all_gather(x: Tensor, group: Group, spec: QuantSpec) -> Pending[Tensor]:
+def _all_gather(x: Tensor, group: Group, spec: QuantSpec) -> AsyncResult[Tensor]:
     world, rows = world_size(group), as_rows(x)
     message = pack(rows, spec)
     gathered = message.new_empty(world * message.shape[0], message.shape[1])
     work = _gather_bytes(gathered, message, group=group, async_op=True)
     shape = (world * x.shape[0], *x.shape[1:]) if x.ndim else (world,)
-    return Pending(work, lambda: unpack(gathered, rows.shape[1], spec, x.dtype).view(shape))
+    return AsyncResult(work, lambda: unpack(gathered, rows.shape[1], spec, x.dtype).view(shape))
 
 
-def _reduce_scatter(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> Pending[Tensor]:
+def _reduce_scatter(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> AsyncResult[Tensor]:
     world = world_size(group)
     rows = as_rows(x, world)
     message = pack(rows, spec)
     received = torch.empty_like(message)
     work = dist.all_to_all_single(received, message, group=group, async_op=True)
     shape = (x.shape[0] // world, *x.shape[1:])
-    return Pending(work, lambda: _sum(received, world, rows.shape[1], op, spec).to(x.dtype).view(shape))
+    return AsyncResult(work, lambda: _sum(received, world, rows.shape[1], op, spec).to(x.dtype).view(shape))
 
 
 def _sum(message: Tensor, world: int, columns: int, op: Op, spec: QuantSpec) -> Tensor:
@@ -272,7 +272,7 @@ def _sum(message: Tensor, world: int, columns: int, op: Op, spec: QuantSpec) -> 
     return total.div_(world) if op == "avg" else total
 
 
-def _all_reduce(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> Pending[Tensor]:
+def _all_reduce(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> AsyncResult[Tensor]:
     world, count = world_size(group), x.numel()
     unit = world * (spec.granularity.columns or 1)
     flat = torch.nn.functional.pad(x.detach().reshape(-1), (0, -count % unit)).view(world, -1)
@@ -285,12 +285,12 @@ def _all_reduce(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> Pending[Ten
         gathered = _all_gather(total, group, spec).wait()
         return gathered.reshape(-1)[:count].to(x.dtype).view(x.shape)
 
-    return Pending(work, finish)
+    return AsyncResult(work, finish)
 
 
 def _all_to_all(
     x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int], spec: QuantSpec
-) -> Pending[Tensor]:
+) -> AsyncResult[Tensor]:
     if x.ndim == 1:
         return _all_to_all_vector(x, group, sent, received, spec)
     rows = as_rows(x)
@@ -298,12 +298,12 @@ def _all_to_all(
     arriving = message.new_empty(sum(received), message.shape[1])
     work = dist.all_to_all_single(arriving, message, list(received), list(sent), group=group, async_op=True)
     shape = (sum(received), *x.shape[1:])
-    return Pending(work, lambda: unpack(arriving, rows.shape[1], spec, x.dtype).view(shape))
+    return AsyncResult(work, lambda: unpack(arriving, rows.shape[1], spec, x.dtype).view(shape))
 
 
 def _all_to_all_vector(
     x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int], spec: QuantSpec
-) -> Pending[Tensor]:
+) -> AsyncResult[Tensor]:
     """Exchange a vector; each rank's elements are one row of a message."""
     parts = [pack(part.view(1, -1), spec) for part in x.detach().contiguous().split(list(sent)) if part.numel()]
     message = torch.cat(parts, dim=1).view(-1) if parts else x.new_empty(0, dtype=torch.uint8)
@@ -316,7 +316,7 @@ def _all_to_all_vector(
         rows = [unpack(part.view(1, -1), size, spec, x.dtype).view(-1) for part, size in parts if size]
         return torch.cat(rows) if rows else x.new_empty(0)
 
-    return Pending(work, finish)
+    return AsyncResult(work, finish)
 
 
 class _AllGather(torch.autograd.Function):
@@ -374,7 +374,7 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grad, group, received, sent, grad_spec).wait(), None, None, None, None, None
 
 
-def _start(pending: Pending[Tensor], async_op: bool) -> Any:
+def _start(pending: AsyncResult[Tensor], async_op: bool) -> Any:
     return pending if async_op else pending.wait()
 
 

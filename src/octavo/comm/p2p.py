@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from octavo.comm.checks import Group, check_args, world_size
-from octavo.comm.collectives import Pending
+from octavo.comm.collectives import AsyncResult
 from octavo.comm.encoding import DEFAULT_SPEC, DTYPES, as_rows, pack, parse_spec, unpack, width
 
 
@@ -51,7 +51,7 @@ def recv(
     return irecv(shape, src, group, dtype=dtype, device=device, spec=spec, tag=tag).wait()
 
 
-def isend(x: Tensor, dst: int, group: Group = None, *, spec: str = DEFAULT_SPEC, tag: int = 0) -> Pending[None]:
+def isend(x: Tensor, dst: int, group: Group = None, *, spec: str = DEFAULT_SPEC, tag: int = 0) -> AsyncResult[None]:
     """Start to send a tensor.
 
     Args:
@@ -62,7 +62,7 @@ def isend(x: Tensor, dst: int, group: Group = None, *, spec: str = DEFAULT_SPEC,
         tag: Distinguishes several messages in flight (Gloo).
 
     Returns:
-        A `Pending` to wait for before the program ends; x may be changed at once.
+        An `AsyncResult` to wait for before the program ends; x may be changed at once.
 
     Raises:
         ValueError: For a wrong dtype or spec, or no process group.
@@ -81,7 +81,7 @@ def isend(x: Tensor, dst: int, group: Group = None, *, spec: str = DEFAULT_SPEC,
     def sent(message: Tensor = message) -> None:  # the default keeps the message alive until then
         return None
 
-    return Pending(work, sent)
+    return AsyncResult(work, sent)
 
 
 def irecv(
@@ -93,7 +93,7 @@ def irecv(
     device: torch.device | str = "cpu",
     spec: str = DEFAULT_SPEC,
     tag: int = 0,
-) -> Pending[Tensor]:
+) -> AsyncResult[Tensor]:
     """Start to receive a tensor.
 
     Args:
@@ -106,7 +106,7 @@ def irecv(
         tag: The sender's tag.
 
     Returns:
-        A `Pending` whose `wait()` returns the tensor.
+        An `AsyncResult` whose `wait()` returns the tensor.
 
     Raises:
         ValueError: For a wrong dtype or spec, or no process group.
@@ -125,4 +125,4 @@ def irecv(
     rows = as_rows(torch.empty(tuple(shape), device="meta"))
     message = torch.empty((rows.shape[0], width(rows.shape[1], quant_spec)), dtype=torch.uint8, device=device)
     work: Any = dist.irecv(message, src, group=group, tag=tag)
-    return Pending(work, lambda: unpack(message, rows.shape[1], quant_spec, dtype).view(tuple(shape)))
+    return AsyncResult(work, lambda: unpack(message, rows.shape[1], quant_spec, dtype).view(tuple(shape)))

@@ -42,7 +42,7 @@ def predict_speed(precision: Precision) -> PredictedSpeed:
     )  # fmt: skip
     with torch.device("meta"):
         model: Any = LlamaForCausalLM(config)
-    planned = plan(model.to(torch.bfloat16), BATCH, SEQUENCE, device="h100", world=GPUS, precision=precision)
+    planned = plan(model.to(torch.bfloat16), BATCH, SEQUENCE, device="h100", world_size=GPUS, precision=precision)
     gpu = planned.gpu.name
     return PredictedSpeed(
         gain=planned.gain, where=f"{MODEL} on {GPUS} × {gpu}, {BATCH * SEQUENCE:,} tokens each, not compiled"

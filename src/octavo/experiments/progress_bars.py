@@ -40,7 +40,7 @@ class ProgressBars:
 
     def __init__(self, console: Console, label: Callable[[TrainConfig], str] | None = None) -> None:
         self._console = console
-        self._name = label or (lambda config: arm_name(config.arm))
+        self._name = label or (lambda config: arm_name(config.precision_label))
         self._bars = RichProgress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=max(8, min(32, console.width - 70))),
@@ -101,7 +101,7 @@ def summary_table(results: Sequence[RunResult]) -> Table:
     table = Table(box=ROUNDED, border_style="dim", header_style="bold")
     table.add_column("")
     for result in results:
-        table.add_column(arm_name(result.arm), justify="right")
+        table.add_column(arm_name(result.precision), justify="right")
     if len(results) > 1:
         table.add_column("difference", justify="right")
     for row in summary_rows(results):

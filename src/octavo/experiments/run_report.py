@@ -175,7 +175,7 @@ def _read(folders: list[Path]) -> list[LoggedRun]:
 
 def _labels(folders: Sequence[Path], results: Sequence[RunResult]) -> list[str]:
     """A unique label per run: its arm; else with its name; else with its folder."""
-    arms = [arm_name(result.arm) for result in results]
+    arms = [arm_name(result.precision) for result in results]
     named = [f"{result.name} ({arm})" for result, arm in zip(results, arms, strict=True)]
     labels = []
     for folder, arm, name in zip(folders, arms, named, strict=True):

@@ -68,7 +68,7 @@ def arm_name(arm: str) -> str:
 
 def verdict(a: RunResult, b: RunResult, prediction: PredictedSpeed | None = None) -> PairVerdict:
     """Compare run `b`, the candidate, with run `a`, the baseline; `prediction` is of the candidate's precision."""
-    baseline, candidate = arm_name(a.arm), arm_name(b.arm)
+    baseline, candidate = arm_name(a.precision), arm_name(b.precision)
     obstacle = _obstacle(a, b)
     if obstacle or a.losses is None or b.losses is None:
         return PairVerdict(baseline=baseline, candidate=candidate, status="none", sentence=f"No verdict: {obstacle}.")
@@ -100,15 +100,17 @@ def _obstacle(a: RunResult, b: RunResult) -> str:
     """Why the two runs cannot be compared; empty if they can."""
     for run in (a, b):
         if run.stopped == "non-finite":
-            return f"{arm_name(run.arm)} stopped after {run.steps:,} steps on a loss or gradient that was not finite"
+            return (
+                f"{arm_name(run.precision)} stopped after {run.steps:,} steps on a loss or gradient that was not finite"
+            )
         if run.losses is None:
-            return f"{arm_name(run.arm)} has no step with a finite loss"
+            return f"{arm_name(run.precision)} has no step with a finite loss"
         if run.losses.tail_mean <= 0:
-            return f"{arm_name(run.arm)}'s loss is {run.losses.tail_mean:g}, of which there is no percentage"
+            return f"{arm_name(run.precision)}'s loss is {run.losses.tail_mean:g}, of which there is no percentage"
     for field, unit in (("steps", "steps"), ("tokens", "tokens")):
         mine, theirs = getattr(a, field), getattr(b, field)
         if mine != theirs:
-            return f"{arm_name(a.arm)} trained for {mine:,} {unit} and {arm_name(b.arm)} for {theirs:,}"
+            return f"{arm_name(a.precision)} trained for {mine:,} {unit} and {arm_name(b.precision)} for {theirs:,}"
     return ""
 
 
@@ -141,7 +143,7 @@ def _sentence(baseline: str, candidate: str, status: str, percent: float, a: Run
 
 
 def _notes(a: RunResult, b: RunResult, prediction: PredictedSpeed | None) -> list[str]:
-    baseline, candidate = arm_name(a.arm), arm_name(b.arm)
+    baseline, candidate = arm_name(a.precision), arm_name(b.precision)
     notes = []
     if (memory := _ratio(a.saved_bytes_per_token, b.saved_bytes_per_token)) is not None:
         notes.append(f"{candidate} saves {memory:.2f} × {baseline}'s bytes per token for the backward pass.")
@@ -160,7 +162,7 @@ def _notes(a: RunResult, b: RunResult, prediction: PredictedSpeed | None) -> lis
         else:
             notes.append(f"{figure} on {b.device}.")
     notes += [
-        f"{arm_name(run.arm)} skipped {run.skipped_steps:,} of {run.steps:,} steps on overflow."
+        f"{arm_name(run.precision)} skipped {run.skipped_steps:,} of {run.steps:,} steps on overflow."
         for run in (a, b)
         if run.skipped_steps
     ]

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.inspect.autopilot import Autopilot, Move
+    from octavo.inspect.autopilot import Autopilot, RecipeChange
     from octavo.inspect.compare import compare_losses
     from octavo.inspect.findings import Finding, History, Thresholds
     from octavo.inspect.stats import OperandStats
@@ -16,8 +16,8 @@ __all__ = [
     "Autopilot",
     "Finding",
     "History",
-    "Move",
     "OperandStats",
+    "RecipeChange",
     "Thresholds",
     "Watch",
     "compare_losses",
@@ -29,7 +29,7 @@ _MODULES = {
     "Autopilot": "inspect.autopilot",
     "Finding": "inspect.findings",
     "History": "inspect.findings",
-    "Move": "inspect.autopilot",
+    "RecipeChange": "inspect.autopilot",
     "OperandStats": "inspect.stats",
     "Thresholds": "inspect.findings",
     "Watch": "inspect.watch",

@@ -5,8 +5,8 @@
         while True:
             with pilot.step():              # forward and backward, all micro-batches
                 model(batch).loss.backward()
-            for move in pilot.moved:        # as "step 50: model.layers.3.mlp.down_proj: rowwise → blockwise (x: …)"
-                print(move)
+            for change in pilot.last_changes:  # as "step 50: model.layers.3.mlp.down_proj: rowwise → blockwise (x: …)"
+                print(change)
             if not pilot.should_repeat:
                 break
             optimizer.zero_grad()           # repeat the step: to measure products, or with layers moved
@@ -58,7 +58,7 @@ SUSPECT_LIMITS = ("saturation", "underflow", "sqnr")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
+class RecipeChange:
     """A change of a layer's recipe.
 
     Attributes:
@@ -97,8 +97,8 @@ class Autopilot:
     Attributes:
         watch: The sampler.
         findings: Findings of the last step.
-        moved: Moves of the last step.
-        moves: All moves, in order.
+        last_changes: Changes of recipes in the last step.
+        changes: All of them, in order.
         should_repeat: Whether to repeat the last step, with its gradients dropped.
 
     Raises:
@@ -109,7 +109,7 @@ class Autopilot:
         >>> pilot = octavo.inspect.Autopilot(model, every=50)
         >>> with pilot.step():
         ...     model(torch.randn(8, 64)).sum().backward()
-        >>> pilot.moved, pilot.should_repeat
+        >>> pilot.last_changes, pilot.should_repeat
         ([], False)
     """
 
@@ -131,8 +131,8 @@ class Autopilot:
             raise ValueError(f"Autopilot: restore_after is a number of samples, 0 or more; got {restore_after}")
         self.watch = Watch(model, every=every) if watch is None else watch
         self.findings: list[Finding] = []
-        self.moved: list[Move] = []
-        self.moves: list[Move] = []
+        self.last_changes: list[RecipeChange] = []
+        self.changes: list[RecipeChange] = []
         self.should_repeat = False
         self._model = model
         self._thresholds = Thresholds() if thresholds is None else thresholds
@@ -186,7 +186,7 @@ class Autopilot:
         errors: Mapping[str, Mapping[str, float]] | None = None,
         *,
         finite: bool = True,
-    ) -> list[Move]:
+    ) -> list[RecipeChange]:
         """Move layers according to the last step; do nothing if it was not sampled or not finite.
 
         Args:
@@ -197,7 +197,7 @@ class Autopilot:
         rows = self.watch.rows if rows is None else rows
         errors = self.watch.errors if errors is None else errors
         self.findings = findings(rows, self._thresholds)
-        self.moved = []
+        self.last_changes = []
         step = rows[0].step if rows else self.watch.number
         repeated = self.should_repeat and step == self._acted
         self.should_repeat, self._acted = False, step
@@ -212,11 +212,11 @@ class Autopilot:
                 self._switch_if_harmed(finding, recipes[layer], errors[layer])
             elif layer not in self._suspects:
                 self._suspects[layer], self.should_repeat = set(), True
-        self.should_repeat = self.should_repeat or any(not move.back for move in self.moved)
+        self.should_repeat = self.should_repeat or any(not move.back for move in self.last_changes)
         self._due = self._due and self.should_repeat
-        return self.moved
+        return self.last_changes
 
-    def restore(self, layer: str | None = None, *, step: int) -> list[Move]:
+    def restore(self, layer: str | None = None, *, step: int) -> list[RecipeChange]:
         """Return a layer to its first recipe; None for all moved layers.
 
         Raises:
@@ -227,15 +227,15 @@ class Autopilot:
             raise ValueError(
                 f"Autopilot: {layer!r} was not moved{nearest(layer, self._first_recipes)}; layers that were: {moved}"
             )
-        self.moved = []
+        self.last_changes = []
         for name in list(self._first_recipes) if layer is None else [layer]:
             self._switch_back(name, self._first_recipes[name].name, step, "on request")
-        return self.moved
+        return self.last_changes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the moves, the step number and the pending trials as plain lists and dictionaries."""
         return {
-            "moves": [asdict(move) for move in self.moves], "step": self.watch.number, "due": self._due,
+            "moves": [asdict(move) for move in self.changes], "step": self.watch.number, "due": self._due,
             "trials": dict(self._trials), "calm": dict(self._healthy),
         }  # fmt: skip
 
@@ -247,18 +247,18 @@ class Autopilot:
         Raises:
             ValueError: For moves of another model; this one is unchanged.
         """
-        moves = [Move(**fields) for fields in state["moves"]]
+        moves = [RecipeChange(**fields) for fields in state["moves"]]
         names = dict(self._model.named_modules())
         for move in moves:
             if move.layer not in names:
                 raise ValueError(f"Autopilot: the moves are of another model: this one has no {move.layer!r}")
         for layer, recipe in self._first_recipes.items():
             change_recipe(self._model, layer, recipe, reason="as converted")
-        self._first_recipes, self.moves = {}, []
+        self._first_recipes, self.changes = {}, []
         for move in moves:
             if move.layer in self._first_recipes or is_converted(names[move.layer]):
                 self._move(move)
-        self.moved, self.should_repeat, self._suspects = [], False, {}
+        self.last_changes, self.should_repeat, self._suspects = [], False, {}
         self.watch.number = state.get("step", self.watch.number)
         self._due = state.get("due", False)
         self._trials = {layer: name for layer, name in state.get("trials", {}).items() if layer in self._first_recipes}
@@ -285,7 +285,7 @@ class Autopilot:
         harmless = (name for name in self._fallbacks if name not in rejected and errors.get(name, 1.0) <= limit / 2)
         after = next(harmless, HIGH_PRECISION)
         why = f"{finding.operand}: {finding.measured}, product error {errors[recipe]:.2g} (limit {limit:g})"
-        if self._move(Move(step=finding.step, layer=layer, before=recipe, after=after, why=why)):
+        if self._move(RecipeChange(step=finding.step, layer=layer, before=recipe, after=after, why=why)):
             self._trials.setdefault(layer, recipe)
             self._healthy.pop(layer, None)
 
@@ -305,10 +305,10 @@ class Autopilot:
                     self._switch_back(layer, recipe.name, step, f"no harm in {self._restore_after} samples")
 
     def _switch_back(self, layer: str, recipe: str, step: int, why: str) -> None:
-        current = next(move.after for move in reversed(self.moves) if move.layer == layer)
+        current = next(move.after for move in reversed(self.changes) if move.layer == layer)
         self._trials.pop(layer, None)
         self._healthy.pop(layer, None)
-        self._move(Move(step=step, layer=layer, before=current, after=recipe, why=why, back=True))
+        self._move(RecipeChange(step=step, layer=layer, before=current, after=recipe, why=why, back=True))
 
     def _recipe(self, layer: str, name: str) -> Recipe | str | None:
         """Return a layer's recipe by name; its first recipe may be the user's own."""
@@ -316,7 +316,7 @@ class Autopilot:
             return self._first_recipes[layer]
         return None if name == HIGH_PRECISION else name
 
-    def _move(self, move: Move) -> bool:
+    def _move(self, move: RecipeChange) -> bool:
         """Carry out a move. A layer that cannot be moved stays as it is, with a warning; returns whether it was."""
         module: Any = self._model.get_submodule(move.layer)
         first = self._first_recipes.get(move.layer) or module.recipe
@@ -329,8 +329,8 @@ class Autopilot:
         self._first_recipes[move.layer] = first
         if move.after == self._first_recipes[move.layer].name:
             del self._first_recipes[move.layer]
-        self.moves.append(move)
-        self.moved.append(move)
+        self.changes.append(move)
+        self.last_changes.append(move)
         return True
 
 

@@ -9,7 +9,7 @@ rms_norm, layer_norm, glu    norms and gated activations with FP8 output
 
 from octavo.kernels.dequantize import dequantize
 from octavo.kernels.fused import glu, layer_norm, rms_norm
-from octavo.kernels.gemm import scaled_mm, wants_copies
+from octavo.kernels.gemm import needs_both_orders, scaled_mm
 from octavo.kernels.quantize import quantize, quantize_pair
 
-__all__ = ["dequantize", "glu", "layer_norm", "quantize", "quantize_pair", "rms_norm", "scaled_mm", "wants_copies"]
+__all__ = ["dequantize", "glu", "layer_norm", "needs_both_orders", "quantize", "quantize_pair", "rms_norm", "scaled_mm"]

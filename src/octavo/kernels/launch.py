@@ -198,7 +198,7 @@ class Variant:
         types: Triton types of all arguments except sizes, which are i32 divisible by 16.
         tile: Input elements per program, or per loop iteration of a program.
         device_bytes: Device-memory traffic of this launch, in bytes per input element.
-        ones: Arguments with value 1, such as the stride between columns.
+        equal_to_1: Arguments with value 1, such as the stride between columns.
         trips: Loop iterations for 4096 columns (or a contraction over 4096).
     """
 
@@ -209,5 +209,5 @@ class Variant:
     types: dict[str, str]
     tile: int
     device_bytes: float
-    ones: tuple[str, ...] = field(default=())
+    equal_to_1: tuple[str, ...] = field(default=())
     trips: int = 1

@@ -51,13 +51,13 @@ class TimingResult:
         task: The task.
         times: Median microseconds by candidate, fastest first.
         entry: The fastest candidate, for the calibration table; None if only `reference` is available.
-        left_out: Reasons why candidates were not timed.
+        skipped: Reasons why candidates were not timed.
     """
 
     task: TimingTask
     times: dict[str, float]
     entry: Entry | None
-    left_out: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
 
 
 def cache_bytes(device: torch.device) -> int:

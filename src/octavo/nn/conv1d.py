@@ -20,7 +20,7 @@ class Conv1D(LinearLike, PlainConv1D):  # type: ignore[misc]
     def forward(self, x: Tensor) -> Tensor:
         """Y = X W + b in FP8 for x [..., in_features]; see `octavo.nn.linear.linear`."""
         return linear(
-            x, self.weight.t(), self.bias, self.recipe, self.octavo_keeps_weight(), self.octavo_quantizer()
+            x, self.weight.t(), self.bias, self.recipe, self.octavo_keep_weights(), self.octavo_quantizer()
         )  # fmt: skip
 
     @property

@@ -111,7 +111,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: boo
         for fqn in plan.converted:
             recipe = plan[fqn].recipe
             assert recipe is not None
-            become(modules[fqn], fp8_class(type(modules[fqn]), recipe), recipe=recipe, keeps_weight=keep_weights)
+            become(modules[fqn], fp8_class(type(modules[fqn]), recipe), recipe=recipe, keep_weights=keep_weights)
         for fqn, storage in storages.items():
             enable_fp8_saving(modules[fqn], storage)
         # Drops the predictions of octavo.plan.
@@ -206,7 +206,7 @@ def _check(plan: Plan, modules: dict[str, nn.Module]) -> dict[str, Storage]:
         {modules[name] for name in linears_with_exact_inputs(modules[""], plan)} if plan.fp8_activations else set()
     )
     for fqn in plan.fp8_activations:
-        kind, storage = plan[fqn].storage, candidates.get(fqn)
+        kind, storage = plan[fqn].activation_storage, candidates.get(fqn)
         if storage is None or isinstance(storage, str) or storage.kind != kind:
             raise ValueError(
                 f"the plan has {fqn!r} store its activations as {kind!r}, which does not fit: "

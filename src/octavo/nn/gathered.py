@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.kernels import dequantize, quantize, wants_copies
+from octavo.kernels import dequantize, needs_both_orders, quantize
 from octavo.kernels.quantize.reference import scale_of, transposed
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.switch import SWITCH
@@ -264,7 +264,7 @@ def quantized_as(weight: Fp8AllGatherOutput, spec: QuantSpec) -> ScaledTensor:
 
 def for_dgrad(w: ScaledTensor) -> ScaledTensor:
     """Return a row-major weight in the memory order that dgrad needs on this device."""
-    return ScaledTensor(transposed(w.data).t(), w.scale, w.spec) if wants_copies(w.data.device) else w
+    return ScaledTensor(transposed(w.data).t(), w.scale, w.spec) if needs_both_orders(w.data.device) else w
 
 
 def sharded_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

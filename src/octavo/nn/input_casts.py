@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from octavo.kernels import quantize, quantize_pair, wants_copies
+from octavo.kernels import needs_both_orders, quantize, quantize_pair
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.execution_context import execution_context
 from octavo.tensor import ScaledTensor
@@ -23,12 +23,12 @@ def quantized_input(
     x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None
 ) -> tuple[ScaledTensor, ScaledTensor | None]:
     """Quantize X for forward, and for wgrad if needed. With `amax`, which sets the scale, both need equal specs."""
-    spec, spec_t, copies = recipe.x, recipe.wgrad_x, wants_copies(x_MK.device)
+    spec, spec_t, copies = recipe.x, recipe.wgrad_x, needs_both_orders(x_MK.device)
     if not needs_wgrad or spec_t is None:
         return quantize(x_MK, spec, amax=amax), None
     if spec == spec_t:
         x = quantize(x_MK, spec, order="both" if copies else "rows", amax=amax)
-        return x, x if x.copy is None else ScaledTensor(x.copy, x.scale, spec)
+        return x, x if x.other_order is None else ScaledTensor(x.other_order, x.scale, spec)
     if copies:
         return quantize_pair(x_MK, spec, None, spec_t, None)
     return quantize(x_MK, spec), quantize(x_MK, spec_t)

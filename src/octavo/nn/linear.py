@@ -50,7 +50,7 @@ class Linear(LinearLike, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Y = X Wᵀ + b in FP8 for input [..., in_features]; see `linear`."""
-        return linear(input, self.weight, self.bias, self.recipe, self.octavo_keeps_weight(), self.octavo_quantizer())
+        return linear(input, self.weight, self.bias, self.recipe, self.octavo_keep_weights(), self.octavo_quantizer())
 
     def extra_repr(self) -> str:
         """Return the description of `nn.Linear`, with the recipe."""
@@ -58,7 +58,7 @@ class Linear(LinearLike, nn.Linear):
 
 
 def linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keeps_weight: bool = False,
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool = False,
     quantizer: Quantizer = JUST_IN_TIME,
 ) -> Tensor:  # fmt: skip
     """`torch.nn.functional.linear` in FP8, differentiable.
@@ -68,7 +68,7 @@ def linear(
         weight: [N, K], of the input's dtype unless autocast is on. Any strides.
         bias: [N] or None; added in float32.
         recipe: Precision of the operands of the three products.
-        keeps_weight: Save the FP8 copy of the weight for backward, and share it inside `octavo.nn.accumulating`; see
+        keep_weights: Save the FP8 copy of the weight for backward, and share it inside `octavo.nn.accumulating`; see
             `octavo.nn.weights`.
         quantizer: Quantizes X and G; by default by their current amax, whatever the recipe.
 
@@ -85,7 +85,7 @@ def linear(
         >>> weight.grad.shape
         torch.Size([32, 64])
     """
-    planned = planned_linear(input, weight, bias, recipe, keeps_weight, quantizer, _LinearFunction.backward)
+    planned = planned_linear(input, weight, bias, recipe, keep_weights, quantizer, _LinearFunction.backward)
     if planned is not None:
         return planned
     out_dtype = output_dtype(input, weight)
@@ -94,7 +94,7 @@ def linear(
     x_MK = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), weight.shape[1])
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
     x = quantizer.input(input, x_MK, recipe, needs_wgrad)
-    y_MN = apply_unhooked(_LinearFunction, x_MK, weight, bias, *x, recipe, out_dtype, keeps_weight, quantizer)
+    y_MN = apply_unhooked(_LinearFunction, x_MK, weight, bias, *x, recipe, out_dtype, keep_weights, quantizer)
     if input.ndim == 2:
         return y_MN
     # Not a view, as for `nn.Linear`: FSDP2 warns about blocks that return a view.
@@ -110,10 +110,10 @@ class _LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, x_data: Tensor, x_scale: Tensor | None,
         x_t_data: Tensor | None, x_t_scale: Tensor | None, recomputable: Any, recipe: Recipe,
-        out_dtype: torch.dtype, keeps_weight: bool, quantizer: Quantizer,
+        out_dtype: torch.dtype, keep_weights: bool, quantizer: Quantizer,
     ) -> Tensor:  # fmt: skip
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
-        x, w, w_saved = forward_operands(x_data, x_scale, w_NK, recipe, keeps_weight, needs_dgrad)
+        x, w, w_saved = forward_operands(x_data, x_scale, w_NK, recipe, keep_weights, needs_dgrad)
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
         x_saved: tuple[Tensor | None, ...] = None, None
         if needs_wgrad:

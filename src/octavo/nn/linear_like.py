@@ -25,7 +25,7 @@ class LinearLike(nn.Module):
         in_features: K.
         out_features: N.
         recipe: Precision of the three products.
-        keeps_weight: Whether the layer was converted with `keep_weights=True`: see `octavo.nn.weights`.
+        keep_weights: Whether the layer was converted with `keep_weights=True`: see `octavo.nn.weights`.
         weight_is_transposed: Whether the weight is stored as [in_features, out_features]. FSDP shards rows, so it does
             not gather such a weight in FP8.
 
@@ -41,7 +41,7 @@ class LinearLike(nn.Module):
     in_features: int
     out_features: int
     recipe: Recipe = DEFAULT
-    keeps_weight: bool = False
+    keep_weights: bool = False
     weight_is_transposed: ClassVar[bool] = False
 
     def octavo_quantizer(self) -> Quantizer:
@@ -58,8 +58,8 @@ class LinearLike(nn.Module):
             )
         return JUST_IN_TIME
 
-    def octavo_keeps_weight(self) -> bool:
+    def octavo_keep_weights(self) -> bool:
         """Return whether the layer may reuse a cast of its weight now: see `octavo.nn.weights`."""
-        if not self.keeps_weight or torch.compiler.is_compiling():
+        if not self.keep_weights or torch.compiler.is_compiling():
             return False
         return isinstance(self._parameters.get("weight"), nn.Parameter) and not is_sharded(self)

@@ -42,7 +42,7 @@ Backward = Callable[[Any, Tensor], Gradients]
 
 
 def planned_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keeps_weight: bool, quantizer: Quantizer,
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool, quantizer: Quantizer,
     ordinary: Backward,
 ) -> Tensor | None:  # fmt: skip
     """Return `octavo.nn.linear` of these arguments from a plan; None if the ordinary path must run.
@@ -52,24 +52,24 @@ def planned_linear(
         weight: See there.
         bias: See there.
         recipe: See there.
-        keeps_weight: See there.
+        keep_weights: See there.
         quantizer: See there.
         ordinary: The backward of the ordinary path, for a context and G [M,N].
     """
     if quantizer is not JUST_IN_TIME or torch.compiler.is_compiling() or not SWITCH.enabled:
         return None
     tensors = signature(input, weight, bias, records=True)
-    if tensors is None or (keeps_weight and shares_cast(weight)):
+    if tensors is None or (keep_weights and shares_cast(weight)):
         return None
     dgrad = wgrad = False
     if torch.is_grad_enabled():
         dgrad, wgrad = input.requires_grad, weight.requires_grad
         if wgrad and recomputable_of(input) is not None:
             return None
-    key = (tensors, id(recipe), keeps_weight, dgrad, wgrad, autocast_dtype(input.device.type))
+    key = (tensors, id(recipe), keep_weights, dgrad, wgrad, autocast_dtype(input.device.type))
     plan = _PLANS.get(key)
     if plan is None or plan.choices != CHOICES.changes:
-        plan = _PLANS.add(key, LinearPlan(input, weight, bias, recipe, keeps_weight, dgrad, wgrad))
+        plan = _PLANS.add(key, LinearPlan(input, weight, bias, recipe, keep_weights, dgrad, wgrad))
     if not plan.complete:
         return None
     y: Tensor = unhooked(_APPLY, input, weight, bias, plan, ordinary)
@@ -83,7 +83,7 @@ class LinearPlan:
     """
 
     def __init__(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keeps_weight: bool, dgrad: bool,
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool, dgrad: bool,
         wgrad: bool,
     ) -> None:  # fmt: skip
         self.recipe, self.choices, self.complete = recipe, CHOICES.changes, False
@@ -99,7 +99,7 @@ class LinearPlan:
         self.dtypes = input.dtype, weight.dtype, None if bias is None else bias.dtype
         self.is_matrix, self.in_shape = input.ndim == 2, input.shape
         wgrad_x = recipe.wgrad_x if wgrad else None
-        wgrad_w = recipe.dgrad_w if dgrad and keeps_weight else None
+        wgrad_w = recipe.dgrad_w if dgrad and keep_weights else None
         with torch.no_grad():
             self.x = _plan_cast(input.reshape(self.m, k), recipe.x, wgrad_x)
             self.w = _plan_cast(weight, recipe.w, wgrad_w)
@@ -207,7 +207,7 @@ class BackwardPlan:
             return plan_quantize(g_MN, recipe.dgrad_g, fold_w)
         if not self.dgrad:
             return plan_quantize(g_MN, recipe.wgrad_g, fold_x, order="columns")
-        if recipe.shares_g:
+        if recipe.shared_grad_cast:
             return plan_quantize(g_MN, recipe.dgrad_g, order="both")
         return plan_pair(g_MN, recipe.dgrad_g, fold_w, recipe.wgrad_g, fold_x)
 

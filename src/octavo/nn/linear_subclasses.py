@@ -22,7 +22,7 @@ from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.runtime.linear_kinds import LINEAR, kind_of, kind_of_class
 from octavo.runtime.swap import become, has_own_forward
 
-ATTRIBUTES = ("recipe", "keeps_weight", ATTRIBUTE)
+ATTRIBUTES = ("recipe", "keep_weights", ATTRIBUTE)
 """Attributes of a converted linear besides its parameters."""
 _COPYING = ("__copy__", "__deepcopy__", "__getstate__", "__setstate__")
 

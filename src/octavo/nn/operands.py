@@ -4,9 +4,9 @@ A `Quantizer` quantizes X and G. The default one, `JUST_IN_TIME`, scales by thei
 another. W is always quantized just in time.
 
 FP8 matrix units need both operands contiguous along the contraction, and X, W and G are each contracted over both of
-their dimensions. So on a GPU (`wants_copies`) each is quantized into both memory orders from one read: X row-major for
-forward and column-major for wgrad, G row-major for dgrad and column-major for wgrad, W row-major in forward and
-column-major in backward.
+their dimensions. So on a GPU (`needs_both_orders`) each is quantized into both memory orders from one read: X
+row-major for forward and column-major for wgrad, G row-major for dgrad and column-major for wgrad, W row-major in
+forward and column-major in backward.
 
 Saved for backward: X quantized for wgrad, one byte per element, and W by reference with its scales. Backward
 quantizes W again instead of saving it (`keep_weights` saves it, see `octavo.nn.weights`): the parameter exists anyway,
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from octavo.activations.recompute import Recomputable, Rematerializer
 from octavo.activations.saved_tensors import recomputable_of, unhooked
-from octavo.kernels import quantize, quantize_pair, wants_copies
+from octavo.kernels import needs_both_orders, quantize, quantize_pair
 from octavo.nn.gathered import Fp8AllGatherOutput, for_dgrad, quantized_as
 from octavo.nn.input_casts import INPUT_CASTS
 from octavo.nn.weights import cast_weight
@@ -82,9 +82,9 @@ def quantize_gradient(
     """See `Quantizer.gradient`; `amax` sets the scale, float32 [1,1], None for the current amax."""
     fold_w = _fold(w, transposed=True) if w is not None and recipe.folds_w else None
     fold_x = _fold(x) if x is not None and recipe.folds_x else None
-    spec, spec_t, copies = recipe.dgrad_g, recipe.wgrad_g, wants_copies(g_MN.device)
+    spec, spec_t, copies = recipe.dgrad_g, recipe.wgrad_g, needs_both_orders(g_MN.device)
     if w is not None and x is not None and spec_t is not None:
-        if recipe.shares_g:
+        if recipe.shared_grad_cast:
             g = quantize(g_MN, spec, order="both" if copies else "rows", amax=amax)
             return g, g
         if copies:
@@ -135,13 +135,13 @@ def apply_unhooked(function: type[torch.autograd.Function], *arguments: Any) -> 
 
 
 def forward_operands(
-    x_data: Tensor, x_scale: Tensor | None, w_NK: Tensor, recipe: Recipe, keeps_weight: bool, needs_dgrad: bool
+    x_data: Tensor, x_scale: Tensor | None, w_NK: Tensor, recipe: Recipe, keep_weights: bool, needs_dgrad: bool
 ) -> tuple[ScaledTensor, ScaledTensor, Saved]:
     """Return X and W for forward, and the three tensors that `dgrad_weight` needs: W, its FP8 copy, its scales."""
     x, w_t = ScaledTensor(x_data, x_scale, recipe.x), None
     if isinstance(w_NK, Fp8AllGatherOutput):
         w = w_t = quantized_as(w_NK, recipe.w)
-    elif keeps_weight:
+    elif keep_weights:
         w, w_t = cast_weight(w_NK, recipe, needs_dgrad)
     else:
         w = quantize(w_NK, recipe.w)
@@ -151,7 +151,7 @@ def forward_operands(
         return x, w, (w_NK, None, w.scale if recipe.dgrad_w == recipe.w else None)
     # W itself too, unless gathered, so that autograd raises if it changed.
     owner = None if isinstance(w_NK, Fp8AllGatherOutput) else w_NK
-    return x, w, (owner, w_t.data if w_t.copy is None else w_t.copy, w_t.scale)
+    return x, w, (owner, w_t.data if w_t.other_order is None else w_t.other_order, w_t.scale)
 
 
 def dgrad_weight(saved: Sequence[Tensor | None], recipe: Recipe) -> ScaledTensor:
@@ -161,7 +161,7 @@ def dgrad_weight(saved: Sequence[Tensor | None], recipe: Recipe) -> ScaledTensor
         w = ScaledTensor(data, scale, recipe.dgrad_w)
         return for_dgrad(w) if w_NK is None else w
     assert w_NK is not None
-    return quantize(w_NK, recipe.dgrad_w, order="columns" if wants_copies(w_NK.device) else "rows", scale=scale)
+    return quantize(w_NK, recipe.dgrad_w, order="columns" if needs_both_orders(w_NK.device) else "rows", scale=scale)
 
 
 def saved_input(
@@ -179,7 +179,7 @@ def wgrad_input(
 ) -> ScaledTensor:  # fmt: skip
     """Return X [M, columns] quantized for wgrad, from what `saved_input` returned."""
     if rematerializer is not None:
-        return rematerializer.quantized(saved, spec, "columns" if wants_copies(device) else "rows", columns)
+        return rematerializer.quantized(saved, spec, "columns" if needs_both_orders(device) else "rows", columns)
     data, scale = saved
     assert data is not None
     return ScaledTensor(data, scale, spec)

@@ -46,23 +46,23 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorageRow:
+class ActivationRow:
     """A module that stores its activations in FP8, or that was considered for it.
 
     Attributes:
         name: Fully qualified name; empty for the model itself.
-        storage: `"norm"`, `"glu"`, `"activation"` or `"scope"`; None if it is unchanged.
+        activation_storage: `"norm"`, `"glu"`, `"activation"` or `"saved_tensors"`; None if it is unchanged.
         reason: What it stores, or why it is unchanged.
     """
 
     name: str
-    storage: str | None
+    activation_storage: str | None
     reason: str
 
     @property
     def recipe(self) -> str | None:
         """Text for the recipe column of tables."""
-        return None if self.storage is None else "stores fp8"
+        return None if self.activation_storage is None else "stores fp8"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -79,7 +79,7 @@ class Report(Displayed):
 
     rows: tuple[Row, ...]
     execution: str
-    activations: tuple[StorageRow, ...] = ()
+    activations: tuple[ActivationRow, ...] = ()
     saved_bytes: Mapping[str, int] = field(default_factory=dict)
     activations_requested: bool = False
 
@@ -108,8 +108,8 @@ class Report(Displayed):
         return "; ".join(part for part in (text, *reasons, self._storage_summary(), self.execution) if part)
 
     def _storage_summary(self) -> str:
-        counts = Counter(row.storage for row in self.activations if row.storage is not None)
-        unchanged = [row for row in self.activations if row.storage is None]
+        counts = Counter(row.activation_storage for row in self.activations if row.activation_storage is not None)
+        unchanged = [row for row in self.activations if row.activation_storage is None]
         if not counts:
             none = "activations='fp8': no module stores them" if self.activations_requested else ""
             return none + (f" ({len(unchanged)} were looked at)" if none and unchanged else "")
@@ -118,7 +118,7 @@ class Report(Displayed):
         return text + (f", not in {len(unchanged)} others" if unchanged else "")
 
     def __str__(self) -> str:
-        rows: list[tuple[str, Row | StorageRow]] = [*merged_rows(self.rows), *merged_rows(self.activations)]
+        rows: list[tuple[str, Row | ActivationRow]] = [*merged_rows(self.rows), *merged_rows(self.activations)]
         cells = [(names or "(the model)", row.recipe or "–", row.reason) for names, row in rows]
         table = Table(headings=("layer", "recipe", "reason"), align="<<<", rows=cells)
         return "\n".join([*table.lines(), "", *self._saved_bytes_lines(), self.summary])
@@ -184,7 +184,7 @@ def report(model: nn.Module, batch: Any = None) -> Report:
     return Report(
         rows=tuple(rows),
         execution=_execution(model),
-        activations=tuple(_storage_rows(model, plans)),
+        activations=tuple(_activation_rows(model, plans)),
         saved_bytes={} if batch is None else saved_by_layer(model, batch),
         activations_requested=any(plan.activations == "fp8" for plan in plans.values()),
     )
@@ -205,15 +205,15 @@ def _decision(plans: Mapping[str, Plan], fqn: str) -> Decision | None:
     return None if owner is None else plans[owner].decisions.get(fqn[len(owner) :].lstrip("."))
 
 
-def _storage_rows(model: nn.Module, plans: Mapping[str, Plan]) -> Iterator[StorageRow]:
+def _activation_rows(model: nn.Module, plans: Mapping[str, Plan]) -> Iterator[ActivationRow]:
     for fqn, module in model.named_modules():
         decision = _decision(plans, fqn)
         if saves_fp8(module):
             storage = getattr(module, STORAGE_ATTRIBUTE).kind
-            yield StorageRow(name=fqn, storage=storage, reason=STORED_HOW[storage])
+            yield ActivationRow(name=fqn, activation_storage=storage, reason=STORED_HOW[storage])
         elif decision is not None and not is_linear(module):
-            reason = decision.reason if decision.storage is None else "reverted since"
-            yield StorageRow(name=fqn, storage=None, reason=reason)
+            reason = decision.reason if decision.activation_storage is None else "reverted since"
+            yield ActivationRow(name=fqn, activation_storage=None, reason=reason)
 
 
 def _reason(plans: Mapping[str, Plan], fqn: str, converted: bool) -> str:

@@ -45,7 +45,7 @@ STORED_HOW = {
     "norm": "norm: input stored in FP8, output recomputed",
     "glu": "gated MLP: gate and up stored in FP8, their product recomputed",
     "activation": "activation: input stored in FP8, output recomputed",
-    "scope": "own forward: inputs of products, activations and gates stored in FP8, all else exactly",
+    "saved_tensors": "own forward: inputs of products, activations and gates stored in FP8, all else exactly",
 }
 """Reasons in `report` for modules that store their activations in FP8."""
 _SKIPPED = "skipped by pattern"
@@ -115,7 +115,7 @@ def default_plan(
         elif storage is not None:
             kind = None if isinstance(storage, str) else storage.kind
             reason = STORED_HOW[kind] if kind is not None else f"{storage}: stays as it is"
-            decisions[fqn] = Decision(recipe=None, reason=reason, storage=kind)
+            decisions[fqn] = Decision(recipe=None, reason=reason, activation_storage=kind)
         elif recipe is None:
             decisions[fqn] = Decision(recipe=None, reason="precision level bf16")
         else:

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from octavo.kernels import quantize, quantize_pair, wants_copies
+from octavo.kernels import needs_both_orders, quantize, quantize_pair
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.execution_context import execution_context
 from octavo.tensor import ScaledTensor
@@ -136,7 +136,7 @@ def accumulating(model: nn.Module) -> Iterator[None]:
     """
     caches = {}
     for fqn, module in model.named_modules():
-        weight = module._parameters.get("weight") if getattr(module, "keeps_weight", False) else None
+        weight = module._parameters.get("weight") if getattr(module, "keep_weights", False) else None
         if type(weight) is nn.Parameter and id(weight) not in _CACHES and not is_sharded(module):
             caches[id(weight)] = WeightCastCache(fqn, weight)
     _CACHES.update(caches)
@@ -229,7 +229,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _cast(w_NK: Tensor, recipe: Recipe) -> WeightCasts:
-    spec, spec_t, copies = recipe.w, recipe.dgrad_w, wants_copies(w_NK.device)
+    spec, spec_t, copies = recipe.w, recipe.dgrad_w, needs_both_orders(w_NK.device)
     if spec == spec_t:
         w = quantize(w_NK, spec, order="both" if copies else "rows")
         return w, w

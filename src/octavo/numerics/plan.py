@@ -21,15 +21,15 @@ class Decision:
     Attributes:
         recipe: Recipe of its products, or None to leave them unchanged.
         reason: Reason, human-readable.
-        storage: How the module stores its activations in FP8 (`"norm"`, `"glu"`, `"activation"` or `"scope"`), or None
-            to leave them unchanged.
+        activation_storage: How the module stores its activations in FP8 (`"norm"`, `"glu"`, `"activation"` or
+            `"saved_tensors"`), or None to leave them unchanged.
         gain: Predicted speed-up over bf16, forward and backward with quantization; 1 if it stays in bf16; None without
             a prediction.
     """
 
     recipe: Recipe | None
     reason: str
-    storage: str | None = None
+    activation_storage: str | None = None
     gain: float | None = None
 
 
@@ -106,7 +106,7 @@ class Plan(Displayed):
     @property
     def fp8_activations(self) -> list[str]:
         """Names of the modules that store their activations in FP8."""
-        return [fqn for fqn, decision in self.decisions.items() if decision.storage is not None]
+        return [fqn for fqn, decision in self.decisions.items() if decision.activation_storage is not None]
 
     def __str__(self) -> str:
         rows = [(name or "(the model)", row.recipe or "–", row.reason) for name, row in merged_rows(self.rows)]
@@ -119,7 +119,7 @@ class Plan(Displayed):
         """Return JSON that `from_json` reads; recipes are written in full, so it does not depend on defaults."""
         rows = [
             {"name": fqn, "recipe": d.recipe and d.recipe.to_json(), "reason": d.reason}
-            | ({} if d.storage is None else {"storage": d.storage})
+            | ({} if d.activation_storage is None else {"activation_storage": d.activation_storage})
             | ({} if d.gain is None else {"gain": d.gain})
             for fqn, d in self.decisions.items()
         ]
@@ -166,8 +166,12 @@ def merged_rows(rows: Sequence[RowT]) -> list[tuple[str, RowT]]:
 
 
 def _decision(row: dict[str, Any]) -> Decision:
+    storage = row.get("activation_storage", row.get("storage"))  # earlier name
     return Decision(
-        recipe=_recipe(row["recipe"]), reason=row["reason"], storage=row.get("storage"), gain=row.get("gain")
+        recipe=_recipe(row["recipe"]),
+        reason=row["reason"],
+        activation_storage="saved_tensors" if storage == "scope" else storage,  # earlier name
+        gain=row.get("gain"),
     )
 
 

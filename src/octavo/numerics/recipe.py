@@ -92,12 +92,12 @@ class Recipe:
         return self.wgrad_x is not None and self.wgrad_x.folds_along(0)
 
     @property
-    def gathers_w(self) -> bool:
+    def supports_fp8_gather(self) -> bool:
         """Whether ranks can quantize their rows of W and gather FP8: one spec for both products, by row or tensor."""
         return self.w == self.dgrad_w and self.w.granularity in (ROW, TENSOR)
 
     @property
-    def shares_g(self) -> bool:
+    def shared_grad_cast(self) -> bool:
         """Whether one quantized G serves both backward products."""
         return self.dgrad_g == self.wgrad_g and not self.folds_w and not self.folds_x
 

@@ -145,7 +145,7 @@ def _mark_fp8_weights(model: nn.Module, dtype: torch.dtype | None, scales: Globa
         if len(linears) != len(places) or len(recipes) != 1:
             continue  # not a converted layer's, or shared with other modules
         recipe, weight = recipes.pop(), linears[0].weight
-        if recipe.gathers_w:
+        if recipe.supports_fp8_gather:
             by_tensor = scales if recipe.w.granularity == TENSOR else None
             gather_format = GatherFormat(recipe.w, dtype, weight.shape[0], by_tensor)
             gather_format.follow = partial(_update_recipe, weakref.ref(model), gather_format, linears, scales)
@@ -160,7 +160,7 @@ def _update_recipe(
     """Gather a weight in the format of its layers' current recipe, or in high precision without one."""
     recipes = {linear.recipe if isinstance(linear, LinearLike) else None for linear in linears}
     recipe = recipes.pop() if len(recipes) == 1 else None
-    spec = recipe.w if recipe is not None and recipe.gathers_w else None
+    spec = recipe.w if recipe is not None and recipe.supports_fp8_gather else None
     root = model()
     if spec == gather_format.spec or root is None:
         return

@@ -52,7 +52,7 @@ class Parallel:
             ranks sends more between machines than a ring (docs/scaling.md).
 
     Examples:
-        >>> octavo.parallel.Parallel(dp_replicate=2, fp8_comm="on").sizes(world=8)
+        >>> octavo.parallel.Parallel(dp_replicate=2, fp8_comm="on").sizes(world_size=8)
         (2, 4)
     """
 
@@ -72,18 +72,18 @@ class Parallel:
             hint = nearest(str(self.fp8_comm), FP8_COMM)
             raise ValueError(f"parallel.fp8_comm is 'auto', 'on', 'gather' or 'off'; got {self.fp8_comm!r}{hint}")
 
-    def sizes(self, world: int) -> tuple[int, int]:
+    def sizes(self, world_size: int) -> tuple[int, int]:
         """Return (dp_replicate, dp_shard) for a world size.
 
         Raises:
             ValueError: If they do not divide it.
         """
-        shard = world // self.dp_replicate if self.dp_shard == -1 else self.dp_shard
-        if shard < 1 or self.dp_replicate * shard != world:
-            fitting = [n for n in range(1, world + 1) if world % n == 0]
+        shard = world_size // self.dp_replicate if self.dp_shard == -1 else self.dp_shard
+        if shard < 1 or self.dp_replicate * shard != world_size:
+            fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
             raise ValueError(
                 f"parallel.dp_replicate = {self.dp_replicate} × parallel.dp_shard = {self.dp_shard} does not equal the "
-                f"world size {world}: take dp_replicate from {fitting} and dp_shard = -1"
+                f"world size {world_size}: take dp_replicate from {fitting} and dp_shard = -1"
             )
         return self.dp_replicate, shard
 
@@ -253,7 +253,7 @@ def _check_model(model: nn.Module, layout: Parallel, copies: int, dtype: torch.d
 
 def _check_recipes(model: nn.Module, fp8_comm: str) -> None:
     layers = [m for m in model.modules() if is_converted(m) and not m.weight_is_transposed]
-    unsupported = {layer.recipe.name for layer in layers if not layer.recipe.gathers_w}
+    unsupported = {layer.recipe.name for layer in layers if not layer.recipe.supports_fp8_gather}
     if unsupported:
         raise ValueError(
             f"fp8_comm={fp8_comm!r} with recipe {', '.join(sorted(unsupported))}: its weights have another format for "

@@ -101,6 +101,6 @@ def bytes_saved_by_fp8_gather(
     saved = 0.0
     for name, of_one in calls.items():
         recipe = recipes.get(name)
-        if recipe is not None and recipe.gathers_w:
+        if recipe is not None and recipe.supports_fp8_gather:
             saved += of_one[0].n * of_one[0].k - 4 * of_one[0].n
     return saved

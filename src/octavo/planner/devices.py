@@ -37,11 +37,11 @@ class Gpu:
         bf16_tflops: Peak dense bf16 rate, TFLOP/s.
         fp8_tflops: Peak dense FP8 rate, TFLOP/s; 0 without FP8 matrix units.
         memory_tbs: Memory bandwidth, TB/s.
-        memory_gb: Memory size in GiB, as drivers report it: the advertised size minus what error correction takes.
+        memory_gib: Memory size in GiB, as drivers report it: the advertised size minus what error correction takes.
         link_gbs: Bandwidth to other GPUs of the machine, GB/s per direction.
         network_gbs: Bandwidth to other machines, GB/s per direction: the usual value for machines with this GPU.
         multiprocessors: Number of multiprocessors: output tiles computed at a time.
-        blocks_of_32: Whether its matrix units apply MX scales themselves.
+        native_mx: Whether its matrix units apply MX scales themselves.
         capability: Compute capability times ten, such as 90 for sm_90; it decides which scaled products PyTorch has. 0
             for GPUs of other vendors, which are assumed to have all of them.
         bf16_efficiency: Share of the peak that large bf16 products reach.
@@ -64,11 +64,11 @@ class Gpu:
     bf16_tflops: float
     fp8_tflops: float
     memory_tbs: float
-    memory_gb: float
+    memory_gib: float
     link_gbs: float
     multiprocessors: int
     network_gbs: float = 50.0
-    blocks_of_32: bool = False
+    native_mx: bool = False
     capability: int = 0
     bf16_efficiency: float = 0.80
     fp8_efficiency: float = 0.70
@@ -91,7 +91,7 @@ class Gpu:
                 raise ValueError(f"{self.name}: {key} is a share of the peak, above 0 and at most 1; got {value!r}")
             if key in _MAY_BE_ZERO and value == 0:
                 continue
-            least = 1 if key == "memory_gb" else 0  # `usable` reserves 1 GiB
+            least = 1 if key == "memory_gib" else 0  # `usable` reserves 1 GiB
             if not least < value < math.inf:
                 bound = "0 or more" if key in _MAY_BE_ZERO else f"above {least}"
                 raise ValueError(f"{self.name}: {key} is a finite number, {bound}; got {value!r}")
@@ -106,7 +106,7 @@ class Gpu:
     @property
     def usable(self) -> int:
         """Bytes of memory available to tensors: all but 1 GiB for the CUDA context and workspaces."""
-        return int((self.memory_gb - 1.0) * 2**30)
+        return int((self.memory_gib - 1.0) * 2**30)
 
     @property
     def bandwidth(self) -> float:
@@ -121,7 +121,7 @@ _MEASURED = (
     "block at dim 16384; per-block 0.62: DeepSeek-style forward in torchao at 1234 TFLOP/s; attention 0.40: assumed"
 )
 _H100 = Gpu(
-    name="H100 SXM", bf16_tflops=989, fp8_tflops=1979, memory_tbs=3.35, memory_gb=80, link_gbs=450,
+    name="H100 SXM", bf16_tflops=989, fp8_tflops=1979, memory_tbs=3.35, memory_gib=80, link_gbs=450,
     capability=90, multiprocessors=132, rates_from="NVIDIA H100 data sheet, 2023", efficiency_from=_MEASURED,
 )  # fmt: skip
 _ADA = "NVIDIA Ada GPU architecture white paper, 2023"
@@ -129,47 +129,48 @@ _ADA = "NVIDIA Ada GPU architecture white paper, 2023"
 DEVICES: dict[str, Gpu] = {
     "h100": _H100,
     "h100-pcie": Gpu(
-        name="H100 PCIe", bf16_tflops=756, fp8_tflops=1513, memory_tbs=2.0, memory_gb=80, link_gbs=64,
+        name="H100 PCIe", bf16_tflops=756, fp8_tflops=1513, memory_tbs=2.0, memory_gib=80, link_gbs=64,
         capability=90, multiprocessors=114,
         rates_from="NVIDIA H100 data sheet, 2023; link: PCIe 5.0, without NVLink bridges",
     ),
     "h200": replace(
-        _H100, name="H200 SXM", memory_tbs=4.8, memory_gb=140, rates_from="NVIDIA H200 data sheet, 2024 (141 GB there)",
+        _H100, name="H200 SXM", memory_tbs=4.8, memory_gib=140,
+        rates_from="NVIDIA H200 data sheet, 2024 (141 GB there)",
     ),
     "h800": replace(
         _H100, name="H800 SXM", link_gbs=200,
         rates_from="as H100 SXM, with NVLink of 400 GB/s in both directions together (as reported in 2023)",
     ),
     "a100": Gpu(
-        name="A100 SXM 80 GB", bf16_tflops=312, fp8_tflops=0, memory_tbs=2.039, memory_gb=80, link_gbs=300,
+        name="A100 SXM 80 GB", bf16_tflops=312, fp8_tflops=0, memory_tbs=2.039, memory_gib=80, link_gbs=300,
         capability=80, multiprocessors=108, rates_from="NVIDIA A100 data sheet, 2021",
     ),
     "l4": Gpu(
-        name="L4", bf16_tflops=121, fp8_tflops=242, memory_tbs=0.3, memory_gb=22.5, link_gbs=32,
+        name="L4", bf16_tflops=121, fp8_tflops=242, memory_tbs=0.3, memory_gib=22.5, link_gbs=32,
         capability=89, multiprocessors=58,
         rates_from="NVIDIA L4 data sheet, 2023; of 24 GB, ECC takes 1.5; link: PCIe 4.0",
     ),
     "l40s": Gpu(
-        name="L40S", bf16_tflops=362, fp8_tflops=733, memory_tbs=0.864, memory_gb=45, link_gbs=32,
+        name="L40S", bf16_tflops=362, fp8_tflops=733, memory_tbs=0.864, memory_gib=45, link_gbs=32,
         capability=89, multiprocessors=142,
         rates_from="NVIDIA L40S data sheet, 2023; of 48 GB, ECC takes 3; link: PCIe 4.0",
     ),
     "rtx4090": Gpu(
-        name="RTX 4090", bf16_tflops=165.2, fp8_tflops=330.3, memory_tbs=1.008, memory_gb=24, link_gbs=32,
+        name="RTX 4090", bf16_tflops=165.2, fp8_tflops=330.3, memory_tbs=1.008, memory_gib=24, link_gbs=32,
         capability=89, multiprocessors=128, rates_from=f"{_ADA} (float32 accumulation); link: PCIe 4.0",
     ),
     "rtx5090": Gpu(
-        name="RTX 5090", bf16_tflops=209.5, fp8_tflops=419, memory_tbs=1.792, memory_gb=32, link_gbs=64,
-        capability=120, multiprocessors=170, blocks_of_32=True,
+        name="RTX 5090", bf16_tflops=209.5, fp8_tflops=419, memory_tbs=1.792, memory_gib=32, link_gbs=64,
+        capability=120, multiprocessors=170, native_mx=True,
         rates_from="NVIDIA RTX Blackwell architecture white paper, 2025 (float32 accumulation); link: PCIe 5.0",
     ),
     "b200": Gpu(
-        name="B200", bf16_tflops=2250, fp8_tflops=4500, memory_tbs=8.0, memory_gb=180, link_gbs=900,
-        capability=100, multiprocessors=148, blocks_of_32=True, block_efficiency=0.70,
+        name="B200", bf16_tflops=2250, fp8_tflops=4500, memory_tbs=8.0, memory_gib=180, link_gbs=900,
+        capability=100, multiprocessors=148, native_mx=True, block_efficiency=0.70,
         rates_from="NVIDIA HGX B200 data sheet, 2024",
     ),
     "mi300x": Gpu(
-        name="MI300X", bf16_tflops=1307, fp8_tflops=2615, memory_tbs=5.3, memory_gb=192, link_gbs=448,
+        name="MI300X", bf16_tflops=1307, fp8_tflops=2615, memory_tbs=5.3, memory_gib=192, link_gbs=448,
         multiprocessors=304, bf16_efficiency=0.50, fp8_efficiency=0.40, block_efficiency=0.35,
         attention_efficiency=0.25, memory_efficiency=0.80, rates_from="AMD Instinct MI300X data sheet, 2023",
         efficiency_from="assumed: lower than Hopper's; Octavo was not tried on it",
@@ -251,7 +252,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _gpu_from_table(table: Mapping[str, Any], where: str) -> Gpu:
-    types, entries = _fields(), dict(table)
+    types, entries = _fields(), {_EARLIER.get(key, key): value for key, value in table.items()}
     like = entries.pop("like", None)
     base = _gpu_by_name(str(like))
     if like is not None and base is None:
@@ -272,4 +273,5 @@ def _gpu_from_table(table: Mapping[str, Any], where: str) -> Gpu:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"a string": (str,), "true or false": (bool,), "a number": (int, float)}
-_REQUIRED = ("name", "bf16_tflops", "fp8_tflops", "memory_tbs", "memory_gb", "link_gbs", "multiprocessors")
+_EARLIER = {"memory_gb": "memory_gib", "blocks_of_32": "native_mx"}  # earlier names
+_REQUIRED = ("name", "bf16_tflops", "fp8_tflops", "memory_tbs", "memory_gib", "link_gbs", "multiprocessors")

@@ -1,7 +1,7 @@
 """plan: find out, before renting a GPU, which linear layers of a model gain from FP8 on it, in which recipe, what the
 step gains, and how much memory it needs.
 
-    plan = octavo.plan(model, 4, 2048, device="h100", world=8)
+    plan = octavo.plan(model, 4, 2048, device="h100", world_size=8)
     print(plan)
     octavo.convert(model, plan=plan)
 
@@ -70,7 +70,7 @@ def plan(
     seq: int | None = None,
     *,
     device: str | Path | Mapping[str, Any] | Gpu = "h100",
-    world: int = 1,
+    world_size: int = 1,
     parallel: Layout | None = None,
     precision: Precision | None = None,
     recipe: str | Recipe = "auto",
@@ -90,7 +90,7 @@ def plan(
             takes it.
         seq: Tokens of a sequence: the model is then called with `input_ids`, and with `labels` if it takes them.
         device: "h100", "h200", "b200", …; a TOML file that describes a GPU; or such a table (`octavo.planner.devices`).
-        world: Number of GPUs, each with its own batch.
+        world_size: Number of GPUs, each with its own batch.
         parallel: How they share the model, an `octavo.parallel.Parallel`; None: all share one copy (FSDP2).
         precision: Replaces `recipe` and `skip`; its `states` and `master` configure an `octavo.AdamW`. Default: fp8.
         recipe: `"auto"` for the fastest one, or the recipe to use wherever it pays.
@@ -122,7 +122,7 @@ def plan(
     gpu = with_measurements(find_gpu(device), calibration)
     request = _request(precision, recipe, skip, filter, heads)
     step_config = StepConfig(
-        **layout_settings(world, parallel), micro_batches=micro_batches, eager=not compiled,
+        **layout_settings(world_size, parallel), micro_batches=micro_batches, eager=not compiled,
         recompute=CHECKPOINTING[checkpointing], states=request.precision.states,
     )  # fmt: skip
     shapes = _shapes(model, batch, seq)
@@ -155,7 +155,9 @@ _SELECTIVE_NOTE = (
 def check_gathered(decided: Plan, parallel: Layout | None) -> None:
     """Raise ValueError if weights shall be gathered in FP8 but their recipe cannot, as parallelize does."""
     gathers = parallel is not None and parallel.fp8_comm in ("on", "gather")
-    recipes = {row.recipe.name for row in decided.decisions.values() if row.recipe and not row.recipe.gathers_w}
+    recipes = {
+        row.recipe.name for row in decided.decisions.values() if row.recipe and not row.recipe.supports_fp8_gather
+    }
     if gathers and recipes and parallel is not None:
         raise ValueError(
             f"fp8_comm={parallel.fp8_comm!r} with recipe {', '.join(sorted(recipes))}: its weights cannot be gathered "
@@ -233,7 +235,10 @@ class DefaultDecisions:
             The plan, with stored activations as decided by the rules, and the times of each layer.
         """
         by_cost, times = decide_by_cost(gpu, traced, self.linears, self.forced_bf16, self.recipes, eager=eager)
-        stored = {name: replace(decision, storage=self.plan[name].storage) for name, decision in by_cost.items()}
+        stored = {
+            name: replace(decision, activation_storage=self.plan[name].activation_storage)
+            for name, decision in by_cost.items()
+        }
         return Plan({**self.plan.decisions, **stored}, self.plan.activations), times
 
 

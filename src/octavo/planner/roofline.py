@@ -145,7 +145,7 @@ def memory_time(gpu: Gpu, moved: float) -> float:
 
 def fp8_rate(gpu: Gpu, recipe: Recipe) -> float | None:
     """Return the FLOP/s of large FP8 products of a recipe; None if they are emulated in bf16."""
-    if not gpu.fp8_tflops or (recipe.x.scale_rule == "e8m0" and not gpu.blocks_of_32):
+    if not gpu.fp8_tflops or (recipe.x.scale_rule == "e8m0" and not gpu.native_mx):
         return None
     inside = recipe.x.granularity.columns != FULL
     efficiency = gpu.block_efficiency if inside else gpu.fp8_efficiency
@@ -266,7 +266,7 @@ def quantize_calls(linear: LinearCall, recipe: Recipe) -> tuple[list[QuantizeCal
     g_specs = [recipe.dgrad_g] if linear.dgrad else []
     g_specs += [recipe.wgrad_g] if linear.wgrad and recipe.wgrad_g is not None else []
     if g_specs:
-        backward.append(_quantize_call(g, g_specs, shared=recipe.shares_g))
+        backward.append(_quantize_call(g, g_specs, shared=recipe.shared_grad_cast))
     return forward, backward
 
 

@@ -65,7 +65,7 @@ class Layout(Protocol):
     @property
     def fp8_comm(self) -> str: ...  # noqa: D102
 
-    def sizes(self, world: int) -> tuple[int, int]:
+    def sizes(self, world_size: int) -> tuple[int, int]:
         """Return (copies, ranks of each) for a world size; raise ValueError if they do not divide it."""
 
 

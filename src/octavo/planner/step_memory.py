@@ -192,7 +192,7 @@ def leading_blocks(model: nn.Module, plan: Plan) -> int | None:
         parts: list[Any] = []
         for name, module in block.named_modules():
             decision = plan.decisions.get(names[id(module)])
-            parts.append((name, type(module), decision and (decision.recipe, decision.storage)))
+            parts.append((name, type(module), decision and (decision.recipe, decision.activation_storage)))
         parts += [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
         kinds.append(tuple(parts))
     owned = [id(parameter) for block in blocks for parameter in block.parameters()]
@@ -244,7 +244,7 @@ def _in_fp8(model: nn.Module) -> dict[int, int]:
     """Return the bytes of each weight that is gathered in FP8, by id."""
     sizes = {}
     for module in model.modules():
-        if is_converted(module) and module.recipe.gathers_w:
+        if is_converted(module) and module.recipe.supports_fp8_gather:
             weight = module.weight
             sizes[id(weight)] = weight.numel() + 4 * weight.shape[0]
     return sizes

@@ -107,7 +107,7 @@ def _check_installed(parallel: ParallelConfig, ranks: Ranks) -> None:
     """Raise ConfigError early for a missing package and for `async_save` on one process."""
     if missing := [name for name in REQUIRED_PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"{missing[0]} is not installed: {INSTALL}")
-    if parallel.async_save and ranks.world == 1:
+    if parallel.async_save and ranks.world_size == 1:
         raise ConfigError(
             "parallel.async_save is for several processes, which write shards, and this is one: leave it out"
         )
@@ -116,7 +116,7 @@ def _check_installed(parallel: ParallelConfig, ranks: Ranks) -> None:
 def _check_start(folder: Path, ranks: Ranks) -> None:
     """Raise ConfigError for a damaged start checkpoint or export of Octavo; other folders have no digests."""
     if ranks.run_on_rank0(lambda: has_digests(folder)):
-        ranks.raise_together(partial(check_digests, folder, part=ranks.rank, parts=ranks.world))
+        ranks.raise_together(partial(check_digests, folder, part=ranks.rank, parts=ranks.world_size))
 
 
 def _open_run_folder(stack: ExitStack, out: Path, config: TrainConfig, resume: bool, ranks: Ranks) -> RunFolder:
@@ -150,8 +150,8 @@ def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, corpus: Corpus,
         if rollback is not None and rollback.get("rollbacks", 0) > trainer.guard.rollbacks:  # rolled back after saving
             trainer.skipped_batches = rollback["skipped_batches"]
             trainer.guard.record_rollback(rollback["step"], rollback["to"], rollback["rollbacks"])
-        if (previous_world := state.get("ranks", 1)) != ranks.world:
-            progress.note(f"resumed by {ranks.world} processes (was {previous_world})")
+        if (previous_world := state.get("ranks", 1)) != ranks.world_size:
+            progress.note(f"resumed by {ranks.world_size} processes (was {previous_world})")
     for note in run_folder.notes:
         progress.note(note)
     ranks.run_on_rank0(lambda: _write_description(trainer, out, corpus))
@@ -257,14 +257,14 @@ def _roll_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progres
     state = ranks.run_on_rank0(lambda: read_trainer_state(checkpoint))
     trainer.optimizer.zero_grad()
     skipped, rollbacks = trainer.skipped_batches, guard.rollbacks + 1
-    moves = len(trainer.pilot.moves) if trainer.pilot is not None else 0
+    moves = len(trainer.pilot.changes) if trainer.pilot is not None else 0
     _load_state(trainer, checkpoint, state)
     batches_to_skip = spike.step - trainer.step
     trainer.skipped_batches = skipped + batches_to_skip
     guard.record_rollback(spike.step, trainer.step, rollbacks)
     text = f"{spike}. Back to step {trainer.step}, and on without the {batches_to_skip} batches since"
-    if trainer.pilot is not None and moves > len(trainer.pilot.moves):
-        text += f"; {moves - len(trainer.pilot.moves)} moves of the autopilot are taken back"
+    if trainer.pilot is not None and moves > len(trainer.pilot.changes):
+        text += f"; {moves - len(trainer.pilot.changes)} moves of the autopilot are taken back"
     text += "" if guard.active else "; the guard goes off after this one (guard.rollbacks)"
     details = {"to": trainer.step, "rollbacks": rollbacks, "skipped_batches": trainer.skipped_batches}
     ranks.run_on_rank0(lambda: _record_event(trainer, out, progress, spike.step, ROLLBACK, text, **details))
@@ -293,7 +293,7 @@ def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, pro
     metrics.write(row)
     progress.step(row)
     _record_statistics(trainer, row.step, metrics, progress, out)
-    for move in trainer.moved:
+    for move in trainer.recipe_changes:
         _record_event(trainer, out, progress, row.step, MOVE, f"autopilot, {move}")
     scale = trainer.loss_scale
     if row.skipped:

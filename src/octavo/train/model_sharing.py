@@ -28,7 +28,7 @@ def share_on_machine(make: Callable[[], T], ranks: Ranks) -> T:
 
     Raises ConfigError on all ranks if `make` raises it, or TMPDIR has no room for the tensors.
     """
-    if ranks.world == 1:
+    if ranks.world_size == 1:
         return make()
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:  # of mode 0700
         file = Path(folder) / "tensors.pt"

@@ -55,14 +55,14 @@ class Ranks:
     Attributes:
         device: Device of this process.
         rank: Rank of this process.
-        world: Number of processes.
+        world_size: Number of processes.
         local: Rank of this process on its machine.
         store: torchrun's store, which survives a restart of the processes; None without torchrun.
     """
 
     device: torch.device
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     local: int = 0
     store: dist.Store | None = None  # type: ignore[name-defined]
 
@@ -87,7 +87,7 @@ class Ranks:
         `action` must not wait for other ranks. Ranks wait for each other in `group`, or the default group. Raises
         ConfigError on all ranks if `action` raises ValueError or OSError on any.
         """
-        if self.world == 1:
+        if self.world_size == 1:
             return action()
         result, error = _try(action)
         if self.any(error is not None, group=group):
@@ -98,7 +98,7 @@ class Ranks:
 
     def run_on_rank0(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 and return its result on all ranks. Raises its error on all ranks as ConfigError."""
-        if self.world == 1:
+        if self.world_size == 1:
             return action()
         payload: list[Any] = [_try(action)] if self.is_main else [None]
         dist.broadcast_object_list(payload, 0)
@@ -110,7 +110,7 @@ class Ranks:
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
         """Raise ConfigError on all ranks if a setting differs; it names the first one and each rank's value."""
-        if self.world == 1:
+        if self.world_size == 1:
             return
         by_rank = self.all_gather(dict(settings))
         for key in dict.fromkeys(key for settings_of_rank in by_rank for key in settings_of_rank):
@@ -123,7 +123,7 @@ class Ranks:
 
     def any(self, flag: bool, *, group: dist.ProcessGroup | None = None) -> bool:
         """Whether a flag is set on any rank."""
-        if self.world == 1:
+        if self.world_size == 1:
             return flag
         flags = torch.tensor(int(flag), dtype=torch.int32)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group)
@@ -131,7 +131,7 @@ class Ranks:
 
     def first_reported(self, text: str | None, order: int = 0) -> str | None:
         """The text of the lowest order, then lowest rank, with that rank's number; None if no rank has one."""
-        if self.world == 1:
+        if self.world_size == 1:
             return text
         by_rank = enumerate(self.all_gather((order, text)))
         reports = [(order, rank, text) for rank, (order, text) in by_rank if text is not None]
@@ -140,13 +140,13 @@ class Ranks:
     def all_reduce(self, *values: Tensor) -> list[Tensor]:
         """Sums of float64 scalars over the ranks."""
         stacked = torch.stack([value.double().to(self.device) for value in values])
-        if self.world > 1:
+        if self.world_size > 1:
             dist.all_reduce(stacked)
         return list(stacked)
 
     def own_rows(self, batch: Tensor) -> Tensor:
         """This rank's rows of a batch [B, …]."""
-        return batch.chunk(self.world)[self.rank]
+        return batch.chunk(self.world_size)[self.rank]
 
     def wait(self) -> None:
         """Wait for all ranks."""
@@ -154,14 +154,14 @@ class Ranks:
 
     def host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
         """Make a gloo group of all ranks with its own timeout; None for one process."""
-        if self.world == 1:
+        if self.world_size == 1:
             return None
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
         return group
 
     def all_gather(self, value: Any) -> list[Any]:
         """The value of each rank, in rank order."""
-        values: list[Any] = [None] * self.world
+        values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
@@ -210,7 +210,7 @@ def _check_same_config(config: TrainConfig, ranks: Ranks) -> Ranks:
     settings = dict(flat("", config.model_dump(mode="json", exclude_none=True)))
     ranks.check_same({key: value for key, value in settings.items() if key not in MACHINE_PATHS})
     try:
-        config.parallel.resolved.sizes(ranks.world)
+        config.parallel.resolved.sizes(ranks.world_size)
     except ValueError as error:
         raise SharedError(str(error)) from None
     return ranks

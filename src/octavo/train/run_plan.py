@@ -126,7 +126,7 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
             return _trace_step(trainer, batch, step_config, ALLOCATION_GRANULARITY[device], saved)
 
     plan = predict_memory(trace, sequences, step_config)
-    return replace(plan, label=label or config.arm, device=device, notes=tuple(notes))
+    return replace(plan, label=label or config.precision_label, device=device, notes=tuple(notes))
 
 
 def plan_arms(config: TrainConfig, *, device: str = "cuda", progress: Progress = _silent) -> list[MemoryPlan]:
@@ -189,7 +189,7 @@ def plan_step(
     check_model(config.model)
     request = plan_request(replace(precision, matmul="fp8", recipe=AUTO))
     if layout.fp8_comm in ("on", "gather"):
-        request = replace(request, recipes=tuple(recipe for recipe in request.recipes if recipe.gathers_w))
+        request = replace(request, recipes=tuple(recipe for recipe in request.recipes if recipe.supports_fp8_gather))
     fake = fake_device(torch.device("cuda"))
     shape = config.optim.batch // (parts * gpus), config.data.sequence_length
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -236,9 +236,9 @@ def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu, tokens: i
 
 def _same_decisions(one: Plan, other: Plan) -> bool:
     """Whether two plans convert the same layers in the same way."""
-    return {(n, d.recipe, d.storage) for n, d in one.decisions.items() if d.recipe or d.storage} == {
-        (n, d.recipe, d.storage) for n, d in other.decisions.items() if d.recipe or d.storage
-    }
+    return {
+        (n, d.recipe, d.activation_storage) for n, d in one.decisions.items() if d.recipe or d.activation_storage
+    } == {(n, d.recipe, d.activation_storage) for n, d in other.decisions.items() if d.recipe or d.activation_storage}
 
 
 def _step_on_blocks(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo._version import __version__
-from octavo.inspect.autopilot import Autopilot, Move
+from octavo.inspect.autopilot import Autopilot, RecipeChange
 from octavo.inspect.watch import Watch
 from octavo.nn import Report, accumulating, apply_plan, report
 from octavo.nn.linear_subclasses import is_converted
@@ -73,7 +73,7 @@ class Trainer:
         watch: Statistics of the operands of the linears, in the steps that `[inspect]` samples.
         pilot: Autopilot of the layers; None if no layer is in FP8. It moves layers if `precision.autopilot` is set;
             otherwise it only restores the moves of a resumed run.
-        moved: Moves of the autopilot in the last step.
+        recipe_changes: Those that the autopilot made in the last step.
         guard: Detects loss spikes.
         skipped_batches: Number of batches skipped after loss spikes.
         loss_note: Why the loss computes whole logits although the configuration asks for chunks; else empty.
@@ -86,18 +86,18 @@ class Trainer:
         precision, parallel = config.precision, config.parallel
         self.config = config
         self.step = 0
-        self.ranks = ranks or Ranks(device)
+        self.ranks = ranks = ranks or Ranks(device)
         self._corpus = corpus
         self._device = device
-        self.ranks.raise_together(lambda: _check_batch(config.optim, self.ranks.world))
+        self.ranks.raise_together(lambda: _check_batch(config.optim, self.ranks.world_size))
         if model is None:
             model, fp32_masters = build_on_ranks(config, corpus.tokenizer, self.ranks)
             # FSDP moves its shards to the device block by block: the whole model may not fit there.
-            distributed = self.ranks.world > 1 or parallel.cpu_offload
+            distributed = self.ranks.world_size > 1 or parallel.cpu_offload
             self.model: Any = model if distributed else model.to(device)
         else:
             self.model, distributed, fp32_masters = model, False, {}
-        self.layers = self.ranks.raise_together(lambda: _convert(self.model, config, device, self.ranks.world, plan))
+        self.layers = ranks.raise_together(lambda: _convert(self.model, config, device, ranks.world_size, plan))
         self.loss_note = self.ranks.raise_together(lambda: prepare_loss(self.model, precision.loss))
         self._checkpointing = Checkpointing(self.model, precision.checkpointing)
         takes_cache = "use_cache" in inspect.signature(self.model.forward).parameters
@@ -115,7 +115,7 @@ class Trainer:
         self.pilot = None
         if any(is_converted(module) for module in self.model.modules()):
             self.pilot = Autopilot(self.model, watch=self.watch, thresholds=thresholds, restore_after=restore_after)
-        self.moved: list[Move] = []
+        self.recipe_changes: list[RecipeChange] = []
         self.guard = SpikeGuard(config.guard)
         self.skipped_batches = 0
         self._saver = CheckpointSaver(self.ranks, async_save=parallel.async_save, timeout=parallel.timeout)
@@ -137,9 +137,9 @@ class Trainer:
             self.loss_scale.update(overflow=not is_finite, loss_is_finite=finite(loss_value) is not None)
         must_stop = not is_finite and (not self.loss_scale.active or self.loss_scale.exhausted)
         if must_stop or (is_zero and not self.loss_scale.skip_zero_gradient()):
-            if self.pilot is not None and self.moved:
+            if self.pilot is not None and self.recipe_changes:
                 self.pilot.load_state_dict(autopilot_state)
-                self.moved = []
+                self.recipe_changes = []
             error: NonFiniteError = ZeroGradientError(self.step + 1, loss_value, scale)
             error = self._diagnose(inputs, targets, loss_value) if must_stop else error
             self.optimizer.zero_grad()
@@ -152,7 +152,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.step += 1
         seconds = time.perf_counter() - start
-        tokens = targets.numel() * self.ranks.world
+        tokens = targets.numel() * self.ranks.world_size
         return StepMetrics(
             step=self.step,
             tokens=self.step * tokens,
@@ -200,8 +200,8 @@ class Trainer:
 
         return RunResult(
             name=self.config.run.name,
-            arm=self.config.arm,
-            device=(f"{self.ranks.world} × " if self.ranks.world > 1 else "") + device_name(self._device),
+            precision=self.config.precision_label,
+            device=(f"{self.ranks.world_size} × " if self.ranks.world_size > 1 else "") + device_name(self._device),
             steps=0,
             tokens=0,
             parameters=sum(param.numel() for param in self.model.parameters()),
@@ -265,13 +265,13 @@ class Trainer:
 
     def _gradients_with_autopilot(self, inputs: Tensor, targets: Tensor) -> tuple[float, Tensor]:
         """Compute the gradients of the step; repeat it while the autopilot moves layers that the step needs."""
-        self.moved = []
+        self.recipe_changes = []
         pilot = self.pilot if self.config.precision.autopilot else None
         while True:
             loss, norm = self._gradients(inputs, targets, pilot)
             if pilot is None:
                 return loss, norm
-            self.moved += pilot.act(finite=_are_finite(loss, norm.item()))
+            self.recipe_changes += pilot.act(finite=_are_finite(loss, norm.item()))
             if not pilot.should_repeat:
                 return loss, norm
             self.optimizer.zero_grad()
@@ -286,10 +286,10 @@ class Trainer:
 
     def _reduce(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """Mean loss over the ranks, and the norm of the whole gradient from the norms of each rank's part."""
-        if self.ranks.world == 1:
+        if self.ranks.world_size == 1:
             return loss, norm
         total, squares = self.ranks.all_reduce(loss, norm.double() ** 2)
-        return total / self.ranks.world, (squares / self._replicas).sqrt().float()
+        return total / self.ranks.world_size, (squares / self._replicas).sqrt().float()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The model's loss of a micro-batch, a mean over its targets."""

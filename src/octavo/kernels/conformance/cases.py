@@ -85,7 +85,7 @@ def _quantizers() -> Iterator[Check]:
 
 def _products(device: torch.device) -> Iterator[Check]:
     from octavo.kernels.gemm import SCALED_MM, triton
-    from octavo.kernels.gemm.operand_layout import UNIT, blocks_of
+    from octavo.kernels.gemm.operand_layout import UNIT_SCALE, blocks_of
 
     target = triton.target_for(device)
     for case in dict.fromkeys(SCALED_MM.cases.values()):
@@ -96,7 +96,7 @@ def _products(device: torch.device) -> Iterator[Check]:
         for fast in (True, False) if target.limited_accumulator and not blocked else (False,):
             for dtype in (torch.bfloat16, torch.float32):
                 configs = triton.configurations(target, fast, blocked, dtype.itemsize)
-                yield _product(case, fast, dtype, configs, UNIT)
+                yield _product(case, fast, dtype, configs, UNIT_SCALE)
 
 
 def _product(case: tuple[str, ...], fast: bool, dtype: torch.dtype, configs: tuple[int, ...], unit: str) -> Check:

@@ -60,7 +60,7 @@ def variants() -> list[Variant]:
                     types=types,
                     tile=tile_r * tile_c,
                     device_bytes=3 + scales,
-                    ones=("q_c",),
+                    equal_to_1=("q_c",),
                 )
             )
     return all_variants

@@ -4,8 +4,8 @@
     glu                     activation(gate) · up → h, FP8 of h, its transposed copy
     *_backward              gradients, deterministic
 
-Fusion changes no number: the FP8 output equals `quantize` of the result. y itself is written only on request (`keep`).
-The ops have no autograd formula; autograd functions call them.
+Fusion changes no number: the FP8 output equals `quantize` of the result. y itself is written only on request
+(`return_unquantized`). The ops have no autograd formula; autograd functions call them.
 """
 
 from octavo.kernels.fused.glu import GluOutput, glu, glu_backward

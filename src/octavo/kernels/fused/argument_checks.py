@@ -31,22 +31,23 @@ def check_like(
         )
 
 
-def check_output(op: str, spec: QuantSpec | None, order: str, keep: bool) -> None:
+def check_output(op: str, spec: QuantSpec | None, order: str, return_unquantized: bool) -> None:
     """Raise ValueError unless a fused op supports this FP8 output."""
     if order not in ORDERS:
         raise ValueError(f"{op}: order must be one of {', '.join(ORDERS)}; got {order!r}{nearest(order, ORDERS)}")
     if spec is None:
-        if not keep:
-            raise ValueError(f"{op}: no output requested; pass a spec, keep=True, or both")
+        if not return_unquantized:
+            raise ValueError(f"{op}: no output requested; pass a spec, return_unquantized=True, or both")
         return
     if not supports_output(spec):
         raise ValueError(
             f"{op}: scales must be by tensor, by row, or by block 1xN with N = 16, 32, 64 or 128; got {spec}. "
             f"For others, call {op} with spec=None and quantize its result"
         )
-    if spec.granularity == TENSOR and not keep:
+    if spec.granularity == TENSOR and not return_unquantized:
         raise ValueError(
-            f"{op}: scales by tensor need keep=True, because quantize(y, spec, amax=...) reads y; got {spec}"
+            f"{op}: scales by tensor need return_unquantized=True, because quantize(y, spec, amax=...) reads y; "
+            f"got {spec}"
         )
 
 

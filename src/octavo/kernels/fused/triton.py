@@ -65,7 +65,7 @@ def _norms() -> list[Variant]:
                 ones = ("stride_c", "residual_c")
                 if launch.kernel is norm_rows_kernel and order == "both":
                     continue  # same code as rows only
-                all_variants.append(_variant(op, case, config, launch, moved, types=types, ones=ones))
+                all_variants.append(_variant(op, case, config, launch, moved, types=types, equal_to_1=ones))
     return all_variants
 
 
@@ -82,12 +82,14 @@ def _norm_gradients() -> list[Variant]:
             case = "with residual" if passed else "gradients"
             for config in range(len(norm.BACKWARD_CONFIGS)):
                 (launch,) = norm.backward_launches(COLUMNS, flags, config)
-                all_variants.append(_variant(op, case, config, launch, moved, types=types, ones=ones, trips=ROW_BLOCK))
+                all_variants.append(
+                    _variant(op, case, config, launch, moved, types=types, equal_to_1=ones, trips=ROW_BLOCK)
+                )
             for launch in norm.backward_launches(4 * COLUMNS, flags):
                 step, moved = ("dx", 6 + 2 * passed) if launch.constants["DX"] else ("sums", 4 + moved % 1)
                 trips = launch.constants["ROW_BLOCK"]
                 all_variants.append(
-                    _variant(op, f"{case}, wide, {step}", 0, launch, moved, types=types, ones=ones, trips=trips)
+                    _variant(op, f"{case}, wide, {step}", 0, launch, moved, types=types, equal_to_1=ones, trips=trips)
                 )
     sums = {"partial": "*fp32", "sums": "*bf16"}
     all_variants.append(_variant("rms_norm_backward", "sums of row blocks", 0, norm.SUMS, 4.0, types=sums, trips=8))
@@ -108,7 +110,9 @@ def _glus() -> list[Variant]:
                 case = f"{activation} {spec} {order}" + (" kept" if keep else "")
                 types = _types(spec, **matrices)
                 moved = 4 + 2 * keep + _written(spec, order)
-                all_variants.append(_variant("glu", case, config, launch, moved, types=types, ones=("gate_c", "up_c")))
+                all_variants.append(
+                    _variant("glu", case, config, launch, moved, types=types, equal_to_1=("gate_c", "up_c"))
+                )
     return all_variants
 
 
@@ -117,7 +121,13 @@ def _glu_gradients() -> list[Variant]:
     ones = ("grad_c", "gate_c", "up_c")
     return [
         _variant(
-            "glu_backward", activation, config, glu.backward_launch(activation, config), 10, types=types, ones=ones
+            "glu_backward",
+            activation,
+            config,
+            glu.backward_launch(activation, config),
+            10,
+            types=types,
+            equal_to_1=ones,
         )
         for activation in ACTIVATIONS
         for config in CONFIGS
@@ -131,5 +141,5 @@ def _others() -> list[Variant]:
     types = _types(spec, **dict.fromkeys(("gate", "up", "h"), "*bf16"))
     return [
         _variant("glu", "transposed copy of bytes", 0, TRANSPOSE, 2.0, types={"q": "*u8", "qt": "*u8"}),
-        _variant("glu", f"silu {spec} both, wide", 0, wide, 10.0, types=types, ones=("gate_c", "up_c")),
+        _variant("glu", f"silu {spec} both, wide", 0, wide, 10.0, types=types, equal_to_1=("gate_c", "up_c")),
     ]

@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.kernels.conformance.mismatches import low_sqnr
 from octavo.kernels.direct import Call, Plans, signature
 from octavo.kernels.gemm import decomposed, reference, torch_scaled
-from octavo.kernels.gemm.operand_layout import UNIT
+from octavo.kernels.gemm.operand_layout import UNIT_SCALE
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import GPU_TYPES, Backend, Case, Op, Shape, register, triton_unsupported
@@ -27,7 +27,16 @@ from octavo.numerics.spec import QuantSpec
 from octavo.runtime.torch_compat import disable_current_modes
 from octavo.tensor import ScaledTensor
 
-__all__ = ["SCALED_MM", "UNIT", "Layout", "ProductPlan", "accelerated", "cases_of", "scaled_mm", "wants_copies"]
+__all__ = [
+    "SCALED_MM",
+    "UNIT_SCALE",
+    "Layout",
+    "ProductPlan",
+    "accelerated",
+    "cases_of",
+    "needs_both_orders",
+    "scaled_mm",
+]
 
 Layout = Literal["nt", "nn", "tn"]
 
@@ -147,7 +156,7 @@ def _check(a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype
 
 
 def _case(a: ScaledTensor, b: ScaledTensor, layout: str) -> Case:
-    return (UNIT if a.scale is None else a.spec.text, UNIT if b.scale is None else b.spec.text, layout)
+    return (UNIT_SCALE if a.scale is None else a.spec.text, UNIT_SCALE if b.scale is None else b.spec.text, layout)
 
 
 def _shape(a: Tensor, b: Tensor, layout: str) -> tuple[int, int, int]:
@@ -164,7 +173,7 @@ _HIGH_PRECISION = (torch.bfloat16, torch.float32, torch.float16)
 
 def _bytes(operand: ScaledTensor, along: int) -> Tensor:
     """Return the data contiguous along the contraction if it exists, else `data`, which a backend copies if needed."""
-    data = operand.along(along) if operand.copy is not None else None
+    data = operand.along(along) if operand.other_order is not None else None
     return operand.data if data is None else data
 
 
@@ -193,10 +202,10 @@ def cases_of(recipe: Recipe) -> dict[str, Case]:
     """Return the FP8 products of a recipe, by name."""
     cases: dict[str, Case] = {
         "forward": (recipe.x.text, recipe.w.text, "nt"),
-        "dgrad": (recipe.dgrad_g.text, UNIT if recipe.folds_w else recipe.dgrad_w.text, "nn"),
+        "dgrad": (recipe.dgrad_g.text, UNIT_SCALE if recipe.folds_w else recipe.dgrad_w.text, "nn"),
     }
     if recipe.wgrad_x is not None and recipe.wgrad_g is not None:
-        cases["wgrad"] = (recipe.wgrad_g.text, UNIT if recipe.folds_x else recipe.wgrad_x.text, "tn")
+        cases["wgrad"] = (recipe.wgrad_g.text, UNIT_SCALE if recipe.folds_x else recipe.wgrad_x.text, "tn")
     return cases
 
 
@@ -238,8 +247,8 @@ def _random_operands(
 
     def operand(text: str, shape: tuple[int, int], transposed: bool) -> ScaledTensor:
         values = torch.randn(shape[::-1] if transposed else shape, generator=generator, device="cpu").to(device)
-        quantized = quantize(values, QuantSpec.parse(text if text != UNIT else "e4m3/tensor"))
-        return quantized.unscaled if text == UNIT else quantized
+        quantized = quantize(values, QuantSpec.parse(text if text != UNIT_SCALE else "e4m3/tensor"))
+        return quantized.unscaled if text == UNIT_SCALE else quantized
 
     return operand(a_text, (m, k), layout[0] == "t"), operand(b_text, (k, n), layout[1] == "t")
 
@@ -280,7 +289,7 @@ SCALED_MM.add(Backend(name="triton", run=_run_triton, unsupported_reason=_triton
 SCALED_MM.add(Backend(name="reference", run=reference.scaled_mm))
 
 
-def wants_copies(device: torch.device) -> bool:
+def needs_both_orders(device: torch.device) -> bool:
     """Whether products on this device need both operands contiguous along the contraction, as FP8 matrix units do.
 
     If so, operands contracted over both dimensions (W, G and X of a linear) are stored in both memory orders.

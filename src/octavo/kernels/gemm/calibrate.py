@@ -72,7 +72,7 @@ def table(results: list[TimingResult]) -> Table:
     for result in results:
         sizes = ", ".join(map(str, result.task.shape))
         if result.entry is None:
-            reasons = "; ".join(sorted(set(result.left_out.values())))
+            reasons = "; ".join(sorted(set(result.skipped.values())))
             shown.add_row(result.task.name, sizes, "reference", "", "", f"no other backend available: {reasons}", "")
             continue
         (first, time), *rest = result.times.items()

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from octavo.kernels.calibration import Entry
-from octavo.kernels.gemm import SCALED_MM, UNIT, cases_of
+from octavo.kernels.gemm import SCALED_MM, UNIT_SCALE, cases_of
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import Backend, Case, Shape
 from octavo.kernels.timing import CALLS, Call, Timer, TimingResult, cache_bytes
@@ -71,7 +71,7 @@ def fp8_gemms(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Fp8Gem
 
 def time_fp8_product(product: Fp8Gemm, device: torch.device, time: Timer) -> TimingResult:
     """Time every candidate on one product."""
-    left_out: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     runs: list[tuple[str, Backend, int | None]] = []
     for label, backend, config in _candidates(device, product.case):
         configured = backend.configured(config)
@@ -81,7 +81,7 @@ def time_fp8_product(product: Fp8Gemm, device: torch.device, time: Timer) -> Tim
         if reason is None:
             runs.append((label, configured, config))
         else:
-            left_out[label] = reason
+            skipped[label] = reason
     operands = _operands(product, device)
     layout, fast = product.case[2], product.case[2] == "nt"
     medians: dict[str, float] = {}
@@ -97,7 +97,7 @@ def time_fp8_product(product: Fp8Gemm, device: torch.device, time: Timer) -> Tim
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            left_out[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            skipped[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     times = dict(sorted(medians.items(), key=lambda item: item[1]))
     entry = None
     if times:
@@ -111,7 +111,7 @@ def time_fp8_product(product: Fp8Gemm, device: torch.device, time: Timer) -> Tim
             microseconds=times[fastest],
             others={label: times[label] for label in rest},
         )
-    return TimingResult(task=product, times=times, entry=entry, left_out=left_out)
+    return TimingResult(task=product, times=times, entry=entry, skipped=skipped)
 
 
 def _candidates(device: torch.device, case: Case) -> Iterator[tuple[str, Backend, int | None]]:
@@ -134,9 +134,9 @@ def _operands(product: Fp8Gemm, device: torch.device) -> list[tuple[ScaledTensor
     operands = []
     for text, shape, row_major in zip((a_text, b_text), shapes, (layout[0] == "n", layout[1] == "t"), strict=True):
         values = torch.randn(shape, device=device, dtype=torch.bfloat16)
-        quantized = quantize(values, QuantSpec.parse("e4m3/tensor" if text == UNIT else text))
+        quantized = quantize(values, QuantSpec.parse("e4m3/tensor" if text == UNIT_SCALE else text))
         data = quantized.data if row_major else quantized.data.t().contiguous().t()
-        operands.append(ScaledTensor(data, None if text == UNIT else quantized.scale, quantized.spec))
+        operands.append(ScaledTensor(data, None if text == UNIT_SCALE else quantized.scale, quantized.spec))
     a, b = operands
     copies = max(1, min(CALLS, 2 * cache_bytes(device) // (a.data.numel() + b.data.numel())))
     return [(a, b), *((_copy(a), _copy(b)) for _ in range(copies - 1))]

@@ -19,7 +19,7 @@ from octavo.tensor import ScaledTensor
 ALIGNMENT = 16
 """Alignment of rows and of contractions of FP8 operands, in bytes."""
 
-UNIT = "unit"
+UNIT_SCALE = "unit"
 """Name in a case for an operand with unit scales (folded into the other operand)."""
 
 
@@ -39,8 +39,8 @@ class Operand(NamedTuple):
 
 @lru_cache(maxsize=256)
 def blocks(text: str, transposed: bool) -> Granularity:
-    """Return the scale blocks of a spec (or `UNIT`), oriented as [outside, contraction]."""
-    if text == UNIT:
+    """Return the scale blocks of a spec (or `UNIT_SCALE`), oriented as [outside, contraction]."""
+    if text == UNIT_SCALE:
         return Granularity(FULL, FULL)
     rows, columns = QuantSpec.parse(text).granularity
     return Granularity(columns, rows) if transposed else Granularity(rows, columns)
@@ -59,7 +59,7 @@ def oriented(a: ScaledTensor, b: ScaledTensor, layout: str) -> tuple[Operand, Op
 
 def _oriented(operand: ScaledTensor, transposed: bool) -> Operand:
     data, scale = operand.data, operand.scale
-    extents = blocks(UNIT if scale is None else operand.spec.text, transposed)
+    extents = blocks(UNIT_SCALE if scale is None else operand.spec.text, transposed)
     if not transposed:
         return Operand(data, scale, extents)
     return Operand(data.t(), None if scale is None else scale.t(), extents)

@@ -300,7 +300,7 @@ def variants(capability: int = 90, out_bytes: int = 2) -> list[Variant]:
                     types=types,
                     tile=(config.tile_m + config.tile_n) * config.tile_k,
                     device_bytes=1.0,
-                    ones=("a_stride_k", "b_stride_k") if blocked else ("a_stride_r", "b_stride_r"),
+                    equal_to_1=("a_stride_k", "b_stride_k") if blocked else ("a_stride_r", "b_stride_r"),
                 )
                 all_variants.append(variant)
     return all_variants

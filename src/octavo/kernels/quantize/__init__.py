@@ -45,7 +45,7 @@ def quantize(
         fold: float32 [R,1] or [1,C], multiplied into x (in float32) first; see `numerics.recipe` for why.
         order: Memory order of the FP8 data: "rows" (contiguous rows), "columns" (contiguous columns, the transposed
             copy that FP8 matrix units need to contract over R; columns start at multiples of 16 bytes, with zeros in
-            between), or "both" from one read, with the column-major data in `ScaledTensor.copy`.
+            between), or "both" from one read, with the column-major data in `ScaledTensor.other_order`.
         amax: Precomputed largest magnitude per scale, float32 of the scales' shape, from a fused norm or an amax
             history. Saves the amax pass.
         scale: Precomputed scales, of the scales' shape and dtype, from an earlier quantization of the same x.

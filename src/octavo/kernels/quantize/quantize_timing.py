@@ -50,7 +50,7 @@ def quantizations(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Qu
     else:
         other_x = FoldedSpec(spec=recipe.wgrad_x)
         tasks["X"] = QuantizeTask(first=x, order="both") if x == other_x else QuantizeTask(first=x, second=other_x)
-        if recipe.shares_g:
+        if recipe.shared_grad_cast:
             tasks["G"] = QuantizeTask(first=g, order="both")
         else:
             folded = FoldedSpec(spec=recipe.dgrad_g, fold="columns" if recipe.folds_w else "none")
@@ -73,7 +73,7 @@ def quantizations(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Qu
 def time_quantization(quantization: Quantization, device: torch.device, time: Timer) -> TimingResult:
     """Time every configuration of one quantization; leave out those whose bytes differ from the reference."""
     times: dict[str, float] = {}
-    left_out: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     labels: dict[str, int] = {}
     copies = max(1, min(CALLS, cache_bytes(device) // (quantization.shape[0] * quantization.shape[1]) + 1))
     inputs = [_operands(quantization.task, quantization.shape, device, seed) for seed in range(copies)]
@@ -81,7 +81,7 @@ def time_quantization(quantization: Quantization, device: torch.device, time: Ti
         label = f"{rows}x{columns} w{warps} #{index}"
         try:
             if (mismatch := _difference(quantization.task, device, index)) is not None:
-                left_out[label] = mismatch
+                skipped[label] = mismatch
                 continue
             calls: list[Call] = [partial(_run, quantization.task, inputs[i % copies], index) for i in range(CALLS)]
             times[label] = median(time(calls))
@@ -89,7 +89,7 @@ def time_quantization(quantization: Quantization, device: torch.device, time: Ti
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            left_out[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            skipped[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     times = dict(sorted(times.items(), key=lambda item: item[1]))
     entry = None
     if times:
@@ -103,7 +103,7 @@ def time_quantization(quantization: Quantization, device: torch.device, time: Ti
             microseconds=times[fastest],
             others={label: times[label] for label in rest},
         )
-    return TimingResult(task=quantization, times=times, entry=entry, left_out=left_out)
+    return TimingResult(task=quantization, times=times, entry=entry, skipped=skipped)
 
 
 def _operands(task: QuantizeTask, shape: tuple[int, int], device: torch.device, seed: int) -> dict[str, Tensor | None]:

@@ -381,6 +381,6 @@ def _variant(task: QuantizeTask, case: str, config: int, launch: Launch) -> Vari
         types=types,
         tile=launch.constants["TILE_R"] * launch.constants["TILE_C"],
         device_bytes=device_bytes(task, launch),
-        ones=("stride_c",),
+        equal_to_1=("stride_c",),
         trips=4096 // launch.constants["TILE_C"] if launch.kernel is rows_kernel else 1,
     )

@@ -109,17 +109,17 @@ class CheckpointSaver:
             "loss_scale": loss_scale.state_dict(),
             "data": data_fingerprint,
             "config": config.model_dump(mode="json", exclude_none=True),
-            "ranks": self._ranks.world,
+            "ranks": self._ranks.world_size,
             "digests": True,
             **extra,
         }
         if maxima := delayed.state_dict(model):
-            gathered = self._ranks.world > 1
+            gathered = self._ranks.world_size > 1
             metadata["delayed"] = delayed.merge_states(self._ranks.all_gather(maxima)) if gathered else maxima
         with self._writing(checkpoint):
             self._ranks.run_on_rank0(lambda: checkpoint.begin(metadata, model, tokenizer))
             digests: dict[str, str] = {}
-            if self._ranks.world == 1 and not shards.has_shards(model):
+            if self._ranks.world_size == 1 and not shards.has_shards(model):
                 _save_whole(checkpoint.scratch, model, optimizer)
             elif self._group is None:
                 digests = shards.write(checkpoint.scratch / SHARDS, shards.state_of(model, optimizer))
@@ -140,7 +140,7 @@ class CheckpointSaver:
 
     def _publish(self, checkpoint: "_NewCheckpoint", digests: dict[str, str]) -> None:
         """Publish a checkpoint; `digests`: those that this rank computed."""
-        by_rank = self._ranks.all_gather(digests) if self._ranks.world > 1 else [digests]
+        by_rank = self._ranks.all_gather(digests) if self._ranks.world_size > 1 else [digests]
         merged = {name: digest for own in by_rank for name, digest in own.items()}
         self._ranks.run_on_rank0(lambda: checkpoint.publish(merged))
 
@@ -260,7 +260,7 @@ def check_files(folder: Path, ranks: Ranks) -> None:
     A checkpoint of Octavo 0.2 or older has no digests: only the kind and size of its files can be checked.
     """
     if ranks.run_on_rank0(lambda: has_digests(folder)):
-        check = partial(check_digests, folder, part=ranks.rank, parts=ranks.world)
+        check = partial(check_digests, folder, part=ranks.rank, parts=ranks.world_size)
         ranks.raise_together(lambda: _with_remedy(folder, check))
     elif ranks.is_main:
         warnings.warn(

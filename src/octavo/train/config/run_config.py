@@ -93,7 +93,7 @@ class TrainConfig(Section):
         return precision if self.optim.states is None else replace(precision, states=self.optim.states)
 
     @property
-    def arm(self) -> str:
+    def precision_label(self) -> str:
         """Short label of the precision, as "bf16" or "fp8 rowwise"."""
         return self.resolved.label
 
@@ -130,7 +130,7 @@ def load_config(
 
     Examples:
         >>> config = octavo.train.load_config("config.toml", ["precision.level=fp8", "run.steps=2"])
-        >>> config.run.steps, config.arm
+        >>> config.run.steps, config.precision_label
         (2, 'fp8 rowwise')
     """
     try:

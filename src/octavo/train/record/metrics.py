@@ -72,7 +72,7 @@ class RunResult:
     """The summary of a run, written to `run.json` in its output folder."""
 
     name: str
-    arm: str
+    precision: str
     """Precision of the run: "bf16", or the level and its recipe, as "fp8 rowwise"."""
     device: str
     """Name of the device, as "cpu" or "NVIDIA H200"."""
@@ -115,6 +115,7 @@ class RunResult:
         except FileNotFoundError:
             raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished") from None
         content = content.replace(b'"kept_bytes_per_token"', b'"saved_bytes_per_token"')  # the key of earlier versions
+        content = content.replace(b'"arm":', b'"precision":')  # earlier name
         model = record(RunResult, losses=record(Losses) | None, state_bytes_per_parameter=(float | None, None))
         fields = read_record(content, model, f"{path} is not the summary of a run")
         losses = fields.pop("losses")

@@ -35,7 +35,7 @@ class GluOutput:
     """Outputs of a gated activation of gate and up [R,C].
 
     Attributes:
-        h: Result in gate's dtype, [R,C]; None without `keep`.
+        h: Result in gate's dtype, [R,C]; None without `return_unquantized`.
         quantized: `quantize(h, spec, order=order)`; None by tensor and without a spec.
         amax: By tensor, the amax of h, float32 [1,1], for `quantize(h, spec, amax=...)`.
     """
@@ -52,7 +52,7 @@ def glu(
     spec: QuantSpec | None = None,
     order: Order = "rows",
     *,
-    keep: bool = True,
+    return_unquantized: bool = True,
 ) -> GluOutput:
     """Gated activation of a gated linear unit (Shazeer, arXiv 2002.05202).
 
@@ -63,16 +63,16 @@ def glu(
         spec: Spec of the FP8 output, with scales by tensor (returns only the amax, for a later cast), row, or blocks
             of 1x16 to 1x128; None for no FP8 output.
         order: Memory orders of the FP8 data, as in `quantize`. Ignored by tensor.
-        keep: Return h in gate's dtype.
+        return_unquantized: Return h in gate's dtype.
 
     Raises:
         ValueError: An operand has a wrong dtype, shape or device, the activation is unknown, or no output is requested.
     """
     _check("glu", gate, up, None, activation)
-    check_output("glu", spec, order, keep)
-    outputs = torch.ops.octavo.glu(gate, up, activation, "" if spec is None else spec.text, order, keep)
-    quantized, amax = unpack_outputs(outputs[1:] if keep else outputs, spec, order)
-    return GluOutput(h=outputs[0] if keep else None, quantized=quantized, amax=amax)
+    check_output("glu", spec, order, return_unquantized)
+    outputs = torch.ops.octavo.glu(gate, up, activation, "" if spec is None else spec.text, order, return_unquantized)
+    quantized, amax = unpack_outputs(outputs[1:] if return_unquantized else outputs, spec, order)
+    return GluOutput(h=outputs[0] if return_unquantized else None, quantized=quantized, amax=amax)
 
 
 def glu_backward(
@@ -150,14 +150,17 @@ GLU_BACKWARD.add(Backend(name="triton", run=_triton_backward, unsupported_reason
 GLU_BACKWARD.add(Backend(name="reference", run=reference.glu_backward))
 
 
-def _run(gate: Tensor, up: Tensor, activation: str, spec: str, order: str, keep: bool) -> list[Tensor]:
+def _run(gate: Tensor, up: Tensor, activation: str, spec: str, order: str, return_unquantized: bool) -> list[Tensor]:
     backend = GLU.choose(gate.device, (activation, spec))
-    outputs: list[Tensor] = backend.run(gate, up, activation, parse_spec(spec), order, keep)
+    outputs: list[Tensor] = backend.run(gate, up, activation, parse_spec(spec), order, return_unquantized)
     return outputs
 
 
-def _fake(gate: Tensor, up: Tensor, activation: str, spec: str, order: str, keep: bool) -> list[Tensor]:
-    return [*([gate.new_empty(gate.shape)] if keep else []), *empty_outputs(gate, parse_spec(spec), order)]
+def _fake(gate: Tensor, up: Tensor, activation: str, spec: str, order: str, return_unquantized: bool) -> list[Tensor]:
+    return [
+        *([gate.new_empty(gate.shape)] if return_unquantized else []),
+        *empty_outputs(gate, parse_spec(spec), order),
+    ]
 
 
 def _run_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, joined: bool) -> list[Tensor]:
@@ -170,7 +173,9 @@ def _fake_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, join
     return [gate.new_empty((rows, 2 * columns))] if joined else [gate.new_empty(gate.shape) for _ in range(2)]
 
 
-define("glu(Tensor gate, Tensor up, str activation, str spec, str order, bool keep) -> Tensor[]", _run, _fake)
+define(
+    "glu(Tensor gate, Tensor up, str activation, str spec, str order, bool return_unquantized) -> Tensor[]", _run, _fake
+)
 define(
     "glu_backward(Tensor grad, Tensor gate, Tensor up, str activation, bool joined) -> Tensor[]",
     _run_backward,

@@ -1,11 +1,11 @@
 """rms_norm and layer_norm with FP8 output, and their gradients.
 
-    total = x + residual                          with a residual, rounded to x's dtype
-    rms_norm    y = total·rstd · w                rstd = 1/√(mean(total²) + eps)          w = weight, or 1 + weight
-    layer_norm  y = (total - mean)·rstd · w + b   rstd = 1/√(mean((total - mean)²) + eps)
+    r = x + residual, rounded to x's dtype and returned as `residual_out`; x without a residual
+    rms_norm    y = r·rstd · w                rstd = 1/√(mean(r²) + eps)          w = weight, or 1 + weight
+    layer_norm  y = (r - mean)·rstd · w + b   rstd = 1/√(mean((r - mean)²) + eps)
 
-in float32. y is rounded once to x's dtype, then quantized. With n = (total - mean)·rstd and
-h = grad·w, gradients are dx = (h - [mean(h)] - n·mean(h·n))·rstd (+ the gradient of total), dweight = Σ grad·n,
+in float32. y is rounded once to x's dtype, then quantized. With n = (r - mean)·rstd and h = grad·w,
+gradients are dx = (h - [mean(h)] - n·mean(h·n))·rstd (+ the gradient of `residual_out`), dweight = Σ grad·n,
 dbias = Σ grad.
 """
 
@@ -39,10 +39,10 @@ class NormOutput:
     """Outputs of a norm of x [R,C].
 
     Attributes:
-        y: Result in x's dtype, [R,C]; None without `keep`.
+        y: Result in x's dtype, [R,C]; None without `return_unquantized`.
         quantized: `quantize(y, spec, order=order)`; None by tensor and without a spec.
         amax: By tensor, the amax of y, float32 [1,1], for `quantize(y, spec, amax=...)`.
-        total: x + residual in x's dtype, [R,C]; None without a residual.
+        residual_out: x + residual in x's dtype, [R,C]; None without a residual.
         rstd: float32 [R,1], for backward.
         mean: float32 [R,1], for backward; None for rms_norm.
     """
@@ -50,7 +50,7 @@ class NormOutput:
     y: Tensor | None
     quantized: ScaledTensor | None
     amax: Tensor | None
-    total: Tensor | None
+    residual_out: Tensor | None
     rstd: Tensor
     mean: Tensor | None
 
@@ -63,8 +63,8 @@ def rms_norm(
     order: Order = "rows",
     residual: Tensor | None = None,
     *,
-    offset: bool = False,
-    keep: bool = True,
+    add_unit_offset: bool = False,
+    return_unquantized: bool = True,
 ) -> NormOutput:
     """Root-mean-square norm over the last dimension of a matrix (Zhang and Sennrich, arXiv 1910.07467).
 
@@ -76,16 +76,16 @@ def rms_norm(
             of 1x16 to 1x128; None for no FP8 output.
         order: Memory orders of the FP8 data, as in `quantize`. Ignored by tensor.
         residual: [R,C] of x's dtype, added to x first.
-        offset: Multiply by 1 + weight, as Gemma does.
-        keep: Return y in x's dtype. False saves 2 bytes per element if only products read the result.
+        add_unit_offset: Multiply by 1 + weight, as Gemma does.
+        return_unquantized: Return y in x's dtype. False saves 2 bytes per element if only products read the result.
 
     Raises:
         ValueError: An operand has a wrong dtype, shape or device, or no output is requested.
     """
-    _check_norm("rms_norm", x, residual, weight, None, spec, order, keep)
+    _check_norm("rms_norm", x, residual, weight, None, spec, order, return_unquantized)
     text = "" if spec is None else spec.text
-    outputs = torch.ops.octavo.rms_norm(x, residual, weight, eps, offset, text, order, keep)
-    return _normed(outputs, residual is not None, False, spec, order, keep)
+    outputs = torch.ops.octavo.rms_norm(x, residual, weight, eps, add_unit_offset, text, order, return_unquantized)
+    return _normed(outputs, residual is not None, False, spec, order, return_unquantized)
 
 
 def layer_norm(
@@ -97,13 +97,13 @@ def layer_norm(
     order: Order = "rows",
     residual: Tensor | None = None,
     *,
-    keep: bool = True,
+    return_unquantized: bool = True,
 ) -> NormOutput:
     """Layer norm over the last dimension of a matrix; arguments as `rms_norm`, plus bias [C] of weight's dtype."""
-    _check_norm("layer_norm", x, residual, weight, bias, spec, order, keep)
+    _check_norm("layer_norm", x, residual, weight, bias, spec, order, return_unquantized)
     text = "" if spec is None else spec.text
-    outputs = torch.ops.octavo.layer_norm(x, residual, weight, bias, eps, text, order, keep)
-    return _normed(outputs, residual is not None, True, spec, order, keep)
+    outputs = torch.ops.octavo.layer_norm(x, residual, weight, bias, eps, text, order, return_unquantized)
+    return _normed(outputs, residual is not None, True, spec, order, return_unquantized)
 
 
 def rms_norm_backward(
@@ -111,19 +111,19 @@ def rms_norm_backward(
     x: Tensor,
     weight: Tensor,
     rstd: Tensor,
-    grad_total: Tensor | None = None,
+    grad_residual_out: Tensor | None = None,
     *,
-    offset: bool = False,
+    add_unit_offset: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm`.
 
     Args:
         grad: ∂L/∂y [R,C] of x's dtype.
-        x: Input of the norm: `total` with a residual.
+        x: Input of the norm: `residual_out` with a residual.
         weight: [C].
         rstd: From the forward result.
-        grad_total: ∂L/∂total [R,C] of x's dtype from the residual stream, added to dx.
-        offset: As in `rms_norm`.
+        grad_residual_out: ∂L/∂residual_out [R,C] of x's dtype from the residual stream, added to dx.
+        add_unit_offset: As in `rms_norm`.
 
     Returns:
         dx [R,C] (for x and residual) and dweight [C], in x's and weight's dtypes. Deterministic.
@@ -131,8 +131,8 @@ def rms_norm_backward(
     Raises:
         ValueError: An operand has a wrong dtype, shape or device.
     """
-    _check_backward("rms_norm_backward", grad, x, weight, rstd, rstd, grad_total)
-    dx, dweight = torch.ops.octavo.rms_norm_backward(grad, x, weight, rstd, grad_total, offset)
+    _check_backward("rms_norm_backward", grad, x, weight, rstd, rstd, grad_residual_out)
+    dx, dweight = torch.ops.octavo.rms_norm_backward(grad, x, weight, rstd, grad_residual_out, add_unit_offset)
     return dx, dweight
 
 
@@ -142,27 +142,27 @@ def layer_norm_backward(
     weight: Tensor,
     mean: Tensor,
     rstd: Tensor,
-    grad_total: Tensor | None = None,
+    grad_residual_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `layer_norm`: dx, dweight, dbias; arguments as `rms_norm_backward`."""
-    _check_backward("layer_norm_backward", grad, x, weight, rstd, mean, grad_total)
-    dx, dweight, dbias = torch.ops.octavo.layer_norm_backward(grad, x, weight, mean, rstd, grad_total)
+    _check_backward("layer_norm_backward", grad, x, weight, rstd, mean, grad_residual_out)
+    dx, dweight, dbias = torch.ops.octavo.layer_norm_backward(grad, x, weight, mean, rstd, grad_residual_out)
     return dx, dweight, dbias
 
 
 def _check_norm(
     op: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, spec: QuantSpec | None,
-    order: str, keep: bool,
+    order: str, return_unquantized: bool,
 ) -> None:  # fmt: skip
     check_matrix(op, "x", x)
     check_like(op, "residual", residual, tuple(x.shape), (x.dtype,), x)
     check_like(op, "weight", weight, (x.shape[1],), (x.dtype, torch.float32), x)
     check_like(op, "bias", bias, (x.shape[1],), (weight.dtype,), x)
-    check_output(op, spec, order, keep)
+    check_output(op, spec, order, return_unquantized)
 
 
 def _check_backward(
-    op: str, grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor, grad_total: Tensor | None
+    op: str, grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mean: Tensor, grad_residual_out: Tensor | None
 ) -> None:
     check_matrix(op, "x", x)
     shape = tuple(x.shape)
@@ -170,19 +170,19 @@ def _check_backward(
     check_like(op, "weight", weight, shape[1:], DTYPES, x)
     check_like(op, "rstd", rstd, (shape[0], 1), _F32, x)
     check_like(op, "mean", mean, (shape[0], 1), _F32, x)
-    check_like(op, "grad_total", grad_total, shape, (x.dtype,), x)
+    check_like(op, "grad_residual_out", grad_residual_out, shape, (x.dtype,), x)
 
 
 def _normed(
-    outputs: list[Tensor], residual: bool, center: bool, spec: QuantSpec | None, order: str, keep: bool
+    outputs: list[Tensor], residual: bool, center: bool, spec: QuantSpec | None, order: str, return_unquantized: bool
 ) -> NormOutput:
     remaining = iter(outputs)
     rstd = next(remaining)
     mean = next(remaining) if center else None
-    total = next(remaining) if residual else None
-    y = next(remaining) if keep else None
+    residual_out = next(remaining) if residual else None
+    y = next(remaining) if return_unquantized else None
     quantized, amax = unpack_outputs(list(remaining), spec, order)
-    return NormOutput(y=y, quantized=quantized, amax=amax, total=total, rstd=rstd, mean=mean)
+    return NormOutput(y=y, quantized=quantized, amax=amax, residual_out=residual_out, rstd=rstd, mean=mean)
 
 
 def _triton_norm(*arguments: Any) -> list[Tensor]:
@@ -232,89 +232,110 @@ LAYER_NORM, LAYER_NORM_BACKWARD = _register("layer_norm")
 
 
 def _run_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, spec: str, order: str, keep: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    add_unit_offset: bool,
+    spec: str,
+    order: str,
+    return_unquantized: bool,
 ) -> list[Tensor]:
     backend = RMS_NORM.choose(x.device, ("rms_norm", spec))
-    outputs: list[Tensor] = backend.run(x, residual, weight, None, eps, offset, False, parse_spec(spec), order, keep)
+    outputs: list[Tensor] = backend.run(
+        x, residual, weight, None, eps, add_unit_offset, False, parse_spec(spec), order, return_unquantized
+    )
     return outputs
 
 
 def _run_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, spec: str, order: str,
-    keep: bool,
+    return_unquantized: bool,
 ) -> list[Tensor]:  # fmt: skip
     backend = LAYER_NORM.choose(x.device, ("layer_norm", spec))
-    outputs: list[Tensor] = backend.run(x, residual, weight, bias, eps, False, True, parse_spec(spec), order, keep)
+    outputs: list[Tensor] = backend.run(
+        x, residual, weight, bias, eps, False, True, parse_spec(spec), order, return_unquantized
+    )
     return outputs
 
 
-def _fake_norm(x: Tensor, residual: Tensor | None, center: bool, spec: str, order: str, keep: bool) -> list[Tensor]:
+def _fake_norm(
+    x: Tensor, residual: Tensor | None, center: bool, spec: str, order: str, return_unquantized: bool
+) -> list[Tensor]:
     rows, columns = x.shape
     statistics = [x.new_empty((rows, 1), dtype=torch.float32) for _ in range(1 + center)]
-    matrices = [x.new_empty((rows, columns)) for _ in range((residual is not None) + keep)]
+    matrices = [x.new_empty((rows, columns)) for _ in range((residual is not None) + return_unquantized)]
     return [*statistics, *matrices, *empty_outputs(x, parse_spec(spec), order)]
 
 
 def _fake_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: bool, spec: str, order: str, keep: bool
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    add_unit_offset: bool,
+    spec: str,
+    order: str,
+    return_unquantized: bool,
 ) -> list[Tensor]:
-    return _fake_norm(x, residual, False, spec, order, keep)
+    return _fake_norm(x, residual, False, spec, order, return_unquantized)
 
 
 def _fake_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, spec: str, order: str,
-    keep: bool,
+    return_unquantized: bool,
 ) -> list[Tensor]:  # fmt: skip
-    return _fake_norm(x, residual, True, spec, order, keep)
+    return _fake_norm(x, residual, True, spec, order, return_unquantized)
 
 
 def _run_rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_total: Tensor | None, offset: bool
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_residual_out: Tensor | None, add_unit_offset: bool
 ) -> list[Tensor]:
     backend = RMS_NORM_BACKWARD.choose(x.device, ("rms_norm",))
-    outputs: list[Tensor] = backend.run(grad, x, weight, rstd, None, grad_total, offset, False)
+    outputs: list[Tensor] = backend.run(grad, x, weight, rstd, None, grad_residual_out, add_unit_offset, False)
     return outputs
 
 
 def _run_layer_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, grad_total: Tensor | None
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, grad_residual_out: Tensor | None
 ) -> list[Tensor]:
     backend = LAYER_NORM_BACKWARD.choose(x.device, ("layer_norm",))
-    outputs: list[Tensor] = backend.run(grad, x, weight, rstd, mean, grad_total, False, True)
+    outputs: list[Tensor] = backend.run(grad, x, weight, rstd, mean, grad_residual_out, False, True)
     return outputs
 
 
 def _fake_rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_total: Tensor | None, offset: bool
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_residual_out: Tensor | None, add_unit_offset: bool
 ) -> list[Tensor]:
     return [x.new_empty(x.shape), weight.new_empty(weight.shape)]
 
 
 def _fake_layer_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, grad_total: Tensor | None
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, grad_residual_out: Tensor | None
 ) -> list[Tensor]:
     return [x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape)]
 
 
 define(
-    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool offset, str spec, str order, bool keep) "
-    "-> Tensor[]",
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool add_unit_offset, str spec, str order, "
+    "bool return_unquantized) -> Tensor[]",
     _run_rms_norm,
     _fake_rms_norm,
 )
 define(
-    "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, str spec, str order, bool keep) "
-    "-> Tensor[]",
+    "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, str spec, str order, "
+    "bool return_unquantized) -> Tensor[]",
     _run_layer_norm,
     _fake_layer_norm,
 )
 define(
-    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, Tensor? grad_total, bool offset) -> Tensor[]",
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, Tensor? grad_residual_out, "
+    "bool add_unit_offset) -> Tensor[]",
     _run_rms_norm_backward,
     _fake_rms_norm_backward,
 )
 define(
-    "layer_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor? grad_total) "
+    "layer_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor rstd, Tensor? grad_residual_out) "
     "-> Tensor[]",
     _run_layer_norm_backward,
     _fake_layer_norm_backward,
