@@ -11,7 +11,7 @@ from octavo.inspect import Watch
 from octavo.nn.delayed import Delayed
 from octavo.nn.linear import linear
 from octavo.nn.linear_like import LinearLike
-from octavo.nn.linear_subclasses import is_transposed
+from octavo.nn.linear_subclasses import FP8_CLASSES, Fp8Classes, is_transposed
 from octavo.nn.memory_audit import audit
 from octavo.nn.rules import sizes
 from octavo.nn.select import is_linear
@@ -64,10 +64,15 @@ def path(cls):
 
 @pytest.fixture
 def entry(monkeypatch):
-    """The entry of the table, as docs/extending.md describes it."""
-    kind = LinearKind(plain=path(Columns), fp8=path(Fp8Columns), sizes=("rows", "columns"))
+    """The entries of both tables, as docs/extending.md describes them."""
+    kind = LinearKind(plain=path(Columns), sizes=("rows", "columns"))
     monkeypatch.setattr(linear_kinds, "KINDS", [*linear_kinds.KINDS, kind])
+    monkeypatch.setitem(FP8_CLASSES, kind.plain, Fp8Classes(fp8=path(Fp8Columns)))
     return kind
+
+
+def test_every_kind_has_fp8_classes():
+    assert {kind.plain for kind in linear_kinds.KINDS} == set(FP8_CLASSES)
 
 
 def test_a_new_kind_of_layer_is_converted_reported_watched_changed_and_reverted(entry):
@@ -93,7 +98,7 @@ def test_a_new_kind_of_layer_is_converted_reported_watched_changed_and_reverted(
 
 
 def test_a_new_kind_of_layer_with_a_delayed_class(entry, monkeypatch):
-    monkeypatch.setattr(linear_kinds, "KINDS", [replace(entry, delayed=path(DelayedColumns))])
+    monkeypatch.setitem(FP8_CLASSES, entry.plain, replace(FP8_CLASSES[entry.plain], delayed=path(DelayedColumns)))
     model = octavo.convert(nn.Sequential(Columns()), "delayed", verbose=False)
     model(torch.ones(8, 64)).sum().backward()
     assert type(model[0]) is DelayedColumns and octavo.nn.delayed.state_dict(model)["0"][0][1] == 1

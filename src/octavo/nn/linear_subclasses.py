@@ -7,7 +7,9 @@ matter.
 """
 
 import inspect
+from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any, TypeGuard
 
 import torch.nn.functional as F
@@ -25,6 +27,34 @@ from octavo.runtime.swap import become, has_own_forward
 ATTRIBUTES = ("recipe", "keep_weights", ATTRIBUTE)
 """Attributes of a converted linear besides its parameters."""
 _COPYING = ("__copy__", "__deepcopy__", "__getstate__", "__setstate__")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Classes:
+    """The FP8 classes of a class of linear layers, as "module.Class". Named, not imported: some need other libraries.
+
+    Attributes:
+        fp8: The class that it becomes, a subclass of it and of `octavo.nn.LinearLike`.
+        delayed: The same for recipes with a `history`, a subclass of `octavo.nn.delayed.Delayed`; or None.
+    """
+
+    fp8: str
+    delayed: str | None = None
+
+    def load(self, delayed: bool = False) -> Any:
+        """Import and return the class, for a recipe with a history if `delayed`; None if there is none."""
+        path = self.delayed if delayed else self.fp8
+        module, _, name = (path or "").rpartition(".")
+        return getattr(import_module(module), name) if path else None
+
+
+FP8_CLASSES = {
+    "torch.nn.Linear": Fp8Classes(fp8="octavo.nn.linear.Linear", delayed="octavo.nn.delayed.DelayedLinear"),
+    "transformers.pytorch_utils.Conv1D": Fp8Classes(
+        fp8="octavo.nn.conv1d.Conv1D", delayed="octavo.nn.conv1d.DelayedConv1D"
+    ),
+}
+"""FP8 classes by plain class, as `octavo.runtime.linear_kinds.KINDS` names it."""
 
 
 class _Linears:
@@ -80,19 +110,19 @@ def is_transposed(module: nn.Module) -> bool:
     if isinstance(module, LinearLike):
         return module.weight_is_transposed
     kind = kind_of(module)
-    return kind is not None and bool(kind.fp8_class().weight_is_transposed)
+    return kind is not None and bool(FP8_CLASSES[kind.plain].load().weight_is_transposed)
 
 
 def fp8_class(original: Any, recipe: Recipe) -> type[LinearLike]:
     """Return the FP8 class for linears of a class.
 
     Raises:
-        ValueError: If it is no subclass of `nn.Linear`, and `octavo.runtime.linear_kinds` lists no FP8 class for it.
+        ValueError: If it is no subclass of `nn.Linear`, and `FP8_CLASSES` has none for it.
         Exception: Any error of making a subclass of it.
     """
     listed = kind_of_class(original)
     kind = LINEAR if listed is None and issubclass(original, nn.Linear) else listed
-    linear: Any = None if kind is None else kind.fp8_class(delayed=recipe.history > 0)
+    linear: Any = None if kind is None else FP8_CLASSES[kind.plain].load(delayed=recipe.history > 0)
     if linear is None:
         raise ValueError(f"Octavo has no FP8 class for a {original.__name__} with recipe {recipe.name!r}")
     fp8: type[LinearLike] = mixed_class(linear, original) if listed is None else linear

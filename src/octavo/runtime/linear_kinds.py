@@ -1,10 +1,11 @@
-"""The classes of linear layers that `convert` knows, and their FP8 classes: the one table that selection, conversion
-and FP8 activations read. Classes are named, not imported: one whose module nothing has imported has no instances.
+"""The classes of linear layers that `convert` knows: the table that selection, conversion and FP8 activations read.
+
+Classes are named, not imported: one whose module nothing has imported has no instances. Their FP8 classes are in
+`octavo.nn.linear_subclasses.FP8_CLASSES`.
 """
 
 import sys
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from torch import nn
@@ -16,38 +17,20 @@ class LinearKind:
 
     Attributes:
         plain: The class, as "module.Class".
-        fp8: The class that it becomes, a subclass of it and of `octavo.nn.LinearLike`.
-        delayed: The same for recipes with a `history`, a subclass of `octavo.nn.delayed.Delayed`; or None.
-        sizes: Attributes of a layer of the plain class that hold in_features and out_features.
+        sizes: Attributes of a layer of the class that hold in_features and out_features.
     """
 
     plain: str
-    fp8: str
-    delayed: str | None = None
     sizes: tuple[str, str] = ("in_features", "out_features")
 
     def plain_class(self) -> Any:
-        """Return the plain class, or None while nothing has imported it."""
+        """Return the class, or None while nothing has imported it."""
         module, _, name = self.plain.rpartition(".")
         return getattr(sys.modules.get(module), name, None)
 
-    def fp8_class(self, delayed: bool = False) -> Any:
-        """Return the FP8 class, for a recipe with a history if `delayed`; None if there is none. Imports it."""
-        path = self.delayed if delayed else self.fp8
-        module, _, name = (path or "").rpartition(".")
-        return getattr(import_module(module), name) if path else None
 
-
-LINEAR = LinearKind(plain="torch.nn.Linear", fp8="octavo.nn.linear.Linear", delayed="octavo.nn.delayed.DelayedLinear")
-KINDS = [
-    LINEAR,
-    LinearKind(
-        plain="transformers.pytorch_utils.Conv1D",
-        fp8="octavo.nn.conv1d.Conv1D",
-        delayed="octavo.nn.conv1d.DelayedConv1D",
-        sizes=("nx", "nf"),
-    ),
-]
+LINEAR = LinearKind(plain="torch.nn.Linear")
+KINDS = [LINEAR, LinearKind(plain="transformers.pytorch_utils.Conv1D", sizes=("nx", "nf"))]
 
 
 def kind_of(module: nn.Module) -> LinearKind | None:
