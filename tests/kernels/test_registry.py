@@ -143,13 +143,13 @@ def test_gemm_probe_runs_every_kind_of_product_of_a_linear():
 def test_default_dtype_does_not_reach_the_scales():
     a = quantize(torch.randn(16, 32), QuantSpec.parse("e4m3/row"))
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with SCALED_MM.force("torch_scaled"):
+    with SCALED_MM.force("torch_scaled"):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
             y = scaled_mm(a, a.unscaled, "nt", out_dtype=torch.bfloat16)
-    finally:
-        torch.set_default_dtype(before)
-    assert torch.equal(y, scaled_mm(a, a.unscaled, "nt", out_dtype=torch.bfloat16))
+        finally:
+            torch.set_default_dtype(before)
+        assert torch.equal(y, scaled_mm(a, a.unscaled, "nt", out_dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(
