@@ -42,7 +42,7 @@ def dispatched():
 
 
 def same(expected, actual):
-    for name in ("data", "copy", "scale"):
+    for name in ("data", "other_order", "scale"):
         e, a = getattr(expected, name), getattr(actual, name)
         assert (e is None) == (a is None), name
         if e is not None:
