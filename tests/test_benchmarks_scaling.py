@@ -327,6 +327,6 @@ def test_llama_3_8b_on_eight_ranks_is_as_kept():
     content = json.loads(COMMITTED.read_text())
     model = scaling.MODELS["Llama-3-8B"]
     kept = [row for row in content["rows"] if (row["model"], row["world"]) == ("Llama-3-8B", 8)]
-    assert json.loads(json.dumps(list(scaling.traced("Llama-3-8B", [8])))) == kept
+    assert json.loads(json.dumps(list(scaling.traced("Llama-3-8B", [8], list(ARMS))))) == kept
     about = facts(build(model["kind"], model["config"], ARMS["fp8"]), scaling.TOKENS)
     assert about == content["models"]["Llama-3-8B"]["facts"]
