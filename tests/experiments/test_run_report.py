@@ -147,7 +147,7 @@ def test_verdict_json_holds_the_verdict_and_both_runs(pair: list[Path], tmp_path
     read = json.loads(write_report(pair, tmp_path).verdict.read_text(encoding="utf-8"))
     first, second = (RunResult.read(path) for path in pair)
     assert read["verdicts"] == [json.loads(json.dumps(verdict(first, second).to_json()))]
-    assert [run["arm"] for run in read["runs"]] == ["bf16", FP8]
+    assert [run["precision"] for run in read["runs"]] == ["bf16", FP8]
 
 
 def test_the_charts_show_every_run_over_its_steps(pair: list[Path], tmp_path: Path) -> None:
