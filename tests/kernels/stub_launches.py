@@ -87,6 +87,51 @@ def an_unwritable_cache_is_said_once():
     return failed if len(texts) == 1 and "TRITON_CACHE_DIR" in texts[0] else [*failed, *texts, "warnings"]
 
 
+def casts_pass_what_triton_passes():
+    """Calls of quantize that run from a plan, with the same outputs, with and without a profiler's hook."""
+    from octavo.kernels.quantize import plan_pair, plan_quantize
+    from octavo.numerics import RECIPES
+
+    failed, recipe_plans = [], []
+    x = torch.zeros(48, 64, dtype=torch.bfloat16)
+    rows, columns = torch.ones(48, 1), torch.ones(1, 64)
+    for recipe in RECIPES.values():
+        for order in ("rows", "columns", "both"):
+            recipe_plans.append((plan_quantize(x, recipe.x, order=order), None, None, None))
+        if recipe.wgrad_g is not None and recipe.wgrad_g != recipe.dgrad_g:
+            folds = (columns, rows) if recipe.folds_w else (None, None)
+            recipe_plans.append((plan_pair(x, recipe.dgrad_g, folds[0], recipe.wgrad_g, folds[1]), *folds, None))
+        if recipe.w.scale_dtype == torch.float32:  # others are converted, which allocates
+            scale = torch.ones(recipe.w.granularity.scale_shape((48, 64)))
+            recipe_plans.append((plan_quantize(x, recipe.w, order="columns", scale=scale), None, None, scale))
+    block = torch.zeros(4096, dtype=torch.int32)
+    for plan, *arguments in recipe_plans:
+        for changed in (plan, plan.transposing(True, False), plan.transposing(False, True)):
+            outputs, allocated = [], iter(())
+
+            def empty(size, stride, dtype):
+                out = next(allocated, None)  # noqa: B023
+                if out is None:
+                    outputs.append(out := torch.empty_strided(size, stride, dtype=dtype))  # noqa: B023
+                return out
+
+            changed._empty, keys, seen, through_triton = empty, [], [], []
+            for hooked in (False, False, True):  # the first run compiles, the second calls the kernels directly
+                allocated, before = iter(outputs), launch.THROUGH_TRITON.total()
+                if hooked:
+                    triton.knobs.runtime.launch_enter_hook.add(seen.append)
+                with DRIVER.recorded() as records:
+                    changed.run(x, *arguments, lambda size, device: (block, 32))
+                triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+                keys.append([record.key() for record in records])
+                through_triton.append(launch.THROUGH_TRITON.total() != before)
+            if through_triton[1:] != [False, True] or len(seen) != len(keys[2]):
+                failed.append(f"through Triton: {through_triton}, {len(seen)} seen")
+            if keys[1] != keys[2] or len(keys[0]) != len(changed._launches):
+                failed.append(f"{[step.kernel.fn.__name__ for step in changed._launches]}")
+    return failed
+
+
 def kernels_get_what_triton_passes():
     """Every kernel of the recipes, fused ones included, at sizes that Triton specializes differently."""
     from octavo.kernels import dequantize, glu, layer_norm, quantize, quantize_pair, rms_norm

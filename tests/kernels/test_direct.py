@@ -212,13 +212,20 @@ def test_the_backend_is_asked_for_at_every_call(on_gpu_path, dispatched):
 def test_zeros_are_handed_out_once_and_not_under_a_dispatch_mode(on_gpu_path, monkeypatch):
     monkeypatch.setattr(direct, "BLOCK", 1024)
     zeros, cpu = direct.ZeroBlocks(), torch.device("cpu")
-    parts = [zeros(size, torch.int32, cpu) for size in (1, 17, 100, 128, 129, *[100] * 20)]
-    for part in parts:
+    parts = []
+    for size in (1, 17, 100, 128, 129, *[100] * 20):
+        block, start = zeros(size, cpu)
+        parts.append(block[start : start + size])
+    for size, part in zip((1, 17, 100, 128, 129, *[100] * 20), parts, strict=True):
+        assert len(part) == size and part.dtype == torch.int32
         assert part.data_ptr() % 64 == 0 and not part.any()
         part.fill_(1)  # what is handed out later is zero all the same
     assert len({part.untyped_storage()._cdata for part in parts}) == 4  # three blocks; 129 is large
     x, recipe = torch.randn(16, 32), RECIPES["tensorwise"]
-    with mock.patch.object(direct.ZeroBlocks, "__call__", side_effect=torch.zeros) as used, QUANTIZE.force("triton"):
+    with (
+        mock.patch.object(direct.ZeroBlocks, "__call__", side_effect=direct.new_zeros) as used,
+        QUANTIZE.force("triton"),
+    ):
         quantize(x, recipe.x)
         used.assert_called_once()
         with Watching():

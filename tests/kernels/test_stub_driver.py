@@ -28,7 +28,8 @@ def run(*command):
 def test_direct_launches_are_those_of_triton():
     """Kernel, grid, stream and the bytes of all arguments, at sizes and alignments that Triton specializes for."""
     names = (
-        "launches_pass_what_triton_passes", "a_profilers_hooks_see_every_launch", "an_unwritable_cache_is_said_once",
+        "launches_pass_what_triton_passes", "casts_pass_what_triton_passes", "a_profilers_hooks_see_every_launch",
+        "an_unwritable_cache_is_said_once",
     )  # fmt: skip
     launches = json.loads(run("tests/kernels/stub_launches.py", *names).splitlines()[-1])
     assert launches == {name: [] for name in names}

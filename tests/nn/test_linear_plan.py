@@ -33,6 +33,8 @@ RECIPES = [name for name in octavo.RECIPES if name != "delayed"]
 class Plan:
     """Runs the reference as a plan of Triton's backend runs kernels: strides and a fold's shape are the planned."""
 
+    rows_transposed = columns_transposed = False
+
     def __init__(self, x, spec, fold, amax, scale, order):
         self.spec, self.fold, self.scale, self.order = spec, fold, scale is not None, order
         self.planned = x.dtype, x.shape, x.stride()
@@ -42,24 +44,38 @@ class Plan:
         fold = None if fold is None else fold.reshape(self.fold.shape)
         *data, s = [*reference.quantize(x, self.spec, fold, None, scale, self.order), *[scale] * self.scale]
         q = data[0].t() if self.order == "columns" else data[0]
-        return q, q if self.order == "rows" else data[-1].t(), s, s
+        return self.oriented(q, q if self.order == "rows" else data[-1].t(), s, s)
+
+    def transposing(self, rows, columns):
+        plan = copy.copy(self)
+        plan.rows_transposed, plan.columns_transposed = rows, columns
+        return plan
+
+    def oriented(self, q, q_t, s, s_t):
+        if self.columns_transposed:
+            s_t = s_t.reshape(s_t.shape[::-1])
+            s = s_t if self.order == "columns" else s
+            q_t, q = q_t.t(), q_t.t() if self.order == "columns" else q
+        return q.t() if self.rows_transposed and self.order != "columns" else q, q_t, s, s_t
 
 
-class PairPlan:
+class PairPlan(Plan):
+    order = "pair"
+
     def __init__(self, x, spec, fold, spec_t, fold_t):
         self.plans = Plan(x, spec, fold, None, None, "rows"), Plan(x, spec_t, fold_t, None, None, "columns")
 
     def run(self, x, fold, fold_t, scale, zeros):
         q, _, s, _ = self.plans[0].run(x, fold, None, None, zeros)
         _, q_t, s_t, _ = self.plans[1].run(x, fold_t, None, None, zeros)
-        return q, q_t, s, s_t
+        return self.oriented(q, q_t, s, s_t)
 
 
 @pytest.fixture(autouse=True)
 def on_gpu_path(monkeypatch):
     registry.GPU_TYPES.add("cpu")
     install(monkeypatch, Rules())
-    linear_plan._PLANS.clear()
+    linear_plan._PLANS.clear(), linear_plan._MATCHES.clear()
     monkeypatch.setitem(QUANTIZE.backends, "planned", Backend(name="planned", run=reference.quantize, plan=Plan))
     monkeypatch.setitem(
         QUANTIZE_PAIR.backends, "planned", Backend(name="planned", run=reference.quantize_pair, plan=PairPlan)

@@ -148,7 +148,7 @@ class CompressionHooks:
     def __init__(self, module: nn.Module, unrounded: Sequence[str] = ()) -> None:
         self._module, self._unrounded = module, unrounded
         self._pending: list[PackedTensor] = []
-        self._hooks = own_saved_tensors_hooks(self._pack, _unpack)
+        self._hooks = own_saved_tensors_hooks(self._pack, PackedTensor.unpack)
         self._enclosing: CompressionHooks | None = None
         self._outer: Hooks | None = None
         self._first = 0
@@ -284,10 +284,6 @@ class _Decompress:
         return dequantize_saved(data, scale, self._dtype).as_strided(self._size, self._stride, 0)
 
 
-def _unpack(saved: PackedTensor) -> Tensor:
-    return saved.unpack()
-
-
 class _Innermost(threading.local):
     """The compression hooks that PyTorch calls in this thread."""
 
@@ -301,8 +297,7 @@ def recording() -> bool:
     """Whether modules save FP8 now: switched on, under autograd, not traced, and saved-tensor hooks allowed."""
     if not (torch.is_grad_enabled() and stores()):
         return False
-    forbidden = torch_compat.saved_tensors_hooks_disabled()
-    return forbidden is None and torch_compat.tracing_state() is None
+    return torch_compat.saved_tensors_hooks_disabled() is None and torch_compat.tracing_state() is None
 
 
 def compressed(module: nn.Module, unrounded: Sequence[str], function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -337,6 +332,11 @@ def recomputable_of(x: Tensor) -> Recomputable | None:
     if recomputable is None and hooks is not None and hooks.in_force and hooks.saved_output(x):
         return Recomputable((x.detach(),), UnroundedMatrix(x.dtype))
     return recomputable
+
+
+def saves_as_usual() -> bool:
+    """Whether `unhooked` would just call a function, and `recomputable_of` return None, whatever the tensor."""
+    return _INNERMOST.hooks is None and not RECOMPUTABLE
 
 
 def outer_hooks() -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo.kernels.registry import GPU_TYPES, Backend, Case, Op, Shape
 from octavo.runtime.execution_context import is_capturing
-from octavo.runtime.torch_compat import eager_signature, reinterpreted
+from octavo.runtime.torch_compat import eager_signature
 
 
 def signature(x: Tensor, *others: Tensor | None, records: bool = False) -> tuple[Any, ...] | None:
@@ -30,9 +30,12 @@ def signature(x: Tensor, *others: Tensor | None, records: bool = False) -> tuple
 
     With `records`, also while autograd records: for a caller that is an autograd function itself.
     """
-    if x.is_cuda:
-        return None if is_capturing(x.device) else eager_signature(x, *others, records=records)
-    return eager_signature(x, *others, records=records) if "cpu" in GPU_TYPES else None
+    return eager_signature(x, *others, records=records) if may_be_direct(x.device) else None
+
+
+def may_be_direct(device: torch.device) -> bool:
+    """Whether ops on a device may run from plans: a GPU whose current stream no CUDA graph captures."""
+    return device.type in GPU_TYPES and not is_capturing(device)
 
 
 class Call:
@@ -62,10 +65,10 @@ class Call:
 T = TypeVar("T")
 
 
-class Plans(dict[tuple[Any, ...], T]):
+class Plans(dict[Any, T]):
     """What calls with one signature and options have in common, by these."""
 
-    def add(self, key: tuple[Any, ...], plan: T) -> T:
+    def add(self, key: Any, plan: T) -> T:
         """Add a plan; all are dropped beyond `MAX_PLANS`."""
         if len(self) >= MAX_PLANS:
             self.clear()
@@ -87,17 +90,21 @@ class ZeroBlocks(threading.local):
     def __init__(self) -> None:
         self._blocks: dict[tuple[torch.device, Any], tuple[Tensor, int]] = {}
 
-    def __call__(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return [size] zeros."""
+    def __call__(self, size: int, device: torch.device) -> tuple[Tensor, int]:
+        """Return a block of int32 zeros and the index in it, a multiple of 16, where `size` of them begin."""
         if 8 * size > BLOCK:
-            return torch.zeros(size, dtype=dtype, device=device)
+            return new_zeros(size, device)
         key = device, torch.cuda.current_stream(device) if device.type == "cuda" else None
         block, start = self._blocks.get(key, (None, BLOCK))
-        end = start + -(-size // 16) * 16
-        if block is None or end > BLOCK:
-            block, start, end = torch.zeros(BLOCK, dtype=dtype, device=device), 0, -(-size // 16) * 16
-        self._blocks[key] = block, end
-        return reinterpreted(block, (size,), (1,), start)
+        if block is None or start + size > BLOCK:
+            block, start = new_zeros(BLOCK, device)
+        self._blocks[key] = block, start + -(-size // 16) * 16
+        return block, start
+
+
+def new_zeros(size: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return [size] int32 zeros, which begin at index 0."""
+    return torch.zeros(size, dtype=torch.int32, device=device), 0
 
 
 BLOCK = 1 << 18

@@ -2,15 +2,15 @@
 
 Triton's own launch (`kernel[grid](…)`) binds and classifies all arguments and looks the compiled kernel up by a string:
 14 µs on a fast CPU, for each of the five launches of a linear. `PreparedLaunch` fixes the grid, the scalars and the
-dtypes once. Of what Triton specializes a kernel for, only the alignment of addresses is then left to look at, and the
-compiled kernel is called directly (1.3 µs), with the arguments that Triton would pass.
+dtypes once. Of what Triton specializes a kernel for, only the alignment of addresses is then left to look at. What
+Triton's launcher passes to its C function then differs in the stream and the addresses alone: `_direct_call` records
+it once, whatever the release of Triton, and makes a function of these that calls the C function (0.6 µs).
 
 A launch goes through Triton, counted in `THROUGH_TRITON`, if no kernel was compiled for its alignment yet, while a
 profiler's hooks are installed, and for TMA descriptors, which Triton unpacks itself. The stream is asked for at every
 launch. No prepared launch holds a tensor.
 
-Rejected: calling the C function below `CompiledKernel.run`, 1.5 µs less, whose arguments differ between releases of
-Triton; passing tensors instead of addresses, for which Triton asks the driver about each pointer; CUDA graphs of a
+Rejected: passing tensors instead of addresses, for which Triton asks the driver about each pointer; CUDA graphs of a
 linear, which fix addresses.
 
 This module imports Triton; only Triton backends and tools for them import it.
@@ -19,7 +19,8 @@ This module imports Triton; only Triton backends and tools for them import it.
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import itemgetter, or_
@@ -119,7 +120,7 @@ class PreparedLaunch:
         self._fixed = tuple(fixed.values())
         self._in_order = itemgetter(*(position[name] for name in launch.kernel.arg_names))
         self._index = passed[self.names[0]].device.index
-        self._compiled: dict[Any, tuple[Any, ...]] = {}
+        self._compiled: dict[Any, tuple[Any, Callable[..., None]]] = {}
         self._direct = not INTERPRETED and all(isinstance(v, int | float) for v in scalars.values())
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -130,13 +131,41 @@ class PreparedLaunch:
         addresses = [*map(_ADDRESS, tensors)]
         aligned = True if not reduce(or_, addresses) & 15 else tuple(address % 16 == 0 for address in addresses)
         compiled = self._compiled.get(aligned)
-        if compiled is None or _HOOKS.launch_enter_hook.calls or _HOOKS.launch_exit_hook.calls:
+        if compiled is None or HOOKS.launch_enter_hook.calls or HOOKS.launch_exit_hook.calls:
             return self._through_triton(aligned, tensors)
-        kernel, run, stream = compiled
-        run(
-            self._x, self._y, self._z, stream(self._index), kernel.function, kernel.packed_metadata,
-            None, None, None, *self._in_order((*addresses, *self._fixed)),
+        compiled[1](current_stream(self._index), *addresses)
+
+    def direct(self, parameters: Sequence[str]) -> Callable[..., None] | None:
+        """Return a function of a stream and the addresses of `parameters`, which include `names`, that launches on the
+        current device; None if no kernel was compiled yet for addresses that are multiples of 16.
+
+        Its caller checks that addresses are such multiples, and that no profiler's hooks are installed (`HOOKS`).
+        """
+        compiled = self._compiled.get(True)
+        return None if compiled is None else self._direct_call(compiled[0], parameters)
+
+    def _direct_call(self, kernel: Any, parameters: Sequence[str]) -> Callable[..., None]:
+        """Return a function of a stream and addresses that calls the C function below Triton's launcher.
+
+        A copy of the launcher, with names instead of the stream and of addresses, passes the arguments of the C
+        function to a list. A launcher that allocates scratch memory at each launch, or of an unknown kind, is called.
+        """
+        call = kernel.run
+        passed = (
+            self._x, self._y, self._z, _Name("stream"), kernel.function, kernel.packed_metadata, None, None, None,
+            *self._in_order((*map(_Name, self.names), *self._fixed)),
         )  # fmt: skip
+        sizes = [getattr(call, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
+        if hasattr(call, "launch") and sizes == [0, 0] and not getattr(call, "gsan_enabled", False):
+            recorded: list[tuple[Any, ...]] = []
+            launcher = copy(call)
+            launcher.launch = lambda *arguments: recorded.append(arguments)
+            launcher(*passed)
+            call, (passed,) = call.launch, recorded
+        constants: dict[str, Any] = {"call": call}
+        source = f"lambda stream, {', '.join(parameters)}: call{_source(passed, constants)}"
+        launch: Callable[..., None] = eval(source, constants)
+        return launch
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return the kernel's arguments but constants by name, with tensors viewed as the dtypes at preparation."""
@@ -152,7 +181,7 @@ class PreparedLaunch:
             num_stages=launch.num_stages, enable_fp_fusion=False,
         )  # fmt: skip
         if self._direct:
-            self._compiled[aligned] = kernel, kernel.run, triton.runtime.driver.active.get_current_stream
+            self._compiled[aligned] = kernel, self._direct_call(kernel, self.names)
 
 
 THROUGH_TRITON: Counter[str] = Counter()
@@ -160,8 +189,31 @@ THROUGH_TRITON: Counter[str] = Counter()
 MAX_PREPARED = 4096
 """Prepared launches per kernel and constants; all are dropped beyond that."""
 _ADDRESS = torch.Tensor.data_ptr
-_HOOKS = triton.knobs.runtime
+HOOKS = triton.knobs.runtime
 """Where profilers install what Triton calls around each launch."""
+
+
+def current_stream(index: int | None) -> int:
+    """Return the current stream of a device, as Triton's driver does."""
+    stream: int = triton.runtime.driver.active.get_current_stream(index)
+    return stream
+
+
+class _Name(str):
+    """A parameter of a generated function, in the place of its value."""
+
+
+def _source(value: Any, constants: dict[str, Any]) -> str:
+    """Return Python source of a value that may hold parameters; other objects in it are added to `constants`."""
+    if isinstance(value, _Name):
+        return value
+    if isinstance(value, tuple):
+        return f"({''.join(_source(item, constants) + ', ' for item in value)})"
+    if value is None or type(value) in (bool, int):
+        return repr(value)
+    name = f"constant{len(constants)}"
+    constants[name] = value
+    return name
 
 
 def _with_writable_cache(launch: Any, **arguments: Any) -> Any:

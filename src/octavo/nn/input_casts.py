@@ -3,12 +3,10 @@
 import threading
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.kernels import needs_both_orders, quantize, quantize_pair
 from octavo.numerics.recipe import Recipe
@@ -34,18 +32,19 @@ def quantized_input(
     return quantize(x_MK, spec), quantize(x_MK, spec_t)
 
 
-@dataclass
 class _CacheEntry:
     """The casts of a tensor in this state. Holds no reference to the tensor, whose deletion calls `forget`.
 
-    `storage` is a weak reference; it prevents reuse of the address in `state` by another storage.
+    `storage` is a weak reference, which another storage at the same address does not satisfy.
     """
 
-    state: tuple[Any, ...]
-    storage: StorageWeakRef
-    casts: dict[Any, InputCasts] = field(default_factory=dict)
+    __slots__ = ("casts", "state", "storage")
 
-    def forget(self) -> None:
+    def __init__(self, state: tuple[Any, ...], storage: weakref.ref[Any]) -> None:
+        self.state, self.storage = state, storage
+        self.casts: dict[Any, InputCasts] = {}
+
+    def forget(self, _: weakref.ref[Tensor]) -> None:
         """Free the casts, and the graph that `state` holds; called from any thread."""
         self.state, self.casts = (), {}
 
@@ -93,20 +92,26 @@ class InputCastCache(threading.local):
             casts[cast_key(recipe, needs_wgrad, source)] = cast
         return cast
 
-    def casts_of(self, owner: Tensor) -> dict[Any, InputCasts] | None:
-        """Return the casts of a tensor in its present state, to look up and add to; None if it is not cached."""
-        if owner.grad_fn is None or torch.is_inference_mode_enabled():
+    def casts_of(self, owner: Tensor, context: tuple[Any, ...] = ()) -> dict[Any, InputCasts] | None:
+        """Return the casts of a tensor in its present state, to look up and add to; None if it is not cached.
+
+        `context` is its execution context, for a caller that knows it.
+        """
+        producer = owner.grad_fn
+        if producer is None or torch.is_inference_mode_enabled():
             return None
         storage = owner.untyped_storage()
         state = (
-            owner._version, owner.grad_fn, storage._cdata, owner.storage_offset(), owner.shape, owner.stride(),
-            owner.dtype, *execution_context(owner),
+            owner._version, producer, owner.storage_offset(), owner.shape, owner.stride(), owner.dtype,
+            context or execution_context(owner),
         )  # fmt: skip
-        entry = self._entry
-        if entry is None or entry[0]() is not owner or entry[1].state != state:
-            new_entry = _CacheEntry(state, StorageWeakRef(storage))
-            entry = self._entry = weakref.ref(owner, lambda _: new_entry.forget()), new_entry
-        return entry[1].casts
+        if self._entry is not None:
+            reference, entry = self._entry
+            if reference() is owner and entry.storage() is storage and entry.state == state:
+                return entry.casts
+        entry = _CacheEntry(state, weakref.ref(storage))
+        self._entry = weakref.ref(owner, entry.forget), entry
+        return entry.casts
 
 
 def cast_key(recipe: Recipe, both: bool, source: Hashable) -> Hashable:

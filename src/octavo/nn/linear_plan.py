@@ -17,13 +17,14 @@ Rejected: plans per op alone, with which a linear makes twice the Python calls.
 
 import math
 from collections.abc import Callable
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.activations.saved_tensors import recomputable_of, unhooked
+from octavo.activations.saved_tensors import recomputable_of, saves_as_usual, unhooked
 from octavo.kernels.direct import ZEROS, Plans, signature
 from octavo.kernels.gemm import ProductPlan
 from octavo.kernels.quantize import plan_pair, plan_quantize
@@ -33,8 +34,16 @@ from octavo.nn.operands import JUST_IN_TIME, Quantizer, output_dtype
 from octavo.nn.weights import shares_cast
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
+from octavo.runtime.execution_context import is_capturing, stream_of
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import apply_of, autocast_dtype, explain_freed_nodes, required_gradients
+from octavo.runtime.torch_compat import (
+    apply_of,
+    autocast_dtype,
+    explain_freed_nodes,
+    function_modes,
+    guard_of,
+    required_gradients,
+)
 
 Gradients = tuple[Tensor | None, ...]
 Saved = tuple[Tensor | None, ...]
@@ -56,24 +65,52 @@ def planned_linear(
         quantizer: See there.
         ordinary: The backward of the ordinary path, for a context and G [M,N].
     """
-    if quantizer is not JUST_IN_TIME or torch.compiler.is_compiling() or not SWITCH.enabled:
+    if quantizer is not JUST_IN_TIME or not SWITCH.enabled or torch.compiler.is_compiling() or function_modes():
         return None
+    plan, match = None, _MATCHES.get(id(weight))
+    if match is not None:
+        matches, candidate, unbiased, records = match
+        if (
+            unbiased is (bias is None) and (matches(input, weight) if unbiased else matches(input, weight, bias))
+            and candidate.recipe is recipe and candidate.keep_weights is keep_weights
+            and candidate.choices == CHOICES.changes and records is torch.is_grad_enabled()
+            and not (candidate.is_cuda and is_capturing(candidate.device))
+        ):  # fmt: skip
+            plan = candidate
+    if plan is None:
+        plan = _plan_of(input, weight, bias, recipe, keep_weights, ordinary)
+    if plan is None or (keep_weights and shares_cast(weight)):
+        return None
+    y: Tensor
+    if saves_as_usual():
+        y = _APPLY(input, weight, bias, plan)
+        return y
+    if plan.saves_x and recomputable_of(input) is not None:
+        return None
+    y = unhooked(_APPLY, input, weight, bias, plan)
+    return y
+
+
+def _plan_of(
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool, ordinary: Backward
+) -> "LinearPlan | None":
+    """Return the plan for these arguments of `planned_linear`, found by their signature; None without one."""
     tensors = signature(input, weight, bias, records=True)
-    if tensors is None or (keep_weights and shares_cast(weight)):
+    if tensors is None:
         return None
-    dgrad = wgrad = False
-    if torch.is_grad_enabled():
-        dgrad, wgrad = input.requires_grad, weight.requires_grad
-        if wgrad and recomputable_of(input) is not None:
-            return None
-    key = (tensors, id(recipe), keep_weights, dgrad, wgrad, autocast_dtype(input.device.type))
+    records, autocast = torch.is_grad_enabled(), autocast_dtype(input.device.type)
+    dgrad, wgrad = records and input.requires_grad, records and weight.requires_grad
+    key = (tensors, id(recipe), keep_weights, dgrad, wgrad, autocast)
     plan = _PLANS.get(key)
     if plan is None or plan.choices != CHOICES.changes:
-        plan = _PLANS.add(key, LinearPlan(input, weight, bias, recipe, keep_weights, dgrad, wgrad))
+        plan = _PLANS.add(key, LinearPlan(input, weight, bias, recipe, keep_weights, ordinary, dgrad, wgrad))
     if not plan.complete:
         return None
-    y: Tensor = unhooked(_APPLY, input, weight, bias, plan, ordinary)
-    return y
+    # Guards see whether autocast is on, but not its dtype.
+    matches = None if autocast is not None else guard_of(input, weight, *() if bias is None else (bias,))
+    if matches is not None:
+        _MATCHES.add(id(weight), (matches, plan, bias is None, records))
+    return plan
 
 
 class LinearPlan:
@@ -82,11 +119,19 @@ class LinearPlan:
     Holds no tensor but unit scales. `choices` counts the changes to the registry's choices when it was made.
     """
 
+    __slots__ = (
+        "_match", "backwards", "cast_key", "choices", "complete", "device", "dtypes", "in_shape", "is_cuda",
+        "is_matrix", "k", "keep_weights", "m", "n", "one_cast_key", "one_w_scale", "ordinary", "out_dtype", "out_shape",
+        "recipe", "saves_w", "saves_w_cast", "saves_x", "saves_x_cast", "w", "w_KN", "x", "y",
+    )  # fmt: skip
+
     def __init__(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool, dgrad: bool,
-        wgrad: bool,
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool,
+        ordinary: Backward, dgrad: bool, wgrad: bool,
     ) -> None:  # fmt: skip
         self.recipe, self.choices, self.complete = recipe, CHOICES.changes, False
+        self.keep_weights, self.ordinary = keep_weights, ordinary
+        self.device, self.is_cuda = weight.device, weight.is_cuda
         if input.ndim == 0 or weight.ndim != 2:
             return
         out_dtype = output_dtype(input, weight)
@@ -106,14 +151,16 @@ class LinearPlan:
         self.cast_key, self.one_cast_key = cast_key(recipe, True, None), cast_key(recipe, False, None)
         self.saves_x, self.saves_w = wgrad, dgrad
         self.saves_x_cast, self.saves_w_cast = wgrad_x is not None, wgrad_w is not None
+        self.w_KN: Any = None
         self.one_w_scale = recipe.dgrad_w == recipe.w
-        self.y = ProductPlan(recipe.x, recipe.w, "nt", out_dtype, fast_accum=True)
+        self.y: Any = ProductPlan(recipe.x, recipe.w, "nt", out_dtype, fast_accum=True)
         self.backwards: Plans[BackwardPlan] = Plans()
+        self._match: tuple[Any, ...] | None = None
         self.complete = self.x is not None and self.w is not None
 
-    def forward(self, ctx: Any, input: Tensor, w_NK: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, ctx: Any, input: Tensor, w_NK: Tensor, bias: Tensor | None) -> Any:
         """Return Y [..., N], and save for backward what the ordinary path saves."""
-        casts = INPUT_CASTS.casts_of(input)
+        casts = INPUT_CASTS.casts_of(input, _PLAIN if not self.is_cuda else (None, stream_of(self.device), False))
         cast = None if casts is None else casts.get(self.cast_key) or (
             None if self.saves_x_cast else casts.get(self.one_cast_key)
         )  # fmt: skip
@@ -123,35 +170,62 @@ class LinearPlan:
             if casts is not None:
                 casts[self.cast_key if self.saves_x_cast else self.one_cast_key] = cast
         x, x_t, x_scale, x_t_scale = cast
-        w, w_t, w_scale, w_t_scale = self.w.run(w_NK, None, None, None, ZEROS)
-        y_MN = self.y(x, w, x_scale, w_scale, bias)
-        saved: list[Tensor | None] = [None] * 5
+        if self.w_KN is None:
+            w, w_t, w_scale, w_t_scale = self.w.run(w_NK, None, None, None, ZEROS)
+            y_MN = self.y(x, w, x_scale, w_scale, bias)
+            if self.y.call is not None:
+                self.w_KN = self.w.transposing(rows=True, columns=False)
+        else:
+            w, w_t, w_scale, w_t_scale = self.w_KN.run(w_NK, None, None, None, ZEROS)
+            y_MN = self.y.call.run(x, w, x_scale, w_scale, bias)
+            if y_MN is None:
+                y_MN = self.y(x, w.t(), x_scale, w_scale, bias)
+        if not self.saves_x_cast:
+            x_t = (x_MK if self.is_matrix else x_MK.detach()).to(self.out_dtype) if self.saves_x else None
+            x_t_scale = None
         if self.saves_w_cast:
-            saved[:3] = w_NK, w_t, w_t_scale
+            ctx.save_for_backward(w_NK, w_t, w_t_scale, x_t, x_t_scale)
         elif self.saves_w:
-            saved[0], saved[2] = w_NK, w_scale if self.one_w_scale else None
-        if self.saves_x_cast:
-            saved[3:] = x_t, x_t_scale
-        elif self.saves_x:
-            saved[3] = (x_MK if self.is_matrix else x_MK.detach()).to(self.out_dtype)
-        ctx.save_for_backward(*saved)
+            ctx.save_for_backward(w_NK, None, w_scale if self.one_w_scale else None, x_t, x_t_scale)
+        else:
+            ctx.save_for_backward(None, None, None, x_t, x_t_scale)
         return y_MN if self.is_matrix else torch.ops.aten._unsafe_view(y_MN, self.out_shape)
 
     def backward(self, ctx: Any, g: Tensor) -> Gradients:
         """Return ∂X, ∂W and ∂b for G = ∂loss/∂Y [..., N]; None for those that nothing needs."""
         g_MN = g if self.is_matrix else g.reshape(self.m, self.n)
         saved, needs = ctx.saved_tensors, required_gradients(ctx, 3)
-        tensors = signature(g_MN, *saved)
-        if tensors is None or self.choices != CHOICES.changes:
-            return self._ordinary(ctx, g_MN, saved, needs)
-        key = needs, tensors
-        plan = self.backwards.get(key)
+        plan, match = None, self._match
+        if match is not None and self.choices == CHOICES.changes and not torch.is_grad_enabled():
+            known_needs, present, matches, candidate = match
+            if (
+                known_needs == needs and matches(g_MN, *present(saved))
+                and not (torch.compiler.is_compiling() or function_modes())
+                and not (self.is_cuda and is_capturing(self.device))
+            ):  # fmt: skip
+                plan = candidate
         if plan is None:
-            plan = self.backwards.add(key, BackwardPlan(self, g_MN, saved, *needs))
-        if not plan.complete:
+            plan = self._backward_of(g_MN, saved, needs)
+        if plan is None:
             return self._ordinary(ctx, g_MN, saved, needs)
         gradients = plan.run(g_MN, saved)
         return gradients if self.is_matrix else self._shaped(gradients)
+
+    def _backward_of(self, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...]) -> "BackwardPlan | None":
+        """Return the plan of a backward, found by the signature of its tensors; None without one."""
+        tensors = signature(g_MN, *saved)
+        if tensors is None or self.choices != CHOICES.changes:
+            return None
+        plan = self.backwards.get((needs, tensors))
+        if plan is None:
+            plan = self.backwards.add((needs, tensors), BackwardPlan(self, g_MN, saved, *needs))
+        if not plan.complete:
+            return None
+        indices = [i for i, tensor in enumerate(saved) if tensor is not None]
+        matches = guard_of(g_MN, *(tensor for tensor in saved if tensor is not None)) if len(indices) > 1 else None
+        if matches is not None:
+            self._match = needs, itemgetter(*indices), matches, plan
+        return plan
 
     def _ordinary(self, ctx: Any, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...]) -> Gradients:
         # A context of its own: hooks, such as those of checkpointing, may return a saved tensor only once.
@@ -159,7 +233,7 @@ class LinearPlan:
             saved_tensors=saved, needs_input_grad=needs, next_functions=(), recipe=self.recipe, quantizer=JUST_IN_TIME,
             rematerializer=None, columns=self.k, dtypes=self.dtypes,
         )  # fmt: skip
-        gradients = (*ctx.ordinary(context, g_MN)[:3], None, None)
+        gradients = (*self.ordinary(context, g_MN)[:3], None)
         return gradients if self.is_matrix else self._shaped(gradients)
 
     def _shaped(self, gradients: Gradients) -> Gradients:
@@ -178,6 +252,11 @@ class BackwardPlan:
         wgrad: Whether ∂W is needed.
         dbias: Whether ∂b is needed.
     """
+
+    __slots__ = (
+        "bias_dtype", "complete", "dbias", "dgrad", "dw", "dx", "folds_w", "folds_x", "fp8_wgrad", "g", "g_NM", "w",
+        "w_dtype", "wgrad",
+    )  # fmt: skip
 
     def __init__(
         self, plan: LinearPlan, g_MN: Tensor, saved: Saved, dgrad: bool, wgrad: bool, dbias: bool
@@ -198,8 +277,10 @@ class BackwardPlan:
             fold_x = g_MN.new_empty((plan.m, 1), dtype=torch.float32) if self.folds_x else None
             self.g = self._plan_gradient(g_MN, fold_w, fold_x, recipe)
             self.complete &= self.g is not None
-        self.dx = ProductPlan(recipe.dgrad_g, recipe.dgrad_w, "nn", x_dtype)
-        if recipe.wgrad_g is not None and recipe.wgrad_x is not None:
+        self.dx: Any = ProductPlan(recipe.dgrad_g, recipe.dgrad_w, "nn", x_dtype)
+        self.dw: Any = None
+        self.g_NM: Any = None
+        if self.fp8_wgrad and recipe.wgrad_g is not None and recipe.wgrad_x is not None:
             self.dw = ProductPlan(recipe.wgrad_g, recipe.wgrad_x, "tn", self.w_dtype)
 
     def _plan_gradient(self, g_MN: Tensor, fold_w: Tensor | None, fold_x: Tensor | None, recipe: Recipe) -> Any:
@@ -212,40 +293,48 @@ class BackwardPlan:
         return plan_pair(g_MN, recipe.dgrad_g, fold_w, recipe.wgrad_g, fold_x)
 
     def run(self, g_MN: Tensor, saved: Saved) -> Gradients:
-        """Return ∂X, ∂W and ∂b, None for those that are not needed, and None for two inputs that are no tensors."""
+        """Return ∂X, ∂W and ∂b, None for those that are not needed, and None for an input that is no tensor."""
         w_NK, w, w_scale, x, x_scale = saved
-        dx_MK = dw_NK = dbias_N = fold_w = fold_x = None
+        dx_MK: Any = None
+        dw_NK: Any = None
+        dbias_N = fold_w = fold_x = None
         if self.w is not None:
             _, w, w_scale, _ = self.w.run(w_NK, None, None, w_scale, ZEROS)
         if self.folds_w and w_scale is not None:
-            fold_w, w_scale = _as_factor(w_scale), None
+            fold_w, w_scale = w_scale if w_scale.dtype == torch.float32 else w_scale.float(), None
         if self.folds_x and x_scale is not None:
-            fold_x, x_scale = _as_factor(x_scale), None
+            fold_x, x_scale = x_scale if x_scale.dtype == torch.float32 else x_scale.float(), None
         if self.g is not None:
-            folds = (fold_w, fold_x) if self.dgrad else (fold_x, None)
-            g, g_t, g_scale, g_t_scale = self.g.run(g_MN, *folds, None, ZEROS)
+            as_t = self.g_NM is not None
+            g, g_t, g_scale, g_t_scale = (self.g_NM if as_t else self.g).run(
+                g_MN, fold_w if self.dgrad else fold_x, fold_x if self.dgrad else None, None, ZEROS
+            )
             if self.dgrad:
-                assert w is not None
-                dx_MK = self.dx(g, w, g_scale, w_scale)
-            if self.fp8_wgrad:
-                assert x is not None
-                dw_NK = self.dw(g_t, x, g_t_scale, x_scale)
+                call = self.dx.call
+                dx_MK = None if call is None else call.run(g, w, g_scale, w_scale, None)
+                if dx_MK is None:
+                    dx_MK = self.dx(g, w, g_scale, w_scale)
+            if self.dw is not None:
+                dw_NK = self.dw.call.run(g_t, x, g_t_scale, x_scale, None) if as_t else None
+                if dw_NK is None:
+                    dw_NK = self.dw(g_t.t() if as_t else g_t, x, g_t_scale.t() if as_t else g_t_scale, x_scale)
+                    if self.dw.call is not None:
+                        self.g_NM = self.g.transposing(rows=False, columns=True)
         if self.wgrad and not self.fp8_wgrad:
             assert x is not None
             dw_NK = (g_MN.t() @ x).to(self.w_dtype)
         if self.dbias:
             dbias_N = g_MN.sum(0, dtype=torch.float32).to(self.bias_dtype)
-        return dx_MK, dw_NK, dbias_N, None, None
+        return dx_MK, dw_NK, dbias_N, None
 
 
 @explain_freed_nodes
 class _PlannedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, ordinary: Backward
-    ) -> Tensor:  # fmt: skip
-        ctx.plan, ctx.ordinary = plan, ordinary
-        return plan.forward(ctx, input, weight, bias)
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+        ctx.plan = plan
+        y: Tensor = plan.forward(ctx, input, weight, bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Gradients:
@@ -253,8 +342,12 @@ class _PlannedLinear(torch.autograd.Function):
         return plan.backward(ctx, g)
 
 
+_PLAIN = (None,)
+"""The execution context of a CPU tensor, outside of dispatch modes."""
 _APPLY = apply_of(_PlannedLinear)
 _PLANS: Plans[LinearPlan] = Plans()
+_MATCHES: Plans[tuple[Callable[..., bool], LinearPlan, bool, bool]] = Plans()
+"""By id of a weight: a check for tensors like those of its last call, its plan, whether bias was None, grad mode."""
 
 
 def _plan_cast(x: Tensor, spec: QuantSpec, spec_t: QuantSpec | None) -> Any:
@@ -262,7 +355,3 @@ def _plan_cast(x: Tensor, spec: QuantSpec, spec_t: QuantSpec | None) -> Any:
     if spec_t is None:
         return plan_quantize(x, spec)
     return plan_quantize(x, spec, order="both") if spec == spec_t else plan_pair(x, spec, None, spec_t, None)
-
-
-def _as_factor(scale: Tensor) -> Tensor:
-    return scale if scale.dtype == torch.float32 else scale.float()

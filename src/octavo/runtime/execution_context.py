@@ -13,7 +13,13 @@ def execution_context(x: Tensor) -> tuple[Any, ...]:
     mode = current_dispatch_mode()
     if not x.is_cuda:
         return (mode,)
-    return mode, torch.cuda.current_stream(x.device).cuda_stream, is_capturing(x.device)
+    return mode, stream_of(x.device), is_capturing(x.device)
+
+
+def stream_of(device: torch.device) -> int:
+    """Return the current stream of a CUDA device."""
+    stream: int = torch.cuda.current_stream(device).cuda_stream
+    return stream
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -37,6 +37,7 @@ __all__ = [
     "unset_fake_temporarily",
 ]
 
+function_modes = torch._C._len_torch_function_stack
 current_graph_task_id = torch._C._current_graph_task_id
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 saved_tensors_hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
@@ -148,21 +149,21 @@ def required_gradients(ctx: Any, inputs: int) -> tuple[bool, ...]:
         inputs: Number of leading inputs: tensors, of which the last may be None.
     """
     required: tuple[bool, ...] = ctx.needs_input_grad[:inputs]
-    if torch.compiler.is_compiling():
-        return required
-    will_execute = getattr(torch._C, "_will_engine_execute_node", None)
-    if will_execute is None:
+    if _will_execute is None or torch.compiler.is_compiling():
         return required
     # One entry per tensor input; the node is None if no gradient is required.
     executed = []
     for needed, (node, _) in zip(required, ctx.next_functions, strict=False):
         if needed:
             try:
-                needed = bool(will_execute(node))
+                needed = _will_execute(node)
             except RuntimeError:  # no backward, or a leaf whose gradient `torch.autograd.grad` returns
                 pass
         executed.append(needed)
     return (*executed, *required[len(executed) :])
+
+
+_will_execute: Callable[[Any], bool] | None = getattr(torch._C, "_will_engine_execute_node", None)
 
 
 def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any, ...] | None:
@@ -175,7 +176,7 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
     """
     if (
         (not records and torch.is_grad_enabled()) or torch.compiler.is_compiling() or _dispatch_modes()
-        or _function_modes() or _has_transforms() or _tracing_state() is not None
+        or function_modes() or _has_transforms() or tracing_state() is not None
     ):  # fmt: skip
         return None
     signature: tuple[Any, ...] = ()
@@ -189,30 +190,45 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
     return signature
 
 
+def guard_of(*tensors: Tensor) -> Callable[..., bool] | None:
+    """Return a check whether as many tensors have the `eager_signature` of these, in a seventh of the time; None if
+    this release has none. It is the check by which torch.compile recognizes the inputs of a graph.
+
+    In one call it compares types, dtypes, shapes, strides, devices, whether gradients are required, and dispatch keys.
+    These include lazy negations, lazy zeros and wrappers, and what the thread adds or removes: dispatch modes,
+    functorch transforms, tracers, inference mode, autocast. Compilers, function modes and grad mode are the caller's
+    to check.
+    """
+    guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    if guards is None:
+        return None
+    check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
 _NO_SUBCLASS = {Tensor, torch.nn.Parameter}
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
 _is_functorch_wrapper = torch._C._functorch.is_functorch_wrapped_tensor
 _has_transforms = torch._C._are_functorch_transforms_active
-_tracing_state = torch._C._get_tracing_state
 
 
 def empty_strided_on(device: torch.device) -> Callable[[Any, Any, torch.dtype], Tensor]:
     """Return a function of size, strides and dtype that allocates a tensor, as `torch.empty_strided`.
 
-    It bypasses PyTorch's dispatcher, as the code that Inductor generates does, in a third of the time. So no dispatch
-    mode sees the allocation: use it only where none is active, or inside the implementation of an op. All releases:
-    there is no public function for it.
+    While it is called, a CUDA device has to be the current one. It bypasses PyTorch's dispatcher, as the code that
+    Inductor generates does, in a third of the time. So no dispatch mode sees the allocation: use it only where none is
+    active, or inside the implementation of an op. All releases: there is no public function for it.
     """
-    if device.type == "cpu" and _empty_strided_cpu is not None:
-        return _empty_strided_cpu  # type: ignore[no-any-return]
-    if device.type == "cuda" and _empty_strided_cuda is not None and device.index == torch.cuda.current_device():
-        return _empty_strided_cuda  # type: ignore[no-any-return]
+    function = {"cpu": _empty_strided_cpu, "cuda": _empty_strided_cuda}.get(device.type)
+    if function is not None:
+        return function  # type: ignore[no-any-return]
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 reinterpreted: Callable[[Tensor, Any, Any, int], Tensor] = getattr(
-    torch._C._dynamo.guards, "_reinterpret_tensor", lambda x, size, stride, _: x.as_strided(size, stride)
+    torch._C._dynamo.guards,
+    "_reinterpret_tensor",
+    lambda x, size, stride, offset: x.as_strided(size, stride, x.storage_offset() + offset),
 )
 """`torch.as_strided` below the dispatcher, for operands of one op: the result has a version counter of its own."""
 _empty_strided_cpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)

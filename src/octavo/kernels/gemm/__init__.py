@@ -101,35 +101,30 @@ class ProductPlan:
         layout: As in `scaled_mm`.
         out_dtype: As in `scaled_mm`.
         fast_accum: As in `scaled_mm`.
+
+    Attributes:
+        call: The plan of the backend, once there is one: see `torch_scaled.OneCall`.
     """
 
-    __slots__ = ("_options", "_plan", "_specs")
+    __slots__ = ("_options", "_specs", "call")
 
     def __init__(
         self, a_spec: QuantSpec, b_spec: QuantSpec, layout: Layout, out_dtype: torch.dtype, fast_accum: bool = False
     ) -> None:
         self._specs, self._options = (a_spec, b_spec), (layout, out_dtype, fast_accum)
-        self._plan: Any = None
+        self.call: torch_scaled.OneCall | None = None
 
     def __call__(
         self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None = None
     ) -> Tensor:
         """Multiply a and b, with the data contiguous along the contraction and None for unit scales."""
-        product: Tensor | None = None
-        if self._plan is not None:
-            product = self._plan(a, b, a_scale, b_scale, bias)
-        return self._general(a, b, a_scale, b_scale, bias) if product is None else product
-
-    def _general(
-        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
         left, right = ScaledTensor(a, a_scale, self._specs[0]), ScaledTensor(b, b_scale, self._specs[1])
         layout, out_dtype, fast_accum = self._options
         result = scaled_mm(left, right, layout, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
-        if self._plan is None:
+        if self.call is None:
             backend = SCALED_MM.choose(a.device, _case(left, right, layout), _shape(a, b, layout))
             if backend.plan is not None:
-                self._plan = backend.plan(left, right, layout, out_dtype, bias, fast_accum)
+                self.call = backend.plan(left, right, layout, out_dtype, bias, fast_accum)
         return result
 
 

@@ -22,7 +22,6 @@ first, 128×128 scales contraction first and padded to multiples of 4. cuBLAS re
 at a time; those of a slice (an expert's, a shard's) that begin elsewhere are copied.
 """
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -146,54 +145,83 @@ def _product(
     return result if result.shape == (m, n) else result[:m, :n].contiguous()
 
 
-Plan = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor | None]
-
-
 def plan_of(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
-) -> Plan | None:
+) -> "OneCall | None":
     """Return what computes products of operands like these from their data, scales and bias, without looking at them
     again; None unless `is_one_call`.
-
-    The plan returns None for operands that are not aligned. It holds no tensor but unit scales.
     """
     left, right = oriented(a, b, layout)
-    (m, k), n = left.data.shape, right.data.shape[0]
-    kind, device = _kind(left.blocks, right.blocks), left.data.device
     if not is_one_call(left, right, out_dtype, bias):
         return None
-    a_transposed, b_transposed = layout[0] == "t", layout[1] == "t"
-    rows, columns = (m, n) if kind == "row" else (1, 1)
-    a_ones = _ones(rows, device) if left.scale is None else None
-    b_ones = _ones(columns, device).t() if right.scale is None else None
-    if len(_ONES) >= _MAX_ONES:  # what the cache does not hold, no plan holds
-        a_ones = b_ones = None
-    a_is_column = left.scale is not None and left.scale.stride() == (1, 1)
+    return OneCall(left, right, layout, out_dtype, fast_accum)
 
-    def product(
-        a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
+
+class OneCall:
+    """Products by one call of `torch._scaled_mm`. Holds no tensor but unit scales.
+
+    Args:
+        left: A [m,k], as `is_one_call` accepts it.
+        right: B [n,k], likewise.
+        layout: As in `octavo.kernels.gemm.scaled_mm`.
+        out_dtype: As there.
+        fast_accum: As there.
+    """
+
+    __slots__ = (
+        "_a_is_column", "_a_ones", "_a_shape", "_a_transposed", "_b_ones", "_b_shape", "_b_transposed",
+        "_columns", "_device", "_fast_accum", "_is_row", "_out_dtype", "_rows",
+    )  # fmt: skip
+
+    def __init__(
+        self, left: Operand, right: Operand, layout: str, out_dtype: torch.dtype, fast_accum: bool
+    ) -> None:  # fmt: skip
+        (m, k), n = left.data.shape, right.data.shape[0]
+        self._device, self._out_dtype, self._fast_accum = left.data.device, out_dtype, fast_accum
+        self._a_transposed, self._b_transposed = layout[0] == "t", layout[1] == "t"
+        self._a_shape, self._b_shape = (m, k), (k, n)
+        self._is_row = _kind(left.blocks, right.blocks) == "row"
+        self._rows, self._columns = (m, n) if self._is_row else (1, 1)
+        self._a_ones = _ones(self._rows, self._device) if left.scale is None else None
+        self._b_ones = _ones(self._columns, self._device).t() if right.scale is None else None
+        if len(_ONES) >= _MAX_ONES:  # what the cache does not hold, no plan holds
+            self._a_ones = self._b_ones = None
+        self._a_is_column = left.scale is not None and left.scale.stride() == (1, 1)
+
+    def __call__(
+        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
     ) -> Tensor | None:
-        addresses = a.data_ptr() | b.data_ptr() | (0 if bias is None else bias.data_ptr())
-        if kind == "row":  # cuBLAS reads vectors of scales 16 bytes at a time
-            addresses |= (0 if a_scale is None else a_scale.data_ptr()) | (0 if b_scale is None else b_scale.data_ptr())
-        if addresses % ALIGNMENT:
-            return None
-        if a_scale is None:
-            a_scale = _ones(rows, device) if a_ones is None else a_ones
-        elif not a_is_column:
-            a_scale = reinterpreted(a_scale, (rows, 1), (1, 1), 0)
-        if b_scale is None:
-            b_scale = _ones(columns, device).t() if b_ones is None else b_ones
-        else:
-            b_scale = reinterpreted(b_scale, (1, columns), (1, 1), 0)
-        if a_transposed:
-            a = reinterpreted(a, (m, k), (k, 1), 0)
-        if b_transposed:
-            b = reinterpreted(b, (k, n), (1, k), 0)
-        result: Tensor = torch._scaled_mm(a, b, a_scale, b_scale, bias, None, out_dtype, fast_accum)
-        return result
+        """Return the product of operands in the layout; None if they are not aligned."""
+        if a_scale is not None and not self._a_is_column:
+            a_scale = reinterpreted(a_scale, (self._rows, 1), (1, 1), 0)
+        if self._a_transposed:
+            a = reinterpreted(a, self._a_shape, (self._a_shape[1], 1), 0)
+        if self._b_transposed:
+            b = reinterpreted(b, self._b_shape, (1, self._b_shape[0]), 0)
+        return self.run(a, b, a_scale, b_scale, bias)
 
-    return product
+    def run(
+        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
+    ) -> Tensor | None:
+        """Return A B for A [m,k] row-major, B [k,n] column-major, scales of A [m,1] and scales of B of any shape; None
+        if they are not aligned.
+        """
+        addresses = a.data_ptr() | b.data_ptr()
+        if bias is not None:
+            addresses |= bias.data_ptr()
+        if a_scale is None:
+            a_scale = _ones(self._rows, self._device) if self._a_ones is None else self._a_ones
+        elif self._is_row:  # cuBLAS reads vectors of scales 16 bytes at a time
+            addresses |= a_scale.data_ptr()
+        if b_scale is None:
+            b_scale = _ones(self._columns, self._device).t() if self._b_ones is None else self._b_ones
+        elif self._is_row:
+            addresses |= b_scale.data_ptr()
+            b_scale = reinterpreted(b_scale, (1, self._columns), (1, 1), 0)
+        if addresses & (ALIGNMENT - 1):
+            return None
+        result: Tensor = torch._scaled_mm(a, b, a_scale, b_scale, bias, None, self._out_dtype, self._fast_accum)
+        return result
 
 
 def is_one_call(left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> bool:

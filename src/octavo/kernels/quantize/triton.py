@@ -11,11 +11,8 @@ column-major: G for dgrad and wgrad with the other operands' scales folded in, o
 recipe.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
-from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -23,17 +20,15 @@ import triton
 from torch import Tensor
 
 from octavo.kernels import calibration
-from octavo.kernels.launch import INTERPRETED, Launch, PreparedLaunch, Variant
+from octavo.kernels.launch import INTERPRETED, Launch, Variant
 from octavo.kernels.quantize.device import blocks_kernel, cast_kernel, maxima_kernel
-from octavo.kernels.quantize.reference import padded
+from octavo.kernels.quantize.plan import Order, QuantizePlan
 from octavo.kernels.quantize.rows_device import rows_kernel
 from octavo.numerics.formats import E4M3
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import FULL, ROW, QuantSpec
-from octavo.runtime.torch_compat import empty_strided_on, reinterpreted
 
 Fold = Literal["none", "rows", "columns"]
-Order = Literal["rows", "columns", "both"]
 Precomputed = Literal["nothing", "amax", "scale"]
 
 
@@ -197,7 +192,7 @@ def quantize_pair(
 def plan_of(
     x: Tensor, spec: QuantSpec, fold: Tensor | None, amax: Tensor | None, scale: Tensor | None, order: Order,
     config: int | None = None,
-) -> "QuantizePlan":  # fmt: skip
+) -> QuantizePlan:  # fmt: skip
     """Return the plan of `quantize` for arguments like these."""
     precomputed: Precomputed = "scale" if scale is not None else "amax" if amax is not None else "nothing"
     folded = FoldedSpec(spec=spec, fold=_fold_name(fold, x.shape[0]))
@@ -207,113 +202,23 @@ def plan_of(
 def pair_plan_of(
     x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSpec, fold_t: Tensor | None,
     config: int | None = None,
-) -> "QuantizePlan":  # fmt: skip
+) -> QuantizePlan:  # fmt: skip
     """Return the plan of `quantize_pair` for arguments like these."""
     first = FoldedSpec(spec=spec, fold=_fold_name(fold, x.shape[0]))
     second = FoldedSpec(spec=spec_t, fold=_fold_name(fold_t, x.shape[0]))
     return _plan(QuantizeTask(first=first, second=second), x, config)
 
 
-def _plan(task: QuantizeTask, x: Tensor, config: int | None) -> "QuantizePlan":
+def _plan(task: QuantizeTask, x: Tensor, config: int | None) -> QuantizePlan:
     key = (task, x.dtype, x.shape, x.stride(), x.device, config)
     plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= MAX_PLANS:
             _PLANS.clear()
-        plan = _PLANS[key] = QuantizePlan(task, x, _fastest(task, x.device, *x.shape) if config is None else config)
+        index = _fastest(task, x.device, *x.shape) if config is None else config
+        specs = task.first.spec, None if task.second is None else task.second.spec
+        plan = _PLANS[key] = QuantizePlan(launches(task, index), *specs, task.order, task.precomputed == "scale", x)
     return plan
-
-
-class QuantizePlan:
-    """What one task does with a matrix of one shape, strides, dtype and device: outputs to allocate, and launches.
-
-    Holds no tensor. Launches are prepared at the first run.
-    """
-
-    def __init__(self, task: QuantizeTask, x: Tensor, config: int) -> None:
-        rows, columns = x.shape
-        spec, spec_t = task.first.spec, (task.second or task.first).spec
-        self.pair, self.dtype, self.e8m0 = task.second is not None, spec.format.dtype, spec.scale_rule == "e8m0"
-        self.writes_rows, self.writes_columns = task.order != "columns", self.pair or task.order != "rows"
-        self.shape, self.stride, self.padded_rows = (rows, columns), (max(columns, 1), 1), padded(rows)
-        self.scale_dtype, self.writes_scale = spec.scale_dtype, task.precomputed != "scale"
-        self.scale_shape = spec.granularity.scale_shape(self.shape)
-        self.scale_shape_t = spec_t.granularity.scale_shape(self.shape)
-        self.scale_stride, self.scale_stride_t = (max(self.scale_shape[1], 1), 1), (max(self.scale_shape_t[1], 1), 1)
-        self.launches = launches(task, config)
-        self.second_at = -(-prod(self.scale_shape) // 4) * 4  # 16-byte aligned
-        self.maxima = self.second_at + (prod(self.scale_shape_t) if self.pair else 0)
-        self.scalars = {
-            "rows": rows,
-            "columns": columns,
-            "stride_r": x.stride(0),
-            "stride_c": x.stride(1),
-            "padded_rows": padded(rows),
-            "grid_columns": self.scale_shape[1],
-            "grid_columns_t": self.scale_shape_t[1],
-        }
-        self.steps: list[tuple[PreparedLaunch, Callable[..., Any]]] = []
-
-    def run(
-        self, x: Tensor, fold: Tensor | None, fold_t: Tensor | None, precomputed: Tensor | None,
-        zeros: Callable[..., Tensor] = torch.zeros,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return q, q_t (both [R,C], the second column-major), s, s_t; an output that the task does not write is
-        another one. `zeros` allocates what maxima start from.
-        """
-        empty, dtype = empty_strided_on(x.device), self.dtype
-        if not self.writes_columns:
-            q = q_t = columns = empty(self.shape, self.stride, dtype)
-        else:
-            if self.padded_rows == self.shape[0]:
-                q_t = columns = empty(self.shape, (1, self.padded_rows), dtype)
-            else:
-                columns = empty((self.shape[1], self.padded_rows), (self.padded_rows, 1), dtype)
-                q_t = columns[:, : self.shape[0]].t()
-            q = empty(self.shape, self.stride, dtype) if self.writes_rows else q_t
-        if precomputed is None or self.writes_scale:
-            s = empty(self.scale_shape, self.scale_stride, self.scale_dtype)
-        else:
-            s, precomputed = precomputed, precomputed if precomputed.dtype == torch.float32 else precomputed.float()
-        s_t = empty(self.scale_shape_t, self.scale_stride_t, self.scale_dtype) if self.pair else s
-        if len(self.launches) == 2:
-            bits = bits_t = zeros(self.maxima, dtype=torch.int32, device=x.device)
-            if self.pair:
-                bits_t = reinterpreted(bits, (self.maxima - self.second_at,), (1,), self.second_at)
-        else:
-            bits = bits_t = x if precomputed is None else _dense(precomputed)
-        tensors = (
-            x, x if fold is None else _dense(fold), x if fold_t is None else _dense(fold_t), q, columns, s, s_t,
-            bits, bits, bits_t,
-        )  # fmt: skip
-        for step, tensors_of in self.steps or self._prepare(tensors):
-            step(tensors_of(tensors))
-        return q, q_t, s, s_t
-
-    def _prepare(self, tensors: tuple[Tensor, ...]) -> list[tuple[PreparedLaunch, Callable[..., Any]]]:
-        rows, columns = self.shape
-        arguments: dict[str, Any] = dict(zip(_TENSORS, tensors, strict=True))
-        if arguments["amax"].dtype == torch.float32:  # kernels read magnitudes as integers
-            arguments |= {name: arguments[name].view(torch.int32) for name in ("precomputed", "amax", "amax_t")}
-        if self.e8m0:
-            arguments |= {name: arguments[name].view(torch.uint8) for name in ("s", "s_t")}
-        steps: list[tuple[PreparedLaunch, Callable[..., Any]]] = []
-        for launch in self.launches:
-            covered = rows if launch.kernel is maxima_kernel else padded(rows)
-            down = max(triton.cdiv(covered, launch.constants["TILE_R"]), 1)
-            across = 1 if launch.kernel is rows_kernel else max(triton.cdiv(columns, launch.constants["TILE_C"]), 1)
-            step = launch.prepare((down * across,), {**self.scalars, **arguments})
-            steps.append((step, itemgetter(*(_TENSORS.index(name) for name in step.names))))
-        self.steps = steps
-        return steps
-
-
-_TENSORS = ("x", "fold", "fold_t", "q", "q_t", "s", "s_t", "precomputed", "amax", "amax_t")
-"""Arguments of the kernels that are tensors, in the order of `QuantizePlan.run`."""
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() else x.contiguous()
 
 
 _PLANS: dict[tuple[Any, ...], QuantizePlan] = {}
