@@ -206,13 +206,13 @@ def test_unit_scales_are_cached_by_another_thread_and_never_in_a_capture(monkeyp
     monkeypatch.setattr(torch_scaled, "_new_ones", new_ones)
     monkeypatch.setattr(torch_scaled, "is_capturing", lambda device: capturing[0])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock())
-    assert torch_scaled._ones(16, device) is not torch_scaled._ones(16, device) and not torch_scaled._ONES
+    assert torch_scaled.ones(16, device) is not torch_scaled.ones(16, device) and not torch_scaled._ONES
     capturing[0] = False
-    cached = torch_scaled._ones(16, device)
-    assert torch_scaled._ones(16, device) is cached and threads[-1] != threading.get_ident()
+    cached = torch_scaled.ones(16, device)
+    assert torch_scaled.ones(16, device) is cached and threads[-1] != threading.get_ident()
     capturing[0] = True
-    assert torch_scaled._ones(16, device) is not cached
+    assert torch_scaled.ones(16, device) is not cached
     capturing[0] = False
     for size in (32, 64, 128):
-        assert torch_scaled._ones(size, device).shape == (size, 1)
-    assert torch_scaled._ones(16, device) is cached and len(torch_scaled._ONES) == 2
+        assert torch_scaled.ones(size, device).shape == (size, 1)
+    assert torch_scaled.ones(16, device) is cached and len(torch_scaled._ONES) == 2

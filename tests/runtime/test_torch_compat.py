@@ -44,6 +44,41 @@ def test_in_backward():
     assert seen == [True] and not in_backward()
 
 
+def traced(check):
+    outcomes = []
+    torch.jit.trace(lambda x: (outcomes.append(check()), x + 1)[1], torch.ones(2), check_trace=False)
+    return outcomes[0]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_a_guard_matches_the_same_signature_and_nothing_else():
+    """What `eager_signature` tells apart, a guard does; it must not match where the signature is None."""
+    x, w = torch.randn(4, 8).bfloat16().requires_grad_(), torch.nn.Parameter(torch.randn(8, 8).bfloat16())
+    check = torch_compat.guard_of(x, w)
+    with torch.no_grad():
+        assert check(x, w) and check(x * 2, w) is False  # which requires no gradient
+    assert check(x, w) and check(x * 2, w) and check(x.view_as(x), torch.nn.Parameter(w.detach().clone()))
+    others = {
+        "dtype": x.float(), "rows": x[:2], "strides": x.t().contiguous().t(), "dimensions": x[None],
+        "frozen": x.detach(), "negated": torch._neg_view(x),
+        "zero": torch._efficientzerotensor((4, 8), dtype=x.dtype).requires_grad_(),
+        "device": x.to("meta"), "subclass": torch.nn.Parameter(x.detach()), "buffer": torch.nn.Buffer(x.detach()),
+        "inference": torch.inference_mode()(lambda: torch.randn(4, 8).bfloat16())(), "number": 1.0, "none": None,
+    }  # fmt: skip
+    assert [name for name, other in others.items() if check(other, w)] == []
+    assert not check(x, w.detach()) and not check(x, w.detach().requires_grad_())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not check(x, w)
+    with torch.inference_mode():
+        assert not check(x, w)
+    with torch_compat.FakeTensorMode():  # hides from guards
+        assert torch_compat.dispatch_modes()
+    assert not torch.func.vmap(lambda y: (torch.zeros(()) + check(x, w), y)[0])(torch.ones(2)).any()
+    assert not torch.func.grad(lambda y: y.sum() * (1 if check(x, w) else 0))(torch.ones(2)).any()
+    assert not traced(lambda: check(x, w))
+    assert check(x, w)
+
+
 def selective(x):
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     return checkpoint(lambda x: (x @ x).sin().sum(), x, use_reentrant=False, context_fn=contexts)

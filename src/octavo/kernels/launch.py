@@ -135,17 +135,24 @@ class PreparedLaunch:
             return self._through_triton(aligned, tensors)
         compiled[1](current_stream(self._index), *addresses)
 
-    def direct(self, parameters: Sequence[str]) -> Callable[..., None] | None:
-        """Return a function of a stream and the addresses of `parameters`, which include `names`, that launches on the
-        current device; None if no kernel was compiled yet for addresses that are multiples of 16.
+    def source(self, constants: dict[str, Any]) -> str | None:
+        """Return Python source that launches the kernel compiled for addresses that are multiples of 16: on the current
+        device, on a stream named `stream`, with addresses named as the kernel's arguments. None if none was compiled.
 
-        Its caller checks that addresses are such multiples, and that no profiler's hooks are installed (`HOOKS`).
+        The objects in it are added to `constants`. No profiler's hooks (`HOOKS`) may be installed when it runs.
         """
         compiled = self._compiled.get(True)
-        return None if compiled is None else self._direct_call(compiled[0], parameters)
+        return None if compiled is None else self._call_source(compiled[0], constants)
 
-    def _direct_call(self, kernel: Any, parameters: Sequence[str]) -> Callable[..., None]:
-        """Return a function of a stream and addresses that calls the C function below Triton's launcher.
+    def _direct_call(self, kernel: Any) -> Callable[..., None]:
+        """Return a function of a stream and the addresses of `names` that launches a compiled kernel."""
+        constants: dict[str, Any] = {}
+        source = self._call_source(kernel, constants)
+        launch: Callable[..., None] = eval(f"lambda stream, {', '.join(self.names)}: {source}", constants)
+        return launch
+
+    def _call_source(self, kernel: Any, constants: dict[str, Any]) -> str:
+        """Return Python source that calls the C function below Triton's launcher.
 
         A copy of the launcher, with names instead of the stream and of addresses, passes the arguments of the C
         function to a list. A launcher that allocates scratch memory at each launch, or of an unknown kind, is called.
@@ -162,10 +169,7 @@ class PreparedLaunch:
             launcher.launch = lambda *arguments: recorded.append(arguments)
             launcher(*passed)
             call, (passed,) = call.launch, recorded
-        constants: dict[str, Any] = {"call": call}
-        source = f"lambda stream, {', '.join(parameters)}: call{_source(passed, constants)}"
-        launch: Callable[..., None] = eval(source, constants)
-        return launch
+        return _source(call, constants) + _source(passed, constants)
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Return the kernel's arguments but constants by name, with tensors viewed as the dtypes at preparation."""
@@ -181,7 +185,7 @@ class PreparedLaunch:
             num_stages=launch.num_stages, enable_fp_fusion=False,
         )  # fmt: skip
         if self._direct:
-            self._compiled[aligned] = kernel, self._direct_call(kernel, self.names)
+            self._compiled[aligned] = kernel, self._direct_call(kernel)
 
 
 THROUGH_TRITON: Counter[str] = Counter()

@@ -39,6 +39,7 @@ from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import (
     apply_of,
     autocast_dtype,
+    dispatch_modes,
     explain_freed_nodes,
     function_modes,
     guard_of,
@@ -65,7 +66,7 @@ def planned_linear(
         quantizer: See there.
         ordinary: The backward of the ordinary path, for a context and G [M,N].
     """
-    if quantizer is not JUST_IN_TIME or not SWITCH.enabled or torch.compiler.is_compiling() or function_modes():
+    if quantizer is not JUST_IN_TIME or not SWITCH.enabled or torch.compiler.is_compiling():
         return None
     plan, match = None, _MATCHES.get(id(weight))
     if match is not None:
@@ -74,7 +75,7 @@ def planned_linear(
             unbiased is (bias is None) and (matches(input, weight) if unbiased else matches(input, weight, bias))
             and candidate.recipe is recipe and candidate.keep_weights is keep_weights
             and candidate.choices == CHOICES.changes and records is torch.is_grad_enabled()
-            and not (candidate.is_cuda and is_capturing(candidate.device))
+            and not (dispatch_modes() or function_modes() or (candidate.is_cuda and is_capturing(candidate.device)))
         ):  # fmt: skip
             plan = candidate
     if plan is None:
@@ -200,7 +201,7 @@ class LinearPlan:
             known_needs, present, matches, candidate = match
             if (
                 known_needs == needs and matches(g_MN, *present(saved))
-                and not (torch.compiler.is_compiling() or function_modes())
+                and not (torch.compiler.is_compiling() or dispatch_modes() or function_modes())
                 and not (self.is_cuda and is_capturing(self.device))
             ):  # fmt: skip
                 plan = candidate

@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 function_modes = torch._C._len_torch_function_stack
+dispatch_modes = torch._C._len_torch_dispatch_stack
 current_graph_task_id = torch._C._current_graph_task_id
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 saved_tensors_hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
@@ -175,7 +176,7 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
     functorch transform. All releases: there is no public function for most of these.
     """
     if (
-        (not records and torch.is_grad_enabled()) or torch.compiler.is_compiling() or _dispatch_modes()
+        (not records and torch.is_grad_enabled()) or torch.compiler.is_compiling() or dispatch_modes()
         or function_modes() or _has_transforms() or tracing_state() is not None
     ):  # fmt: skip
         return None
@@ -195,9 +196,9 @@ def guard_of(*tensors: Tensor) -> Callable[..., bool] | None:
     this release has none. It is the check by which torch.compile recognizes the inputs of a graph.
 
     In one call it compares types, dtypes, shapes, strides, devices, whether gradients are required, and dispatch keys.
-    These include lazy negations, lazy zeros and wrappers, and what the thread adds or removes: dispatch modes,
-    functorch transforms, tracers, inference mode, autocast. Compilers, function modes and grad mode are the caller's
-    to check.
+    These include lazy negations, lazy zeros and wrappers, and what the thread adds or removes: functorch transforms,
+    tracers, inference mode, autocast. Compilers, dispatch and function modes and grad mode are the caller's to check:
+    some dispatch modes, such as those of fake tensors, are hidden from guards.
     """
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
     if guards is None:
@@ -207,7 +208,6 @@ def guard_of(*tensors: Tensor) -> Callable[..., bool] | None:
 
 
 _NO_SUBCLASS = {Tensor, torch.nn.Parameter}
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_functorch_wrapper = torch._C._functorch.is_functorch_wrapped_tensor
 _has_transforms = torch._C._are_functorch_transforms_active
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import low_sqnr
 from octavo.kernels.direct import Call, Plans, signature
-from octavo.kernels.gemm import decomposed, reference, torch_scaled
+from octavo.kernels.gemm import decomposed, reference, torch_plan, torch_scaled
 from octavo.kernels.gemm.operand_layout import UNIT_SCALE
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
@@ -103,28 +103,33 @@ class ProductPlan:
         fast_accum: As in `scaled_mm`.
 
     Attributes:
-        call: The plan of the backend, once there is one: see `torch_scaled.OneCall`.
+        call: The plan of the backend, if the product is one call of cuBLAS.
     """
 
-    __slots__ = ("_options", "_specs", "call")
+    __slots__ = ("_options", "_plan", "_specs", "call")
 
     def __init__(
         self, a_spec: QuantSpec, b_spec: QuantSpec, layout: Layout, out_dtype: torch.dtype, fast_accum: bool = False
     ) -> None:
         self._specs, self._options = (a_spec, b_spec), (layout, out_dtype, fast_accum)
-        self.call: torch_scaled.OneCall | None = None
+        self._plan: torch_plan.Plan | None = None
+        self.call: torch_plan.OneCall | None = None
 
     def __call__(
         self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None = None
     ) -> Tensor:
         """Multiply a and b, with the data contiguous along the contraction and None for unit scales."""
+        product = None if self._plan is None else self._plan(a, b, a_scale, b_scale, bias)
+        if product is not None:
+            return product
         left, right = ScaledTensor(a, a_scale, self._specs[0]), ScaledTensor(b, b_scale, self._specs[1])
         layout, out_dtype, fast_accum = self._options
         result = scaled_mm(left, right, layout, out_dtype=out_dtype, bias=bias, fast_accum=fast_accum)
-        if self.call is None:
+        if self._plan is None:
             backend = SCALED_MM.choose(a.device, _case(left, right, layout), _shape(a, b, layout))
             if backend.plan is not None:
-                self.call = backend.plan(left, right, layout, out_dtype, bias, fast_accum)
+                self._plan = backend.plan(left, right, layout, out_dtype, bias, fast_accum)
+                self.call = self._plan if isinstance(self._plan, torch_plan.OneCall) else None
         return result
 
 
@@ -276,7 +281,7 @@ SCALED_MM.add(
     Backend(
         name="torch_scaled",
         run=torch_scaled.scaled_mm,
-        plan=torch_scaled.plan_of,
+        plan=torch_plan.plan_of,
         unsupported_reason=torch_scaled.unsupported_reason,
     )
 )

@@ -6,7 +6,7 @@
     mx        F.scaled_mm           1×32, exponent bytes in tensor-core order; Blackwell
 
 Supported output dtypes and biases differ between devices and versions and are undocumented. So the first product of a
-(kind, output dtype, with bias) on a device is probed on a small one with a known result (`_is_supported`). Unsupported
+(kind, output dtype, with bias) on a device is probed on a small one with a known result (`is_supported`). Unsupported
 combinations run with float32 output, followed by PyTorch ops for bias and cast; if row scales are unsupported, the
 product runs with unit scales and its float32 result is scaled afterwards. A bias in the product's epilogue has the
 output's dtype, as a float32 bias under autocast has in any linear.
@@ -43,7 +43,7 @@ from octavo.numerics.error import sqnr
 from octavo.numerics.formats import E4M3, E5M2, E8M0
 from octavo.numerics.spec import FULL, Granularity
 from octavo.runtime.execution_context import is_capturing
-from octavo.runtime.torch_compat import disable_current_modes, reinterpreted
+from octavo.runtime.torch_compat import disable_current_modes
 from octavo.tensor import ScaledTensor
 
 Kind = Literal["tensor", "row", "block", "mx"]
@@ -62,7 +62,7 @@ def unsupported_reason(device: torch.device, case: Case) -> str | None:
         return reason
     if (reason := unsupported_by_capability(torch.cuda.get_device_capability(device), case)) is not None:
         return reason
-    kind = _kind(*blocks_of(case))
+    kind = kind_of(*blocks_of(case))
     if kind in ("block", "mx") and not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
     if kind == "block" and _cuda_version() < (12, 9):
@@ -72,7 +72,7 @@ def unsupported_reason(device: torch.device, case: Case) -> str | None:
 
 def unsupported_by_capability(capability: tuple[int, int], case: Case) -> str | None:
     """Return why PyTorch has no such product for a compute capability, or None. Queries no device."""
-    kind = _kind(*blocks_of(case))
+    kind = kind_of(*blocks_of(case))
     if kind is None:
         return f"PyTorch has no product for scales of {case[0]} by {case[1]}, layout {case[2]}"
     if all(text.startswith(E5M2.name) for text in case[:2]):
@@ -94,11 +94,11 @@ def scaled_mm(
     left, right = oriented(a, b, layout)
     if left.data.numel() == 0 or right.data.numel() == 0:
         return empty_product(left, right, out_dtype, bias)
-    kind, device = _kind(left.blocks, right.blocks), left.data.device
-    if kind is not None and _is_supported(kind, device, out_dtype, bias is not None):
-        return _product(kind, left, right, out_dtype, bias, fast_accum)
-    if kind is not None and _is_supported(kind, device, torch.float32, False):
-        sums = _product(kind, left, right, torch.float32, None, fast_accum)
+    kind, device = kind_of(left.blocks, right.blocks), left.data.device
+    if kind is not None and is_supported(kind, device, out_dtype, bias is not None):
+        return product(kind, left, right, out_dtype, bias, fast_accum)
+    if kind is not None and is_supported(kind, device, torch.float32, False):
+        sums = product(kind, left, right, torch.float32, None, fast_accum)
     elif kind == "row":
         sums = _scaled_afterwards(left, right, fast_accum)
     else:
@@ -110,7 +110,7 @@ def scaled_mm(
     return sums.to(out_dtype)
 
 
-def _kind(left: Granularity, right: Granularity) -> Kind | None:
+def kind_of(left: Granularity, right: Granularity) -> Kind | None:
     """Return PyTorch's name for a pair of scale blocks, oriented as [outside, contraction]."""
     if left.columns == right.columns == FULL:
         return "tensor" if left.rows == right.rows == FULL else "row"
@@ -119,7 +119,7 @@ def _kind(left: Granularity, right: Granularity) -> Kind | None:
     return "mx" if left == right == (1, GROUP) else None
 
 
-def _product(
+def product(
     kind: Kind, left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Tensor:
     """Call PyTorch with padded operands and scales in its memory order."""
@@ -145,92 +145,13 @@ def _product(
     return result if result.shape == (m, n) else result[:m, :n].contiguous()
 
 
-def plan_of(
-    a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
-) -> "OneCall | None":
-    """Return what computes products of operands like these from their data, scales and bias, without looking at them
-    again; None unless `is_one_call`.
-    """
-    left, right = oriented(a, b, layout)
-    if not is_one_call(left, right, out_dtype, bias):
-        return None
-    return OneCall(left, right, layout, out_dtype, fast_accum)
-
-
-class OneCall:
-    """Products by one call of `torch._scaled_mm`. Holds no tensor but unit scales.
-
-    Args:
-        left: A [m,k], as `is_one_call` accepts it.
-        right: B [n,k], likewise.
-        layout: As in `octavo.kernels.gemm.scaled_mm`.
-        out_dtype: As there.
-        fast_accum: As there.
-    """
-
-    __slots__ = (
-        "_a_is_column", "_a_ones", "_a_shape", "_a_transposed", "_b_ones", "_b_shape", "_b_transposed",
-        "_columns", "_device", "_fast_accum", "_is_row", "_out_dtype", "_rows",
-    )  # fmt: skip
-
-    def __init__(
-        self, left: Operand, right: Operand, layout: str, out_dtype: torch.dtype, fast_accum: bool
-    ) -> None:  # fmt: skip
-        (m, k), n = left.data.shape, right.data.shape[0]
-        self._device, self._out_dtype, self._fast_accum = left.data.device, out_dtype, fast_accum
-        self._a_transposed, self._b_transposed = layout[0] == "t", layout[1] == "t"
-        self._a_shape, self._b_shape = (m, k), (k, n)
-        self._is_row = _kind(left.blocks, right.blocks) == "row"
-        self._rows, self._columns = (m, n) if self._is_row else (1, 1)
-        self._a_ones = _ones(self._rows, self._device) if left.scale is None else None
-        self._b_ones = _ones(self._columns, self._device).t() if right.scale is None else None
-        if len(_ONES) >= _MAX_ONES:  # what the cache does not hold, no plan holds
-            self._a_ones = self._b_ones = None
-        self._a_is_column = left.scale is not None and left.scale.stride() == (1, 1)
-
-    def __call__(
-        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
-    ) -> Tensor | None:
-        """Return the product of operands in the layout; None if they are not aligned."""
-        if a_scale is not None and not self._a_is_column:
-            a_scale = reinterpreted(a_scale, (self._rows, 1), (1, 1), 0)
-        if self._a_transposed:
-            a = reinterpreted(a, self._a_shape, (self._a_shape[1], 1), 0)
-        if self._b_transposed:
-            b = reinterpreted(b, self._b_shape, (1, self._b_shape[0]), 0)
-        return self.run(a, b, a_scale, b_scale, bias)
-
-    def run(
-        self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
-    ) -> Tensor | None:
-        """Return A B for A [m,k] row-major, B [k,n] column-major, scales of A [m,1] and scales of B of any shape; None
-        if they are not aligned.
-        """
-        addresses = a.data_ptr() | b.data_ptr()
-        if bias is not None:
-            addresses |= bias.data_ptr()
-        if a_scale is None:
-            a_scale = _ones(self._rows, self._device) if self._a_ones is None else self._a_ones
-        elif self._is_row:  # cuBLAS reads vectors of scales 16 bytes at a time
-            addresses |= a_scale.data_ptr()
-        if b_scale is None:
-            b_scale = _ones(self._columns, self._device).t() if self._b_ones is None else self._b_ones
-        elif self._is_row:
-            addresses |= b_scale.data_ptr()
-            b_scale = reinterpreted(b_scale, (1, self._columns), (1, 1), 0)
-        if addresses & (ALIGNMENT - 1):
-            return None
-        result: Tensor = torch._scaled_mm(a, b, a_scale, b_scale, bias, None, self._out_dtype, self._fast_accum)
-        return result
-
-
 def is_one_call(left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
     """Whether one call of `torch._scaled_mm`, without copies, computes the product."""
     (m, k), n = left.data.shape, right.data.shape[0]
-    kind, device = _kind(left.blocks, right.blocks), left.data.device
+    kind, device = kind_of(left.blocks, right.blocks), left.data.device
     if kind not in ("tensor", "row") or not m * n * k or n % ALIGNMENT or k % ALIGNMENT:
         return False
-    if not _is_supported(kind, device, out_dtype, bias is not None):
+    if not is_supported(kind, device, out_dtype, bias is not None):
         return False
     if bias is not None and (bias.dtype != out_dtype or not bias.is_contiguous()):
         return False
@@ -251,14 +172,14 @@ def _multiples(kind: Kind, blocks: Granularity, outside: int) -> tuple[int, int]
 
 
 def _scalar(operand: Operand, data: Tensor) -> Tensor:
-    return _ones(1, data.device) if operand.scale is None else operand.scale
+    return ones(1, data.device) if operand.scale is None else operand.scale
 
 
 def _vector(operand: Operand, data: Tensor) -> Tensor:
     """Return row scales as a dense [rows, 1], ones for unit scales."""
     rows, padded = operand.data.shape[0], data.shape[0]
     if operand.scale is None:
-        return _ones(padded, data.device)
+        return ones(padded, data.device)
     scale = operand.scale
     if rows != padded or scale.shape[0] != rows or scale.stride(0) != 1:
         return F.pad(scale.expand(rows, 1), (0, 0, 0, padded - rows), value=1.0)
@@ -306,7 +227,7 @@ def _scaled_afterwards(left: Operand, right: Operand, fast_accum: bool) -> Tenso
     """Compute a row-wise product that PyTorch does not support: unit scales, then scale the float32 result."""
     unit = Granularity(FULL, FULL)
     a, b = left._replace(scale=None, blocks=unit), right._replace(scale=None, blocks=unit)
-    sums = _product("tensor", a, b, torch.float32, None, fast_accum)
+    sums = product("tensor", a, b, torch.float32, None, fast_accum)
     if left.scale is not None and right.scale is not None:
         scale_sums(sums, left.scale, right.scale.t())
     elif left.scale is not None:
@@ -320,7 +241,7 @@ _SUPPORTED: dict[tuple[Kind, torch.device, torch.dtype, bool], bool] = {}
 """Probe results; they depend on device and libraries only, so they hold for the process."""
 
 
-def _is_supported(kind: Kind, device: torch.device, out_dtype: torch.dtype, biased: bool) -> bool:
+def is_supported(kind: Kind, device: torch.device, out_dtype: torch.dtype, biased: bool) -> bool:
     """Whether PyTorch computes this kind of product correctly on a device."""
     key = (kind, device, out_dtype, biased)
     supported = _SUPPORTED.get(key)
@@ -351,7 +272,7 @@ def _matches_exact_product(kind: Kind, device: torch.device, out_dtype: torch.dt
         bias = torch.randn(n, generator=generator, device="cpu").to(device, torch.bfloat16)
         expected += bias.cpu()
     try:
-        actual = _product(kind, operands[0], operands[1], out_dtype, bias, False)
+        actual = product(kind, operands[0], operands[1], out_dtype, bias, False)
     except torch.OutOfMemoryError:
         raise  # unrelated to the product
     except (RuntimeError, ValueError):
@@ -364,7 +285,7 @@ _ONES: dict[tuple[int, torch.device], Tensor] = {}
 _MAX_ONES = 256
 
 
-def _ones(size: int, device: torch.device) -> Tensor:
+def ones(size: int, device: torch.device) -> Tensor:
     """Return [size, 1] of ones; on a GPU cached for the life of the process.
 
     During CUDA graph capture the cache is neither read nor written: the graph would hold a pointer that it does not
@@ -374,13 +295,18 @@ def _ones(size: int, device: torch.device) -> Tensor:
     """
     if device.type not in GPU_TYPES or is_capturing(device):
         return _new_ones(size, device)
-    ones = _ONES.get((size, device))
-    if ones is None:
+    cached = _ONES.get((size, device))
+    if cached is None:
         with ThreadPoolExecutor(1) as thread:
-            ones = thread.submit(_synchronized_ones, size, device).result()
+            cached = thread.submit(_synchronized_ones, size, device).result()
         if len(_ONES) < _MAX_ONES:
-            _ONES[size, device] = ones
-    return ones
+            _ONES[size, device] = cached
+    return cached
+
+
+def lasting_ones(size: int, device: torch.device) -> Tensor | None:
+    """Return `ones` for a plan to hold; None if the cache is full: what it does not hold, no plan holds."""
+    return ones(size, device) if len(_ONES) < _MAX_ONES else None
 
 
 def _new_ones(size: int, device: torch.device) -> Tensor:

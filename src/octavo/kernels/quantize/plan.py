@@ -1,10 +1,13 @@
 """What a call of quantize does on a GPU, prepared: allocate, take addresses, launch.
 
-Addresses, not tensors, go to the launches. If all are multiples of 16 and no profiler's hooks are installed, the
-compiled kernels are called directly (`PreparedLaunch.direct`), else each launch looks for itself.
+The first run prepares the launches, which compiles the kernels. Then `run` is replaced by a function generated for the
+plan, without a branch that the plan decides: a fifth of the bytecode, of which a linear runs four such functions. It
+takes addresses once for all launches and calls the compiled kernels (`PreparedLaunch.source`). If an address is no
+multiple of 16, a factor has gaps, a profiler's hooks are installed, or another device is current, the general function
+runs instead.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from math import prod
 from operator import itemgetter
@@ -15,7 +18,7 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.direct import new_zeros
-from octavo.kernels.launch import HOOKS, Launch, PreparedLaunch, current_stream
+from octavo.kernels.launch import HOOKS, Launch, PreparedLaunch
 from octavo.kernels.quantize.device import maxima_kernel
 from octavo.kernels.quantize.reference import padded
 from octavo.kernels.quantize.rows_device import rows_kernel
@@ -23,6 +26,10 @@ from octavo.numerics.spec import QuantSpec
 from octavo.runtime.torch_compat import empty_strided_on, reinterpreted
 
 Order = Literal["rows", "columns", "both"]
+Run = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+
+_OTHERWISE = "return general(X, FOLD, FOLD_T, GIVEN, zeros)"
+_HOOKED = "hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls"
 
 
 class QuantizePlan:
@@ -40,9 +47,9 @@ class QuantizePlan:
     """
 
     __slots__ = (
-        "_device", "_direct", "_dtype", "_e8m0", "_empty", "_index", "_launches", "_maxima", "_padded_rows", "_pair",
-        "_q", "_q_t", "_s", "_s_t", "_scalars", "_scale_dtype", "_second_at", "_shape", "_steps", "_two_passes",
-        "_writes_columns", "_writes_rows", "_writes_scale",
+        "_device", "_dtype", "_e8m0", "_empty", "_index", "_launches", "_maxima", "_padded_rows", "_pair", "_q", "_q_t",
+        "_s", "_s_t", "_scalars", "_scale_dtype", "_second_at", "_shape", "_steps", "_two_passes", "_writes_columns",
+        "_writes_rows", "_writes_scale", "run",
     )  # fmt: skip
 
     def __init__(
@@ -73,9 +80,9 @@ class QuantizePlan:
             "grid_columns_t": scale_shape_t[1],
         }
         self._steps: list[tuple[PreparedLaunch, Callable[..., Any]]] = []
-        self._direct: list[Callable[..., None]] = []
+        self.run: Run = self._run
 
-    def run(
+    def _run(
         self, x: Tensor, fold: Tensor | None, fold_t: Tensor | None, precomputed: Tensor | None,
         zeros: Callable[[int, torch.device], tuple[Tensor, int]] = new_zeros,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -84,7 +91,7 @@ class QuantizePlan:
         """
         if self._index is not None and self._index != torch.cuda.current_device():
             with torch.cuda.device(self._index):
-                return self.run(x, fold, fold_t, precomputed, zeros)
+                return self._run(x, fold, fold_t, precomputed, zeros)
         empty, dtype = self._empty, self._dtype
         if not self._writes_columns:
             q = q_t = columns = empty(*self._q, dtype)
@@ -107,20 +114,78 @@ class QuantizePlan:
             bits, start = zeros(self._maxima, self._device)
         elif precomputed is not None:
             bits = precomputed if precomputed.is_contiguous() else precomputed.contiguous()
-        if not self._direct or HOOKS.launch_enter_hook.calls or HOOKS.launch_exit_hook.calls:
-            self._launch((x, fold, fold_t, q, columns, s, s_t), bits, start)
-            return q, q_t, s, s_t
-        at, at_fold, at_fold_t, at_q = x.data_ptr(), fold.data_ptr(), fold_t.data_ptr(), q.data_ptr()
-        at_columns, at_s, at_s_t = columns.data_ptr(), s.data_ptr(), s_t.data_ptr()
-        amax = bits.data_ptr() + 4 * start
-        amax_t = amax + 4 * self._second_at if self._pair else amax
-        if (at | at_fold | at_fold_t | at_q | at_columns | at_s | at_s_t | amax | amax_t) & 15:
-            self._launch((x, fold, fold_t, q, columns, s, s_t), bits, start)
-            return q, q_t, s, s_t
-        stream = current_stream(self._index)
-        for launch in self._direct:
-            launch(stream, at, at_fold, at_fold_t, at_q, at_columns, at_s, at_s_t, amax, amax, amax_t)
+        bits_t = bits
+        if self._two_passes:
+            if self._pair:
+                bits_t = reinterpreted(bits, (self._maxima - self._second_at,), (1,), start + self._second_at)
+            bits = reinterpreted(bits, (self._maxima,), (1,), start)
+            bits_t = bits_t if self._pair else bits
+        tensors = (x, fold, fold_t, q, columns, s, s_t, bits, bits, bits_t)
+        for step, tensors_of in self._steps or self._prepare(tensors):
+            step(tensors_of(tensors))
+        if self.run == self._run:
+            self.run = self._generated() or self._run
         return q, q_t, s, s_t
+
+    def _generated(self) -> "Run | None":
+        """Return `_run` for aligned addresses, without its branches; None if a kernel was not compiled for these.
+
+        Names in it: tensors in capitals, addresses as the kernels call them.
+        """
+        constants: dict[str, Any] = {
+            "empty": self._empty, "dtype": self._dtype, "scale_dtype": self._scale_dtype, "device": self._device,
+            "hooks": HOOKS, "general": self._run, "current_device": torch.cuda.current_device,
+            "float32": torch.float32, "new_zeros": new_zeros,
+        }  # fmt: skip
+        launches = [step.source(constants) for step, _ in self._steps]
+        if None in launches:
+            return None
+        constants["stream_of"] = triton.runtime.driver.active.get_current_stream
+        kernel = {name: value for step, _ in self._steps for name, value in step.launch.constants.items()}
+        folds = [name for name in ("FOLD", "FOLD_T") if kernel.get(name)]
+        given = bool(kernel.get("PRECOMPUTED"))
+        lines = [] if self._index is None else [f"if current_device() != {self._index}: {_OTHERWISE}"]
+        lines += ["BITS = GIVEN if GIVEN.dtype is float32 else GIVEN.float()"] * given
+        lines += [f"if not {name}.is_contiguous(): {_OTHERWISE}" for name in (*folds, *["BITS"] * given)]
+        lines += self._allocations()
+        addresses = {"x": "X", "q": "Q", "q_t": "COLUMNS", "s": "S"} | {name.lower(): name for name in folds}
+        addresses |= {"s_t": "S_T"} if self._pair else {}
+        lines += [f"{name} = {tensor}.data_ptr()" for name, tensor in addresses.items()]
+        lines += [f"{name.lower()} = x" for name in ("FOLD", "FOLD_T") if name not in folds]
+        lines += ["s_t = s"] * (not self._pair)
+        if self._two_passes:
+            lines += [f"BLOCK, start = zeros({self._maxima}, device)", "amax = BLOCK.data_ptr() + 4 * start"]
+        else:
+            lines += ["amax = BITS.data_ptr()" if given else "amax = x"]
+        lines += [
+            f"amax_t = amax + {4 * self._second_at if self._pair and self._two_passes else 0}",
+            "precomputed = amax",
+        ]
+        lines += [f"if ({' | '.join([*addresses, 'amax'])}) & 15 or {_HOOKED}: {_OTHERWISE}"]
+        lines += [f"stream = stream_of({self._index})", *map(str, launches), "return Q, Q_T, S, S_T"]
+        exec("def run(X, FOLD, FOLD_T, GIVEN, zeros=new_zeros):\n " + "\n ".join(lines), constants)
+        run: Run = constants["run"]
+        return run
+
+    def _allocations(self) -> list[str]:
+        """Return source of the allocations of `_run`."""
+
+        def empty(shape: Sequence[int], stride: Sequence[int], dtype: str = "dtype") -> str:
+            return f"empty({tuple(shape)}, {tuple(stride)}, {dtype})"
+
+        rows, columns = self._shape
+        lines = []
+        if not self._writes_columns:
+            lines += [f"Q = Q_T = COLUMNS = {empty(*self._q)}"]
+        else:
+            if self._q_t is not None:
+                lines += [f"Q_T = COLUMNS = {empty(*self._q_t)}"]
+            else:
+                lines += [f"COLUMNS = {empty((columns, self._padded_rows), (self._padded_rows, 1))}"]
+                lines += [f"Q_T = COLUMNS[:, :{rows}].t()"]
+            lines += [f"Q = {empty(*self._q)}" if self._writes_rows else "Q = Q_T"]
+        lines += [f"S = {empty(*self._s, 'scale_dtype')}" if self._writes_scale else "S = GIVEN"]
+        return [*lines, f"S_T = {empty(*self._s_t, 'scale_dtype')}" if self._pair else "S_T = S"]
 
     def transposing(self, rows: bool, columns: bool) -> "QuantizePlan":
         """Return a plan that allocates q, or q_t and the scale that belongs to it alone, as [C,R]: the same memory.
@@ -128,6 +193,7 @@ class QuantizePlan:
         For products that would otherwise view their operands so. Only for columns without padding.
         """
         plan = copy(self)
+        plan.run = plan._run
         if rows and self._writes_rows:
             plan._q = self._q[0][::-1], self._q[1][::-1]
         if columns and self._q_t is not None:
@@ -137,23 +203,6 @@ class QuantizePlan:
                 shape, _ = getattr(self, alone)
                 setattr(plan, alone, (shape[::-1], (max(shape[0], 1), 1)))
         return plan
-
-    def _launch(self, tensors: tuple[Tensor, ...], bits: Tensor, start: int) -> None:
-        """Launch without knowing alignments; `bits` are precomputed scales, or zeros from `start` on for maxima."""
-        bits_t = bits
-        if self._two_passes:
-            if self._pair:
-                bits_t = reinterpreted(bits, (self._maxima - self._second_at,), (1,), start + self._second_at)
-            bits = reinterpreted(bits, (self._maxima,), (1,), start)
-            bits_t = bits_t if self._pair else bits
-        tensors = (*tensors, bits, bits, bits_t)
-        for step, tensors_of in self._steps or self._prepare(tensors):
-            step(tensors_of(tensors))
-        if not self._direct:
-            direct = [step.direct(_TENSORS) for step, _ in self._steps]
-            self._direct = [launch for launch in direct if launch is not None]
-            if None in direct:
-                self._direct = []
 
     def _prepare(self, tensors: tuple[Tensor, ...]) -> list[tuple[PreparedLaunch, Callable[..., Any]]]:
         rows, columns = self._shape
