@@ -37,15 +37,19 @@ TAIL = """
   arguments each time. Grid, scalars and dtypes are fixed once; alignment of addresses is looked at in each launch,
   since Triton compiles other code for addresses that are no multiples of 16. A combination never seen goes through
   Triton and is counted in `octavo.kernels.launch.THROUGH_TRITON`; so is each launch while a profiler's hooks are
-  installed.
+  installed. Triton's launcher is asked once what it passes to its C function, which is then called directly.
+- **A cast is one generated function** (`octavo.kernels.quantize.plan`): allocations, addresses and launches of one
+  shape and order, without the branches that the first call decided.
 - **Ops run from plans, below the dispatcher** (`octavo.kernels.direct`): the first call with given dtypes, shapes,
-  strides, devices and options passes all checks and leaves a plan; later ones allocate and launch. Under
+  strides, devices and options passes all checks and leaves a plan; later ones allocate and launch. Products with
+  scales of blocks skip the dispatcher of their op, not those of the operations that arrange their scales. Under
   `torch.compile`, dispatch modes (fake tensors, selective checkpointing), function modes, functorch transforms,
   tracing, CUDA graph capture, and for tensor subclasses the dispatcher is used as before. Results are the same
   bits.
 - **A linear runs from one plan** (`octavo.nn.linear_plan`), which holds the plans of its ops: one look at X, W and the
-  bias in forward and one at G in backward, instead of one per op. Recipes with an amax history, weights that FSDP
-  gathers in FP8 and inputs that backward recomputes take the ordinary path.
+  bias in forward and one at G in backward, instead of one per op. The look is a check in C of all of them, by which
+  `torch.compile` recognizes inputs (`octavo.runtime.torch_compat.guard_of`). Recipes with an amax history, weights
+  that FSDP gathers in FP8 and inputs that backward recomputes take the ordinary path.
 - **Outputs are allocated below the dispatcher**, as the code does that Inductor generates.
 - **The registry decides**: `octavo calibrate`, probes and `force` have the effect they had; a choice that changes ends
   the plans made before.
@@ -53,11 +57,11 @@ TAIL = """
 A kernel cache that cannot be written (`TRITON_CACHE_DIR`) is reported once; kernels are then compiled again in each
 process.
 
-The goal, 2.2 × bf16's time, is missed.
+The goal, 2.2 × bf16's time, is missed. `delayed` has no plans. The dispatches of `blockwise` and `mxfp8` pad operands
+and arrange scales; at sizes of models, which are multiples of blocks, operands need no padding.
 
-Rejected: calling the C function below Triton's launcher, whose arguments differ between releases of Triton; passing
-tensors instead of addresses, for which Triton asks the driver about each pointer; CUDA graphs of a linear, which fix
-addresses.
+Rejected: passing tensors instead of addresses to Triton's launcher, for which it asks the driver about each pointer;
+CUDA graphs of a linear, which fix addresses.
 """
 
 

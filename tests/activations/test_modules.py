@@ -263,7 +263,7 @@ def test_wrong_requests_are_named():
 def test_nothing_outlives_the_graph(precision):
     """Neither the registry of sources nor a cycle through hooks holds anything once backward is done."""
     model, batch = storing(model_of("vit"), precision), batch_of("vit")
-    storages, before = [], set(RECOMPUTABLE._entries)
+    storages, before = [], set(RECOMPUTABLE.entries)
 
     def pack(tensor):
         if tensor.dtype.itemsize == 1:
@@ -284,7 +284,7 @@ def test_nothing_outlives_the_graph(precision):
             storages.clear()
     finally:
         gc.enable()
-    assert RECOMPUTABLE._entries.keys() == before
+    assert RECOMPUTABLE.entries.keys() == before
 
 
 @by_matmul

@@ -225,13 +225,13 @@ def test_a_registered_tensor_serves_views_and_no_other():
 
 
 def test_a_source_dies_with_its_tensor():
-    before = set(RECOMPUTABLE._entries)
+    before = set(RECOMPUTABLE.entries)
     y = activation(randn(16, 64).requires_grad_() * 1, "gelu")
     view = y.reshape(4, 4, 64)
     del y
     assert RECOMPUTABLE.find(view, None) is not None
     del view
-    assert RECOMPUTABLE._entries.keys() == before
+    assert RECOMPUTABLE.entries.keys() == before
 
 
 def test_stored_form_is_groups_of_32_with_powers_of_two():

@@ -139,13 +139,13 @@ class _Entry(NamedTuple):
 
 
 class RecomputableTensors:
-    """The recomputable tensors that are alive."""
+    """The recomputable tensors that are alive, by storage."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}
+        self.entries: dict[int, _Entry] = {}
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def add(self, y: Tensor, recomputable: Recomputable, hooks: Any) -> None:
         """Register a contiguous tensor that autograd made, if it did, under saved-tensor hooks."""
@@ -157,11 +157,11 @@ class RecomputableTensors:
         key = _storage(y)
 
         def remove(dead: weakref.ref[Any]) -> None:
-            entry = self._entries.get(key)
+            entry = self.entries.get(key)
             if entry is not None and entry.owner is dead:
-                del self._entries[key]
+                del self.entries[key]
 
-        self._entries[key] = _Entry(weakref.ref(y.untyped_storage(), remove), hooks, _state(y), recomputable)
+        self.entries[key] = _Entry(weakref.ref(y.untyped_storage(), remove), hooks, _state(y), recomputable)
 
     def find(self, x: Tensor, hooks: Any) -> Recomputable | None:
         """Find what a registered tensor, or a view with all of its elements in order, is recomputed from.
@@ -169,7 +169,7 @@ class RecomputableTensors:
         Returns None for a tensor that was registered under hooks other than `hooks`, those in force now: such hooks
         may hand out copies, so checkpointing of the reader alone would find in forward what it misses in backward.
         """
-        entry = self._entries.get(_storage(x))
+        entry = self.entries.get(_storage(x))
         if entry is None or entry.owner() is not x.untyped_storage():
             return None
         if entry.hooks is not None and entry.hooks != hooks:

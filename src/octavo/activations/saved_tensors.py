@@ -336,7 +336,7 @@ def recomputable_of(x: Tensor) -> Recomputable | None:
 
 def saves_as_usual() -> bool:
     """Whether `unhooked` would just call a function, and `recomputable_of` return None, whatever the tensor."""
-    return _INNERMOST.hooks is None and not RECOMPUTABLE
+    return _INNERMOST.hooks is None and not RECOMPUTABLE.entries
 
 
 def outer_hooks() -> Any:

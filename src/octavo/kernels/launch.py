@@ -4,7 +4,7 @@ Triton's own launch (`kernel[grid](…)`) binds and classifies all arguments and
 14 µs on a fast CPU, for each of the five launches of a linear. `PreparedLaunch` fixes the grid, the scalars and the
 dtypes once. Of what Triton specializes a kernel for, only the alignment of addresses is then left to look at. What
 Triton's launcher passes to its C function then differs in the stream and the addresses alone: `_direct_call` records
-it once, whatever the release of Triton, and makes a function of these that calls the C function (0.6 µs).
+it once, whatever the release of Triton, and makes a function of these that calls the C function (1 µs).
 
 A launch goes through Triton, counted in `THROUGH_TRITON`, if no kernel was compiled for its alignment yet, while a
 profiler's hooks are installed, and for TMA descriptors, which Triton unpacks itself. The stream is asked for at every

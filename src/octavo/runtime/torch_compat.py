@@ -192,7 +192,7 @@ def eager_signature(*tensors: Tensor | None, records: bool = False) -> tuple[Any
 
 
 def guard_of(*tensors: Tensor) -> Callable[..., bool] | None:
-    """Return a check whether as many tensors have the `eager_signature` of these, in a seventh of the time; None if
+    """Return a check whether as many tensors have the `eager_signature` of these, in a fraction of the time; None if
     this release has none. It is the check by which torch.compile recognizes the inputs of a graph.
 
     In one call it compares types, dtypes, shapes, strides, devices, whether gradients are required, and dispatch keys.

@@ -142,7 +142,8 @@ def product(
         result = F.scaled_mm(
             a, b.t(), a_scale, a_type, b_scale, b_type, a_swizzle, b_swizzle, bias=bias, output_dtype=out_dtype
         )
-    return result if result.shape == (m, n) else result[:m, :n].contiguous()
+    # A single row counts as contiguous with any stride, and would hold the memory of the padded one.
+    return result if result.shape == (m, n) else result[:m, :n].clone(memory_format=torch.contiguous_format)
 
 
 def is_one_call(left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
