@@ -80,7 +80,7 @@ def test_the_linear_is_readable_alone() -> None:
 
 def test_private_names_of_torch_are_behind_one_shim() -> None:
     """Operators (`torch._scaled_mm`, `torch._foreach_*`, `torch.ops`) are called where they are needed."""
-    allowed = ("torch._scaled_mm", "torch._foreach_", "torch.ops.", "torch.__version__")
+    allowed = ("torch._scaled_mm", "torch._scaled_grouped_mm", "torch._foreach_", "torch.ops.", "torch.__version__")
     for path in FILES:
         if path.name == "torch_compat.py":
             continue

@@ -487,9 +487,10 @@ def test_report_names_weights_that_no_linear_holds():
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, num_local_experts=4, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
-    model = octavo.convert(MixtralForCausalLM(config), verbose=False)
-    experts = [row for row in octavo.report(model) if not row.linear]
-    assert experts and all("is not a linear layer: high precision" in row.reason for row in experts)
+    model = octavo.convert(MixtralForCausalLM(config), skip=["*.experts"], verbose=False)
+    others = [row for row in octavo.report(model) if not row.linear]
+    assert [row.experts for row in others] == [False, True]
+    assert others[0].reason == "MixtralTopKRouter is not a linear layer: high precision"
     share = sum(r.weights for r in octavo.report(model) if r.converted) / sum(r.weights for r in octavo.report(model))
     assert f"({share:.0%} of the matrix weights)" in octavo.report(model).summary and share < 0.5
 

@@ -3,6 +3,8 @@
 from octavo.activations.detect import Activation, Glu, Norm, register
 from octavo.nn.change import change_recipe
 from octavo.nn.convert import apply_plan, revert, rule_plan
+from octavo.nn.experts import Experts
+from octavo.nn.grouped_linear import grouped_linear
 from octavo.nn.linear import Linear, linear
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.report import Report, report
@@ -11,6 +13,7 @@ from octavo.runtime.switch import disabled
 
 __all__ = [
     "Activation",
+    "Experts",
     "Glu",
     "Linear",
     "LinearLike",
@@ -20,6 +23,7 @@ __all__ = [
     "apply_plan",
     "change_recipe",
     "disabled",
+    "grouped_linear",
     "linear",
     "register",
     "report",

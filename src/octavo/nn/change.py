@@ -10,7 +10,9 @@ from typing import Any
 from torch import nn
 
 from octavo.activations.detect import original_class
+from octavo.activations.modules import STORAGE_ATTRIBUTE
 from octavo.nn.delayed import reset_history
+from octavo.nn.experts import convert_experts, is_converted_experts, looks_like_experts, revert_experts
 from octavo.nn.gathered import ShardedWeight
 from octavo.nn.linear_subclasses import change_since, class_fits, fp8_class, is_converted, restore_original_class
 from octavo.nn.report import PLAN_ATTRIBUTE
@@ -22,7 +24,7 @@ from octavo.runtime.swap import all_or_nothing, become
 
 
 def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, reason: str) -> None:
-    """Change the recipe of a linear of a converted model, from its next forward on.
+    """Change the recipe of a linear, or of experts, of a converted model, from its next forward on.
 
     Call it on every rank, with the same arguments, and not between a forward and its backward.
 
@@ -48,21 +50,31 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     module: Any = aliases[fqn]
     fqn = next(name for name, other in modules.items() if other is module)  # the name that a report lists
     new_recipe = None if recipe is None else get_recipe(recipe)
-    if not is_converted(module):
+    experts, converted = looks_like_experts(module), is_converted(module) or is_converted_experts(module)
+    if not converted:
         if (why := obstacle(module)) is not None:
             raise ValueError(f"change_recipe: {fqn!r} cannot be converted: {why}")
-    elif (new_recipe is None or not class_fits(module, new_recipe)) and (why := change_since(module)) is not None:
-        raise ValueError(f"change_recipe: {fqn or 'the model'!r} {why}. The model was left as it was")
+    elif experts or new_recipe is None or not class_fits(module, new_recipe):
+        if (why := change_since(module)) is not None:
+            raise ValueError(f"change_recipe: {fqn or 'the model'!r} {why}. The model was left as it was")
+    if experts and new_recipe is not None and new_recipe.history:
+        raise ValueError(f"change_recipe: {fqn!r} are experts, which keep no amax history: use 'rowwise'")
     weight = checked_weight(fqn, module)
     with all_or_nothing(model):
-        if new_recipe is None:
+        if experts:
+            storage = vars(module).get(STORAGE_ATTRIBUTE)
+            revert_experts(module)
+            if new_recipe is not None:
+                convert_experts(module, new_recipe, storage)
+        elif new_recipe is None:
             if is_converted(module):
                 restore_original_class(module)
         elif is_converted(module) and class_fits(module, new_recipe):
             vars(module)["recipe"] = new_recipe
         else:
             become(module, fp8_class(original_class(module), new_recipe), recipe=new_recipe)
-        reset_history(module)
+        if not experts:
+            reset_history(module)
         _update_plan(modules, fqn, new_recipe, reason)
         local = getattr(weight, "_local_tensor", None)
         if isinstance(local, ShardedWeight):

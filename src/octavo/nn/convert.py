@@ -21,6 +21,7 @@ from octavo.activations.modules import (
     fp8_saving_class,
     saves_fp8,
 )
+from octavo.nn.experts import convert_experts, is_converted_experts, looks_like_experts, revert_experts
 from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
 from octavo.nn.linear_subclasses import change_since, fp8_class, is_converted, restore_original_class
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, report
@@ -111,6 +112,9 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: boo
         for fqn in plan.converted:
             recipe = plan[fqn].recipe
             assert recipe is not None
+            if looks_like_experts(modules[fqn]):
+                convert_experts(modules[fqn], recipe, storages.pop(fqn, None))
+                continue
             become(modules[fqn], fp8_class(type(modules[fqn]), recipe), recipe=recipe, keep_weights=keep_weights)
         for fqn, storage in storages.items():
             enable_fp8_saving(modules[fqn], storage)
@@ -123,12 +127,16 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: boo
 
 def check_unconverted(model: nn.Module) -> None:
     """Raise ValueError if a layer of a model is converted already."""
-    already = [fqn for fqn, module in model.named_modules() if is_converted(module) or saves_fp8(module)]
+    already = [fqn for fqn, module in model.named_modules() if _is_changed(module)]
     if already:
         raise ValueError(
             f"{len(already)} layers of this model are converted already (first: {already[0] or 'the model itself'!r}). "
             "Call octavo.revert(model) first to convert it differently, or octavo.report(model) to list its recipes"
         )
+
+
+def _is_changed(module: nn.Module) -> bool:
+    return is_converted(module) or is_converted_experts(module) or saves_fp8(module)
 
 
 def nothing_converted(plan: Plan) -> ValueError:
@@ -157,7 +165,7 @@ def revert(model: M) -> M:
         )
     """
     check_module("revert", model)
-    converted = {fqn: module for fqn, module in model.named_modules() if is_converted(module)}
+    converted = {fqn: m for fqn, m in model.named_modules() if is_converted(m) or is_converted_experts(m)}
     saving = {fqn: module for fqn, module in model.named_modules() if saves_fp8(module)}
     if not converted and not saving and PLAN_ATTRIBUTE not in vars(model):
         raise ValueError("revert: this model holds no converted layer; octavo.convert(model) makes some")
@@ -166,7 +174,10 @@ def revert(model: M) -> M:
             raise ValueError(f"revert: {fqn or 'the model'} {why}. The model was left as it was")
     with all_or_nothing(model):
         for module in converted.values():
-            restore_original_class(module)
+            if is_converted_experts(module):
+                revert_experts(module)
+            else:
+                restore_original_class(module)
         for module in saving.values():
             disable_fp8_saving(module)
         for module in model.modules():

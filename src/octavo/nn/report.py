@@ -12,6 +12,7 @@ from torch import nn
 from octavo.activations.detect import original_class
 from octavo.activations.modules import STORAGE_ATTRIBUTE, saves_fp8
 from octavo.kernels.gemm import accelerated
+from octavo.nn.experts import is_converted_experts, looks_like_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.memory_audit import saved_by_layer
 from octavo.nn.select import STORED_HOW, is_linear
@@ -26,7 +27,7 @@ PLAN_ATTRIBUTE = "octavo_plan"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One linear layer, or another module with its own matrix weights (experts of a mixture, a convolution).
+    """One linear layer, the experts of a mixture, or another module with its own matrix weights (a convolution).
 
     Attributes:
         name: Fully qualified name; empty for the model itself.
@@ -35,6 +36,7 @@ class Row:
         converted: Whether it computes in FP8.
         recipe: Name of its recipe, or None.
         reason: Why it was converted, or why not.
+        experts: Whether it holds the experts of a mixture.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Row:
     converted: bool
     recipe: str | None
     reason: str
+    experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +101,9 @@ class Report(Displayed):
         converted = [row for row in self.rows if row.converted]
         recipes = ", ".join(sorted({row.recipe or "" for row in converted}))
         fraction = sum(row.weights for row in converted) / max(sum(row.weights for row in self.rows), 1)
-        text = f"converted {len(converted)} of {sum(row.linear for row in self.rows)} linear layers"
+        text = f"converted {sum(row.linear for row in converted)} of {sum(r.linear for r in self.rows)} linear layers"
+        if experts := [row for row in self.rows if row.experts]:
+            text += f" and {sum(row.converted for row in experts)} of {len(experts)} modules of experts"
         text += f" to {recipes} ({fraction:.0%} of the matrix weights)" if converted else ""
         skipped: dict[str, list[Row]] = {}
         for row in self.rows:
@@ -172,15 +177,19 @@ def report(model: nn.Module, batch: Any = None) -> Report:
     rows = []
     for fqn, module in model.named_modules():
         weights = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim >= 2)
-        converted = is_converted(module)
-        linear = is_linear(module)
+        converted = is_converted(module) or is_converted_experts(module)
+        linear, experts = is_linear(module), looks_like_experts(module)
         if linear or (weights and not isinstance(module, nn.Embedding)):
-            recipe = module.recipe.name if is_converted(module) else None
-            kind = original_class(module).__name__
-            reason = _reason(plans, fqn, converted) if linear else f"{kind} is not a linear layer: high precision"
+            recipe = module.recipe.name if converted else None
+            reason = f"{original_class(module).__name__} is not a linear layer: high precision"
+            if linear or experts:
+                reason = _reason(plans, fqn, converted)
             rows.append(
-                Row(name=fqn, linear=linear, weights=weights, converted=converted, recipe=recipe, reason=reason)
-            )
+                Row(
+                    name=fqn, linear=linear, weights=weights, converted=converted, recipe=recipe, reason=reason,
+                    experts=experts,
+                )
+            )  # fmt: skip
     return Report(
         rows=tuple(rows),
         execution=_execution(model),
@@ -208,10 +217,12 @@ def _decision(plans: Mapping[str, Plan], fqn: str) -> Decision | None:
 def _activation_rows(model: nn.Module, plans: Mapping[str, Plan]) -> Iterator[ActivationRow]:
     for fqn, module in model.named_modules():
         decision = _decision(plans, fqn)
-        if saves_fp8(module):
+        if saves_fp8(module) or (is_converted_experts(module) and STORAGE_ATTRIBUTE in vars(module)):
             storage = getattr(module, STORAGE_ATTRIBUTE).kind
             yield ActivationRow(name=fqn, activation_storage=storage, reason=STORED_HOW[storage])
-        elif decision is not None and not is_linear(module):
+        elif decision is not None and not is_linear(module) and not is_converted_experts(module):
+            if looks_like_experts(module) and decision.activation_storage is None:
+                continue  # nothing was said about what they store
             reason = decision.reason if decision.activation_storage is None else "reverted since"
             yield ActivationRow(name=fqn, activation_storage=None, reason=reason)
 
@@ -230,7 +241,7 @@ def _execution(model: nn.Module) -> str:
     """Return how converted layers run on their devices, if emulated."""
     used: set[tuple[torch.device, Recipe]] = set()
     for module in model.modules():
-        if is_converted(module):  # FSDP1 holds the parameters of its modules elsewhere
+        if is_converted(module) or is_converted_experts(module):  # FSDP1 holds the parameters of its modules elsewhere
             used |= {(parameter.device, module.recipe) for parameter in islice(module.parameters(), 1)}
     emulated = {(device.type, recipe.name) for device, recipe in used if not accelerated(recipe, device)}
     return "; ".join(

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, Union
 
 from torch import nn
 
+from octavo.nn.experts import experts_shape, looks_like_experts
 from octavo.nn.linear_like import LinearLike
 from octavo.numerics.names import nearest
 from octavo.runtime.linear_kinds import LINEAR, kind_of
@@ -280,7 +281,12 @@ class _Where(Filter):
 
 
 def sizes(module: nn.Module) -> tuple[int, int]:
-    """Return in_features and out_features of a linear, converted or not."""
+    """Return in_features and out_features of a linear, converted or not; of experts, those of each gate or up
+    projection.
+    """
+    if looks_like_experts(module):
+        _, hidden, _, inner = experts_shape(module)
+        return hidden, inner
     kind = None if isinstance(module, LinearLike) else kind_of(module)
     in_features, out_features = (kind or LINEAR).sizes
     return getattr(module, in_features), getattr(module, out_features)

@@ -4,7 +4,8 @@ can store their activations in FP8.
 Selection is by type: the classes of `octavo.runtime.linear_kinds` (`nn.Linear`, Transformers' `Conv1D`), and subclasses
 of `nn.Linear` whose code computes the same (`octavo.nn.linear_subclasses`). All others are skipped with a reason: other
 subclasses, such as bitsandbytes' quantized layers, and the output projection of `nn.MultiheadAttention`, whose weight
-torch reads without calling the module.
+torch reads without calling the module. Experts of a mixture, whose weights are 3-D, are recognized by
+`octavo.nn.experts`.
 
 A vocabulary head stays in high precision by default: its output feeds the softmax directly, and each row of its weight
 is the target of one token in thousands. Heads are recognized by structure: tied to an embedding, or the model's
@@ -18,12 +19,14 @@ it is the same on every machine.
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.activations.candidates import storable
+from octavo.nn.experts import describe_experts, experts_obstacle, looks_like_experts
 from octavo.nn.filters import Filter, FilterLike, Layer, as_filter, layers_of, names_of, sizes
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.linear_subclasses import computes_linear, lossy_subclass
@@ -60,6 +63,11 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | LinearLike) or kind_of_class(type(module)) is not None
 
 
+def is_layer(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer or experts of a mixture: what a plan gives a recipe."""
+    return is_linear(module) or looks_like_experts(module)
+
+
 def own_weight(module: nn.Module) -> nn.Parameter | None:
     """Return the weight of a module if it is its own parameter. Does not compute a parametrized weight, which can have
     side effects (spectral norm).
@@ -75,7 +83,7 @@ def default_plan(
     activations: str = "bf16",
     recipes: Mapping[FilterLike, Recipe] | None = None,
 ) -> Plan:
-    """Decide for every linear of a model, and for every module whose activations could be stored in FP8.
+    """Decide for every linear and experts of a model, and for every module whose activations could be stored in FP8.
 
     Args:
         model: Any module, on any device; nothing in it is touched.
@@ -106,20 +114,21 @@ def default_plan(
     storages = storable(model) if activations == "fp8" else {}
     for fqn, module in model.named_modules():
         storage = None if is_linear(module) else storages.get(fqn)
-        if storage is None and not is_linear(module):
+        if storage is None and not is_layer(module):
             continue
+        kind = None if storage is None or isinstance(storage, str) else storage.kind
         pattern = next((p for p in skip if any(fnmatchcase(name, p) for name in names[module])), None)
         if pattern is not None:
             matched.add(pattern)
             decisions[fqn] = Decision(recipe=None, reason=f"{_SKIPPED} {pattern!r}")
-        elif storage is not None:
-            kind = None if isinstance(storage, str) else storage.kind
+        elif storage is not None and not looks_like_experts(module):
             reason = STORED_HOW[kind] if kind is not None else f"{storage}: stays as it is"
             decisions[fqn] = Decision(recipe=None, reason=reason, activation_storage=kind)
         elif recipe is None:
-            decisions[fqn] = Decision(recipe=None, reason="precision level bf16")
+            decisions[fqn] = Decision(recipe=None, reason="precision level bf16", activation_storage=kind)
         else:
-            decisions[fqn] = _decide(by_module[module], recipe, heads.get(module), chosen, rules)
+            decision = _decide(by_module[module], recipe, heads.get(module), chosen, rules)
+            decisions[fqn] = replace(decision, activation_storage=kind)
     for mismatch in mismatches:
         warnings.warn(mismatch, UserWarning, stacklevel=_caller_level())
     for pattern in (p for p in skip if p not in matched):
@@ -153,6 +162,8 @@ def linears_with_exact_inputs(model: nn.Module, plan: Plan) -> list[str]:
 
 def obstacle(module: nn.Module) -> str | None:
     """Return why a module can never be converted, or None."""
+    if looks_like_experts(module):
+        return experts_obstacle(module)
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     if not is_linear(module):
         return f"{kind} is not a linear layer"
@@ -188,8 +199,8 @@ def _narrow(layer: Layer) -> str | None:
 
 
 def checked_weight(fqn: str, module: nn.Module) -> Tensor:
-    """Return the weight of a linear; raise TypeError if its dtype cannot be quantized."""
-    weight = module.weight
+    """Return the weight of a linear, or one of experts; raise TypeError if its dtype cannot be quantized."""
+    weight = module.down_proj if looks_like_experts(module) else module.weight
     assert isinstance(weight, Tensor)
     if weight.dtype not in SUPPORTED_DTYPES:
         supported = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
@@ -201,10 +212,10 @@ def checked_weight(fqn: str, module: nn.Module) -> Tensor:
 
 
 def _layers(model: nn.Module, heads: Mapping[nn.Module, str]) -> dict[str, Layer]:
-    """Return the linears of a model by each of their names, as `Layer`s for filters."""
-    linears = [module for module in model.modules() if is_linear(module)]
-    counted = [module for module in linears if module not in heads and obstacle(module) is None]
-    return layers_of(model, linears, counted)
+    """Return the linears and experts of a model by each of their names, as `Layer`s for filters."""
+    layers = [module for module in model.modules() if is_layer(module)]
+    counted = [m for m in layers if is_linear(m) and m not in heads and obstacle(m) is None]
+    return layers_of(model, layers, counted)
 
 
 def _decide(
@@ -234,7 +245,13 @@ def _decide(
         if matches:
             recipe, reason = other, _with_fact(f"{reason}; {other.name}", fact) + _as_named(layer, first)
             break
-    return Decision(recipe=recipe, reason=reason + _padding(checked_weight(first.fqn, first.module)))
+    weight = checked_weight(first.fqn, first.module)
+    if not looks_like_experts(first.module):
+        return Decision(recipe=recipe, reason=reason + _padding(weight))
+    if recipe.history:
+        reason = f"experts: recipe {recipe.name!r} needs an amax history, which experts do not keep; high precision"
+        return Decision(recipe=None, reason=reason)
+    return Decision(recipe=recipe, reason=describe_experts(first.module, recipe) + reason.removeprefix("linear"))
 
 
 def _as_named(layer: Layer, first: Layer) -> str:

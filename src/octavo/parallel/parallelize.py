@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from octavo.comm import DEFAULT_SPEC
 from octavo.nn.convert import apply_plan, rule_plan
+from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import check_module
 from octavo.numerics.names import nearest
@@ -264,7 +265,8 @@ def _check_recipes(model: nn.Module, fp8_comm: str) -> None:
 
 def _compare_ranks(model: nn.Module, settings: list[Any], problem: Exception | None, mesh: Any) -> None:
     """Raise on every rank if one has a problem, or if ranks have different settings, recipes or parameters."""
-    recipes = {name: str(m.recipe.to_json()) for name, m in model.named_modules() if is_converted(m)}
+    converted = {name: m for name, m in model.named_modules() if is_converted(m) or is_converted_experts(m)}
+    recipes = {name: str(m.recipe.to_json()) for name, m in converted.items()}
     parameters = {name: [list(p.shape), p.dtype, p.requires_grad] for name, p in model.named_parameters()}
     values = {"settings": settings, "recipes of layers": recipes, "parameters": parameters}
     digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in values.items()}

@@ -1,0 +1,229 @@
+"""grouped_mm: the products of a linear layer with one weight per expert, over rows that are sorted by expert.
+
+    nt    Y[g] = A[g] B[e]ᵀ    A [M,K], B [E·N,K] → [M,N]      forward   Y  = X Wᵀ
+    nn    Y[g] = A[g] B[e]     A [M,N], B [E·N,K] → [M,K]      dgrad     ∂X = G W
+    tn    Y[e] = A[g]ᵀ B[g]    A [M,N], B [M,K]   → [E,N,K]    wgrad     ∂W = Gᵀ X
+
+g are the rows of expert e: from `offsets[e - 1]` (0 for the first) to `offsets[e]`. An expert may have no rows. Rows
+from `offsets[-1]` on belong to no expert (tokens of experts on other ranks): no product reads them, and they are zero
+in nt and nn.
+
+Scale folding (`octavo.numerics.recipe`) is per expert: with X ≈ diag(a) Xq, quantized once for all experts, and
+W[e] ≈ diag(b[e]) Wq[e],
+
+    ∂X[g] ≈ (G[g] diag(b[e])) Wq[e]      quantized by row
+    ∂W[e] ≈ (diag(a[g]) G[g])ᵀ Xq[g]     quantized by column and expert: scales [E,N]
+
+`octavo.kernels.grouped.gradient` quantizes G this way. `reference` computes each expert by the reference of
+`scaled_mm`, so a grouped product equals products per expert bit for bit. Offsets stay on the device: only `reference`
+reads them on the host.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.conformance.mismatches import low_sqnr
+from octavo.kernels.gemm import UNIT_SCALE
+from octavo.kernels.grouped import reference, torch_scaled
+from octavo.kernels.grouped.gradient import groups_of_rows, quantize_grouped_gradient, sum_by_group
+from octavo.kernels.library import define
+from octavo.kernels.quantize import quantize
+from octavo.kernels.registry import Backend, Case, Op, register
+from octavo.numerics.recipe import RECIPES, Recipe
+from octavo.numerics.spec import COLUMN, ROW, QuantSpec
+from octavo.tensor import ScaledTensor
+
+__all__ = [
+    "GROUPED_MM",
+    "grouped_mm",
+    "groups_of_rows",
+    "is_grouped",
+    "quantize_grouped_gradient",
+    "sum_by_group",
+]  # fmt: skip
+
+Layout = Literal["nt", "nn", "tn"]
+
+
+def grouped_mm(
+    a: ScaledTensor,
+    b: ScaledTensor,
+    offsets: Tensor,
+    layout: Layout,
+    *,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+) -> Tensor:
+    """Multiply the rows of each expert by its weight (nt, nn), or by its other rows (tn).
+
+    Args:
+        a: Left operand, [M,K] in layout nt, [M,N] in nn and tn. Scales by row [M,1], in tn by column and expert [E,N].
+        b: Right operand, [E·N,K], the rows of all experts' weights, with scales by row or unit scales; [M,K] with unit
+            scales in layout tn.
+        offsets: int32 [E], where the rows of each expert end, ascending.
+        layout: See the module.
+        out_dtype: float32, bfloat16 or float16.
+        bias: [E,N] of such a dtype, added to the rows of each expert in layout nt, or None.
+        fast_accum: As in `octavo.kernels.scaled_mm`.
+
+    Returns:
+        [M,N] in layout nt, [M,K] in nn, [E,N,K] in tn; contiguous.
+
+    Raises:
+        ValueError: Sizes, dtypes, scales or devices of the operands do not fit together.
+    """
+    _check(a, b, offsets, layout, out_dtype, bias)
+    result: Tensor = torch.ops.octavo.grouped_mm.default(
+        _bytes(a, _CONTRACTED[layout][0]), a.scale, a.spec.text, _bytes(b, _CONTRACTED[layout][1]), b.scale,
+        b.spec.text, offsets, layout, out_dtype, bias, fast_accum,
+    )  # fmt: skip
+    return result
+
+
+_CONTRACTED = {"nt": (1, 1), "nn": (1, 0), "tn": (0, 0)}
+"""Contracted dimensions of A and B, by layout."""
+_HIGH_PRECISION = (torch.bfloat16, torch.float32, torch.float16)
+
+
+def is_grouped(recipe: Recipe) -> bool:
+    """Return whether a recipe's products run as grouped ones: X and W by row, folded into G, all in FP8."""
+    granularities = recipe.x.granularity, recipe.w.granularity, recipe.dgrad_g.granularity
+    by_row = granularities == (ROW, ROW, ROW) and recipe.x.scale_rule != "e8m0" != recipe.w.scale_rule
+    one_copy = recipe.dgrad_w == recipe.w and recipe.wgrad_x == recipe.x and not recipe.history
+    return by_row and one_copy and recipe.wgrad_g is not None and recipe.wgrad_g.granularity == COLUMN
+
+
+def _bytes(operand: ScaledTensor, along: int) -> Tensor:
+    """Return the data contiguous along the contraction if it exists, else `data`, which a backend copies if needed."""
+    data = operand.along(along) if operand.other_order is not None else None
+    return operand.data if data is None else data
+
+
+def _check(
+    a: ScaledTensor, b: ScaledTensor, offsets: Tensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None
+) -> None:
+    if layout not in _CONTRACTED:
+        raise ValueError(f"grouped_mm: layout must be 'nt', 'nn' or 'tn'; got {layout!r}")
+    if offsets.ndim != 1 or offsets.dtype != torch.int32 or not offsets.numel():
+        raise ValueError(
+            f"grouped_mm: offsets must be int32 [experts], one or more; got {offsets.dtype} {list(offsets.shape)}"
+        )
+    experts, (m, columns), (rows, k) = offsets.numel(), a.data.shape, b.data.shape
+    n = rows // experts
+    fits = {"nt": columns == k and rows == n * experts, "nn": rows == columns * experts, "tn": rows == m}[layout]
+    if not fits:
+        raise ValueError(f"grouped_mm {layout}: A [{m},{columns}] and B [{rows},{k}] do not fit for {experts} experts")
+    scales = {"nt": ((m, 1), (rows, 1)), "nn": ((m, 1), None), "tn": ((experts, columns), None)}[layout]
+    for name, operand, shape in zip("AB", (a, b), scales, strict=True):
+        scale = operand.scale
+        if (None if scale is None else tuple(scale.shape)) != shape or operand.spec.scale_rule == "e8m0":
+            raise ValueError(
+                f"grouped_mm {layout}: {name} needs float32 scales {shape or 'folded away (None)'}; got "
+                f"{None if scale is None else tuple(scale.shape)} with spec {operand.spec}"
+            )
+        if operand.data.dtype != operand.spec.format.dtype:
+            raise ValueError(f"grouped_mm {layout}: {name} is {operand.data.dtype}; its spec is {operand.spec}")
+    if out_dtype not in _HIGH_PRECISION:
+        raise ValueError(f"grouped_mm {layout}: out_dtype must be float32, bfloat16 or float16; got {out_dtype}")
+    if bias is not None and (layout != "nt" or bias.shape != (experts, n) or bias.dtype not in _HIGH_PRECISION):
+        raise ValueError(
+            f"grouped_mm {layout}: bias is [{experts},{n}] in layout nt, None otherwise; got {bias.dtype} "
+            f"{list(bias.shape)}"
+        )
+    tensors = (a.data, b.data, offsets, *(t for t in (a.scale, b.scale, bias) if t is not None))
+    if len({t.device for t in tensors}) > 1:
+        raise ValueError(f"grouped_mm {layout}: operands are on {', '.join(sorted({str(t.device) for t in tensors}))}")
+
+
+def cases_of(recipe: Recipe) -> dict[str, Case]:
+    """Return the grouped FP8 products of a recipe, by name. The last entry of a case: whether it has a bias."""
+    assert recipe.wgrad_g is not None
+    return {
+        "forward": (recipe.x.text, recipe.w.text, "nt", ""),
+        "forward with bias": (recipe.x.text, recipe.w.text, "nt", "bias"),
+        "dgrad": (recipe.dgrad_g.text, UNIT_SCALE, "nn", ""),
+        "wgrad": (recipe.wgrad_g.text, UNIT_SCALE, "tn", ""),
+    }
+
+
+def _cases() -> dict[str, Case]:
+    recipes = [recipe for recipe in RECIPES.values() if is_grouped(recipe)]
+    return {f"{r.name} {product}": case for r in recipes for product, case in cases_of(r).items()}
+
+
+def _case(a: Any, b: Any, b_scale: Tensor | None, layout: str, bias: Tensor | None) -> Case:
+    return str(a), UNIT_SCALE if b_scale is None else str(b), layout, "" if bias is None else "bias"
+
+
+def random_operands(
+    case: Case, counts: list[int], n: int, k: int, device: torch.device, seed: int = 0
+) -> tuple[ScaledTensor, ScaledTensor, Tensor, Tensor | None]:
+    """Return random operands, offsets and bias of a case; three more rows than `counts` belong to no expert."""
+    generator = torch.Generator().manual_seed(seed)
+    a_text, b_text, layout, biased = case
+    experts, m = len(counts), sum(counts) + 3
+    offsets = torch.tensor(counts).cumsum(0).int().to(device)
+
+    def operand(text: str, rows: int, columns: int) -> ScaledTensor:
+        values = torch.randn((rows, columns), generator=generator, device="cpu").to(device)
+        quantized = quantize(values, QuantSpec.parse("e4m3/tensor" if text == UNIT_SCALE else text))
+        return quantized.unscaled if text == UNIT_SCALE else quantized
+
+    a = operand(a_text, m, k if layout == "nt" else n)
+    b = operand(b_text, m if layout == "tn" else experts * n, k)
+    if layout == "tn":
+        by_group = torch.rand((experts, n), generator=generator, device="cpu").to(device)
+        a = ScaledTensor(a.data, by_group, a.spec)
+    bias = torch.randn((experts, n), generator=generator, device="cpu").to(device, torch.bfloat16) if biased else None
+    return a, b, offsets, bias
+
+
+def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
+    """Compare grouped products with `reference` within bf16 rounding: no rows, one row, odd counts, odd sizes."""
+    for counts, n, k in (([5, 0, 1, 33], 70, 167), ([300, 17, 0, 190], 272, 384)):
+        a, b, offsets, bias = random_operands(case, counts, n, k, device)
+        for dtype in (torch.bfloat16, torch.float32):
+            arguments = (a, b, offsets, case[2], dtype, bias, case[2] == "nt")
+            expected, actual = reference.grouped_mm(*arguments), backend.run(*arguments)
+            if problem := low_sqnr([expected], [actual], 45, [f"the grouped product of {dtype}, rows {counts}"]):
+                return problem
+    return None
+
+
+GROUPED_MM = register(Op(name="grouped_mm", cases=_cases(), probe=_probe))
+GROUPED_MM.add(
+    Backend(name="torch_scaled", run=torch_scaled.grouped_mm, unsupported_reason=torch_scaled.unsupported_reason)
+)
+GROUPED_MM.add(Backend(name="reference", run=reference.grouped_mm))
+
+
+def _run(
+    a: Tensor, a_scale: Tensor, a_spec: str, b: Tensor, b_scale: Tensor | None, b_spec: str, offsets: Tensor,
+    layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    left = ScaledTensor(a, a_scale, QuantSpec.parse(a_spec))
+    right = ScaledTensor(b, b_scale, QuantSpec.parse(b_spec))
+    backend = GROUPED_MM.choose(a.device, _case(a_spec, b_spec, b_scale, layout, bias))
+    result: Tensor = backend.run(left, right, offsets, layout, out_dtype, bias, fast_accum)
+    return result
+
+
+def _fake(
+    a: Tensor, a_scale: Tensor, a_spec: str, b: Tensor, b_scale: Tensor | None, b_spec: str, offsets: Tensor,
+    layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    experts = offsets.shape[0]
+    if layout == "tn":
+        return a.new_empty((experts, a.shape[1], b.shape[1]), dtype=out_dtype)
+    return a.new_empty((a.shape[0], b.shape[0] // experts if layout == "nt" else b.shape[1]), dtype=out_dtype)
+
+
+define(
+    "grouped_mm(Tensor a, Tensor a_scale, str a_spec, Tensor b, Tensor? b_scale, str b_spec, Tensor offsets, "
+    "str layout, ScalarType out_dtype, Tensor? bias, bool fast_accum) -> Tensor",
+    _run,
+    _fake,
+)

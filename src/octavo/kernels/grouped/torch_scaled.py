@@ -1,0 +1,71 @@
+"""grouped_mm through PyTorch's `torch._scaled_grouped_mm` (CUTLASS): forward and dgrad by row, bf16, on Hopper.
+
+It reads offsets on the device. It has no bias, and its wgrad needs the rows of each expert to begin at multiples of 16,
+which tokens do not: those products run in Triton. Written from PyTorch's documentation and source; never run by its
+authors on a GPU, so the registry's probe decides on each device.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.gemm.operand_layout import ALIGNMENT, packed
+from octavo.kernels.registry import Case, unsupported_gpu
+from octavo.tensor import ScaledTensor
+
+
+def unsupported_reason(device: torch.device, case: Case) -> str | None:
+    """Return why this backend cannot run a case on a device, or None. Runs no kernel."""
+    if device.type != "cuda":
+        return f"torch._scaled_grouped_mm has no kernel for device type {device.type!r}"
+    if (reason := unsupported_gpu(device)) is not None:
+        return reason
+    if not hasattr(torch, "_scaled_grouped_mm"):
+        return f"torch {torch.__version__} has no _scaled_grouped_mm"
+    if case[2] == "tn":
+        return "torch._scaled_grouped_mm contracts over the rows of an expert only if they begin at multiples of 16"
+    if case[3]:
+        return "torch._scaled_grouped_mm adds no bias"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "torch._scaled_grouped_mm multiplies with scales by row on Hopper only"
+    return None
+
+
+def grouped_mm(
+    a: ScaledTensor, b: ScaledTensor, offsets: Tensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None,
+    fast_accum: bool,
+) -> Tensor:  # fmt: skip
+    """See `octavo.kernels.grouped.grouped_mm`; layouts nt and nn without bias. Other dtypes than bf16 round twice."""
+    experts, (m, contraction) = offsets.numel(), a.data.shape
+    n = b.data.shape[0] // experts
+    columns = n if layout == "nt" else b.data.shape[1]
+    if not m * columns * contraction:
+        return a.data.new_zeros((m, columns), dtype=out_dtype)
+    left = packed(a.data, 1, ALIGNMENT)
+    weights = b.data.unflatten(0, (experts, n))
+    weights = weights.transpose(1, 2) if layout == "nt" else weights  # [E, contraction, columns]
+    padded_columns = columns + -columns % ALIGNMENT
+    right = _columns_first(weights, left.shape[1], padded_columns)
+    b_scale = torch.ones((experts, padded_columns), device=left.device)
+    if b.scale is not None:
+        b_scale[:, :columns] = b.scale.view(experts, columns)
+    multiply: Any = torch._scaled_grouped_mm
+    assert a.scale is not None
+    product: Tensor = multiply(
+        left, right, a.scale.view(-1), b_scale, offs=offsets, out_dtype=torch.bfloat16, use_fast_accum=fast_accum
+    )
+    product = product[:, :columns]
+    inside = torch.arange(m, device=left.device)[:, None] < offsets[-1]
+    return torch.where(inside, product, 0).to(out_dtype)
+
+
+def _columns_first(weights: Tensor, contraction: int, columns: int) -> Tensor:
+    """Return weights [E, contraction, columns] zero-padded, each contiguous along the contraction; a copy if needed."""
+    experts, k, n = weights.shape
+    ready = weights.stride(1) == 1 and not weights.stride(2) % ALIGNMENT and not weights.stride(0) % ALIGNMENT
+    if ready and (k, n) == (contraction, columns) and not weights.data_ptr() % ALIGNMENT:
+        return weights
+    memory = torch.zeros((experts, columns, contraction), dtype=torch.uint8, device=weights.device)
+    memory[:, :n, :k] = weights.transpose(1, 2).view(torch.uint8)
+    return memory.view(weights.dtype).transpose(1, 2)

@@ -1,0 +1,237 @@
+"""Experts of a mixture in FP8: modules that hold the weights of all experts of a layer as 3-D parameters.
+
+    Y = Σ over the k experts e of a token:  weight · down[e](gate(gate_up[e](x)))
+
+Transformers keeps experts in one module per layer: `gate_up_proj` [E,2I,H] (or `up_proj` [E,I,H]) and `down_proj`
+[E,H,I], transposed in some models, with biases in some. Its decorator `use_experts_implementation` replaces the forward
+of such a class by one that calls any of several interchangeable functions (a loop, batched or grouped products), which
+read what the class computes from flags of the module. `Experts` is one more such function, with the two products in
+FP8: sort the rows by expert, multiply (`octavo.nn.grouped_linear`), let the module itself apply its gate, activation
+and norm, multiply by the routing weights, and add the k results of each token. Routers are modules of their own, and
+stay in high precision.
+
+A class is replaced only if the code of its forward is the decorator's and every flag of the decorator is known here.
+Names of classes do not matter. Anything else keeps its forward, and the report says why.
+
+Slots whose expert id is E or more (experts of other ranks, under expert parallelism) are dropped: their rows sort last,
+no product reads them, and no gradient comes from them.
+"""
+
+import inspect
+import sys
+from types import CodeType
+from typing import Any, ClassVar, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from octavo.activations.detect import original_class, uses_default_call
+from octavo.activations.modules import STORAGE_ATTRIBUTE, mixed_class
+from octavo.activations.saved_tensors import compressed
+from octavo.kernels.grouped import is_grouped
+from octavo.nn.grouped_linear import grouped_linear
+from octavo.numerics.recipe import DEFAULT, Recipe
+from octavo.runtime.swap import become, has_own_forward, is_fully_sharded
+from octavo.runtime.switch import SWITCH
+from octavo.runtime.torch_compat import is_traceable_wrapper_subclass
+
+_FLAGS = {"has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated"}
+"""Flags of Transformers' decorator that `Experts` reads or that the module's own gate reads."""
+_DECORATOR = "transformers.integrations.moe"
+_ATTRIBUTES = ("recipe", STORAGE_ATTRIBUTE)
+
+
+class Experts(nn.Module):
+    """Experts that compute in FP8. `octavo.convert` makes them from Transformers' experts; `octavo.revert` undoes that.
+
+    Attributes:
+        recipe: Precision of the products.
+    """
+
+    octavo_original: ClassVar[Any]
+    recipe: Recipe = DEFAULT
+    down_proj: Tensor
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute the experts of each token.
+
+        Args:
+            hidden_states: [T,H].
+            top_k_index: int64 [T,k], the experts of each token; E or more for none.
+            top_k_weights: [T,k], their routing weights.
+
+        Returns:
+            [T,H] in the dtype of `hidden_states`.
+        """
+        if not SWITCH.enabled:
+            original: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
+            return original
+        if STORAGE_ATTRIBUTE in vars(self):
+            stored: Tensor = compressed(self, (), self._mixture, hidden_states, top_k_index, top_k_weights)
+            return stored
+        return self._mixture(hidden_states, top_k_index, top_k_weights)
+
+    def _mixture(self, hidden_TH: Tensor, index_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        k = index_Tk.shape[-1]
+        ids, order = torch.sort(index_Tk.reshape(-1), stable=True)
+        experts = torch.arange(self.down_proj.shape[0], device=ids.device, dtype=ids.dtype)
+        offsets = torch.searchsorted(ids, experts, right=True).int()
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        rows = _Gather.apply(hidden_TH, order, inverse, k)
+        y = self.octavo_on_rows(rows, offsets)
+        y = y * _Gather.apply(weights_Tk.reshape(-1, 1), order, inverse, 1)
+        y_TkH = _Gather.apply(y, inverse, order, 1).view(-1, k, y.shape[-1])
+        result: Tensor = y_TkH.sum(1).to(hidden_TH.dtype).view(hidden_TH.shape)
+        return result
+
+    def octavo_on_rows(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Compute each expert on its rows: [M,H] sorted by expert → [M,H]; `offsets` as in `grouped_linear`."""
+        both = self._octavo_linear("gate_up_proj" if self.has_gate else "up_proj", rows, offsets)
+        inner = self._apply_gate(both) if self.has_gate else self.act_fn(both)  # type: ignore[operator]
+        y = self._octavo_linear("down_proj", inner, offsets)
+        return self.post_expert_norm(y) if getattr(self, "has_post_expert_norm", False) else y  # type: ignore[operator]
+
+    def _octavo_linear(self, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
+        bias: Any = getattr(self, f"{name}_bias") if self.has_bias else None
+        return grouped_linear(rows, getattr(self, name), bias, offsets, self.recipe, bool(self.is_transposed))
+
+    def extra_repr(self) -> str:
+        """Return the description of the original, with the recipe."""
+        return ", ".join(part for part in (super().extra_repr(), f"recipe={self.recipe.name}") if part)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of x [T,·], each repeated k times, in a given order; backward reorders and adds, without atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return x.reshape(-1, x.shape[-1])[order if k == 1 else order // k]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        g = g[inverse]
+        return (g if ctx.k == 1 else g.view(-1, ctx.k, g.shape[-1]).sum(1)), None, None, None
+
+
+def looks_like_experts(module: nn.Module) -> bool:
+    """Return whether a module is experts: converted, or with 3-D `gate_up_proj` or `up_proj`, and `down_proj`."""
+    if isinstance(module, Experts):
+        return True
+    own = module._parameters
+    if not isinstance(own, dict):  # a ScriptModule
+        return False
+    up, down = own.get("gate_up_proj", own.get("up_proj")), own.get("down_proj")
+    return up is not None and down is not None and up.ndim == down.ndim == 3
+
+
+def is_converted_experts(module: nn.Module) -> TypeGuard[Experts]:
+    """Return whether a module is experts that compute in FP8."""
+    return isinstance(module, Experts)
+
+
+def experts_obstacle(module: nn.Module) -> str | None:
+    """Return why experts cannot compute in FP8, or None; `looks_like_experts` holds."""
+    owner = original_class(module)
+    kind = f"{owner.__module__}.{owner.__qualname__}"
+    unknown = f"{kind} holds experts, but"
+    forward = inspect.getattr_static(owner, "forward", None)
+    if getattr(forward, "__code__", None) is not _decorated_code() or not uses_default_call(owner):
+        return f"{unknown} its forward is not that of Transformers' use_experts_implementation, so it is not known"
+    if other := _decorator_flags() - _FLAGS:
+        return f"{unknown} this release of Transformers has flags that Octavo does not know: {', '.join(sorted(other))}"
+    if missing := [name for name in ("has_gate", "has_bias", "is_transposed") if not hasattr(module, name)]:
+        return f"{unknown} it has no flag {missing[0]}: it was not made by its own constructor"
+    if (implementation := _foreign_implementation(module, forward)) is not None:
+        return f"{unknown} its config chooses the experts implementation {implementation!r}, which is not Transformers'"
+    if is_fully_sharded(module) or any(map(is_traceable_wrapper_subclass, module.parameters(recurse=False))):
+        return "sharded already: convert before sharding"
+    if has_own_forward(module):
+        return "its forward was replaced on the instance, so it would not be used: convert before that is done"
+    if (problem := _misfit(module)) is not None:
+        return f"{unknown} {problem}"
+    if taken := [name for name in _ATTRIBUTES if name in vars(module) and not isinstance(module, Experts)]:
+        return f"it has an attribute {taken[0]!r} of its own, which converted experts use: rename it"
+    try:
+        mixed_class(Experts, owner)
+    except Exception as error:
+        return f"making a subclass of {kind} raises {type(error).__name__}: {error}"
+    return None
+
+
+def _decorator() -> Any:
+    return getattr(sys.modules.get(_DECORATOR), "use_experts_implementation", None)
+
+
+def _decorated_code() -> CodeType | None:
+    """Return the code of the forward that Transformers' decorator gives to classes, None before it is imported."""
+    code = getattr(_decorator(), "__code__", None)
+    for name in ("wrapper", "forward"):
+        inner = code.co_consts if code is not None else ()
+        code = next((c for c in inner if isinstance(c, CodeType) and c.co_name == name), None)
+    return code
+
+
+def _decorator_flags() -> set[str]:
+    parameters = inspect.signature(_decorator()).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"experts_interface"}
+
+
+def _foreign_implementation(module: nn.Module, forward: Any) -> str | None:
+    """Return the implementation that a module would call, by name, if it is neither Transformers' nor its class's."""
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    interface = inspect.getclosurevars(forward).nonlocals.get("experts_interface")
+    if chosen in (None, "eager") or interface is None:
+        return None
+    function = interface[chosen] if chosen in interface else None
+    return None if str(getattr(function, "__module__", "")).startswith("transformers.") else chosen
+
+
+def experts_shape(module: nn.Module) -> tuple[int, int, int, int]:
+    """Return E, in features H, out features of the first product, and inner features I."""
+    parameters: Any = module._parameters
+    up = parameters["gate_up_proj"] if parameters.get("gate_up_proj") is not None else parameters["up_proj"]
+    down = parameters["down_proj"]
+    transposed = getattr(module, "is_transposed", False)
+    hidden, both = up.shape[1:] if transposed else (up.shape[2], up.shape[1])
+    return up.shape[0], hidden, both, down.shape[1] if transposed else down.shape[2]
+
+
+def _misfit(module: nn.Module) -> str | None:
+    """Return why the parameters of experts do not fit together or their flags, or None."""
+    own: Any = module._parameters
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    if own.get(name) is None:
+        return f"it has no parameter {name}"
+    experts, hidden, both, inner = experts_shape(module)
+    down = own["down_proj"]
+    expected = (experts, inner, hidden) if module.is_transposed else (experts, hidden, inner)
+    if tuple(down.shape) != expected or both != inner * (2 if module.has_gate else 1):
+        return f"{name} {list(own[name].shape)} and down_proj {list(down.shape)} do not fit its flags"
+    if module.has_bias and any(own.get(f"{part}_bias") is None for part in (name, "down_proj")):
+        return "it has no bias parameters"
+    return None
+
+
+def describe_experts(module: nn.Module, recipe: Recipe) -> str:
+    """Return the reason that a report shows for converted experts."""
+    experts, hidden, both, inner = experts_shape(module)
+    each = "" if is_grouped(recipe) else ", one product per expert"
+    return f"experts: {experts} x ({hidden} → {both}, {inner} → {hidden}) in FP8 ({recipe.name}{each})"
+
+
+def convert_experts(module: nn.Module, recipe: Recipe, storage: Any) -> None:
+    """Make experts compute in FP8, in place; with a `storage`, they also store their activations in FP8."""
+    attributes = {} if storage is None else {STORAGE_ATTRIBUTE: storage}
+    become(module, mixed_class(Experts, original_class(module)), recipe=recipe, **attributes)
+
+
+def revert_experts(module: nn.Module) -> None:
+    """Undo `convert_experts`."""
+    become(module, original_class(module))
+    for name in _ATTRIBUTES:
+        vars(module).pop(name, None)

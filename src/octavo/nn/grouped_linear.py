@@ -1,0 +1,135 @@
+"""grouped_linear: a linear layer with one weight per expert, over rows sorted by expert, in FP8.
+
+    forward  Y[g] = X[g] W[e]ᵀ     legend: M rows sorted by expert, E experts, K in and N out features of each expert,
+    dgrad    ∂X[g] = G[g] W[e]             g the rows of expert e
+    wgrad    ∂W[e] = G[g]ᵀ X[g]
+
+With recipes that scale by row and fold (`rowwise`), X is quantized once for all experts and each of the three products
+is one grouped product (`octavo.kernels.grouped`): the results of `octavo.nn.linear` on the rows of each expert alone,
+bit for bit on the reference backend. The other recipes share scales between rows or contract over blocks of rows, which
+must not cross experts: they run `octavo.nn.linear` per expert, and wait for the GPU once to learn how many rows each
+has.
+
+Saved for backward, as for `octavo.nn.linear`: X in FP8, one byte per element, and W by reference with its scales.
+Weights that are stored as [E,K,N] are copied to [E,N,K] before each quantization.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo.kernels import grouped_mm, needs_both_orders, quantize
+from octavo.kernels.grouped import groups_of_rows, is_grouped, quantize_grouped_gradient, sum_by_group
+from octavo.kernels.quantize import Order
+from octavo.nn.linear import linear
+from octavo.nn.operands import apply_unhooked, output_dtype
+from octavo.numerics.recipe import Recipe
+from octavo.runtime.torch_compat import FakeTensor, required_gradients
+from octavo.tensor import ScaledTensor
+
+
+def grouped_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, recipe: Recipe, transposed: bool = False
+) -> Tensor:
+    """Multiply the rows of each expert by its weight, in FP8, differentiable.
+
+    Args:
+        input: [M,K], rows sorted by expert; float32, bfloat16 or float16.
+        weight: [E,N,K], or [E,K,N] if `transposed`, of the input's dtype unless autocast is on.
+        bias: [E,N] or None.
+        offsets: int32 [E], where the rows of each expert end, on the input's device.
+        recipe: Precision of the products; not one with a `history`.
+        transposed: Whether each expert's weight is stored as [in, out].
+
+    Returns:
+        [M,N] in the input's dtype, or in autocast's if autocast is on. Rows from `offsets[-1]` on are zero, and so is
+        their gradient.
+
+    Raises:
+        ValueError: If sizes or dtypes do not fit.
+
+    Examples:
+        >>> x, weight = torch.randn(8, 64), torch.randn(2, 32, 64)
+        >>> octavo.nn.grouped_linear(x, weight, None, torch.tensor([3, 8]).int(), octavo.RECIPES["rowwise"]).shape
+        torch.Size([8, 32])
+    """
+    if weight.ndim != 3 or input.ndim != 2 or offsets.shape != weight.shape[:1]:
+        raise ValueError(
+            "grouped_linear takes input [M,K], weight [E,N,K] and offsets [E]; got "
+            f"{list(input.shape)}, {list(weight.shape)} and {list(offsets.shape)}"
+        )
+    if recipe.history:
+        raise ValueError(f"recipe {recipe.name!r} needs an amax history, which experts do not keep: use 'rowwise'")
+    by_row = weight.transpose(1, 2) if transposed else weight
+    out_dtype = output_dtype(input, by_row[0])
+    if out_dtype is None:  # inside `octavo.disabled()`
+        return _per_expert(torch.nn.functional.linear, input, by_row, bias, offsets)
+    if not is_grouped(recipe):
+        return _per_expert(lambda x, w, b: linear(x, w, b, recipe), input, by_row, bias, offsets)
+    return apply_unhooked(_GroupedLinear, input, weight, bias, offsets, recipe, out_dtype, transposed)
+
+
+def _per_expert(function: Any, x_MK: Tensor, w_ENK: Tensor, bias_EN: Tensor | None, offsets: Tensor) -> Tensor:
+    """Apply a linear function to the rows of each expert."""
+    experts, rows = w_ENK.shape[0], x_MK.shape[0]
+    if isinstance(offsets, FakeTensor):  # the sizes are unknown: equal ones, to count memory and time
+        ends = [rows * (expert + 1) // experts for expert in range(experts)]
+    else:
+        ends = offsets.tolist()
+    counts = [end - start for start, end in zip([0, *ends], [*ends, rows], strict=True)]
+    *parts, tail = x_MK.split(counts)
+    biases = [None] * experts if bias_EN is None else bias_EN.unbind()
+    results = [function(x, w, b) for x, w, b in zip(parts, w_ENK.unbind(), biases, strict=True)]
+    return torch.cat([*results, results[0].new_zeros((tail.shape[0], w_ENK.shape[1]))])
+
+
+def _rows(weight: Tensor, transposed: bool) -> Tensor:
+    """Return the rows of all experts' weights, [E·N,K]."""
+    return (weight.transpose(1, 2) if transposed else weight).flatten(0, 1)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_MK: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, recipe: Recipe,
+        out_dtype: torch.dtype, transposed: bool,
+    ) -> Tensor:  # fmt: skip
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        x = quantize(x_MK, recipe.x, order="both" if needs_wgrad and needs_both_orders(x_MK.device) else "rows")
+        w = quantize(_rows(weight, transposed), recipe.w)
+        y_MN = grouped_mm(x, w, offsets, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
+        w_saved = (weight, w.scale) if needs_dgrad else (None, None)
+        x_saved = (x.data if x.other_order is None else x.other_order, x.scale) if needs_wgrad else (None, None)
+        ctx.save_for_backward(*w_saved, *x_saved, offsets)
+        ctx.recipe, ctx.transposed = recipe, transposed
+        ctx.dtypes = x_MK.dtype, weight.dtype, None if bias is None else bias.dtype
+        return y_MN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
+        recipe: Recipe = ctx.recipe
+        weight, w_scale, x_data, x_scale, offsets = ctx.saved_tensors
+        x_dtype, w_dtype, bias_dtype = ctx.dtypes
+        needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
+        order: Order = "columns" if needs_both_orders(g_MN.device) else "rows"
+        experts, n = offsets.shape[0], g_MN.shape[1]
+        group = groups_of_rows(offsets, g_MN.shape[0])
+        dx_MK = dw = dbias_EN = None
+        if needs_dgrad:
+            w = quantize(_rows(weight, ctx.transposed), recipe.dgrad_w, order=order, scale=w_scale)
+            g = quantize_grouped_gradient(g_MN, group, recipe.dgrad_g, w_scale=w_scale.view(experts, n))
+            dx_MK = grouped_mm(g, w.unscaled, offsets, "nn", out_dtype=x_dtype)
+        if needs_wgrad:
+            assert recipe.wgrad_g is not None and recipe.wgrad_x is not None
+            x = ScaledTensor(x_data, None, recipe.wgrad_x)
+            g = quantize_grouped_gradient(
+                g_MN, group, recipe.wgrad_g, x_scale=x_scale, experts=experts, order=order
+            )  # fmt: skip
+            dw = grouped_mm(g, x, offsets, "tn", out_dtype=w_dtype)
+            dw = dw.transpose(1, 2) if ctx.transposed else dw
+        if needs_bias:
+            dbias_EN = sum_by_group(g_MN, offsets).to(bias_dtype)
+        return dx_MK, dw, dbias_EN, None, None, None, None

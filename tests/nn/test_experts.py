@@ -1,0 +1,191 @@
+"""Experts of a mixture in FP8: found by structure and code, as accurate as FP8 linears, undone exactly."""
+
+import copy
+
+import pytest
+import torch
+from moe_models import FAMILIES, experts_of, mixture, results, routed
+from torch import nn
+
+import octavo
+from octavo.nn import change_recipe, filters
+from octavo.nn.experts import Experts, experts_obstacle, looks_like_experts
+from octavo.numerics import sqnr
+
+NAME = "model.layers.1.mlp.experts"
+
+
+def converted(experts, recipe="rowwise", **options):
+    return octavo.convert(copy.deepcopy(experts), recipe, verbose=False, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_agrees_with_its_own_forward_in_output_and_every_gradient(family):
+    experts = experts_of(family)
+    batch = routed(65)
+    expected, actual = results(experts, *batch), results(converted(experts), *batch)
+    assert expected.keys() == actual.keys()
+    assert min(sqnr(expected[name], actual[name]) for name in expected) > 21
+    with octavo.disabled():
+        off = results(converted(experts), *batch)
+    assert all(torch.equal(expected[name], off[name]) for name in expected)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_few_tokens_leave_experts_without_rows_and_their_gradients_zero(family, tokens):
+    experts = experts_of(family).bfloat16()
+    batch = routed(tokens, dtype=torch.bfloat16)
+    actual = results(converted(experts), *batch)
+    if tokens:
+        expected = results(experts, *batch)
+        assert min(sqnr(expected[name], actual[name]) for name in expected) > 18
+    unused = [expert for expert in range(8) if not (batch[1] == expert).any()]
+    assert unused and not actual["down_proj"][unused].any() and not actual["gate_up_proj"][unused].any()
+    assert actual["y"].shape == batch[0].shape and actual["y"].dtype == torch.bfloat16
+
+
+def test_slots_of_other_ranks_change_nothing():
+    experts = converted(experts_of("gpt_oss"))
+    x, index, weights, grad = routed(33)
+    dropped = torch.rand(33, 2, generator=torch.Generator().manual_seed(1)) < 0.4
+    kept = torch.where(dropped, 0.0, weights)
+    expected = results(experts, x, index, kept, grad)  # computed with weight 0
+    x_nan = torch.where(dropped.all(1, keepdim=True), torch.inf, x)
+    actual = results(experts, x_nan, torch.where(dropped, 8, index), weights, grad)
+    for name in ("y", "x", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
+        assert sqnr(expected[name], actual[name]) > 100, name
+    assert not actual["weights"][dropped].any() and torch.equal(
+        actual["weights"][~dropped], expected["weights"][~dropped]
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_convert_puts_nearly_all_matrix_weights_in_fp8_and_revert_undoes_it(family):
+    model = mixture(family, num_hidden_layers=3, vocab_size=16, tie_word_embeddings=False)
+    before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tokens = torch.arange(24).view(2, 12) % 16
+    expected = model(input_ids=tokens).logits
+    octavo.convert(model, verbose=False)
+    report = octavo.report(model)
+    rows = [row for row in report if row.experts]
+    assert sum(row.weights for row in report if row.converted) / sum(row.weights for row in report) >= 0.95
+    assert all(r.reason.startswith("experts: 8 x (64 → ") and "in FP8 (rowwise)" in r.reason for r in rows)
+    assert f"{len(rows)} of {len(rows)} modules of experts to rowwise" in report.summary
+    assert not any(row.converted for row in report if "router" in row.name or row.name.endswith("mlp.gate"))
+    assert list(model.state_dict()) == list(state) and octavo.Plan.from_json(model.octavo_plan.to_json())
+    assert sqnr(expected, model(input_ids=tokens).logits) > 12  # some tokens go to other experts
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    octavo.revert(model)
+    assert before == {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    assert torch.equal(model(input_ids=tokens).logits, expected)
+
+
+def test_skip_filters_and_recipes_choose_experts_by_name_block_and_size():
+    def rows(**options):
+        model = octavo.convert(mixture("mixtral"), verbose=False, **options)
+        return {row.name: row for row in octavo.report(model) if row.experts}
+
+    other = NAME.replace("1", "0")
+    chosen = rows(recipe={filters.name("*.1.mlp.experts"): "blockwise"})
+    assert [chosen[other].recipe, chosen[NAME].recipe] == ["rowwise", "blockwise"]
+    assert "in FP8 (blockwise, one product per expert)" in chosen[NAME].reason
+    assert rows(skip=["*.0.mlp.experts"])[other].reason == "skipped by pattern '*.0.mlp.experts'"
+    assert rows(filter=~filters.last(1))[NAME].reason == "excluded by filter: in the last of 2 blocks"
+    assert rows(filter=~filters.shape(min_out=96))[NAME].reason == "excluded by filter: out_features 96 ≥ 96"
+    assert "amax history" in rows(recipe="delayed")[NAME].reason
+    precision = octavo.Precision(matmul="bf16", activations="fp8")
+    assert rows(precision=precision)[NAME].reason == "precision level bf16"
+
+
+def test_a_recipe_changes_between_steps():
+    model = octavo.convert(mixture("mixtral"), verbose=False)
+    change_recipe(model, NAME, "mxfp8", reason="outliers")
+    assert next(row for row in octavo.report(model) if row.name == NAME).recipe == "mxfp8"
+    change_recipe(model, NAME, None, reason="off")
+    assert type(model.get_submodule(NAME)).__name__ == "MixtralExperts"
+    change_recipe(model, NAME, "rowwise", reason="on")
+    assert isinstance(model.get_submodule(NAME), Experts)
+    with pytest.raises(ValueError, match="amax history"):
+        change_recipe(model, NAME, "delayed", reason="no")
+
+
+def test_activations_in_fp8_save_less_and_give_close_gradients():
+    experts = experts_of("mixtral", hidden_size=128, intermediate_size=256)
+    batch = routed(64, hidden=128)
+    sizes = {}
+
+    def saved(module, name):
+        seen = {}
+        pack = lambda t: seen.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) and t  # noqa: E731
+        parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            actual = results(module, *batch)
+        sizes[name] = sum(size for pointer, size in seen.items() if pointer not in parameters)
+        return actual
+
+    parent = nn.ModuleDict({"experts": experts})
+    plain = saved(experts, "plain")
+    products = saved(octavo.convert(copy.deepcopy(parent), verbose=False)["experts"], "products")
+    model = octavo.convert(copy.deepcopy(parent), activations="fp8", verbose=False)
+    stored = saved(model["experts"], "stored")
+    assert torch.equal(products["y"], stored["y"])
+    assert min(sqnr(plain[name], stored[name]) for name in plain) > 20
+    assert sizes["stored"] < 0.6 * sizes["products"] < 0.6 * sizes["plain"]
+    assert [row.activation_storage for row in octavo.report(model).activations if row.name == "experts"] == [
+        "saved_tensors"
+    ]
+
+
+class Unknown(nn.Module):
+    """Experts by structure, of no library that the package knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(torch.randn(4, 32, 16)), nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, x):
+        return x
+
+
+def test_experts_of_unknown_code_stay_as_they_are_with_the_reason():
+    def changed(**attributes):
+        experts = experts_of("mixtral")
+        for name, value in attributes.items():
+            setattr(experts, name, value)
+        return experts
+
+    scaled = changed()
+    scaled.__class__ = type(
+        "Scaled", (type(scaled),), {"forward": lambda self, *a: 2 * super(type(self), self).forward(*a)}
+    )
+    foreign = changed()
+    foreign.config = copy.deepcopy(foreign.config)
+    foreign.config._experts_implementation_internal = "mine"
+    for experts, reason in (
+        (Unknown(), "is not that of Transformers' use_experts_implementation"),
+        (scaled, "is not that of Transformers' use_experts_implementation"),
+        (changed(has_bias=True), "it has no bias parameters"),
+        (changed(is_transposed=True), "do not fit its flags"),
+        (changed(forward=lambda *a: a[0]), "replaced on the instance"),
+        (changed(recipe="mine"), "an attribute 'recipe' of its own"),
+        (foreign, "chooses the experts implementation 'mine'"),
+    ):
+        assert looks_like_experts(experts) and reason in experts_obstacle(experts), reason
+        model = octavo.convert(nn.ModuleDict({"experts": experts, "linear": nn.Linear(64, 64)}), verbose=False)
+        assert reason in octavo.report(model)[0].reason and not octavo.report(model)[0].converted
+
+
+def test_flags_of_a_later_transformers_are_not_ignored(monkeypatch):
+    from transformers.integrations import moe
+
+    experts, decorator = experts_of("mixtral"), moe.use_experts_implementation
+    assert experts_obstacle(experts) is None
+
+    def later(experts_class=None, *, has_gate=True, is_sparse=False):
+        raise NotImplementedError
+
+    later.__code__ = later.__code__.replace(co_consts=decorator.__code__.co_consts)
+    monkeypatch.setattr(moe, "use_experts_implementation", later)
+    assert "flags that Octavo does not know: is_sparse" in experts_obstacle(experts)
