@@ -14,6 +14,7 @@ from octavo.kernels.adamw import triton as optimizer
 from octavo.kernels.dequantize import triton as dequantizer
 from octavo.kernels.fused import triton as fused
 from octavo.kernels.gemm import triton as products
+from octavo.kernels.grouped import triton as grouped
 from octavo.kernels.launch import INTERPRETED
 from octavo.kernels.quantize import triton as quantizers
 
@@ -33,8 +34,8 @@ def test_all_kernels_equal_the_reference():
     """Each case of each op on one small input; `octavo doctor --deep` runs more."""
     outcomes = compare("")
     assert {outcome.op for outcome in outcomes} == {
-        "quantize", "quantize_pair", "scaled_mm", "rms_norm", "layer_norm", "rms_norm_backward", "layer_norm_backward",
-        "glu", "glu_backward", "dequantize", "adamw",
+        "quantize", "quantize_pair", "scaled_mm", "grouped_mm", "rms_norm", "layer_norm", "rms_norm_backward",
+        "layer_norm_backward", "glu", "glu_backward", "dequantize", "adamw",
     }  # fmt: skip
     assert [o for o in outcomes if o.mismatches] == []
     assert all(outcome.runs == 1 for outcome in outcomes)
@@ -44,7 +45,9 @@ def test_every_variant_that_can_be_launched_is_compared():
     """The same ops and configurations as in `variants`, which the cross-compilation looks at too."""
     compared = {(c.op, c.case, config) for c in conformance.checks(CPU) for config in c.configs}
     assert {(v.op, v.case, v.config) for v in quantizers.variants()} <= compared
-    others = {(v.op, v.config) for module in (products, fused, optimizer, dequantizer) for v in module.variants()}
+    others = {
+        (v.op, v.config) for module in (products, grouped, fused, optimizer, dequantizer) for v in module.variants()
+    }
     assert others == {(op, config) for op, _, config in compared} - {(v.op, v.config) for v in quantizers.variants()}
 
 

@@ -142,7 +142,7 @@ def test_any_memory_layout(layout, where):
 
 
 def test_loads_without_tma_compute_the_same(monkeypatch):
-    pointers = kernels._target_of(89, 3)
+    pointers = kernels.target_of(89, 3)
     monkeypatch.setattr(kernels, "target_for", lambda device: pointers)
     for case in (("e4m3/row", "e4m3/row", "nt"), ("e4m3/1x128", "e4m3/128x128", "nn"), ("unit", "e4m3/tensor", "tn")):
         for shape in ((65, 130, 129), (1, 1, 1), (300, 2, 50)):
@@ -172,7 +172,7 @@ def test_unsupported_cases_have_a_reason():
 
 
 def test_the_estimate_fills_the_device_and_prefers_large_tiles():
-    hopper = kernels._target_of(90, 132)
+    hopper = kernels.target_of(90, 132)
 
     def guess(m, n, fast):
         config = kernels.CONFIGS[kernels._estimated_fastest(m, n, hopper, fast, False, 2)]
@@ -185,14 +185,14 @@ def test_the_estimate_fills_the_device_and_prefers_large_tiles():
         for blocked in (True, False):
             for capability in (89, 90, 100, 120):
                 for size in (1, 2, 4):
-                    target = kernels._target_of(capability, 100)
+                    target = kernels.target_of(capability, 100)
                     assert kernels.configurations(target, fast and target.limited_accumulator, blocked, size)
 
 
 def test_tiles_are_each_computed_once(monkeypatch):
     """More programs than tiles, fewer, and a last group of fewer rows than GROUP."""
     for multiprocessors in (1, 2, 7, 200):
-        target = kernels._target_of(90, multiprocessors)
+        target = kernels.target_of(90, multiprocessors)
         monkeypatch.setattr(kernels, "target_for", lambda device, target=target: target)
         a, b, layout = whole(64 * 9, 64 * 2, 16, ("unit", "unit", "nt"))
         expected, actual = product(a, b, layout, torch.float32, None, True, 5)
@@ -270,7 +270,7 @@ def test_float32_output_compiles_without_spills_within_shared_memory(capability)
 @pytest.mark.parametrize("capability", [89, 90, 100])
 def test_probes_have_more_tiles_than_programs(monkeypatch, capability):
     """In every configuration that products of many tiles pick, and in each that a calibration may pick."""
-    target = kernels._target_of(capability, 132)
+    target = kernels.target_of(capability, 132)
     monkeypatch.setattr(kernels, "target_for", lambda device: target)
     device = torch.device("cpu")
     for case in CASES:

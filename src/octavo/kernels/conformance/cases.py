@@ -32,8 +32,8 @@ def unavailable_reason(device: torch.device) -> str | None:
 def checks(device: torch.device, only: str = "") -> list[Check]:
     """Return all cases of all ops with Triton kernels on a device whose "op case" contains `only`."""
     all_checks = [
-        *_quantizers(), *_products(device), *_norms(), *_norm_gradients(), *_glus(), *_glu_gradients(),
-        *_dequantizers(), *_optimizers(),
+        *_quantizers(), *_products(device), *_grouped_products(device), *_norms(), *_norm_gradients(), *_glus(),
+        *_glu_gradients(), *_dequantizers(), *_optimizers(),
     ]  # fmt: skip
     selected = [check for check in all_checks if only in f"{check.op} {check.case}"]
     if not selected:
@@ -121,6 +121,39 @@ def _product(case: tuple[str, ...], fast: bool, dtype: torch.dtype, configs: tup
 
     label = f"{' '.join(case)} {'fast' if fast else 'promoted'} {str(dtype).removeprefix('torch.')}"
     return Check(op="scaled_mm", case=label, configs=configs, inputs=inputs, expected=expected, actual=actual)
+
+
+def _grouped_products(device: torch.device) -> Iterator[Check]:
+    from octavo.kernels.gemm.operand_layout import UNIT_SCALE
+    from octavo.kernels.gemm.triton import target_for
+    from octavo.kernels.grouped import GROUPED_MM, reference, triton
+
+    target = target_for(device)
+
+    def inputs(rng: RandomInputs, case: tuple[str, ...]) -> Inputs:
+        a_text, b_text, layout, biased = case
+        experts = rng.random.choice((1, 3, 9))
+        counts = [min(rng.size(), 300) if rng.random.random() < 0.8 else 0 for _ in range(experts)]
+        m, n, k = sum(counts) + rng.random.choice((0, 5)), min(rng.size(), 1024), min(rng.size(), 1024)
+        rng.notes.append(f"rows {counts} of {m} N {n} K {k}")
+        a = _operand(rng, UNIT_SCALE if layout == "tn" else a_text, (m, k if layout == "nt" else n), UNIT_SCALE)
+        if layout == "tn":
+            a = ScaledTensor(a.data, rng.positive(experts, n), QuantSpec.parse(a_text))
+        b = _operand(rng, b_text, (m if layout == "tn" else experts * n, k), UNIT_SCALE)
+        offsets = torch.tensor(counts).cumsum(0).int()
+        bias = rng.normal(experts, n).bfloat16() if biased else None
+        return a, b, offsets, layout, torch.bfloat16, bias, layout == "nt"
+
+    def outputs(run: Any, *operands: Any) -> list[Tensor]:
+        return [run(*operands) + 0.0]  # -0.0 becomes 0.0
+
+    for case in dict.fromkeys(GROUPED_MM.cases.values()):
+        fast = case[2] == "nt" and target.limited_accumulator
+        yield Check(
+            op="grouped_mm", case=" ".join(case).strip(),
+            configs=triton.available_configs(case[2], target, fast, False, 2), inputs=partial(inputs, case=case),
+            expected=partial(outputs, reference.grouped_mm), actual=partial(outputs, triton.grouped_mm),
+        )  # fmt: skip
 
 
 def _operand(rng: RandomInputs, text: str, shape: tuple[int, int], unit: str) -> ScaledTensor:

@@ -17,7 +17,7 @@ def _rows_of(base, first, step, rows, k, ROWS: tl.constexpr, TILE_K: tl.constexp
 
 
 @triton.jit
-def _tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):
+def tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr):
     """Row and column of a tile in launch order: down a group of GROUP tile rows, then right."""
     group = index // (GROUP * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP, GROUP)
@@ -57,7 +57,7 @@ def _epilogue_scale(scale, index, extent, stride, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
-def _scaled(
+def scaled(
     sums, a_scale, b_scale, row, column, m, n, a_stride_r, b_stride_r, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr
 ):
     """Multiply sums by the scales of A and B, as `operands.scale_sums`."""
@@ -79,7 +79,7 @@ def _scaled(
 
 
 @triton.jit
-def _stored(sums, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
+def stored(sums, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr):
     """Round float32 to the output dtype; ROUND_FIRST, since Triton's interpreter truncates to bf16."""
     if ROUND_FIRST:
         bits = sums.to(tl.int32, bitcast=True)
@@ -102,7 +102,7 @@ def product_kernel(
     tiles_m = tl.cdiv(m, TILE_M)
     tiles_n = tl.cdiv(n, TILE_N)
     for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
-        tile_m, tile_n = _tile_at(index, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = tile_at(index, tiles_m, tiles_n, GROUP)
         first_m = tile_m * TILE_M
         first_n = tile_n * TILE_N
         sums = tl.zeros((TILE_M, TILE_N), tl.float32)
@@ -126,9 +126,9 @@ def product_kernel(
         row = first_m + tl.arange(0, TILE_M)
         column = first_n + tl.arange(0, TILE_N)
         if not BLOCKED:
-            sums = _scaled(sums, a_scale, b_scale, row, column, m, n, a_stride_r, b_stride_r, A_ROWS, B_ROWS)
+            sums = scaled(sums, a_scale, b_scale, row, column, m, n, a_stride_r, b_stride_r, A_ROWS, B_ROWS)
         if BIAS:
             sums = sums + tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
         inside = (row < m)[:, None] & (column < n)[None, :]
-        result = _stored(sums, out.dtype.element_ty, ROUND_FIRST)
+        result = stored(sums, out.dtype.element_ty, ROUND_FIRST)
         tl.store(out + row.to(tl.int64)[:, None] * n + column[None, :], result, mask=inside)

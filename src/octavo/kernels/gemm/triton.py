@@ -177,12 +177,13 @@ def target_for(device: torch.device) -> Target:
     """Return the target of a device; without a GPU, one for the interpreter."""
     if device.type != "cuda":
         # The interpreter: few programs, so that each walks several tiles.
-        return _target_of(90, 3)
+        return target_of(90, 3)
     properties = torch.cuda.get_device_properties(device)
-    return _target_of(properties.major * 10 + properties.minor, properties.multi_processor_count)
+    return target_of(properties.major * 10 + properties.minor, properties.multi_processor_count)
 
 
-def _target_of(capability: int, multiprocessors: int) -> Target:
+def target_of(capability: int, multiprocessors: int) -> Target:
+    """Return the target of a compute capability, such as 90."""
     # sm_120 has TMA but its matrix units read registers, as those of sm_89 do.
     datacenter = 90 <= capability < 120
     return Target(
@@ -283,7 +284,7 @@ def _launch(
 
 def variants(capability: int = 90, out_bytes: int = 2) -> list[Variant]:
     """Return the variants for a compute capability and bf16 (with 4 bytes: float32) output."""
-    target, out = _target_of(capability, 1), "*fp32" if out_bytes == 4 else "*bf16"
+    target, out = target_of(capability, 1), "*fp32" if out_bytes == 4 else "*bf16"
     all_variants = []
     for case, a_rows, b_rows, blocked in _COMPILED:
         for fast in (True, False) if target.limited_accumulator and not blocked else (False,):

@@ -1,0 +1,165 @@
+"""grouped_mm as one persistent Triton kernel for all experts: any numbers of rows, no reading of offsets on the host.
+
+As many programs as fit on the GPU walk the tiles of all experts. Each program loads the offsets once, as a vector, and
+computes from them how many tiles each expert has; a tile then finds its expert by a sum over that vector. So the grid
+does not depend on the offsets. In layouts nt and nn the rows of a tile belong to one expert; rows of no expert make up
+one more, without products, whose tiles store zeros. In layout tn each expert has as many tiles as its weight, and the
+contraction covers its rows.
+
+Operands are read contiguous along the contraction, through TMA on Hopper and datacenter Blackwell. In tn an expert's
+part of the contraction begins and ends anywhere. The first and the last step zero in registers what other experts own,
+of both operands, because NaN times zero is NaN; the steps between them read whole tiles.
+
+Accumulation, scales and rounding are those of `octavo.kernels.gemm.triton`. Rejected: a table of tiles made by a launch
+of its own, which costs more than the sums; one launch per expert, which needs the offsets on the host.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octavo.kernels.gemm.operand_layout import ALIGNMENT, packed
+from octavo.kernels.gemm.triton import CONFIGS, GROUP, Config, Target, configurations, target_for, target_of
+from octavo.kernels.grouped import reference
+from octavo.kernels.grouped.device import grouped_kernel
+from octavo.kernels.launch import INTERPRETED, Launch, Variant
+from octavo.tensor import ScaledTensor
+
+
+def grouped_mm(
+    a: ScaledTensor, b: ScaledTensor, offsets: Tensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None,
+    fast_accum: bool, config: int | None = None,
+) -> Tensor:  # fmt: skip
+    """See `octavo.kernels.grouped.grouped_mm`; `config` is an index into `CONFIGS`, None for an estimate."""
+    if not a.data.numel() or not b.data.numel():
+        return reference.grouped_mm(a, b, offsets, layout, out_dtype, bias, fast_accum)
+    experts, device = offsets.numel(), a.data.device
+    left = _operand(a.data.t() if layout == "tn" else a.data)
+    right, weight_step = _operand(b.data if layout == "nt" else b.data.t()), left.shape[1]
+    if layout == "nn" and weight_step % ALIGNMENT:
+        right, weight_step = _spread(b.data, experts)
+    tokens = a.data.shape[0]
+    rows = left.shape[0]
+    columns = right.shape[0] // experts if layout == "nt" else right.shape[0]
+    target = target_for(device)
+    fast = fast_accum and target.limited_accumulator
+    kind = target, fast, False, out_dtype.itemsize
+    each = -(-tokens // experts) if layout != "tn" else rows
+    available = available_configs(layout, *kind)
+    chosen = CONFIGS[config if config in available else _estimated_fastest(each, columns, experts, available, target)]
+    round_first = INTERPRETED and out_dtype == torch.bfloat16
+    launch = _launch(chosen, target, layout, experts, bias is not None, fast, round_first)
+    shape = (experts, rows, columns) if layout == "tn" else (tokens, columns)
+    out = torch.empty(shape, dtype=out_dtype, device=device)
+    arguments = {
+        "a": _descriptor(left, chosen.tile_m, chosen.tile_k) if target.tma else left,
+        "b": _descriptor(right, chosen.tile_n, chosen.tile_k) if target.tma else right,
+        "out": out,
+        "offsets": offsets,
+        "a_scale": a.scale,
+        "b_scale": out if b.scale is None else b.scale,
+        "bias": out if bias is None else bias.contiguous(),
+        "rows": rows,
+        "columns": columns,
+        "contraction": left.shape[1],
+        "weight_step": weight_step,
+        "tokens": tokens,
+        "experts": experts,
+    }
+    for name, operand in (("a", left), ("b", right)):
+        arguments |= {f"{name}_rows": operand.shape[0], f"{name}_stride": operand.stride(0)}
+    tiles_m = experts * -(-rows // chosen.tile_m) if layout == "tn" else -(-tokens // chosen.tile_m) + experts
+    launch.run((min(tiles_m * -(-columns // chosen.tile_n), chosen.programs(target)),), arguments)
+    return out
+
+
+def available_configs(layout: str, *kind: Any) -> tuple[int, ...]:
+    """Return the configurations of a product, as `octavo.kernels.gemm.triton.configurations`, that do not spill."""
+    return tuple(index for index in configurations(*kind) if (layout, index) not in _SPILLING)
+
+
+_SPILLING = (("tn", 4),)
+"""Configurations in which the steps that zero a part of both operands take too many registers on sm_90 and sm_120."""
+
+
+def _operand(data: Tensor) -> Tensor:
+    """Return [outside, contraction] contiguous along the contraction, rows a multiple of 16 bytes apart, all of them
+    in memory; a copy if needed.
+    """
+    rows, stride = data.shape[0], data.stride(0)
+    ready = data.stride(1) == 1 and not (stride % ALIGNMENT or data.data_ptr() % ALIGNMENT)
+    if ready and data.untyped_storage().nbytes() >= data.storage_offset() + rows * stride:
+        return data
+    return packed(data, 1, ALIGNMENT)[:, : data.shape[1]]
+
+
+def _spread(data: Tensor, experts: int) -> tuple[Tensor, int]:
+    """Return W [E·N,K] as [K,E·P], where each expert begins at a multiple P of 16, at least N; and P."""
+    by_expert = data.view(torch.uint8).unflatten(0, (experts, -1))
+    step = by_expert.shape[1] + -by_expert.shape[1] % ALIGNMENT
+    memory = by_expert.new_zeros((by_expert.shape[2], experts, step))
+    memory[:, :, : by_expert.shape[1]] = by_expert.permute(2, 0, 1)
+    return memory.flatten(1).view(data.dtype), step
+
+
+def _descriptor(data: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(data, list(data.shape), list(data.stride()), [rows, columns])
+
+
+@lru_cache(maxsize=4096)
+def _estimated_fastest(each: int, columns: int, experts: int, available: tuple[int, ...], target: Target) -> int:
+    """Estimate the fastest configuration for `experts` products of `each` rows, from the number of waves of tiles."""
+
+    def cost(index: int) -> float:
+        config = CONFIGS[index]
+        waves = -(-experts * config.tiles(each, columns) // target.multiprocessors)
+        return waves * config.tile_m * config.tile_n / config.rate
+
+    return min(available, key=cost)
+
+
+@lru_cache(maxsize=1024)
+def _launch(
+    config: Config, target: Target, layout: str, experts: int, bias: bool, fast: bool, round_first: bool
+) -> Launch:
+    constants: dict[str, Any] = {
+        "LAYOUT": layout,
+        "EXPERTS": 1 << experts.bit_length(),
+        "BIAS": bias,
+        "FAST": fast,
+        "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        "TILE_K": config.tile_k,
+        "GROUP": GROUP,
+        "TMA": target.tma,
+        "ROUND_FIRST": round_first,
+    }
+    stages = config.stages_within(target.shared)
+    return Launch(kernel=grouped_kernel, constants=constants, num_warps=config.warps, num_stages=stages)
+
+
+def variants(capability: int = 90) -> list[Variant]:
+    """Return the variants for a compute capability, bf16 output and 8 experts."""
+    target = target_of(capability, 1)
+    all_variants = []
+    for layout in ("nt", "nn", "tn"):
+        fast = layout == "nt" and target.limited_accumulator
+        for index in available_configs(layout, target, fast, False, 2):
+            config = CONFIGS[index]
+            tiles = (config.tile_m, config.tile_n)
+            tensors = [f"tensordesc<fp8e4nv[{tile}, {config.tile_k}]>" if target.tma else "*fp8e4nv" for tile in tiles]
+            types = dict(zip("ab", tensors, strict=True)) | {"out": "*bf16", "offsets": "*i32", "bias": "*bf16"}
+            variant = Variant(
+                op="grouped_mm",
+                case=layout,
+                config=index,
+                launch=_launch(config, target, layout, 8, layout == "nt", fast, False),
+                types=types | {"a_scale": "*fp32", "b_scale": "*fp32"},
+                tile=(config.tile_m + config.tile_n) * config.tile_k,
+                device_bytes=1.0,
+            )
+            all_variants.append(variant)
+    return all_variants
