@@ -290,7 +290,8 @@ LIMITS = """## What predictions leave out
   steps are longer than predicted ones in bf16 and in FP8; costs that both have reduce the gain.
 * The CPU time of compiled code. Small compiled layers are slower than predicted.
 * Tensor, sequence, pipeline and expert parallelism, in time and in memory: GPUs share a model by FSDP2, HSDP or DDP.
-  A model that is already distributed raises an error. Experts of a mixture, whose products are grouped, stay in bf16.
+  A model that is already distributed raises an error. Experts of a mixture are converted by rule
+  and timed as bf16.
 * Latency of collectives, and those at the start and end of a step, which nothing hides; [scaling.md](scaling.md) has
   both.
 * The CUDA context and workspaces, for which 1 GiB of a GPU is reserved, and what the caching allocator cannot use.

@@ -1,6 +1,9 @@
 """Experts of a mixture in FP8: found by structure and code, as accurate as FP8 linears, undone exactly."""
 
 import copy
+import importlib
+import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch import nn
 
 import octavo
 from octavo.nn import change_recipe, filters
-from octavo.nn.experts import Experts, experts_obstacle, looks_like_experts
+from octavo.nn.experts import Experts, _decorated_code, experts_obstacle, experts_shape, looks_like_experts
 from octavo.numerics import sqnr
 
 NAME = "model.layers.1.mlp.experts"
@@ -189,3 +192,43 @@ def test_flags_of_a_later_transformers_are_not_ignored(monkeypatch):
     later.__code__ = later.__code__.replace(co_consts=decorator.__code__.co_consts)
     monkeypatch.setattr(moe, "use_experts_implementation", later)
     assert "flags that Octavo does not know: is_sparse" in experts_obstacle(experts)
+
+
+class AnyConfig:
+    """A config of every family: experts of small sizes, whatever its attributes are called."""
+
+    _experts_implementation = "eager"
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        values = {
+            "latent": None, "expert": 4, "eps": 1e-6, "limit": 7.0, "alpha": 1.7, "act": "silu", "intermediate": 32,
+        }  # fmt: skip
+        return next((value for part, value in values.items() if part in name), 64)
+
+
+@pytest.mark.slow
+def test_every_experts_class_of_transformers_agrees_with_its_own_loop():
+    import transformers
+
+    checked = []
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        if "use_experts_implementation" not in path.read_text():
+            continue
+        library = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+        for name, owner in vars(library).items():
+            forward = getattr(owner, "forward", None) if inspect.isclass(owner) else None
+            if getattr(forward, "__code__", None) is not _decorated_code() or owner.__module__ != library.__name__:
+                continue
+            torch.manual_seed(0)
+            arguments = (0,) if "layer_idx" in inspect.signature(owner.__init__).parameters else ()
+            experts = owner(AnyConfig(), *arguments)
+            for parameter in experts.parameters():
+                nn.init.normal_(parameter, std=0.2)
+            count, hidden, *_ = experts_shape(experts)
+            x, index, weights, _ = routed(20, count, hidden=hidden)
+            expected = experts(x, index, weights)
+            assert sqnr(expected, converted(experts)(x, index, weights)) > 20, name
+            checked.append(name)
+    assert len(checked) >= 60

@@ -1,0 +1,57 @@
+"""Experts under FSDP2: their 3-D weights are gathered in bf16 or float32, beside linears that are gathered in FP8."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import octavo
+from octavo.nn import change_recipe
+from octavo.parallel import Parallel, parallelize
+from octavo.parallel.fsdp import parameters_in_fp8
+
+sys.path.append(str(Path(__file__).parents[1] / "nn"))
+
+pytestmark = [pytest.mark.dist, pytest.mark.thorough]
+NAME = "model.layers.1.mlp.experts"
+
+
+def gradients(model, rank):
+    tokens = torch.arange(24, dtype=torch.int64).view(2, 12) * (rank + 1) % 64
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return loss.item()
+
+
+def sharded_job(family, comm):
+    from moe_models import mixture
+
+    model = octavo.convert(mixture(family), verbose=False)
+    parallelize(model, Parallel(fp8_comm=comm))
+    assert not any("experts" in name for name in parameters_in_fp8(model))
+    assert bool(list(parameters_in_fp8(model))) == (comm == "gather")
+    loss = gradients(model, dist.get_rank())
+    result = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    assert next(row for row in octavo.report(model) if row.name == NAME).recipe == "rowwise"
+    try:
+        change_recipe(model, NAME, None, reason="off")
+        change_recipe(model, NAME, "rowwise", reason="on")
+    except ValueError as error:
+        assert "sharded already: convert before sharding" in str(error)
+    else:
+        raise AssertionError("experts were converted after they were sharded")
+    return loss, result
+
+
+@pytest.mark.parametrize(("family", "comm"), [("gpt_oss", "gather"), ("mixtral", "off")])
+def test_sharded_experts_give_the_gradients_of_one_process(gloo, family, comm):
+    from moe_models import mixture
+
+    ranks = gloo.run(sharded_job, 2, family, comm)
+    model = octavo.convert(mixture(family), verbose=False)
+    losses = [gradients(model, rank) for rank in range(2)]
+    assert losses == [loss for loss, _ in ranks]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad / 2, ranks[0][1][name]), name
