@@ -3,12 +3,14 @@
 import copy
 import importlib
 import inspect
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from moe_models import FAMILIES, experts_of, mixture, results, routed
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.nn import change_recipe, filters
@@ -139,6 +141,33 @@ def test_activations_in_fp8_save_less_and_give_close_gradients():
     assert [row.activation_storage for row in octavo.report(model).activations if row.name == "experts"] == [
         "saved_tensors"
     ]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *arguments):
+        return checkpoint(self.inner, *arguments, use_reentrant=False)
+
+
+@pytest.mark.thorough
+def test_copied_checkpointed_and_compiled_experts_compute_the_same_bits():
+    experts, batch = converted(experts_of("gpt_oss")), routed(33)
+    expected = results(experts, *batch)
+    for other in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts)), Checkpointed(experts)):
+        assert same(expected, {name.removeprefix("inner."): t for name, t in results(other, *batch).items()})
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+    assert same(expected, {name.removeprefix("_orig_mod."): t for name, t in results(compiled, *batch).items()})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = results(experts, *batch)
+    assert all(cast[name].dtype == torch.float32 and sqnr(expected[name], cast[name]) > 25 for name in expected)
+
+
+def same(expected, actual):
+    return expected.keys() == actual.keys() and all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 class Unknown(nn.Module):

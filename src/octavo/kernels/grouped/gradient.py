@@ -11,6 +11,7 @@ from torch import Tensor
 from octavo.kernels.library import define
 from octavo.kernels.quantize import Order, quantize
 from octavo.kernels.quantize.reference import scale_of
+from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.tensor import ScaledTensor
 
@@ -56,8 +57,12 @@ def quantize_grouped_gradient(
     scale, inverse = scale_of(amax.view(torch.float32), spec)
     values.mul_(inverse.index_select(0, group))
     one = values.new_ones((1, 1))
-    data = quantize(values, QuantSpec(format=spec.format, granularity=TENSOR), order=order, scale=one)
+    data = quantize(values, _ONE_SCALE[spec.format.name], order=order, scale=one)
     return ScaledTensor(data.data, scale[:experts], spec, data.other_order)
+
+
+_ONE_SCALE = {fmt.name: QuantSpec(format=fmt, granularity=TENSOR) for fmt in (E4M3, E5M2)}
+"""Made here, so that torch.compile sees constants."""
 
 
 def sum_by_group(g: Tensor, offsets: Tensor) -> Tensor:
