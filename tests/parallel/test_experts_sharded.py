@@ -45,6 +45,7 @@ def sharded_job(family, comm):
     return loss, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "comm"), [("gpt_oss", "gather"), ("mixtral", "off")])
 def test_sharded_experts_give_the_gradients_of_one_process(gloo, family, comm):
     from moe_models import mixture
