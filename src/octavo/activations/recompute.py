@@ -73,16 +73,20 @@ class Rematerializer:
         y: Tensor = self._once("matrix", lambda: self._matrix(tensors))
         return y
 
-    def quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int) -> ScaledTensor:
-        """Return `quantize(y', spec, order=order)`, with y' as a matrix of `columns`: a reader may see it reshaped."""
+    def quantized(
+        self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int, fold: Tensor | None = None
+    ) -> ScaledTensor:
+        """Return `quantize(y', spec, fold, order=order)`, with y' as a matrix of `columns`, as a reader may see it."""
 
-        def make() -> ScaledTensor:
-            from_matrix = "matrix" in self._memo or tensors[0].shape[-1] != columns
+        def make() -> tuple[Tensor | None, ScaledTensor]:
+            from_matrix = "matrix" in self._memo or tensors[0].shape[-1] != columns or fold is not None
             fused = None if from_matrix else self._quantized(tensors, spec, order)
-            return fused or quantize(self.matrix(tensors).reshape(-1, columns), spec, order=order)  # type: ignore[arg-type]
+            return fold, fused or quantize(self.matrix(tensors).reshape(-1, columns), spec, fold, order=order)  # type: ignore[arg-type]
 
-        quantized: ScaledTensor = self._once((spec, order, columns), make)
-        return quantized
+        # The memo holds the fold, so no other is at its address.
+        key = spec, order, columns, None if fold is None else fold.data_ptr()
+        result: tuple[Any, ScaledTensor] = self._once(key, make)
+        return result[1]
 
     def forget(self) -> None:
         """Clear the cache: no reader follows, unless backward runs a second time."""
@@ -119,9 +123,11 @@ class UnroundedMatrix(Rematerializer):
         x: Tensor = tensors[0]
         return x
 
-    def quantized(self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int) -> ScaledTensor:
+    def quantized(
+        self, tensors: Sequence[Any], spec: QuantSpec, order: str, columns: int, fold: Tensor | None = None
+    ) -> ScaledTensor:
         """See `Rematerializer.quantized`."""
-        return quantize(tensors[0].reshape(-1, columns), spec, order=order)  # type: ignore[arg-type]
+        return quantize(tensors[0].reshape(-1, columns), spec, fold, order=order)  # type: ignore[arg-type]
 
 
 class Recomputable(NamedTuple):

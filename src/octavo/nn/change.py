@@ -12,6 +12,7 @@ from torch import nn
 from octavo.activations.detect import original_class
 from octavo.activations.modules import STORAGE_ATTRIBUTE
 from octavo.nn.delayed import reset_history
+from octavo.nn.equalized import reset_scales
 from octavo.nn.experts import convert_experts, is_converted_experts, looks_like_experts, revert_experts
 from octavo.nn.gathered import ShardedWeight
 from octavo.nn.linear_subclasses import change_since, class_fits, fp8_class, is_converted, restore_original_class
@@ -57,8 +58,10 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     elif experts or new_recipe is None or not class_fits(module, new_recipe):
         if (why := change_since(module)) is not None:
             raise ValueError(f"change_recipe: {fqn or 'the model'!r} {why}. The model was left as it was")
-    if experts and new_recipe is not None and new_recipe.history:
-        raise ValueError(f"change_recipe: {fqn!r} are experts, which keep no amax history: use 'rowwise'")
+    if experts and new_recipe is not None and new_recipe.layer_state:
+        raise ValueError(
+            f"change_recipe: {fqn!r} are experts, which do not keep {new_recipe.layer_state}: use 'rowwise'"
+        )
     weight = checked_weight(fqn, module)
     with all_or_nothing(model):
         if experts:
@@ -75,6 +78,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
             become(module, fp8_class(original_class(module), new_recipe), recipe=new_recipe)
         if not experts:
             reset_history(module)
+            reset_scales(module)
         _update_plan(modules, fqn, new_recipe, reason)
         local = getattr(weight, "_local_tensor", None)
         if isinstance(local, ShardedWeight):

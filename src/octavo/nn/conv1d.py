@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D as PlainConv1D
 
 from octavo.nn.delayed import Delayed
+from octavo.nn.equalized import Equalized
 from octavo.nn.linear import linear
 from octavo.nn.linear_like import LinearLike
 
@@ -39,5 +40,11 @@ class Conv1D(LinearLike, PlainConv1D):  # type: ignore[misc]
 
 class DelayedConv1D(Delayed, Conv1D):  # type: ignore[misc]
     """A `Conv1D` that keeps an amax history."""
+
+    octavo_original = PlainConv1D
+
+
+class EqualizedConv1D(Equalized, Conv1D):  # type: ignore[misc]
+    """A `Conv1D` that equalizes channels."""
 
     octavo_original = PlainConv1D

@@ -46,9 +46,11 @@ from octavo.nn.operands import (
     QuantizedGradient,
     QuantizedInput,
     Quantizer,
+    gathered_channels,
     quantize_gradient,
     quantize_input,
 )
+from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import FakeTensor, disable_current_modes, in_backward
@@ -91,7 +93,7 @@ class AmaxHistory:
     def advance(self) -> None:
         """Shift the history by one pass."""
         if self.amaxes is not None:
-            with _outside_autograd():
+            with outside_autograd():
                 self.amaxes = _shifted(self.amaxes)
         self.backward_ran = False
 
@@ -129,10 +131,14 @@ class DelayedQuantizer:
     history: AmaxHistory
     updates: bool
 
-    def input(self, input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool) -> QuantizedInput:
+    channels = staticmethod(gathered_channels)
+
+    def input(
+        self, input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, channels: ChannelScales | None
+    ) -> QuantizedInput:
         """See `octavo.nn.operands.Quantizer.input`."""
         source = self.history.passes, self.history.margin
-        return quantize_input(input, x_MK, recipe, needs_wgrad, self.amax(X, x_MK), source)
+        return quantize_input(input, x_MK, recipe, needs_wgrad, channels, self.amax(X, x_MK), source)
 
     def gradient(
         self, g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe
@@ -149,7 +155,7 @@ class DelayedQuantizer:
         """
         if not has_values(x):
             return None
-        with _outside_autograd():
+        with outside_autograd():
             self.history.to(x.device)
             past = self.history.amax(operand)
             if past is None and not self.updates:
@@ -209,7 +215,7 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _outside_autograd() -> Iterator[None]:
+def outside_autograd() -> Iterator[None]:
     """Leave autograd and dispatch modes: selective checkpointing needs identical operations in forward and recompute,
     and these run only once.
     """

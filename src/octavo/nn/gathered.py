@@ -23,6 +23,7 @@ from torch import Tensor
 
 from octavo.kernels import dequantize, needs_both_orders, quantize
 from octavo.kernels.quantize.reference import scale_of, transposed
+from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import disabled_torch_function, tree_map
@@ -96,6 +97,7 @@ class GatherFormat:
         scales: Computes the scale, if per tensor; else None.
         scale: The per-tensor scale [1,1], once computed.
         follow: Called after a change of the recipe of a layer that reads the weight; set by `octavo.parallelize`.
+        channels: Returns the channel scales s with which all ranks gather W diag(s), or None; set by it, too.
     """
 
     spec: QuantSpec | None
@@ -104,6 +106,7 @@ class GatherFormat:
     scales: GlobalScales | None = None
     scale: Tensor | None = None
     follow: Callable[[], None] = lambda: None
+    channels: Callable[[], ChannelScales | None] = lambda: None
 
     def rounded(self, local: Tensor) -> Tensor:
         """Return the shard in the compute dtype."""
@@ -170,12 +173,14 @@ class ShardedWeight(Tensor):
             )
         # For shards in host memory the scale is computed there.
         scale = None if gather_format.scale is None else gather_format.scale.to(local.device)
-        quantized = quantize(local, gather_format.spec, scale=scale)
+        channels = gather_format.channels()
+        factor = None if channels is None else channels.to(local.device).factor
+        quantized = quantize(local, gather_format.spec, factor, scale=scale)
         data = _padded(quantized.data.view(torch.uint8), padded_rows)
         if gather_format.spec.granularity == TENSOR:
-            return (data,), scale
+            return (data,), (scale, None)
         assert quantized.scale is not None
-        return (data, _padded(quantized.scale, padded_rows)), None
+        return (data, _padded(quantized.scale, padded_rows)), (None, channels)
 
     def fsdp_post_all_gather(
         self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
@@ -183,18 +188,25 @@ class ShardedWeight(Tensor):
         """Return the whole weight, a view of the memory that every later gather refills."""
         if out is not None:
             if isinstance(out, Fp8AllGatherOutput) and metadata is not None:
-                out.scale = metadata
+                scale, channels = metadata
+                out.scale = out.scale if scale is None else scale
+                out.channels = channels if channels is None else channels.to(out.data_.device)
             return None
         gather_format = self.gather_format
         if gather_format.spec is None:
             return outputs[0][: gather_format.rows], ()
-        scale = metadata if metadata is not None else outputs[1][: gather_format.rows]
+        scale, channels = metadata
+        scale = scale if scale is not None else outputs[1][: gather_format.rows]
         data = outputs[0].view(gather_format.spec.format.dtype)[: gather_format.rows]
-        return Fp8AllGatherOutput(data, scale, gather_format.spec, gather_format.dtype or self.local.dtype), ()
+        channels = channels if channels is None else channels.to(data.device)
+        dtype = gather_format.dtype or self.local.dtype
+        return Fp8AllGatherOutput(data, scale, gather_format.spec, dtype, channels), ()
 
 
 class Fp8AllGatherOutput(Tensor):
     """A whole weight [N,K] in FP8, with the interface of a tensor of a wider dtype.
+
+    A later gather into the same memory replaces data, scales and channel scales.
 
     Operations other than Octavo's products read the dequantized values, with a warning unless inside
     `octavo.disabled()`.
@@ -203,28 +215,50 @@ class Fp8AllGatherOutput(Tensor):
     data_: Tensor
     scale: Tensor
     spec: QuantSpec
+    channel_factor: Tensor
+    channel_inverse: Tensor
+    _channels: ChannelScales | None
     __torch_function__ = disabled_torch_function
 
     @staticmethod
-    def __new__(cls, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> "Fp8AllGatherOutput":
+    def __new__(
+        cls, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, channels: ChannelScales | None = None
+    ) -> "Fp8AllGatherOutput":
         """Make a tensor with the shape of `data` and dtype `dtype`."""
         tensor: Fp8AllGatherOutput = Tensor._make_wrapper_subclass(
             cls, data.size(), data.stride(), dtype=dtype, device=data.device
         )
-        tensor.data_, tensor.scale, tensor.spec = data, scale, spec
+        tensor.data_, tensor.scale, tensor.spec, tensor.channels = data, scale, spec, channels
         return tensor
 
-    def __init__(self, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype) -> None: ...
+    @property
+    def channels(self) -> ChannelScales | None:
+        """Channel scales s of the data, which are those of W diag(s); None for W."""
+        return self._channels
+
+    @channels.setter
+    def channels(self, channels: ChannelScales | None) -> None:
+        self._channels = channels
+        if channels is not None:  # attributes, because torch.compile passes a tensor's tensors by name
+            self.channel_factor, self.channel_inverse = channels.factor, channels.inverse
+
+    def __init__(
+        self, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, channels: ChannelScales | None = None
+    ) -> None: ...
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Fp8AllGatherOutput({list(self.shape)}, {self.spec})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["data_", "scale"], (self.spec, self.dtype)
+        channels = [] if self.channels is None else ["channel_factor", "channel_inverse"]
+        return ["data_", "scale", *channels], (self.spec, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "Fp8AllGatherOutput":
-        return Fp8AllGatherOutput(inner["data_"], inner["scale"], *context)
+        scales = inner.get("channel_factor"), inner.get("channel_inverse")
+        channels = None if scales[0] is None or scales[1] is None else ChannelScales(scales[0], scales[1])
+        spec, dtype = context
+        return Fp8AllGatherOutput(inner["data_"], inner["scale"], spec, dtype, channels)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -232,12 +266,15 @@ class Fp8AllGatherOutput(Tensor):
             (weight, *rest) = args
             same = not rest or list(rest[0]) == list(weight.shape)
             if same and weight.data_.is_contiguous():
-                return Fp8AllGatherOutput(weight.data_, weight.scale, weight.spec, weight.dtype)
+                return Fp8AllGatherOutput(weight.data_, weight.scale, weight.spec, weight.dtype, weight.channels)
 
         def dequantized(value: Any) -> Any:
             if not isinstance(value, Fp8AllGatherOutput):
                 return value
-            return dequantize(ScaledTensor(value.data_, value.scale, value.spec), value.dtype)
+            w = ScaledTensor(value.data_, value.scale, value.spec)
+            if value.channels is None:
+                return dequantize(w, value.dtype)
+            return (dequantize(w, torch.float32) * value.channels.inverse).to(value.dtype)
 
         if SWITCH.enabled:
             warnings.warn(

@@ -40,7 +40,7 @@ def grouped_linear(
         weight: [E,N,K], or [E,K,N] if `transposed`, of the input's dtype unless autocast is on.
         bias: [E,N] or None.
         offsets: int32 [E], where the rows of each expert end, on the input's device.
-        recipe: Precision of the products; not one with a `history`.
+        recipe: Precision of the products; not one with a `history` or `equalization`.
         transposed: Whether each expert's weight is stored as [in, out].
 
     Returns:
@@ -60,8 +60,8 @@ def grouped_linear(
             "grouped_linear takes input [M,K], weight [E,N,K] and offsets [E]; got "
             f"{list(input.shape)}, {list(weight.shape)} and {list(offsets.shape)}"
         )
-    if recipe.history:
-        raise ValueError(f"recipe {recipe.name!r} needs an amax history, which experts do not keep: use 'rowwise'")
+    if recipe.layer_state:
+        raise ValueError(f"recipe {recipe.name!r} needs {recipe.layer_state}, which experts do not keep: use 'rowwise'")
     by_row = weight.transpose(1, 2) if transposed else weight
     out_dtype = output_dtype(input, by_row[0])
     if out_dtype is None:  # inside `octavo.disabled()`

@@ -18,14 +18,16 @@ InputCasts = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 def quantized_input(
-    x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None
+    x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None, fold: Tensor | None = None
 ) -> tuple[ScaledTensor, ScaledTensor | None]:
-    """Quantize X for forward, and for wgrad if needed. With `amax`, which sets the scale, both need equal specs."""
+    """Quantize X for forward, and for wgrad if needed. With `amax`, which sets the scale, or `fold`, a factor of X,
+    both need equal specs.
+    """
     spec, spec_t, copies = recipe.x, recipe.wgrad_x, needs_both_orders(x_MK.device)
     if not needs_wgrad or spec_t is None:
-        return quantize(x_MK, spec, amax=amax), None
+        return quantize(x_MK, spec, fold, amax=amax), None
     if spec == spec_t:
-        x = quantize(x_MK, spec, order="both" if copies else "rows", amax=amax)
+        x = quantize(x_MK, spec, fold, order="both" if copies else "rows", amax=amax)
         return x, x if x.other_order is None else ScaledTensor(x.other_order, x.scale, spec)
     if copies:
         return quantize_pair(x_MK, spec, None, spec_t, None)
@@ -73,9 +75,11 @@ class InputCastCache(threading.local):
         self._entry: tuple[weakref.ref[Tensor], _CacheEntry] | None = None
 
     def quantized(
-        self, owner: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None, source: Hashable
-    ) -> InputCasts:
-        """Return `quantized_input(x_MK, …, amax)`, cached by the recipe's specs and `source`, where `amax` comes from.
+        self, owner: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None, source: Hashable,
+        fold: Tensor | None = None,
+    ) -> InputCasts:  # fmt: skip
+        """Return `quantized_input(x_MK, …, amax, fold)`, cached by the recipe's specs and `source`, where `amax` and
+        `fold` come from.
 
         x_MK is the matrix view of `owner`.
         """
@@ -86,7 +90,7 @@ class InputCastCache(threading.local):
                 cast = casts.get(cast_key(recipe, False, source))
             if cast is not None:
                 return cast
-        x, x_t = quantized_input(x_MK, recipe, needs_wgrad, amax)
+        x, x_t = quantized_input(x_MK, recipe, needs_wgrad, amax, fold)
         cast = (x.data, None, x.scale, None) if x_t is None else (x.data, x_t.data, x.scale, x_t.scale)
         if casts is not None:
             casts[cast_key(recipe, needs_wgrad, source)] = cast
@@ -115,7 +119,7 @@ class InputCastCache(threading.local):
 
 
 def cast_key(recipe: Recipe, both: bool, source: Hashable) -> Hashable:
-    """Return what casts of a tensor differ in: spec for forward, spec for wgrad if `both`, and source of the amax."""
+    """Return what casts of a tensor differ in: spec for forward, for wgrad if `both`, source of the amax or fold."""
     return recipe.x.text, recipe.wgrad_x.text if both and recipe.wgrad_x is not None else None, source
 
 

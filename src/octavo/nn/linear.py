@@ -27,6 +27,7 @@ from octavo.nn.operands import (
     apply_unhooked,
     dgrad_weight,
     forward_operands,
+    in_epilogue,
     output_dtype,
     saved_input,
     wgrad_input,
@@ -93,8 +94,10 @@ def linear(
         return F.linear(input, weight, bias)
     x_MK = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), weight.shape[1])
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
-    x = quantizer.input(input, x_MK, recipe, needs_wgrad)
-    y_MN = apply_unhooked(_LinearFunction, x_MK, weight, bias, *x, recipe, out_dtype, keep_weights, quantizer)
+    channels = quantizer.channels(input, weight)
+    scales = (None, None) if channels is None else (channels.factor, channels.inverse)
+    x = quantizer.input(input, x_MK, recipe, needs_wgrad, channels)
+    y_MN = apply_unhooked(_LinearFunction, x_MK, weight, bias, *x, *scales, recipe, out_dtype, keep_weights, quantizer)
     if input.ndim == 2:
         return y_MN
     # Not a view, as for `nn.Linear`: FSDP2 warns about blocks that return a view.
@@ -109,20 +112,17 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_MK: Tensor, w_NK: Tensor, bias: Tensor | None, x_data: Tensor, x_scale: Tensor | None,
-        x_t_data: Tensor | None, x_t_scale: Tensor | None, recomputable: Any, recipe: Recipe,
-        out_dtype: torch.dtype, keep_weights: bool, quantizer: Quantizer,
+        x_t_data: Tensor | None, x_t_scale: Tensor | None, recomputable: Any, factor: Tensor | None,
+        inverse: Tensor | None, recipe: Recipe, out_dtype: torch.dtype, keep_weights: bool, quantizer: Quantizer,
     ) -> Tensor:  # fmt: skip
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
-        x, w, w_saved = forward_operands(x_data, x_scale, w_NK, recipe, keep_weights, needs_dgrad)
+        x, w, w_saved = forward_operands(x_data, x_scale, w_NK, factor, recipe, keep_weights, needs_dgrad)
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
-        x_saved: tuple[Tensor | None, ...] = None, None
-        if needs_wgrad:
-            x_t = x_data if x_t_data is None else x_t_data, x_scale if x_t_scale is None else x_t_scale
-            x_saved = saved_input(x_MK, x_t, recomputable, recipe, out_dtype)
-        ctx.save_for_backward(*w_saved, *x_saved)
-        ctx.recipe, ctx.quantizer = recipe, quantizer
+        x_t = x_data if x_t_data is None else x_t_data, x_scale if x_t_scale is None else x_t_scale
+        x_saved = saved_input(x_MK, x_t, recomputable, recipe, out_dtype) if needs_wgrad else (None, None)
+        ctx.save_for_backward(*w_saved, factor, inverse, *x_saved)
+        ctx.recipe, ctx.quantizer, ctx.columns = recipe, quantizer, x_MK.shape[1]
         ctx.rematerializer = recomputable.rematerializer if needs_wgrad and recomputable is not None else None
-        ctx.columns = x_MK.shape[1]
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype
         return y_MN
 
@@ -131,20 +131,20 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         recipe: Recipe = ctx.recipe
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
-        saved = ctx.saved_tensors
+        *w_saved, factor, inverse = (saved := ctx.saved_tensors)[:5]
         needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
         if needs_dgrad:
-            w = dgrad_weight(saved[:3], recipe)
+            w = dgrad_weight(w_saved, factor, recipe)
         if needs_wgrad and recipe.wgrad_x is not None:
-            x = wgrad_input(saved[3:], ctx.rematerializer, recipe.wgrad_x, g_MN.device, ctx.columns)
+            x = wgrad_input(saved[5:], inverse, ctx.rematerializer, recipe.wgrad_x, g_MN.device, ctx.columns)
         g_dgrad, g_wgrad = ctx.quantizer.gradient(g_MN, w, x, recipe)
         if w is not None and g_dgrad is not None:
-            dx_MK = scaled_mm(g_dgrad, w.unscaled if recipe.folds_w else w, "nn", out_dtype=x_dtype)
+            dx_MK = scaled_mm(g_dgrad, in_epilogue(w, recipe.folds_w, inverse), "nn", out_dtype=x_dtype)
         if x is not None and g_wgrad is not None:
-            dw_NK = scaled_mm(g_wgrad, x.unscaled if recipe.folds_x else x, "tn", out_dtype=w_dtype)
+            dw_NK = scaled_mm(g_wgrad, in_epilogue(x, recipe.folds_x, factor), "tn", out_dtype=w_dtype)
         elif needs_wgrad:
-            dw_NK = (g_MN.t() @ saved[3]).to(w_dtype)
+            dw_NK = (g_MN.t() @ saved[5]).to(w_dtype)
         if needs_bias:
             dbias_N = g_MN.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx_MK, dw_NK, dbias_N, *[None] * 9
+        return dx_MK, dw_NK, dbias_N, *[None] * 11

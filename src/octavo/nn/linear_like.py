@@ -48,13 +48,14 @@ class LinearLike(nn.Module):
         """Return what quantizes X and G in a forward that begins now, and in its backward.
 
         Raises:
-            ValueError: If the recipe has a `history`, which only `octavo.nn.delayed.Delayed` layers keep.
+            ValueError: If the recipe has a `history`, which only `octavo.nn.delayed.Delayed` layers keep, or
+                `equalization`, for which only `octavo.nn.equalized.Equalized` layers have scales.
         """
-        if self.recipe.history:
+        if self.recipe.layer_state:
+            kind = "delayed.Delayed" if self.recipe.history else "equalized.Equalized"
             raise ValueError(
-                f"recipe {self.recipe.name!r} needs an amax history, which a {type(self).__name__} does not keep: "
-                "convert(model, recipe) and octavo.nn.change_recipe choose the class that does, "
-                "octavo.nn.delayed.DelayedLinear"
+                f"recipe {self.recipe.name!r} needs {self.recipe.layer_state}, which a {type(self).__name__} does not "
+                f"keep: convert(model, recipe) and octavo.nn.change_recipe choose the class that does, octavo.nn.{kind}Linear"
             )
         return JUST_IN_TIME
 

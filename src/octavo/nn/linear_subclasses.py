@@ -18,13 +18,15 @@ from torch import nn
 from octavo.activations.detect import ORIGINAL, original_class, uses_default_call
 from octavo.activations.formulas import Formula, formula_of, formula_of_method
 from octavo.activations.modules import mixed_class
-from octavo.nn.delayed import ATTRIBUTE, Delayed
+from octavo.nn import delayed, equalized
+from octavo.nn.delayed import Delayed
+from octavo.nn.equalized import Equalized
 from octavo.nn.linear_like import LinearLike
 from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.runtime.linear_kinds import LINEAR, kind_of, kind_of_class
 from octavo.runtime.swap import become, has_own_forward
 
-ATTRIBUTES = ("recipe", "keep_weights", ATTRIBUTE)
+ATTRIBUTES = ("recipe", "keep_weights", delayed.ATTRIBUTE, equalized.ATTRIBUTE)
 """Attributes of a converted linear besides its parameters."""
 _COPYING = ("__copy__", "__deepcopy__", "__getstate__", "__setstate__")
 
@@ -36,22 +38,30 @@ class Fp8Classes:
     Attributes:
         fp8: The class that it becomes, a subclass of it and of `octavo.nn.LinearLike`.
         delayed: The same for recipes with a `history`, a subclass of `octavo.nn.delayed.Delayed`; or None.
+        equalized: The same for recipes with `equalization`, a subclass of `octavo.nn.equalized.Equalized`; or None.
     """
 
     fp8: str
     delayed: str | None = None
+    equalized: str | None = None
 
-    def load(self, delayed: bool = False) -> Any:
-        """Import and return the class, for a recipe with a history if `delayed`; None if there is none."""
-        path = self.delayed if delayed else self.fp8
+    def load(self, recipe: Recipe) -> Any:
+        """Import and return the class for a recipe; None if there is none."""
+        path = self.delayed if recipe.history else self.equalized if recipe.equalization else self.fp8
         module, _, name = (path or "").rpartition(".")
         return getattr(import_module(module), name) if path else None
 
 
 FP8_CLASSES = {
-    "torch.nn.Linear": Fp8Classes(fp8="octavo.nn.linear.Linear", delayed="octavo.nn.delayed.DelayedLinear"),
+    "torch.nn.Linear": Fp8Classes(
+        fp8="octavo.nn.linear.Linear",
+        delayed="octavo.nn.delayed.DelayedLinear",
+        equalized="octavo.nn.equalized.EqualizedLinear",
+    ),
     "transformers.pytorch_utils.Conv1D": Fp8Classes(
-        fp8="octavo.nn.conv1d.Conv1D", delayed="octavo.nn.conv1d.DelayedConv1D"
+        fp8="octavo.nn.conv1d.Conv1D",
+        delayed="octavo.nn.conv1d.DelayedConv1D",
+        equalized="octavo.nn.conv1d.EqualizedConv1D",
     ),
 }
 """FP8 classes by plain class, as `octavo.runtime.linear_kinds.KINDS` names it."""
@@ -122,7 +132,7 @@ def fp8_class(original: Any, recipe: Recipe) -> type[LinearLike]:
     """
     listed = kind_of_class(original)
     kind = LINEAR if listed is None and issubclass(original, nn.Linear) else listed
-    linear: Any = None if kind is None else FP8_CLASSES[kind.plain].load(delayed=recipe.history > 0)
+    linear: Any = None if kind is None else FP8_CLASSES[kind.plain].load(recipe)
     if linear is None:
         raise ValueError(f"Octavo has no FP8 class for a {original.__name__} with recipe {recipe.name!r}")
     fp8: type[LinearLike] = mixed_class(linear, original) if listed is None else linear
@@ -133,7 +143,8 @@ def fp8_class(original: Any, recipe: Recipe) -> type[LinearLike]:
 
 def class_fits(layer: LinearLike, recipe: Recipe) -> bool:
     """Return whether the class of a converted layer can run a recipe."""
-    return isinstance(layer, Delayed) == (recipe.history > 0)
+    needs = recipe.history > 0, recipe.equalization > 0
+    return (isinstance(layer, Delayed), isinstance(layer, Equalized)) == needs
 
 
 def lossy_subclass(module: nn.Module) -> str | None:

@@ -24,11 +24,13 @@ from torch import Tensor
 from octavo.activations.recompute import Recomputable, Rematerializer
 from octavo.activations.saved_tensors import recomputable_of, unhooked
 from octavo.kernels import needs_both_orders, quantize, quantize_pair
+from octavo.kernels.quantize import Order
 from octavo.nn.gathered import Fp8AllGatherOutput, for_dgrad, quantized_as
 from octavo.nn.input_casts import INPUT_CASTS
 from octavo.nn.weights import cast_weight
+from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.recipe import Recipe
-from octavo.numerics.spec import QuantSpec
+from octavo.numerics.spec import COLUMN, QuantSpec
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import autocast_dtype
 from octavo.tensor import ScaledTensor
@@ -45,7 +47,12 @@ QuantizedGradient = tuple[ScaledTensor | None, ScaledTensor | None]
 class Quantizer(Protocol):
     """Quantizes X and G for one forward of a linear and its backward: decides where their scales come from."""
 
-    def input(self, input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool) -> QuantizedInput:
+    def channels(self, input: Tensor, w_NK: Tensor) -> ChannelScales | None:
+        """Return the channel scales of X and W in this forward, None for none; called once, before `input`."""
+
+    def input(
+        self, input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, channels: ChannelScales | None
+    ) -> QuantizedInput:
         """Quantize X for forward, and for wgrad if needed; `input` is the tensor that `x_MK` is the matrix view of."""
 
     def gradient(
@@ -55,8 +62,9 @@ class Quantizer(Protocol):
 
 
 def quantize_input(
-    input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, amax: Tensor | None = None, source: Hashable = None
-) -> QuantizedInput:
+    input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, channels: ChannelScales | None = None,
+    amax: Tensor | None = None, source: Hashable = None,
+) -> QuantizedInput:  # fmt: skip
     """See `Quantizer.input`.
 
     Args:
@@ -64,14 +72,16 @@ def quantize_input(
         x_MK: [M, K], its matrix view.
         recipe: Specs of X.
         needs_wgrad: Whether W's gradient is computed in FP8.
+        channels: Channel scales: X diag(1/s) is quantized.
         amax: Sets the scale, float32 [1,1]; None for the current amax.
         source: Where `amax` comes from: sibling layers share the cast of a tensor if their sources are equal.
     """
     recomputable = recomputable_of(input) if needs_wgrad else None
     with torch.set_grad_enabled(False):  # as no_grad, in fewer Python calls
         x, x_t, scale, scale_t = INPUT_CASTS.quantized(
-            input, x_MK, recipe, needs_wgrad and recomputable is None, amax, source
-        )
+            input, x_MK, recipe, needs_wgrad and recomputable is None, amax, source if channels is None else channels,
+            None if channels is None else channels.inverse,
+        )  # fmt: skip
     # Tensors that both casts share are returned once: torch.compile passes no tensor twice.
     return x, scale, None if x_t is x else x_t, None if scale_t is scale else scale_t, recomputable
 
@@ -95,7 +105,13 @@ def quantize_gradient(
     return g_dgrad, quantize(g_MN, spec_t, fold_x, order="columns" if copies else "rows", amax=amax)
 
 
+def gathered_channels(input: Tensor, w_NK: Tensor) -> ChannelScales | None:
+    """Return the channel scales of a weight that FSDP gathered in FP8; None for other weights. See `Quantizer`."""
+    return w_NK.channels if isinstance(w_NK, Fp8AllGatherOutput) else None
+
+
 class _JustInTime:
+    channels = staticmethod(gathered_channels)
     input = staticmethod(quantize_input)
     gradient = staticmethod(quantize_gradient)
 
@@ -135,16 +151,19 @@ def apply_unhooked(function: type[torch.autograd.Function], *arguments: Any) -> 
 
 
 def forward_operands(
-    x_data: Tensor, x_scale: Tensor | None, w_NK: Tensor, recipe: Recipe, keep_weights: bool, needs_dgrad: bool
-) -> tuple[ScaledTensor, ScaledTensor, Saved]:
-    """Return X and W for forward, and the three tensors that `dgrad_weight` needs: W, its FP8 copy, its scales."""
+    x_data: Tensor, x_scale: Tensor | None, w_NK: Tensor, factor: Tensor | None, recipe: Recipe, keep_weights: bool,
+    needs_dgrad: bool,
+) -> tuple[ScaledTensor, ScaledTensor, Saved]:  # fmt: skip
+    """Return X and W diag(factor) for forward, and the three tensors that `dgrad_weight` needs: W, the FP8 copy, its
+    scales.
+    """
     x, w_t = ScaledTensor(x_data, x_scale, recipe.x), None
     if isinstance(w_NK, Fp8AllGatherOutput):
         w = w_t = quantized_as(w_NK, recipe.w)
     elif keep_weights:
-        w, w_t = cast_weight(w_NK, recipe, needs_dgrad)
+        w, w_t = cast_weight(w_NK, recipe, needs_dgrad, factor)
     else:
-        w = quantize(w_NK, recipe.w)
+        w = quantize(w_NK, recipe.w, factor)
     if not needs_dgrad:
         return x, w, (None, None, None)
     if w_t is None:
@@ -154,14 +173,15 @@ def forward_operands(
     return x, w, (owner, w_t.data if w_t.other_order is None else w_t.other_order, w_t.scale)
 
 
-def dgrad_weight(saved: Sequence[Tensor | None], recipe: Recipe) -> ScaledTensor:
-    """Return W quantized for dgrad, with the scales of the forward cast if the recipe uses the same spec."""
+def dgrad_weight(saved: Sequence[Tensor | None], factor: Tensor | None, recipe: Recipe) -> ScaledTensor:
+    """Return W diag(factor) quantized for dgrad, with the scales of the forward cast if it has the same spec."""
     w_NK, data, scale = saved
     if data is not None:
         w = ScaledTensor(data, scale, recipe.dgrad_w)
         return for_dgrad(w) if w_NK is None else w
     assert w_NK is not None
-    return quantize(w_NK, recipe.dgrad_w, order="columns" if needs_both_orders(w_NK.device) else "rows", scale=scale)
+    order: Order = "columns" if needs_both_orders(w_NK.device) else "rows"
+    return quantize(w_NK, recipe.dgrad_w, factor, order=order, scale=scale)
 
 
 def saved_input(
@@ -174,15 +194,24 @@ def saved_input(
 
 
 def wgrad_input(
-    saved: Sequence[Tensor | None], rematerializer: Rematerializer | None, spec: QuantSpec, device: torch.device,
-    columns: int,
+    saved: Sequence[Tensor | None], inverse: Tensor | None, rematerializer: Rematerializer | None, spec: QuantSpec,
+    device: torch.device, columns: int,
 ) -> ScaledTensor:  # fmt: skip
-    """Return X [M, columns] quantized for wgrad, from what `saved_input` returned."""
+    """Return X diag(inverse) [M, columns] quantized for wgrad, from what `saved_input` returned."""
     if rematerializer is not None:
-        return rematerializer.quantized(saved, spec, "columns" if needs_both_orders(device) else "rows", columns)
+        return rematerializer.quantized(
+            saved, spec, "columns" if needs_both_orders(device) else "rows", columns, inverse
+        )
     data, scale = saved
     assert data is not None
     return ScaledTensor(data, scale, spec)
+
+
+def in_epilogue(operand: ScaledTensor, folds: bool, channels: Tensor | None) -> ScaledTensor:
+    """Return W or X as a backward product multiplies it: with its scales if they were not folded into G, else with the
+    channel scales [1,K] that remain, if any.
+    """
+    return operand.with_scale(channels, QuantSpec(format=operand.spec.format, granularity=COLUMN)) if folds else operand
 
 
 def _fold(operand: ScaledTensor, transposed: bool = False) -> Tensor | None:

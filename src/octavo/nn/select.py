@@ -33,7 +33,7 @@ from octavo.nn.linear_subclasses import computes_linear, lossy_subclass
 from octavo.nn.operands import SUPPORTED_DTYPES
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
-from octavo.numerics.recipe import Recipe
+from octavo.numerics.recipe import Recipe, unequalized
 from octavo.runtime.linear_kinds import kind_of_class
 from octavo.runtime.swap import has_own_forward, is_fully_sharded
 
@@ -251,7 +251,9 @@ def _decide(
     if recipe.history:
         reason = f"experts: recipe {recipe.name!r} needs an amax history, which experts do not keep; high precision"
         return Decision(recipe=None, reason=reason)
-    return Decision(recipe=recipe, reason=describe_experts(first.module, recipe) + reason.removeprefix("linear"))
+    note = "; without channel equalization, for which experts have no scales" if recipe.equalization else ""
+    recipe = unequalized(recipe)
+    return Decision(recipe=recipe, reason=describe_experts(first.module, recipe) + reason.removeprefix("linear") + note)
 
 
 def _as_named(layer: Layer, first: Layer) -> str:

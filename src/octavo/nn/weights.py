@@ -56,24 +56,25 @@ class WeightCastCache:
     name: str
     parameter: Tensor
     state: tuple[Any, ...] = ()
-    casts: dict[Any, tuple[Tensor, Recipe, WeightCasts]] = field(default_factory=dict)
+    casts: dict[Any, tuple[Tensor, Recipe, Tensor | None, WeightCasts]] = field(default_factory=dict)
 
-    def get(self, w_NK: Tensor, recipe: Recipe) -> WeightCasts:
-        """Return the casts of the parameter, or of a view of it."""
+    def get(self, w_NK: Tensor, recipe: Recipe, factor: Tensor | None) -> WeightCasts:
+        """Return the casts of the parameter, or of a view of it, times `factor`."""
         state = _state(self.parameter)
         if state != self.state:
             self.state, self.casts = state, {}
-        key = (w_NK.shape, w_NK.stride(), w_NK.storage_offset(), recipe.w, recipe.dgrad_w)
-        if key not in self.casts:
-            self.casts[key] = w_NK.detach(), recipe, _cast(w_NK, recipe)
-        return self.casts[key][2]
+        key = (w_NK.shape, w_NK.stride(), w_NK.storage_offset(), recipe.w, recipe.dgrad_w, id(factor))
+        if key not in self.casts:  # an entry holds the factor, so no other has its id
+            self.casts[key] = w_NK.detach(), recipe, factor, _cast(w_NK, recipe, factor)
+        return self.casts[key][3]
 
     def stale(self) -> list[Tensor]:
         """Return a flag [], bool, for each cast of the current state: whether a new cast would differ."""
         if self.state != _state(self.parameter):
             return []
         return [
-            _bits_differ(_tensors(casts), _tensors(_cast(w_NK, recipe))) for w_NK, recipe, casts in self.casts.values()
+            _bits_differ(_tensors(casts), _tensors(_cast(w_NK, recipe, factor)))
+            for w_NK, recipe, factor, casts in self.casts.values()
         ]
 
 
@@ -83,21 +84,24 @@ _FSDP_ROOTS: WeakSet[nn.Module] = WeakSet()
 _FSDP_MODULES: WeakSet[nn.Module] = WeakSet()
 
 
-def cast_weight(w_NK: Tensor, recipe: Recipe, needs_dgrad: bool) -> tuple[ScaledTensor, ScaledTensor | None]:
+def cast_weight(
+    w_NK: Tensor, recipe: Recipe, needs_dgrad: bool, factor: Tensor | None = None
+) -> tuple[ScaledTensor, ScaledTensor | None]:
     """Quantize a weight, or return its cached casts inside `accumulating`.
 
     Args:
         w_NK: A parameter, or its transposed view.
         recipe: The layer's recipe.
         needs_dgrad: Whether backward reads W.
+        factor: Channel scales [1,K]: W diag(factor) is quantized.
 
     Returns:
         W for forward, and W for dgrad if needed.
     """
     cache = _cache_of(w_NK)
     if cache is not None:
-        return cache.get(w_NK, recipe)
-    return _cast(w_NK, recipe) if needs_dgrad else (quantize(w_NK, recipe.w), None)
+        return cache.get(w_NK, recipe, factor)
+    return _cast(w_NK, recipe, factor) if needs_dgrad else (quantize(w_NK, recipe.w, factor), None)
 
 
 def shares_cast(w_NK: Tensor) -> bool:
@@ -228,11 +232,11 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _cast(w_NK: Tensor, recipe: Recipe) -> WeightCasts:
+def _cast(w_NK: Tensor, recipe: Recipe, factor: Tensor | None) -> WeightCasts:
     spec, spec_t, copies = recipe.w, recipe.dgrad_w, needs_both_orders(w_NK.device)
     if spec == spec_t:
-        w = quantize(w_NK, spec, order="both" if copies else "rows")
+        w = quantize(w_NK, spec, factor, order="both" if copies else "rows")
         return w, w
     if copies:
-        return quantize_pair(w_NK, spec, None, spec_t, None)
-    return quantize(w_NK, spec), quantize(w_NK, spec_t)
+        return quantize_pair(w_NK, spec, factor, spec_t, factor)
+    return quantize(w_NK, spec, factor), quantize(w_NK, spec_t, factor)

@@ -1,10 +1,11 @@
 """Level 0: formats, specs, recipes, plans and error measures. Nothing here runs a kernel."""
 
+from octavo.numerics.equalization import column_amax, equalize
 from octavo.numerics.error import first_mismatch, sqnr
 from octavo.numerics.formats import E4M3, E5M2, E8M0, Format
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.precision import LEVELS, Precision
-from octavo.numerics.recipe import RECIPES, Recipe, get_recipe
+from octavo.numerics.recipe import RECIPES, Recipe, equalized, get_recipe
 from octavo.numerics.spec import COLUMN, ROW, TENSOR, Granularity, QuantSpec
 
 __all__ = [
@@ -23,6 +24,9 @@ __all__ = [
     "Precision",
     "QuantSpec",
     "Recipe",
+    "column_amax",
+    "equalize",
+    "equalized",
     "first_mismatch",
     "get_recipe",
     "sqnr",

@@ -15,7 +15,8 @@ so one FP8 copy of X and one of W serve all three products. The granularity dete
 (`folds_w`, `folds_x`).
 
 Scaling is just-in-time. With a `history`, scales of X and G come from an amax history instead, as in Transformer
-Engine's delayed scaling: see `octavo.nn.delayed`.
+Engine's delayed scaling: see `octavo.nn.delayed`. With `equalization`, channels of X and W are scaled first: see
+`octavo.numerics.equalization`.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -41,6 +42,8 @@ class Recipe:
         note: One line for tables.
         history: Length of the amax history of X and G, in forward-backward passes; 0 for just-in-time scales.
         margin: Exponent of two that enlarges scales from the history, against growing maxima.
+        equalization: Passes from one refresh of the channel scales of X and W to the next; 0 for no such scales. Only
+            for recipes that fold the scales of X and W.
 
     Examples:
         >>> octavo.RECIPES["blockwise"].w.text
@@ -57,6 +60,7 @@ class Recipe:
     note: str
     history: int = 0
     margin: int = 0
+    equalization: int = 0
 
     def __post_init__(self) -> None:
         if (self.wgrad_g is None) != (self.wgrad_x is None):
@@ -68,6 +72,12 @@ class Recipe:
             raise ValueError(
                 f"recipe {self.name!r}: history and margin must be 0 or more, and margin needs a history; "
                 f"got history={self.history}, margin={self.margin}"
+            )
+        if self.equalization < 0 or (self.equalization and not self._can_equalize):
+            raise ValueError(
+                f"recipe {self.name!r}: equalization is 0, or a number of passes for a recipe that folds the scales of "
+                f"X and W into G (one spec by row for both products of X, and of W) without a history; got "
+                f"equalization={self.equalization}, W {self.w} and {self.dgrad_w}, X {self.x} and {self.wgrad_x}"
             )
         one_copy = self.wgrad_x in (None, self.x) and self.wgrad_g in (None, self.dgrad_g)
         if self.history and not (one_copy and self.x.granularity == self.dgrad_g.granularity == TENSOR):
@@ -92,6 +102,26 @@ class Recipe:
         return self.wgrad_x is not None and self.wgrad_x.folds_along(0)
 
     @property
+    def layer_state(self) -> str | None:
+        """What layers keep between passes for this recipe; None if they scale just in time."""
+        return "an amax history" if self.history else "channel scales" if self.equalization else None
+
+    @property
+    def _can_equalize(self) -> bool:
+        folded_x = self.wgrad_x is None or (self.folds_x and self.wgrad_x == self.x)
+        return self.folds_w and self.dgrad_w == self.w and folded_x and not self.history
+
+    @property
+    def dgrad_w_epilogue(self) -> QuantSpec | None:
+        """Scales by which dgrad multiplies its sums because of W: W's, channel scales if W's fold into G, or None."""
+        return _epilogue(self.dgrad_w, self.folds_w, self.equalization)
+
+    @property
+    def wgrad_x_epilogue(self) -> QuantSpec | None:
+        """Scales by which wgrad multiplies its sums because of X, as `dgrad_w_epilogue`."""
+        return None if self.wgrad_x is None else _epilogue(self.wgrad_x, self.folds_x, self.equalization)
+
+    @property
     def supports_fp8_gather(self) -> bool:
         """Whether ranks can quantize their rows of W and gather FP8: one spec for both products, by row or tensor."""
         return self.w == self.dgrad_w and self.w.granularity in (ROW, TENSOR)
@@ -105,18 +135,51 @@ class Recipe:
         """Return a dictionary with specs as text, for `from_json`."""
         specs = ("x", "w", "dgrad_g", "dgrad_w", "wgrad_g", "wgrad_x")
         fields = asdict(self) | {key: None if (spec := getattr(self, key)) is None else str(spec) for key in specs}
-        return {key: value for key, value in fields.items() if value or key not in _DELAY}
+        return {key: value for key, value in fields.items() if value or key not in _OPTIONAL}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> "Recipe":
         """Read the output of `to_json`."""
-        other_fields = {key: fields[key] for key in ("name", "note", *_DELAY) if key in fields}
+        other_fields = {key: fields[key] for key in ("name", "note", *_OPTIONAL) if key in fields}
         specs = {key: None if v is None else QuantSpec.parse(v) for key, v in fields.items() if key not in other_fields}
         return Recipe(**other_fields, **specs)  # type: ignore[arg-type]
 
 
-_DELAY = ("history", "margin")
+_OPTIONAL = ("history", "margin", "equalization")
 """Fields that `to_json` omits if zero."""
+
+
+def _epilogue(spec: QuantSpec, folds: bool, equalization: int) -> QuantSpec | None:
+    if not folds:
+        return spec
+    return QuantSpec(format=spec.format, granularity=COLUMN) if equalization else None
+
+
+def equalized(recipe: "str | Recipe", every: int = 50) -> Recipe:
+    """Return a recipe with channel equalization: see `octavo.numerics.equalization`.
+
+    Args:
+        recipe: A recipe that folds the scales of X and W, such as `rowwise`, or its name.
+        every: Passes (forwards and their backward) from one refresh of the channel scales to the next.
+
+    Raises:
+        ValueError: For a recipe that does not fold the scales of X and W.
+
+    Examples:
+        >>> octavo.numerics.equalized("rowwise_hp_wgrad").name
+        'rowwise_hp_wgrad_equalized'
+    """
+    recipe = get_recipe(recipe)
+    name = recipe.name if recipe.equalization else f"{recipe.name}_equalized"
+    return replace(recipe, name=name, equalization=every)
+
+
+def unequalized(recipe: Recipe) -> Recipe:
+    """Return a recipe without channel equalization."""
+    if not recipe.equalization:
+        return recipe
+    name = recipe.name.removesuffix("_equalized")
+    return RECIPES[name] if name in RECIPES else replace(recipe, name=name, equalization=0)
 
 
 def _two_directions(name: str, *, x: Granularity, w: Granularity, w_t: Granularity, rule: str, note: str) -> Recipe:
@@ -190,7 +253,15 @@ DELAYED = replace(
     history=16,
 )
 
-RECIPES = {recipe.name: recipe for recipe in (ROWWISE, TENSORWISE, ROWWISE_HP_WGRAD, BLOCKWISE, MXFP8, DELAYED)}
+ROWWISE_EQUALIZED = replace(
+    ROWWISE,
+    name="rowwise_equalized",
+    note="as rowwise, channels of X and W equalized: for outlier channels, at the same cost",
+    equalization=50,
+)
+
+_NAMED = (ROWWISE, TENSORWISE, ROWWISE_EQUALIZED, ROWWISE_HP_WGRAD, BLOCKWISE, MXFP8, DELAYED)
+RECIPES = {recipe.name: recipe for recipe in _NAMED}
 DEFAULT = ROWWISE
 
 

@@ -1,8 +1,9 @@
-"""Share one amax history among all ranks, for recipes with delayed scaling (`octavo.nn.delayed`).
+"""Share one amax history, and one set of channel scales, among all ranks, for recipes with delayed scaling
+(`octavo.nn.delayed`) and with equalization (`octavo.nn.equalized`).
 
 When the model's forward begins in training, the ranks combine the amax values of X and G from the previous pass, for
 all layers in one exchange, as Transformer Engine does. All ranks then have the same scales, and one rank's history is
-valid for all ranks in a checkpoint.
+valid for all ranks in a checkpoint. The same holds for channel scales, which are exchanged after passes that measured.
 """
 
 from typing import Any
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.nn.delayed import histories, reduce_amaxes
+from octavo.nn.equalized_ranks import reduce_scales
 
 
-def sync_amax_histories(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Synchronize the amax histories of a model's layers over the ranks of a mesh.
+def sync_scaling_state(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Synchronize the amax histories and channel scales of a model's layers over the ranks of a mesh.
 
-    Each forward looks for the histories, because `octavo.nn.change_recipe` can give a layer one.
+    Each forward looks for them, because `octavo.nn.change_recipe` can give a layer one.
 
     Args:
         model: The module that every rank calls, equally often, in training.
@@ -35,5 +37,6 @@ def sync_amax_histories(model: nn.Module, mesh: DeviceMesh) -> None:
     def before_forward(module: nn.Module, inputs: Any) -> None:
         if module.training and torch.is_grad_enabled():
             reduce_amaxes((history for _, history in histories(module)), all_reduce_max, device)
+            reduce_scales(module, all_reduce_max, device)
 
     model.register_forward_pre_hook(before_forward, prepend=True)

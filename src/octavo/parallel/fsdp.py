@@ -26,8 +26,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.comm import reduce_scatter
+from octavo.nn.equalized import shared_scales
 from octavo.nn.gathered import GatherFormat, GlobalScales, ShardedWeight, sharded_weights
 from octavo.nn.linear_like import LinearLike
+from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.spec import TENSOR
 from octavo.runtime.blocks import find_blocks
 from octavo.tensor import local_tensor
@@ -148,10 +150,17 @@ def _mark_fp8_weights(model: nn.Module, dtype: torch.dtype | None, scales: Globa
         if recipe.supports_fp8_gather:
             by_tensor = scales if recipe.w.granularity == TENSOR else None
             gather_format = GatherFormat(recipe.w, dtype, weight.shape[0], by_tensor)
+            gather_format.channels = partial(_channels, linears)
             gather_format.follow = partial(_update_recipe, weakref.ref(model), gather_format, linears, scales)
             marked = nn.Parameter(ShardedWeight(weight.detach(), gather_format), requires_grad=weight.requires_grad)
             for linear in linears:
                 linear.weight = marked
+
+
+def _channels(linears: Iterable[nn.Module]) -> ChannelScales | None:
+    """Return the channel scales with which all ranks gather the weight of these layers; None without any."""
+    scales = {shared_scales(linear) for linear in linears}
+    return scales.pop() if len(scales) == 1 else None
 
 
 def _update_recipe(

@@ -30,7 +30,7 @@ from octavo.nn.report import check_module
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
 from octavo.parallel.agreement import agree_on_adamw, gather_reports
-from octavo.parallel.amax_sync import sync_amax_histories
+from octavo.parallel.amax_sync import sync_scaling_state
 from octavo.parallel.ddp import replicate
 from octavo.parallel.fsdp import shard
 from octavo.runtime.swap import all_or_nothing
@@ -166,7 +166,7 @@ def _parallelize(
     agree_on_adamw(torch.device("cpu" if layout.cpu_offload else mesh.device_type), mesh)
     crosses_machines = layout.fp8_comm == "auto" and _spans_machines(replicas * shards)
     fp8 = layout.fp8_comm == "on" or (crosses_machines and _ranks_per_machine(replicas * shards) == 1)
-    sync_amax_histories(model, mesh)
+    sync_scaling_state(model, mesh)
     if shards == 1 and replicas > 1:
         return replicate(model, mesh, fp8=DEFAULT_SPEC if fp8 else None)
     return shard(

@@ -202,11 +202,15 @@ def cases_of(recipe: Recipe) -> dict[str, Case]:
     """Return the FP8 products of a recipe, by name."""
     cases: dict[str, Case] = {
         "forward": (recipe.x.text, recipe.w.text, "nt"),
-        "dgrad": (recipe.dgrad_g.text, UNIT_SCALE if recipe.folds_w else recipe.dgrad_w.text, "nn"),
+        "dgrad": (recipe.dgrad_g.text, _text(recipe.dgrad_w_epilogue), "nn"),
     }
     if recipe.wgrad_x is not None and recipe.wgrad_g is not None:
-        cases["wgrad"] = (recipe.wgrad_g.text, UNIT_SCALE if recipe.folds_x else recipe.wgrad_x.text, "tn")
+        cases["wgrad"] = (recipe.wgrad_g.text, _text(recipe.wgrad_x_epilogue), "tn")
     return cases
+
+
+def _text(spec: QuantSpec | None) -> str:
+    return UNIT_SCALE if spec is None else spec.text
 
 
 def _cases() -> dict[str, Case]:

@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, Positiv
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from octavo.nn import delayed
+from octavo.nn import delayed, equalized_state
 from octavo.optim.sharded import local_rows
 from octavo.tensor import local_tensor
 from octavo.train.checkpoint import shards
@@ -116,6 +116,11 @@ class CheckpointSaver:
         if maxima := delayed.state_dict(model):
             gathered = self._ranks.world_size > 1
             metadata["delayed"] = delayed.merge_states(self._ranks.all_gather(maxima)) if gathered else maxima
+        if channels := equalized_state.state_dict(model):
+            gathered = self._ranks.world_size > 1
+            metadata["equalized"] = (
+                equalized_state.merge_states(self._ranks.all_gather(channels)) if gathered else channels
+            )
         with self._writing(checkpoint):
             self._ranks.run_on_rank0(lambda: checkpoint.begin(metadata, model, tokenizer))
             digests: dict[str, str] = {}
@@ -227,6 +232,7 @@ class _TrainerJson(BaseModel):
     skipped_batches: NonNegativeInt = 0
     guard: dict[str, NonNegativeInt | list[Any]] = {}
     delayed: dict[str, Any] = {}
+    equalized: dict[str, Any] = {}
 
 
 def latest_checkpoint(out: Path) -> Path | None:
@@ -299,6 +305,7 @@ def load_checkpoint(folder: Path, model: Any, optimizer: TrainerOptimizer, loss_
         ranks.raise_together(lambda: load_generation_config(folder, model))
         loss_scale.load_state_dict(state["loss_scale"])
         delayed.load_state_dict(model, state.get("delayed", {}))
+        equalized_state.load_state_dict(model, state.get("equalized", {}))
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise SharedError(f"{folder} does not fit this model, or is damaged ({error}): {_remedy(folder)}") from None
 

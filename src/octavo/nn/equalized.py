@@ -1,0 +1,294 @@
+"""Channel equalization: the state of layers whose recipe scales the channels of X and W (`numerics.equalization`).
+
+Column maxima of X and W cost a read of both, so the channel scales s are refreshed in few passes: the first, then 1, 2,
+4, … passes later, then every `recipe.equalization` passes. In between they are stale, which is exact and equalizes as
+well as the channels are stable. A pass is all forwards between two backwards, and their backward, as in
+`octavo.nn.delayed`. A layer measures in one pass and changes s when the next one begins, so all forwards of a pass, and
+those that activation checkpointing runs again, have the same s. Only the first pass uses the maxima of its own first
+forward. Forwards outside of training measure nothing; before the first pass they compute s for themselves.
+
+    Measurement     column maxima of one X, and of the weights of all layers that read it: they get one s, so that they
+                    share the FP8 copy of X (`octavo.nn.input_casts`)
+    Equalizer       s of one layer, and when to measure next
+
+s is no buffer of its module, for the reasons that `octavo.nn.delayed` gives; `octavo.nn.equalized_state` carries it
+through checkpoints. Without that a run that resumes measures again in its first forward, which changes rounding only.
+
+Under `octavo.parallelize` all ranks have one s: when the model's next forward begins, `octavo.nn.equalized_ranks`
+combines what they measured, in one exchange for all layers, and only after passes that measured. In the first pass
+there is no s. A weight that FSDP gathers in FP8 was multiplied by s before it was sent, and carries it
+(`octavo.nn.gathered`).
+
+torch.compile: a compiled graph cannot hold s between steps. It computes s in every forward, from X and the layer's own
+weight. This reads both once more, and layers that read one X have an FP8 copy of it each.
+"""
+
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from octavo.nn.delayed import has_values, outside_autograd
+from octavo.nn.gathered import Fp8AllGatherOutput
+from octavo.nn.input_casts import INPUT_CASTS
+from octavo.nn.linear import Linear
+from octavo.nn.linear_like import LinearLike
+from octavo.nn.operands import (
+    JUST_IN_TIME,
+    QuantizedGradient,
+    QuantizedInput,
+    Quantizer,
+    quantize_gradient,
+    quantize_input,
+)
+from octavo.numerics.equalization import ChannelScales, column_amax, equalize
+from octavo.numerics.recipe import Recipe
+from octavo.runtime.switch import SWITCH
+from octavo.runtime.torch_compat import in_backward
+from octavo.tensor import ScaledTensor
+
+ATTRIBUTE = "equalizer"
+"""Attribute of a module that holds its channel scales."""
+
+
+class Measurement:
+    """Column maxima of one X in one pass, and of the weights of the layers that read it.
+
+    Args:
+        x: [M,K].
+
+    Attributes:
+        x_amax: Of X, float32 [K].
+        w_amax: Of the weights, float32 [K]; None before the first.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x_amax = column_amax(x)
+        self.w_amax: Tensor | None = None
+        self._scales: dict[bool, ChannelScales] = {}
+
+    def load(self, x_amax: list[float], w_amax: list[float] | None, device: torch.device) -> None:
+        """Set what a checkpoint holds."""
+        self._scales = {}
+        self.x_amax = torch.tensor(x_amax, device=device, dtype=torch.float32)
+        self.w_amax = None if w_amax is None else torch.tensor(w_amax, device=device, dtype=torch.float32)
+
+    def add_input(self, x: Tensor) -> None:
+        """Include another X, of a layer that is called more than once."""
+        self.x_amax = torch.maximum(self.x_amax, column_amax(x))
+
+    def add_weight(self, w_amax: Tensor) -> None:
+        """Include a weight [N,K], by its column maxima."""
+        self.w_amax = w_amax if self.w_amax is None else torch.maximum(self.w_amax, w_amax)
+
+    def scales(self, previous: ChannelScales | None, complete: bool) -> ChannelScales:
+        """Return s, computed at the first call: from the weights so far, and a second time once they are `complete`."""
+        if complete not in self._scales:
+            assert self.w_amax is not None
+            self._scales[complete] = equalize(self.x_amax, self.w_amax, previous)
+        return self._scales[complete]
+
+
+class Equalizer:
+    """The channel scales of one layer.
+
+    Args:
+        every: Passes from one measurement to the next, after the first ones.
+
+    Attributes:
+        scales: s; None before the first pass.
+        passes: Passes that have ended.
+        backward_ran: Whether the backward of the current pass has run.
+        measurement: What the current pass has measured.
+        synchronized: Whether `octavo.nn.equalized_ranks` ends the passes, for all layers at once.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.scales: ChannelScales | None = None
+        self.passes = 0
+        self.backward_ran = False
+        self.measurement: Measurement | None = None
+        self.synchronized = False
+
+    @property
+    def pass_measures(self) -> bool:
+        """Whether the current pass measures."""
+        if self.passes >= self.every:
+            return self.passes % self.every == 0
+        return self.passes & (self.passes - 1) == 0
+
+    def measures(self, backward: bool) -> bool:
+        """Return whether a forward of the current pass measures. One without backward does only if there is no s."""
+        return self.scales is None or (backward and self.pass_measures)
+
+    def begin(self) -> None:
+        """End the current pass if its backward has run."""
+        if self.backward_ran and not self.synchronized and not in_backward():
+            if self.measurement is not None:
+                self.scales = self.measurement.scales(self.scales, complete=True)
+            self.advance()
+
+    def advance(self) -> None:
+        """Begin the next pass."""
+        self.passes, self.backward_ran, self.measurement = self.passes + 1, False, None
+
+    def measure(self, input: Tensor, w_NK: Tensor) -> None:
+        """Measure X and W of a forward, and set s if there is none."""
+        casts: dict[Any, Any] | None = INPUT_CASTS.casts_of(input)
+        shared: Measurement | None = None if casts is None else casts.get(Measurement)
+        x_MK = input.reshape(-1, w_NK.shape[1])
+        if self.measurement is None:
+            self.measurement = Measurement(x_MK) if shared is None else shared
+            if casts is not None:
+                casts[Measurement] = self.measurement
+        elif self.measurement is not shared:
+            self.measurement.add_input(x_MK)
+        if not isinstance(w_NK, Fp8AllGatherOutput):  # `equalized_ranks` measures the shards of that
+            self.measurement.add_weight(column_amax(w_NK))
+        if self.scales is None and not self.synchronized:
+            self.scales = self.measurement.scales(None, complete=False)
+
+
+class EqualizedQuantizer:
+    """Quantizes X and G of one forward and its backward with channel scales.
+
+    Args:
+        equalizer: Of the layer.
+        training: Whether the forward belongs to a pass.
+    """
+
+    def __init__(self, equalizer: Equalizer, training: bool) -> None:
+        self.equalizer, self._training = equalizer, training
+        self._gathered: tuple[Fp8AllGatherOutput, ChannelScales | None] | None = None
+
+    def steady_channels(self, input: Tensor, backward: bool) -> ChannelScales | None:
+        """Return s if a forward, with a backward or not, only reads it."""
+        scales = self.equalizer.scales
+        if scales is None or (self._training and self.equalizer.measures(backward)):
+            return None
+        return scales if scales.factor.device == input.device else None
+
+    def channels(self, input: Tensor, w_NK: Tensor) -> ChannelScales | None:
+        """See `octavo.nn.operands.Quantizer.channels`."""
+        equalizer = self.equalizer
+        if torch.compiler.is_compiling() and not isinstance(w_NK, Fp8AllGatherOutput):
+            with torch.no_grad():
+                return equalize(column_amax(input.reshape(-1, w_NK.shape[1])), column_amax(w_NK))
+        if not has_values(input) or not has_values(w_NK):
+            return _predicted(input)
+        backward = torch.is_grad_enabled() and (input.requires_grad or w_NK.requires_grad)
+        with outside_autograd():
+            if self._training and equalizer.measures(backward):
+                equalizer.measure(input, w_NK)
+            if isinstance(w_NK, Fp8AllGatherOutput):
+                self._gathered = w_NK, w_NK.channels
+                return w_NK.channels
+            if equalizer.scales is not None:
+                equalizer.scales = equalizer.scales.to(input.device)
+                return equalizer.scales
+            if equalizer.synchronized and self._training:
+                return None
+            return equalize(column_amax(input.reshape(-1, w_NK.shape[1])), column_amax(w_NK))
+
+    def input(
+        self, input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, channels: ChannelScales | None
+    ) -> QuantizedInput:
+        """See `octavo.nn.operands.Quantizer.input`."""
+        return quantize_input(input, x_MK, recipe, needs_wgrad, channels)
+
+    def gradient(
+        self, g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe
+    ) -> QuantizedGradient:
+        """See `octavo.nn.operands.Quantizer.gradient`; notes that backward has reached this layer.
+
+        Raises:
+            RuntimeError: If FSDP gathered W with other channel scales since forward.
+        """
+        if self._gathered is not None and self._gathered[0].channels is not self._gathered[1]:
+            raise RuntimeError(
+                "octavo: the channel scales of an equalized layer changed between a forward and its backward: another "
+                "forward of the whole model began in between, after a backward. Run each backward before the next but "
+                "one forward, or use recipe 'rowwise' for layers that FSDP gathers in FP8"
+            )
+        self.note_backward(g_MN)
+        return quantize_gradient(g_MN, w, x, recipe)
+
+    def note_backward(self, g: Tensor) -> None:
+        """Note that backward has reached this layer."""
+        self.equalizer.backward_ran |= self._training and has_values(g)
+
+
+def _predicted(input: Tensor) -> ChannelScales | None:
+    """Return s for a tensor without values, as of a prediction: one for all layers that read it."""
+    casts: dict[Any, Any] | None = INPUT_CASTS.casts_of(input)
+    if casts is not None and Measurement in casts:
+        scales: ChannelScales = casts[Measurement]
+        return scales
+    ones = input.new_ones((1, input.shape[-1]), dtype=torch.float32)
+    scales = ChannelScales(ones, ones.clone())
+    if casts is not None:
+        casts[Measurement] = scales
+    return scales
+
+
+class Equalized(LinearLike):
+    """A `LinearLike` that equalizes channels, for recipes with `equalization`; with others it scales just in time."""
+
+    def octavo_quantizer(self) -> Quantizer:
+        """See `LinearLike.octavo_quantizer`."""
+        if not self.recipe.equalization or not SWITCH.enabled:
+            return JUST_IN_TIME
+        equalizer = equalizer_of(self)
+        if self.training and not torch.compiler.is_compiling():
+            equalizer.begin()
+        return EqualizedQuantizer(equalizer, self.training)
+
+
+class EqualizedLinear(Equalized, Linear):
+    """A `Linear` that equalizes channels. `octavo.convert(model, "rowwise_equalized")` makes it from an `nn.Linear`.
+
+    Examples:
+        >>> layer = octavo.convert(torch.nn.Linear(64, 64), "rowwise_equalized")
+        >>> isinstance(layer, octavo.nn.equalized.EqualizedLinear)
+        True
+    """
+
+    octavo_original = nn.Linear
+
+
+def equalizes(module: nn.Module) -> TypeGuard[Equalized]:
+    """Return whether a module equalizes channels for its recipe."""
+    return isinstance(module, Equalized) and module.recipe.equalization > 0
+
+
+def equalizer_of(layer: Equalized) -> Equalizer:
+    """Return the channel scales of a layer; create them if there are none for its recipe."""
+    equalizer: Equalizer | None = vars(layer).get(ATTRIBUTE)
+    if equalizer is None or equalizer.every != layer.recipe.equalization:
+        equalizer = Equalizer(layer.recipe.equalization)
+        vars(layer)[ATTRIBUTE] = equalizer
+    return equalizer
+
+
+def shared_scales(module: nn.Module) -> ChannelScales | None:
+    """Return the channel scales of a layer if all ranks have them; None for other layers."""
+    if not equalizes(module):
+        return None
+    equalizer = equalizer_of(module)
+    return equalizer.scales if equalizer.synchronized else None
+
+
+def reset_scales(module: nn.Module) -> None:
+    """Forget channel scales after a change of a layer's recipe."""
+    vars(module).pop(ATTRIBUTE, None)
+    if equalizes(module):
+        equalizer_of(module)
+
+
+def equalized_layers(model: nn.Module) -> Iterator[tuple[str, Equalized]]:
+    """Yield names and layers that equalize channels."""
+    for name, module in model.named_modules():
+        if equalizes(module):
+            yield name, module

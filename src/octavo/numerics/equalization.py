@@ -1,0 +1,100 @@
+"""Channel equalization: a scale per channel of X and W that moves magnitude between them.
+
+    X' = X diag(1/s)    W' = W diag(s)    s [K] > 0
+
+Y = X Wᵀ = X' W'ᵀ for every s. Recipes that fold row scales into G (see `numerics.recipe`) multiply nothing else in
+backward by a scale per column, so the inverse of what was folded into an operand costs nothing there:
+
+    ∂X = G W = (G W') diag(1/s)           ∂W = Gᵀ X = (Gᵀ X') diag(s)
+
+Because the identity holds for every s, a stale s is not wrong: it only equalizes less. Powers of two lose no bits.
+
+s_k = √(amax X_k / amax W_k) gives channel k of X' and of W' the same amax, √(amax X_k · amax W_k): an outlier channel
+of one of them is split between both, as in SmoothQuant (arXiv 2211.10438).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LARGEST_EXPONENT = 40
+"""Channel scales lie between 2⁻⁴⁰ and 2⁴⁰, so that stale ones leave room in float32 for values up to 10²⁶."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelScales:
+    """The scales s of one X, shared by the layers that read it. Compared by identity.
+
+    Attributes:
+        factor: s, float32 [1,K], powers of two.
+        inverse: 1/s, float32 [1,K].
+    """
+
+    factor: Tensor
+    inverse: Tensor
+
+    @staticmethod
+    def of(exponents: Tensor) -> "ChannelScales":
+        """Return 2^exponents, for integral exponents [K] of any dtype and device."""
+        exponents = exponents.float().unsqueeze(0)
+        return ChannelScales(torch.exp2(exponents), torch.exp2(-exponents))
+
+    def exponents(self) -> Tensor:
+        """Return log2 s, float32 [K]."""
+        return torch.log2(self.factor[0]).round()
+
+    def to(self, device: torch.device) -> "ChannelScales":
+        """Return the scales on a device: this object if they are there."""
+        if self.factor.device == device:
+            return self
+        moved: ChannelScales | None = vars(self).get("_moved")  # so that layers go on sharing one object
+        if moved is None or moved.factor.device != device:
+            moved = ChannelScales(self.factor.to(device), self.inverse.to(device))
+            vars(self)["_moved"] = moved
+        return moved
+
+
+def column_amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each column of a matrix, float32 [C]; 0 for columns with a NaN or Inf.
+
+    Examples:
+        >>> octavo.numerics.column_amax(torch.tensor([[1.0, -3.0], [2.0, float("nan")]]))
+        tensor([2., 0.])
+    """
+    if not x.shape[0]:
+        return x.new_zeros(x.shape[1], dtype=torch.float32)
+    amax: Tensor = torch.linalg.vector_norm(x.detach(), torch.inf, 0)
+    return amax.float().nan_to_num(0.0, 0.0, 0.0)
+
+
+def equalize(x_amax: Tensor, w_amax: Tensor, previous: ChannelScales | None = None) -> ChannelScales:
+    """Return the channel scales for given maxima.
+
+    Args:
+        x_amax: Largest magnitude of each column of X, [K], finite.
+        w_amax: The same of W.
+        previous: Scales to keep where a maximum is zero: of a channel that is dead, or that had a NaN. Without them a
+            channel that is dead on one side gets the level of the others on the other side, and one that is dead on
+            both gets their median scale.
+
+    Examples:
+        >>> octavo.numerics.equalize(torch.tensor([1.0, 1024.0]), torch.ones(2)).factor
+        tensor([[ 1., 32.]])
+    """
+    x, w = torch.log2(x_amax.double()), torch.log2(w_amax.double())  # -inf for zero
+    x_alive, w_alive = x_amax > 0, w_amax > 0
+    alive = x_alive & w_alive
+    exponents, level = (x - w) / 2, _median((x + w) / 2, alive)
+    if previous is None:
+        one_sided = torch.where(x_alive, x - level, level - w)
+        dead = torch.where(x_alive | w_alive, one_sided, _median(exponents, alive))
+    else:
+        dead = previous.exponents().double()
+    exponents = torch.where(alive, exponents, dead)
+    return ChannelScales.of(exponents.round().clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT))
+
+
+def _median(values: Tensor, alive: Tensor) -> Tensor:
+    """Return the median of the values that are alive, or zero without any: []."""
+    return torch.where(alive, values, torch.nan).nanmedian().nan_to_num(0.0)
