@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from casts import set_steady
 from cublas_rules import Rules, install
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -135,6 +136,7 @@ def same(expected, actual):
 def layer_of(recipe="rowwise", bias=False, dtype=torch.bfloat16, frozen=False, **options):
     torch.manual_seed(0)
     layer = octavo.convert(nn.Linear(32, 48, bias=bias, dtype=dtype), recipe, verbose=False, **options)
+    set_steady(layer, torch.randn(8, 32, dtype=dtype))
     layer.weight.requires_grad_(not frozen)
     return layer
 

@@ -13,6 +13,7 @@ def test_json_round_trips(name):
 def test_which_recipes_fold_follows_from_their_granularity():
     assert {name: (r.folds_w, r.folds_x, r.shared_grad_cast) for name, r in RECIPES.items()} == {
         "rowwise": (True, True, False),
+        "rowwise_equalized": (True, True, False),
         "tensorwise": (False, False, True),
         "rowwise_hp_wgrad": (True, False, False),
         "blockwise": (False, False, False),
@@ -79,5 +80,5 @@ def test_precision_levels_and_switches():
 
 def test_which_weights_are_gathered_in_fp8():
     assert [name for name, recipe in RECIPES.items() if recipe.supports_fp8_gather] == [
-        "rowwise", "tensorwise", "rowwise_hp_wgrad", "delayed"
+        "rowwise", "tensorwise", "rowwise_equalized", "rowwise_hp_wgrad", "delayed"
     ]  # fmt: skip

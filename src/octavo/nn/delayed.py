@@ -133,6 +133,13 @@ class DelayedQuantizer:
 
     channels = staticmethod(gathered_channels)
 
+    def steady_channels(self, input: Tensor, backward: bool) -> None:
+        """See `octavo.nn.operands.Quantizer.steady_channels`: no plan has an amax history."""
+
+    def note_backward(self, g: Tensor) -> None:
+        """See `octavo.nn.operands.Quantizer.note_backward`."""
+        self.history.backward_ran |= self.updates and has_values(g)
+
     def input(
         self, input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, channels: ChannelScales | None
     ) -> QuantizedInput:
@@ -145,7 +152,7 @@ class DelayedQuantizer:
     ) -> QuantizedGradient:
         """See `octavo.nn.operands.Quantizer.gradient`; notes that backward has reached this layer."""
         amax = self.amax(G, g_MN)
-        self.history.backward_ran |= self.updates and has_values(g_MN)
+        self.note_backward(g_MN)
         return quantize_gradient(g_MN, w, x, recipe, amax)
 
     def amax(self, operand: int, x: Tensor) -> Tensor | None:

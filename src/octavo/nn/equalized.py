@@ -23,6 +23,7 @@ torch.compile: a compiled graph cannot hold s between steps. It computes s in ev
 weight. This reads both once more, and layers that read one X have an FP8 copy of it each.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
@@ -138,7 +139,7 @@ class Equalizer:
         """Measure X and W of a forward, and set s if there is none."""
         casts: dict[Any, Any] | None = INPUT_CASTS.casts_of(input)
         shared: Measurement | None = None if casts is None else casts.get(Measurement)
-        x_MK = input.reshape(-1, w_NK.shape[1])
+        x_MK = _matrix(input)
         if self.measurement is None:
             self.measurement = Measurement(x_MK) if shared is None else shared
             if casts is not None:
@@ -175,7 +176,7 @@ class EqualizedQuantizer:
         equalizer = self.equalizer
         if torch.compiler.is_compiling() and not isinstance(w_NK, Fp8AllGatherOutput):
             with torch.no_grad():
-                return equalize(column_amax(input.reshape(-1, w_NK.shape[1])), column_amax(w_NK))
+                return equalize(column_amax(_matrix(input)), column_amax(w_NK))
         if not has_values(input) or not has_values(w_NK):
             return _predicted(input)
         backward = torch.is_grad_enabled() and (input.requires_grad or w_NK.requires_grad)
@@ -190,7 +191,7 @@ class EqualizedQuantizer:
                 return equalizer.scales
             if equalizer.synchronized and self._training:
                 return None
-            return equalize(column_amax(input.reshape(-1, w_NK.shape[1])), column_amax(w_NK))
+            return equalize(column_amax(_matrix(input)), column_amax(w_NK))
 
     def input(
         self, input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, channels: ChannelScales | None
@@ -217,7 +218,12 @@ class EqualizedQuantizer:
 
     def note_backward(self, g: Tensor) -> None:
         """Note that backward has reached this layer."""
-        self.equalizer.backward_ran |= self._training and has_values(g)
+        if self._training and has_values(g):
+            self.equalizer.backward_ran = True
+
+
+def _matrix(input: Tensor) -> Tensor:
+    return input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
 
 
 def _predicted(input: Tensor) -> ChannelScales | None:
@@ -241,9 +247,10 @@ class Equalized(LinearLike):
         if not self.recipe.equalization or not SWITCH.enabled:
             return JUST_IN_TIME
         equalizer = equalizer_of(self)
-        if self.training and not torch.compiler.is_compiling():
+        training = self.training and not torch.compiler.is_compiling()
+        if training:
             equalizer.begin()
-        return EqualizedQuantizer(equalizer, self.training)
+        return EqualizedQuantizer(equalizer, training)
 
 
 class EqualizedLinear(Equalized, Linear):

@@ -43,15 +43,20 @@ def _drop_different(
     for equalizer, k in zip(equalizers, sizes, strict=True):
         none = torch.full((k,), 2.0 * LARGEST_EXPONENT, device=device)
         exponents = none if equalizer.scales is None else equalizer.scales.exponents().to(device)
-        parts.append(torch.cat([exponents, torch.tensor([float(equalizer.passes)], device=device)]))
+        parts.append(
+            torch.cat(
+                [exponents, torch.tensor([float(equalizer.passes), float(equalizer.backward_ran)], device=device)]
+            )
+        )
     own = torch.cat(parts)
     largest = torch.cat([own, -own])
     all_reduce_max(largest)
     agrees = largest[: len(own)] == -largest[len(own) :]
-    same = torch.stack([part.all() for part in agrees.split([k + 1 for k in sizes])])
+    same = torch.stack([part.all() for part in agrees.split([k + 2 for k in sizes])])
     for equalizer, equal in zip(equalizers, same.tolist(), strict=True):
         if not equal:
             equalizer.scales, equalizer.measurement, equalizer.passes = None, None, 0
+            equalizer.backward_ran = False
         equalizer.synchronized = True
 
 

@@ -120,7 +120,7 @@ class _LinearFunction(torch.autograd.Function):
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
         x_t = x_data if x_t_data is None else x_t_data, x_scale if x_t_scale is None else x_t_scale
         x_saved = saved_input(x_MK, x_t, recomputable, recipe, out_dtype) if needs_wgrad else (None, None)
-        ctx.save_for_backward(*w_saved, factor, inverse, *x_saved)
+        ctx.save_for_backward(*w_saved, *x_saved, factor, inverse)
         ctx.recipe, ctx.quantizer, ctx.columns = recipe, quantizer, x_MK.shape[1]
         ctx.rematerializer = recomputable.rematerializer if needs_wgrad and recomputable is not None else None
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias is None else bias.dtype
@@ -131,20 +131,20 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         recipe: Recipe = ctx.recipe
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
-        *w_saved, factor, inverse = (saved := ctx.saved_tensors)[:5]
+        *saved, factor, inverse = ctx.saved_tensors
         needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
         if needs_dgrad:
-            w = dgrad_weight(w_saved, factor, recipe)
+            w = dgrad_weight(saved[:3], factor, recipe)
         if needs_wgrad and recipe.wgrad_x is not None:
-            x = wgrad_input(saved[5:], inverse, ctx.rematerializer, recipe.wgrad_x, g_MN.device, ctx.columns)
+            x = wgrad_input(saved[3:], inverse, ctx.rematerializer, recipe.wgrad_x, g_MN.device, ctx.columns)
         g_dgrad, g_wgrad = ctx.quantizer.gradient(g_MN, w, x, recipe)
         if w is not None and g_dgrad is not None:
             dx_MK = scaled_mm(g_dgrad, in_epilogue(w, recipe.folds_w, inverse), "nn", out_dtype=x_dtype)
         if x is not None and g_wgrad is not None:
             dw_NK = scaled_mm(g_wgrad, in_epilogue(x, recipe.folds_x, factor), "tn", out_dtype=w_dtype)
         elif needs_wgrad:
-            dw_NK = (g_MN.t() @ saved[5]).to(w_dtype)
+            dw_NK = (g_MN.t() @ saved[3]).to(w_dtype)
         if needs_bias:
             dbias_N = g_MN.sum(0, dtype=torch.float32).to(bias_dtype)
         return dx_MK, dw_NK, dbias_N, *[None] * 11

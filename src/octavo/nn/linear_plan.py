@@ -9,6 +9,7 @@ The ordinary path runs instead
 
 - where something could see or change an op: `octavo.kernels.direct.signature` says where;
 - if X is recomputed in backward or has an amax history, if FSDP gathers W in FP8, if `accumulating` shares its cast;
+- if an equalized layer measures (`octavo.nn.equalized`);
 - if a backend makes no plans, as on CPUs, or if the registry's choices changed since the plan was made;
 - in backward, if saved tensors have no plan as they are now: hooks and `weight.data = …` change strides and dtypes.
 
@@ -32,6 +33,7 @@ from octavo.kernels.registry import CHOICES
 from octavo.nn.input_casts import INPUT_CASTS, cast_key
 from octavo.nn.operands import JUST_IN_TIME, Quantizer, output_dtype
 from octavo.nn.weights import shares_cast
+from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.execution_context import is_capturing, stream_of
@@ -66,45 +68,52 @@ def planned_linear(
         quantizer: See there.
         ordinary: The backward of the ordinary path, for a context and G [M,N].
     """
-    if quantizer is not JUST_IN_TIME or not SWITCH.enabled or torch.compiler.is_compiling():
+    if not SWITCH.enabled or torch.compiler.is_compiling():
         return None
+    channels = None
+    if quantizer is not JUST_IN_TIME:
+        backward = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+        if (channels := quantizer.steady_channels(input, backward)) is None:
+            return None
     plan, match = None, _MATCHES.get(id(weight))
     if match is not None:
         matches, candidate, unbiased, records = match
         if (
             unbiased is (bias is None) and (matches(input, weight) if unbiased else matches(input, weight, bias))
             and candidate.recipe is recipe and candidate.keep_weights is keep_weights
-            and candidate.choices == CHOICES.changes and records is torch.is_grad_enabled()
+            and candidate.equalized is (channels is not None) and candidate.choices == CHOICES.changes and records is torch.is_grad_enabled()
             and not (dispatch_modes() or function_modes() or (candidate.is_cuda and is_capturing(candidate.device)))
         ):  # fmt: skip
             plan = candidate
     if plan is None:
-        plan = _plan_of(input, weight, bias, recipe, keep_weights, ordinary)
+        plan = _plan_of(input, weight, bias, recipe, keep_weights, ordinary, channels)
     if plan is None or (keep_weights and shares_cast(weight)):
         return None
     y: Tensor
-    if saves_as_usual():
-        y = _APPLY(input, weight, bias, plan)
-        return y
-    if plan.saves_x and recomputable_of(input) is not None:
+    usual = saves_as_usual()
+    if not usual and plan.saves_x and recomputable_of(input) is not None:
         return None
-    y = unhooked(_APPLY, input, weight, bias, plan)
+    if channels is not None:
+        y = unhooked(_APPLY_EQUALIZED, input, weight, bias, plan, quantizer, channels)
+    else:
+        y = _APPLY(input, weight, bias, plan) if usual else unhooked(_APPLY, input, weight, bias, plan)
     return y
 
 
 def _plan_of(
-    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool, ordinary: Backward
-) -> "LinearPlan | None":
+    input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool, ordinary: Backward,
+    channels: ChannelScales | None,
+) -> "LinearPlan | None":  # fmt: skip
     """Return the plan for these arguments of `planned_linear`, found by their signature; None without one."""
     tensors = signature(input, weight, bias, records=True)
     if tensors is None:
         return None
     records, autocast = torch.is_grad_enabled(), autocast_dtype(input.device.type)
     dgrad, wgrad = records and input.requires_grad, records and weight.requires_grad
-    key = (tensors, id(recipe), keep_weights, dgrad, wgrad, autocast)
+    key = (tensors, id(recipe), keep_weights, dgrad, wgrad, autocast, channels is not None)
     plan = _PLANS.get(key)
     if plan is None or plan.choices != CHOICES.changes:
-        plan = _PLANS.add(key, LinearPlan(input, weight, bias, recipe, keep_weights, ordinary, dgrad, wgrad))
+        plan = _PLANS.add(key, LinearPlan(input, weight, bias, recipe, keep_weights, ordinary, channels, dgrad, wgrad))
     if not plan.complete:
         return None
     # Guards see whether autocast is on, but not its dtype.
@@ -121,17 +130,17 @@ class LinearPlan:
     """
 
     __slots__ = (
-        "_match", "backwards", "cast_key", "choices", "complete", "device", "dtypes", "in_shape", "is_cuda",
+        "_match", "backwards", "cast_key", "choices", "complete", "device", "dtypes", "equalized", "in_shape", "is_cuda",
         "is_matrix", "k", "keep_weights", "m", "n", "one_cast_key", "one_w_scale", "ordinary", "out_dtype", "out_shape",
         "recipe", "saves_w", "saves_w_cast", "saves_x", "saves_x_cast", "w", "w_KN", "x", "y",
     )  # fmt: skip
 
     def __init__(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, keep_weights: bool,
-        ordinary: Backward, dgrad: bool, wgrad: bool,
+        ordinary: Backward, channels: ChannelScales | None, dgrad: bool, wgrad: bool,
     ) -> None:  # fmt: skip
         self.recipe, self.choices, self.complete = recipe, CHOICES.changes, False
-        self.keep_weights, self.ordinary = keep_weights, ordinary
+        self.keep_weights, self.ordinary, self.equalized = keep_weights, ordinary, channels is not None
         self.device, self.is_cuda = weight.device, weight.is_cuda
         if input.ndim == 0 or weight.ndim != 2:
             return
@@ -147,8 +156,9 @@ class LinearPlan:
         wgrad_x = recipe.wgrad_x if wgrad else None
         wgrad_w = recipe.dgrad_w if dgrad and keep_weights else None
         with torch.no_grad():
-            self.x = _plan_cast(input.reshape(self.m, k), recipe.x, wgrad_x)
-            self.w = _plan_cast(weight, recipe.w, wgrad_w)
+            inverse, factor = (None, None) if channels is None else (channels.inverse, channels.factor)
+            self.x = _plan_cast(input.reshape(self.m, k), recipe.x, wgrad_x, inverse)
+            self.w = _plan_cast(weight, recipe.w, wgrad_w, factor)
         self.cast_key, self.one_cast_key = cast_key(recipe, True, None), cast_key(recipe, False, None)
         self.saves_x, self.saves_w = wgrad, dgrad
         self.saves_x_cast, self.saves_w_cast = wgrad_x is not None, wgrad_w is not None
@@ -159,25 +169,31 @@ class LinearPlan:
         self._match: tuple[Any, ...] | None = None
         self.complete = self.x is not None and self.w is not None
 
-    def forward(self, ctx: Any, input: Tensor, w_NK: Tensor, bias: Tensor | None) -> Any:
+    def forward(
+        self, ctx: Any, input: Tensor, w_NK: Tensor, bias: Tensor | None, channels: ChannelScales | None = None
+    ) -> Any:
         """Return Y [..., N], and save for backward what the ordinary path saves."""
+        key, one_cast_key, factor, inverse, scales = self.cast_key, self.one_cast_key, None, None, ()
+        if channels is not None:
+            key, one_cast_key = cast_key(self.recipe, True, channels), cast_key(self.recipe, False, channels)
+            factor, inverse = scales = channels.factor, channels.inverse
         casts = INPUT_CASTS.casts_of(input, _PLAIN if not self.is_cuda else (None, stream_of(self.device), False))
-        cast = None if casts is None else casts.get(self.cast_key) or (
-            None if self.saves_x_cast else casts.get(self.one_cast_key)
+        cast = None if casts is None else casts.get(key) or (
+            None if self.saves_x_cast else casts.get(one_cast_key)
         )  # fmt: skip
         x_MK = input if self.is_matrix else input.reshape(self.m, self.k)
         if cast is None:
-            cast = self.x.run(x_MK, None, None, None, ZEROS)
+            cast = self.x.run(x_MK, inverse, None, None, ZEROS)
             if casts is not None:
-                casts[self.cast_key if self.saves_x_cast else self.one_cast_key] = cast
+                casts[key if self.saves_x_cast else one_cast_key] = cast
         x, x_t, x_scale, x_t_scale = cast
         if self.w_KN is None:
-            w, w_t, w_scale, w_t_scale = self.w.run(w_NK, None, None, None, ZEROS)
+            w, w_t, w_scale, w_t_scale = self.w.run(w_NK, factor, None, None, ZEROS)
             y_MN = self.y(x, w, x_scale, w_scale, bias)
             if self.y.call is not None:
                 self.w_KN = self.w.transposing(rows=True, columns=False)
         else:
-            w, w_t, w_scale, w_t_scale = self.w_KN.run(w_NK, None, None, None, ZEROS)
+            w, w_t, w_scale, w_t_scale = self.w_KN.run(w_NK, factor, None, None, ZEROS)
             y_MN = self.y.call.run(x, w, x_scale, w_scale, bias)
             if y_MN is None:
                 y_MN = self.y(x, w.t(), x_scale, w_scale, bias)
@@ -185,11 +201,11 @@ class LinearPlan:
             x_t = (x_MK if self.is_matrix else x_MK.detach()).to(self.out_dtype) if self.saves_x else None
             x_t_scale = None
         if self.saves_w_cast:
-            ctx.save_for_backward(w_NK, w_t, w_t_scale, x_t, x_t_scale)
+            ctx.save_for_backward(w_NK, w_t, w_t_scale, x_t, x_t_scale, *scales)
         elif self.saves_w:
-            ctx.save_for_backward(w_NK, None, w_scale if self.one_w_scale else None, x_t, x_t_scale)
+            ctx.save_for_backward(w_NK, None, w_scale if self.one_w_scale else None, x_t, x_t_scale, *scales)
         else:
-            ctx.save_for_backward(None, None, None, x_t, x_t_scale)
+            ctx.save_for_backward(None, None, None, x_t, x_t_scale, *scales)
         return y_MN if self.is_matrix else torch.ops.aten._unsafe_view(y_MN, self.out_shape)
 
     def backward(self, ctx: Any, g: Tensor) -> Gradients:
@@ -231,8 +247,8 @@ class LinearPlan:
     def _ordinary(self, ctx: Any, g_MN: Tensor, saved: Saved, needs: tuple[bool, ...]) -> Gradients:
         # A context of its own: hooks, such as those of checkpointing, may return a saved tensor only once.
         context = SimpleNamespace(
-            saved_tensors=saved, needs_input_grad=needs, next_functions=(), recipe=self.recipe, quantizer=JUST_IN_TIME,
-            rematerializer=None, columns=self.k, dtypes=self.dtypes,
+            saved_tensors=saved if self.equalized else (*saved, None, None), needs_input_grad=needs, next_functions=(),
+            recipe=self.recipe, quantizer=JUST_IN_TIME, rematerializer=None, columns=self.k, dtypes=self.dtypes,
         )  # fmt: skip
         gradients = (*self.ordinary(context, g_MN)[:3], None)
         return gradients if self.is_matrix else self._shaped(gradients)
@@ -248,7 +264,8 @@ class BackwardPlan:
     Args:
         plan: The plan of the forward.
         g_MN: G.
-        saved: What forward saved: W, its cast for dgrad, the scales of that cast; X for wgrad, its scales.
+        saved: What forward saved: W, its cast for dgrad, the scales of that cast; X for wgrad, its scales; channel
+            scales and their inverses, if any.
         dgrad: Whether ∂X is needed.
         wgrad: Whether ∂W is needed.
         dbias: Whether ∂b is needed.
@@ -263,6 +280,7 @@ class BackwardPlan:
         self, plan: LinearPlan, g_MN: Tensor, saved: Saved, dgrad: bool, wgrad: bool, dbias: bool
     ) -> None:  # fmt: skip
         recipe, (w_NK, w, w_scale, *_) = plan.recipe, saved
+        factor = saved[5] if plan.equalized else None
         x_dtype, self.w_dtype, self.bias_dtype = plan.dtypes
         self.dgrad, self.wgrad, self.dbias = dgrad, wgrad, dbias
         self.fp8_wgrad = wgrad and plan.saves_x_cast
@@ -271,18 +289,18 @@ class BackwardPlan:
         self.complete = True
         if dgrad and w is None:
             assert w_NK is not None
-            self.w = plan_quantize(w_NK, recipe.dgrad_w, order="columns", scale=w_scale)
+            self.w = plan_quantize(w_NK, recipe.dgrad_w, factor, order="columns", scale=w_scale)
             self.complete = self.w is not None
         if dgrad or self.fp8_wgrad:
             fold_w = g_MN.new_empty((1, plan.n), dtype=torch.float32) if self.folds_w else None
             fold_x = g_MN.new_empty((plan.m, 1), dtype=torch.float32) if self.folds_x else None
             self.g = self._plan_gradient(g_MN, fold_w, fold_x, recipe)
             self.complete &= self.g is not None
-        self.dx: Any = ProductPlan(recipe.dgrad_g, recipe.dgrad_w, "nn", x_dtype)
+        self.dx: Any = ProductPlan(recipe.dgrad_g, recipe.dgrad_w_epilogue or recipe.dgrad_w, "nn", x_dtype)
         self.dw: Any = None
         self.g_NM: Any = None
         if self.fp8_wgrad and recipe.wgrad_g is not None and recipe.wgrad_x is not None:
-            self.dw = ProductPlan(recipe.wgrad_g, recipe.wgrad_x, "tn", self.w_dtype)
+            self.dw = ProductPlan(recipe.wgrad_g, recipe.wgrad_x_epilogue or recipe.wgrad_x, "tn", self.w_dtype)
 
     def _plan_gradient(self, g_MN: Tensor, fold_w: Tensor | None, fold_x: Tensor | None, recipe: Recipe) -> Any:
         if not self.fp8_wgrad or recipe.wgrad_g is None:
@@ -295,16 +313,17 @@ class BackwardPlan:
 
     def run(self, g_MN: Tensor, saved: Saved) -> Gradients:
         """Return ∂X, ∂W and ∂b, None for those that are not needed, and None for an input that is no tensor."""
-        w_NK, w, w_scale, x, x_scale = saved
+        w_NK, w, w_scale, x, x_scale, *channels = saved
+        factor, inverse = channels or (None, None)
         dx_MK: Any = None
         dw_NK: Any = None
         dbias_N = fold_w = fold_x = None
         if self.w is not None:
-            _, w, w_scale, _ = self.w.run(w_NK, None, None, w_scale, ZEROS)
+            _, w, w_scale, _ = self.w.run(w_NK, factor, None, w_scale, ZEROS)
         if self.folds_w and w_scale is not None:
-            fold_w, w_scale = w_scale if w_scale.dtype == torch.float32 else w_scale.float(), None
+            fold_w, w_scale = w_scale if w_scale.dtype == torch.float32 else w_scale.float(), inverse
         if self.folds_x and x_scale is not None:
-            fold_x, x_scale = x_scale if x_scale.dtype == torch.float32 else x_scale.float(), None
+            fold_x, x_scale = x_scale if x_scale.dtype == torch.float32 else x_scale.float(), factor
         if self.g is not None:
             as_t = self.g_NM is not None
             g, g_t, g_scale, g_t_scale = (self.g_NM if as_t else self.g).run(
@@ -343,16 +362,35 @@ class _PlannedLinear(torch.autograd.Function):
         return plan.backward(ctx, g)
 
 
+@explain_freed_nodes
+class _PlannedEqualized(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, quantizer: Quantizer,
+        channels: ChannelScales,
+    ) -> Tensor:  # fmt: skip
+        ctx.plan, ctx.quantizer = plan, quantizer
+        y: Tensor = plan.forward(ctx, input, weight, bias, channels)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Gradients:
+        plan: LinearPlan = ctx.plan
+        ctx.quantizer.note_backward(g)
+        return (*plan.backward(ctx, g), None, None)
+
+
 _PLAIN = (None,)
 """The execution context of a CPU tensor, outside of dispatch modes."""
 _APPLY = apply_of(_PlannedLinear)
+_APPLY_EQUALIZED = apply_of(_PlannedEqualized)
 _PLANS: Plans[LinearPlan] = Plans()
 _MATCHES: Plans[tuple[Callable[..., bool], LinearPlan, bool, bool]] = Plans()
 """By id of a weight: a check for tensors like those of its last call, its plan, whether bias was None, grad mode."""
 
 
-def _plan_cast(x: Tensor, spec: QuantSpec, spec_t: QuantSpec | None) -> Any:
-    """Return the plan of x quantized into rows for `spec` and columns for `spec_t`, if given."""
+def _plan_cast(x: Tensor, spec: QuantSpec, spec_t: QuantSpec | None, fold: Tensor | None) -> Any:
+    """Return the plan of x · fold quantized into rows for `spec` and columns for `spec_t`, if given."""
     if spec_t is None:
-        return plan_quantize(x, spec)
-    return plan_quantize(x, spec, order="both") if spec == spec_t else plan_pair(x, spec, None, spec_t, None)
+        return plan_quantize(x, spec, fold)
+    return plan_quantize(x, spec, fold, order="both") if spec == spec_t else plan_pair(x, spec, fold, spec_t, fold)

@@ -29,6 +29,7 @@ from octavo.nn.gathered import Fp8AllGatherOutput, for_dgrad, quantized_as
 from octavo.nn.input_casts import INPUT_CASTS
 from octavo.nn.weights import cast_weight
 from octavo.numerics.equalization import ChannelScales
+from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import COLUMN, QuantSpec
 from octavo.runtime.switch import SWITCH
@@ -47,6 +48,9 @@ QuantizedGradient = tuple[ScaledTensor | None, ScaledTensor | None]
 class Quantizer(Protocol):
     """Quantizes X and G for one forward of a linear and its backward: decides where their scales come from."""
 
+    def steady_channels(self, input: Tensor, backward: bool) -> ChannelScales | None:
+        """Return the channel scales of a forward, with a backward or not, that a plan can run; None if none can."""
+
     def channels(self, input: Tensor, w_NK: Tensor) -> ChannelScales | None:
         """Return the channel scales of X and W in this forward, None for none; called once, before `input`."""
 
@@ -59,6 +63,9 @@ class Quantizer(Protocol):
         self, g_MN: Tensor, w: ScaledTensor | None, x: ScaledTensor | None, recipe: Recipe
     ) -> QuantizedGradient:
         """Quantize G for dgrad (if w is given) and for wgrad (if x is given), with their scales folded in."""
+
+    def note_backward(self, g: Tensor) -> None:
+        """Note that backward has reached this layer; `gradient` does so by itself."""
 
 
 def quantize_input(
@@ -111,6 +118,8 @@ def gathered_channels(input: Tensor, w_NK: Tensor) -> ChannelScales | None:
 
 
 class _JustInTime:
+    steady_channels = staticmethod(lambda input, backward: None)
+    note_backward = staticmethod(lambda g: None)
     channels = staticmethod(gathered_channels)
     input = staticmethod(quantize_input)
     gradient = staticmethod(quantize_gradient)
@@ -211,7 +220,10 @@ def in_epilogue(operand: ScaledTensor, folds: bool, channels: Tensor | None) -> 
     """Return W or X as a backward product multiplies it: with its scales if they were not folded into G, else with the
     channel scales [1,K] that remain, if any.
     """
-    return operand.with_scale(channels, QuantSpec(format=operand.spec.format, granularity=COLUMN)) if folds else operand
+    return operand.with_scale(channels, _BY_COLUMN[operand.spec.format.name]) if folds else operand
+
+
+_BY_COLUMN = {form.name: QuantSpec(format=form, granularity=COLUMN) for form in (E4M3, E5M2)}
 
 
 def _fold(operand: ScaledTensor, transposed: bool = False) -> Tensor | None:

@@ -63,8 +63,8 @@ class WeightCastCache:
         state = _state(self.parameter)
         if state != self.state:
             self.state, self.casts = state, {}
-        key = (w_NK.shape, w_NK.stride(), w_NK.storage_offset(), recipe.w, recipe.dgrad_w, id(factor))
-        if key not in self.casts:  # an entry holds the factor, so no other has its id
+        key = (w_NK.shape, w_NK.stride(), w_NK.storage_offset(), recipe.w, recipe.dgrad_w)
+        if key not in self.casts or self.casts[key][2] is not factor:
             self.casts[key] = w_NK.detach(), recipe, factor, _cast(w_NK, recipe, factor)
         return self.casts[key][3]
 

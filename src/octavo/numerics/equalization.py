@@ -10,7 +10,9 @@ backward by a scale per column, so the inverse of what was folded into an operan
 Because the identity holds for every s, a stale s is not wrong: it only equalizes less. Powers of two lose no bits.
 
 s_k = √(amax X_k / amax W_k) gives channel k of X' and of W' the same amax, √(amax X_k · amax W_k): an outlier channel
-of one of them is split between both, as in SmoothQuant (arXiv 2211.10438).
+of one of them is split between both, as in SmoothQuant (arXiv 2211.10438). A single huge token costs its own row of X
+its accuracy; split, it would cost all rows of W theirs. So no channel of X' or W' exceeds the median one by more than
+2¹²: what is more stays where it was.
 """
 
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LARGEST_SPLIT = 12
+"""Exponent of the largest channel of X' and of W' over the median one."""
 LARGEST_EXPONENT = 40
 """Channel scales lie between 2⁻⁴⁰ and 2⁴⁰, so that stale ones leave room in float32 for values up to 10²⁶."""
 
@@ -86,6 +90,9 @@ def equalize(x_amax: Tensor, w_amax: Tensor, previous: ChannelScales | None = No
     x_alive, w_alive = x_amax > 0, w_amax > 0
     alive = x_alive & w_alive
     exponents, level = (x - w) / 2, _median((x + w) / 2, alive)
+    largest = level + LARGEST_SPLIT
+    outlier_in_x = x - _median(x, alive) > w - _median(w, alive)
+    exponents = torch.where((x + w) / 2 > largest, torch.where(outlier_in_x, largest - w, x - largest), exponents)
     if previous is None:
         one_sided = torch.where(x_alive, x - level, level - w)
         dead = torch.where(x_alive | w_alive, one_sided, _median(exponents, alive))
