@@ -96,6 +96,7 @@ class Equalizer:
 
     Args:
         every: Passes from one measurement to the next, after the first ones.
+        transposed: Whether the layer stores its weight as [K,N].
 
     Attributes:
         scales: s; None before the first pass.
@@ -105,8 +106,8 @@ class Equalizer:
         synchronized: Whether `octavo.nn.equalized_ranks` ends the passes, for all layers at once.
     """
 
-    def __init__(self, every: int) -> None:
-        self.every = every
+    def __init__(self, every: int, transposed: bool) -> None:
+        self.every, self.transposed = every, transposed
         self.scales: ChannelScales | None = None
         self.passes = 0
         self.backward_ran = False
@@ -146,7 +147,7 @@ class Equalizer:
                 casts[Measurement] = self.measurement
         elif self.measurement is not shared:
             self.measurement.add_input(x_MK)
-        if not isinstance(w_NK, Fp8AllGatherOutput):  # `equalized_ranks` measures the shards of that
+        if not self.synchronized or self.transposed:  # else `equalized_ranks` measures this rank's rows
             self.measurement.add_weight(column_amax(w_NK))
         if self.scales is None and not self.synchronized:
             self.scales = self.measurement.scales(None, complete=False)
@@ -274,7 +275,7 @@ def equalizer_of(layer: Equalized) -> Equalizer:
     """Return the channel scales of a layer; create them if there are none for its recipe."""
     equalizer: Equalizer | None = vars(layer).get(ATTRIBUTE)
     if equalizer is None or equalizer.every != layer.recipe.equalization:
-        equalizer = Equalizer(layer.recipe.equalization)
+        equalizer = Equalizer(layer.recipe.equalization, layer.weight_is_transposed)
         vars(layer)[ATTRIBUTE] = equalizer
     return equalizer
 

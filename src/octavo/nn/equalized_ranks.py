@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from octavo.kernels import dequantize
 from octavo.nn.equalized import Equalized, Equalizer, Measurement, equalized_layers, equalizer_of
-from octavo.nn.gathered import Fp8AllGatherOutput, ShardedWeight
+from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.numerics.equalization import LARGEST_EXPONENT, column_amax, equalize
 from octavo.tensor import ScaledTensor, local_tensor
 
@@ -103,13 +103,13 @@ def _labels(layers: list[Equalized], bounds: list[list[float]]) -> list[int]:
 
 
 def _weight_amax(layer: Equalized, measurement: Measurement | None) -> Tensor:
-    """Return the column maxima of a layer's weight: of this rank's rows, if it is gathered in FP8."""
-    if measurement is not None and measurement.w_amax is not None:
+    """Return the column maxima of this rank's rows of a layer's weight, or what its forward measured of all rows."""
+    if measurement is None:
+        return torch.zeros(layer.in_features)
+    if measurement.w_amax is not None:
         return measurement.w_amax
     weight = layer.weight
-    if isinstance(weight, Fp8AllGatherOutput):
-        inverse = 1.0 if weight.channels is None else weight.channels.inverse
-        return column_amax(dequantize(ScaledTensor(weight.data_, weight.scale, weight.spec), torch.float32) * inverse)
-    local = local_tensor(weight)
-    is_shard = isinstance(getattr(weight, "_local_tensor", None), ShardedWeight)
-    return column_amax(local) if is_shard else local.new_zeros(layer.in_features, dtype=torch.float32)
+    if not isinstance(weight, Fp8AllGatherOutput):
+        return column_amax(local_tensor(weight))
+    w = dequantize(ScaledTensor(weight.data_, weight.scale, weight.spec), torch.float32)  # not freed since forward
+    return column_amax(w if weight.channels is None else w * weight.channels.inverse)
