@@ -166,10 +166,10 @@ def _parallelize(
     agree_on_adamw(torch.device("cpu" if layout.cpu_offload else mesh.device_type), mesh)
     crosses_machines = layout.fp8_comm == "auto" and _spans_machines(replicas * shards)
     fp8 = layout.fp8_comm == "on" or (crosses_machines and _ranks_per_machine(replicas * shards) == 1)
-    sync_scaling_state(model, mesh)
     if shards == 1 and replicas > 1:
+        sync_scaling_state(model, mesh)
         return replicate(model, mesh, fp8=DEFAULT_SPEC if fp8 else None)
-    return shard(
+    shard(
         model,
         mesh if mesh.ndim == 2 and replicas > 1 else _shard_mesh(mesh),
         fp8_gather=fp8 or crosses_machines or layout.fp8_comm == "gather",
@@ -179,6 +179,8 @@ def _parallelize(
         reshard_after_forward=layout.reshard_after_forward,
         cpu_offload=layout.cpu_offload,
     )
+    sync_scaling_state(model, mesh)  # last, so that its hook runs before FSDP2's gathers weights
+    return model
 
 
 @contextmanager
