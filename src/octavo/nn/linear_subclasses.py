@@ -45,7 +45,7 @@ class Fp8Classes:
     delayed: str | None = None
     equalized: str | None = None
 
-    def load(self, recipe: Recipe) -> Any:
+    def load(self, recipe: Recipe = DEFAULT) -> Any:
         """Import and return the class for a recipe; None if there is none."""
         path = self.delayed if recipe.history else self.equalized if recipe.equalization else self.fp8
         module, _, name = (path or "").rpartition(".")
