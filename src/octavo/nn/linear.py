@@ -19,19 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.kernels import scaled_mm
+from octavo.nn import operands
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.linear_plan import planned_linear
-from octavo.nn.operands import (
-    JUST_IN_TIME,
-    Quantizer,
-    apply_unhooked,
-    dgrad_weight,
-    forward_operands,
-    in_epilogue,
-    output_dtype,
-    saved_input,
-    wgrad_input,
-)
+from octavo.nn.operands import JUST_IN_TIME, Quantizer
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.torch_compat import explain_freed_nodes, required_gradients
 
@@ -66,7 +57,8 @@ def linear(
 
     Args:
         input: [..., K], float32, bfloat16 or float16; any leading sizes, zero included.
-        weight: [N, K], of the input's dtype unless autocast is on. Any strides.
+        weight: [N, K], of the input's dtype unless autocast is on. Any strides; or a DTensor, see
+            `octavo.nn.tensor_parallel`.
         bias: [N] or None; added in float32.
         recipe: Precision of the operands of the three products.
         keep_weights: Save the FP8 copy of the weight for backward, and share it inside `octavo.nn.accumulating`; see
@@ -89,15 +81,18 @@ def linear(
     planned = planned_linear(input, weight, bias, recipe, keep_weights, quantizer, _LinearFunction.backward)
     if planned is not None:
         return planned
-    out_dtype = output_dtype(input, weight)
-    if out_dtype is None:
+    if (out_dtype := operands.output_dtype(input, weight)) is None:
         return F.linear(input, weight, bias)
+    if hasattr(weight, "placements"):
+        return operands.on_parts(linear, input, weight, bias, recipe, keep_weights, quantizer)
     x_MK = input if input.ndim == 2 else input.reshape(math.prod(input.shape[:-1]), weight.shape[1])
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad and recipe.wgrad_x is not None
     channels = quantizer.channels(input, weight)
     scales = (None, None) if channels is None else (channels.factor, channels.inverse)
     x = quantizer.input(input, x_MK, recipe, needs_wgrad, channels)
-    y_MN = apply_unhooked(_LinearFunction, x_MK, weight, bias, *x, *scales, recipe, out_dtype, keep_weights, quantizer)
+    y_MN = operands.apply_unhooked(
+        _LinearFunction, x_MK, weight, bias, *x, *scales, recipe, out_dtype, keep_weights, quantizer
+    )
     if input.ndim == 2:
         return y_MN
     # Not a view, as for `nn.Linear`: FSDP2 warns about blocks that return a view.
@@ -116,10 +111,10 @@ class _LinearFunction(torch.autograd.Function):
         inverse: Tensor | None, recipe: Recipe, out_dtype: torch.dtype, keep_weights: bool, quantizer: Quantizer,
     ) -> Tensor:  # fmt: skip
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
-        x, w, w_saved = forward_operands(x_data, x_scale, w_NK, factor, recipe, keep_weights, needs_dgrad)
+        x, w, w_saved = operands.forward_operands(x_data, x_scale, w_NK, factor, recipe, keep_weights, needs_dgrad)
         y_MN = scaled_mm(x, w, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
         x_t = x_data if x_t_data is None else x_t_data, x_scale if x_t_scale is None else x_t_scale
-        x_saved = saved_input(x_MK, x_t, recomputable, recipe, out_dtype) if needs_wgrad else (None, None)
+        x_saved = operands.saved_input(x_MK, x_t, recomputable, recipe, out_dtype) if needs_wgrad else (None, None)
         ctx.save_for_backward(*w_saved, *x_saved, factor, inverse)
         ctx.recipe, ctx.quantizer, ctx.columns = recipe, quantizer, x_MK.shape[1]
         ctx.rematerializer = recomputable.rematerializer if needs_wgrad and recomputable is not None else None
@@ -135,14 +130,14 @@ class _LinearFunction(torch.autograd.Function):
         needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         dx_MK = dw_NK = dbias_N = w = x = None
         if needs_dgrad:
-            w = dgrad_weight(saved[:3], factor, recipe)
+            w = operands.dgrad_weight(saved[:3], factor, recipe)
         if needs_wgrad and recipe.wgrad_x is not None:
-            x = wgrad_input(saved[3:], inverse, ctx.rematerializer, recipe.wgrad_x, g_MN.device, ctx.columns)
+            x = operands.wgrad_input(saved[3:], inverse, ctx.rematerializer, recipe.wgrad_x, g_MN.device, ctx.columns)
         g_dgrad, g_wgrad = ctx.quantizer.gradient(g_MN, w, x, recipe)
         if w is not None and g_dgrad is not None:
-            dx_MK = scaled_mm(g_dgrad, in_epilogue(w, recipe.folds_w, inverse), "nn", out_dtype=x_dtype)
+            dx_MK = scaled_mm(g_dgrad, operands.in_epilogue(w, recipe.folds_w, inverse), "nn", out_dtype=x_dtype)
         if x is not None and g_wgrad is not None:
-            dw_NK = scaled_mm(g_wgrad, in_epilogue(x, recipe.folds_x, factor), "tn", out_dtype=w_dtype)
+            dw_NK = scaled_mm(g_wgrad, operands.in_epilogue(x, recipe.folds_x, factor), "tn", out_dtype=w_dtype)
         elif needs_wgrad:
             dw_NK = (g_MN.t() @ saved[3]).to(w_dtype)
         if needs_bias:

@@ -15,7 +15,7 @@ needs no wgrad, so X is not saved; a frozen X needs no dgrad. A weight that FSDP
 is saved as it is. If X can be recomputed from what its producer saved (`octavo.activations.recompute`), that is saved.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -157,6 +157,15 @@ def apply_unhooked(function: type[torch.autograd.Function], *arguments: Any) -> 
     """Apply a function that saves FP8 tensors itself, without the hooks of the scope around it."""
     y: Tensor = unhooked(function.apply, *arguments)
     return y
+
+
+def on_parts(
+    linear: Callable[..., Tensor], input: Tensor, weight: Any, bias: Tensor | None, recipe: Recipe, *options: Any
+) -> Tensor:
+    """Return `linear` of the parts of a weight that is a DTensor: see `octavo.nn.tensor_parallel`."""
+    from octavo.nn.tensor_parallel import distributed_linear  # imports DTensor
+
+    return distributed_linear(lambda x, w, b: linear(x, w, b, recipe, *options), input, weight, bias, recipe)
 
 
 def forward_operands(

@@ -1,0 +1,92 @@
+"""Linears whose weight is a DTensor: tensor and sequence parallelism by PyTorch's styles and by Transformers' plans.
+
+    W [N,K]        X [..., K]                      Y [..., N]            gradients
+    Shard(0)       Replicate                       Shard(-1)             ∂X Partial
+    Shard(1)       Shard(-1)                       Partial()             ∂b on each rank, b in one of the summands
+    Replicate      Replicate, or Shard of tokens   as X                  ∂W, ∂b Partial where X is sharded
+
+Each rank multiplies its part as `octavo.nn.linear` does, so scales cover what a rank has: whole rows of X and W with
+Shard(0), where Y and ∂W are those of one process bit for bit, and parts of rows with Shard(1). X is redistributed as
+the table wants, in its own dtype; an X that is no DTensor counts as Replicate. On a mesh of several dimensions each
+dimension follows the table by itself.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Size, Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from octavo.numerics.recipe import Recipe
+from octavo.numerics.spec import TENSOR
+
+
+def distributed_linear(
+    local_linear: Callable[..., Tensor], input: Tensor, weight: DTensor, bias: Tensor | None, recipe: Recipe
+) -> Tensor:
+    """Return `local_linear(X, W, b)` of each rank's parts, as a DTensor.
+
+    Args:
+        local_linear: The product of plain tensors.
+        input: X, [..., K], a DTensor on the mesh of W, or the whole X on each rank.
+        weight: W, [N,K].
+        bias: [N], a DTensor on the mesh of W, or None.
+        recipe: The layer's recipe.
+
+    Raises:
+        ValueError: For a placement of W that is not in the table, another mesh, or a recipe with a scale per tensor.
+    """
+    mesh, placements = weight.device_mesh, weight.placements
+    if recipe.history or TENSOR in (recipe.x.granularity, recipe.w.granularity):
+        raise ValueError(
+            f"recipe {recipe.name!r} has one scale per tensor, which would be another on each rank of tensor "
+            "parallelism: convert the model with recipe 'rowwise', whose scales belong to rows"
+        )
+    x: Any = input if isinstance(input, DTensor) else DTensor.from_local(
+        input, mesh, [Replicate()] * mesh.ndim, run_check=False
+    )  # fmt: skip
+    for name, other in (("input", x), ("bias", bias)):
+        if isinstance(other, DTensor) and other.device_mesh != mesh:
+            raise ValueError(f"linear: weight is on {mesh}, but {name} on {other.device_mesh}: give both one mesh")
+    last, first = x.ndim - 1, 1
+    x_in: list[Placement] = []
+    x_grad: list[Placement] = []
+    w_grad: list[Placement] = []
+    b_grad: list[Placement] = []
+    y_out: list[Placement] = []
+    for dim, (w, given) in enumerate(zip(placements, x.placements, strict=True)):
+        row: tuple[Placement, ...]
+        if w == Shard(0):
+            row = Replicate(), Partial(), w, Shard(0), Shard(last)
+        elif w == Shard(1):
+            row = Shard(last), Shard(last), w, Partial(), Partial()
+            first *= int(mesh.get_local_rank(dim) == 0)
+        elif w.is_replicate():
+            tokens = isinstance(given, Shard) and given.dim != last
+            kept, summed = (given, Partial()) if tokens else (Replicate(), w)
+            row = kept, kept, summed, summed, kept
+        else:
+            raise ValueError(
+                f"linear: a weight [N,K] is placed as Shard(0), Shard(1) or Replicate() on each dimension of its mesh; "
+                f"got {placements}: redistribute it"
+            )
+        for places, place in zip((x_in, x_grad, w_grad, b_grad, y_out), row, strict=True):
+            places.append(place)
+    x_local = x.redistribute(placements=x_in).to_local(grad_placements=x_grad)
+    b_local = bias
+    if isinstance(bias, DTensor):
+        b_local = bias.redistribute(
+            placements=[p if p.is_shard() else Replicate() for p in b_grad]
+        ).to_local(grad_placements=b_grad)  # fmt: skip
+    if b_local is not None and any(w == Shard(1) for w in placements):
+        b_local = b_local * first
+    y_local = local_linear(x_local, weight.to_local(grad_placements=w_grad), b_local)
+    shape = Size((*x.shape[:-1], weight.shape[0]))
+    return DTensor.from_local(y_local, mesh, y_out, run_check=False, shape=shape, stride=_contiguous(shape))
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * max(size, 1))
+    return tuple(strides)
