@@ -24,7 +24,7 @@ from torch import Tensor
 from octavo.kernels.adamw import GROUP, HyperParams, ParamState, groups, seed_after, split, step
 from octavo.numerics.names import nearest
 from octavo.optim.interface import Optimizer
-from octavo.optim.sharded import any_rank, first_row, has_whole_rows, local_rows, shard_like
+from octavo.optim.sharded import any_rank, first_row, local_rows, shard_like, splits_groups
 from octavo.optim.states import (
     as_matrix,
     check_state,
@@ -345,10 +345,10 @@ def _check_group(group: dict[str, Any]) -> None:
                 "master='remainder' extends bf16 to float32 by 16 bits and does not support float16 parameters; "
                 "use master='fp32' for them"
             )
-        if group["states"] == "fp8" and param.ndim > 1 and not has_whole_rows(param):
+        if group["states"] == "fp8" and param.ndim > 1 and splits_groups(param, GROUP):
             raise ValueError(
-                f"FP8 moments have scales along rows, and a parameter {list(param.shape)} is sharded across them, as "
-                f"{param.placements}; use states='fp32' for it"
+                f"FP8 moments have scales for {GROUP} columns, and shards of a parameter {list(param.shape)} placed as "
+                f"{param.placements} end within them; use states='fp32' for it"
             )
 
 

@@ -1,11 +1,15 @@
-"""Sharded parameters: the DTensors of FSDP2.
+"""Sharded parameters: the DTensors of FSDP2 and of tensor parallelism.
 
 Every state is allocated for the local rows and wrapped like its parameter: moments, their scales (one row per row) and
 remainders are sharded over the same ranks. So `torch.distributed.checkpoint` saves and loads them on any number of
 ranks, and `dcp_to_torch_save` writes them to one file. (Its `full_state_dict` option gathers tensors instead, and
 neither Gloo nor NCCL supports the 16-bit integers of remainders.) For other tensors, the local rows are all rows.
+
+Tensor parallelism also shards columns. FP8 moments then need shards that end where groups of 128 columns do
+(`splits_groups`): their scales are sharded along columns, too, and every moment is that of one process.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,9 +25,17 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
-def has_whole_rows(param: Tensor) -> bool:
-    """Whether every rank has whole rows of a parameter."""
-    return all(placement.is_replicate() or placement.is_shard(0) for placement in _placements(param))
+def splits_groups(param: Tensor, group: int) -> bool:
+    """Whether some rank has a part of a group of a parameter's columns, or of its row without being a matrix."""
+    splits = column_splits(param)
+    return splits > 1 and (param.ndim != 2 or param.shape[1] % (splits * group) != 0)
+
+
+def column_splits(param: Tensor) -> int:
+    """Return the number of ranks that share the elements of a row."""
+    owner: Any = param
+    places = enumerate(_placements(param))
+    return math.prod(owner.device_mesh.size(at) for at, placement in places if _dim(placement) not in (None, 0))
 
 
 def first_row(param: Tensor) -> int:
@@ -32,13 +44,18 @@ def first_row(param: Tensor) -> int:
     sharded_dims = [dim for dim, placement in enumerate(_placements(param)) if not placement.is_replicate()]
     if not sharded_dims:
         return 0
-    if len(sharded_dims) == 1 and owner.placements[sharded_dims[0]].is_shard(0):
+    if len(sharded_dims) == 1 and owner.placements[sharded_dims[0]].is_shard(0):  # no strided one
         piece = -(-owner.shape[0] // owner.device_mesh.size(sharded_dims[0]))
         return int(min(owner.device_mesh.get_local_rank(sharded_dims[0]) * piece, owner.shape[0]))
+    return _offset(param)[0]
+
+
+def _offset(param: Tensor) -> tuple[int, ...]:
     from octavo.runtime.torch_compat import compute_local_shape_and_global_offset  # slow import
 
+    owner: Any = param
     _, offset = compute_local_shape_and_global_offset(owner.shape, owner.device_mesh, owner.placements)
-    return int(offset[0])
+    return tuple(offset)
 
 
 def shard_like(param: Tensor, rows: Tensor) -> Tensor:
@@ -46,7 +63,10 @@ def shard_like(param: Tensor, rows: Tensor) -> Tensor:
     if not is_sharded(param):
         return rows
     owner: Any = param
-    shape = torch.Size((param.shape[0], *rows.shape[1:])) if rows.ndim else rows.shape
+    columns = [size * column_splits(param) if dim == 0 else size for dim, size in enumerate(rows.shape[1:])]
+    shape = torch.Size((param.shape[0], *columns)) if rows.ndim else rows.shape
+    if rows.shape == owner._local_tensor.shape:
+        shape = param.shape
     sharded: Tensor = owner.from_local(
         rows,
         owner.device_mesh,
@@ -63,7 +83,16 @@ def local_rows(param: Tensor, value: Tensor) -> Tensor:
     if is_sharded(value) or not is_sharded(param) or not value.ndim:
         return local_tensor(value)
     first = first_row(param)
-    return value[first : first + local_tensor(param).shape[0]]
+    rows = value[first : first + local_tensor(param).shape[0]]
+    if column_splits(param) == 1:
+        return rows
+    if param.ndim != 2:
+        raise ValueError(
+            f"whole states of a parameter {list(param.shape)} placed as {_placements(param)} cannot be loaded: load "
+            "states that are sharded like it"
+        )
+    width, at = value.shape[1], _offset(param)[1]
+    return rows[:, at * width // param.shape[1] :][:, : local_tensor(param).shape[1] * width // param.shape[1]]
 
 
 def any_rank(flags: Tensor, params: Iterable[Tensor]) -> Tensor:
@@ -84,6 +113,12 @@ def any_rank(flags: Tensor, params: Iterable[Tensor]) -> Tensor:
         dist.all_reduce(counts, dist.ReduceOp.MAX, group)
         flags = counts.bool().cpu()
     return flags
+
+
+def _dim(placement: Any) -> int | None:
+    """Return the dimension that a placement shards, strided or not; None for others."""
+    dim: int | None = getattr(placement, "dim", None)
+    return dim
 
 
 def _placements(param: Tensor) -> tuple[Any, ...]:
