@@ -81,7 +81,8 @@ def planned_linear(
         if (
             unbiased is (bias is None) and (matches(input, weight) if unbiased else matches(input, weight, bias))
             and candidate.recipe is recipe and candidate.keep_weights is keep_weights
-            and candidate.equalized is (channels is not None) and candidate.choices == CHOICES.changes and records is torch.is_grad_enabled()
+            and candidate.equalized is (channels is not None)
+            and candidate.choices == CHOICES.changes and records is torch.is_grad_enabled()
             and not (dispatch_modes() or function_modes() or (candidate.is_cuda and is_capturing(candidate.device)))
         ):  # fmt: skip
             plan = candidate
@@ -130,9 +131,9 @@ class LinearPlan:
     """
 
     __slots__ = (
-        "_match", "backwards", "cast_key", "choices", "complete", "device", "dtypes", "equalized", "in_shape", "is_cuda",
-        "is_matrix", "k", "keep_weights", "m", "n", "one_cast_key", "one_w_scale", "ordinary", "out_dtype", "out_shape",
-        "recipe", "saves_w", "saves_w_cast", "saves_x", "saves_x_cast", "w", "w_KN", "x", "y",
+        "_match", "backwards", "cast_key", "choices", "complete", "device", "dtypes", "equalized", "in_shape",
+        "is_cuda", "is_matrix", "k", "keep_weights", "m", "n", "one_cast_key", "one_w_scale", "ordinary", "out_dtype",
+        "out_shape", "recipe", "saves_w", "saves_w_cast", "saves_x", "saves_x_cast", "w", "w_KN", "x", "y",
     )  # fmt: skip
 
     def __init__(
@@ -173,7 +174,8 @@ class LinearPlan:
         self, ctx: Any, input: Tensor, w_NK: Tensor, bias: Tensor | None, channels: ChannelScales | None = None
     ) -> Any:
         """Return Y [..., N], and save for backward what the ordinary path saves."""
-        key, one_cast_key, factor, inverse, scales = self.cast_key, self.one_cast_key, None, None, ()
+        key, one_cast_key, factor, inverse = self.cast_key, self.one_cast_key, None, None
+        scales: tuple[Tensor, ...] = ()
         if channels is not None:
             key, one_cast_key = cast_key(self.recipe, True, channels), cast_key(self.recipe, False, channels)
             factor, inverse = scales = channels.factor, channels.inverse
