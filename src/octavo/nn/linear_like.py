@@ -55,7 +55,8 @@ class LinearLike(nn.Module):
             kind = "delayed.Delayed" if self.recipe.history else "equalized.Equalized"
             raise ValueError(
                 f"recipe {self.recipe.name!r} needs {self.recipe.layer_state}, which a {type(self).__name__} does not "
-                f"keep: convert(model, recipe) and octavo.nn.change_recipe choose the class that does, octavo.nn.{kind}Linear"
+                "keep: convert(model, recipe) and octavo.nn.change_recipe choose the class that does, "
+                f"octavo.nn.{kind}Linear"
             )
         return JUST_IN_TIME
 
