@@ -51,6 +51,7 @@ def test_fp8_gathers_of_equalized_weights_are_bitwise_the_plain_ones(gloo, check
     assert results["gather"][0][1] == results["off"][0][1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ties", ["blocks", "inside"])
 def test_layers_with_one_weight_have_one_s(gloo, ties):
     options = {"ties": ties, "hidden": 64}

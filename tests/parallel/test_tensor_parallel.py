@@ -1,5 +1,6 @@
 """Tensor and sequence parallelism by PyTorch's styles and by Transformers' plans, on linears that compute in FP8."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -72,8 +73,16 @@ def tp_job(sequence, recipe, steps):
     return steps_of(model, steps)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_equalized", "blockwise"])
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("sequence", "recipe"),
+    [
+        (True, "rowwise_equalized"),
+        *(
+            pytest.param(sequence, recipe, marks=pytest.mark.thorough)
+            for sequence, recipe in ((True, "rowwise"), (False, "rowwise"), (True, "blockwise"))
+        ),
+    ],
+)
 def test_torch_styles_train_as_one_process_does(gloo, sequence, recipe):
     """Each of 20 losses within 1.5e-3, each gradient at most 1.5 dB below that of one process, both against fp32."""
     steps = 20 if recipe == "rowwise" else 3
@@ -103,6 +112,7 @@ def fsdp_job(optimizer, steps):
 OPTIMIZERS = {"torch": None, "octavo": partial(octavo.AdamW, states="fp32"), "octavo fp8": octavo.AdamW}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_fsdp_over_torch_styles(gloo, optimizer):
     results = gloo.run(fsdp_job, 4, optimizer, 5)
@@ -138,7 +148,7 @@ def gathered(value):
     return DTensor.from_local(local, value.device_mesh, value.placements, shape=shape, stride=stride).full_tensor()
 
 
-@pytest.mark.parametrize("shape", [(130, 256), (131, 512)])
+@pytest.mark.parametrize("shape", [(130, 256), pytest.param((131, 512), marks=pytest.mark.thorough)])
 def test_whole_fp8_states_shard_and_gather_unchanged(gloo, shape):
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape)) for _ in range(2)]
@@ -194,9 +204,16 @@ def placed_job(w_placement, x_placement, sizes, bias):
     return [sqnr(a, b) if not torch.equal(a, b) else float("inf") for a, b in zip(*results, strict=True)]
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("w_placement", [Shard(0), Shard(1), Replicate()])
-@pytest.mark.parametrize("x_placement", [Replicate(), Shard(0), Shard(1), Shard(2)])
+QUICK = [(Shard(0), Replicate(), False), (Shard(1), Shard(2), True), (Replicate(), Shard(1), True)]
+PLACEMENTS = [
+    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.thorough])
+    for case in itertools.product(
+        (Shard(0), Shard(1), Replicate()), (Replicate(), Shard(0), Shard(1), Shard(2)), (False, True)
+    )
+]
+
+
+@pytest.mark.parametrize(("w_placement", "x_placement", "bias"), PLACEMENTS)
 def test_every_placement_computes_the_same(gloo, w_placement, x_placement, bias):
     """Y and ∂W of a weight with whole rows are bitwise those of one process; sizes that two ranks do not divide."""
     for sizes in ((8, 64, 48), (5, 33, 7)):
@@ -248,6 +265,7 @@ def llama_job(converts, distributed):
     return losses
 
 
+@pytest.mark.thorough
 def test_transformers_plans_train_as_one_process_does(gloo):
     """Of Llama, with its base_model_tp_plan: FP8 on two ranks, on one, and high precision."""
     ours, alone, exact = gloo.run(llama_job, 2, True, True)[0], llama_job(True, False), llama_job(False, False)
