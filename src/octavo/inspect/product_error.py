@@ -8,6 +8,9 @@ operands, P the same in high precision, both multiplied in float32:
                       or over its columns, if that is larger   output and input features of ∂W
     error of a layer  the largest of its products Y, ∂X and ∂W
 
+Equalized recipes (`octavo.nn.equalized`) quantize X diag(1/s) and W diag(s), and multiply ∂X by 1/s and ∂W by s: with
+the s of the layer for its own recipe, and for others with the s of these operands.
+
 Every row has the same weight, however small: Adam takes steps of one size for gradients of any size, and a norm after a
 layer rescales all tokens. A product that lost nearly all of most rows has error 1; healthy ones have 0.03 to 0.10.
 
@@ -27,6 +30,7 @@ from octavo.kernels import quantize
 from octavo.nn.delayed import G, X, current_scale
 from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.nn.linear_subclasses import is_transposed
+from octavo.numerics.equalization import ChannelScales, column_amax, equalize
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -42,12 +46,14 @@ class Operands:
     Attributes:
         x: [M,K].
         w: [N,K].
-        x_scales: Scales of X by recipe, for recipes that do not use X's own amax.
+        x_scale: Scale of X in the layer's own recipe; None for scales from X's own amax.
+        channels: Channel scales of each recipe that equalizes, by its name.
     """
 
     x: Tensor
     w: Tensor
-    x_scales: Mapping[str, Tensor | None]
+    x_scale: Tensor | None
+    channels: Mapping[str, ChannelScales | None]
 
 
 class ProductErrors:
@@ -63,20 +69,24 @@ class ProductErrors:
         self._operands: dict[str, Operands] = {}
         self._sums: dict[Key, Tensor] = {}  # float64 [4,2]: sum and number of the errors of Y, ∂X, ∂W, ∂W's columns
 
-    def save_operands(self, layer: str, module: nn.Module, x_MK: Tensor) -> None:
-        """Copy the operands of a forward if the layer is measured."""
+    def save_operands(self, layer: str, module: nn.Module, x_MK: Tensor, channels: ChannelScales | None) -> None:
+        """Copy the operands of a forward with the given channel scales if the layer is measured."""
         if layer not in self._measure:
             return
         if layer not in self._weights:
             weight: Tensor = module.weight  # type: ignore[assignment]
             if isinstance(weight, Fp8AllGatherOutput):
-                weight = ScaledTensor(weight.data_, weight.scale, weight.spec).dequantize()
+                weight = weight.dequantized(torch.float32)
             elif is_transposed(module):
                 weight = weight.t()
             self._weights[layer] = weight.detach().to(torch.float32, copy=True)
-        own = getattr(module, "recipe", None)
-        scales = {own.name: current_scale(module, X, x_MK)} if isinstance(own, Recipe) else {}
-        self._operands[layer] = Operands(x_MK.to(torch.float32, copy=True), self._weights[layer], scales)
+        w_NK = self._weights[layer]
+        by_recipe = {
+            recipe.name: channels if _is_own(recipe, module) else channels_of(recipe, x_MK, w_NK)
+            for recipe in self._measure[layer]
+        }
+        scale = current_scale(module, X, x_MK)
+        self._operands[layer] = Operands(x_MK.to(torch.float32, copy=True), w_NK, scale, by_recipe)
 
     def pop_operands(self, layer: str) -> Operands | None:
         """Return and remove the operands of the last forward."""
@@ -96,10 +106,10 @@ class ProductErrors:
         """
         g, x, w = g_MN.float(), operands.x, operands.w
         exact = [x @ w.t(), g @ w if needs[0] else None, g.t() @ x if needs[1] else None]
-        own = getattr(module, "recipe", None)
         for recipe in self._measure[layer]:
-            g_scale = current_scale(module, G, g_MN) if own is not None and own.name == recipe.name else None
-            rounded = _products(x, w, g, recipe, operands.x_scales.get(recipe.name), g_scale, exact)
+            own = _is_own(recipe, module)
+            scales = (operands.x_scale, current_scale(module, G, g_MN)) if own else (None, None)
+            rounded = products(x, w, g, recipe, scales, operands.channels[recipe.name], exact)
             errors = [_row_errors(product, reference) for product, reference in zip(rounded, exact, strict=True)]
             errors.append(_row_errors(*(None if p is None else p.t() for p in (rounded[2], exact[2]))))
             key = layer, recipe.name
@@ -124,22 +134,48 @@ def _zero_sums(device: torch.device) -> Tensor:
     return torch.zeros(4, 2, dtype=torch.float64, device=device)
 
 
-def _products(
-    x: Tensor, w: Tensor, g: Tensor, r: Recipe, x_scale: Tensor | None, g_scale: Tensor | None,
-    exact: Sequence[Tensor | None],
+def channels_of(recipe: Recipe, x_MK: Tensor, w_NK: Tensor) -> ChannelScales | None:
+    """Return the channel scales that a recipe would have for these operands alone; None if it does not equalize."""
+    return equalize(column_amax(x_MK), column_amax(w_NK)) if recipe.equalization else None
+
+
+def _is_own(recipe: Recipe, module: nn.Module) -> bool:
+    own = getattr(module, "recipe", None)
+    return isinstance(own, Recipe) and own.name == recipe.name
+
+
+def products(
+    x: Tensor, w: Tensor, g: Tensor, r: Recipe, scales: tuple[Tensor | None, Tensor | None],
+    channels: ChannelScales | None, exact: Sequence[Tensor | None],
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return Y, ∂X and ∂W of quantized operands; ∂X and ∂W only if `exact` has them."""
-    x_q, w_q = quantize(x, r.x, scale=x_scale), quantize(w, r.w)
+    """Return Y, ∂X and ∂W of quantized operands; ∂X and ∂W only if `exact` has them.
+
+    Args:
+        x: [M,K].
+        w: [N,K].
+        g: [M,N].
+        r: The recipe.
+        scales: Scales of X and of G; None for those from their own amax.
+        channels: Channel scales.
+        exact: The products in high precision.
+    """
+    x_scale, g_scale = scales
+    factor, inverse = (None, None) if channels is None else (channels.factor, channels.inverse)
+    x_q, w_q = quantize(x, r.x, inverse, scale=x_scale), quantize(w, r.w, factor)
     products: list[Tensor | None] = [x_q.dequantize() @ w_q.dequantize().t(), None, exact[2]]
     if exact[1] is not None:
-        w_q = w_q if r.dgrad_w == r.w else quantize(w, r.dgrad_w)
+        w_q = w_q if r.dgrad_w == r.w else quantize(w, r.dgrad_w, factor)
         g_q, w_q = _quantize_folded(g, r.dgrad_g, w_q, r.folds_w, g_scale, transposed=True)
-        products[1] = g_q.dequantize() @ w_q.dequantize()
+        products[1] = _scaled(g_q.dequantize() @ w_q.dequantize(), inverse)
     if exact[2] is not None and r.wgrad_g is not None and r.wgrad_x is not None:
-        x_q = x_q if r.wgrad_x == r.x else quantize(x, r.wgrad_x)
+        x_q = x_q if r.wgrad_x == r.x else quantize(x, r.wgrad_x, inverse)
         g_q, x_q = _quantize_folded(g, r.wgrad_g, x_q, r.folds_x, g_scale, transposed=False)
-        products[2] = g_q.dequantize().t() @ x_q.dequantize()
+        products[2] = _scaled(g_q.dequantize().t() @ x_q.dequantize(), factor)
     return products
+
+
+def _scaled(product: Tensor, factor: Tensor | None) -> Tensor:
+    return product if factor is None else product * factor
 
 
 def _quantize_folded(

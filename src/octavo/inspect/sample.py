@@ -9,7 +9,8 @@ Activation checkpointing runs forward again in backward. The reentrant variant r
 so the gradient hook goes on the outputs of the second; otherwise it goes on those of the first.
 
 Delayed recipes (`octavo.nn.delayed`) are measured with the scales that the layer uses; a what-if recipe has no amax
-history and uses the current amax.
+history and uses the current amax. So are equalized recipes (`octavo.nn.equalized`): X and W are counted as X diag(1/s)
+and W diag(s), as products read them; a what-if recipe has the s of this X and W.
 
 W that FSDP gathers in FP8 is not available in high precision, but its shards are: each rank counts its own rows, by row
 with the scales of the whole matrix, by tensor with the gathered scale. What-if recipes with blocks over several rows
@@ -19,19 +20,21 @@ use the blocks of the shard.
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.inspect.accumulator import Accumulators, OperandFormat
-from octavo.inspect.product_error import Operands, ProductErrors
-from octavo.kernels import dequantize, quantize
+from octavo.inspect.product_error import Operands, ProductErrors, channels_of
+from octavo.kernels import quantize
 from octavo.nn.delayed import G, X, current_scale
+from octavo.nn.equalized import current_channels
 from octavo.nn.gathered import Fp8AllGatherOutput, ShardedWeight
 from octavo.nn.linear_subclasses import is_transposed
 from octavo.nn.operands import SUPPORTED_DTYPES
+from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.torch_compat import disable_current_modes, in_backward
@@ -63,6 +66,10 @@ class WatchedLayer:
     """Whether to collect statistics, not only product errors."""
 
 
+Channels = list[ChannelScales | None]
+"""Channel scales of X and W in the layer's own recipe and each what-if recipe."""
+
+
 class Sample:
     """The hooks of one step.
 
@@ -88,7 +95,7 @@ class Sample:
         self._what_if = what_if
         self._handles: list[Any] = []
         self._shards = {layer.name: shard for layer in layers if (shard := _shard(layer.module)) is not None}
-        self._of_weights: dict[str, Factors] = {}
+        self._of_weights: dict[str, tuple[Channels, Factors]] = {}
         self._of_inputs: dict[str, Factors] = {}
         self._without_graph: Counter[str] = Counter()
 
@@ -115,11 +122,12 @@ class Sample:
             if x.dtype not in SUPPORTED_DTYPES or (recomputed and not self._without_graph[layer.name]):
                 return
             with torch.no_grad(), disable_current_modes():
+                own = current_channels(layer.module, x)
                 if layer.counted:
-                    self._of_inputs[layer.name] = self._count_x(layer, _matrix(x), counted=not recomputed)
-                    if layer.name not in self._of_weights:
-                        self._of_weights[layer.name] = self._count_w(layer)
-                self.errors.save_operands(layer.name, layer.module, _matrix(x))
+                    channels = self._channels(layer, _matrix(x), own)
+                    self._of_inputs[layer.name] = self._count_x(layer, _matrix(x), channels, counted=not recomputed)
+                    self._update_w(layer, channels)
+                self.errors.save_operands(layer.name, layer.module, _matrix(x), own)
 
         return count_inputs
 
@@ -134,7 +142,7 @@ class Sample:
             self._without_graph[layer.name] -= in_backward()
             needs = _input(args, kwargs).requires_grad, bool(module.weight.requires_grad)
             if of_x is not None:
-                of_w = self._of_weights[layer.name] if needs[0] else None
+                of_w = self._of_weights[layer.name][1] if needs[0] else None
                 hook = self._on_gradient(layer, of_w, of_x if needs[1] else None)
                 self._handles.append(y.register_hook(hook))
             if operands is not None:
@@ -169,36 +177,58 @@ class Sample:
 
         return measure
 
-    def _count_x(self, layer: WatchedLayer, x_MK: Tensor, *, counted: bool) -> Factors:
-        recipes = [layer.recipe, *self._what_if]
+    def _channels(self, layer: WatchedLayer, x_MK: Tensor, own: ChannelScales | None) -> Channels:
+        weight: Tensor = layer.module.weight  # type: ignore[assignment]
+        others = [
+            None if not recipe.equalization
+            else own if recipe.name == layer.recipe.name
+            else channels_of(recipe, x_MK, _whole(weight, layer.module))
+            for recipe in self._what_if
+        ]  # fmt: skip
+        return [own, *others]
+
+    def _count_x(self, layer: WatchedLayer, x_MK: Tensor, channels: Channels, *, counted: bool) -> Factors:
+        recipes, inverses = [layer.recipe, *self._what_if], [None if s is None else s.inverse for s in channels]
         forms: Sequence[ScaledTensor | None] = [None] * len(recipes)
         if counted:
-            own = OperandFormat(layer.recipe.x, scale=current_scale(layer.module, X, x_MK))
-            others = [OperandFormat(recipe.x) for recipe in self._what_if]
-            forms = self.accumulators.count((layer.name, "x"), x_MK, own, others)
+            scale = current_scale(layer.module, X, x_MK)
+            own, *others = (OperandFormat(r.x, fold) for r, fold in zip(recipes, inverses, strict=True))
+            forms = self.accumulators.count((layer.name, "x"), x_MK, replace(own, scale=scale), others)
         folds = [
-            _row_scales(x_MK, r.wgrad_x, form) if r.folds_x else None for r, form in zip(recipes, forms, strict=True)
+            _row_scales(x_MK, r.wgrad_x, fold, form) if r.folds_x else None
+            for r, fold, form in zip(recipes, inverses, forms, strict=True)
         ]
         return Factors(folds, _read(x_MK))
 
-    def _count_w(self, layer: WatchedLayer) -> Factors:
-        recipes = [layer.recipe, *self._what_if]
+    def _update_w(self, layer: WatchedLayer, channels: Channels) -> None:
+        """Count W at the first call of a layer; compute what it contributes to G again when channel scales change."""
+        last = self._of_weights.get(layer.name)
+        if last is None or any(old is not new for old, new in zip(last[0], channels, strict=True)):
+            self._of_weights[layer.name] = channels, self._count_w(layer, channels, counted=last is None)
+
+    def _count_w(self, layer: WatchedLayer, channels: Channels, *, counted: bool) -> Factors:
+        recipes, factors = [layer.recipe, *self._what_if], [None if s is None else s.factor for s in channels]
         weight: Tensor = layer.module.weight  # type: ignore[assignment]
-        forms: Sequence[ScaledTensor | None]
+        w_NK = _whole(weight, layer.module)
+        forms: Sequence[ScaledTensor | None] = [None] * len(recipes)
         if isinstance(weight, Fp8AllGatherOutput):
-            w_NK = self._count_shard(layer, weight)
-            forms = [ScaledTensor(weight.data_, weight.scale, weight.spec)] * len(recipes)
-        else:
-            w_NK = weight.detach().t() if is_transposed(layer.module) else weight.detach()
-            own, *others = (OperandFormat(recipe.w) for recipe in recipes)
+            if counted:
+                self._count_shard(layer, weight, w_NK, factors)
+            gathered = ScaledTensor(weight.data_, weight.scale, weight.spec)
+            forms = [gathered if s is weight.channels else None for s in channels]
+        elif counted:
+            own, *others = (OperandFormat(recipe.w, factor) for recipe, factor in zip(recipes, factors, strict=True))
             forms = self.accumulators.count((layer.name, "w"), w_NK, own, others)
         row_scales = [
-            _row_scales(w_NK, r.dgrad_w, form) if r.folds_w else None for r, form in zip(recipes, forms, strict=True)
+            _row_scales(w_NK, r.dgrad_w, factor, form) if r.folds_w else None
+            for r, factor, form in zip(recipes, factors, forms, strict=True)
         ]
         return Factors([None if scales is None else scales.t() for scales in row_scales], _read(w_NK).t())
 
-    def _count_shard(self, layer: WatchedLayer, weight: Fp8AllGatherOutput) -> Tensor:
-        """Count this rank's rows. Return the whole weight, to compute scales from."""
+    def _count_shard(
+        self, layer: WatchedLayer, weight: Fp8AllGatherOutput, whole: Tensor, factors: Sequence[Tensor | None]
+    ) -> None:
+        """Count this rank's rows, by tensor with the scale of the whole weight."""
         if layer.name not in self._shards:
             raise RuntimeError(
                 f"Watch: the weight of {layer.name} was gathered before the step began: enter watch.step() before the "
@@ -206,14 +236,20 @@ class Sample:
             )
         shard = self._shards[layer.name]
         w_NK = shard.gather_format.rounded(shard.local.detach()).to(weight.device)
-        whole = dequantize(ScaledTensor(weight.data_, weight.scale, weight.spec), weight.dtype)
-        own = OperandFormat(layer.recipe.w, scale=weight.scale if layer.recipe.w.granularity == TENSOR else None)
+        by_tensor = layer.recipe.w.granularity == TENSOR
+        own = OperandFormat(layer.recipe.w, factors[0], weight.scale if by_tensor else None)
         others = [
-            OperandFormat(r.w, scale=quantize(whole, r.w).scale if r.w.granularity == TENSOR else None)
-            for r in self._what_if
+            OperandFormat(r.w, factor, quantize(whole, r.w).scale if r.w.granularity == TENSOR else None)
+            for r, factor in zip(self._what_if, factors[1:], strict=True)
         ]
         self.accumulators.count((layer.name, "w"), w_NK, own, others)
-        return whole
+
+
+def _whole(weight: Tensor, module: nn.Module) -> Tensor:
+    """Return W [N,K] of a layer, without channel scales; one that was gathered in FP8 from its FP8 values."""
+    if isinstance(weight, Fp8AllGatherOutput):
+        return weight.dequantized(weight.dtype)
+    return weight.detach().t() if is_transposed(module) else weight.detach()
 
 
 def _shard(module: nn.Module) -> ShardedWeight | None:
@@ -238,8 +274,8 @@ def _matrix(x: Tensor) -> Tensor:
     return x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _row_scales(x: Tensor, spec: QuantSpec | None, form: ScaledTensor | None = None) -> Tensor | None:
-    """Return the row scales [R,1] of a matrix as a factor of G; reuse those of `form` if its spec matches."""
+def _row_scales(x: Tensor, spec: QuantSpec | None, fold: Tensor | None, form: ScaledTensor | None) -> Tensor | None:
+    """Return the row scales [R,1] of a matrix · fold as a factor of G; reuse those of `form` if its spec matches."""
     assert spec is not None
-    q = form if form is not None and form.spec == spec else quantize(x, spec)
+    q = form if form is not None and form.spec == spec else quantize(x, spec, fold)
     return None if q.scale is None else q.scale.float()

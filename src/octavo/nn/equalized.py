@@ -83,6 +83,12 @@ class Measurement:
         """Include a weight [N,K], by its column maxima."""
         self.w_amax = w_amax if self.w_amax is None else torch.maximum(self.w_amax, w_amax)
 
+    def first_scales(self, w_amax: Tensor) -> ChannelScales:
+        """Return the s of a layer that has none and would measure its weight next."""
+        if False in self._scales:
+            return self._scales[False]
+        return equalize(self.x_amax, w_amax if self.w_amax is None else torch.maximum(self.w_amax, w_amax))
+
     def scales(self, previous: ChannelScales | None, complete: bool) -> ChannelScales:
         """Return s, computed at the first call: from the weights so far, and a second time once they are `complete`."""
         if complete not in self._scales:
@@ -127,10 +133,19 @@ class Equalizer:
 
     def begin(self) -> None:
         """End the current pass if its backward has run."""
-        if self.backward_ran and not self.synchronized and not in_backward():
-            if self.measurement is not None:
-                self.scales = self.measurement.scales(self.scales, complete=True)
+        if self._pass_ended:
+            self.scales = self.next_scales(training=True)
             self.advance()
+
+    @property
+    def _pass_ended(self) -> bool:
+        return self.backward_ran and not self.synchronized and not in_backward()
+
+    def next_scales(self, training: bool) -> ChannelScales | None:
+        """Return s of the next forward, which begins a pass if it is in training and the current one has ended."""
+        if self.measurement is None or not (training and self._pass_ended):
+            return self.scales
+        return self.measurement.scales(self.scales, complete=True)
 
     def advance(self) -> None:
         """Begin the next pass."""
@@ -286,6 +301,24 @@ def shared_scales(module: nn.Module) -> ChannelScales | None:
         return None
     equalizer = equalizer_of(module)
     return equalizer.scales if equalizer.synchronized else None
+
+
+def current_channels(module: nn.Module, input: Tensor) -> ChannelScales | None:
+    """Return the channel scales by which a layer would quantize X and W in a forward of this input now; None if by
+    none. Measures nothing.
+    """
+    if not equalizes(module):
+        return None
+    weight: Tensor = module.weight
+    if isinstance(weight, Fp8AllGatherOutput):
+        return weight.channels
+    scales = equalizer_of(module).next_scales(module.training)
+    if scales is not None or (equalizer_of(module).synchronized and module.training):
+        return scales if scales is None else scales.to(input.device)
+    casts: dict[Any, Any] | None = INPUT_CASTS.casts_of(input) if module.training else None
+    shared: Measurement | None = None if casts is None else casts.get(Measurement)
+    w_amax = column_amax(weight.t() if module.weight_is_transposed else weight)
+    return equalize(column_amax(_matrix(input)), w_amax) if shared is None else shared.first_scales(w_amax)
 
 
 def reset_scales(module: nn.Module) -> None:

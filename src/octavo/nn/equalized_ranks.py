@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.kernels import dequantize
 from octavo.nn.equalized import Equalized, Equalizer, Measurement, equalized_layers, equalizer_of
 from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.numerics.equalization import LARGEST_EXPONENT, column_amax, equalize
-from octavo.tensor import ScaledTensor, local_tensor
+from octavo.tensor import local_tensor
 
 
 @torch.no_grad()
@@ -111,5 +110,4 @@ def _weight_amax(layer: Equalized, measurement: Measurement | None) -> Tensor:
     weight = layer.weight
     if not isinstance(weight, Fp8AllGatherOutput):
         return column_amax(local_tensor(weight))
-    w = dequantize(ScaledTensor(weight.data_, weight.scale, weight.spec), torch.float32)  # not freed since forward
-    return column_amax(w if weight.channels is None else w * weight.channels.inverse)
+    return column_amax(weight.dequantized(torch.float32))  # its memory is not freed since forward

@@ -269,12 +269,7 @@ class Fp8AllGatherOutput(Tensor):
                 return Fp8AllGatherOutput(weight.data_, weight.scale, weight.spec, weight.dtype, weight.channels)
 
         def dequantized(value: Any) -> Any:
-            if not isinstance(value, Fp8AllGatherOutput):
-                return value
-            w = ScaledTensor(value.data_, value.scale, value.spec)
-            if value.channels is None:
-                return dequantize(w, value.dtype)
-            return (dequantize(w, torch.float32) * value.channels.inverse).to(value.dtype)
+            return value.dequantized(value.dtype) if isinstance(value, Fp8AllGatherOutput) else value
 
         if SWITCH.enabled:
             warnings.warn(
@@ -283,6 +278,13 @@ class Fp8AllGatherOutput(Tensor):
                 stacklevel=2,
             )
         return func(*tree_map(dequantized, args), **tree_map(dequantized, kwargs or {}))
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return W, without channel scales, as a plain tensor."""
+        w = ScaledTensor(self.data_, self.scale, self.spec)
+        if self.channels is None:
+            return dequantize(w, dtype)
+        return (dequantize(w, torch.float32) * self.channels.inverse).to(dtype)
 
 
 def quantized_as(weight: Fp8AllGatherOutput, spec: QuantSpec) -> ScaledTensor:
