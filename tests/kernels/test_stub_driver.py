@@ -45,6 +45,7 @@ def test_every_kernel_gets_what_triton_passes():
 COUNTS = {  # launches of Triton, kernels in all, and at most so many dispatches and Python calls
     "rowwise": (5, 8, 13, 42),
     "tensorwise": (7, 10, 13, 44),
+    "rowwise_equalized": (5, 8, 13, 62),
     "rowwise_hp_wgrad": (4, 7, 18, 39),
     "blockwise": (4, 29, 172, 125),
     "mxfp8": (4, 40, 262, 130),

@@ -44,6 +44,12 @@ def test_what_would_lose_stays(shape, words, device):
         assert decided.decision.reason.endswith(words)
 
 
+def test_automatic_decisions_choose_no_recipe_with_state():
+    """Not even one whose measured time is shorter by chance."""
+    assert {recipe.name for recipe in ALL} == set(RECIPES) - {"delayed", "rowwise_equalized"}
+    assert decide_call(16384, 4096, 14336, recipes=candidates("rowwise_equalized")).decision.gain > 1.4
+
+
 def test_cost_decides_and_not_the_rule_of_thumb():
     """Narrow by the rule, and still worth it where the other dimension is large."""
     decided = decide_call(65536, 16384, 512)

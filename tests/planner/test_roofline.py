@@ -3,13 +3,24 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.numerics import RECIPES
+from octavo.numerics import RECIPES, equalize, equalized
 from octavo.planner.devices import DEVICES, Gpu
 from octavo.planner.host_time import RATIOS
-from octavo.planner.roofline import LinearCall, bf16_linear, fp8_linear, fp8_rate, memory_time, passes, product
+from octavo.planner.roofline import (
+    SCALES_LAUNCHES,
+    LinearCall,
+    bf16_linear,
+    fp8_linear,
+    fp8_rate,
+    memory_time,
+    passes,
+    product,
+)
 
 PLAIN = Gpu(
     name="plain", bf16_tflops=100, fp8_tflops=200, memory_tbs=1, memory_gib=10, link_gbs=10, multiprocessors=64,
@@ -41,12 +52,46 @@ def test_a_thin_product_takes_its_bytes_and_a_tiny_one_its_launch():
     assert memory_time(PLAIN, 0.0) == 0
 
 
+def test_channel_scales_cost_their_share_of_a_refresh():
+    call = LinearCall(m=8192, k=4096, n=2048)
+    rowwise, often, rarely = (fp8_linear(PLAIN, call, r) for r in (RECIPES["rowwise"], *map(every, (1, 50))))
+    moved = 2 * (8192 + 2048) * 4096 / 1e12
+    assert often.total - rowwise.total == pytest.approx(moved + SCALES_LAUNCHES * 2e-6)
+    assert rarely.total - rowwise.total == pytest.approx((often.total - rowwise.total) / 50)
+    assert rarely.host == rowwise.host
+    second = replace(call, first=False)  # of the layers that read one X
+    moved = 2 * 2048 * 4096 / 1e12
+    assert fp8_linear(PLAIN, second, every(1)).total - fp8_linear(PLAIN, second, RECIPES["rowwise"]).total == (
+        pytest.approx(moved)
+    )
+    frozen = replace(call, dgrad=False, wgrad=False)  # evaluation measures nothing
+    assert fp8_linear(PLAIN, frozen, every(1)).total == fp8_linear(PLAIN, frozen, RECIPES["rowwise"]).total
+
+
+def every(passes):
+    return equalized("rowwise", every=passes)
+
+
+def test_channel_scales_take_about_so_many_kernels():
+    class Count(TorchDispatchMode):
+        operations = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.operations += 1
+            return function(*args, **kwargs or {})
+
+    with Count() as count:
+        equalize(torch.rand(64), torch.rand(64))
+    assert abs(count.operations - SCALES_LAUNCHES) <= 10
+
+
 @pytest.mark.parametrize(
     ("recipe", "x", "w", "w_again", "g"),
     [
         ("tensorwise", [2, 4], [2, 3], [3], [2, 4]),
         ("delayed", [2, 4], [2, 3], [3], [2, 4]),
         ("rowwise", [4], [3], [3], [2, 4]),
+        ("rowwise_equalized", [4], [3], [3], [2, 4]),
         ("rowwise_hp_wgrad", [3], [3], [3], [3]),
         ("blockwise", [4], [3], [3], [4]),
         ("mxfp8", [4], [3], [3], [4]),

@@ -49,8 +49,13 @@ class LinearDecision:
 
 
 def candidates(recipe: str | Recipe) -> tuple[Recipe, ...]:
-    """Return the recipes to choose from: every just-in-time recipe for `"auto"`, else the given one."""
-    return tuple(r for r in RECIPES.values() if not r.history) if recipe == "auto" else (get_recipe(recipe),)
+    """Return the recipes to choose from: for `"auto"` every one without state, else the given one.
+
+    Channel scales (`equalization`) are for accuracy: a recipe that has them is never faster than the same without.
+    """
+    if recipe != "auto":
+        return (get_recipe(recipe),)
+    return tuple(r for r in RECIPES.values() if not r.history and not r.equalization)
 
 
 def decide(gpu: Gpu, calls: Sequence[LinearCall], recipes: Sequence[Recipe], *, eager: bool) -> LinearDecision:

@@ -5,18 +5,20 @@
 
 Ratios carry over to other machines roughly, microseconds do not. `octavo calibrate` measures both on this machine
 (`measure`): a measured time of bf16 or of a recipe replaces its line. A recipe that was not measured is its ratio times
-the measured bf16.
+the measured bf16. An equalized recipe without a ratio takes that of the recipe without equalization: its steady state
+has the same launches and dispatches (`tests/kernels/test_stub_driver.py`). Its refresh is not included.
 """
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from octavo.kernels import calibration
 from octavo.kernels.calibration import Entry
-from octavo.nn.linear import Linear
+from octavo.nn.linear_subclasses import fp8_class
 from octavo.numerics.recipe import RECIPES, Recipe
 from octavo.numerics.spec import FULL
 from octavo.planner.devices import Gpu
@@ -43,11 +45,19 @@ def host_seconds(gpu: Gpu, recipe: Recipe | None, products: int) -> float:
     per_product = gpu.host_us * 1e-6 if bf16 is None else bf16 / 3
     if recipe is None:
         return products * per_product
-    name = recipe.name
-    if name not in RATIOS:
-        name = "rowwise" if recipe.x.granularity.columns == FULL else "blockwise"
-    measured = _measured(gpu, name)
+    name = recipe.name if recipe.name in RATIOS else _most_similar(recipe)
+    measured = _measured(gpu, recipe.name) or _measured(gpu, name)
     return products * (per_product * RATIOS[name] if measured is None else measured / 3)
+
+
+def _most_similar(recipe: Recipe) -> str:
+    """Return the name of the recipe in `RATIOS` whose host time comes nearest."""
+    if recipe.equalization:
+        base = replace(recipe, equalization=0)
+        for other in RECIPES.values():
+            if other.name in RATIOS and replace(other, name=base.name, note=base.note) == base:
+                return other.name
+    return "rowwise" if recipe.x.granularity.columns == FULL else "blockwise"
 
 
 def _measured(gpu: Gpu, name: str) -> float | None:
@@ -66,7 +76,7 @@ def measure(device: torch.device, recipes: Iterable[Recipe], seconds: float = 0.
     layers: dict[str, nn.Module] = {"bf16": nn.Linear(*SHAPE[:2], bias=False, device=device, dtype=x.dtype)}
     for recipe in recipes:
         if not recipe.history:
-            layer = Linear(*SHAPE[:2], bias=False, device=device, dtype=x.dtype)
+            layer = fp8_class(nn.Linear, recipe)(*SHAPE[:2], bias=False, device=device, dtype=x.dtype)
             layer.recipe = recipe
             layers[recipe.name] = layer
     return [

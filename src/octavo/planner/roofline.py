@@ -22,6 +22,11 @@ scales (`octavo.nn.linear` on a GPU; bf16 is read at 2 bytes, FP8 written at 1 p
 The amax of a whole tensor, or of columns, is a separate pass that reads everything once more. A frozen W has no wgrad,
 so X needs no second memory order; an input without gradient has no dgrad.
 
+Channel scales (`octavo.nn.equalized`) move no further bytes, but column maxima of X (once for all layers that read it)
+and W, 2 bytes per element and `SCALES_LAUNCHES` small kernels, every `equalization` passes: that share of them counts
+in each forward. The first passes, which measure more often, do not count, nor does torch.compile, under which each
+forward computes them.
+
 Measured times (`Gpu.measured`) replace the formulas, and a cost reports its measured share.
 
 Octavo's Triton kernel computes products that PyTorch's backend lacks for the GPU's compute capability (scales by block
@@ -45,6 +50,8 @@ from octavo.planner.host_time import host_seconds
 Timed = tuple[float, bool]
 """Seconds, and whether they were measured."""
 
+SCALES_LAUNCHES = 60
+"""About the number of kernels that compute channel scales from column maxima (`octavo.numerics.equalize`)."""
 TILE, SPLIT = 128, 512
 """Sides of an output tile, and the shortest contraction worth a multiprocessor of its own."""
 
@@ -193,12 +200,22 @@ def fp8_linear(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> Cost:
 
 
 def quantization_times(gpu: Gpu, linear: LinearCall, recipe: Recipe) -> tuple[list[Timed], list[Timed]]:
-    """Predict the times of a linear layer's quantizations, in forward and in backward."""
+    """Predict the times of a linear layer's quantizations, in forward and in backward; the share of channel scales."""
     forward, backward = (
         [_timed(gpu, "quantize", q.case, q.shape, sum(memory_time(gpu, size) for size in q.bytes)) for q in phase]
         for phase in quantize_calls(linear, recipe)
     )
+    if recipe.equalization and (linear.dgrad or linear.wgrad):
+        forward.append((_refresh_seconds(gpu, linear) / recipe.equalization, False))
     return forward, backward
+
+
+def _refresh_seconds(gpu: Gpu, linear: LinearCall) -> float:
+    """Predict the seconds of one measurement of column maxima, and of the channel scales computed from them."""
+    maxima = memory_time(gpu, 2.0 * linear.n * linear.k)
+    if linear.first:
+        maxima += memory_time(gpu, 2.0 * linear.m * linear.k) + SCALES_LAUNCHES * gpu.launch_us * 1e-6
+    return maxima
 
 
 def _timed(gpu: Gpu, op: str, case: tuple[str, ...], shape: tuple[int, ...], predicted: float) -> Timed:
