@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import fake_runs
@@ -12,7 +13,7 @@ from octavo.experiments.heatmap import COLUMNS, ROWS, heatmaps
 from octavo.experiments.page import pack
 from octavo.experiments.run_report import write_report
 from octavo.experiments.theme import LEVELS
-from octavo.inspect.stats import OPERANDS, OperandStats
+from octavo.inspect.stats import OPERANDS, QUANTILES, OperandStats
 from octavo.train.record.statistics import StatisticsWriter
 
 KINDS = ("self_attn.q_proj", "mlp.down_proj")
@@ -52,6 +53,21 @@ def labels(chart):
 
 def test_no_statistics_no_maps():
     assert heatmaps([]) == []
+
+
+def test_channel_scales_of_the_last_sample():
+    rows = run_of(operands=("x", "w"))
+    scales = tuple(float(place - 3) for place in range(QUANTILES))
+    rows += [row(step=step, kind=KINDS[1], channel_scales=[s + step for s in scales]) for step in (4, 5)]
+    *_, chart = heatmaps(rows)
+    assert (chart.title, chart.unit) == ("Channel scales", "log2 by layer and percentile, one panel per operand")
+    assert labels(chart) == ["mlp.down_proj"]
+    ((title, levels, values),) = panels(chart)
+    assert title == "x" and [cell[:2] for cell in values[0][:2]] == [[0, "2"], [6, "3"]]
+    assert levels[0] == sorted(levels[0]) and (levels[0][0], levels[0][-1]) == (0, LEVELS - 1)
+    assert OperandStats.from_json(json.loads(json.dumps(rows[-1].to_json()))) == replace(
+        rows[-1], channel_scales=tuple(rows[-1].channel_scales)
+    )
 
 
 def test_a_map_for_each_figure_and_a_panel_for_each_operand():

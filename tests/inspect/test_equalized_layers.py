@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.inspect import Watch, sample
 from octavo.inspect.product_error import products
+from octavo.inspect.stats import QUANTILES
 from octavo.nn.change import change_recipe
 from octavo.nn.equalized import EqualizedQuantizer, current_channels
 from octavo.numerics import equalized, sqnr
@@ -122,6 +123,9 @@ def test_rows_and_product_errors_are_those_of_scaled_operands():
     assert errors["rowwise"] > 3 * errors[NAME] > 3 * errors[other.name]
     assert rows["x"].amax == (x * s.inverse).abs().max() and rows["w"].amax == (w * s.factor).abs().max()
     assert all(row.what_if[NAME] == row.sqnr for row in rows.values())
+    exponents = s.exponents().sort().values.tolist()
+    assert rows["x"].channel_scales[:: QUANTILES - 1] == (exponents[0], exponents[-1])
+    assert rows["x"].channel_scales[QUANTILES // 2] == exponents[48] and not rows["w"].channel_scales
     # A layer that does not equalize shows what it would gain: what the first pass of one that does has.
     plain = outlier_layer("tensorwise")
     watch = Watch(plain, every=1, what_if=(NAME,))

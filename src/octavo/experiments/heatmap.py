@@ -5,19 +5,21 @@ share one label: 60 blocks stay legible, and growth with depth is visible. Each 
 the pointer. Long runs and deep models are downsampled; each cell shows its worst sample.
 
 Levels of SQNR and underflow are fixed, so that two reports can be compared; those of an amax span its own range.
+
+Runs with equalized layers have one more map: their channel scales in the last sample, channels sorted by them, across.
 """
 
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
 from octavo.experiments.charts import Chart, Key
 from octavo.experiments.theme import LEVELS, axis, layout, plain
-from octavo.inspect.stats import OPERANDS, OperandStats
+from octavo.inspect.stats import OPERANDS, QUANTILES, OperandStats
 from octavo.numerics.names import pattern
 
 COLUMNS = 48
@@ -49,6 +51,7 @@ class Statistic:
         edges: Rising values between levels; None to take eight equal ones over the range of each operand.
         falling: Whether low values are the bad ones.
         hue: Colours of the levels.
+        across: What the columns are.
     """
 
     title: str
@@ -59,6 +62,7 @@ class Statistic:
     edges: tuple[float, ...] | None
     falling: bool = False
     hue: str = "bad"
+    across: str = "step"
 
 
 def _log_amax(row: OperandStats) -> float:
@@ -82,6 +86,12 @@ STATISTICS = (
     ),
 )  # fmt: skip
 
+CHANNEL_SCALES = Statistic(
+    title="Channel scales", unit="", value=lambda row: row.channel_scales[0], worst=max, edges=None, hue="size",
+    across="percentile", caption="log2 of s, by which channels of X are divided and those of W multiplied, from the "
+    "smallest to the largest in the last sample. Outlier channels of X are at the right end, those of W at the left.",
+)  # fmt: skip
+
 
 def heatmaps(rows: Sequence[OperandStats]) -> list[Chart]:
     """The maps of a run's statistics; [] for a run without."""
@@ -92,7 +102,21 @@ def heatmaps(rows: Sequence[OperandStats]) -> list[Chart]:
     by_operand: dict[tuple[str, str], list[OperandStats]] = {}
     for row in rows:
         by_operand.setdefault((row.layer, row.operand), []).append(row)
-    return [_map(statistic, steps, groups, by_operand) for statistic in STATISTICS]
+    maps = [_map(statistic, steps, groups, by_operand) for statistic in STATISTICS]
+    last = {row.layer: row for row in rows if row.channel_scales}
+    if last:
+        columns = [round(100 * place / (QUANTILES - 1)) for place in range(QUANTILES)]
+        by_column = {(name, "x"): _by_percentile(row, columns) for name, row in last.items()}
+        maps.append(_map(CHANNEL_SCALES, columns, _groups(list(last)), by_column))
+    return maps
+
+
+def _by_percentile(row: OperandStats, columns: Sequence[int]) -> list[OperandStats]:
+    """A row for each quantile of the channel scales, with its percentile in place of a step."""
+    return [
+        replace(row, step=column, channel_scales=(scale,), nonfinite=0)
+        for column, scale in zip(columns, row.channel_scales, strict=True)
+    ]
 
 
 def _groups(layers: list[str]) -> list[Group]:
@@ -152,7 +176,7 @@ def _map(
     margin = {"l": 60, "r": 8, "t": 24, "b": 28, "pad": 4}
     return Chart(
         title=statistic.title,
-        unit=f"{statistic.unit.strip() or 'log2'} by layer and step, one panel per operand",
+        unit=f"{statistic.unit.strip() or 'log2'} by layer and {statistic.across}, one panel per operand",
         caption=statistic.caption,
         figure={
             "data": data,
@@ -204,7 +228,7 @@ def _trace(
         "z": [[level for level, _ in line] for line in shown],
         "zmin": -0.5, "zmax": LEVELS + 0.5, "colorscale": scale, "showscale": False, "hoverongaps": False,
         "customdata": [[worst for _, worst in line] for line in shown],
-        "meta": {"rows": [[plain(layer, 90) for layer in line] for line in lines]},
+        "meta": {"rows": [[plain(layer, 90) for layer in line] for line in lines], "across": statistic.across},
         "hoverinfo": "text",
     }  # fmt: skip
 

@@ -81,6 +81,7 @@ class Sample:
     Attributes:
         accumulators: The statistics so far.
         errors: The product errors so far.
+        channels: The channel scales of equalized layers in their last forward.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Sample:
         self.layers = layers
         self.accumulators = Accumulators([recipe.name for recipe in what_if])
         self.errors = ProductErrors(measure or {})
+        self.channels: dict[str, ChannelScales] = {}
         self._what_if = what_if
         self._handles: list[Any] = []
         self._shards = {layer.name: shard for layer in layers if (shard := _shard(layer.module)) is not None}
@@ -123,6 +125,8 @@ class Sample:
                 return
             with torch.no_grad(), disable_current_modes():
                 own = current_channels(layer.module, x)
+                if own is not None:
+                    self.channels[layer.name] = own
                 if layer.counted:
                     channels = self._channels(layer, _matrix(x), own)
                     self._of_inputs[layer.name] = self._count_x(layer, _matrix(x), channels, counted=not recomputed)

@@ -11,12 +11,14 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 OPERANDS = ("x", "w", "dgrad_g", "wgrad_g")
 """X and W of the forward product, and G as each backward product reads it."""
+QUANTILES = 17
+"""Number of quantiles of the channel scales, the smallest and the largest included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,8 @@ class OperandStats:
     """Signal to quantization noise ratio in dB; inf for no error, nan without finite values to compare."""
     what_if: Mapping[str, float] = field(default_factory=dict)
     """SQNR in dB of the same tensor under other recipes, by recipe name."""
+    channel_scales: Sequence[float] = ()
+    """Of X in an equalized layer: log2 s of its channels, at `QUANTILES` even quantiles, rising; else empty."""
 
     @property
     def dynamic_range(self) -> float:
@@ -61,13 +65,16 @@ class OperandStats:
     def to_json(self) -> dict[str, Any]:
         """Return a plain dictionary for strict JSON: NaN is null and infinity "inf". `from_json` reads it back."""
         fields = asdict(self) | {"what_if": {name: _json_value(value) for name, value in self.what_if.items()}}
+        if not self.channel_scales:
+            del fields["channel_scales"]
         return fields | {"sqnr": _json_value(self.sqnr)}
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> "OperandStats":
         """Read the output of `to_json`. Raises TypeError or KeyError for anything else."""
         what_if = {name: _number(value) for name, value in fields["what_if"].items()}
-        return OperandStats(**fields | {"sqnr": _number(fields["sqnr"]), "what_if": what_if})
+        scales = tuple(fields.get("channel_scales", ()))
+        return OperandStats(**fields | {"sqnr": _number(fields["sqnr"]), "what_if": what_if, "channel_scales": scales})
 
 
 def _json_value(value: float) -> float | str | None:

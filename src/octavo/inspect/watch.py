@@ -28,6 +28,7 @@ import sys
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from torch import nn
 from octavo.inspect.accumulator import as_stats
 from octavo.inspect.findings import Finding, History, Thresholds, findings
 from octavo.inspect.sample import Sample, WatchedLayer
-from octavo.inspect.stats import OPERANDS, OperandStats
+from octavo.inspect.stats import OPERANDS, QUANTILES, OperandStats
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.select import is_linear
 from octavo.numerics.display import Displayed
@@ -176,6 +177,10 @@ class Watch(Displayed):
             whole = layer.module.weight.numel()  # type: ignore[operator]
             copies = counted.sums[0].item() / whole if operand == "w" else 1.0
             row = as_stats((name, operand), counted, step=self.number, recipe=layer.label, what_if=names, copies=copies)
+            if operand == "x" and name in sample.channels:
+                exponents = sample.channels[name].exponents().sort().values
+                places = torch.linspace(0, len(exponents) - 1, QUANTILES, device=exponents.device).round().long()
+                row = replace(row, channel_scales=tuple(exponents[places].tolist()))
             rows.append(row)
         return rows
 

@@ -35,7 +35,7 @@ function figure(chart, place) {
   const {data, layout} = coloured({data: chart.data, layout: chart.layout}, getComputedStyle(root));
   for (const trace of data.filter(trace => trace.type === "heatmap")) {
     trace.hovertext = trace.customdata.map((cells, row) => cells.map(cell =>
-      cell && `${trace.meta.rows[row][cell[2]]}<br>${trace.name}: <b>${cell[1]}</b> at step ${cell[0].toLocaleString("en")}`));
+      cell && `${trace.meta.rows[row][cell[2]]}<br>${trace.name}: <b>${cell[1]}</b> at ${trace.meta.across} ${cell[0].toLocaleString("en")}`));
     delete trace.customdata;
   }
   if ("xaxis2" in layout && place.clientWidth < narrow) stacked(layout);
