@@ -43,7 +43,7 @@ from octavo.nn.operands import (
     quantize_gradient,
     quantize_input,
 )
-from octavo.numerics.equalization import ChannelScales, column_amax, equalize
+from octavo.numerics.equalization import ChannelScales, channel_amax, column_amax, equalize
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import in_backward
@@ -60,12 +60,12 @@ class Measurement:
         x: [M,K].
 
     Attributes:
-        x_amax: Of X, float32 [K].
-        w_amax: Of the weights, float32 [K]; None before the first.
+        x_amax: Of X, by `channel_amax`, float32 [K].
+        w_amax: Of the weights, by `column_amax`, float32 [K]; None before the first.
     """
 
     def __init__(self, x: Tensor) -> None:
-        self.x_amax = column_amax(x)
+        self.x_amax = channel_amax(x)
         self.w_amax: Tensor | None = None
         self._scales: dict[bool, ChannelScales] = {}
 
@@ -77,7 +77,7 @@ class Measurement:
 
     def add_input(self, x: Tensor) -> None:
         """Include another X, of a layer that is called more than once."""
-        self.x_amax = torch.maximum(self.x_amax, column_amax(x))
+        self.x_amax = torch.maximum(self.x_amax, channel_amax(x))
 
     def add_weight(self, w_amax: Tensor) -> None:
         """Include a weight [N,K], by its column maxima."""
@@ -192,7 +192,7 @@ class EqualizedQuantizer:
         equalizer = self.equalizer
         if torch.compiler.is_compiling() and not isinstance(w_NK, Fp8AllGatherOutput):
             with torch.no_grad():
-                return equalize(column_amax(_matrix(input)), column_amax(w_NK))
+                return equalize(channel_amax(_matrix(input)), column_amax(w_NK))
         if not has_values(input) or not has_values(w_NK):
             return _predicted(input)
         backward = torch.is_grad_enabled() and (input.requires_grad or w_NK.requires_grad)
@@ -207,7 +207,7 @@ class EqualizedQuantizer:
                 return equalizer.scales
             if equalizer.synchronized and self._training:
                 return None
-            return equalize(column_amax(_matrix(input)), column_amax(w_NK))
+            return equalize(channel_amax(_matrix(input)), column_amax(w_NK))
 
     def input(
         self, input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, channels: ChannelScales | None

@@ -1,6 +1,6 @@
 """Level 0: formats, specs, recipes, plans and error measures. Nothing here runs a kernel."""
 
-from octavo.numerics.equalization import column_amax, equalize
+from octavo.numerics.equalization import channel_amax, column_amax, equalize
 from octavo.numerics.error import first_mismatch, sqnr
 from octavo.numerics.formats import E4M3, E5M2, E8M0, Format
 from octavo.numerics.plan import Decision, Plan
@@ -24,6 +24,7 @@ __all__ = [
     "Precision",
     "QuantSpec",
     "Recipe",
+    "channel_amax",
     "column_amax",
     "equalize",
     "equalized",

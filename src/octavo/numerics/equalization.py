@@ -10,9 +10,14 @@ backward by a scale per column, so the inverse of what was folded into an operan
 Because the identity holds for every s, a stale s is not wrong: it only equalizes less. Powers of two lose no bits.
 
 s_k = √(amax X_k / amax W_k) gives channel k of X' and of W' the same amax, √(amax X_k · amax W_k): an outlier channel
-of one of them is split between both, as in SmoothQuant (arXiv 2211.10438). A single huge token costs its own row of X
-its accuracy; split, it would cost all rows of W theirs. So no channel of X' or W' exceeds the median one by more than
-2¹²: what is more stays where it was.
+of one of them is split between both, as in SmoothQuant (arXiv 2211.10438).
+
+A single huge token costs its own row of X its accuracy; split, it would cost all rows of W theirs. So no channel of X'
+or W' exceeds the median one by more than 2¹²: what is more stays where it was. And tokens differ in size, which their
+row scales absorb: where norms lie 10⁹ apart, plain maxima are those of one token, and its shape, imposed on all, costs
+0.5 to 1 % of loss (`python -m benchmarks adversarial`, exploding_norms). Maxima of x_mk / amax X_m would forget the
+huge token, which ∂W does see: its row scale is folded into G, where it raises column scales. `channel_amax` takes the
+geometric mean of both, maxima of x_mk / √(amax X_m).
 """
 
 from dataclasses import dataclass
@@ -24,6 +29,8 @@ LARGEST_SPLIT = 12
 """Exponent of the largest channel of X' and of W' over the median one."""
 LARGEST_EXPONENT = 40
 """Channel scales lie between 2⁻⁴⁰ and 2⁴⁰, so that stale ones leave room in float32 for values up to 10²⁶."""
+TOKENS_AT_ONCE = 1024
+"""Rows of X in a part of `channel_amax`, which bounds its memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,12 +79,36 @@ def column_amax(x: Tensor) -> Tensor:
     return amax.float().nan_to_num(0.0, 0.0, 0.0)
 
 
+def channel_amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each channel of X, after division of each token by the root of its largest one.
+
+    Args:
+        x: [M,K].
+
+    Returns:
+        float32 [K]; 0 for channels with a NaN or Inf, whose tokens do not count in other channels.
+
+    Examples:
+        >>> octavo.numerics.channel_amax(torch.tensor([[1.0, 1.0], [0.0, 10000.0]]))
+        tensor([  1., 100.])
+    """
+    x = x.detach()
+    if not x.numel():
+        return x.new_zeros(x.shape[1], dtype=torch.float32)
+    amax = x.new_zeros(x.shape[1], dtype=torch.float32)
+    for tokens in (x,) if torch.compiler.is_compiling() else x.split(TOKENS_AT_ONCE):
+        largest = torch.linalg.vector_norm(tokens, torch.inf, 1, keepdim=True).float()
+        weight = torch.where((largest > 0) & largest.isfinite(), largest.rsqrt(), 0.0)
+        amax = torch.maximum(amax, torch.linalg.vector_norm(tokens * weight, torch.inf, 0))
+    return amax.nan_to_num(0.0, 0.0, 0.0)
+
+
 def equalize(x_amax: Tensor, w_amax: Tensor, previous: ChannelScales | None = None) -> ChannelScales:
     """Return the channel scales for given maxima.
 
     Args:
-        x_amax: Largest magnitude of each column of X, [K], finite.
-        w_amax: The same of W.
+        x_amax: Largest magnitude of each channel of X, [K], finite: of `channel_amax`, or plain maxima.
+        w_amax: The same of W: of `column_amax`.
         previous: Scales to keep where a maximum is zero: of a channel that is dead, or that had a NaN. Without them a
             channel that is dead on one side gets the level of the others on the other side, and one that is dead on
             both gets their median scale.
