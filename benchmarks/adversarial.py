@@ -2,7 +2,8 @@
 
 The cases are in `benchmarks.adversarial_cases`. Arms of one seed start from the same weights and see the same batches.
 The loss is the mean of the last tenth of the steps, in nats per byte, without weights; SQNR and underflow are those of
-the last step. Results of cases that were not asked for stay in the file.
+the last step. Results of cases and arms that were not asked for stay in the file; with `--arms`, gaps are to a bf16 run
+beside them, since the one in the file may be of another machine.
 
   python -m benchmarks adversarial
   python -m benchmarks adversarial --cases swiglu_growth --seeds 1 --out /tmp/one
@@ -167,17 +168,20 @@ def main(arguments: list[str]) -> None:
         arms = [BASELINE, *(options.arms or list(ARMS)[1:])]
         before = json.loads(path.read_text()) if path.exists() else {"rows": [], "strengths": []}
         strengths = [row for row in before["strengths"] if row["case"] not in options.cases or options.arms]
-        rows = before["rows"]
-        rows = [row for row in rows if row["case"] not in options.cases or row["arm"] not in arms]
+        replaced = set(options.arms or arms)
+        rows = [row for row in before["rows"] if row["case"] not in options.cases or row["arm"] not in replaced]
         for name in options.cases:
             for seed in range(1, options.seeds + 1):
+                trained: list[Row] = []
                 for arm in arms:
-                    rows.append(measured(CASES[name], arm, seed))
-                    gap = f"{gaps(rows, name, arm)[-1]:+.2f} %"
-                    print(f"{name:<18} seed {seed}  {arm:<22} {gap:>10}  {rows[-1]['cpu_s']} s", flush=True)
+                    trained.append(measured(CASES[name], arm, seed))
+                    gap, took = gaps(trained, name, arm)[-1], trained[-1]["cpu_s"]
+                    print(f"{name:<18} seed {seed}  {arm:<22} {gap:>+8.2f} %  {took} s", flush=True)
+                beside = {} if options.arms is None else {"baseline": trained[0]["tail_mean"]}
+                rows += [row | beside for row in trained if row["arm"] in replaced]
             if options.arms is None:
                 strengths += _strengths(CASES[name], options.seeds)
-            write_json(path, _content(rows, strengths))
+            write_json(path, _content(rows, strengths, before, options.arms))
     if options.document or options.out is None:
         content = json.loads(path.read_text())
         write_text(DOCUMENT, document(content))
@@ -197,8 +201,13 @@ def _strengths(case: Case, seeds: int) -> list[Row]:
     return rows
 
 
-def _content(rows: Sequence[Row], strengths: Sequence[Row]) -> Mapping[str, Any]:
+def _content(
+    rows: Sequence[Row], strengths: Sequence[Row], before: Mapping[str, Any], arms: Sequence[str] | None
+) -> Mapping[str, Any]:
     order = {key: number for number, key in enumerate([(case, arm) for case in CASES for arm in ARMS])}
     ordered = sorted(rows, key=lambda row: (order[row["case"], row["arm"]], row["seed"]))
     milder = sorted(strengths, key=lambda row: (list(CASES).index(row["case"]), row["strength"]))
-    return {"environment": environment(torch.device("cpu")), "rows": ordered, "strengths": milder}
+    here = environment(torch.device("cpu"))
+    later = {} if arms is None else before.get("later", {}) | dict.fromkeys(arms, here)
+    whole = here if arms is None else before.get("environment", here)
+    return {"environment": whole, "later": later, "rows": ordered, "strengths": milder}

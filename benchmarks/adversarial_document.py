@@ -16,14 +16,15 @@ BASELINE, FP32 = "bf16", "fp32"
 WITH_AUTOPILOT, WITHOUT_REPEATS = "autopilot", "autopilot, each step once"
 PLAINEST = ("tensorwise", "rowwise")
 """Recipes that are also measured at other strengths of a case."""
-RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad")
+RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_equalized", "blockwise", "mxfp8", "rowwise_hp_wgrad")
 EVERY = 5
 """Steps from one sample of the autopilot to the next."""
 SMOOTH = 8
 """Steps that a point of a curve is the mean of."""
 WORSE, WITHIN = 3.0, 1.0
 """Percent of bf16's loss above which a recipe is broken, and within which it holds, on every seed."""
-COLOURS = ("var(--soft)", *(colour(slot) for slot in (4, 1, 0, 2, 5, 3)), "var(--ink)", "var(--warn)")
+COLOURS = ("var(--soft)", *(colour(slot) for slot in (4, 1, 0, 0, 2, 5, 3)), "var(--ink)", "var(--warn)")
+DASHES = {"rowwise_equalized": "dot", WITH_AUTOPILOT: "dash", WITHOUT_REPEATS: "dash"}
 
 HEAD = """# What breaks FP8
 
@@ -46,19 +47,20 @@ which a layer was moved, as `octavo train` does and the example in `octavo.inspe
 never sees those gradients. The other one takes each step once.{lesson}
 
 The parameters of each case were increased until `tensorwise` broke on all seeds; `spread_gradients` needed 240 steps
-for that (the others have 120). The results show that such states exist and which recipes tolerate them, not how common
-they are. The last table of each case lists weaker parameters.
+for that (the others have 120).{later} The results show that such states exist and which recipes tolerate them, not how
+common they are. The last table of each case lists weaker parameters.
 
 """
+LATER = """ {arms} ran later on {device}, beside bf16 runs on that machine."""
 BLIND = """ SQNR of a whole tensor does not detect these failures: each broken recipe has at least {least:.0f} dB,
 because large values carry most of the signal energy and stay accurate. Underflow detects them."""
 
 
 def gaps(rows: Sequence[Row], case: str, arm: str) -> list[float]:
-    """Loss of an arm above bf16's of the same seed, in percent, a seed each; inf where it diverged."""
+    """Loss of an arm above bf16's of the same seed and machine, in percent, a seed each; inf where it diverged."""
     base = {row["seed"]: row["tail_mean"] for row in rows if row["case"] == case and row["arm"] == BASELINE}
     return [
-        math.inf if row["diverged"] else 100 * (row["tail_mean"] / base[row["seed"]] - 1)
+        math.inf if row["diverged"] else 100 * (row["tail_mean"] / (row.get("baseline") or base[row["seed"]]) - 1)
         for row in rows
         if row["case"] == case and row["arm"] == arm
     ]
@@ -81,11 +83,18 @@ def document(content: Mapping[str, Any]) -> str:
     head = HEAD.format(
         minutes=sum(row["cpu_s"] for row in rows) / 60, device=content["environment"]["device"], within=WITHIN,
         worse=WORSE, image=IMAGE, summary=_summary(rows, names, arms), blind=_blind(rows, names, arms), every=EVERY,
-        lesson=_lesson(rows, names),
+        lesson=_lesson(rows, names), later=_later(content.get("later", {})),
     )  # fmt: skip
     return _wrapped(head) + "\n".join(
         _section(rows, name, arms) + _others(content["strengths"], name) for name in names
     )
+
+
+def _later(later: Mapping[str, Mapping[str, Any]]) -> str:
+    """Which arms were trained on their own, in words."""
+    devices = {facts["device"] for facts in later.values()}
+    lists = {device: [f"`{arm}`" for arm, facts in later.items() if facts["device"] == device] for device in devices}
+    return "".join(LATER.format(arms=" and ".join(arms), device=device) for device, arms in sorted(lists.items()))
 
 
 def _wrapped(text: str) -> str:
@@ -193,7 +202,7 @@ def picture(content: Mapping[str, Any]) -> figures.Figure:
             curves = [row["smoothed"] for row in rows if row["case"] == name and row["arm"] == arm]
             means = [statistics.mean(at) for at in zip(*curves, strict=False) if None not in at]
             line = {"color": shade, "width": 5 if arm == BASELINE else 1.6}
-            line["dash"] = "dash" if arm in (WITH_AUTOPILOT, WITHOUT_REPEATS) else "solid"
+            line["dash"] = DASHES.get(arm, "solid")
             data.append(
                 {"type": "scatter", "mode": "lines", "line": line, "opacity": 0.5 if arm == BASELINE else 0.9, **place,
                  "x": [SMOOTH * (number + 0.5) for number in range(len(means))], "y": means, "name": arm,
