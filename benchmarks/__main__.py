@@ -8,6 +8,7 @@
   train        tokens/s of training
   convergence  the loss with each FP8 switch beside bf16's, on several seeds; docs/convergence.md
   adversarial  models known to break FP8, in every recipe and under the autopilot; docs/adversarial.md
+  equalization  channel scales on synthetic operands, and refreshed more or less often; docs/numerics.md; needs no GPU
   families     what each family of models keeps for backward with FP8 activations; docs/memory.md
   fuzz         random models, optimizers and collectives beside plain PyTorch; what fails, shrunk to a few lines
   probe        which backends run here, and whether their bytes are the reference's
@@ -41,7 +42,7 @@ from pathlib import Path
 NAMES = (
     "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "families", "fuzz",
     "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
-    "healthy_runs", "performance", "figures", "settings", "ptx", "l2", "host", "compiled",
+    "healthy_runs", "performance", "figures", "settings", "ptx", "l2", "host", "compiled", "equalization",
 )  # fmt: skip
 COMPILES_ONLY = ("sass", "ptx", "host", "compiled")
 

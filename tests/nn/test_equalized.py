@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from benchmarks.equalization import OPERANDS, K, accuracy, operands, products
 from casts import counted, set_copies
 from models import assert_same
 from torch import nn
@@ -24,7 +25,6 @@ from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import channel_amax, equalize, equalized, sqnr
 from octavo.numerics.equalization import LARGEST_EXPONENT, ChannelScales
 
-M, K, N = 1024, 512, 768
 NAME = "rowwise_equalized"
 
 
@@ -48,38 +48,13 @@ def randn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def two_channels(size):
-    return torch.where(torch.arange(K) < 2, size, 1.0)
-
-
-OPERANDS = {
-    "normal": lambda: (torch.randn(M, K), torch.randn(N, K) * 0.03),
-    "2 channels x 3e4": lambda: (torch.randn(M, K) * two_channels(3e4), torch.randn(N, K) * 0.03 / two_channels(3e4)),
-    "2 channels x 3e5": lambda: (torch.randn(M, K) * two_channels(3e5), torch.randn(N, K) * 0.03 / two_channels(3e5)),
-    "1 in 97 x 300": lambda: (
-        torch.randn(M, K) * torch.where(torch.arange(K) % 97 == 0, 300.0, 1.0), torch.randn(N, K) * 0.03
-    ),
-    "log-normal": lambda: (
-        torch.randn(M, K) * torch.exp(2 * torch.randn(K)), torch.randn(N, K) * 0.03 * torch.exp(-1.5 * torch.randn(K))
-    ),
-}  # fmt: skip
-
-
 def table(name, scales=None):
     """SQNR of Y, and of the worst channel of ∂X and of ∂W, in the operands' third seed."""
-    torch.manual_seed(3)
-    x, w = OPERANDS[name]()
-    g = torch.randn(M, N) * 1e-4 * torch.exp(torch.randn(M, 1))
+    x, w, g = operands(name, 3)
     layer = layer_of(w)
     if scales is not None:
         equalizer_of(layer).scales, equalizer_of(layer).passes = scales(x, w), 5
-    y, dx, dw = passes(layer, x, g)
-    x, w, g = x.double(), w.double(), g.double()
-    worst = [
-        (20 * torch.log10(exact.norm(dim=0) / (exact - rounded).norm(dim=0))).min().item()
-        for exact, rounded in ((g @ w, dx), (g.T @ x, dw))
-    ]
-    return [sqnr(x @ w.T, y), *worst]
+    return accuracy(x, w, g, products(x, g, layer))
 
 
 @pytest.mark.parametrize("name", OPERANDS)
@@ -93,7 +68,7 @@ def test_no_channel_is_lost(name):
     assert all(new > old - 2 for new, old in zip(fresh, plain, strict=True))
 
     def stale(x, w):
-        fresh = equalize(x.abs().amax(0), w.abs().amax(0))
+        fresh = equalize(channel_amax(x), w.abs().amax(0))
         return ChannelScales.of(fresh.exponents() + torch.randint(-1, 2, (K,)))
 
     assert all(old > new - limit for old, new, limit in zip(table(name, stale), fresh, (3.5, 3, 3), strict=True))
