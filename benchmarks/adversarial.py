@@ -178,7 +178,8 @@ def main(arguments: list[str]) -> None:
                     gap, took = gaps(trained, name, arm)[-1], trained[-1]["cpu_s"]
                     print(f"{name:<18} seed {seed}  {arm:<22} {gap:>+8.2f} %  {took} s", flush=True)
                 beside = {} if options.arms is None else {"baseline": trained[0]["tail_mean"]}
-                rows += [row | beside for row in trained if row["arm"] in replaced]
+                has_baseline = len(gaps(rows, name, BASELINE)) >= seed
+                rows += [row | beside for row in trained if row["arm"] in replaced or not has_baseline]
             if options.arms is None:
                 strengths += _strengths(CASES[name], options.seeds)
             write_json(path, _content(rows, strengths, before, options.arms))
