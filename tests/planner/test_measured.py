@@ -44,7 +44,8 @@ def test_everything_that_a_linear_takes_is_found_under_the_keys_of_calibrate(nam
         cost = fp8_linear(gpu(entries(RECIPES[name], SHAPE, 100.0)), CALL, RECIPES[name])
     wgrad = name == "rowwise_hp_wgrad"
     assert cost.measured == pytest.approx((6 if wgrad else 7) * 100e-6)  # X, W, W again and G; the FP8 products
-    assert cost.total == pytest.approx(cost.measured) or wgrad
+    refreshes = RECIPES[name].equalization > 0  # of which `calibrate` measures nothing
+    assert cost.total == pytest.approx(cost.measured, rel=0.02 if refreshes else None) or wgrad
 
 
 def test_bf16_too_and_both_decide_together():

@@ -30,7 +30,7 @@ from octavo.kernels import quantize
 from octavo.nn.delayed import G, X, current_scale
 from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.nn.linear_subclasses import is_transposed
-from octavo.numerics.equalization import ChannelScales, column_amax, equalize
+from octavo.numerics.equalization import ChannelScales, channel_amax, column_amax, equalize
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -136,7 +136,7 @@ def _zero_sums(device: torch.device) -> Tensor:
 
 def channels_of(recipe: Recipe, x_MK: Tensor, w_NK: Tensor) -> ChannelScales | None:
     """Return the channel scales that a recipe would have for these operands alone; None if it does not equalize."""
-    return equalize(column_amax(x_MK), column_amax(w_NK)) if recipe.equalization else None
+    return equalize(channel_amax(x_MK), column_amax(w_NK)) if recipe.equalization else None
 
 
 def _is_own(recipe: Recipe, module: nn.Module) -> bool:

@@ -318,7 +318,7 @@ def current_channels(module: nn.Module, input: Tensor) -> ChannelScales | None:
     casts: dict[Any, Any] | None = INPUT_CASTS.casts_of(input) if module.training else None
     shared: Measurement | None = None if casts is None else casts.get(Measurement)
     w_amax = column_amax(weight.t() if module.weight_is_transposed else weight)
-    return equalize(column_amax(_matrix(input)), w_amax) if shared is None else shared.first_scales(w_amax)
+    return equalize(channel_amax(_matrix(input)), w_amax) if shared is None else shared.first_scales(w_amax)
 
 
 def reset_scales(module: nn.Module) -> None:

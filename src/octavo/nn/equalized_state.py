@@ -20,8 +20,8 @@ def state_dict(model: nn.Module) -> dict[str, dict[str, Any]]:
         JSON-serializable.
 
     Examples:
-        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(2, 64)), "rowwise_equalized")
-        >>> model(torch.tensor([[1.0, 4.0]])).sum().backward()
+        >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "rowwise_equalized")
+        >>> model(torch.ones(2, 64)).sum().backward()
         >>> sorted(octavo.nn.equalized_state.state_dict(model)["0"])
         ['backward_ran', 'exponents', 'measured', 'passes']
     """
