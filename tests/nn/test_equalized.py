@@ -14,6 +14,8 @@ from benchmarks.equalization import OPERANDS, K, accuracy, operands, products
 from casts import counted, set_copies
 from models import assert_same
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import octavo
@@ -202,6 +204,8 @@ def test_evaluation_reads_s_and_changes_nothing():
 def test_checkpointing_is_bitwise(use_reentrant):
     plain, recomputed = model_of(), model_of()
     recomputed.checkpointing = use_reentrant
+    for model in (plain, recomputed):
+        model.k.weight.data[:, 7] = 1000  # another s for k alone
     for index in range(6):
         for expected, actual in zip(step(plain, index, 10.0**index), step(recomputed, index, 10.0**index), strict=True):
             assert torch.equal(expected, actual)
@@ -314,6 +318,50 @@ def test_wrong_state_is_refused():
             load_state_dict(model, state | {"q": state["q"] | change})
     load_state_dict(model, {"nobody": {}})
     assert model.q.equalizer.scales is None
+
+
+def test_state_of_ranks_and_of_a_model_without_values_loads():
+    """The state of several ranks has no maxima of W: s stays. A model on meta gets values later."""
+    model, other = model_of(), model_of().to("meta")
+    step(model, 0)
+    state = state_dict(model)
+    load_state_dict(other, state)
+    other = other.to_empty(device="cpu")
+    other.load_state_dict(model.state_dict())
+    for layer in state.values():
+        layer["measured"]["w"] = None
+    resumed = model_of()
+    load_state_dict(resumed, state)
+    before = state["q"]["exponents"]
+    for index in (1, 2):
+        expected = step(model, index)
+        assert all(torch.equal(a, b) for a, b in zip(expected, step(other, index), strict=True))
+        step(resumed, index)
+        assert resumed.q.equalizer.passes == index
+        assert index == 2 or resumed.q.equalizer.scales.exponents().tolist() == before
+
+
+def test_a_pass_ends_outside_of_modes():
+    """In a forward in inference mode or of fake tensors s stays usable; selective checkpointing sees no operation."""
+    model = model_of()
+    for index in range(3):
+        step(model, index)
+        with torch.inference_mode() if index else FakeTensorMode(allow_non_fake_inputs=True):
+            model(randn(4, 64))
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    layer = layer_of(randn(48, 64))
+    for _ in range(4):
+        seen.append(None)
+        with Seen():
+            y = layer(randn(40, 64).requires_grad_())
+        y.sum().backward()
+    assert len(seen) % 4 == 0 and 4 * seen[: len(seen) // 4] == seen
 
 
 def test_copies_and_pickles_keep_s_and_revert_leaves_no_trace():

@@ -24,6 +24,8 @@ weight. This reads both once more, and layers that read one X have an FP8 copy o
 """
 
 import math
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
@@ -97,6 +99,33 @@ class Measurement:
         return self._scales[complete]
 
 
+class _LastMeasurement(threading.local):
+    """The measurement of the last input, per thread: that of layers which read the same tensor.
+
+    Unlike `octavo.nn.input_casts` it holds tensors without a `grad_fn`, too, so that forwards without autograd, as in
+    reentrant checkpointing, have the s of those with it. An unreported write in between leaves s exact.
+    """
+
+    def __init__(self) -> None:
+        self._entry: tuple[weakref.ref[Tensor], int, Measurement] | None = None
+
+    def measurement_of(self, input: Tensor) -> Measurement | None:
+        """Return the measurement of a tensor, if it was the last input and is unchanged."""
+        entry = self._entry
+        return None if entry is None or entry[0]() is not input or entry[1] != _version(input) else entry[2]
+
+    def set(self, input: Tensor, measurement: Measurement) -> None:
+        """Set the measurement of a tensor."""
+        self._entry = weakref.ref(input), _version(input), measurement
+
+
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+_LAST = _LastMeasurement()
+
+
 class Equalizer:
     """The channel scales of one layer.
 
@@ -143,9 +172,11 @@ class Equalizer:
 
     def next_scales(self, training: bool) -> ChannelScales | None:
         """Return s of the next forward, which begins a pass if it is in training and the current one has ended."""
-        if self.measurement is None or not (training and self._pass_ended):
+        # Without maxima of W, as from a checkpoint of several ranks or of a forward in another thread, s stays.
+        if self.measurement is None or self.measurement.w_amax is None or not (training and self._pass_ended):
             return self.scales
-        return self.measurement.scales(self.scales, complete=True)
+        with outside_autograd():
+            return self.measurement.scales(self.scales, complete=True)
 
     def advance(self) -> None:
         """Begin the next pass."""
@@ -153,13 +184,11 @@ class Equalizer:
 
     def measure(self, input: Tensor, w_NK: Tensor) -> None:
         """Measure X and W of a forward, and set s if there is none."""
-        casts: dict[Any, Any] | None = INPUT_CASTS.casts_of(input)
-        shared: Measurement | None = None if casts is None else casts.get(Measurement)
+        shared = _LAST.measurement_of(input)
         x_MK = _matrix(input)
         if self.measurement is None:
             self.measurement = Measurement(x_MK) if shared is None else shared
-            if casts is not None:
-                casts[Measurement] = self.measurement
+            _LAST.set(input, self.measurement)
         elif self.measurement is not shared:
             self.measurement.add_input(x_MK)
         if not self.synchronized or self.transposed:  # else `equalized_ranks` measures this rank's rows

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from octavo.nn.equalized import Measurement, equalized_layers, equalizer_of, reset_scales
+from octavo.nn.weights import is_sharded
 from octavo.numerics.equalization import LARGEST_EXPONENT, ChannelScales
 from octavo.tensor import local_tensor
 
@@ -17,7 +18,7 @@ def state_dict(model: nn.Module) -> dict[str, dict[str, Any]]:
     Returns:
         For each layer's name its passes, the exponents of s (null before the first pass), and what the last pass
         measured and the next one will use: maxima of X and of W, and the first layer that read the same X. Exact and
-        JSON-serializable.
+        JSON-serializable. Under tensor parallelism they are those of a rank's columns, for the same rank to load.
 
     Examples:
         >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "rowwise_equalized")
@@ -72,15 +73,19 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
         reset_scales(layer)
         if name not in state:
             continue
+        k = layer.in_features
         try:
-            equalizer, own, k = equalizer_of(layer), state[name], layer.in_features
+            equalizer, own = equalizer_of(layer), state[name]
             passes, backward_ran, exponents, measured = (
                 own[key] for key in ("passes", "backward_ran", "exponents", "measured")
             )
             if type(passes) is not int or passes < 0 or type(backward_ran) is not bool:
                 raise ValueError(f"passes = {passes!r:.80}, backward_ran = {backward_ran!r:.80}")
             equalizer.passes, equalizer.backward_ran = passes, backward_ran
-            device = local_tensor(layer.weight).device
+            weight = local_tensor(layer.weight)
+            device = torch.device("cpu") if weight.is_meta else weight.device
+            if not is_sharded(layer):  # tensor parallelism: the columns of this rank
+                k = weight.shape[0 if layer.weight_is_transposed else 1]
             if exponents is not None:
                 key = tuple(_checked(exponents, k, -LARGEST_EXPONENT, LARGEST_EXPONENT))
                 if key not in loaded:
