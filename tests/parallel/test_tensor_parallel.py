@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 from training import VOCABULARY, make
 
 import octavo
+from octavo.nn import equalized_state
 from octavo.numerics import sqnr
 
 pytestmark = pytest.mark.dist
@@ -164,6 +165,37 @@ def test_whole_fp8_states_shard_and_gather_unchanged(gloo, shape):
                 assert torch.equal(as_bytes(value), actual[name]), name
 
 
+def partial_gradients_job():
+    """Replicated parameters after two steps on tokens that are sharded: autograd leaves their gradients Partial."""
+    mesh = init_device_mesh("cpu", (2,))
+    results = []
+    for distributed in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+        octavo.convert(model, verbose=False)
+        if distributed:
+            distribute_module(model, mesh)
+        optimizer = octavo.AdamW(model.parameters(), lr=1e-3, states="fp32", weight_decay=0.0)
+        for _ in range(2):
+            x = torch.randn(2, 16, 64)
+            if distributed:
+                x = distribute_tensor(x, mesh, [Shard(1)])
+            y = model(x)
+            (y.full_tensor() if distributed else y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.to_local() if distributed else p.detach() for p in model.parameters()])
+    return results
+
+
+def test_adamw_sums_partial_gradients(gloo):
+    """Ranks keep equal parameters, and those of one process, but for the sign of gradients that rounding decides."""
+    (ours, alone), (theirs, _) = gloo.run(partial_gradients_job, 2)
+    for a, b, c in zip(ours, theirs, alone, strict=True):
+        assert torch.equal(a, b)
+        assert (a - c).abs().mean() < 1e-4
+
+
 def refused_states_job():
     mesh = init_device_mesh("cpu", (2,))
     weight = nn.Parameter(distribute_tensor(torch.randn(64, 192), mesh, [Shard(1)]))
@@ -177,7 +209,7 @@ def test_shards_within_groups_are_refused(gloo):
     gloo.run(refused_states_job, 2)
 
 
-def placed_job(w_placement, x_placement, sizes, bias):
+def placed_job(w_placement, x_placement, sizes, bias, plain=False):
     """Y, ∂X, ∂W and ∂b of a converted linear, and those of one process."""
     m, k, n = sizes
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -193,7 +225,7 @@ def placed_job(w_placement, x_placement, sizes, bias):
     results = []
     for places in (
         (None, None, None),
-        (x_placement, w_placement, Shard(0) if w_placement == Shard(0) else Replicate()),
+        (x_placement, w_placement, None if plain else Shard(0) if w_placement == Shard(0) else Replicate()),
     ):
         leaves = [None if t is None else leaf(t, p) for t, p in zip((x, w, b), places, strict=True)]
         y = octavo.nn.linear(*leaves, recipe)
@@ -221,6 +253,31 @@ def test_every_placement_computes_the_same(gloo, w_placement, x_placement, bias)
         assert min(y, dx, dw, *db) > 24
         if w_placement == Shard(0):
             assert y == dw == float("inf")
+
+
+@pytest.mark.parametrize("w_placement", [Shard(0), Shard(1), Replicate()])
+def test_a_whole_bias_gets_its_whole_gradient(gloo, w_placement):
+    """On every rank, of a b that is no DTensor."""
+    for results in gloo.run(placed_job, 2, w_placement, Shard(1), (5, 33, 7), True, True):
+        assert min(results) > 24
+
+
+def scales_job():
+    """Losses of two models, of which the second starts with the channel scales of the first."""
+    mesh, models = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for _ in range(2):
+        models.append(make("rowwise_equalized"))
+        for block in models[-1].blocks:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    steps_of(models[0], 3)
+    equalized_state.load_state_dict(models[1], equalized_state.state_dict(models[0]))
+    models[1].load_state_dict(models[0].state_dict())
+    return [steps_of(model, 2)[0] for model in models]
+
+
+def test_channel_scales_of_a_ranks_columns_resume(gloo):
+    for first, second in gloo.run(scales_job, 2):
+        assert first == second
 
 
 def refused_job(recipe):

@@ -7,14 +7,15 @@
 
 Each rank multiplies its part as `octavo.nn.linear` does, so scales cover what a rank has: whole rows of X and W with
 Shard(0), where Y and ∂W are those of one process bit for bit, and parts of rows with Shard(1). X is redistributed as
-the table wants, in its own dtype; an X that is no DTensor counts as Replicate. On a mesh of several dimensions each
-dimension follows the table by itself.
+the table wants, in its own dtype; an X or b that is no DTensor counts as Replicate. On a mesh of several dimensions
+each dimension follows the table by itself.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Size, Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from octavo.numerics.recipe import Recipe
@@ -30,7 +31,7 @@ def distributed_linear(
         local_linear: The product of plain tensors.
         input: X, [..., K], a DTensor on the mesh of W, or the whole X on each rank.
         weight: W, [N,K].
-        bias: [N], a DTensor on the mesh of W, or None.
+        bias: [N], a DTensor on the mesh of W, the whole b on each rank, or None.
         recipe: The layer's recipe.
 
     Raises:
@@ -42,11 +43,9 @@ def distributed_linear(
             f"recipe {recipe.name!r} has one scale per tensor, which would be another on each rank of tensor "
             "parallelism: convert the model with recipe 'rowwise', whose scales belong to rows"
         )
-    x: Any = input if isinstance(input, DTensor) else DTensor.from_local(
-        input, mesh, [Replicate()] * mesh.ndim, run_check=False
-    )  # fmt: skip
-    for name, other in (("input", x), ("bias", bias)):
-        if isinstance(other, DTensor) and other.device_mesh != mesh:
+    x, b = (_as_dtensor(other, mesh) for other in (input, bias))
+    for name, other in (("input", x), ("bias", b)):
+        if other is not None and other.device_mesh != mesh:
             raise ValueError(f"linear: weight is on {mesh}, but {name} on {other.device_mesh}: give both one mesh")
     last, first = x.ndim - 1, 1
     x_in: list[Placement] = []
@@ -73,9 +72,9 @@ def distributed_linear(
         for places, place in zip((x_in, x_grad, w_grad, b_grad, y_out), row, strict=True):
             places.append(place)
     x_local = x.redistribute(placements=x_in).to_local(grad_placements=x_grad)
-    b_local = bias
-    if isinstance(bias, DTensor):
-        b_local = bias.redistribute(
+    b_local = None
+    if b is not None:
+        b_local = b.redistribute(
             placements=[p if p.is_shard() else Replicate() for p in b_grad]
         ).to_local(grad_placements=b_grad)  # fmt: skip
     if b_local is not None and any(w == Shard(1) for w in placements):
@@ -83,6 +82,13 @@ def distributed_linear(
     y_local = local_linear(x_local, weight.to_local(grad_placements=w_grad), b_local)
     shape = Size((*x.shape[:-1], weight.shape[0]))
     return DTensor.from_local(y_local, mesh, y_out, run_check=False, shape=shape, stride=_contiguous(shape))
+
+
+def _as_dtensor(tensor: Tensor | None, mesh: DeviceMesh) -> Any:
+    """Return a DTensor, or None, as it is, and any other tensor as one that every rank has."""
+    if tensor is None or isinstance(tensor, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

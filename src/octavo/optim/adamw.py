@@ -24,7 +24,7 @@ from torch import Tensor
 from octavo.kernels.adamw import GROUP, HyperParams, ParamState, groups, seed_after, split, step
 from octavo.numerics.names import nearest
 from octavo.optim.interface import Optimizer
-from octavo.optim.sharded import any_rank, first_row, local_rows, shard_like, splits_groups
+from octavo.optim.sharded import any_rank, first_row, local_rows, shard_like, splits_groups, sum_gradient
 from octavo.optim.states import (
     as_matrix,
     check_state,
@@ -143,6 +143,7 @@ class AdamW(Optimizer):
             if param.grad.is_sparse or param.grad.is_complex():
                 kind = "sparse" if param.grad.is_sparse else "complex"
                 raise ValueError(f"octavo.AdamW takes dense real gradients; one of shape {list(param.shape)} is {kind}")
+            sum_gradient(param)
         if not self._finite(work):
             self.skipped += 1
             return loss

@@ -95,6 +95,15 @@ def local_rows(param: Tensor, value: Tensor) -> Tensor:
     return rows[:, at * width // param.shape[1] :][:, : local_tensor(param).shape[1] * width // param.shape[1]]
 
 
+def sum_gradient(param: Tensor) -> None:
+    """Place the gradient of a DTensor as the parameter is placed: autograd leaves a sum over ranks that a replicated
+    parameter needs, as of a norm under sequence parallelism, to whoever reads the gradient.
+    """
+    grad: Any = param.grad
+    if is_sharded(param) and is_sharded(grad) and _placements(grad) != _placements(param):
+        param.grad = grad.redistribute(placements=_placements(param))
+
+
 def any_rank(flags: Tensor, params: Iterable[Tensor]) -> Tensor:
     """Return which flags are set on any rank that shares the parameters; one all_reduce per mesh dimension.
 
