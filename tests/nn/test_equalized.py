@@ -15,6 +15,7 @@ from casts import counted, set_copies
 from models import assert_same
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -460,3 +461,29 @@ def test_ranks_have_one_s():
         load_state_dict(model, json.loads(json.dumps(merge_states([ours, theirs]))))
     assert Ranks(resumed).begin() == 1 and state_dict(resumed[0]) == ours
     assert resumed[0].q.equalizer.scales is resumed[0].k.equalizer.scales
+
+
+def test_ranks_with_parametrized_weights_and_a_checkpointed_model():
+    """Weights that are no parameters are not tied; a forward that runs again ends no pass."""
+
+    class Double(nn.Module):
+        def forward(self, w):
+            return 2 * w
+
+    models = [nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    results = []
+    for model, checkpointing in zip(models, (False, True), strict=True):
+        octavo.convert(model, NAME, verbose=False)
+        for layer in model:
+            register_parametrization(layer, "weight", Double())
+        model.register_forward_pre_hook(lambda model, _: reduce_scales(model, lambda t: t, torch.device("cpu")))
+        forward = partial(checkpoint, model, use_reentrant=False) if checkpointing else model
+        for index in range(4):
+            x = randn(24, 64, seed=index).requires_grad_()
+            (forward(x) + forward(3 * x)).square().mean().backward()
+        results.append(
+            [x.grad, *(parameter.grad for parameter in model.parameters()), model[0].equalizer.scales.factor]
+        )
+        assert model[1].equalizer.scales.factor.shape == (1, 96) and model[0].equalizer.passes == 3
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -79,11 +79,12 @@ class Measurement:
 
     def add_input(self, x: Tensor) -> None:
         """Include another X, of a layer that is called more than once."""
-        self.x_amax = torch.maximum(self.x_amax, channel_amax(x))
+        x_amax = channel_amax(x)
+        self.x_amax = torch.maximum(self.x_amax.to(x_amax.device), x_amax)  # the model may have moved
 
     def add_weight(self, w_amax: Tensor) -> None:
         """Include a weight [N,K], by its column maxima."""
-        self.w_amax = w_amax if self.w_amax is None else torch.maximum(self.w_amax, w_amax)
+        self.w_amax = w_amax if self.w_amax is None else torch.maximum(self.w_amax.to(w_amax.device), w_amax)
 
     def first_scales(self, w_amax: Tensor) -> ChannelScales:
         """Return the s of a layer that has none and would measure its weight next."""
@@ -95,7 +96,8 @@ class Measurement:
         """Return s, computed at the first call: from the weights so far, and a second time once they are `complete`."""
         if complete not in self._scales:
             assert self.w_amax is not None
-            self._scales[complete] = equalize(self.x_amax, self.w_amax, previous)
+            previous = None if previous is None else previous.to(self.x_amax.device)
+            self._scales[complete] = equalize(self.x_amax, self.w_amax.to(self.x_amax.device), previous)
         return self._scales[complete]
 
 

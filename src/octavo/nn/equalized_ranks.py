@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from octavo.nn.equalized import Equalized, Equalizer, Measurement, equalized_layers, equalizer_of
 from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.numerics.equalization import LARGEST_EXPONENT, column_amax, equalize
+from octavo.runtime.torch_compat import in_backward
 from octavo.tensor import local_tensor
 
 
@@ -21,6 +22,8 @@ def reduce_scales(model: nn.Module, all_reduce_max: Callable[[Tensor], Any], dev
         all_reduce_max: Reduces a tensor in place to the elementwise maximum over all ranks.
         device: Device of the exchanged tensor.
     """
+    if in_backward():  # checkpointing of the whole model, whose forward runs again with the s that it had
+        return
     layers = [layer for _, layer in equalized_layers(model)]
     equalizers = [equalizer_of(layer) for layer in layers]
     if any(not equalizer.synchronized for equalizer in equalizers):
@@ -96,7 +99,8 @@ def _labels(layers: list[Equalized], bounds: list[list[float]]) -> list[int]:
     weights: dict[int, int] = {}
     for index, (layer, (largest, smallest)) in enumerate(zip(layers, bounds, strict=True)):
         label = labels[int(largest)] if largest == -smallest and largest < index else index
-        tied = weights.setdefault(id(layer._parameters.get("weight")), label)
+        weight = layer._parameters.get("weight")  # none if parametrized
+        tied = label if weight is None else weights.setdefault(id(weight), label)
         labels = [tied if other == label else other for other in [*labels, label]]
     return labels
 
