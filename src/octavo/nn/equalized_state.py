@@ -84,8 +84,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
             equalizer.passes, equalizer.backward_ran = passes, backward_ran
             weight = local_tensor(layer.weight)
             device = torch.device("cpu") if weight.is_meta else weight.device
-            if not is_sharded(layer):  # tensor parallelism: the columns of this rank
-                k = weight.shape[0 if layer.weight_is_transposed else 1]
+            local = weight.shape[0 if layer.weight_is_transposed else 1]
+            if not is_sharded(layer) or len(exponents or ()) == local:  # tensor parallelism: the columns of this rank
+                k = local
             if exponents is not None:
                 key = tuple(_checked(exponents, k, -LARGEST_EXPONENT, LARGEST_EXPONENT))
                 if key not in loaded:
