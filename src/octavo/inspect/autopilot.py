@@ -51,9 +51,8 @@ from octavo.nn.linear_subclasses import change_since, is_converted
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import Recipe
 
-FALLBACK_RECIPES = ("tensorwise", "rowwise", "rowwise_equalized", "blockwise", "mxfp8", "rowwise_hp_wgrad")
-"""Recipes that a layer may switch to, cheapest first; high precision comes last. Where `rowwise` does no harm, it comes
-before `rowwise_equalized`, whose rows follow the size of a token less: docs/autopilot.md."""
+FALLBACK_RECIPES = ("tensorwise", "rowwise_equalized", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad")
+"""Recipes that a layer may switch to, cheapest first; high precision comes last."""
 SUSPECT_LIMITS = ("saturation", "underflow", "sqnr")
 """Limits that make a layer a suspect when crossed, most severe first."""
 

@@ -47,6 +47,7 @@ from octavo.nn.operands import (
 )
 from octavo.numerics.equalization import ChannelScales, channel_amax, column_amax, equalize
 from octavo.numerics.recipe import Recipe
+from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import in_backward
 from octavo.tensor import ScaledTensor
@@ -160,7 +161,7 @@ class Equalizer:
 
     def measures(self, backward: bool) -> bool:
         """Return whether a forward of the current pass measures. One without backward does only if there is no s."""
-        return self.scales is None or (backward and self.pass_measures)
+        return self.scales is None or (backward and self.pass_measures and not self._capturing)
 
     def begin(self) -> None:
         """End the current pass if its backward has run."""
@@ -170,7 +171,12 @@ class Equalizer:
 
     @property
     def _pass_ended(self) -> bool:
-        return self.backward_ran and not self.synchronized and not in_backward()
+        return self.backward_ran and not self.synchronized and not in_backward() and not self._capturing
+
+    @property
+    def _capturing(self) -> bool:
+        """Whether a CUDA graph is captured: it replays with the s of its capture, which must not be in its memory."""
+        return self.scales is not None and self.scales.factor.is_cuda and is_capturing(self.scales.factor.device)
 
     def next_scales(self, training: bool) -> ChannelScales | None:
         """Return s of the next forward, which begins a pass if it is in training and the current one has ended."""
@@ -346,8 +352,7 @@ def current_channels(module: nn.Module, input: Tensor) -> ChannelScales | None:
     scales = equalizer_of(module).next_scales(module.training)
     if scales is not None or (equalizer_of(module).synchronized and module.training):
         return scales if scales is None else scales.to(input.device)
-    casts: dict[Any, Any] | None = INPUT_CASTS.casts_of(input) if module.training else None
-    shared: Measurement | None = None if casts is None else casts.get(Measurement)
+    shared = _LAST.measurement_of(input) if module.training else None
     w_amax = column_amax(weight.t() if module.weight_is_transposed else weight)
     return equalize(channel_amax(_matrix(input)), w_amax) if shared is None else shared.first_scales(w_amax)
 
