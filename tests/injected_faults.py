@@ -136,9 +136,9 @@ def stale_weights():
     """Casts of the first step, for ever."""
     first, cast = {}, operands.cast_weight
 
-    def stale(w_NK, recipe, needs_dgrad):
+    def stale(w_NK, recipe, needs_dgrad, factor=None):
         key = id(w_NK if w_NK._base is None else w_NK._base)
-        return first.setdefault(key, cast(w_NK, recipe, needs_dgrad))
+        return first.setdefault(key, cast(w_NK, recipe, needs_dgrad, factor))
 
     return mock.patch.object(operands, "cast_weight", stale)
 
