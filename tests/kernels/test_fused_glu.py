@@ -27,7 +27,7 @@ def both_backends(op, call):
         return expected, call()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @triton
 @settings(max_examples=50)
 @given(

@@ -29,7 +29,7 @@ def both_backends(op, call):
         return expected, call()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @triton
 @settings(max_examples=50)
 @given(
@@ -74,7 +74,7 @@ def test_every_configuration_and_route_equals_reference(kind, spec, monkeypatch)
                 assert_same(expected, dict(enumerate(backend.norm(*call, config=config))))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @triton
 @settings(max_examples=20)
 @given(

@@ -88,7 +88,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @triton
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 @settings(max_examples=12)

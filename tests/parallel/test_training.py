@@ -73,7 +73,7 @@ def test_losses_are_those_of_one_process(gloo, mode, recipe, fp8_comm, checkpoin
     assert all(torch.equal(ranks[0][1][name], other[name]) for _, other in ranks for name in other)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [None, "rowwise", "tensorwise"])
 def test_four_ranks_are_within_the_noise_of_adding_in_another_order(gloo, recipe):
     expected = torch.tensor(one_process(world=4, recipe=recipe)[0])

@@ -56,7 +56,7 @@ def tables(make_config):
     return make
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_fp32_losses_are_those_of_one_process(gloo, tables, tmp_path, mode):  # noqa: F811
     """Within the noise of autocast: bf16 gradients of halves of a batch, added up in another order."""
@@ -234,7 +234,7 @@ def test_alone(tables, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_export(gloo, tables, tmp_path):  # noqa: F811
     """What `transformers` loads of a sharded checkpoint and of a whole one."""
     from transformers import AutoModelForCausalLM

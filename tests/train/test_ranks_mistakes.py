@@ -260,7 +260,7 @@ def test_a_lost_rank_is_neither_a_damaged_checkpoint_nor_a_bad_model(gloo, table
     assert "AssertionError: LostRankError: rank 0: another rank has ended" in str(failed.value)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_not_exported(gloo, tables, tmp_path):  # noqa: F811
     settings = tables(run={"steps": 3})
     job(settings, tmp_path / "one")

@@ -178,7 +178,7 @@ def test_sigterm_saves_and_one_process_goes_on(written, tmp_path):
     assert result.losses.final < losses(tmp_path / "two")[0]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_an_unreachable_rendezvous(written, tmp_path, rank):
     """The first rank that nobody joins, and another that finds nobody."""

@@ -83,8 +83,8 @@ class Rematerializer:
             fused = None if from_matrix else self._quantized(tensors, spec, order)
             return fold, fused or quantize(self.matrix(tensors).reshape(-1, columns), spec, fold, order=order)  # type: ignore[arg-type]
 
-        # The memo holds the fold, so no other is at its address.
-        key = spec, order, columns, None if fold is None else fold.data_ptr()
+        # The memo holds the fold, so no other has its id.
+        key = spec, order, columns, None if fold is None else id(fold)
         result: tuple[Any, ScaledTensor] = self._once(key, make)
         return result[1]
 

@@ -142,7 +142,7 @@ class QuantizePlan:
             return None
         constants["stream_of"] = triton.runtime.driver.active.get_current_stream
         kernel = {name: value for step, _ in self._steps for name, value in step.launch.constants.items()}
-        folds = [name for name in ("FOLD", "FOLD_T") if kernel.get(name)]
+        folds = [name for name in ("FOLD", "FOLD_T")[: 1 + self._pair] if kernel.get(name)]
         given = bool(kernel.get("PRECOMPUTED"))
         lines = [] if self._index is None else [f"if current_device() != {self._index}: {_OTHERWISE}"]
         lines += ["BITS = GIVEN if GIVEN.dtype is float32 else GIVEN.float()"] * given
