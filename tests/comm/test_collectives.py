@@ -338,6 +338,7 @@ def exact_gradient_job():
     assert ((x.grad - exact).abs() <= first + exact.abs() / 15 + largest / 1e5).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradients(gloo, world):
     gloo.run(gradient_job, world)

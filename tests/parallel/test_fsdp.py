@@ -282,6 +282,7 @@ def hp_job():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.thorough
 def test_a_recipe_by_row_with_wgrad_in_high_precision_is_gathered(gloo):
     gloo.run(hp_job, 2)
     off, gather = (

@@ -161,6 +161,7 @@ def test_a_model_on_meta_of_seven_billion_parameters_takes_seconds():
     assert plan.largest["parameters"] == pytest.approx(13.48e9, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_end_to_end_peak_of_llama_2_7b_layers_is_below_055_of_plain_training():
     """The issue's line: bf16 parameters, remainder master, FP8 moments, FP8 activations; COAT reaches 0.65."""
     with torch.device("meta"):

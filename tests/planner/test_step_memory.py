@@ -152,6 +152,7 @@ def test_blocks_that_are_not_equal_are_followed_whole():
     assert leading_blocks(model, plan) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_first_blocks_that_differ_are_followed_and_the_rest_extrapolated(monkeypatch, checkpointing):
     """As the dense blocks of DeepSeek-V3, before those with experts: every byte and second as from all blocks."""

@@ -60,6 +60,7 @@ def test_a_setting_that_differs_is_named_with_its_ranks(gloo, tables, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_data_that_differs_is_noticed_and_another_place_for_it_is_none(gloo, tables, tmp_path, text_files):  # noqa: F811
     here, there = (tables(run={"steps": 3}) for _ in range(2))
     there["data"] |= {"source": str(text_files / "[0-9].txt"), "cache": str(tmp_path / "cache")}
@@ -156,6 +157,7 @@ def left(out):
     return [path.name for path in (out / "checkpoints").iterdir()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("save", [{}, {"async_save": True}], ids=str)
 def test_a_full_disk_of_one_rank(gloo, tables, tmp_path, save):  # noqa: F811
     for message in gloo.run(full_job, 2, tables(parallel=save), str(tmp_path / "out"), [1]):
