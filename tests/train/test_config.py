@@ -234,7 +234,10 @@ def test_missing_keys_and_sections() -> None:
 
 
 def test_a_file_that_is_no_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such config file"):
+    (tmp_path / "nine.toml").write_text(TEXT)
+    with pytest.raises(
+        ConfigError, match=r"no such config file: .*none\.toml \(did you mean .*nine\.toml.*give the path"
+    ):
         load_config(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)

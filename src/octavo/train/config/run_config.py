@@ -136,7 +136,11 @@ def load_config(
     try:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise ConfigError(f"no such config file: {path}") from None
+        beside = [str(file) for file in Path(path).parent.glob("*.toml")]
+        raise ConfigError(
+            f"no such config file: {path}{nearest(str(path), beside)}; give the path of a TOML file, with the settings "
+            "that docs/settings.md lists, such as the repository's configs/demo.toml"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as a TOML file: {error}") from None
     except ValueError as error:
