@@ -27,14 +27,13 @@ import math
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from octavo.nn.delayed import has_values, outside_autograd
 from octavo.nn.gathered import Fp8AllGatherOutput
-from octavo.nn.input_casts import INPUT_CASTS
 from octavo.nn.linear import Linear
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.operands import (
@@ -60,23 +59,14 @@ class Measurement:
     """Column maxima of one X in one pass, and of the weights of the layers that read it.
 
     Args:
-        x: [M,K].
-
-    Attributes:
         x_amax: Of X, by `channel_amax`, float32 [K].
         w_amax: Of the weights, by `column_amax`, float32 [K]; None before the first.
+        first: s of the pass, if it does not follow from these.
     """
 
-    def __init__(self, x: Tensor) -> None:
-        self.x_amax = channel_amax(x)
-        self.w_amax: Tensor | None = None
-        self._scales: dict[bool, ChannelScales] = {}
-
-    def load(self, x_amax: list[float], w_amax: list[float] | None, device: torch.device) -> None:
-        """Set what a checkpoint holds."""
-        self._scales = {}
-        self.x_amax = torch.tensor(x_amax, device=device, dtype=torch.float32)
-        self.w_amax = None if w_amax is None else torch.tensor(w_amax, device=device, dtype=torch.float32)
+    def __init__(self, x_amax: Tensor, w_amax: Tensor | None = None, first: ChannelScales | None = None) -> None:
+        self.x_amax, self.w_amax = x_amax, w_amax
+        self._scales: dict[bool, ChannelScales] = {} if first is None else {False: first}
 
     def add_input(self, x: Tensor) -> None:
         """Include another X, of a layer that is called more than once."""
@@ -195,7 +185,7 @@ class Equalizer:
         shared = _LAST.measurement_of(input)
         x_MK = _matrix(input)
         if self.measurement is None:
-            self.measurement = Measurement(x_MK) if shared is None else shared
+            self.measurement = Measurement(channel_amax(x_MK)) if shared is None else shared
             _LAST.set(input, self.measurement)
         elif self.measurement is not shared:
             self.measurement.add_input(x_MK)
@@ -279,17 +269,14 @@ def _matrix(input: Tensor) -> Tensor:
     return input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
 
 
-def _predicted(input: Tensor) -> ChannelScales | None:
+def _predicted(input: Tensor) -> ChannelScales:
     """Return s for a tensor without values, as of a prediction: one for all layers that read it."""
-    casts: dict[Any, Any] | None = INPUT_CASTS.casts_of(input)
-    if casts is not None and Measurement in casts:
-        scales: ChannelScales = casts[Measurement]
-        return scales
-    ones = input.new_ones((1, input.shape[-1]), dtype=torch.float32)
-    scales = ChannelScales(ones, ones.clone())
-    if casts is not None:
-        casts[Measurement] = scales
-    return scales
+    measurement = _LAST.measurement_of(input)
+    if measurement is None:
+        ones = input.new_ones((1, input.shape[-1]), dtype=torch.float32)
+        measurement = Measurement(ones[0], first=ChannelScales(ones, ones.clone()))
+        _LAST.set(input, measurement)
+    return measurement.scales(None, complete=False)
 
 
 class Equalized(LinearLike):

@@ -93,12 +93,11 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
                     loaded[key] = ChannelScales.of(torch.tensor(key, device=device))
                 equalizer.scales = loaded[key].to(device)
             if measured is not None:
-                equalizer.measurement = measurements.setdefault(measured["first"], Measurement.__new__(Measurement))
-                equalizer.measurement.load(
-                    _checked(measured["x"], k, 0, 3.5e38),
-                    None if measured["w"] is None else _checked(measured["w"], k, 0, 3.5e38),
-                    device,
-                )
+                x_amax = torch.tensor(_checked(measured["x"], k, 0, 3.5e38), device=device).float()
+                w_amax = None
+                if measured["w"] is not None:
+                    w_amax = torch.tensor(_checked(measured["w"], k, 0, 3.5e38), device=device).float()
+                equalizer.measurement = measurements.setdefault(measured["first"], Measurement(x_amax, w_amax))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"the channel scales of {name} are not what octavo.nn.equalized_state.state_dict returns for {k} "
