@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.kernels.quantize import QUANTIZE
-from octavo.nn.equalized import Equalized, equalizer_of
+from octavo.nn.equalized import Equalized, EqualizedQuantizer, Equalizer, equalizer_of
 from octavo.nn.equalized_ranks import reduce_scales
 from octavo.nn.equalized_state import load_state_dict, merge_states, state_dict
+from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import channel_amax, equalize, equalized, sqnr
 from octavo.numerics.equalization import LARGEST_EXPONENT, ChannelScales
@@ -398,6 +399,23 @@ def test_with_stored_activations():
             assert sqnr(reference, actual) > 15, name
 
 
+def test_readers_of_recomputed_x_with_scales_of_their_own():
+    """Each casts X by its own s in backward, where the first reader leaves its cast for others with the same s."""
+    plain, model = Attention(), octavo.convert(Attention(), NAME, activations="fp8", verbose=False)
+    step(model, 0)
+    for exponent, name in enumerate(("q", "k", "v")):
+        equalizer = model.get_submodule(name).equalizer
+        equalizer.scales, equalizer.passes, equalizer.measurement = (
+            ChannelScales.of(torch.full((64,), exponent)),
+            33,
+            None,
+        )
+    for name, reference, actual in zip(
+        ["x", *dict(plain.named_parameters())], step(plain, 1), step(model, 1), strict=True
+    ):  # fmt: skip
+        assert sqnr(reference, actual) > 15, name
+
+
 def test_compiled_forward_computes_s_itself():
     layer, x = layer_of(randn(48, 64)), randn(40, 64) * torch.where(torch.arange(64) == 5, 3e5, 1.0)
     g = randn(40, 48, seed=2)
@@ -487,3 +505,47 @@ def test_ranks_with_parametrized_weights_and_a_checkpointed_model():
         )
         assert model[1].equalizer.scales.factor.shape == (1, 96) and model[0].equalizer.passes == 3
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# --- what changes between a forward and its backward ---
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_layer_in_two_checkpoints_keeps_s_within_a_backward(use_reentrant):
+    """The backward of the second use has run when the first use is computed again."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.checkpointing = nn.Linear(64, 64), False
+
+        def forward(self, x):
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=use_reentrant) if self.checkpointing else self.layer(x)
+            return x
+
+    plain, recomputed = (octavo.convert(Twice(), NAME, verbose=False) for _ in range(2))
+    recomputed.checkpointing = True
+    for index in range(4):
+        pairs = zip(step(plain, index, 10.0**index), step(recomputed, index, 10.0**index), strict=True)
+        assert all(torch.equal(expected, actual) for expected, actual in pairs)
+
+
+def test_a_weight_gathered_with_other_scales_since_forward_is_refused():
+    x, w, spec = randn(8, 64).requires_grad_(), randn(32, 64, seed=1), octavo.RECIPES[NAME].w
+    first, second = (ChannelScales.of(torch.full((64,), exponent)) for exponent in (1, 2))
+    cast = octavo.kernels.quantize(w, spec, first.factor)
+    gathered = Fp8AllGatherOutput(cast.data, cast.scale, spec, w.dtype, first)
+    with octavo.disabled():
+        assert sqnr(w, gathered + 0) > 24
+    for refilled in (False, True):
+        quantizer = EqualizedQuantizer(Equalizer(50, False), True)
+        y = octavo.nn.linear(x, gathered, None, octavo.RECIPES[NAME], False, quantizer)
+        if not refilled:
+            y.sum().backward()
+            assert sqnr(w.sum(0).expand(8, -1), x.grad) > 24
+            continue
+        gathered.channels = second
+        with pytest.raises(RuntimeError, match="changed between a forward and its backward"):
+            y.sum().backward()

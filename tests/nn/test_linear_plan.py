@@ -172,6 +172,20 @@ def test_plans_compute_and_save_what_the_ordinary_path_does(case):
             assert counts == {"forward": 1, "backward": int(actual[0].requires_grad)}
 
 
+def test_planned_passes_end_and_plans_with_channel_scales_serve_no_forward_without():
+    layer, x = layer_of("rowwise_equalized"), torch.randn(16, 32, dtype=torch.bfloat16)
+    recipe = layer.recipe
+    for count in range(3):
+        with counted() as counts:
+            layer(x.clone().requires_grad_() * 1).sum().backward()
+        assert counts["forward"] == 1 and layer.equalizer.passes == 33 + count
+    with ordinary():
+        expected = octavo.nn.linear(x, layer.weight, None, recipe)
+    for _ in range(2):
+        assert torch.equal(octavo.nn.linear(x, layer.weight, None, recipe), expected)
+        layer(x)
+
+
 def test_one_plan_serves_equal_signatures_and_no_others():
     layer, x = layer_of(), torch.randn(16, 32, dtype=torch.bfloat16).requires_grad_()
     sizes = []

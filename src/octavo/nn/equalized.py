@@ -224,7 +224,8 @@ class EqualizedQuantizer:
             return _predicted(input)
         backward = torch.is_grad_enabled() and (input.requires_grad or w_NK.requires_grad)
         with outside_autograd():
-            if self._training and equalizer.measures(backward):
+            gathered = isinstance(w_NK, Fp8AllGatherOutput)  # no s of this rank alone fits it
+            if self._training and equalizer.measures(backward) and (equalizer.synchronized or not gathered):
                 equalizer.measure(input, w_NK)
             if isinstance(w_NK, Fp8AllGatherOutput):
                 self._gathered = w_NK, w_NK.channels
