@@ -156,7 +156,8 @@ class Equalizer:
     def begin(self) -> None:
         """End the current pass if its backward has run."""
         if self._pass_ended:
-            self.scales = self.next_scales(training=True)
+            if self.measurement is not None:
+                self.scales = self.next_scales(training=True)
             self.advance()
 
     @property
@@ -210,7 +211,7 @@ class EqualizedQuantizer:
     def steady_channels(self, input: Tensor, backward: bool) -> ChannelScales | None:
         """Return s if a forward, with a backward or not, only reads it."""
         scales = self.equalizer.scales
-        if scales is None or (self._training and self.equalizer.measures(backward)):
+        if scales is None or (self._training and backward and self.equalizer.measures(True)):
             return None
         return scales if scales.factor.device == input.device else None
 
@@ -289,7 +290,7 @@ class Equalized(LinearLike):
             return JUST_IN_TIME
         equalizer = equalizer_of(self)
         training = self.training and not torch.compiler.is_compiling()
-        if training:
+        if training and equalizer.backward_ran:
             equalizer.begin()
         return EqualizedQuantizer(equalizer, training)
 

@@ -94,10 +94,8 @@ def planned_linear(
     usual = saves_as_usual()
     if not usual and plan.saves_x and recomputable_of(input) is not None:
         return None
-    if channels is not None:
-        y = unhooked(_APPLY_EQUALIZED, input, weight, bias, plan, quantizer, channels)
-    else:
-        y = _APPLY(input, weight, bias, plan) if usual else unhooked(_APPLY, input, weight, bias, plan)
+    call = plan if channels is None else _EqualizedCall(plan, quantizer, channels)
+    y = _APPLY(input, weight, bias, call) if usual else unhooked(_APPLY, input, weight, bias, call)
     return y
 
 
@@ -174,20 +172,23 @@ class LinearPlan:
         self, ctx: Any, input: Tensor, w_NK: Tensor, bias: Tensor | None, channels: ChannelScales | None = None
     ) -> Any:
         """Return Y [..., N], and save for backward what the ordinary path saves."""
-        key, one_cast_key, factor, inverse = self.cast_key, self.one_cast_key, None, None
+        factor = inverse = None
         scales: tuple[Tensor, ...] = ()
         if channels is not None:
-            key, one_cast_key = cast_key(self.recipe, True, channels), cast_key(self.recipe, False, channels)
             factor, inverse = scales = channels.factor, channels.inverse
         casts = INPUT_CASTS.casts_of(input, _PLAIN if not self.is_cuda else (None, stream_of(self.device), False))
-        cast = None if casts is None else casts.get(key) or (
-            None if self.saves_x_cast else casts.get(one_cast_key)
-        )  # fmt: skip
+        cast = key = None
+        if casts is not None:
+            key = self.cast_key if channels is None else cast_key(self.recipe, True, channels)
+            cast = casts.get(key)
+            if cast is None and not self.saves_x_cast:
+                key = self.one_cast_key if channels is None else cast_key(self.recipe, False, channels)
+                cast = casts.get(key)
         x_MK = input if self.is_matrix else input.reshape(self.m, self.k)
         if cast is None:
             cast = self.x.run(x_MK, inverse, None, None, ZEROS)
             if casts is not None:
-                casts[key if self.saves_x_cast else one_cast_key] = cast
+                casts[key] = cast
         x, x_t, x_scale, x_t_scale = cast
         if self.w_KN is None:
             w, w_t, w_scale, w_t_scale = self.w.run(w_NK, factor, None, None, ZEROS)
@@ -350,42 +351,43 @@ class BackwardPlan:
         return dx_MK, dw_NK, dbias_N, None
 
 
+class _EqualizedCall:
+    """One forward of a plan with channel scales, and its backward."""
+
+    __slots__ = ("channels", "plan", "quantizer")
+
+    def __init__(self, plan: LinearPlan, quantizer: Quantizer, channels: ChannelScales) -> None:
+        self.plan, self.quantizer, self.channels = plan, quantizer, channels
+
+    def forward(self, ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        """See `LinearPlan.forward`."""
+        return self.plan.forward(ctx, input, weight, bias, self.channels)
+
+    def backward(self, ctx: Any, g: Tensor) -> Gradients:
+        """See `LinearPlan.backward`."""
+        self.quantizer.note_backward(g)
+        return self.plan.backward(ctx, g)
+
+
 @explain_freed_nodes
 class _PlannedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-        ctx.plan = plan
-        y: Tensor = plan.forward(ctx, input, weight, bias)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Gradients:
-        plan: LinearPlan = ctx.plan
-        return plan.backward(ctx, g)
-
-
-@explain_freed_nodes
-class _PlannedEqualized(torch.autograd.Function):
-    @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, quantizer: Quantizer,
-        channels: ChannelScales,
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, call: LinearPlan | _EqualizedCall
     ) -> Tensor:  # fmt: skip
-        ctx.plan, ctx.quantizer = plan, quantizer
-        y: Tensor = plan.forward(ctx, input, weight, bias, channels)
+        ctx.call = call
+        y: Tensor = call.forward(ctx, input, weight, bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Gradients:
-        plan: LinearPlan = ctx.plan
-        ctx.quantizer.note_backward(g)
-        return (*plan.backward(ctx, g), None, None)
+        call: LinearPlan | _EqualizedCall = ctx.call
+        return call.backward(ctx, g)
 
 
 _PLAIN = (None,)
 """The execution context of a CPU tensor, outside of dispatch modes."""
 _APPLY = apply_of(_PlannedLinear)
-_APPLY_EQUALIZED = apply_of(_PlannedEqualized)
 _PLANS: Plans[LinearPlan] = Plans()
 _MATCHES: Plans[tuple[Callable[..., bool], LinearPlan, bool, bool]] = Plans()
 """By id of a weight: a check for tensors like those of its last call, its plan, whether bias was None, grad mode."""

@@ -98,7 +98,7 @@ def channel_amax(x: Tensor) -> Tensor:
     amax = x.new_zeros(x.shape[1], dtype=torch.float32)
     for tokens in (x,) if torch.compiler.is_compiling() else x.split(TOKENS_AT_ONCE):
         largest = torch.linalg.vector_norm(tokens, torch.inf, 1, keepdim=True).float()
-        weight = torch.where((largest > 0) & largest.isfinite(), largest.rsqrt(), 0.0)
+        weight = largest.rsqrt().nan_to_num(0.0, 0.0)  # 0 for tokens of zeros, and with a NaN or Inf
         amax = torch.maximum(amax, torch.linalg.vector_norm(tokens * weight, torch.inf, 0))
     return amax.nan_to_num(0.0, 0.0, 0.0)
 
@@ -117,22 +117,25 @@ def equalize(x_amax: Tensor, w_amax: Tensor, previous: ChannelScales | None = No
         >>> octavo.numerics.equalize(torch.tensor([1.0, 1024.0]), torch.ones(2)).factor
         tensor([[ 1., 32.]])
     """
-    x, w = torch.log2(x_amax.double()), torch.log2(w_amax.double())  # -inf for zero
-    x_alive, w_alive = x_amax > 0, w_amax > 0
+    if not x_amax.numel():
+        return ChannelScales.of(x_amax)
+    x, w = xw = torch.log2(torch.stack([x_amax, w_amax]).double())  # -inf for zero
+    x_alive, w_alive = xw > -torch.inf
     alive = x_alive & w_alive
-    exponents, level = (x - w) / 2, _median((x + w) / 2, alive)
+    exponents, amax = (x - w) / 2, (x + w) / 2  # amax of X' and of W'
+    of_x, of_w, usual, level = _medians(torch.stack([x, w, exponents, amax]), alive)
     largest = level + LARGEST_SPLIT
-    outlier_in_x = x - _median(x, alive) > w - _median(w, alive)
-    exponents = torch.where((x + w) / 2 > largest, torch.where(outlier_in_x, largest - w, x - largest), exponents)
+    outlier_in_x = x - of_x > w - of_w
+    exponents = torch.where(amax > largest, torch.where(outlier_in_x, largest - w, x - largest), exponents)
     if previous is None:
         one_sided = torch.where(x_alive, x - level, level - w)
-        dead = torch.where(x_alive | w_alive, one_sided, _median(exponents, alive))
+        dead = torch.where(x_alive | w_alive, one_sided, usual)
     else:
         dead = previous.exponents().double()
     exponents = torch.where(alive, exponents, dead)
     return ChannelScales.of(exponents.round().clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT))
 
 
-def _median(values: Tensor, alive: Tensor) -> Tensor:
-    """Return the median of the values that are alive, or zero without any: []."""
-    return torch.where(alive, values, torch.nan).nanmedian().nan_to_num(0.0)
+def _medians(values: Tensor, alive: Tensor) -> tuple[Tensor, ...]:
+    """Return the median of the values of each row [.,K] that are alive, or zero without any: []."""
+    return torch.where(alive, values, torch.nan).nanmedian(1).values.nan_to_num(0.0).unbind()

@@ -47,8 +47,8 @@ class OneCall:
     """
 
     __slots__ = (
-        "_a_is_column", "_a_ones", "_a_shape", "_a_transposed", "_b_ones", "_b_shape", "_b_transposed",
-        "_columns", "_device", "_fast_accum", "_is_row", "_out_dtype", "_rows",
+        "_a_is_column", "_a_ones", "_a_shape", "_a_transposed", "_b_is_row", "_b_ones", "_b_shape",
+        "_b_transposed", "_columns", "_device", "_fast_accum", "_is_row", "_out_dtype", "_rows",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +64,7 @@ class OneCall:
         b_ones = torch_scaled.lasting_ones(self._columns, self._device) if right.scale is None else None
         self._a_ones, self._b_ones = a_ones, None if b_ones is None else b_ones.t()
         self._a_is_column = left.scale is not None and left.scale.stride() == (1, 1)
+        self._b_is_row = right.scale is not None and layout[1] == "n" and right.scale.stride(0) == 1
 
     def __call__(
         self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
@@ -80,8 +81,8 @@ class OneCall:
     def run(
         self, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
     ) -> Tensor | None:
-        """Return A B for A [m,k] row-major, B [k,n] column-major, scales of A [m,1] and scales of B of any shape; None
-        if they are not aligned.
+        """Return A B for A [m,k] row-major, B [k,n] column-major, scales of A [m,1] and scales of B of the shape that
+        the first ones had; None if they are not aligned.
         """
         addresses = a.data_ptr() | b.data_ptr()
         if bias is not None:
@@ -94,7 +95,8 @@ class OneCall:
             b_scale = torch_scaled.ones(self._columns, self._device).t() if self._b_ones is None else self._b_ones
         elif self._is_row:
             addresses |= b_scale.data_ptr()
-            b_scale = reinterpreted(b_scale, (1, self._columns), (1, 1), 0)
+            if not self._b_is_row:
+                b_scale = reinterpreted(b_scale, (1, self._columns), (1, 1), 0)
         if addresses & (ALIGNMENT - 1):
             return None
         result: Tensor = torch._scaled_mm(a, b, a_scale, b_scale, bias, None, self._out_dtype, self._fast_accum)
