@@ -223,3 +223,20 @@ def test_groups_of_other_sizes_are_refused():
     optimizer = AdamW([{"params": params[:1]}, {"params": params[1:]}])
     with pytest.raises(ValueError, match=r"has groups of \[1, 5\] parameters"):
         optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_optimizer_that_loaded_a_state_loads_another(copied):
+    """torch adds an entry to the defaults of an optimizer that loads a state or is unpickled; accelerate loads one."""
+    weight = torch.nn.Parameter(torch.ones(4, 64, dtype=torch.bfloat16))
+    optimizer = AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer = copy.deepcopy(optimizer) if copied else optimizer
+    for _ in range(2):
+        optimizer.load_state_dict(state)
+        assert optimizer.state_dict()["param_groups"] == state["param_groups"]
+    state["param_groups"][0].pop("betas")
+    with pytest.raises(ValueError, match="it has no betas"):
+        optimizer.load_state_dict(state)

@@ -267,7 +267,8 @@ class AdamW(Optimizer):
         saved = saved_parameters(state_dict, [len(group["params"]) for group in self.param_groups])
         groups, states = [], []
         for i, (group, own) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
-            settings, is_torch = converted_group(i, group, own, tuple(self.defaults))
+            names = tuple(name for name in self.defaults if name in own)  # torch adds a default when it loads a state
+            settings, is_torch = converted_group(i, group, own, names)
             groups.append({**settings, "params": group["params"]})
             _check_group({**settings, "params": own["params"]})
             for index, param in zip(saved[i], own["params"], strict=True):
