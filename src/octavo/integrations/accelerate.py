@@ -1,0 +1,73 @@
+"""FP8 in loops that use Hugging Face accelerate.
+
+    from octavo.integrations.accelerate import Fp8Accelerator
+    accelerator = Fp8Accelerator(precision="fp8+activations", mixed_precision="bf16")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+`prepare` converts models in place before accelerate wraps or shards them, so that an optimizer made before keeps its
+parameters. `save_state` and `load_state` carry the recipes and their state. accelerate's handlers of other FP8
+libraries (`FP8RecipeKwargs` and the like) do not combine with it.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from octavo.integrations.precision import Fp8State, PrecisionLike, precision_of, prepare
+from octavo.optim import AdamW
+from octavo.runtime.extras import needs_extras
+
+with needs_extras("octavo.integrations.accelerate"):
+    import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
+
+
+class Fp8Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """An `accelerate.Accelerator` that converts the models it prepares.
+
+    Args:
+        args: As the Accelerator's.
+        precision: A level such as "fp8+activations", an `octavo.Precision`, or a table of its fields.
+        kwargs: As the Accelerator's.
+
+    Raises:
+        ValueError: With accelerate's own FP8, `mixed_precision="fp16"`, FSDP1 or DeepSpeed; in `prepare`, if
+            `precision` has FP8 optimizer states and the optimizer is not `octavo.AdamW`.
+    """
+
+    def __init__(self, *args: Any, precision: PrecisionLike = "fp8", **kwargs: Any) -> None:
+        self.precision = precision_of(precision)
+        label = f"precision={self.precision.label!r}"
+        if kwargs.get("mixed_precision") == "fp8":
+            raise ValueError(f"{label}, and mixed_precision='fp8' is accelerate's own FP8: set it to 'bf16'")
+        super().__init__(*args, **kwargs)
+        if self.mixed_precision == "fp8" or self.has_fp8_handler:
+            raise ValueError(
+                f"{label}, and accelerate's own FP8 is on: set mixed_precision='bf16', without its handler"
+            )
+        if self.mixed_precision == "fp16" and self.precision.matmul == "fp8":
+            raise ValueError(f"{label} with mixed_precision='fp16': set it to 'bf16'")
+        if self.state.deepspeed_plugin is not None:
+            raise ValueError(f"{label} under DeepSpeed is not supported: use FSDP2 or DDP")
+        fsdp = getattr(self.state, "fsdp_plugin", None)
+        if fsdp is not None and fsdp.fsdp_version != 2:
+            raise ValueError(f"{label} with FSDP1 is not supported: FullyShardedDataParallelPlugin(fsdp_version=2)")
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert the models among the arguments, then prepare all as `accelerate.Accelerator.prepare` does."""
+        for optimizer in args:
+            inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+            if self.precision.states == "fp8" and hasattr(inner, "param_groups") and not isinstance(inner, AdamW):
+                raise ValueError(
+                    f"precision={self.precision.label!r} has FP8 states of AdamW, but the optimizer is a "
+                    f"{type(inner).__name__}: make it with octavo.AdamW(model.parameters(), …)"
+                )
+        for model in args:
+            if isinstance(model, nn.Module) and model not in self._models:
+                bare = self.unwrap_model(model, keep_torch_compile=False)
+                prepare(bare, self.precision, verbose=self.is_main_process)
+                self.register_for_checkpointing(Fp8State(bare, self.precision))
+        return super().prepare(*args, **kwargs)
+
+
+__all__ = ["Fp8Accelerator"]

@@ -1,0 +1,212 @@
+"""FP8 in Transformers' Trainer and its subclasses, such as TRL's SFTTrainer.
+
+    from octavo.integrations.transformers import Fp8Trainer
+    Fp8Trainer(model=model, args=args, train_dataset=data, precision="fp8+activations+optimizer").train()
+
+`Fp8Trainer` is `with_fp8(transformers.Trainer)`; `with_fp8` does the same for any subclass. The model is converted in
+place when the Trainer is made, before it is wrapped or an optimizer exists. Everything else is the Trainer's own:
+autocast, gradient accumulation and clipping, checkpoints, logging.
+
+A checkpoint gets a file `octavo.json` with the precision, the recipe of each layer and the state of recipes that have
+one, from which `resume_from_checkpoint` goes on. A saved `config.json` notes the precision: a Trainer of this module
+that trains the model without FP8 afterwards warns. A plain `transformers.Trainer` cannot.
+"""
+
+import json
+import math
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from octavo._version import __version__
+from octavo.inspect import Autopilot, Watch
+from octavo.integrations.precision import Fp8State, PrecisionLike, precision_of, prepare, warn_if_forgotten
+from octavo.optim import AdamW
+from octavo.runtime.extras import needs_extras
+
+with needs_extras("octavo.integrations.transformers"):
+    from transformers import Trainer
+
+T = TypeVar("T", bound=type)
+
+STATE_FILE = "octavo.json"
+"""File in a checkpoint with the FP8 state of the model."""
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
+"""Values of `TrainingArguments.optim` that `octavo.AdamW` replaces."""
+
+
+class Fp8TrainerMixin:
+    """What `with_fp8` adds to a Trainer. Use it as the first base class of a Trainer of your own.
+
+    Args:
+        args: As the Trainer's.
+        precision: A level such as "fp8+activations+optimizer", an `octavo.Precision`, or a table of its fields.
+        inspect_every: Optimizer steps between samples of the layers' operands; their findings are logged as
+            `octavo/findings`, `octavo/lowest_sqnr_db`. 0 for none.
+        autopilot: Move layers whose statistics cross a limit to a safer recipe; samples every `inspect_every` steps,
+            or 50. Changes are logged as `octavo/moved_layers`.
+        kwargs: As the Trainer's.
+
+    Raises:
+        ValueError: For settings that contradict each other: FP8 with `fp16=True`, with accelerate's own FP8, FSDP1 or
+            DeepSpeed; FP8 optimizer states with an optimizer that is not AdamW.
+    """
+
+    def __init__(
+        self, *args: Any, precision: PrecisionLike = "fp8", inspect_every: int = 0, autopilot: bool = False,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        self.precision = precision_of(precision)
+        self._every, self._uses_autopilot = (inspect_every or 50 if autopilot else inspect_every), autopilot
+        self._monitor: Watch | Autopilot | None = None
+        self._sampled_step = 0
+        self._fp8_metrics: dict[str, float] = {}
+        super().__init__(*args, **kwargs)
+        self._check_settings()
+        self._convert(self._bare_model())
+
+    @property
+    def _fp8_optimizer(self) -> bool:
+        return self.precision.states == "fp8" or self.precision.master == "remainder"
+
+    def _check_settings(self) -> None:
+        trainer: Any = self
+        args, label = trainer.args, f"precision={self.precision.label!r}"
+        if args.fp16 and self.precision.matmul == "fp8":
+            raise ValueError(f"{label} with fp16=True: FP8 training needs the range of bfloat16; set bf16=True")
+        if trainer.accelerator.mixed_precision == "fp8":
+            raise ValueError(f"{label}, and accelerate's own FP8 is on: set mixed_precision to 'bf16' in its settings")
+        if trainer.is_deepspeed_enabled:
+            raise ValueError(f"{label} under DeepSpeed is not supported: use FSDP2 or DDP")
+        if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+            raise ValueError(f"{label} with FSDP1 is not supported: set fsdp_version = 2 in fsdp_config")
+        if self._fp8_optimizer:
+            problem = None
+            if trainer.optimizer is not None and not isinstance(trainer.optimizer, AdamW):
+                problem = f"optimizers=({type(trainer.optimizer).__name__}, …) was given"
+            elif trainer.optimizer_cls_and_kwargs is not None:
+                problem = f"optimizer_cls_and_kwargs names {trainer.optimizer_cls_and_kwargs[0].__name__}"
+            elif str(getattr(args.optim, "value", args.optim)) not in _ADAMW:
+                problem = f"args.optim is {getattr(args.optim, 'value', args.optim)!r}"
+            if problem is not None:
+                raise ValueError(
+                    f"{label} has FP8 states of AdamW, but {problem}: use optim='adamw_torch', or precision='fp8' or "
+                    "'fp8+activations'"
+                )
+
+    def _bare_model(self) -> nn.Module:
+        trainer: Any = self
+        model: nn.Module = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        return model
+
+    def _convert(self, model: nn.Module) -> None:
+        trainer: Any = self
+        config: Any = getattr(model, "config", None)
+        warn_if_forgotten(getattr(config, "octavo", None), self.precision)
+        prepare(model, self.precision, verbose=trainer.is_world_process_zero())
+        if config is not None:
+            config.octavo = {"version": __version__, "precision": self.precision.label}
+        if self._every:
+            self._monitor = (Autopilot if self._uses_autopilot else Watch)(model, every=self._every)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Make and convert the model: a Trainer with `model_init` calls this for each training."""
+        trainer: Any = super()
+        model: nn.Module = trainer.call_model_init(trial)
+        if hasattr(self, "accelerator"):  # else the constructor converts it
+            self._convert(model)
+        return model
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Create `octavo.AdamW` where `precision` has FP8 states, else the Trainer's own optimizer."""
+        trainer: Any = self
+        if self._fp8_optimizer and trainer.optimizer is None:
+            args = trainer.args
+            options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+            master = None if self.precision.master == "none" else self.precision.master
+            trainer.optimizer_cls_and_kwargs = AdamW, {**options, "states": self.precision.states, "master": master}
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*(() if model is None else (model,)))  # type: ignore[misc]
+        return optimizer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run a micro-batch; sample the first one of each optimizer step that is due."""
+        trainer: Any = super()
+        step = self.state.global_step + 1  # type: ignore[attr-defined]
+        if self._monitor is None or step == self._sampled_step:
+            loss: torch.Tensor = trainer.training_step(*args, **kwargs)
+            return loss
+        self._sampled_step = step
+        with self._monitor.step(step):
+            loss = trainer.training_step(*args, **kwargs)
+        watch = self._monitor.watch if isinstance(self._monitor, Autopilot) else self._monitor
+        if watch.rows:
+            lowest = min((row.sqnr for row in watch.rows if not math.isnan(row.sqnr)), default=math.nan)
+            self._fp8_metrics |= {"octavo/findings": len(watch.findings()), "octavo/lowest_sqnr_db": lowest}
+        if isinstance(self._monitor, Autopilot):
+            self._fp8_metrics["octavo/moved_layers"] = len({change.layer for change in self._monitor.changes})
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log the Trainer's metrics, and those of the last sample, to the Trainer's own loggers."""
+        if "loss" in logs:
+            logs |= self._fp8_metrics
+            self._fp8_metrics = {}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Save the model as the Trainer does, and its FP8 state beside it."""
+        trainer: Any = self
+        super().save_model(output_dir, *args, **kwargs)  # type: ignore[misc]
+        if trainer.args.should_save:
+            state = Fp8State(self._bare_model(), self.precision).state_dict()
+            folder = Path(trainer.args.output_dir if output_dir is None else output_dir)
+            (folder / STATE_FILE).write_text(json.dumps(state))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        path = Path(resume_from_checkpoint) / STATE_FILE
+        if not path.exists():
+            warnings.warn(
+                f"octavo: {resume_from_checkpoint} has no {STATE_FILE}: it was trained without Octavo, and goes on "
+                f"with {self.precision.label!r}",
+                stacklevel=2,
+            )
+            return
+        try:
+            state = json.loads(path.read_text())
+            Fp8State(self._bare_model(), self.precision).load_state_dict(state)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is damaged or of another model ({type(error).__name__}: {error}): restore it, or delete it to "
+                "go on without the state of recipes"
+            ) from error
+
+
+@cache
+def with_fp8(trainer: T) -> T:
+    """Return a subclass of a Trainer class that trains in FP8; it takes the arguments of `Fp8TrainerMixin`, too.
+
+    Args:
+        trainer: `transformers.Trainer` or a subclass, such as `trl.SFTTrainer`.
+
+    Raises:
+        TypeError: For anything else.
+
+    Examples:
+        >>> from transformers import Trainer
+        >>> from octavo.integrations.transformers import with_fp8
+        >>> with_fp8(Trainer).__name__
+        'Fp8Trainer'
+    """
+    if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
+        raise TypeError(f"with_fp8 takes transformers.Trainer or a subclass of it; got {trainer!r}")
+    return type(f"Fp8{trainer.__name__}", (Fp8TrainerMixin, trainer), {"__module__": trainer.__module__})  # type: ignore[return-value]
+
+
+Fp8Trainer: Any = with_fp8(Trainer)
+"""`transformers.Trainer` in FP8: see `Fp8TrainerMixin`."""
+__all__ = ["Fp8Trainer", "Fp8TrainerMixin", "with_fp8"]

@@ -1,0 +1,138 @@
+"""Loops on accelerate in FP8: the losses of a plain loop, saved states, several ranks, settings that contradict."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import octavo
+from octavo.integrations.accelerate import Fp8Accelerator
+from processes import Gloo, gloo  # noqa: F401
+
+
+def forget_settings():
+    """accelerate keeps its settings in singletons."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def fresh_settings():
+    yield
+    forget_settings()
+
+
+def batches(samples, count, size=4):
+    return [torch.stack([row["input_ids"] for row in samples[i * size : (i + 1) * size]]) for i in range(count)]
+
+
+def train(model, optimizer, batches, backward=torch.Tensor.backward):
+    losses = []
+    for batch in batches:
+        loss = model(input_ids=batch, labels=batch).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def optimizer_of(model, level):
+    make = octavo.AdamW if octavo.Precision.level(level).states == "fp8" else torch.optim.AdamW
+    return make(model.parameters(), lr=1e-3)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", ["fp8", "fp8+activations+optimizer"])
+def test_training_and_a_resumed_run_are_those_of_a_plain_loop(level, llama, samples, tmp_path):
+    by_hand, data = llama(torch.bfloat16), batches(samples, 6)
+    octavo.convert(by_hand, precision=octavo.Precision.level(level), verbose=False)
+    expected = train(by_hand, optimizer_of(by_hand, level), data)
+
+    accelerator = Fp8Accelerator(cpu=True, precision=level)
+    model = llama(torch.bfloat16)
+    model, optimizer = accelerator.prepare(model, optimizer_of(model, level))
+    losses = train(model, optimizer, data[:3], accelerator.backward)
+    accelerator.save_state(str(tmp_path))
+    train(model, optimizer, data[:1], accelerator.backward)
+    accelerator.load_state(str(tmp_path))
+    assert losses + train(model, optimizer, data[3:], accelerator.backward) == expected
+
+
+@pytest.mark.thorough
+def test_recipes_with_state_are_in_saved_states(llama, samples, tmp_path):
+    accelerator = Fp8Accelerator(cpu=True, precision={"recipe": "delayed"})
+    model = llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    train(model, optimizer, batches(samples, 3), accelerator.backward)
+    accelerator.save_state(str(tmp_path))
+    saved = octavo.nn.delayed.state_dict(model)
+    train(model, optimizer, batches(samples, 1), accelerator.backward)
+    assert octavo.nn.delayed.state_dict(model) != saved
+    accelerator.load_state(str(tmp_path))
+    assert octavo.nn.delayed.state_dict(model) == saved
+
+
+def test_settings_that_contradict_each_other(llama):
+    cases = [
+        ({"mixed_precision": "fp8"}, "accelerate's own FP8"),
+        ({"mixed_precision": "fp16"}, "'fp16'"),
+        ({"precision": "O9"}, "unknown precision level 'O9'"),
+    ]
+    for options, message in cases:
+        with pytest.raises((ValueError, ImportError), match=message):
+            Fp8Accelerator(cpu=True, **options)
+        forget_settings()
+    accelerator, model = Fp8Accelerator(cpu=True, precision="fp8+activations+optimizer"), llama()
+    with pytest.raises(ValueError, match=r"the optimizer is a SGD: make it with octavo\.AdamW"):
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    assert not any(row.converted for row in octavo.report(model))
+
+
+def _two_rank_losses(recipe):
+    rank = dist.get_rank()
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
+        os.environ[name] = str(value)
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    forget_settings()
+    model = small_llama()
+    try:
+        accelerator = Fp8Accelerator(cpu=True, precision={"recipe": recipe})
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    except ValueError as error:
+        return str(error)
+    data = [batch.chunk(2)[rank] for batch in tokens()]
+    return train(model, optimizer, data, accelerator.backward)
+
+
+def small_llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+        use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def tokens():
+    return torch.randint(0, 64, (4, 8, 16), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.thorough
+def test_two_ranks_train_like_one(gloo):  # noqa: F811
+    model = octavo.convert(small_llama(), verbose=False)
+    expected = train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), tokens())
+    first, second = gloo.run(_two_rank_losses, 2, "rowwise")
+    assert [(a + b) / 2 for a, b in zip(first, second, strict=True)] == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.thorough
+def test_state_of_one_rank_is_refused_on_two(gloo):  # noqa: F811
+    messages = gloo.run(_two_rank_losses, 2, "delayed")
+    assert all("recipe 'delayed'" in message and "octavo.parallelize" in message for message in messages)

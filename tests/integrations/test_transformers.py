@@ -1,0 +1,217 @@
+"""Transformers' Trainer in FP8: the losses of a plain loop, resume, and settings that contradict each other."""
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="accelerate is not installed: Transformers' Trainer needs it")
+
+from transformers import Trainer, TrainingArguments
+
+import octavo
+from octavo.integrations.transformers import STATE_FILE, Fp8Trainer, with_fp8
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "trainer.py"
+BATCH, LR = 4, 1e-3
+
+
+def arguments(folder, **options):
+    defaults = {
+        "max_steps": 6, "per_device_train_batch_size": BATCH, "learning_rate": LR, "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0, "logging_steps": 1, "report_to": [], "use_cpu": True, "save_strategy": "no",
+        "disable_tqdm": True, "optim": "adamw_torch", "weight_decay": 0.1, "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    return TrainingArguments(output_dir=str(folder), **(defaults | options))
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def same_weights(first, second):
+    own, other = first.state_dict(), second.state_dict()
+    assert own.keys() == other.keys()
+    return all(torch.equal(own[name], other[name]) for name in own)
+
+
+def plain_loop(model, samples, optimizer, steps):
+    """Train as the Trainer does, by hand."""
+    values = []
+    for step in range(steps):
+        batch = torch.stack([row["input_ids"] for row in samples[step * BATCH : (step + 1) * BATCH]])
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(loss.item())
+    return values
+
+
+def groups(model):
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    named = dict(model.named_parameters())
+    return [
+        {"params": [p for name, p in named.items() if name in decayed], "weight_decay": 0.1},
+        {"params": [p for name, p in named.items() if name not in decayed], "weight_decay": 0.0},
+    ]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("level", ["fp8", "fp8+activations+optimizer"])
+def test_training_is_that_of_a_plain_loop_bit_for_bit(level, llama, samples, tmp_path):
+    precision = octavo.Precision.level(level)
+    model, by_hand = llama(torch.bfloat16), llama(torch.bfloat16)
+    trainer = Fp8Trainer(model=model, args=arguments(tmp_path, max_steps=12), train_dataset=samples, precision=level)
+    trainer.train()
+    octavo.convert(by_hand, precision=precision, verbose=False)
+    make = octavo.AdamW if precision.states == "fp8" else torch.optim.AdamW
+    expected = plain_loop(by_hand, samples, make(groups(by_hand), lr=LR), 12)
+    assert losses(trainer) == pytest.approx(expected, rel=1e-4)  # the Trainer rounds what it logs
+    assert same_weights(model, by_hand)
+    assert losses(trainer)[-1] < losses(trainer)[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "precision", ["fp8+activations+optimizer", {"recipe": "delayed"}, {"recipe": "rowwise_equalized"}]
+)
+def test_a_resumed_run_ends_like_one_that_was_not_stopped(precision, llama, samples, tmp_path):
+    whole = llama(torch.bfloat16)
+    options = {"save_strategy": "steps", "save_steps": 3}
+    Fp8Trainer(
+        model=whole, args=arguments(tmp_path / "a", **options), train_dataset=samples, precision=precision
+    ).train()
+    resumed = llama(torch.bfloat16, seed=5)
+    trainer = Fp8Trainer(model=resumed, args=arguments(tmp_path / "b"), train_dataset=samples, precision=precision)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "octavo")
+        trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    assert same_weights(whole, resumed)
+
+
+def saved(llama, samples, folder, **options):
+    trainer = Fp8Trainer(
+        model=llama(), args=arguments(folder, max_steps=1, save_strategy="steps", save_steps=1), train_dataset=samples,
+        **options,
+    )  # fmt: skip
+    trainer.train()
+    return folder / "checkpoint-1"
+
+
+@pytest.mark.thorough
+def test_checkpoints_say_how_they_were_trained(llama, samples, tmp_path):
+    checkpoint = saved(llama, samples, tmp_path, precision={"recipe": "blockwise"})
+    assert json.loads((checkpoint / "config.json").read_text())["octavo"]["precision"] == "fp8 blockwise"
+    resumed = arguments(tmp_path / "b", max_steps=2)
+    trainer = Fp8Trainer(model=llama(), args=resumed, train_dataset=samples)
+    with pytest.warns(UserWarning, match="recipe = 'blockwise', now 'rowwise'"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    model = type(llama()).from_pretrained(checkpoint)
+    with pytest.warns(UserWarning, match="was trained with precision 'fp8 blockwise', and is now trained with 'bf16'"):
+        Fp8Trainer(model=model, args=resumed, train_dataset=samples, precision="bf16")
+    (checkpoint / STATE_FILE).unlink()
+    trainer = Fp8Trainer(model=llama(), args=resumed, train_dataset=samples)
+    with pytest.warns(UserWarning, match="trained without Octavo"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    (checkpoint / STATE_FILE).write_text('{"octavo": ')
+    trainer = Fp8Trainer(model=llama(), args=resumed, train_dataset=samples)
+    with pytest.raises(ValueError, match="damaged or of another model"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.thorough
+def test_recipes_that_changed_are_restored(llama, samples, tmp_path):
+    layer = "model.layers.1.mlp.down_proj"
+
+    class Moving(Fp8Trainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            octavo.nn.change_recipe(self.model, layer, "blockwise", reason="a test")
+            return loss
+
+    options = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    Moving(model=llama(), args=options, train_dataset=samples).train()
+    trainer = Fp8Trainer(model=llama(), args=arguments(tmp_path / "b", max_steps=2), train_dataset=samples)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert trainer.model.get_submodule(layer).recipe.name == "blockwise"
+    assert {row.recipe for row in octavo.report(trainer.model) if row.converted} == {"rowwise", "blockwise"}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_samples_are_logged_and_the_autopilot_moves_layers(accumulation, llama, samples, tmp_path):
+    model = llama()
+    with torch.no_grad():  # one huge channel, which a scale per tensor cannot hold
+        model.model.layers[0].mlp.down_proj.weight[:, 3] *= 3e5
+        model.model.layers[0].mlp.up_proj.weight[3] *= 3e4
+    trainer = Fp8Trainer(
+        model=model, args=arguments(tmp_path, max_steps=4, gradient_accumulation_steps=accumulation),
+        train_dataset=samples, precision={"recipe": "tensorwise"}, autopilot=True, inspect_every=1,
+    )  # fmt: skip
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all("octavo/findings" in entry and entry["octavo/lowest_sqnr_db"] > -100 for entry in logged)
+    assert logged[-1]["octavo/moved_layers"] > 0
+    moved = {change.layer for change in trainer._monitor.changes}
+    assert moved and moved <= {row.name for row in octavo.report(model) if row.recipe != "tensorwise"}
+
+
+def test_model_init_is_converted_each_time(llama, samples, tmp_path):
+    trainer = Fp8Trainer(model_init=lambda: llama(), args=arguments(tmp_path, max_steps=1), train_dataset=samples)
+    trainer.train()
+    first = trainer.model
+    trainer.train()
+    assert trainer.model is not first
+    assert sum(row.converted for row in octavo.report(trainer.model)) == 14
+
+
+def test_a_model_that_its_user_converted_keeps_its_recipes(llama, samples, tmp_path):
+    model = octavo.convert(llama(), "mxfp8", verbose=False)
+    Fp8Trainer(model=model, args=arguments(tmp_path), train_dataset=samples)
+    assert {row.recipe for row in octavo.report(model) if row.converted} == {"mxfp8"}
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "message"),
+    [
+        ({"precision": "fp9"}, {}, "unknown precision level 'fp9'"),
+        ({"precision": {"recipee": "rowwise"}}, {}, "no key 'recipee'.*recipe"),
+        ({"precision": "fp8+activations+optimizer"}, {"optim": "adafactor"}, "args.optim is 'adafactor'"),
+        ({"precision": "fp8+activations+optimizer", "optimizers": "sgd"}, {}, r"optimizers=\(SGD, …\) was given"),
+        (
+            {"precision": "fp8+activations+optimizer", "optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, {},
+            "optimizer_cls_and_kwargs names SGD",
+        ),
+        ({}, {"fp16": True}, "fp16=True"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other(options, settings, message, llama, samples, tmp_path, monkeypatch):
+    model, args = llama(), arguments(tmp_path)
+    for name, value in settings.items():
+        setattr(args, name, value)
+    if "optimizers" in options:
+        options = {**options, "optimizers": (torch.optim.SGD(model.parameters(), lr=1.0), None)}
+    with pytest.raises(ValueError, match=message):
+        Fp8Trainer(model=model, args=args, train_dataset=samples, **options)
+    assert type(model.model.layers[0].mlp.down_proj) is torch.nn.Linear
+
+
+def test_only_trainers_have_a_trainer_in_fp8():
+    with pytest.raises(TypeError, match=r"with_fp8 takes transformers\.Trainer"):
+        with_fp8(dict)
+
+    class Mine(Trainer):
+        pass
+
+    assert issubclass(with_fp8(Mine), Mine) and with_fp8(Mine) is with_fp8(Mine)
+
+
+@pytest.mark.thorough
+def test_the_example_runs():
+    text = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=200, check=True).stdout
+    assert "octavo/lowest_sqnr_db" in text and "converted 14 of 15 linear layers" in text
