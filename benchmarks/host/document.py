@@ -12,8 +12,8 @@ remove most of it.
 `python -m benchmarks host` measures the host alone, without a GPU. CPU tensors take the GPU path, Triton compiles
 for sm_90, and its real launcher calls a CUDA driver that launches nothing
 ([`benchmarks/host/libcuda.c`](https://github.com/octavo-fp8/octavo/blob/main/benchmarks/host/libcuda.c), built with
-the system's C compiler). Matrices are 16×16, so that products cost the host their dispatch. An FP8 product is a
-bf16 product of the same sizes here: it costs what it costs the bf16 arm. Microseconds are those of the machine
+the system's C compiler). Matrices are 16×16, so that a product takes the host only its dispatch. FP8 products are
+replaced by bf16 products of the same sizes, so they take the same time in both arms. Microseconds are those of the machine
 below, best of many samples, without the cost of an empty autograd graph; only their ratios carry over to other
 machines, and those roughly. Launches, dispatches and calls are exact and are tested
 (`tests/kernels/test_stub_driver.py`). No figure here was measured on a GPU. Not included: what a GPU's allocator
@@ -40,19 +40,19 @@ TAIL = """
   installed. Triton's launcher is asked once what it passes to its C function, which is then called directly.
 - **A cast is one generated function** (`octavo.kernels.quantize.plan`): allocations, addresses and launches of one
   shape and order, without the branches that the first call decided.
-- **Ops run from plans, below the dispatcher** (`octavo.kernels.direct`): the first call with given dtypes, shapes,
-  strides, devices and options passes all checks and leaves a plan; later ones allocate and launch. Products with
-  scales of blocks skip the dispatcher of their op, not those of the operations that arrange their scales. Under
+- **Ops run from plans, below the dispatcher** (`octavo.kernels.direct`): the first call with a combination of dtypes,
+  shapes, strides, devices and options runs all checks and caches a plan. Later calls allocate and launch. Products
+  with block scales bypass the dispatcher for the product, but not for the operations that rearrange their scales. Under
   `torch.compile`, dispatch modes (fake tensors, selective checkpointing), function modes, functorch transforms,
   tracing, CUDA graph capture, and for tensor subclasses the dispatcher is used as before. Results are the same
   bits.
-- **A linear runs from one plan** (`octavo.nn.linear_plan`), which holds the plans of its ops: one look at X, W and the
-  bias in forward and one at G in backward, instead of one per op. The look is a check in C of all of them, by which
-  `torch.compile` recognizes inputs (`octavo.runtime.torch_compat.guard_of`). Recipes with an amax history, weights
+- **A linear runs from one plan** (`octavo.nn.linear_plan`), which holds the plans of its ops. Forward checks X, W and the
+  bias once, and backward checks G once, instead of once per op. The check is the C++ guard with which `torch.compile`
+  recognizes inputs (`octavo.runtime.torch_compat.guard_of`). Recipes with an amax history, weights
   that FSDP gathers in FP8 and inputs that backward recomputes take the ordinary path.
 - **Outputs are allocated below the dispatcher**, as the code does that Inductor generates.
-- **The registry decides**: `octavo calibrate`, probes and `force` have the effect they had; a choice that changes ends
-  the plans made before.
+- **The registry selects the backend**, as without plans: by `octavo calibrate`, probes and `force`. If its selection
+  changes, cached plans are discarded.
 
 A kernel cache that cannot be written (`TRITON_CACHE_DIR`) is reported once; kernels are then compiled again in each
 process.
