@@ -129,7 +129,7 @@ def _sentence(baseline: str, candidate: str, status: str, percent: float, a: Run
     where = "over the last 10 % of the steps"
     if status == "none":
         return (
-            f"No verdict: {a.steps:,} steps are too few, {FEWEST_STEPS} are wanted. "
+            f"No verdict: {a.steps:,} steps are too few, {FEWEST_STEPS} are needed. "
             f"{candidate} against {baseline} so far: {numbers}."
         )
     if status == "within":

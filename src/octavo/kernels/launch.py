@@ -67,12 +67,12 @@ class Launch:
             prepared = self.prepare(grid, arguments)
             return prepared([arguments[name] for name in prepared.names])
         key = (grid, *kinds)
-        known = self._prepared.get(key)
-        if known is None:
+        launch = self._prepared.get(key)
+        if launch is None:
             if len(self._prepared) >= MAX_PREPARED:
                 self._prepared.clear()
-            known = self._prepared[key] = self.prepare(grid, arguments)
-        known([arguments[name] for name in known.names])
+            launch = self._prepared[key] = self.prepare(grid, arguments)
+        launch([arguments[name] for name in launch.names])
 
     def prepare(self, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> "PreparedLaunch":
         """Fix the grid, the scalars among `arguments`, and the dtypes and device of the tensors.

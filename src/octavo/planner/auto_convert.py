@@ -192,16 +192,16 @@ def _plan_on(
     from octavo.planner.devices import find_gpu, gpu_by_driver_name
     from octavo.planner.model_plan import default_decisions, plan_request, with_measurements
 
-    known = gpu_by_driver_name(gpu) if local else find_gpu(gpu)
-    if known is None:
+    properties = gpu_by_driver_name(gpu) if local else find_gpu(gpu)
+    if properties is None:
         rule = default_decisions(model, plan_request(precision, filter)).plan
         if not rule.converted:
             raise nothing_converted(rule)
         note = f"by rule: {gpu} is not in the table of GPUs, so no cost is known"
         decisions = {f: replace(d, reason=f"{d.reason}; {note}") if d.recipe else d for f, d in rule.decisions.items()}
         return Plan(decisions, rule.activations), gpu
-    plan = plan_on_gpu(model, with_measurements(known, None), precision, filter, tokens)
-    return plan, gpu if local else known.name
+    plan = plan_on_gpu(model, with_measurements(properties, None), precision, filter, tokens)
+    return plan, gpu if local else properties.name
 
 
 def plan_on_gpu(

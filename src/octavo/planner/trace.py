@@ -181,12 +181,12 @@ class _Tracer(TorchDispatchMode):
         """Yield the bytes of each region between products."""
         moved: dict[int, float] = {}
         for storage, readers in self._read.items():
-            made = self._written.get(storage)
-            outside = readers - {made}
+            writer = self._written.get(storage)
+            outside = readers - {writer}
             for region in outside:
                 moved[region] = moved.get(region, 0.0) + self._sizes[storage]
-            if made is not None and outside:
-                moved[made] = moved.get(made, 0.0) + self._sizes[storage]
+            if writer is not None and outside:
+                moved[writer] = moved.get(writer, 0.0) + self._sizes[storage]
         yield from (size for region, size in sorted(moved.items()) if region % 2 == 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

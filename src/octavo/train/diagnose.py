@@ -77,7 +77,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.origin = Origin(None, 0)
-        self.seen = 0
+        self.count = 0
         self.handles: list[Any] = []
 
     def module(self, fqn: str, module: nn.Module) -> None:
@@ -113,8 +113,8 @@ class _Watch:
 
     def _check(self, tensor: Tensor, what: str) -> None:
         if self.origin.text is None and not _finite(tensor):
-            self.origin = Origin(what, self.seen)
-        self.seen += 1
+            self.origin = Origin(what, self.count)
+        self.count += 1
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -93,6 +93,6 @@ class _TensorJoiner(pickle.Unpickler):
         name, is_parameter, requires_grad = key
         if name not in self._made:
             tensor = self._tensors[name]
-            made = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
-            self._made[name] = made
+            restored = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+            self._made[name] = restored
         return self._made[name]

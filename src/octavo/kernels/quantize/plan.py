@@ -143,10 +143,10 @@ class QuantizePlan:
         constants["stream_of"] = triton.runtime.driver.active.get_current_stream
         kernel = {name: value for step, _ in self._steps for name, value in step.launch.constants.items()}
         folds = [name for name in ("FOLD", "FOLD_T")[: 1 + self._pair] if kernel.get(name)]
-        given = bool(kernel.get("PRECOMPUTED"))
+        takes_scale = bool(kernel.get("PRECOMPUTED"))
         lines = [] if self._index is None else [f"if current_device() != {self._index}: {_OTHERWISE}"]
-        lines += ["BITS = GIVEN if GIVEN.dtype is float32 else GIVEN.float()"] * given
-        lines += [f"if not {name}.is_contiguous(): {_OTHERWISE}" for name in (*folds, *["BITS"] * given)]
+        lines += ["BITS = GIVEN if GIVEN.dtype is float32 else GIVEN.float()"] * takes_scale
+        lines += [f"if not {name}.is_contiguous(): {_OTHERWISE}" for name in (*folds, *["BITS"] * takes_scale)]
         lines += self._allocations()
         addresses = {"x": "X", "q": "Q", "q_t": "COLUMNS", "s": "S"} | {name.lower(): name for name in folds}
         addresses |= {"s_t": "S_T"} if self._pair else {}
@@ -156,7 +156,7 @@ class QuantizePlan:
         if self._two_passes:
             lines += [f"BLOCK, start = zeros({self._maxima}, device)", "amax = BLOCK.data_ptr() + 4 * start"]
         else:
-            lines += ["amax = BITS.data_ptr()" if given else "amax = x"]
+            lines += ["amax = BITS.data_ptr()" if takes_scale else "amax = x"]
         lines += [
             f"amax_t = amax + {4 * self._second_at if self._pair and self._two_passes else 0}",
             "precomputed = amax",
