@@ -13,8 +13,8 @@ remove most of it.
 for sm_90, and its real launcher calls a CUDA driver that launches nothing
 ([`benchmarks/host/libcuda.c`](https://github.com/octavo-fp8/octavo/blob/main/benchmarks/host/libcuda.c), built with
 the system's C compiler). Matrices are 16×16, so that a product takes the host only its dispatch. FP8 products are
-replaced by bf16 products of the same sizes, so they take the same time in both arms. Microseconds are those of the machine
-below, best of many samples, without the cost of an empty autograd graph; only their ratios carry over to other
+replaced by bf16 products of the same sizes, so they take the same time in both arms. Microseconds are those of the
+machine below, best of many samples, without the cost of an empty autograd graph; only their ratios carry over to other
 machines, and those roughly. Launches, dispatches and calls are exact and are tested
 (`tests/kernels/test_stub_driver.py`). No figure here was measured on a GPU. Not included: what a GPU's allocator
 and its libraries cost the host beyond a CPU's.
@@ -46,9 +46,9 @@ TAIL = """
   `torch.compile`, dispatch modes (fake tensors, selective checkpointing), function modes, functorch transforms,
   tracing, CUDA graph capture, and for tensor subclasses the dispatcher is used as before. Results are the same
   bits.
-- **A linear runs from one plan** (`octavo.nn.linear_plan`), which holds the plans of its ops. Forward checks X, W and the
-  bias once, and backward checks G once, instead of once per op. The check is the C++ guard with which `torch.compile`
-  recognizes inputs (`octavo.runtime.torch_compat.guard_of`). Recipes with an amax history, weights
+- **A linear runs from one plan** (`octavo.nn.linear_plan`), which holds the plans of its ops. Forward checks X, W and
+  the bias once, and backward checks G once, instead of once per op. The check is the C++ guard with which
+  `torch.compile` recognizes inputs (`octavo.runtime.torch_compat.guard_of`). Recipes with an amax history, weights
   that FSDP gathers in FP8 and inputs that backward recomputes take the ordinary path.
 - **Outputs are allocated below the dispatcher**, as the code does that Inductor generates.
 - **The registry selects the backend**, as without plans: by `octavo calibrate`, probes and `force`. If its selection
