@@ -25,6 +25,7 @@ LEVELS = {
     "activations": 3,
     "optim": 3,
     "comm": 3,
+    "compat": 7,
     "nn": 4,
     "planner": 5,
     "parallel": 5,

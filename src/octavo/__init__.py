@@ -19,6 +19,7 @@ from octavo._version import __version__
 if TYPE_CHECKING:
     from octavo import activations as activations
     from octavo import comm as comm
+    from octavo import compat as compat
     from octavo import experiments as experiments
     from octavo import inspect as inspect
     from octavo import integrations as integrations
@@ -69,6 +70,7 @@ _PACKAGES = {
 _SUBPACKAGES = (
     "activations",
     "comm",
+    "compat",
     "experiments",
     "inspect",
     "integrations",

@@ -1,0 +1,90 @@
+"""`convert_to_float8_training` with the arguments of `torchao.float8`, for code that moves from torchao to Octavo.
+
+    from octavo.compat.torchao import convert_to_float8_training
+
+torchao's recipes by their names in Octavo: tensorwise, rowwise, and rowwise_with_gw_hp as rowwise_hp_wgrad. Two things
+differ: torchao's row scales are powers of two, Octavo's are not; and Octavo leaves vocabulary heads and layers too
+narrow to gain in high precision, with a reason in `octavo.report(model)`. torchao itself is not needed.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+
+from octavo.numerics.names import nearest
+from octavo.planner.auto_convert import convert
+
+M = TypeVar("M", bound=nn.Module)
+
+RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_with_gw_hp": "rowwise_hp_wgrad"}
+"""Octavo's recipe for each recipe name of torchao."""
+_NO_EFFECT = (
+    "enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate", "force_recompute_fp8_weight_in_bwd",
+    "gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight",
+)  # fmt: skip
+"""Fields of torchao's configuration that do not change the recipe."""
+
+
+def convert_to_float8_training(
+    module: M, *, module_filter_fn: Callable[[nn.Module, str], bool] | None = None, config: Any = None
+) -> M:
+    """Convert the linear layers of a model to FP8, in place, with torchao's arguments.
+
+    Args:
+        module: As `model` of `octavo.convert`.
+        module_filter_fn: Called with a linear layer and its name; True to convert it.
+        config: The name of a torchao recipe, a `torchao.float8.Float8LinearConfig`, or None for torchao's default,
+            "tensorwise".
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: For an unknown recipe name, a configuration that is no recipe of torchao, or as `octavo.convert`.
+        TypeError: For another type of `config`, or as `octavo.convert`.
+
+    Examples:
+        >>> from octavo.compat.torchao import convert_to_float8_training
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        >>> model = convert_to_float8_training(model, module_filter_fn=lambda m, name: name != "1", config="rowwise")
+        >>> [row.recipe for row in octavo.report(model)]
+        ['rowwise', None]
+    """
+    name = _recipe_name(config)
+    if getattr(config, "enable_fsdp_float8_all_gather", False):
+        warnings.warn(
+            "octavo: enable_fsdp_float8_all_gather has no effect here; shard the model with "
+            "octavo.parallelize(model, fp8_comm='gather') to gather weights in FP8",
+            stacklevel=2,
+        )
+    return convert(module, RECIPES[name], filter=module_filter_fn)
+
+
+def _recipe_name(config: Any) -> str:
+    """Return torchao's name for a configuration."""
+    if config is None:
+        return "tensorwise"
+    if isinstance(config, str):
+        name = str(getattr(config, "value", config))  # torchao's enumeration of names is one of strings
+        if name not in RECIPES:
+            raise ValueError(f"torchao has no recipe {name!r}{nearest(name, RECIPES)}. Known: {', '.join(RECIPES)}")
+        return name
+    if not (dataclasses.is_dataclass(config) and hasattr(config, "from_recipe_name")):
+        raise TypeError(f"config is the name of a torchao recipe or a Float8LinearConfig; got {config!r}")
+    for name in RECIPES:
+        if _fields(config) == _fields(config.from_recipe_name(name)):
+            return name
+    raise ValueError(
+        f"this Float8LinearConfig is none of torchao's recipes {', '.join(RECIPES)}: choose the nearest by name, or a "
+        "recipe of octavo.RECIPES for octavo.convert"
+    )
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _NO_EFFECT}
+
+
+__all__ = ["convert_to_float8_training"]
