@@ -29,7 +29,9 @@ from octavo.numerics.spec import QuantSpec
 T = TypeVar("T")
 Op = Literal["sum", "avg"]
 
-_gather_bytes = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+# The second names are those before torch 2.13.
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class AsyncResult(Generic[T]):
@@ -248,7 +250,7 @@ def _all_gather(x: Tensor, group: Group, spec: QuantSpec) -> AsyncResult[Tensor]
     world, rows = world_size(group), as_rows(x)
     message = pack(rows, spec)
     gathered = message.new_empty(world * message.shape[0], message.shape[1])
-    work = _gather_bytes(gathered, message, group=group, async_op=True)
+    work = gather_single(gathered, message, group=group, async_op=True)
     shape = (world * x.shape[0], *x.shape[1:]) if x.ndim else (world,)
     return AsyncResult(work, lambda: unpack(gathered, rows.shape[1], spec, x.dtype).view(shape))
 

@@ -44,7 +44,7 @@ class _CacheEntry:
 
     def __init__(self, state: tuple[Any, ...], storage: weakref.ref[Any]) -> None:
         self.state, self.storage = state, storage
-        self.casts: dict[Any, InputCasts] = {}
+        self.casts: dict[Any, Any] = {}
 
     def forget(self, _: weakref.ref[Tensor]) -> None:
         """Free the casts, and the graph that `state` holds; called from any thread."""
@@ -96,7 +96,7 @@ class InputCastCache(threading.local):
             casts[cast_key(recipe, needs_wgrad, source)] = cast
         return cast
 
-    def casts_of(self, owner: Tensor, context: tuple[Any, ...] = ()) -> dict[Any, InputCasts] | None:
+    def casts_of(self, owner: Tensor, context: tuple[Any, ...] = ()) -> dict[Any, Any] | None:
         """Return the casts of a tensor in its present state, to look up and add to; None if it is not cached.
 
         `context` is its execution context, for a caller that knows it.

@@ -26,6 +26,7 @@ from octavo.activations.saved_tensors import recomputable_of, unhooked
 from octavo.kernels import needs_both_orders, quantize, quantize_pair
 from octavo.kernels.quantize import Order
 from octavo.nn.gathered import Fp8AllGatherOutput, for_dgrad, quantized_as
+from octavo.nn.gathered_input import GatheredInput
 from octavo.nn.input_casts import INPUT_CASTS
 from octavo.nn.weights import cast_weight
 from octavo.numerics.equalization import ChannelScales
@@ -83,6 +84,8 @@ def quantize_input(
         amax: Sets the scale, float32 [1,1]; None for the current amax.
         source: Where `amax` comes from: sibling layers share the cast of a tensor if their sources are equal.
     """
+    if isinstance(input, GatheredInput) and (gathered := input.quantized(recipe, needs_wgrad)) is not None:
+        return *gathered, None, None
     recomputable = recomputable_of(input) if needs_wgrad else None
     with torch.set_grad_enabled(False):  # as no_grad, in fewer Python calls
         x, x_t, scale, scale_t = INPUT_CASTS.quantized(

@@ -23,6 +23,8 @@ from octavo.numerics.recipe import Recipe
 
 PLAN_ATTRIBUTE = "octavo_plan"
 """Attribute of the converted model that holds the plan of `convert`."""
+NOTE_ATTRIBUTE = "octavo_note"
+"""Attribute of a layer that holds a function of it, which returns a text to append to its reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +186,8 @@ def report(model: nn.Module, batch: Any = None) -> Report:
             reason = f"{original_class(module).__name__} is not a linear layer: high precision"
             if linear or experts:
                 reason = _reason(plans, fqn, converted)
+                if (note := vars(module).get(NOTE_ATTRIBUTE)) is not None:
+                    reason = f"{reason}; {note(module)}"
             rows.append(
                 Row(
                     name=fqn, linear=linear, weights=weights, converted=converted, recipe=recipe, reason=reason,

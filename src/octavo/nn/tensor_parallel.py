@@ -38,11 +38,7 @@ def distributed_linear(
         ValueError: For a placement of W that is not in the table, another mesh, or a recipe with a scale per tensor.
     """
     mesh, placements = weight.device_mesh, weight.placements
-    if recipe.history or TENSOR in (recipe.x.granularity, recipe.w.granularity):
-        raise ValueError(
-            f"recipe {recipe.name!r} has one scale per tensor, which would be another on each rank of tensor "
-            "parallelism: convert the model with recipe 'rowwise', whose scales belong to rows"
-        )
+    check_recipe(recipe)
     x, b = (_as_dtensor(other, mesh) for other in (input, bias))
     for name, other in (("input", x), ("bias", b)):
         if other is not None and other.device_mesh != mesh:
@@ -71,7 +67,9 @@ def distributed_linear(
             )
         for places, place in zip((x_in, x_grad, w_grad, b_grad, y_out), row, strict=True):
             places.append(place)
-    x_local = x.redistribute(placements=x_in).to_local(grad_placements=x_grad)
+    if list(x.placements) != x_in:  # if equal, the backward of `redistribute` would sum a Partial ∂X on every rank
+        x = x.redistribute(placements=x_in)
+    x_local = x.to_local(grad_placements=x_grad)
     b_local = None
     if b is not None:
         b_local = b.redistribute(
@@ -82,6 +80,15 @@ def distributed_linear(
     y_local = local_linear(x_local, weight.to_local(grad_placements=w_grad), b_local)
     shape = Size((*x.shape[:-1], weight.shape[0]))
     return DTensor.from_local(y_local, mesh, y_out, run_check=False, shape=shape, stride=_contiguous(shape))
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise ValueError for a recipe whose scales cover more than a rank has."""
+    if recipe.history or TENSOR in (recipe.x.granularity, recipe.w.granularity):
+        raise ValueError(
+            f"recipe {recipe.name!r} has one scale per tensor, which would be another on each rank of tensor "
+            "parallelism: convert the model with recipe 'rowwise', whose scales belong to rows"
+        )
 
 
 def _as_dtensor(tensor: Tensor | None, mesh: DeviceMesh) -> Any:

@@ -1,0 +1,302 @@
+"""Tensor and sequence parallelism with FP8 on the wire: styles for `torch.distributed.tensor.parallel`.
+
+                           W [N,K]    X                     Y                     forward      backward
+    Fp8ColwiseParallel     Shard(0)   tokens sharded        features sharded      gather X     reduce ∂X
+    Fp8RowwiseParallel     Shard(1)   features sharded      tokens sharded        reduce Y     gather G
+
+`octavo.parallel.tokens` has the exchanges, `octavo.nn.tensor_parallel` the products between them. Inputs and outputs
+are this rank's parts, as plain tensors; inputs may be DTensors, as those of a norm under torch's `SequenceParallel`.
+Hooks of the layer exchange tokens, so its recipe may change afterwards.
+
+Layers that read one X, as q, k and v, share its gather, and the reduction of ∂X: autograd adds their gradients first.
+The lookup is that of `octavo.nn.input_casts`, by the identity and state of X. Saved for backward is the gathered X in
+FP8, one byte for each element of all tokens. Rejected: to save this rank's part and gather again, which saves 1/t of
+that memory and sends half as much again.
+"""
+
+from functools import partial
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from octavo.nn.gathered_input import fits
+from octavo.nn.input_casts import InputCastCache
+from octavo.nn.linear_like import LinearLike
+from octavo.nn.report import NOTE_ATTRIBUTE
+from octavo.nn.tensor_parallel import check_recipe
+from octavo.numerics.names import nearest
+from octavo.parallel.agreement import gather_reports
+from octavo.parallel.tokens import TokenExchange, gather_input, reduce_output
+from octavo.runtime.switch import SWITCH
+
+_WIRES = ("fp8", "bf16")
+_GATHERED = InputCastCache()
+"""The last X that a column-parallel layer gathered, per thread."""
+
+
+class _Fp8Style(ParallelStyle):
+    """What both styles share."""
+
+    weight_dim: int
+    split_size: str
+    bias_placement: Any
+
+    def __init__(self, *, sequence_dim: int | None, gather: str, reduce: str, heads: int | None) -> None:
+        for name, value in (("gather", gather), ("reduce", reduce)):
+            if value not in _WIRES:
+                raise ValueError(f"{name} is 'fp8' or 'bf16'; got {value!r}{nearest(str(value), _WIRES)}")
+        self.sequence_dim, self.gather, self.reduce, self.heads = sequence_dim, gather, reduce, heads
+
+    def __repr__(self) -> str:
+        settings = (f"{name}={value!r}" for name, value in vars(self).items() if name != "src_data_rank")
+        return f"{type(self).__name__}({', '.join(settings)})"
+
+    def describe(self, layer: nn.Module) -> str:
+        """Return what a layer sends."""
+        raise NotImplementedError
+
+    def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None:
+        raise NotImplementedError
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        problem = None
+        try:
+            self._check(module, device_mesh)
+        except (TypeError, ValueError) as error:
+            problem = error
+        self._compare_ranks(module, device_mesh, problem)
+        for name, dim in (("weight", Shard(self.weight_dim)), ("bias", self.bias_placement)):
+            if (parameter := getattr(module, name)) is not None:
+                placed = distribute_tensor(parameter, device_mesh, [dim], src_data_rank=self.src_data_rank)
+                module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+        exchange = TokenExchange(
+            mesh=device_mesh,
+            sequence_dim=self.sequence_dim,
+            fp8_gather=self.gather == "fp8",
+            fp8_reduce=self.reduce == "fp8",
+        )
+        self._hook(module, exchange)
+        vars(module)[NOTE_ATTRIBUTE] = self.describe
+        return module
+
+    def _check(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        name = type(self).__name__
+        if not isinstance(module, nn.Linear) or not isinstance(module._parameters.get("weight"), nn.Parameter):
+            raise TypeError(
+                f"{name} distributes linear layers whose weight is a parameter; got {type(module).__name__}: name a "
+                "linear layer in the plan"
+            )
+        if mesh.ndim != 1:
+            raise ValueError(f"{name} takes a mesh of one dimension, such as mesh['tp']; got {mesh}")
+        if isinstance(module.weight, DTensor):
+            raise ValueError(
+                f"{name}: this layer is distributed already, as {module.weight.placements}: name each layer in one "
+                "plan, and call parallelize_module before octavo.parallelize or fully_shard"
+            )
+        if isinstance(module, LinearLike):
+            check_recipe(module.recipe)
+        sizes = {self.split_size: getattr(module, self.split_size)}
+        if self.heads is not None:
+            if sizes[self.split_size] % self.heads:
+                raise ValueError(
+                    f"{name}: {self.split_size} = {sizes[self.split_size]} is not {self.heads} equal heads"
+                )
+            sizes = {"heads": self.heads}
+        for what, size in sizes.items():
+            if size % mesh.size():
+                fitting = [n for n in range(1, mesh.size() + 1) if size % n == 0]
+                raise ValueError(
+                    f"{name}: {what} = {size} is not divided by {mesh.size()} ranks of tensor parallelism: take one of "
+                    f"{fitting} ranks"
+                )
+
+    def _compare_ranks(self, module: nn.Module, mesh: DeviceMesh, problem: Exception | None) -> None:
+        """Raise on every rank if one has a problem, or if ranks have different layers or settings."""
+        recipe = module.recipe.to_json() if isinstance(module, LinearLike) else None
+        shapes = {name: (list(p.shape), p.dtype) for name, p in module.named_parameters(recurse=False)}
+        reports = gather_reports((dist.get_rank(), problem and str(problem), repr((self, recipe, shapes))), mesh)
+        if problem is not None:
+            raise problem
+        for rank, text, setting in reports:
+            if text is not None:
+                raise ValueError(f"rank {rank} cannot apply {type(self).__name__}: {text}")
+            if setting != reports[0][2]:
+                raise ValueError(
+                    f"rank {rank} and rank {reports[0][0]} apply different styles, or to different layers: "
+                    f"{setting} and {reports[0][2]}"
+                )
+
+
+class Fp8ColwiseParallel(_Fp8Style):
+    """Split a linear's output features over ranks: gather X in FP8, reduce ∂X. For `parallelize_module`.
+
+    Args:
+        sequence_dim: Dimension of the input in which each rank has an equal part of the tokens; by default the last but
+            one, of [B,S,H] or [B·S,H]. None: each rank has all tokens; then nothing is gathered.
+        gather: `"fp8"`, or `"bf16"` for two bytes per element. Recipes that do not quantize X once by row gather
+            in two bytes in any case, as do layers that are not converted; `octavo.report` shows it.
+        reduce: `"bf16"`, or `"fp8"` to send summands of ∂X in e4m3, in groups of 128, added up in float32.
+        heads: Heads of the output features, which the ranks share whole; None if it has none.
+
+    The layer takes this rank's tokens and returns its features of all tokens: [..., S/t, H] → [..., S, N/t].
+
+    Raises:
+        TypeError: From `parallelize_module`, as all of these on every rank: for a module that is no linear layer.
+        ValueError: For sizes that the ranks do not divide, a recipe with one scale per tensor, a layer that is
+            distributed already, or ranks that differ. In the first forward: if ranks have different numbers of tokens.
+
+    Examples:
+        Under `torchrun`, with a converted model and a mesh that has a dimension "tp":
+
+        >>> plan = {"attention.q": Fp8ColwiseParallel(heads=32), "attention.o": Fp8RowwiseParallel(heads=32)}
+        >>> parallelize_module(block, mesh["tp"], plan)
+    """
+
+    weight_dim, split_size, bias_placement = 0, "out_features", Shard(0)
+
+    def __init__(
+        self,
+        *,
+        sequence_dim: int | None = -2,
+        gather: Literal["fp8", "bf16"] = "fp8",
+        reduce: Literal["bf16", "fp8"] = "bf16",
+        heads: int | None = None,
+    ) -> None:
+        super().__init__(sequence_dim=sequence_dim, gather=gather, reduce=reduce, heads=heads)
+
+    def describe(self, layer: nn.Module) -> str:
+        """Return what a layer sends."""
+        gather = "X gathered in bf16"
+        if self.gather == "fp8":
+            reason = _why_not_fp8(layer)
+            gather = "X gathered in FP8" if reason is None else f"X gathered in bf16, because {reason}"
+        fp8 = self.reduce == "fp8" and isinstance(layer, LinearLike)
+        parts = [f"∂X reduced in {'FP8' if fp8 else 'bf16'}"]
+        return "column-parallel: " + ", ".join(parts if self.sequence_dim is None else [gather, *parts])
+
+    def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None:
+        layer.register_forward_pre_hook(_Gather(exchange), with_kwargs=True)
+        layer.register_forward_hook(lambda module, inputs, y: y.to_local())
+
+
+class Fp8RowwiseParallel(_Fp8Style):
+    """Split a linear's input features over ranks: reduce Y, gather G in FP8. For `parallelize_module`.
+
+    Args:
+        sequence_dim: Dimension of the output in which each rank gets an equal part of the tokens; by default the last
+            but one. None: each rank gets all tokens; then nothing is gathered.
+        gather: `"fp8"` sends G in e4m3, in groups of 128; `"bf16"` in two bytes, as layers that are not converted do.
+        reduce: `"bf16"`, or `"fp8"` to send summands of Y in e4m3, in groups of 128, added up in float32.
+        heads: Heads of the input features, which the ranks share whole; None if it has none.
+
+    The layer takes this rank's features of all tokens and returns its tokens: [..., S, K/t] → [..., S/t, N].
+
+    Raises:
+        TypeError: As `Fp8ColwiseParallel`.
+        ValueError: As `Fp8ColwiseParallel`. In a forward: if the ranks do not divide the tokens.
+
+    Examples:
+        Under `torchrun`, with a converted model and a mesh that has a dimension "tp":
+
+        >>> plan = {"up": Fp8ColwiseParallel(), "down": Fp8RowwiseParallel(reduce="fp8")}
+        >>> parallelize_module(block, mesh["tp"], plan)
+    """
+
+    weight_dim, split_size, bias_placement = 1, "in_features", Replicate()
+
+    def __init__(
+        self,
+        *,
+        sequence_dim: int | None = -2,
+        gather: Literal["fp8", "bf16"] = "fp8",
+        reduce: Literal["bf16", "fp8"] = "bf16",
+        heads: int | None = None,
+    ) -> None:
+        super().__init__(sequence_dim=sequence_dim, gather=gather, reduce=reduce, heads=heads)
+
+    def describe(self, layer: nn.Module) -> str:
+        """Return what a layer sends."""
+        fp8 = isinstance(layer, LinearLike)
+        reduce, gather = ("FP8" if fp8 and wire == "fp8" else "bf16" for wire in (self.reduce, self.gather))
+        parts = [f"Y reduced in {reduce}", f"G gathered in {gather}"]
+        return "row-parallel: " + ", ".join(parts[: 1 if self.sequence_dim is None else 2])
+
+    def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None:
+        layer.register_forward_pre_hook(partial(_features, exchange), with_kwargs=True)
+        layer.register_forward_hook(lambda module, inputs, y: reduce_output(y, _present(module, exchange)))
+
+
+class _Gather:
+    """The hook before a column-parallel layer's forward."""
+
+    def __init__(self, exchange: TokenExchange) -> None:
+        self._exchange, self._checked = exchange, exchange.sequence_dim is None
+
+    def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        exchange = _present(layer, self._exchange)
+        input = _input_of(args, kwargs)
+        x = _local(input, exchange, exchange.placement(input))
+        if not self._checked:
+            _check_equal_parts(x, exchange)
+            self._checked = True
+        spec = layer.recipe.x if exchange.fp8_gather and isinstance(layer, LinearLike) and fits(layer.recipe) else None
+        gathered = _GATHERED.casts_of(input)
+        key = exchange, spec
+        if gathered is None:
+            return (gather_input(x, exchange, spec),), {}
+        if key not in gathered:
+            gathered[key] = gather_input(x, exchange, spec)
+        return (gathered[key],), {}
+
+
+def _features(exchange: TokenExchange, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """The hook before a row-parallel layer's forward."""
+    input = _input_of(args, kwargs)
+    x = _local(input, exchange, Shard(input.ndim - 1))
+    return (DTensor.from_local(x, exchange.mesh, [Shard(x.ndim - 1)], run_check=False),), {}
+
+
+def _present(layer: nn.Module, exchange: TokenExchange) -> TokenExchange:
+    """Return how a layer exchanges tokens now: in high precision if it computes so."""
+    return exchange if SWITCH.enabled and isinstance(layer, LinearLike) else exchange.without_fp8()
+
+
+def _input_of(args: Any, kwargs: Any) -> Any:
+    return args[0] if args else kwargs["input"]
+
+
+def _local(x: Tensor, exchange: TokenExchange, placement: Any) -> Tensor:
+    """Return this rank's part of an input that is a DTensor; a plain tensor is one."""
+    if not isinstance(x, DTensor):
+        return x
+    if placement.is_shard() and x.shape[placement.dim] % exchange.mesh.size():
+        size, ranks = x.shape[placement.dim], exchange.mesh.size()
+        raise ValueError(
+            f"{size} elements, in dimension {placement.dim} of {list(x.shape)}, are not an equal part for each of "
+            f"{ranks} ranks of tensor parallelism: pad it to {size + -size % ranks}"
+        )
+    if x.placements != (placement,):
+        x = x.redistribute(placements=[placement])
+    local: Tensor = x.to_local()
+    return local
+
+
+def _check_equal_parts(x: Tensor, exchange: TokenExchange) -> None:
+    """Raise ValueError on every rank unless all have parts of one shape."""
+    shapes = gather_reports(list(x.shape), exchange.mesh)
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(
+            f"the ranks of tensor parallelism have parts of a sequence of different shapes: {shapes}. Give each an "
+            f"equal part: pad the sequence to a multiple of {exchange.mesh.size()}"
+        )
+
+
+def _why_not_fp8(layer: nn.Module) -> str | None:
+    """Return why X cannot be gathered in FP8, or None."""
+    if not isinstance(layer, LinearLike):
+        return "the layer is not converted"
+    return None if fits(layer.recipe) else f"recipe {layer.recipe.name} does not quantize X once by row"

@@ -1,0 +1,205 @@
+"""What ranks of tensor parallelism exchange: tokens of a sequence of which each rank has an equal part.
+
+    gather      parts of X or G to the whole, on every rank        [..., S/t, ..., K] → [..., S, ..., K]
+    reduce      summands of Y or ∂X, and each rank's part of the sum    [..., S, ..., K] → [..., S/t, ..., K]
+
+    S tokens in dimension `sequence_dim`, t ranks. Without one, every rank has all tokens, nothing is gathered, and sums
+    go to all ranks.
+
+    X in FP8      rows quantized where they are, bytes and scales in one message (1 byte per element, and 4 per row);
+                  products multiply them as they came (`octavo.nn.gathered_input`)
+    G in FP8      e4m3 in groups of 128 (1.03 bytes), widened; each rank then folds its scales into it
+    sums in FP8   e4m3 in groups of 128, each summand rounded once, added up in float32 (`octavo.comm`)
+    else          two bytes: float32 travels as bfloat16
+
+`gather_input` and `reduce_output` are the two ends of a layer. In backward a gather becomes a reduction of the gradient,
+and the reverse.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from octavo.comm import DEFAULT_SPEC, all_gather, all_reduce, reduce_scatter
+from octavo.comm.collectives import gather_single, reduce_scatter_single
+from octavo.comm.encoding import parse_spec
+from octavo.kernels import quantize
+from octavo.nn.gathered_input import GatheredInput, Rows
+from octavo.numerics.spec import QuantSpec
+from octavo.tensor import ScaledTensor
+
+_GROUP = parse_spec(DEFAULT_SPEC).granularity.columns
+"""Elements that share a scale in messages of G and of summands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenExchange:
+    """How a layer exchanges tokens.
+
+    Attributes:
+        mesh: The ranks, one dimension.
+        sequence_dim: The dimension of tokens, negative from the end; None if every rank has all of them.
+        fp8_gather: Gather in FP8.
+        fp8_reduce: Send summands in FP8.
+    """
+
+    mesh: DeviceMesh
+    sequence_dim: int | None
+    fp8_gather: bool
+    fp8_reduce: bool
+
+    def __deepcopy__(self, memo: Any) -> "TokenExchange":
+        return self  # meshes do not copy
+
+    def without_fp8(self) -> "TokenExchange":
+        """Return the same exchange in high precision."""
+        return replace(self, fp8_gather=False, fp8_reduce=False)
+
+    def dim(self, x: Tensor) -> int:
+        """Return the dimension of tokens of [..., K].
+
+        Raises:
+            ValueError: If the tensor has no such dimension before its last one.
+        """
+        assert self.sequence_dim is not None
+        dim = self.sequence_dim + x.ndim if self.sequence_dim < 0 else self.sequence_dim
+        if not 0 <= dim < x.ndim - 1:
+            raise ValueError(
+                f"sequence_dim={self.sequence_dim} is no dimension of tokens of an input of shape {list(x.shape)}, "
+                "whose last dimension is that of features: use -2, the last but one"
+            )
+        return dim
+
+    def placement(self, x: Tensor) -> Placement:
+        """Return where each rank's tokens of [..., K] are in those of all."""
+        return Replicate() if self.sequence_dim is None else Shard(self.dim(x))
+
+    def gather(self, x: Tensor, fp8: bool) -> Tensor:
+        """Return all tokens, of this rank's: in groups in FP8, or in two bytes."""
+        if self.sequence_dim is None:
+            return x.view_as(x)
+        if fp8:
+            parts = all_gather(_in_groups(x.detach()), self.mesh.get_group())
+        else:
+            sent = x.detach().to(_two_bytes(x.dtype)).contiguous().view(-1)
+            parts = sent.new_empty(self.mesh.size() * sent.numel())
+            gather_single(parts, sent, group=self.mesh.get_group())
+        return self._joined(parts.view(self.mesh.size(), *x.shape)).to(x.dtype)
+
+    def gather_quantized(self, x: Tensor, spec: QuantSpec) -> Tensor:
+        """Return all tokens, of this rank's, as rows that were quantized where they are."""
+        x_MK = x.detach().reshape(-1, x.shape[-1])
+        quantized = quantize(x_MK, spec)
+        assert quantized.scale is not None
+        if self.sequence_dim is None:
+            return GatheredInput(Rows(quantized), x.shape, x.dtype)
+        sent = torch.cat([part.view(torch.uint8).flatten() for part in (quantized.data, quantized.scale)])
+        received = sent.new_empty(self.mesh.size(), sent.numel())
+        gather_single(received.view(-1), sent, group=self.mesh.get_group())
+        size = x_MK.numel()
+        lead, ranks = x.shape[:-1], self.mesh.size()
+        data = self._joined(received[:, :size].unflatten(1, x.shape))
+        scale = self._joined(received[:, size:].unflatten(1, (*lead, quantized.scale.element_size())))
+        rows = ScaledTensor(
+            data.reshape(-1, x.shape[-1]).view(spec.format.dtype),
+            scale.reshape(x_MK.shape[0] * ranks, -1).clone().view(spec.scale_dtype),  # a copy begins at whole scales
+            spec,
+        )
+        return GatheredInput(Rows(rows), data.shape, x.dtype)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of all ranks' summands, for this rank's tokens."""
+        group, summand = self.mesh.get_group(), x.detach()
+        if self.sequence_dim is None:
+            if self.fp8_reduce:
+                return all_reduce(summand, group)
+            total = summand.to(_two_bytes(x.dtype), copy=True)
+            dist.all_reduce(total, group=group)
+            return total.to(x.dtype)
+        dim, ranks = self.dim(x), self.mesh.size()
+        if x.shape[dim] % ranks:
+            raise ValueError(
+                f"{x.shape[dim]} tokens, in dimension {dim} of {list(x.shape)}, are not an equal part for each of "
+                f"{ranks} ranks of tensor parallelism: pad the sequence to {x.shape[dim] + -x.shape[dim] % ranks}"
+            )
+        parts = summand.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0)
+        shape = parts.shape[1:]
+        if self.fp8_reduce:
+            return reduce_scatter(_in_groups(parts), group).view(shape)
+        sent = parts.to(_two_bytes(x.dtype)).contiguous().view(-1)
+        total = sent.new_empty(sent.numel() // ranks)
+        reduce_scatter_single(total, sent, group=group)
+        return total.view(shape).to(x.dtype)
+
+    def _joined(self, parts: Tensor) -> Tensor:
+        """Return the tokens of parts [t, ..., S/t, ..., K] in their order."""
+        dim = self.dim(parts[0])
+        return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def gather_input(x: Tensor, exchange: TokenExchange, spec: QuantSpec | None) -> Tensor:
+    """Return all tokens of this rank's x as a DTensor of each rank; summands of their gradient are reduced.
+
+    Args:
+        x: [..., K], this rank's tokens.
+        exchange: How.
+        spec: Spec of rows of X, if they are gathered in FP8.
+    """
+    whole: Tensor = _GatherInput.apply(x, exchange, spec)
+    return whole
+
+
+def reduce_output(y: Tensor, exchange: TokenExchange) -> Tensor:
+    """Return this rank's tokens of the sum of summands y, a DTensor; their gradient is gathered."""
+    part: Tensor = _ReduceOutput.apply(y, exchange)
+    return part
+
+
+class _GatherInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: TokenExchange, spec: QuantSpec | None) -> Tensor:
+        ctx.exchange, ctx.placement = exchange, exchange.placement(x)
+        whole = exchange.gather(x, fp8=False) if spec is None else exchange.gather_quantized(x, spec)
+        return _from_local(whole, exchange.mesh, Replicate())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, ...]:
+        if grad.placements == (Partial(),):
+            return ctx.exchange.reduce(grad.to_local()), None, None
+        return grad.redistribute(placements=[ctx.placement]).to_local(), None, None
+
+
+class _ReduceOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Any, exchange: TokenExchange) -> Tensor:
+        ctx.exchange = exchange
+        if y.placements == (Partial(),):
+            return exchange.reduce(y.to_local())
+        part: Tensor = y.redistribute(placements=[exchange.placement(y)]).to_local()
+        return part
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        exchange: TokenExchange = ctx.exchange
+        return _from_local(exchange.gather(grad, exchange.fp8_gather), exchange.mesh, Replicate()), None
+
+
+def _from_local(x: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
+    return DTensor.from_local(x, mesh, [placement], run_check=False)
+
+
+def _two_bytes(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.float32 else dtype
+
+
+def _in_groups(x: Tensor) -> Tensor:
+    """Return the elements in an order and shape whose messages have no padding, in the same groups of a row of x."""
+    return x.contiguous().view(-1) if x.shape[-1] % _GROUP == 0 else x.reshape(-1, x.shape[-1])
