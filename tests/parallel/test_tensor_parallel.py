@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,39 +16,13 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from training import VOCABULARY, make
+from training import make, steps_of
 
 import octavo
 from octavo.nn import equalized_state
 from octavo.numerics import sqnr
 
 pytestmark = pytest.mark.dist
-
-
-def batch(step):
-    return torch.randint(0, VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(step))
-
-
-def steps_of(model, steps, make_optimizer=None, data=(0, 1)):
-    """Losses, and the gradients of the last step, as plain tensors. `data`: this rank's share of each batch."""
-    make_optimizer = make_optimizer or partial(torch.optim.AdamW, foreach=False)
-    optimizer = make_optimizer(model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(steps):
-        tokens = batch(step).chunk(data[1])[data[0]]
-        optimizer.zero_grad()
-        logits = model(tokens[:, :-1])
-        if isinstance(logits, DTensor):
-            logits = logits.full_tensor()
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return losses, gradients
 
 
 def tp_job(sequence, recipe, steps):

@@ -2,12 +2,13 @@
 
 import warnings
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import octavo
@@ -88,6 +89,37 @@ def share(step, rank, micro):
 def loss_of(model, tokens, micros=1):
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()) / micros
+
+
+def batch(step):
+    """Tokens [4, 17] of a step, the same on every rank."""
+    return torch.randint(0, VOCABULARY, (4, 17), generator=torch.Generator().manual_seed(step))
+
+
+def steps_of(model, steps, make_optimizer=None, data=(0, 1), each_step=lambda: None):
+    """Losses, and the gradients of the last step, as plain tensors.
+
+    `data`: this rank's share of each batch. `each_step`: called between a backward and its optimizer step.
+    """
+    make_optimizer = make_optimizer or partial(torch.optim.AdamW, foreach=False)
+    optimizer = make_optimizer(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(steps):
+        tokens = batch(step).chunk(data[1])[data[0]]
+        optimizer.zero_grad()
+        logits = model(tokens[:, :-1])
+        if isinstance(logits, DTensor):
+            logits = logits.full_tensor()
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        losses.append(loss.item())
+        each_step()
+        optimizer.step()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return losses, gradients
 
 
 def optimizer_of(kind, parameters):

@@ -187,6 +187,7 @@ class ShardedWeight(Tensor):
     ) -> Any:
         """Return the whole weight, a view of the memory that every later gather refills."""
         if out is not None:
+            out = getattr(out, "_local_tensor", out)  # of a weight that tensor parallelism placed
             if isinstance(out, Fp8AllGatherOutput) and metadata is not None:
                 scale, channels = metadata
                 out.scale = out.scale if scale is None else scale

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.comm import reduce_scatter
@@ -149,12 +150,22 @@ def _mark_fp8_weights(model: nn.Module, dtype: torch.dtype | None, scales: Globa
         recipe, weight = recipes.pop(), linears[0].weight
         if recipe.supports_fp8_gather:
             by_tensor = scales if recipe.w.granularity == TENSOR else None
-            gather_format = GatherFormat(recipe.w, dtype, weight.shape[0], by_tensor)
+            gather_format = GatherFormat(recipe.w, dtype, local_tensor(weight).shape[0], by_tensor)
             gather_format.channels = partial(_channels, linears)
             gather_format.follow = partial(_update_recipe, weakref.ref(model), gather_format, linears, scales)
-            marked = nn.Parameter(ShardedWeight(weight.detach(), gather_format), requires_grad=weight.requires_grad)
+            marked = nn.Parameter(_marked(weight.detach(), gather_format), requires_grad=weight.requires_grad)
             for linear in linears:
                 linear.weight = marked
+
+
+def _marked(weight: Any, gather_format: GatherFormat) -> Tensor:
+    """Return a weight as a `ShardedWeight`; one that tensor parallelism placed stays a DTensor, of such a part."""
+    if not isinstance(weight, DTensor):
+        return ShardedWeight(weight, gather_format)
+    part = ShardedWeight(weight.to_local(), gather_format)
+    return DTensor.from_local(
+        part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
 
 
 def _channels(linears: Iterable[nn.Module]) -> ChannelScales | None:

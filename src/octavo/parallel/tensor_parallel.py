@@ -17,6 +17,7 @@ that memory and sends half as much again.
 from functools import partial
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,6 +50,11 @@ class _Fp8Style(ParallelStyle):
         for name, value in (("gather", gather), ("reduce", reduce)):
             if value not in _WIRES:
                 raise ValueError(f"{name} is 'fp8' or 'bf16'; got {value!r}{nearest(str(value), _WIRES)}")
+        if sequence_dim is None and reduce == "fp8":
+            raise ValueError(
+                "reduce='fp8' needs a sequence_dim: a sum for all ranks would be rounded to FP8 twice. Use "
+                "reduce='bf16'"
+            )
         self.sequence_dim, self.gather, self.reduce, self.heads = sequence_dim, gather, reduce, heads
 
     def __repr__(self) -> str:
@@ -139,7 +145,8 @@ class Fp8ColwiseParallel(_Fp8Style):
             one, of [B,S,H] or [B·S,H]. None: each rank has all tokens; then nothing is gathered.
         gather: `"fp8"`, or `"bf16"` for two bytes per element. Recipes that do not quantize X once by row gather
             in two bytes in any case, as do layers that are not converted; `octavo.report` shows it.
-        reduce: `"bf16"`, or `"fp8"` to send summands of ∂X in e4m3, in groups of 128, added up in float32.
+        reduce: `"bf16"`, or `"fp8"` to send summands of ∂X in e4m3, in groups of 128, added up in float32; only with a
+            `sequence_dim`, because a sum for all ranks would be rounded twice.
         heads: Heads of the output features, which the ranks share whole; None if it has none.
 
     The layer takes this rank's tokens and returns its features of all tokens: [..., S/t, H] → [..., S, N/t].
@@ -180,7 +187,7 @@ class Fp8ColwiseParallel(_Fp8Style):
 
     def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None:
         layer.register_forward_pre_hook(_Gather(exchange), with_kwargs=True)
-        layer.register_forward_hook(lambda module, inputs, y: y.to_local())
+        layer.register_forward_hook(lambda module, inputs, y: _as_plain(y))
 
 
 class Fp8RowwiseParallel(_Fp8Style):
@@ -190,7 +197,7 @@ class Fp8RowwiseParallel(_Fp8Style):
         sequence_dim: Dimension of the output in which each rank gets an equal part of the tokens; by default the last
             but one. None: each rank gets all tokens; then nothing is gathered.
         gather: `"fp8"` sends G in e4m3, in groups of 128; `"bf16"` in two bytes, as layers that are not converted do.
-        reduce: `"bf16"`, or `"fp8"` to send summands of Y in e4m3, in groups of 128, added up in float32.
+        reduce: `"bf16"`, or `"fp8"` for the summands of Y, as `Fp8ColwiseParallel`.
         heads: Heads of the input features, which the ranks share whole; None if it has none.
 
     The layer takes this rank's features of all tokens and returns its tokens: [..., S, K/t] → [..., S/t, N].
@@ -258,6 +265,13 @@ def _features(exchange: TokenExchange, layer: nn.Module, args: Any, kwargs: Any)
     input = _input_of(args, kwargs)
     x = _local(input, exchange, Shard(input.ndim - 1))
     return (DTensor.from_local(x, exchange.mesh, [Shard(x.ndim - 1)], run_check=False),), {}
+
+
+def _as_plain(y: Any) -> Tensor:
+    """Return this rank's part of Y, not as a view: FSDP2 warns about those, and they cannot be changed in place."""
+    local = y.to_local()
+    part: Tensor = torch.ops.aten._unsafe_view(local, local.shape)
+    return part
 
 
 def _present(layer: nn.Module, exchange: TokenExchange) -> TokenExchange:

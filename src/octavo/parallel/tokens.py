@@ -12,8 +12,8 @@
     sums in FP8   e4m3 in groups of 128, each summand rounded once, added up in float32 (`octavo.comm`)
     else          two bytes: float32 travels as bfloat16
 
-`gather_input` and `reduce_output` are the two ends of a layer. In backward a gather becomes a reduction of the gradient,
-and the reverse.
+`gather_input` and `reduce_output` are the two ends of a layer. In backward a gather becomes a reduction of the
+gradient, and the reverse.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from octavo.comm import DEFAULT_SPEC, all_gather, all_reduce, reduce_scatter
+from octavo.comm import DEFAULT_SPEC, all_gather, reduce_scatter
 from octavo.comm.collectives import gather_single, reduce_scatter_single
 from octavo.comm.encoding import parse_spec
 from octavo.kernels import quantize
@@ -46,7 +46,7 @@ class TokenExchange:
         mesh: The ranks, one dimension.
         sequence_dim: The dimension of tokens, negative from the end; None if every rank has all of them.
         fp8_gather: Gather in FP8.
-        fp8_reduce: Send summands in FP8.
+        fp8_reduce: Send summands in FP8; only with tokens to share.
     """
 
     mesh: DeviceMesh
@@ -117,8 +117,6 @@ class TokenExchange:
         """Return the sum of all ranks' summands, for this rank's tokens."""
         group, summand = self.mesh.get_group(), x.detach()
         if self.sequence_dim is None:
-            if self.fp8_reduce:
-                return all_reduce(summand, group)
             total = summand.to(_two_bytes(x.dtype), copy=True)
             dist.all_reduce(total, group=group)
             return total.to(x.dtype)
@@ -131,10 +129,11 @@ class TokenExchange:
         parts = summand.unflatten(dim, (ranks, x.shape[dim] // ranks)).movedim(dim, 0)
         shape = parts.shape[1:]
         if self.fp8_reduce:
-            return reduce_scatter(_in_groups(parts), group).view(shape)
-        sent = parts.to(_two_bytes(x.dtype)).contiguous().view(-1)
-        total = sent.new_empty(sent.numel() // ranks)
-        reduce_scatter_single(total, sent, group=group)
+            total = reduce_scatter(_in_groups(parts), group)
+        else:
+            sent = parts.to(_two_bytes(x.dtype)).contiguous().view(-1)
+            total = sent.new_empty(sent.numel() // ranks)
+            reduce_scatter_single(total, sent, group=group)
         return total.view(shape).to(x.dtype)
 
     def _joined(self, parts: Tensor) -> Tensor:
