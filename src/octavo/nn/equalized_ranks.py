@@ -27,7 +27,7 @@ def reduce_scales(model: nn.Module, all_reduce_max: Callable[[Tensor], Any], dev
     layers = [layer for _, layer in equalized_layers(model)]
     equalizers = [equalizer_of(layer) for layer in layers]
     if any(not equalizer.synchronized for equalizer in equalizers):
-        _drop_different(equalizers, [layer.in_features for layer in layers], all_reduce_max, device)
+        _drop_different(equalizers, [_columns(layer) for layer in layers], all_reduce_max, device)
     if not any(equalizer.backward_ran for equalizer in equalizers):
         return
     due = [layer for layer, equalizer in zip(layers, equalizers, strict=True) if equalizer.pass_measures]
@@ -67,7 +67,7 @@ def _refresh(layers: list[Equalized], all_reduce_max: Callable[[Tensor], Any], d
     first: dict[Measurement, int] = {}
     parts: list[Tensor] = []
     for index, layer in enumerate(layers):
-        measurement, k = equalizer_of(layer).measurement, layer.in_features
+        measurement, k = equalizer_of(layer).measurement, _columns(layer)
         x_amax = torch.zeros(k) if measurement is None else measurement.x_amax
         group = -torch.inf if measurement is None else float(first.setdefault(measurement, index))
         bounds = torch.tensor([group, -torch.inf if measurement is None else -group])
@@ -108,10 +108,16 @@ def _labels(layers: list[Equalized], bounds: list[list[float]]) -> list[int]:
 def _weight_amax(layer: Equalized, measurement: Measurement | None) -> Tensor:
     """Return the column maxima of this rank's rows of a layer's weight, or what its forward measured of all rows."""
     if measurement is None:
-        return torch.zeros(layer.in_features)
+        return torch.zeros(_columns(layer))
     if measurement.w_amax is not None:
         return measurement.w_amax
-    weight = layer.weight
+    weight = getattr(layer.weight, "_local_tensor", layer.weight)
     if not isinstance(weight, Fp8AllGatherOutput):
         return column_amax(local_tensor(weight))
     return column_amax(weight.dequantized(torch.float32))  # its memory is not freed since forward
+
+
+def _columns(layer: Equalized) -> int:
+    """Return K of this rank: a part of `in_features` where tensor parallelism splits columns."""
+    weight = layer._parameters.get("weight")  # none if parametrized
+    return layer.in_features if weight is None or layer.weight_is_transposed else local_tensor(weight).shape[1]

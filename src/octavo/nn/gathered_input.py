@@ -21,6 +21,8 @@ from octavo.runtime.torch_compat import disabled_torch_function, tree_map
 from octavo.tensor import ScaledTensor
 
 aten = torch.ops.aten
+_COMPOSITE = (aten.view_as.default, aten.reshape.default)
+"""Operations that inference mode does not decompose into the following."""
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
 
 
@@ -79,6 +81,8 @@ class GatheredInput(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         owner = args[0]
+        if func in _COMPOSITE:
+            return func.decompose(*args)
         if func in (aten.detach.default, aten.alias.default):
             return GatheredInput(owner.rows, owner.shape, owner.dtype)
         if func in _VIEWS:

@@ -83,8 +83,9 @@ class InputCastCache(threading.local):
 
         x_MK is the matrix view of `owner`.
         """
-        cast: InputCasts | None
-        casts = None if torch.compiler.is_compiling() else self.casts_of(owner)
+        casts: dict[Any, InputCasts] | None = None
+        if not torch.compiler.is_compiling():
+            casts = self.casts_of(owner)
         if casts is not None:
             cast = casts.get(cast_key(recipe, True, source))  # of both, which serves a forward alone, too
             if cast is None and not needs_wgrad:

@@ -252,7 +252,7 @@ class _Gather:
             self._checked = True
         spec = layer.recipe.x if exchange.fp8_gather and isinstance(layer, LinearLike) and fits(layer.recipe) else None
         gathered = _GATHERED.casts_of(input)
-        key = exchange, spec
+        key = exchange, spec, torch.is_grad_enabled()
         if gathered is None:
             return (gather_input(x, exchange, spec),), {}
         if key not in gathered:

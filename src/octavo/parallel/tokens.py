@@ -115,6 +115,7 @@ class TokenExchange:
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' summands, for this rank's tokens."""
+        total: Tensor
         group, summand = self.mesh.get_group(), x.detach()
         if self.sequence_dim is None:
             total = summand.to(_two_bytes(x.dtype), copy=True)
