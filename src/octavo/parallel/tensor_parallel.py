@@ -157,10 +157,15 @@ class Fp8ColwiseParallel(_Fp8Style):
             distributed already, or ranks that differ. In the first forward: if ranks have different numbers of tokens.
 
     Examples:
-        Under `torchrun`, with a converted model and a mesh that has a dimension "tp":
+        Under `torchrun`, on each rank:
 
-        >>> plan = {"attention.q": Fp8ColwiseParallel(heads=32), "attention.o": Fp8RowwiseParallel(heads=32)}
-        >>> parallelize_module(block, mesh["tp"], plan)
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        >>> mlp = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)))
+        >>> plan = {"0": octavo.parallel.Fp8ColwiseParallel(), "1": octavo.parallel.Fp8RowwiseParallel()}
+        >>> mlp = parallelize_module(mlp, mesh["tp"], plan)
+        >>> mlp(torch.randn(2, 8, 64)).shape                     # eight tokens of each sequence on each rank
+        torch.Size([2, 8, 64])
     """
 
     weight_dim, split_size, bias_placement = 0, "out_features", Shard(0)
@@ -207,10 +212,10 @@ class Fp8RowwiseParallel(_Fp8Style):
         ValueError: As `Fp8ColwiseParallel`. In a forward: if the ranks do not divide the tokens.
 
     Examples:
-        Under `torchrun`, with a converted model and a mesh that has a dimension "tp":
+        >>> octavo.parallel.Fp8RowwiseParallel(reduce="fp8", heads=32)
+        Fp8RowwiseParallel(sequence_dim=-2, gather='fp8', reduce='fp8', heads=32)
 
-        >>> plan = {"up": Fp8ColwiseParallel(), "down": Fp8RowwiseParallel(reduce="fp8")}
-        >>> parallelize_module(block, mesh["tp"], plan)
+        `Fp8ColwiseParallel` has an example of both in a plan.
     """
 
     weight_dim, split_size, bias_placement = 1, "in_features", Replicate()
