@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from octavo.comm import DEFAULT_SPEC
 from octavo.nn.convert import apply_plan, rule_plan
@@ -245,6 +246,11 @@ def _check_model(model: nn.Module, layout: Parallel, copies: int, dtype: torch.d
             raise ValueError(f"{where} (FSDP1), which Octavo does not support: give parallelize the model inside it")
         if isinstance(module, FSDPModule | nn.parallel.DistributedDataParallel):
             raise ValueError(f"{where} already: call parallelize once, on the whole model, before fully_shard or DDP")
+    if copies > 1 and any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(
+            "this mesh has copies only, for DDP, which does not take a model under tensor parallelism: add a dp_shard "
+            "dimension of two or more ranks"
+        )
     if copies > 1 and layout.cpu_offload:
         raise ValueError("cpu_offload needs shards, and this mesh has copies only: add a dp_shard dimension")
     if copies > 1 and dtype is not None and any(p.dtype != dtype for p in model.parameters()):

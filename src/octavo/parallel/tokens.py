@@ -99,16 +99,15 @@ class TokenExchange:
         assert quantized.scale is not None
         if self.sequence_dim is None:
             return GatheredInput(Rows(quantized), x.shape, x.dtype)
-        sent = torch.cat([part.view(torch.uint8).flatten() for part in (quantized.data, quantized.scale)])
+        sent = torch.cat([part.reshape(-1).view(torch.uint8) for part in (quantized.data, quantized.scale)])
         received = sent.new_empty(self.mesh.size(), sent.numel())
         gather_single(received.view(-1), sent, group=self.mesh.get_group())
         size = x_MK.numel()
-        lead, ranks = x.shape[:-1], self.mesh.size()
         data = self._joined(received[:, :size].unflatten(1, x.shape))
-        scale = self._joined(received[:, size:].unflatten(1, (*lead, quantized.scale.element_size())))
+        scale = self._joined(received[:, size:].unflatten(1, (*x.shape[:-1], quantized.scale.element_size())))
         rows = ScaledTensor(
-            data.reshape(-1, x.shape[-1]).view(spec.format.dtype),
-            scale.reshape(x_MK.shape[0] * ranks, -1).clone().view(spec.scale_dtype),  # a copy begins at whole scales
+            data.flatten(0, -2).view(spec.format.dtype),
+            scale.flatten(0, -2).clone().view(spec.scale_dtype),  # a copy begins at whole scales
             spec,
         )
         return GatheredInput(Rows(rows), data.shape, x.dtype)
