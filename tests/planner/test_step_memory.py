@@ -19,6 +19,7 @@ import octavo
 from octavo.nn.causal import chunked_loss
 from octavo.numerics.plan import Decision, Plan
 from octavo.parallel import Parallel
+from octavo.planner import model_plan
 from octavo.planner.fake import fake_copy, fake_tensors
 from octavo.planner.model_memory import make_gradients, make_states
 from octavo.planner.step_memory import copy_with_blocks, leading_blocks
@@ -152,17 +153,39 @@ def test_blocks_that_are_not_equal_are_followed_whole():
     assert leading_blocks(model, plan) is None
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_first_blocks_that_differ_are_followed_and_the_rest_extrapolated(monkeypatch, checkpointing):
-    """As the dense blocks of DeepSeek-V3, before those with experts: every byte and second as from all blocks."""
-    model = llama(**SIZES | {"num_hidden_layers": 7}).bfloat16()
+def first_blocks_differ(blocks):
+    model = llama(**SIZES | {"num_hidden_layers": blocks}).bfloat16()
     width = model.config.hidden_size
     for block in model.model.layers[:2]:
         block.mlp = nn.Sequential(nn.Linear(width, 96), nn.GELU(), nn.Linear(96, width)).bfloat16()
-    plans = [octavo.plan(model, 2, 128, device=FAST, checkpointing=checkpointing)]
+    return model
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world_size", [1, 8])
+def test_a_plan_traces_forward_twice_and_each_step_once(monkeypatch, world_size):
+    """Of 12 blocks the two first, which differ, and two or three of the others: the planner's time is theirs."""
+    traced = []
+    for name in ("trace", "trace_step"):
+        original = getattr(model_plan, name)
+
+        def counted(model, *args, name=name, original=original):
+            traced.append((name, len(find_blocks(model))))
+            return original(model, *args)
+
+        monkeypatch.setattr(model_plan, name, counted)
+    octavo.plan(first_blocks_differ(12), 2, 128, device=FAST, world_size=world_size)
+    assert traced == [("trace", 4), ("trace", 5), ("trace_step", 5), ("trace_step", 5)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{}, {"checkpointing": "full"}, {"world_size": 8}], ids=str)
+def test_first_blocks_that_differ_are_followed_and_the_rest_extrapolated(monkeypatch, options):
+    """As the dense blocks of DeepSeek-V3, before those with experts: every byte and second as from all blocks."""
+    model = first_blocks_differ(7)
+    plans = [octavo.plan(model, 2, 128, device=FAST, **options)]
     monkeypatch.setattr("octavo.planner.model_plan.leading_blocks", lambda model, plan: None)
-    plans.append(octavo.plan(model, 2, 128, device=FAST, checkpointing=checkpointing))
+    plans.append(octavo.plan(model, 2, 128, device=FAST, **options))
     short, whole = (plan.memory for plan in plans)
     assert (short.traced_blocks, whole.traced_blocks) == ((4, 7), (7, 7))
     for name in ("at_peak", "largest", "phase"):

@@ -67,8 +67,8 @@ def decide(gpu: Gpu, calls: Sequence[LinearCall], recipes: Sequence[Recipe], *, 
         recipes: Recipes to choose from, in order of preference.
         eager: Count the host's time where it exceeds the GPU time.
     """
-    bf16_cost = total([bf16_linear(gpu, call) for call in calls])
-    bf16 = sum(bf16_linear(gpu, call).wall(gpu, eager=eager) for call in calls)
+    bf16_costs = [bf16_linear(gpu, call) for call in calls]
+    bf16_cost, bf16 = total(bf16_costs), sum(cost.wall(gpu, eager=eager) for cost in bf16_costs)
     usable = [recipe for recipe in recipes if fp8_rate(gpu, recipe) is not None]
     if not usable:
         reason = (
@@ -77,11 +77,12 @@ def decide(gpu: Gpu, calls: Sequence[LinearCall], recipes: Sequence[Recipe], *, 
             else f"{', '.join(r.name for r in recipes)} is only emulated on {gpu.name}: bf16"
         )
         return LinearDecision(decision=Decision(recipe=None, reason=reason, gain=1.0), bf16=bf16, planned=bf16)
-    times = {r.name: sum(fp8_linear(gpu, call, r).wall(gpu, eager=eager) for call in calls) for r in usable}
+    costs = {r.name: [fp8_linear(gpu, call, r) for call in calls] for r in usable}
+    times = {name: sum(cost.wall(gpu, eager=eager) for cost in each) for name, each in costs.items()}
     fastest = min(times.values())
     recipe = next(r for r in usable if times[r.name] <= fastest * TIE_FACTOR)
     gain = bf16 / times[recipe.name]
-    chosen = total([fp8_linear(gpu, call, recipe) for call in calls])
+    chosen = total(costs[recipe.name])
     numbers = (
         f"{_sizes(calls)}, bf16 {_ms(bf16)}{_measured_share(bf16_cost, bf16)}, {recipe.name} "
         f"{_ms(times[recipe.name])}{_measured_share(chosen, times[recipe.name])}, "

@@ -1,4 +1,9 @@
-"""Extrapolate the memory of a training step of many equal blocks from steps of two models with few blocks.
+"""Extrapolate the memory of a training step of many equal blocks from steps of models with few blocks.
+
+One step of three blocks suffices if two of them have the same events in forward, and in backward, and nothing follows
+backward: these events then repeat for every further block (`repeat_block`). The trace of forward has shown that nothing
+outside of the blocks depends on their number (`octavo.planner.trace.extrapolate_trace`). Otherwise two steps are
+compared (`extrapolate_blocks`):
 
 A model of n equal blocks runs some first operations, n times the same block, and some last operations in forward, and
 the reverse in backward. So the storage events of n + 1 blocks are those of n with one block's events inserted. An event
@@ -19,6 +24,54 @@ import torch
 from torch import Tensor
 
 from octavo.planner.timeline import MemorySeries, StorageEvents
+
+
+def repeat_block(step: StorageEvents, extra: int) -> StorageEvents | None:
+    """Return the events of a step of the same model with more blocks, all of them.
+
+    Args:
+        step: Events of a model whose last three blocks are equal, or more of them.
+        extra: Number of blocks to add, or -1 to remove one.
+
+    Returns:
+        The events; None if no block's events repeat, or events follow backward.
+    """
+    blocks = step.last_blocks
+    if blocks is None or step.backward_end < len(step.changes):
+        return None
+    order: list[int] = []
+    for index in range(step.step_start):
+        order += [index] * (1 + extra if index in blocks.held else 1)
+    starts = [len(order)]
+    for begin, end, (first, length) in (
+        (step.step_start, step.backward_start, blocks.forward),
+        (step.backward_start, step.backward_end, blocks.backward),
+    ):
+        labelled = list(zip(step.changes[first:end], step.kinds[first:end], strict=True))
+        repeated = _first_repeated(labelled, length)
+        if repeated is None:
+            return None
+        block = range(first + repeated, first + repeated + length)
+        order += [*range(begin, block.start), *(1 + extra) * [*block], *range(block.stop, end)]
+        starts.append(len(order))
+    return StorageEvents(
+        kinds=[step.kinds[index] for index in order],
+        changes=[step.changes[index] for index in order],
+        phases=[step.phases[index] for index in order],
+        step_start=starts[0],
+        backward_start=starts[1],
+        backward_end=starts[2],
+    )
+
+
+def _first_repeated(values: Sequence[Any], length: int) -> int | None:
+    """Return the first index at which a part of this length occurs twice in a row; None if there is none."""
+    equal = 0
+    for index in range(len(values) - length):
+        equal = equal + 1 if values[index] == values[index + length] else 0
+        if equal == length > 0:
+            return index - length + 1
+    return None
 
 
 def extrapolate_blocks(few: StorageEvents, more: StorageEvents, extra: int) -> MemorySeries | None:

@@ -136,6 +136,7 @@ def trace_step(
         step_config=step_config,
         allocation_granularity=allocation_granularity,
         saved=saved,
+        states_of={} if stepper is None else stepper.state,
     )
 
 

@@ -7,7 +7,7 @@ step gains, and how much memory it needs.
 
 One forward runs on fake copies of the model, to count the calls of each linear layer, their sizes and the other work.
 Steps run on such copies for their memory (`octavo.planner.step_memory`). If the blocks are equal, the copies have two
-and three of them and the rest is extrapolated. The model may be on meta. A GPU is read only if the device is this
+or three of them and the rest is extrapolated. The model may be on meta. A GPU is read only if the device is this
 machine's and `octavo calibrate` has measured it.
 """
 
@@ -135,7 +135,7 @@ def plan(
 
     def memory(plan: Plan, level: Precision, step_config: StepConfig) -> MemoryPlan:
         trace_blocks = partial(_trace_blocks, model, shapes, plan, level, checkpointing, step_config)
-        blocks, leading = len(find_blocks(model)), leading_blocks(model, plan)
+        blocks, leading = len(find_blocks(model)), leading_blocks(model, plan) if traced.extrapolated else None
         predicted = predict_memory(trace_blocks, size, step_config, blocks=blocks, leading=leading, offloaded=offloaded)
         return replace(predicted, notes=(_SELECTIVE_NOTE,) if checkpointing == "selective" else ())
 

@@ -4,13 +4,14 @@
     predict_memory     of a few blocks: extrapolates to all of them     `octavo.planner.memory_extrapolation`
                        of several GPUs: what one of them holds          `octavo.planner.sharded_memory`
 
-A model of many equal blocks takes a second or two: the step runs on fake copies with two and three of the blocks; the
-difference is checked and extrapolated to, say, 80. On one GPU the first blocks may differ from the others, as the dense
-ones of DeepSeek-V3; they run too. If other blocks differ in shapes or in the decisions for their layers, or if the two
-steps differ by more than one block, the whole model runs instead.
+A model of many equal blocks takes a second or two: the step runs on a fake copy with three of the blocks, and the
+events that repeat from one to the next give those of two blocks and of, say, 80. If something follows backward, such as
+a trainer's gradient norm, steps of two and three blocks run. The first blocks may differ from the others, as the dense
+ones of DeepSeek-V3; they run too. If other blocks differ in shapes or in the decisions for their layers, or the steps
+by more than one block, or if the operations outside of the blocks depend on their number, the whole model runs instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from octavo.nn.memory_audit import Audit, dtype_name
 from octavo.numerics.plan import Plan
 from octavo.planner.collective_cost import FP8_BYTES_PER_ELEMENT
 from octavo.planner.fake import fake_copy
-from octavo.planner.memory_extrapolation import extrapolate_blocks
+from octavo.planner.memory_extrapolation import extrapolate_blocks, repeat_block
 from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.sharded_memory import Group, Shards, memory_per_rank
 from octavo.planner.step import StepConfig
@@ -98,9 +99,13 @@ def predict_memory(
     series = None
     whole = step_config.shards == step_config.copies == 1 and not offloaded  # else all blocks are sharded as the first
     count = (leading or 0) + TRACED_BLOCKS
-    if leading is not None and blocks > count + 1 and (whole or not leading):
-        step, more = trace(count, size), trace(count + 1, size)
-        series = extrapolate_blocks(step.events, more.events, blocks - count)
+    if leading is not None and blocks > count + 1:
+        step = trace(count + 1, size)
+        if whole or not leading:
+            few = repeat_block(step.events, -1) or trace(count, size).events
+            series = extrapolate_blocks(few, step.events, blocks - count)
+        elif (repeated := repeat_block(step.events, blocks - count - 1)) is not None:
+            series = repeated.series
     if series is None:
         step, count = trace(None, size), blocks
         series = step.events.series
@@ -134,6 +139,7 @@ def follow_step(
     model: nn.Module, batch: Any, states: Sequence[Tensor], earlier_gradients: Sequence[Tensor],
     forward_backward: Callable[[], Any], optimizer_step: Callable[[], Any], *, step_config: StepConfig,
     allocation_granularity: int, gradients: Callable[[], Sequence[Tensor]] = tuple, saved: Audit | None = None,
+    states_of: Mapping[Tensor, Any] | None = None,
 ) -> StepTrace:  # fmt: skip
     """Record a step of a fake model under FakeTensorMode.
 
@@ -148,6 +154,7 @@ def follow_step(
         allocation_granularity: Granularity of the allocator in bytes.
         gradients: Returns gradients that are not those of the model's parameters, after backward.
         saved: What a forward saves for backward, if that was listed.
+        states_of: States of the optimizer by parameter, if these are all its tensors.
     """
     timeline, blocks = Timeline(allocation_granularity), find_blocks(model)
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -156,6 +163,11 @@ def follow_step(
     timeline.label(tensors, BATCH)
     timeline.label(states, STATES)
     timeline.label_gradients(earlier_gradients)
+    if blocks and states_of is not None:
+        last = [*blocks[-1].parameters(), *blocks[-1].buffers()]
+        ids = {id(tensor) for tensor in last}
+        others = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in ids]
+        timeline.hold_block(_held(last, states_of), _held(others, states_of))
     timeline.follow(model, blocks)
     with timeline:
         forward_backward()
@@ -177,6 +189,12 @@ def follow_step(
         ),
         saved=saved or Audit(rows=()),
     )  # fmt: skip
+
+
+def _held(tensors: Sequence[Tensor], states_of: Mapping[Tensor, Any]) -> list[Tensor]:
+    """List parameters and buffers with their gradients and states."""
+    leaves = tree_leaves([(t, t.grad, states_of.get(t)) for t in tensors])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def leading_blocks(model: nn.Module, plan: Plan) -> int | None:

@@ -26,7 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from octavo.runtime.torch_compat import TorchDispatchMode, in_backward, is_traceable_wrapper_subclass, tree_leaves
+from octavo.runtime.torch_compat import (
+    FakeTensor,
+    TorchDispatchMode,
+    in_backward,
+    is_traceable_wrapper_subclass,
+    tree_leaves,
+)
 
 PARAMETERS, BUFFERS, STATES, BATCH = "parameters", "buffers", "optimizer states", "batch"
 GRADIENTS, ACTIVATIONS, TEMPORARIES = "gradients", "activations", "temporaries"
@@ -92,6 +98,21 @@ class MemorySeries:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LastBlocks:
+    """Where the events of the last blocks of a model are, three or more of which are equal.
+
+    Attributes:
+        held: Indices of the last block's events before the step.
+        forward: Index at which the last block but two begins its forward, and events per block.
+        backward: Index at which the last block has its first gradient, and events per block.
+    """
+
+    held: frozenset[int]
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StorageEvents:
     """All events of a timeline, and the indices at which the parts of a step start.
 
@@ -102,6 +123,7 @@ class StorageEvents:
         step_start: Index of the first event of the step; earlier ones are tensors held before it.
         backward_start: Index of the first event of backward.
         backward_end: Index of the first event after backward.
+        last_blocks: The events of the last blocks; None if unknown.
     """
 
     kinds: Sequence[str]
@@ -110,6 +132,7 @@ class StorageEvents:
     step_start: int
     backward_start: int
     backward_end: int
+    last_blocks: LastBlocks | None = None
 
     @property
     def series(self) -> MemorySeries:
@@ -145,6 +168,9 @@ class Timeline(TorchDispatchMode):
         self._phase = ""
         self._in_backward = False
         self._marks: dict[str, int] = {}
+        self._block_held: frozenset[int] | None = None
+        self._block_forwards: list[int] = []
+        self._block_backwards: dict[int, int] = {}
 
     def label(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Set the category of tensors that have none yet."""
@@ -167,15 +193,32 @@ class Timeline(TorchDispatchMode):
         """Set the phase of the events that follow."""
         self._phase = name
 
+    def hold_block(self, tensors: Iterable[Tensor], others: Iterable[Tensor]) -> None:
+        """Name the tensors held for the last block before the step, and those held for others too."""
+        held, shared = ({self._number(t) for t in _unwrapped(part)} for part in (tensors, others))
+        self._block_held = frozenset(held - shared)
+
     def follow(self, model: nn.Module, blocks: Iterable[nn.Module] = ()) -> None:
-        """Hook a model to mark the start of forward and to label gradients; those of `blocks` as `BLOCK_GRADIENTS`."""
-        inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+        """Hook a model to mark the start of forward and of its blocks, and to label gradients; those of `blocks` as
+        `BLOCK_GRADIENTS`.
+        """
+        blocks = list(blocks)
+        inside = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
 
         def label_gradient(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self.label_gradients([parameter.grad], BLOCK_GRADIENTS if id(parameter) in inside else GRADIENTS)
+            index = inside.get(id(parameter))
+            self.label_gradients([parameter.grad], GRADIENTS if index is None else BLOCK_GRADIENTS)
+            if index is not None:
+                self._block_backwards.setdefault(index, len(self._events))
+
+        def begin_block(*_: Any) -> None:
+            if not in_backward():  # where checkpointing recomputes it
+                self._block_forwards.append(len(self._events))
 
         model.register_forward_pre_hook(lambda *_: self.set_phase("forward"))
+        for block in blocks:
+            block.register_forward_pre_hook(begin_block)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(label_gradient)
@@ -191,6 +234,19 @@ class Timeline(TorchDispatchMode):
             step_start=self._marks.get("step start", end),
             backward_start=self._marks.get("backward start", end),
             backward_end=self._marks.get("backward end", end),
+            last_blocks=self._last_blocks(events),
+        )
+
+    def _last_blocks(self, events: Sequence[tuple[int, int, str]]) -> LastBlocks | None:
+        starts, gradients = self._block_forwards, self._block_backwards
+        last = len(starts) - 1
+        if self._block_held is None or last < 2 or any(index not in gradients for index in (last - 1, last)):
+            return None
+        before = events[: self._marks["step start"]]
+        return LastBlocks(
+            held=frozenset(index for index, (number, _, _) in enumerate(before) if number in self._block_held),
+            forward=(starts[last - 2], starts[last] - starts[last - 1]),
+            backward=(gradients[last], gradients[last - 1] - gradients[last]),
         )
 
     def __enter__(self) -> "Timeline":
@@ -224,6 +280,8 @@ class Timeline(TorchDispatchMode):
             self._in_backward = backward
             self._mark("backward start" if backward else "backward end")
             self._phase = "backward" if backward else "after backward"
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # the autograd engine asks for it more often than all operations run
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):

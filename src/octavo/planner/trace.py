@@ -13,7 +13,7 @@ that reads its outside inputs and writes the outputs that are read later. Induct
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ class Trace:
         regions: Bytes of the same, fused between products.
         parameters: Elements of all parameters, tied ones once.
         trained: Elements of those that require a gradient.
+        extrapolated: Whether a few blocks ran for all.
     """
 
     calls: Mapping[str, tuple[LinearCall, ...]]
@@ -58,6 +59,7 @@ class Trace:
     regions: tuple[float, ...]
     parameters: int
     trained: int
+    extrapolated: bool = field(default=False, compare=False)
 
 
 def trace(model: nn.Module, linears: Mapping[str, nn.Module], forward: Callable[[], Any]) -> Trace:
@@ -104,7 +106,7 @@ def extrapolate_trace(few: Trace, more: Trace, count: int, blocks: Sequence[str]
         return None
     numbers = {name: getattr(few, name) + extra * (getattr(more, name) - getattr(few, name)) for name in _NUMBERS}
     others = {block + name: calls for block in blocks[count + 1 :] for name, calls in added.items()}
-    return Trace(calls={**more.calls, **others}, **parts, **numbers)  # type: ignore[arg-type]
+    return Trace(calls={**more.calls, **others}, **parts, **numbers, extrapolated=True)  # type: ignore[arg-type]
 
 
 _PARTS, _NUMBERS = ("products", "rest", "regions"), ("attention", "parameters", "trained")
@@ -116,11 +118,14 @@ def _block_calls(trace: Trace, block: str) -> dict[str, tuple[LinearCall, ...]]:
 
 
 def _repeat_difference(few: tuple[Any, ...], more: tuple[Any, ...], extra: int) -> tuple[Any, ...] | None:
-    """Insert into `few` what `more` has beyond it, `extra` times; None if the two differ elsewhere."""
-    prefix, suffix = common_prefix(few, more), common_prefix(few[::-1], more[::-1])
-    if prefix + suffix < len(few):
+    """Insert into `few` what `more` has beyond it, `extra` times; None if the two differ elsewhere, or that is not what
+    the block before it has.
+    """
+    prefix, suffix, length = common_prefix(few, more), common_prefix(few[::-1], more[::-1]), len(more) - len(few)
+    added = more[prefix : prefix + length]
+    if prefix + suffix < len(few) or few[prefix - length : prefix] != added:
         return None
-    return (*few[:prefix], *more[prefix : prefix + len(more) - len(few)] * extra, *few[prefix:])
+    return (*few[:prefix], *added * extra, *few[prefix:])
 
 
 @contextmanager

@@ -211,8 +211,8 @@ def plan_step(
         progress(f"the memory of {subject}")
         steps = partial(_step_on_blocks, run, model, plan, arm_setting)
         return predict_memory(
-            steps, shape[0], arm_setting, blocks=len(find_blocks(model)), leading=leading_blocks(model, plan),
-            offloaded=layout.cpu_offload,
+            steps, shape[0], arm_setting, blocks=len(find_blocks(model)),
+            leading=leading_blocks(model, plan) if trace.extrapolated else None, offloaded=layout.cpu_offload,
         )  # fmt: skip
 
     own_memory = memory("this configuration", config, own_plan, step_config)
