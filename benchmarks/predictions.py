@@ -86,6 +86,8 @@ def fp8(gpu: Gpu, linear: LinearCall, table: str) -> Cost:
     elements = (linear.m * linear.k, linear.n * linear.k, linear.m * linear.n)
     x, w, g = (tuple(size * count for size in sizes) for sizes, count in zip(TABLES[table], elements, strict=True))
     share = gpu.block_efficiency if table == "by block" else gpu.fp8_efficiency
+    if table == "by row, two copies":
+        share *= gpu.row_efficiency
     return fp8_cost(gpu, linear, Passes(forward=x + w, backward=g), gpu.fp8_tflops * 1e12 * share)
 
 

@@ -39,7 +39,8 @@ class Device:
         floor: Seconds that the smallest kernel takes, launch included, when launches queue up.
         eager: Seconds of host time per launched op in eager PyTorch; the GPU waits for it where its work is shorter.
         bf16_efficiency: Share of the peak that large bf16 products reach.
-        fp8_efficiency: Share of the peak that large FP8 products reach.
+        fp8_efficiency: Share of the peak that large FP8 products reach with scales by tensor.
+        row_efficiency: Share of that rate that they reach with scales by row.
         memory_efficiency: Share of the bandwidth that large copies reach.
     """
 
@@ -53,11 +54,13 @@ class Device:
     eager: float
     bf16_efficiency: float
     fp8_efficiency: float
+    row_efficiency: float
     memory_efficiency: float
 
-    def product(self, m: int, k: int, n: int, *, fp8: bool) -> float:
+    def product(self, m: int, k: int, n: int, *, fp8: bool, by_row: bool = False) -> float:
         """Seconds of [m,k]·[k,n] with a bf16 result, operands of one byte per element or two."""
-        rate = self.fp8 * self.fp8_efficiency if fp8 else self.bf16 * self.bf16_efficiency
+        share = self.fp8_efficiency * (self.row_efficiency if by_row else 1.0)
+        rate = self.fp8 * share if fp8 else self.bf16 * self.bf16_efficiency
         moved = (1 if fp8 else 2) * (m * k + k * n) + 2 * m * n
         return max(2 * m * n * k / rate, moved / (self.bandwidth * self.memory_efficiency), self.floor)
 
@@ -74,14 +77,15 @@ class Device:
             eager: Count the host's time (`octavo.planner.host_time`): the larger of host and GPU time then holds.
         """
         fp8 = recipe != "bf16"
-        kernels = [self.product(*sizes, fp8=fp8) for sizes in products(shape)]
+        by_row = recipe.startswith("rowwise")
+        kernels = [self.product(*sizes, fp8=fp8, by_row=by_row) for sizes in products(shape)]
         if fp8:
             kernels += [self.moving(moved) for moved in passes(shape, recipe)]
         host = self.eager * (len(products(shape)) * RATIOS[recipe] if recipe in RATIOS else len(kernels))
         return max(sum(kernels), host) if eager else sum(kernels)
 
     def free_quantization(self, shape: Shape) -> float:
-        """Seconds of the three FP8 products alone: the Amdahl limit of a linear layer."""
+        """Seconds of the three FP8 products alone, scales by tensor: the Amdahl limit of a linear layer."""
         return sum(self.product(*sizes, fp8=True) for sizes in products(shape))
 
     def measured(self, ceilings: Mapping[str, Any]) -> "Device":
@@ -89,7 +93,8 @@ class Device:
         return replace(
             self,
             bf16=1e12 * ceilings["bf16_tflops"], fp8=1e12 * ceilings["fp8_tflops"],
-            bandwidth=1e12 * ceilings["copy_tbs"], bf16_efficiency=1.0, fp8_efficiency=1.0, memory_efficiency=1.0,
+            bandwidth=1e12 * ceilings["copy_tbs"], bf16_efficiency=1.0, fp8_efficiency=1.0, row_efficiency=1.0,
+            memory_efficiency=1.0,
         )  # fmt: skip
 
 
@@ -98,7 +103,8 @@ def _of(name: str, l2: float) -> Device:
     return Device(
         name=gpu.name, bf16=gpu.bf16_tflops * 1e12, fp8=gpu.fp8_tflops * 1e12, bandwidth=gpu.memory_tbs * 1e12, l2=l2,
         multiprocessors=gpu.multiprocessors, floor=gpu.launch_us * 1e-6, eager=gpu.host_us * 1e-6,
-        bf16_efficiency=gpu.bf16_efficiency, fp8_efficiency=gpu.fp8_efficiency, memory_efficiency=gpu.memory_efficiency,
+        bf16_efficiency=gpu.bf16_efficiency, fp8_efficiency=gpu.fp8_efficiency, row_efficiency=gpu.row_efficiency,
+        memory_efficiency=gpu.memory_efficiency,
     )  # fmt: skip
 
 

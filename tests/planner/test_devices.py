@@ -98,7 +98,7 @@ def test_a_gpu_described_in_toml(tmp_path):
         ({"like": "h100", "fp8_tflops": -1}, "fp8_tflops is a finite number, 0 or more; got -1"),
         ({"like": "h100", "memory_gib": 1}, "memory_gib is a finite number, above 1; got 1"),
         ({"like": "h100", "multiprocessors": 1.5}, "multiprocessors is a whole number; got 1.5"),
-        ({"like": "h100", "fp8_efficiency": 70}, "share of the peak, above 0 and at most 1; got 70"),
+        ({"like": "h100", "fp8_efficiency": 70}, "is a share, above 0 and at most 1; got 70"),
         ({"like": 7}, "the table: like is one of h100, .*; got 7"),
         ({"like": "h1"}, r"the table: like is one of h100, .*; got 'h1' \(did you mean 'h100'\?\)"),
         ({"like": "h100", "measured": 7}, "has no 'measured'"),

@@ -24,7 +24,8 @@ from octavo.planner.roofline import (
 
 PLAIN = Gpu(
     name="plain", bf16_tflops=100, fp8_tflops=200, memory_tbs=1, memory_gib=10, link_gbs=10, multiprocessors=64,
-    bf16_efficiency=0.5, fp8_efficiency=0.5, block_efficiency=0.25, memory_efficiency=1.0, launch_us=2, host_us=10,
+    bf16_efficiency=0.5, fp8_efficiency=0.5, row_efficiency=1.0, block_efficiency=0.25,
+    memory_efficiency=1.0, launch_us=2, host_us=10,
 )  # fmt: skip
 SIZES = st.integers(1, 20000)
 
@@ -143,6 +144,10 @@ def test_eager_code_takes_at_least_its_launches():
 
 def test_rates_of_recipes():
     assert fp8_rate(PLAIN, RECIPES["rowwise"]) == fp8_rate(PLAIN, RECIPES["tensorwise"]) == 100e12
+    by_row = replace(PLAIN, row_efficiency=0.8)
+    rates = {name: fp8_rate(by_row, recipe) for name, recipe in RECIPES.items() if name != "mxfp8"}
+    slower = {name for name, rate in rates.items() if rate == pytest.approx(80e12)}
+    assert slower == {name for name in rates if name.startswith("rowwise")}
     assert fp8_rate(PLAIN, RECIPES["blockwise"]) == 50e12
     assert fp8_rate(PLAIN, RECIPES["mxfp8"]) is None
     assert fp8_rate(DEVICES["b200"], RECIPES["mxfp8"]) == pytest.approx(4500e12 * 0.70)

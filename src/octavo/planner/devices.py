@@ -4,6 +4,8 @@ Rates are dense peaks (no sparsity, float32 accumulation) from the vendors' data
 rate is the share that large products and copies reach. `efficiency_from` names its source:
 
     published   for an H200: 8192³ bf16 products at 788 TFLOP/s and copies at 4.3 TB/s. H100 and H800 take its shares
+    published   for an H100: FP8 products with scales by row reach 90 to 100 % of the rate by tensor, most shapes, in
+                PyTorch's CUTLASS kernel (PyTorch issue 147971, 2025): 95 %, for other kernels and GPUs too
     fitted      to torchao's published block at dim 16384 on an H100 (34.18 ms in bf16, 22.64 ms in FP8): the FP8 share.
                 That row is therefore no test of a prediction; the others are
     assumed     Hopper's efficiencies, if no published measurement could be checked. Predicts whether large layers gain,
@@ -45,7 +47,8 @@ class Gpu:
         capability: Compute capability times ten, such as 90 for sm_90; it decides which scaled products PyTorch has. 0
             for GPUs of other vendors, which are assumed to have all of them.
         bf16_efficiency: Share of the peak that large bf16 products reach.
-        fp8_efficiency: Share of the peak that large FP8 products reach with scales by tensor or by row.
+        fp8_efficiency: Share of the peak that large FP8 products reach with scales by tensor.
+        row_efficiency: Share of that rate that they reach with scales by row.
         block_efficiency: The same with scales by block along the contraction.
         triton_efficiency: Upper bound on the share of the peak for FP8 products that PyTorch lacks on this GPU, so that
             Octavo's Triton kernel computes them.
@@ -72,6 +75,7 @@ class Gpu:
     capability: int = 0
     bf16_efficiency: float = 0.80
     fp8_efficiency: float = 0.70
+    row_efficiency: float = 0.95
     block_efficiency: float = 0.62
     triton_efficiency: float = 0.50
     attention_efficiency: float = 0.40
@@ -88,7 +92,7 @@ class Gpu:
             if isinstance(value, str | bool):
                 continue
             if key.endswith("_efficiency") and not 0 < value <= 1:
-                raise ValueError(f"{self.name}: {key} is a share of the peak, above 0 and at most 1; got {value!r}")
+                raise ValueError(f"{self.name}: {key} is a share, above 0 and at most 1; got {value!r}")
             if key in _MAY_BE_ZERO and value == 0:
                 continue
             least = 1 if key == "memory_gib" else 0  # `usable` reserves 1 GiB
@@ -118,7 +122,9 @@ _MAY_BE_ZERO = ("fp8_tflops", "launch_us", "host_us", "capability")
 
 _MEASURED = (
     "bf16 0.80 and memory 0.90: published for an H200 (788 TFLOP/s at 8192³, 4.3 TB/s); FP8 0.70: fitted to torchao's "
-    "block at dim 16384; per-block 0.62: DeepSeek-style forward in torchao at 1234 TFLOP/s; attention 0.40: assumed"
+    "block at dim 16384; per-row 0.95 of that: published for PyTorch's CUTLASS kernel on an H100, 0.90 to 1.00 for "
+    "most shapes (PyTorch issue 147971); per-block 0.62: DeepSeek-style forward in torchao at 1234 TFLOP/s; "
+    "attention 0.40: assumed"
 )
 _H100 = Gpu(
     name="H100 SXM", bf16_tflops=989, fp8_tflops=1979, memory_tbs=3.35, memory_gib=80, link_gbs=450,

@@ -154,8 +154,10 @@ def fp8_rate(gpu: Gpu, recipe: Recipe) -> float | None:
     """Return the FLOP/s of large FP8 products of a recipe; None if they are emulated in bf16."""
     if not gpu.fp8_tflops or (recipe.x.scale_rule == "e8m0" and not gpu.native_mx):
         return None
-    inside = recipe.x.granularity.columns != FULL
-    efficiency = gpu.block_efficiency if inside else gpu.fp8_efficiency
+    scales = recipe.x.granularity
+    efficiency = gpu.block_efficiency if scales.columns != FULL else gpu.fp8_efficiency
+    if scales.columns == FULL and scales.rows != FULL:
+        efficiency *= gpu.row_efficiency
     if triton_reason(gpu, recipe) is not None:
         efficiency = min(efficiency, gpu.triton_efficiency)
     return gpu.fp8_tflops * 1e12 * efficiency
