@@ -247,7 +247,8 @@ are in `src/octavo/planner/roofline.py` (products and quantization), `src/octavo
 (collectives) and `src/octavo/planner/step.py` (the rest of a step). One forward on fake tensors counts the calls of
 each layer and their sizes, so any model works. If the blocks are equal, settings included, only two and three of them
 run and the rest is extrapolated; otherwise all run. Of DeepSeek-V3's 61 blocks, of which the first three differ from
-the others, six run, and a plan takes 2.3 to 2.9 s of a CPU core after the first, which also fills PyTorch's caches:
+the others, six run. A plan takes 2.3 to 3.9 s of a core of a busy machine after the first, which also fills PyTorch's
+caches (4.0 to 5.8 s when a step ran on five blocks and on six):
 
 ```
 python -m timeit -v -n 1 -r 4 -s "import torch, octavo, transformers as t" -s "with torch.device('meta'):
