@@ -5,7 +5,7 @@ rate is the share that large products and copies reach. `efficiency_from` names 
 
     published   for an H200: 8192³ bf16 products at 788 TFLOP/s and copies at 4.3 TB/s. H100 and H800 take its shares
     published   for an H100: FP8 products with scales by row reach 90 to 100 % of the rate by tensor, most shapes, in
-                PyTorch's CUTLASS kernel (PyTorch issue 147971, 2025): 95 %, for other kernels and GPUs too
+                PyTorch's CUTLASS kernel (PyTorch issue 147971, 2025): 95 % on Hopper; no figure is known for others
     fitted      to torchao's published block at dim 16384 on an H100 (34.18 ms in bf16, 22.64 ms in FP8): the FP8 share.
                 That row is therefore no test of a prediction; the others are
     assumed     Hopper's efficiencies, if no published measurement could be checked. Predicts whether large layers gain,
@@ -75,7 +75,7 @@ class Gpu:
     capability: int = 0
     bf16_efficiency: float = 0.80
     fp8_efficiency: float = 0.70
-    row_efficiency: float = 0.95
+    row_efficiency: float = 1.0
     block_efficiency: float = 0.62
     triton_efficiency: float = 0.50
     attention_efficiency: float = 0.40
@@ -128,7 +128,8 @@ _MEASURED = (
 )
 _H100 = Gpu(
     name="H100 SXM", bf16_tflops=989, fp8_tflops=1979, memory_tbs=3.35, memory_gib=80, link_gbs=450,
-    capability=90, multiprocessors=132, rates_from="NVIDIA H100 data sheet, 2023", efficiency_from=_MEASURED,
+    capability=90, multiprocessors=132, row_efficiency=0.95, rates_from="NVIDIA H100 data sheet, 2023",
+    efficiency_from=_MEASURED,
 )  # fmt: skip
 _ADA = "NVIDIA Ada GPU architecture white paper, 2023"
 
@@ -136,7 +137,7 @@ DEVICES: dict[str, Gpu] = {
     "h100": _H100,
     "h100-pcie": Gpu(
         name="H100 PCIe", bf16_tflops=756, fp8_tflops=1513, memory_tbs=2.0, memory_gib=80, link_gbs=64,
-        capability=90, multiprocessors=114,
+        capability=90, multiprocessors=114, row_efficiency=0.95,
         rates_from="NVIDIA H100 data sheet, 2023; link: PCIe 5.0, without NVLink bridges",
     ),
     "h200": replace(
