@@ -1,5 +1,5 @@
-"""Level 5: distribute one model over many GPUs with torch's FSDP2, DDP and tensor parallelism. `parallelize` is the
-entry point to data parallelism.
+"""Level 5: distribute one model over many GPUs with torch's FSDP2, DDP, tensor and pipeline parallelism. `parallelize`
+is the entry point to data parallelism.
 
 fsdp.py              FSDP2: sharded blocks, weights gathered in FP8, gradients scattered in FP8
 ddp.py               DDP with gradients reduced in FP8
@@ -7,12 +7,35 @@ amax_sync.py         one amax history for all ranks
 parallelize.py       selects one of them for a mesh, and checks the combination
 tensor_parallel.py   styles of tensor and sequence parallelism for torch's `parallelize_module`
 tokens.py            what their ranks exchange, in FP8
+pipeline.py          stages of torch's pipelines with FP8 messages; imported on first use, as pipelining imports slowly
 clip_grad.py         clip_grad_norm_ for parameters on several meshes
 """
+
+from typing import TYPE_CHECKING, Any
 
 from octavo.parallel.clip_grad import clip_grad_norm_
 from octavo.parallel.ddp import Fp8AllReduce
 from octavo.parallel.parallelize import Parallel, parallelize
 from octavo.parallel.tensor_parallel import Fp8ColwiseParallel, Fp8RowwiseParallel
 
-__all__ = ["Fp8AllReduce", "Fp8ColwiseParallel", "Fp8RowwiseParallel", "Parallel", "clip_grad_norm_", "parallelize"]
+if TYPE_CHECKING:
+    from octavo.parallel.pipeline import PipelineStage as PipelineStage
+
+__all__ = [
+    "Fp8AllReduce",
+    "Fp8ColwiseParallel",
+    "Fp8RowwiseParallel",
+    "Parallel",
+    "PipelineStage",
+    "clip_grad_norm_",
+    "parallelize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "PipelineStage":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from octavo.parallel.pipeline import PipelineStage
+
+    globals()[name] = PipelineStage
+    return PipelineStage

@@ -67,6 +67,25 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def gradients_of_stage(stage: Any, which: str) -> list[bool]:
+    """Return which "inputs" or "outputs" of a pipeline stage require a gradient, by the metadata that neighbouring
+    stages exchange before the first micro-batch. torch >= 2.13; there is no public access to it.
+    """
+    return [meta.requires_grad for meta in getattr(stage._stage_meta, which)]
+
+
+def missing_in_pipelining() -> list[str]:
+    """Return the private names of `torch.distributed.pipelining` that FP8 stages need and this release lacks.
+
+    Before 2.13 stages exchange shapes only, and treat each floating-point tensor as if it required a gradient.
+    """
+    stage = import_module("torch.distributed.pipelining").PipelineStage
+    internals = import_module("torch.distributed.pipelining._utils")
+    names = ("_prepare_forward_infra", "_prepare_backward_infra")
+    missing = [name for name in names if not hasattr(stage, name)]
+    return missing + ([] if hasattr(internals, "_StageMeta") else ["_StageMeta"])
+
+
 def _has_autocast(device_type: str) -> bool:
     """Whether a device type has autocast. "meta" has none, and `is_autocast_enabled` raises for it."""
     return torch.amp.is_autocast_available(device_type)

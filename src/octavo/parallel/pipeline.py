@@ -1,0 +1,264 @@
+"""`PipelineStage`, a stage of `torch.distributed.pipelining` that sends FP8 messages, under torch's own schedules.
+
+    forward   stage i ──activation──▶ stage i+1      legend: B sequences of a micro-batch, S tokens of each,
+    backward  stage i ◀──gradient──── stage i+1              H width: payloads are [B,S,H], or [...,H]
+
+A schedule asks a stage for the point-to-point operations of each micro-batch. The stage replaces their payloads by
+messages of `octavo.comm.encoding`, and decodes a received message into torch's buffer before the micro-batch is
+computed. Order, peers and number of the operations are torch's.
+
+In FP8 travel floating-point tensors of two or more dimensions that require a gradient, and these gradients. All others
+travel as they are: token ids, masks (whose -inf would make a group NaN), tables of positions, scalars such as an
+auxiliary loss, and everything in `schedule.eval`, so evaluation is exact. Both ends decide by the metadata that torch
+exchanges between stages. Two stages on one rank (the turn of a V schedule) hand tensors over without a message: exact.
+
+Error: each activation and each gradient is rounded once per boundary between ranks, 32 dB for Gaussian values
+(`octavo.comm.encoding`). Scales are just in time. Groups do not cross tokens, so a non-finite value spoils the group of
+its own token only, and is still non-finite on the other side.
+
+At its first step torch infers shapes by a forward and a backward of each stage, whose inputs are uninitialized memory
+for all stages but the first. This pass runs inside `octavo.disabled()`, so no amax or channel scale is measured in it.
+
+Recipes: all with just-in-time scales. Micro-batches overlap in a pipeline, but an amax history ends a pass where a
+forward follows a backward: the forwards of one micro-batch would get scales that depend on the schedule, and activation
+checkpointing would recompute with other scales than in the first forward. So `delayed` raises an error. `tensorwise`
+takes its scales from one micro-batch on one stage, as one process does. `rowwise_equalized` divides its passes the
+same way as `delayed`, but its identity holds for any channel scales, and each forward saves its own for its backward.
+"""
+
+import math
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+from octavo.comm import DEFAULT_SPEC
+from octavo.comm.encoding import DTYPES, pack, parse_spec, unpack, width
+from octavo.nn.linear_subclasses import is_converted
+from octavo.numerics.spec import FULL, QuantSpec
+from octavo.runtime.switch import disabled
+from octavo.runtime.torch_compat import gradients_of_stage, missing_in_pipelining
+
+_STAGES: WeakSet["PipelineStage"] = WeakSet()
+
+
+class PipelineStage(pipelining.PipelineStage):
+    """A part of a model, on one rank of a pipeline, that exchanges activations and their gradients in FP8.
+
+    It replaces `torch.distributed.pipelining.PipelineStage`, for every schedule of torch: `ScheduleGPipe`,
+    `Schedule1F1B`, `ScheduleInterleaved1F1B`, `ScheduleLoopedBFS`, `ScheduleInterleavedZeroBubble`,
+    `ScheduleZBVZeroBubble`, `ScheduleDualPipeV`. All stages of a pipeline must be of this class.
+
+    Activations are [B,S,H] or [...,H], float32, bfloat16 or float16, and arrive in the dtype in which they were sent. A
+    message takes 1.03 bytes per element if H is a multiple of 128. Other tensors, and all of `schedule.eval`, travel as
+    they are; so does what two stages on one rank hand over.
+
+    Args:
+        submodule: The part of the model, converted or not, on `device`.
+        stage_index: Position in the pipeline, from 0.
+        num_stages: Stages of the pipeline, on all ranks.
+        device: Device of the stage.
+        fp8_comm: Exchange FP8 messages. Without it the stage computes what torch's does, bit for bit.
+        spec: FP8 format of the messages: scales by row, 1xN or tensor. A row is a token.
+        options: As for torch's class: `group`, `input_args`, `output_args`, `dw_builder`, ...
+
+    Raises:
+        ValueError: For an unknown spec. From the first step, on all ranks: if ranks differ in these settings, a
+            schedule expects other stages on a rank (V schedules take stages i and n-1-i), two stages on a rank share a
+            parameter, or a layer has an amax history (recipe `delayed`).
+        RuntimeError: Before torch 2.13, whose stages do not exchange the metadata that this class needs.
+
+    Parameters that stages on different ranks share, such as tied embeddings, become separate parameters without an
+    error, because no rank sees both.
+
+    Examples:
+        Under `torchrun`, on each rank:
+
+        >>> from torch.distributed.pipelining import ScheduleGPipe
+        >>> rank, stages = dist.get_rank(), dist.get_world_size()
+        >>> part = octavo.convert(torch.nn.Linear(128, 128), verbose=False)
+        >>> stage = octavo.parallel.PipelineStage(part, rank, stages, torch.device("cpu"))
+        >>> schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=torch.nn.functional.mse_loss)
+        >>> inputs = (torch.randn(4, 128),) if stage.is_first else ()
+        >>> target = torch.randn(4, 128) if stage.is_last else None
+        >>> output = schedule.step(*inputs, target=target)
+        >>> part.weight.grad.isfinite().all()
+        tensor(True)
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *,
+        fp8_comm: bool = True,
+        spec: str = DEFAULT_SPEC,
+        **options: Any,
+    ) -> None:
+        if missing := missing_in_pipelining():
+            raise RuntimeError(
+                f"octavo.parallel.PipelineStage needs torch 2.13: {torch.__version__} lacks {', '.join(missing)}. Use "
+                "torch.distributed.pipelining.PipelineStage, which sends messages in high precision"
+            )
+        self._spec = parse_spec(spec) if fp8_comm else None
+        super().__init__(submodule, stage_index, num_stages, device, **options)
+        self._checked: dict[int, int] | None = None
+        self._activations: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._gradients: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        _STAGES.add(self)
+
+    def clear_runtime_states(self) -> None:
+        """Begin a step; the first one of a schedule compares the stages of all ranks."""
+        if self._checked != self.stage_index_to_group_rank:
+            # A schedule gives one mapping to all its stages of a rank.
+            stages = [s for s in _STAGES if s.stage_index_to_group_rank is self.stage_index_to_group_rank]
+            _check_pipeline(sorted(stages, key=lambda stage: stage.stage_index))
+            for stage in stages:
+                stage._checked = dict(stage.stage_index_to_group_rank)
+        super().clear_runtime_states()
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with disabled():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with disabled():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that receive a micro-batch's activations."""
+        ops = super().get_fwd_recv_ops(fwd_chunk_id)
+        ops, self._activations[fwd_chunk_id] = self._receiving(ops, gradients_of_stage(self, "inputs"))
+        return ops
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that receive the gradients of a micro-batch's outputs."""
+        ops = super().get_bwd_recv_ops(bwd_chunk_id)
+        ops, self._gradients[bwd_chunk_id] = self._receiving(ops, [True] * len(ops))
+        return ops
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that send a micro-batch's outputs."""
+        return self._sending(super().get_fwd_send_ops(fwd_chunk_id), gradients_of_stage(self, "outputs"))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that send the gradients of a micro-batch's inputs."""
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        return self._sending(ops, [True] * len(ops))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Compute the outputs of a micro-batch from the activations received, or from `args` in the first stage."""
+        self._decode(self._activations.pop(fwd_chunk_id, []))
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients of a micro-batch from those received, or from its loss in the last stage."""
+        self._decode(self._gradients.pop(bwd_chunk_id, []))
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def _receiving(
+        self, ops: list[dist.P2POp], differentiable: Iterable[bool]
+    ) -> tuple[list[dist.P2POp], list[tuple[Tensor, Tensor]]]:
+        """Return operations that receive messages, and pairs of buffer and message to decode."""
+        result, received = [], []
+        for op, has_gradient in zip(ops, differentiable, strict=False):  # without a peer there are no operations
+            if self._spec is not None and has_gradient and _is_activation(op.tensor):
+                rows, columns = _matrix_shape(op.tensor.shape, self._spec)
+                message = op.tensor.new_empty((rows, width(columns, self._spec)), dtype=torch.uint8)
+                received.append((op.tensor, message))
+                op = _with_payload(op, message)
+            result.append(op)
+        return result, received
+
+    def _sending(self, ops: list[dist.P2POp], differentiable: Iterable[bool]) -> list[dist.P2POp]:
+        """Return operations that send messages."""
+        result = []
+        for op, has_gradient in zip(ops, differentiable, strict=False):
+            if self._spec is not None and has_gradient and _is_activation(op.tensor):
+                x = op.tensor.reshape(_matrix_shape(op.tensor.shape, self._spec))
+                op = _with_payload(op, pack(x, self._spec))
+            result.append(op)
+        return result
+
+    @torch.no_grad()
+    def _decode(self, received: list[tuple[Tensor, Tensor]]) -> None:
+        """Fill torch's buffers from messages."""
+        assert self._spec is not None or not received
+        for buffer, message in received:
+            _, columns = _matrix_shape(buffer.shape, self._spec)
+            buffer.copy_(unpack(message, columns, self._spec, buffer.dtype).view(buffer.shape))
+
+
+def _is_activation(x: Tensor) -> bool:
+    return x.dtype in DTYPES and x.ndim >= 2
+
+
+def _matrix_shape(shape: torch.Size, spec: QuantSpec) -> tuple[int, int]:
+    """Return the shape of a payload's matrix: a row per token; or per sequence, which has the same groups and less
+    padding, if whole groups fit a token.
+    """
+    extent = spec.granularity.columns
+    if extent != FULL and shape[-1] % extent == 0:
+        return shape[0], math.prod(shape[1:])
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def _with_payload(op: dist.P2POp, tensor: Tensor) -> dist.P2POp:
+    return dist.P2POp(op.op, tensor, op.peer, op.group, op.tag)
+
+
+def _check_pipeline(stages: list[PipelineStage]) -> None:
+    """Raise on all ranks of a pipeline if one has a problem, or if its stages do not fit those of the others."""
+    group, mapping = stages[0].group, stages[0].stage_index_to_group_rank
+    report = {
+        "stages": [stage.stage_index for stage in stages],
+        "settings": sorted({(stage.num_stages, stage._spec.text if stage._spec else "no FP8") for stage in stages}),
+        "problem": _problem_of(stages),
+    }
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reports, report, group)
+    for rank, other in enumerate(reports):
+        if other["problem"] is not None:
+            raise ValueError(f"octavo.parallel.PipelineStage, rank {rank} of the pipeline: {other['problem']}")
+    if any(other["settings"] != reports[0]["settings"] for other in reports) or len(report["settings"]) > 1:
+        listed = "; ".join(f"rank {rank}: {other['settings']}" for rank, other in enumerate(reports))
+        raise ValueError(
+            "octavo.parallel.PipelineStage: stages differ in (num_stages, FP8 format of messages), which must be equal "
+            f"in one pipeline: {listed}"
+        )
+    expected = [[i for i, owner in sorted(mapping.items()) if owner == rank] for rank in range(len(reports))]
+    if [other["stages"] for other in reports] != expected:
+        raise ValueError(
+            f"octavo.parallel.PipelineStage: ranks hold the stages {[other['stages'] for other in reports]}, but the "
+            f"schedule expects {expected}. V schedules (ZBV, DualPipeV) take stages i and {len(mapping)}-1-i on rank i, "
+            "others i, i + ranks, i + 2·ranks, …; schedules of one stage take as many stages as ranks"
+        )
+
+
+def _problem_of(stages: list[PipelineStage]) -> str | None:
+    """Return what is wrong with the stages of this rank."""
+    for stage in stages:
+        for name, module in stage.submod.named_modules():
+            if is_converted(module) and module.recipe.history:
+                return (
+                    f"{name or 'the module'} of stage {stage.stage_index} has recipe {module.recipe.name!r}, whose amax "
+                    "history does not work with overlapping micro-batches. Nearest: 'tensorwise', which computes the "
+                    "same scales just in time"
+                )
+    for one, other in combinations(stages, 2):
+        names = {id(p): name for name, p in one.submod.named_parameters()}
+        for name, parameter in other.submod.named_parameters():
+            if id(parameter) in names:
+                return (
+                    f"stages {one.stage_index} and {other.stage_index} share a parameter ({names[id(parameter)]}, "
+                    f"{name}). Each stage divides its gradients by the number of micro-batches, so this one would be "
+                    "divided twice. Give each stage a parameter of its own"
+                )
+    return None
