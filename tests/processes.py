@@ -45,7 +45,7 @@ class Gloo:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["octavo.parallel", "torch.distributed.fsdp", "processes"])
+        self._context.set_forkserver_preload(["octavo.parallel.pipeline", "torch.distributed.fsdp", "processes"])
         self._workers: list[tuple[Any, Connection]] = []
         self._jobs = 0
 

@@ -61,6 +61,7 @@ class Pipeline:
         device = torch.device("cpu")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         indices, total = stages_of(name, rank, ranks)
+        self.model = model
         self.parts = nn.ModuleList(Part(model, i, total) for i in indices)
         if wrap is not None:
             self.parts = nn.ModuleList(wrap(part) for part in self.parts)
@@ -137,7 +138,7 @@ def difference(losses, reference):
     return max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))
 
 
-def converted(recipe="rowwise", keep_weights=False, activations="as_is", **options):
+def converted(recipe="rowwise", keep_weights=False, activations="bf16", **options):
     """The model of `training`, the same on every rank."""
     model = make(None, **options)
     return octavo.convert(model, recipe, keep_weights=keep_weights, activations=activations, verbose=False)

@@ -42,7 +42,7 @@ from octavo.comm.encoding import DTYPES, pack, parse_spec, unpack, width
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.spec import FULL, QuantSpec
 from octavo.runtime.switch import disabled
-from octavo.runtime.torch_compat import gradients_of_stage, missing_in_pipelining
+from octavo.runtime.torch_compat import gradients_of_stage, has_freed_weights, missing_in_pipelining
 
 _STAGES: WeakSet["PipelineStage"] = WeakSet()
 
@@ -71,7 +71,8 @@ class PipelineStage(pipelining.PipelineStage):
         ValueError: For an unknown spec. From the first step, on all ranks: if ranks differ in these settings, a
             schedule expects other stages on a rank (V schedules take stages i and n-1-i), two stages on a rank share a
             parameter, or a layer has an amax history (recipe `delayed`).
-        RuntimeError: Before torch 2.13, whose stages do not exchange the metadata that this class needs.
+        RuntimeError: Before torch 2.13, whose stages do not exchange the metadata that this class needs. From the first
+            backward, if a zero-bubble schedule meets weights that FSDP2 frees after forward.
 
     Parameters that stages on different ranks share, such as tied embeddings, become separate parameters without an
     error, because no rank sees both.
@@ -161,7 +162,29 @@ class PipelineStage(pipelining.PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Compute the gradients of a micro-batch from those received, or from its loss in the last stage."""
         self._decode(self._gradients.pop(bwd_chunk_id, []))
+        if not (kwargs.get("full_backward", True) or self.is_first) and has_freed_weights(self.submod):
+            raise RuntimeError(
+                f"stage {self.stage_index}: zero-bubble schedules lose the gradients of weights that FSDP2 frees after "
+                "forward. Shard with reshard_after_forward=False, or use another schedule, such as Interleaved1F1B"
+            )
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    # `schedule.eval` runs the actions of backward, too. In torch 2.13 they divide gradients that are there, and those
+    # of two stages on one rank raise an error.
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce and scale the gradients of a step; do nothing in evaluation."""
+        if self.has_backward:
+            super().perform_reduce_grad(grad_scale_factor)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Return the gradients of a micro-batch's inputs for a stage on this rank; none in evaluation."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take the gradients of a micro-batch's outputs from a stage on this rank; none in evaluation."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _receiving(
         self, ops: list[dist.P2POp], differentiable: Iterable[bool]
@@ -187,13 +210,13 @@ class PipelineStage(pipelining.PipelineStage):
             result.append(op)
         return result
 
-    @torch.no_grad()
     def _decode(self, received: list[tuple[Tensor, Tensor]]) -> None:
-        """Fill torch's buffers from messages."""
-        assert self._spec is not None or not received
+        """Give torch's buffers the values of messages."""
         for buffer, message in received:
+            assert self._spec is not None
             _, columns = _matrix_shape(buffer.shape, self._spec)
-            buffer.copy_(unpack(message, columns, self._spec, buffer.dtype).view(buffer.shape))
+            # Not copied: gradients such as those of a sum have strides of zero, which torch gives its buffers, too.
+            buffer.data = unpack(message, columns, self._spec, buffer.dtype).view(buffer.shape)
 
 
 def _is_activation(x: Tensor) -> bool:

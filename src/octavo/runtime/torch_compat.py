@@ -74,6 +74,13 @@ def gradients_of_stage(stage: Any, which: str) -> list[bool]:
     return [meta.requires_grad for meta in getattr(stage._stage_meta, which)]
 
 
+def has_freed_weights(module: torch.nn.Module) -> bool:
+    """Return whether FSDP2 shards a module, or one inside it, and has no gathered weights now. torch >= 2.13."""
+    fsdp = import_module("torch.distributed.fsdp").FSDPModule
+    states = [m._get_fsdp_state() for m in module.modules() if isinstance(m, fsdp)]
+    return any(group.is_sharded for state in states for group in state._fsdp_param_groups)
+
+
 def missing_in_pipelining() -> list[str]:
     """Return the private names of `torch.distributed.pipelining` that FP8 stages need and this release lacks.
 

@@ -1,0 +1,367 @@
+"""Stages with FP8 messages under every schedule of torch, beside one process and torch's own stages."""
+
+import math
+import os
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipelines import (
+    MICROS,
+    SCHEDULES,
+    SINGLE,
+    V,
+    Pipeline,
+    batch,
+    converted,
+    difference,
+    one_process,
+    train,
+)
+from torch import nn
+from torch.distributed import pipelining
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import octavo
+from collective_recorder import CollectiveRecorder
+from octavo.parallel import PipelineStage
+from octavo.runtime import torch_compat
+from processes import Failed
+from releases import requires_torch
+
+pytestmark = [pytest.mark.dist, requires_torch("2.13", "older stages exchange no metadata")]
+
+BLOCKS = 4
+MESSAGES_BEFORE = {name: (2,) if name in SINGLE else (1, 3) if name in V else (1, 2, 3) for name in SCHEDULES}
+"""Blocks whose input comes from another of two ranks."""
+
+
+def last(results):
+    """What the rank of the last stage returned."""
+    (result,) = [result for result in results if result]
+    return result
+
+
+def train_job(name, steps, recipe="rowwise", cls=PipelineStage, dtype=torch.bfloat16, options=None, **model):
+    return train(Pipeline(name, converted(recipe, blocks=BLOCKS, dtype=dtype, **model), cls, **(options or {})), steps)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_plain_messages_change_nothing(gloo, name, recipe):
+    """As torch's stages bit for bit, and as one process, but for the order in which looped BFS adds gradients up."""
+    own = last(gloo.run(train_job, 2, name, 5, recipe, options={"fp8_comm": False}))
+    assert own == last(gloo.run(train_job, 2, name, 5, recipe, pipelining.PipelineStage))
+    expected = one_process(5, recipe=recipe, blocks=BLOCKS, dtype=torch.bfloat16)
+    assert difference(own, expected) <= (1e-3 if name == "LoopedBFS" else 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_fp8_messages_round_once_per_boundary(gloo, name):
+    """20 losses within 2e-3 of one process, and those of one process that rounds at the boundaries."""
+    losses = last(gloo.run(train_job, 2, name, 20))
+    assert difference(losses, one_process(20, blocks=BLOCKS, dtype=torch.bfloat16)) <= 2e-3
+    same = one_process(20, blocks=BLOCKS, dtype=torch.bfloat16, boundaries=MESSAGES_BEFORE[name])
+    assert difference(losses, same) <= (1e-3 if name == "LoopedBFS" else 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("spec", ["e4m3/row", "e5m2/1x64", "e4m3/tensor"])
+def test_specs_and_widths(gloo, spec):
+    """A width without whole groups: a row of the message is a token."""
+    losses = last(gloo.run(train_job, 2, "1F1B", 2, dtype=torch.float32, options={"spec": spec}, width=72))
+    assert losses == one_process(2, blocks=BLOCKS, boundaries=(2,), spec=spec, width=72)
+
+
+def traffic_job(name, width, fp8_comm):
+    """Messages of the second step: their dtypes and bytes; the elements that one carries."""
+    pipeline = Pipeline(name, converted(blocks=BLOCKS, dtype=torch.bfloat16, width=width), fp8_comm=fp8_comm)
+    pipeline.step(batch(0))
+    with CollectiveRecorder() as tap:
+        pipeline.step(batch(1))
+    assert {call.name for call in tap.calls} == {"send"}
+    return [(str(call.dtype), call.bytes) for call in tap.calls]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_messages_are_few_and_small(gloo, name):
+    """One for each micro-batch, boundary between ranks and direction, of 0.52 × bf16 at most."""
+    count = 2 * MICROS * len(MESSAGES_BEFORE[name])
+    for width in (128, 384):
+        plain, fp8 = (sum(gloo.run(traffic_job, 2, name, width, on), []) for on in (False, True))
+        assert len(plain) == len(fp8) == count
+        assert {dtype for dtype, _ in plain} == {"torch.bfloat16"} and {dtype for dtype, _ in fp8} == {"torch.uint8"}
+        assert sum(size for _, size in fp8) <= 0.52 * sum(size for _, size in plain)
+
+
+class Products(TorchDispatchMode):
+    """Counts FP8 products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.octavo.scaled_mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def products_job(name, activations="bf16"):
+    pipeline = Pipeline(name, converted(blocks=BLOCKS, activations=activations))
+    pipeline.step(batch(0))
+    with Products() as counted:
+        pipeline.step(batch(1))
+    return counted.count
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+def test_zero_bubble_multiplies_no_more(gloo, activations):
+    """Input and weight gradients at different times: the products of 1F1B, on each rank."""
+    counts = {name: gloo.run(products_job, 2, name, activations) for name in SCHEDULES}
+    layers = 2 * BLOCKS
+    assert (
+        counts["Interleaved1F1B"] == counts["InterleavedZeroBubble"] == counts["1F1B"] == [3 * layers * MICROS // 2] * 2
+    )
+    assert {sum(count) for count in counts.values()} == {3 * layers * MICROS}
+
+
+class Sender(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x, ids):
+        s = self.scale
+        return (
+            x * s, (x * s).bfloat16(), (x * s).half(), ids, ids > 2,
+            torch.where(ids > 2, 0.0, -torch.inf), (x * s).double(), (x * s).sum(), (x * s).flatten(),
+        )  # fmt: skip
+
+
+class Receiver(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inputs = []
+
+    def forward(self, *inputs):
+        self.inputs.append(inputs)
+        return sum(x.float().square().sum() for x in inputs if x.requires_grad or x.dtype == torch.float64).view(1)
+
+
+def payload_job(shape, call):
+    """What arrives, as (sent, received) of each output in each micro-batch."""
+    x = torch.randn(shape)
+    ids = torch.arange(math.prod(shape[:-1])).view(shape[:-1]) % 7
+    rank = dist.get_rank()
+    part = Sender() if rank == 0 else Receiver()
+    stage = PipelineStage(part, rank, 2, torch.device("cpu"))
+    schedule = pipelining.ScheduleGPipe(stage, 2, loss_fn=lambda y, _: y.sum())
+    getattr(schedule, call)(*((x, ids) if rank == 0 else ()), **({"target": torch.zeros(2)} if rank else {}))
+    if rank == 0:
+        return part.scale.grad
+    with torch.no_grad():
+        sent = [Sender()(*chunk) for chunk in zip(x.chunk(2), ids.chunk(2), strict=True)]
+    received = part.inputs[-2:]
+    return [[(a, b.detach(), b.requires_grad) for a, b in zip(*pair, strict=True)] for pair in zip(sent, received)]
+
+
+DIFFERENTIABLE = (True, True, True, False, False, False, True, True, True)
+
+
+@pytest.mark.thorough
+def test_payloads(gloo):
+    """Tensors of two and more dimensions that require a gradient travel in FP8, others exactly."""
+    gradient, micro_batches = gloo.run(payload_job, 2, (4, 3, 130), "step")
+    assert gradient.isfinite()
+    for outputs in micro_batches:
+        for i, (sent, received, requires_grad) in enumerate(outputs):
+            assert (received.dtype, received.shape, requires_grad) == (sent.dtype, sent.shape, DIFFERENTIABLE[i])
+            if i < 3:
+                assert not torch.equal(received, sent)
+                bound = sent.float().abs() / 16 + sent.float().abs().amax() / 448 / 1024 + 2**-8 * sent.float().abs()
+                assert ((received.float() - sent.float()).abs() <= bound).all()
+            else:
+                assert torch.equal(received, sent)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shape", [(4, 1, 1), (2, 5, 128), (4, 0, 16), (4, 3, 2, 40)])
+def test_payloads_of_odd_sizes(gloo, shape):
+    _, micro_batches = gloo.run(payload_job, 2, shape, "step")
+    for sent, received, _ in sum(micro_batches, []):
+        assert (received.dtype, received.shape) == (sent.dtype, sent.shape)
+        assert torch.allclose(received.double(), sent.double(), rtol=2**-4 + 2**-8, atol=1e-5)
+
+
+@pytest.mark.thorough
+def test_evaluation_is_exact(gloo):
+    _, micro_batches = gloo.run(payload_job, 2, (4, 3, 130), "eval")
+    for sent, received, requires_grad in sum(micro_batches, []):
+        assert torch.equal(received, sent) and not requires_grad
+
+
+def nonfinite_job(value):
+    """A value in one token of what stage 0 sends, then in the gradient that stage 1 sends; the tokens it spoils."""
+    rank, device = dist.get_rank(), torch.device("cpu")
+    x = torch.randn(2, 3, 256)
+    spoiled = []
+    for in_backward in (False, True):
+        layer = nn.Linear(256, 256)
+        part = octavo.convert(layer, verbose=False) if rank == 0 else Receiver()
+
+        def spoil(y, in_backward=in_backward):
+            mask = torch.zeros(1, 3, 256).index_put(
+                (torch.tensor(0), torch.tensor(1), torch.tensor(5)), torch.tensor(1.0)
+            )
+            if in_backward:
+                y.register_hook(lambda g: torch.where(mask > 0, value, g))
+                return y
+            return torch.where(mask > 0, value, y)
+
+        if rank == 0 and not in_backward:
+            part.register_forward_hook(lambda module, args, y: spoil(y))
+        if rank == 1 and in_backward:
+            part.register_forward_pre_hook(lambda module, args: (spoil(args[0] * 1.0),))
+        stage = PipelineStage(part, rank, 2, device)
+        schedule = pipelining.ScheduleGPipe(stage, 2, loss_fn=lambda y, _: y.sum())
+        schedule.step(*((x,) if rank == 0 else ()), **({"target": torch.zeros(2)} if rank else {}))
+        if rank == 0:
+            spoiled.append(bool(part.weight.grad.isfinite().all()))
+        else:
+            bad = ~part.inputs[-1][0].detach().isfinite()
+            spoiled.append((int(bad.sum()), bool(bad[0, 1].any())))
+    return spoiled
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nonfinite_values_arrive_as_such(gloo, value):
+    """In one group of their token; in backward they reach the weights of the stage before."""
+    gradients, activations = gloo.run(nonfinite_job, 2, value)
+    assert activations[0] == (128, True)
+    assert gradients[1] is False
+
+
+def skip_job():
+    """The decision of each rank to step, from the norm over all stages; and whether parameters changed."""
+    pipeline = Pipeline("1F1B", converted(blocks=BLOCKS))
+    parameters = list(pipeline.parts.parameters())
+    optimizer = octavo.AdamW(parameters, lr=1e-3)
+    decisions = []
+    for poison in (None, math.nan, math.inf):
+        before = [p.detach().clone() for p in parameters]
+        pipeline.step(batch(0))
+        if poison is not None and dist.get_rank() == 0:
+            parameters[0].grad[0, 0] = poison
+        squares = torch.nn.utils.get_total_norm([p.grad for p in parameters]).square()
+        dist.all_reduce(squares)
+        if squares.isfinite():
+            torch.nn.utils.clip_grads_with_norm_(parameters, 1.0, squares.sqrt())
+            optimizer.step()
+        optimizer.zero_grad()
+        decisions.append([not torch.equal(a, b) for a, b in zip(before, parameters, strict=True)])
+    return [any(changed) for changed in decisions]
+
+
+@pytest.mark.thorough
+def test_all_stages_skip_together(gloo):
+    """The recipe of docs/parallel.md: a gradient overflows in one stage, and no stage steps."""
+    assert gloo.run(skip_job, 2) == [[True, False, False]] * 2
+
+
+def killed_job():
+    pipeline = Pipeline("1F1B", converted(blocks=BLOCKS))
+    pipeline.step(batch(0))
+    if dist.get_rank() == 1:
+        calls = []
+        pipeline.parts[0].register_forward_hook(lambda *_: os._exit(1) if calls else calls.append(1))
+    start = time.monotonic()
+    try:
+        pipeline.step(batch(1))
+    except RuntimeError as error:
+        raise AssertionError(f"raised after {time.monotonic() - start:.0f} s: {error}") from error
+
+
+@pytest.mark.thorough
+def test_the_others_notice_a_killed_rank(gloo):
+    with pytest.raises(Failed, match=r"rank 0: (.|\n)*raised after \d s(.|\n)*rank 1: its process died"):
+        gloo.run(killed_job, 2)
+
+
+def job_with_errors(case):
+    """The message of the error that this rank raises."""
+    rank, device = dist.get_rank(), torch.device("cpu")
+    model = converted("delayed" if case == "delayed" else "rowwise", blocks=BLOCKS)
+    try:
+        if case == "format":
+            pipeline = Pipeline("1F1B", model, spec=("e4m3/row", "e4m3/1x128")[rank])
+        elif case == "off":
+            pipeline = Pipeline("1F1B", model, fp8_comm=rank == 0)
+        elif case == "V":
+            parts = [nn.Linear(8, 8), nn.Linear(8, 8)]
+            stages = [PipelineStage(part, i, 4, device) for i, part in zip((rank, rank + 2), parts, strict=True)]
+            schedule = pipelining.ScheduleZBVZeroBubble(stages, 4, loss_fn=nn.functional.mse_loss)
+            schedule.step(torch.ones(4, 8))
+        elif case == "one stage each":
+            stage = PipelineStage(nn.Linear(8, 8), rank, 4, device)
+            pipelining.Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss).step(torch.ones(4, 8))
+        elif case == "shared":
+            model.head.weight = model.embed.weight
+            pipeline = Pipeline("ZBVZeroBubble", model)
+        elif case == "few":
+            pipeline = Pipeline("1F1B", model, micros=1)
+        elif case == "few for DualPipeV":
+            pipeline = Pipeline("DualPipeV", model, micros=3)
+        elif case == "three":
+            parts = [nn.Linear(8, 8) for _ in range(3)]
+            stages = [PipelineStage(part, 3 * rank + i, 6, device) for i, part in enumerate(parts)]
+            pipelining.ScheduleZBVZeroBubble(stages, 4)
+        else:
+            pipeline = Pipeline("1F1B", model)
+        pipeline.step(batch(0))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("format", r"equal in one pipeline: rank 0: \[\(2, 'e4m3/row'\)\]; rank 1: \[\(2, 'e4m3/1x128'\)\]"),
+        ("off", r"rank 0: \[\(2, 'e4m3/1x128'\)\]; rank 1: \[\(2, 'no FP8'\)\]"),
+        (
+            "V",
+            r"ranks hold the stages \[\[0, 2\], \[1, 3\]\], but the schedule expects \[\[0, 3\], \[1, 2\]\]. V sched",
+        ),
+        ("one stage each", r"ranks hold the stages \[\[0\], \[1\]\], but the schedule expects \[\[0, 2\], \[1, 3\]\]"),
+        ("shared", r"rank 0 of the pipeline: stages 0 and 3 share a parameter \(embed.weight, head.weight\)"),
+        ("delayed", r"blocks.0.up of stage 0 has recipe 'delayed', .* Nearest: 'tensorwise'"),
+        ("few", r"Number of microbatches \(1\) must be greater than"),
+        ("few for DualPipeV", r"at least as many microbatches as stages, but got 3 microbatches and 4 stages"),
+        ("three", r"requires exactly 2 stages per rank, but got 3"),
+    ],
+)
+def test_mistakes_raise_on_all_ranks(gloo, case, text):
+    """At the first step or, where torch checks, when the schedule is made."""
+    for message in gloo.run(job_with_errors, 2, case):
+        assert message is not None and re.search(text, message), message
+
+
+def test_an_unknown_spec():
+    with pytest.raises(ValueError, match="rows of a message travel alone"):
+        PipelineStage(nn.Linear(8, 8), 0, 1, torch.device("cpu"), spec="e4m3/128x128")
+
+
+def test_older_torch_is_refused_by_name(monkeypatch):
+    assert torch_compat.missing_in_pipelining() == []
+    monkeypatch.setattr(torch_compat.import_module("torch.distributed.pipelining._utils"), "_StageMeta", None)
+    monkeypatch.delattr("torch.distributed.pipelining._utils._StageMeta")
+    with pytest.raises(RuntimeError, match="needs torch 2.13: .* lacks _StageMeta"):
+        PipelineStage(nn.Linear(8, 8), 0, 1, torch.device("cpu"))

@@ -1,0 +1,197 @@
+"""What converted layers do inside pipeline stages: state, weight casts, checkpointing, FP8 activations, FSDP2."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipelines import MICROS, SCHEDULES, Pipeline, batch, converted, difference, loss_fn, one_process, train
+from test_pipeline import BLOCKS, MESSAGES_BEFORE, last
+from torch.distributed.device_mesh import init_device_mesh
+from training import VOCABULARY, WIDTH
+
+import octavo
+from octavo.nn import accumulating, weights
+from octavo.nn.delayed import history_of
+from octavo.nn.equalized import equalized_layers, equalizer_of
+from processes import Failed
+from releases import requires_torch
+
+pytestmark = [pytest.mark.dist, requires_torch("2.13", "older stages exchange no metadata")]
+
+
+def metadata_job(static):
+    """Losses, channel scales and passes of equalized layers, with metadata that torch infers or that is given."""
+    rank = dist.get_rank()
+    options = {}
+    if static:
+        ids, hidden = torch.zeros(8, 8, dtype=torch.long), torch.zeros(8, 8, WIDTH, requires_grad=True)
+        logits = torch.zeros(8, 8, VOCABULARY, requires_grad=True)
+        options = {"input_args": hidden if rank else ids, "output_args": logits if rank else hidden}
+    model = converted("rowwise_equalized", blocks=BLOCKS)
+    for name, parameter in model.named_parameters():
+        if name.endswith("up.weight"):
+            parameter.data[:, 3] *= 1e4  # something to equalize
+    pipeline = Pipeline("1F1B", model, **options)
+    losses = train(pipeline, 4)
+    equalizers = [equalizer_of(layer) for _, layer in equalized_layers(pipeline.parts)]
+    return losses, [e.passes for e in equalizers], [e.scales.factor for e in equalizers]
+
+
+@pytest.mark.thorough
+def test_inferring_metadata_measures_nothing(gloo):
+    inferred, given = (gloo.run(metadata_job, 2, static) for static in (False, True))
+    for (losses, passes, scales), (same_losses, same_passes, same_scales) in zip(inferred, given, strict=True):
+        assert losses == same_losses and passes == same_passes
+        assert all(torch.equal(a, b) for a, b in zip(scales, same_scales, strict=True))
+        assert any((factor != 1).any() for factor in scales)
+
+
+def history_job():
+    """Amax histories after torch has inferred metadata, in stages that are not compared with others."""
+    rank = dist.get_rank()
+    pipeline = Pipeline("GPipe", converted("delayed", blocks=BLOCKS))
+    (stage,) = pipeline.stages
+    stage._checked = stage.stage_index_to_group_rank
+    tokens = batch(0).chunk(MICROS)[0]
+    schedule = pipeline.schedule
+    stage.has_backward = True
+    schedule._initialize_stage((tokens[:, :-1],) if rank == 0 else (), {}, tokens[:, 1:] if rank else None)
+    return [history_of(m).amaxes for m in pipeline.parts.modules() if isinstance(m, octavo.nn.Linear)]
+
+
+@pytest.mark.thorough
+def test_inferring_metadata_leaves_histories_empty(gloo):
+    for amaxes in gloo.run(history_job, 2):
+        assert amaxes == [None] * BLOCKS
+
+
+def casts_job(name, keep):
+    """Losses, and the weight casts of each step."""
+    casts, original = [], weights._cast
+    weights._cast = lambda *arguments: casts.append(1) or original(*arguments)
+    try:
+        pipeline = Pipeline(name, converted(keep_weights=keep, blocks=BLOCKS))
+        counts = []
+
+        def around():
+            counts.append(len(casts))
+            return accumulating(pipeline.parts) if keep else nullcontext()
+
+        losses = train(pipeline, 3, around=around)
+    finally:
+        weights._cast = original
+    return losses, [after - before for before, after in zip(counts, [*counts[1:], len(casts)], strict=True)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_weights_are_quantized_once_a_step(gloo, name):
+    """Once for all micro-batches, and a second time by the check at the end of `accumulating`; the same losses."""
+    kept = gloo.run(casts_job, 2, name, True)
+    assert [counts for _, counts in kept] == [[2 * BLOCKS] * 3] * 2
+    assert last([losses for losses, _ in kept]) == last([losses for losses, _ in gloo.run(casts_job, 2, name, False)])
+
+
+def options_job(name, options):
+    pipeline = Pipeline(name, converted(blocks=BLOCKS, **options), fp8_comm=False)
+    losses = pipeline.step(batch(0))
+    names = {id(p): key for key, p in pipeline.model.named_parameters()}
+    return losses, {names[id(p)]: p.grad for p in pipeline.parts.parameters()}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_checkpointing_and_fp8_activations(gloo, name, activations, checkpointing):
+    """Loss and every gradient are those of one process, bit for bit."""
+    options = {"activations": activations, "checkpointing": checkpointing}
+    model = converted(blocks=BLOCKS, **options)
+    for tokens in batch(0).chunk(MICROS):
+        loss_fn(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+    gradients = {}
+    for _, part in gloo.run(options_job, 2, name, options):
+        gradients |= part
+    assert gradients.keys() == dict(model.named_parameters()).keys()
+    for key, parameter in model.named_parameters():
+        assert torch.equal(gradients[key], parameter.grad / MICROS), key
+
+
+def phases_job(name):
+    """Evaluation before, between and after steps; a step without FP8 layers; a step in two parts."""
+    pipeline = Pipeline(name, converted(blocks=BLOCKS))
+    plain = Pipeline(name, converted(blocks=BLOCKS), fp8_comm=False)
+    result = []
+    for _ in range(2):
+        pipeline.parts.eval()
+        with torch.no_grad():
+            result.append((pipeline.step(batch(5), "eval"), plain.step(batch(5), "eval")))
+            with octavo.disabled():
+                result.append((pipeline.step(batch(5), "eval"), plain.step(batch(5), "eval")))
+        pipeline.parts.train()
+        for model in (pipeline, plain):
+            for half in batch(0, 2 * MICROS).chunk(2):
+                model.step(half)
+    gradients = [
+        (p.grad.clone(), q.grad) for p, q in zip(pipeline.parts.parameters(), plain.parts.parameters(), strict=True)
+    ]
+    with octavo.disabled():
+        return result, gradients, pipeline.step(batch(0))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["1F1B", "LoopedBFS", "DualPipeV"])
+def test_evaluation_accumulation_and_the_switch(gloo, name):
+    results = gloo.run(phases_job, 2, name)
+    for pairs, gradients, _ in results:
+        assert all(ours == plain for ours, plain in pairs) and pairs[:2] == pairs[2:]
+        for ours, plain in gradients:
+            assert not torch.equal(ours, plain) and (ours - plain).norm() <= 0.15 * plain.norm()
+    (pairs, _, disabled) = next(result for result in results if result[2])
+    assert pairs[0][0] != pairs[1][0]
+    expected = one_process(1, recipe=None, blocks=BLOCKS, boundaries=MESSAGES_BEFORE[name])
+    assert abs(sum(disabled) / MICROS - expected[0]) <= 1e-6 * expected[0]
+
+
+def frozen_job():
+    """Gradients of a model whose first stage is frozen: nothing in it requires one."""
+    model = converted(blocks=BLOCKS)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("blocks.3", "head")))
+    pipeline = Pipeline("1F1B", model)
+    losses = pipeline.step(batch(0))
+    return losses, [p.grad is not None for p in pipeline.parts.parameters()]
+
+
+@pytest.mark.thorough
+def test_a_frozen_stage_sends_exact_activations(gloo):
+    (_, first), (losses, second) = gloo.run(frozen_job, 2)
+    assert not any(first) and any(second)
+    assert sum(losses) / MICROS == one_process(1, blocks=BLOCKS)[0]
+
+
+def fsdp_job(name, comm, reshard, steps=4):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+
+    def shard(part):
+        return octavo.parallelize(part, mesh["dp_shard"], fp8_comm=comm, reshard_after_forward=reshard)
+
+    return train(Pipeline(name, converted(blocks=BLOCKS), wrap=shard, group=mesh.get_group("pp")), steps)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["1F1B", "InterleavedZeroBubble", "DualPipeV"])
+def test_shards_inside_stages(gloo, name):
+    """[pp, dp_shard] of four ranks, both data-parallel ranks with the same batch: as one process that rounds."""
+    expected = one_process(4, blocks=BLOCKS, boundaries=MESSAGES_BEFORE[name])
+    for comm, bound in (("gather", 0.0), ("on", 1e-3)):
+        first, second = (losses for losses in gloo.run(fsdp_job, 4, name, comm, name == "1F1B") if losses)
+        assert first == second and difference(first, expected) <= bound
+
+
+@pytest.mark.thorough
+def test_zero_bubble_with_freed_weights_is_refused(gloo):
+    """torch would drop gradients without an error."""
+    with pytest.raises(Failed, match="zero-bubble schedules lose the gradients of weights that FSDP2 frees"):
+        gloo.run(fsdp_job, 4, "InterleavedZeroBubble", "gather", True, 1)
