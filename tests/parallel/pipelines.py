@@ -1,6 +1,7 @@
 """The model of `training`, cut into pipeline stages, and trained under torch's schedules or by one process."""
 
 from contextlib import nullcontext
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -112,6 +113,7 @@ def rounded(x, spec):
     return unpack(pack(rows, spec), rows.shape[1], spec, x.dtype).view(x.shape)
 
 
+@cache
 def one_process(steps, micros=MICROS, lr=1e-3, recipe="rowwise", boundaries=(), spec=DEFAULT_SPEC, **options):
     """The mean loss of each step, of the whole model with the same micro-batches; with messages before some blocks."""
     model = make(recipe, **options)

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import time
+from itertools import chain
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from pipelines import (
     MICROS,
     SCHEDULES,
     SINGLE,
-    V,
     Pipeline,
+    V,
     batch,
     converted,
     difference,
@@ -93,7 +94,7 @@ def test_messages_are_few_and_small(gloo, name):
     """One for each micro-batch, boundary between ranks and direction, of 0.52 × bf16 at most."""
     count = 2 * MICROS * len(MESSAGES_BEFORE[name])
     for width in (128, 384):
-        plain, fp8 = (sum(gloo.run(traffic_job, 2, name, width, on), []) for on in (False, True))
+        plain, fp8 = ([*chain(*gloo.run(traffic_job, 2, name, width, on))] for on in (False, True))
         assert len(plain) == len(fp8) == count
         assert {dtype for dtype, _ in plain} == {"torch.bfloat16"} and {dtype for dtype, _ in fp8} == {"torch.uint8"}
         assert sum(size for _, size in fp8) <= 0.52 * sum(size for _, size in plain)
@@ -167,8 +168,8 @@ def payload_job(shape, call):
         return part.scale.grad
     with torch.no_grad():
         sent = [Sender()(*chunk) for chunk in zip(x.chunk(2), ids.chunk(2), strict=True)]
-    received = part.inputs[-2:]
-    return [[(a, b.detach(), b.requires_grad) for a, b in zip(*pair, strict=True)] for pair in zip(sent, received)]
+    pairs = [zip(*outputs, strict=True) for outputs in zip(sent, part.inputs[-2:], strict=True)]
+    return [[(a, b.detach(), b.requires_grad) for a, b in outputs] for outputs in pairs]
 
 
 DIFFERENTIABLE = (True, True, True, False, False, False, True, True, True)
@@ -194,7 +195,7 @@ def test_payloads(gloo):
 @pytest.mark.parametrize("shape", [(4, 1, 1), (2, 5, 128), (4, 0, 16), (4, 3, 2, 40)])
 def test_payloads_of_odd_sizes(gloo, shape):
     _, micro_batches = gloo.run(payload_job, 2, shape, "step")
-    for sent, received, _ in sum(micro_batches, []):
+    for sent, received, _ in chain(*micro_batches):
         assert (received.dtype, received.shape) == (sent.dtype, sent.shape)
         assert torch.allclose(received.double(), sent.double(), rtol=2**-4 + 2**-8, atol=1e-5)
 
@@ -202,7 +203,7 @@ def test_payloads_of_odd_sizes(gloo, shape):
 @pytest.mark.thorough
 def test_evaluation_is_exact(gloo):
     _, micro_batches = gloo.run(payload_job, 2, (4, 3, 130), "eval")
-    for sent, received, requires_grad in sum(micro_batches, []):
+    for sent, received, requires_grad in chain(*micro_batches):
         assert torch.equal(received, sent) and not requires_grad
 
 

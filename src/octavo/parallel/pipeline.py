@@ -179,7 +179,7 @@ class PipelineStage(pipelining.PipelineStage):
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """Return the gradients of a micro-batch's inputs for a stage on this rank; none in evaluation."""
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """Take the gradients of a micro-batch's outputs from a stage on this rank; none in evaluation."""
@@ -240,7 +240,7 @@ def _with_payload(op: dist.P2POp, tensor: Tensor) -> dist.P2POp:
 def _check_pipeline(stages: list[PipelineStage]) -> None:
     """Raise on all ranks of a pipeline if one has a problem, or if its stages do not fit those of the others."""
     group, mapping = stages[0].group, stages[0].stage_index_to_group_rank
-    report = {
+    report: dict[str, Any] = {
         "stages": [stage.stage_index for stage in stages],
         "settings": sorted({(stage.num_stages, stage._spec.text if stage._spec else "no FP8") for stage in stages}),
         "problem": _problem_of(stages),
@@ -260,8 +260,8 @@ def _check_pipeline(stages: list[PipelineStage]) -> None:
     if [other["stages"] for other in reports] != expected:
         raise ValueError(
             f"octavo.parallel.PipelineStage: ranks hold the stages {[other['stages'] for other in reports]}, but the "
-            f"schedule expects {expected}. V schedules (ZBV, DualPipeV) take stages i and {len(mapping)}-1-i on rank i, "
-            "others i, i + ranks, i + 2·ranks, …; schedules of one stage take as many stages as ranks"
+            f"schedule expects {expected}. V schedules (ZBV, DualPipeV) take stages i and {len(mapping)}-1-i on rank "
+            "i, others i, i + ranks, i + 2·ranks, …; schedules of one stage take as many stages as ranks"
         )
 
 
@@ -271,9 +271,9 @@ def _problem_of(stages: list[PipelineStage]) -> str | None:
         for name, module in stage.submod.named_modules():
             if is_converted(module) and module.recipe.history:
                 return (
-                    f"{name or 'the module'} of stage {stage.stage_index} has recipe {module.recipe.name!r}, whose amax "
-                    "history does not work with overlapping micro-batches. Nearest: 'tensorwise', which computes the "
-                    "same scales just in time"
+                    f"{name or 'the module'} of stage {stage.stage_index} has recipe {module.recipe.name!r}, whose "
+                    "amax history does not work with overlapping micro-batches. Nearest: 'tensorwise', which takes "
+                    "its scales just in time"
                 )
     for one, other in combinations(stages, 2):
         names = {id(p): name for name, p in one.submod.named_parameters()}
