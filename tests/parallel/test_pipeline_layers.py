@@ -20,7 +20,7 @@ from releases import requires_torch
 pytestmark = [pytest.mark.dist, requires_torch("2.13", "older stages exchange no metadata")]
 
 
-def metadata_job(static):
+def metadata_job(static, checkpointing):
     """Losses, channel scales and passes of equalized layers, with metadata that torch infers or that is given."""
     rank = dist.get_rank()
     options = {}
@@ -28,7 +28,7 @@ def metadata_job(static):
         ids, hidden = torch.zeros(8, 8, dtype=torch.long), torch.zeros(8, 8, WIDTH, requires_grad=True)
         logits = torch.zeros(8, 8, VOCABULARY, requires_grad=True)
         options = {"input_args": hidden if rank else ids, "output_args": logits if rank else hidden}
-    model = converted("rowwise_equalized", blocks=BLOCKS)
+    model = converted("rowwise_equalized", blocks=BLOCKS, checkpointing=checkpointing)
     for name, parameter in model.named_parameters():
         if name.endswith("up.weight"):
             parameter.data[:, 3] *= 1e4  # something to equalize
@@ -39,8 +39,9 @@ def metadata_job(static):
 
 
 @pytest.mark.thorough
-def test_inferring_metadata_measures_nothing(gloo):
-    inferred, given = (gloo.run(metadata_job, 2, static) for static in (False, True))
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_inferring_metadata_measures_nothing(gloo, checkpointing):
+    inferred, given = (gloo.run(metadata_job, 2, static, checkpointing) for static in (False, True))
     for (losses, passes, scales), (same_losses, same_passes, same_scales) in zip(inferred, given, strict=True):
         assert losses == same_losses and passes == same_passes
         assert all(torch.equal(a, b) for a, b in zip(scales, same_scales, strict=True))
@@ -124,11 +125,14 @@ def phases_job(name):
     plain = Pipeline(name, converted(blocks=BLOCKS), fp8_comm=False)
     result = []
     for _ in range(2):
+        before = [None if p.grad is None else p.grad.clone() for p in pipeline.parts.parameters()]
         pipeline.parts.eval()
         with torch.no_grad():
             result.append((pipeline.step(batch(5), "eval"), plain.step(batch(5), "eval")))
             with octavo.disabled():
                 result.append((pipeline.step(batch(5), "eval"), plain.step(batch(5), "eval")))
+        after = [p.grad for p in pipeline.parts.parameters()]
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(before, after, strict=True))
         pipeline.parts.train()
         for model in (pipeline, plain):
             for half in batch(0, 2 * MICROS).chunk(2):
