@@ -1,5 +1,6 @@
 """The model of `training`, cut into pipeline stages, and trained under torch's schedules or by one process."""
 
+import math
 from contextlib import nullcontext
 from functools import cache
 
@@ -136,7 +137,7 @@ def one_process(steps, micros=MICROS, lr=1e-3, recipe="rowwise", boundaries=(), 
 
 def difference(losses, reference):
     """The largest relative difference of a step."""
-    assert len(losses) == len(reference)
+    assert len(losses) == len(reference) and all(map(math.isfinite, losses)), losses
     return max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))
 
 
