@@ -1,7 +1,6 @@
 """Level 5: distribute one model over many GPUs with torch's FSDP2, DDP, tensor and pipeline parallelism. `parallelize`
 is the entry point to data parallelism.
 
-<<<<<<< HEAD
 fsdp.py              FSDP2: sharded blocks, weights gathered in FP8, gradients scattered in FP8
 ddp.py               DDP with gradients reduced in FP8
 amax_sync.py         one amax history for all ranks
@@ -10,13 +9,6 @@ tensor_parallel.py   styles of tensor and sequence parallelism for torch's `para
 tokens.py            what their ranks exchange, in FP8
 pipeline.py          stages of torch's pipelines with FP8 messages; imported on first use, as pipelining imports slowly
 clip_grad.py         clip_grad_norm_ for parameters on several meshes
-=======
-fsdp.py          FSDP2: sharded blocks, weights gathered in FP8, gradients scattered in FP8
-ddp.py           DDP with gradients reduced in FP8
-amax_sync.py     one amax history for all ranks
-parallelize.py   selects one of them for a mesh, and checks the combination
-pipeline.py      stages of torch's pipelines that send FP8 messages; imported on first use, as torch's take a second
->>>>>>> 32bcbce (docs: describe pipeline stages)
 """
 
 from typing import TYPE_CHECKING, Any
