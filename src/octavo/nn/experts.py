@@ -13,14 +13,18 @@ stay in high precision.
 A class is replaced only if the code of its forward is the decorator's and every flag of the decorator is known here.
 Names of classes do not matter. Anything else keeps its forward, and the report says why.
 
-Slots whose expert id is E or more (experts of other ranks, under expert parallelism) are dropped: their rows sort last,
-no product reads them, and no gradient comes from them.
+Slots whose expert id is E or more are dropped: their rows sort last, no product reads them, and no gradient comes from
+them.
+
+Under expert parallelism (`octavo.parallel.expert_parallel`) each rank holds some of the experts, and an `Exchange`
+carries the sorted rows to the ranks of their experts and the results back.
 """
 
 import inspect
 import sys
+from collections.abc import Callable
 from types import CodeType
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -42,15 +46,29 @@ _DECORATOR = "transformers.integrations.moe"
 _ATTRIBUTES = ("recipe", STORAGE_ATTRIBUTE)
 
 
+class Exchange(Protocol):
+    """Carries rows between ranks that each hold some of the experts."""
+
+    def __call__(
+        self, on_rows: Callable[[Tensor, Tensor], Tensor], rows: Tensor, offsets: Tensor, recipe: Recipe
+    ) -> Tensor:
+        """Return `on_rows` of rows [M,H] that are sorted by expert, computed where their experts are; `offsets` [E]."""
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """Return the part of a parameter that belongs to this rank's experts, differentiable."""
+
+
 class Experts(nn.Module):
     """Experts that compute in FP8. `octavo.convert` makes them from Transformers' experts; `octavo.revert` undoes that.
 
     Attributes:
         recipe: Precision of the products.
+        octavo_exchange: Carries rows to experts on other ranks; None if all experts are here.
     """
 
     octavo_original: ClassVar[Any]
     recipe: Recipe = DEFAULT
+    octavo_exchange: Exchange | None = None
     down_proj: Tensor
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -64,7 +82,7 @@ class Experts(nn.Module):
         Returns:
             [T,H] in the dtype of `hidden_states`.
         """
-        if not SWITCH.enabled:
+        if not SWITCH.enabled and self.octavo_exchange is None:
             original: Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return original
         if STORAGE_ATTRIBUTE in vars(self):
@@ -77,32 +95,50 @@ class Experts(nn.Module):
         ids, order = torch.sort(index_Tk.reshape(-1), stable=True)
         experts = torch.arange(self.down_proj.shape[0], device=ids.device, dtype=ids.dtype)
         offsets = torch.searchsorted(ids, experts, right=True).int()
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        rows = _Gather.apply(hidden_TH, order, inverse, k)
-        y = self.octavo_on_rows(rows, offsets)
-        y = y * _Gather.apply(weights_Tk.reshape(-1, 1), order, inverse, 1)
-        y_TkH = _Gather.apply(y, inverse, order, 1).view(-1, k, y.shape[-1])
+        inverse = inverse_order(order)
+        rows = gather_rows(hidden_TH, order, inverse, k)
+        exchange = self.octavo_exchange
+        compute = self.octavo_on_rows
+        y = compute(rows, offsets) if exchange is None else exchange(compute, rows, offsets, self.recipe)
+        y = y * gather_rows(weights_Tk.reshape(-1, 1), order, inverse)
+        y_TkH = gather_rows(y, inverse, order).view(-1, k, y.shape[-1])
         result: Tensor = y_TkH.sum(1).to(hidden_TH.dtype).view(hidden_TH.shape)
         return result
 
     def octavo_on_rows(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Compute each expert on its rows: [M,H] sorted by expert → [M,H]; `offsets` as in `grouped_linear`."""
+        """Compute each expert of this rank on its rows: [M,H] sorted by expert → [M,H]; `offsets` as in
+        `grouped_linear`.
+        """
         both = self._octavo_linear("gate_up_proj" if self.has_gate else "up_proj", rows, offsets)
         inner = self._apply_gate(both) if self.has_gate else self.act_fn(both)  # type: ignore[operator]
         y = self._octavo_linear("down_proj", inner, offsets)
         return self.post_expert_norm(y) if getattr(self, "has_post_expert_norm", False) else y  # type: ignore[operator]
 
     def _octavo_linear(self, name: str, rows: Tensor, offsets: Tensor) -> Tensor:
-        bias: Any = getattr(self, f"{name}_bias") if self.has_bias else None
-        return grouped_linear(rows, getattr(self, name), bias, offsets, self.recipe, bool(self.is_transposed))
+        exchange = self.octavo_exchange
+        weight, bias = getattr(self, name), getattr(self, f"{name}_bias") if self.has_bias else None
+        if exchange is not None:
+            weight, bias = exchange.local(weight), None if bias is None else exchange.local(bias)
+        return grouped_linear(rows, weight, bias, offsets, self.recipe, bool(self.is_transposed))
 
     def extra_repr(self) -> str:
         """Return the description of the original, with the recipe."""
         return ", ".join(part for part in (super().extra_repr(), f"recipe={self.recipe.name}") if part)
 
 
-class _Gather(torch.autograd.Function):
-    """Rows of x [T,·], each repeated k times, in a given order; backward reorders and adds, without atomics."""
+def inverse_order(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation, int64 [n]."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+
+
+def gather_rows(x: Tensor, order: Tensor, inverse: Tensor, k: int = 1) -> Tensor:
+    """Return the rows of x [T,·], each repeated k times, in the order `order` [T·k], whose inverse is `inverse`."""
+    rows: Tensor = _GatherRows.apply(x, order, inverse, k)
+    return rows
+
+
+class _GatherRows(torch.autograd.Function):
+    """See `gather_rows`. Backward reorders and adds, without atomics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:

@@ -175,6 +175,8 @@ def change_since(module: nn.Module) -> str | None:
             "has a forward that was put on the instance after it was converted, and that may call the one it had: undo "
             "that first (accelerate.hooks.remove_hook_from_submodules(model), if accelerate did it)"
         )
+    if vars(module).get("octavo_exchange") is not None:
+        return "holds some of the experts (octavo.parallel.expert_parallel): convert and choose its recipe before that"
     return None
 
 

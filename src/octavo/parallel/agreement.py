@@ -1,13 +1,17 @@
 """What all ranks must agree on before they train one model."""
 
+import hashlib
 import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from octavo.kernels.adamw import ADAMW, CASE
+from octavo.nn.experts import is_converted_experts
+from octavo.nn.linear_subclasses import is_converted
 
 
 def gather_reports(report: Any, mesh: Any) -> list[Any]:
@@ -18,6 +22,35 @@ def gather_reports(report: Any, mesh: Any) -> list[Any]:
         dist.all_gather_object(parts, reports, group)
         reports = [report for part in parts for report in part]
     return reports
+
+
+def compare_ranks(function: str, model: nn.Module, settings: list[Any], problem: Exception | None, mesh: Any) -> None:
+    """Raise on every rank if one has a problem, or if ranks have different settings, recipes or parameters.
+
+    Args:
+        function: The name of the function that the ranks call, for messages.
+        model: The model.
+        settings: What has to be equal besides.
+        problem: The error of this rank, or None.
+        mesh: As of `gather_reports`.
+    """
+    converted = {name: m for name, m in model.named_modules() if is_converted(m) or is_converted_experts(m)}
+    recipes = {name: str(m.recipe.to_json()) for name, m in converted.items()}
+    parameters = {name: [list(p.shape), p.dtype, p.requires_grad] for name, p in model.named_parameters()}
+    values = {"settings": settings, "recipes of layers": recipes, "parameters": parameters}
+    digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in values.items()}
+    reports = gather_reports({"rank": dist.get_rank(), "problem": problem and str(problem), **digests}, mesh)
+    if problem is not None:
+        raise problem
+    for report in reports:
+        if report["problem"] is not None:
+            raise ValueError(f"rank {report['rank']} cannot {function} its model: {report['problem']}")
+    for report in reports:
+        if (differing := next((name for name in values if report[name] != reports[0][name]), None)) is not None:
+            raise ValueError(
+                f"rank {report['rank']} and rank {reports[0]['rank']} call {function} with different {differing}: all "
+                "ranks must agree"
+            )
 
 
 def agree_on_adamw(device: torch.device, mesh: Any) -> None:

@@ -9,7 +9,6 @@ Settings, recipes and parameters must be equal on all ranks; they are compared f
 on all.
 """
 
-import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,12 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from octavo.comm import DEFAULT_SPEC
 from octavo.nn.convert import apply_plan, rule_plan
-from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import check_module
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
-from octavo.parallel.agreement import agree_on_adamw, gather_reports
+from octavo.parallel.agreement import agree_on_adamw, compare_ranks
 from octavo.parallel.amax_sync import sync_scaling_state
 from octavo.parallel.ddp import replicate
 from octavo.parallel.fsdp import shard
@@ -161,7 +159,7 @@ def _parallelize(
             _check_recipes(model, layout.fp8_comm)
     except (TypeError, ValueError) as error:
         problem = error
-    _compare_ranks(model, [vars(layout), dtype, reduce_dtype], problem, mesh)
+    compare_ranks("parallelize", model, [vars(layout), dtype, reduce_dtype], problem, mesh)
     if not isinstance(mesh, DeviceMesh):
         mesh = make_mesh(layout, _device_type(model))
     agree_on_adamw(torch.device("cpu" if layout.cpu_offload else mesh.device_type), mesh)
@@ -269,27 +267,6 @@ def _check_recipes(model: nn.Module, fp8_comm: str) -> None:
             "each product, or blocks across rows, and cannot be gathered in FP8. Nearest: recipe 'rowwise'; or "
             "fp8_comm='off'"
         )
-
-
-def _compare_ranks(model: nn.Module, settings: list[Any], problem: Exception | None, mesh: Any) -> None:
-    """Raise on every rank if one has a problem, or if ranks have different settings, recipes or parameters."""
-    converted = {name: m for name, m in model.named_modules() if is_converted(m) or is_converted_experts(m)}
-    recipes = {name: str(m.recipe.to_json()) for name, m in converted.items()}
-    parameters = {name: [list(p.shape), p.dtype, p.requires_grad] for name, p in model.named_parameters()}
-    values = {"settings": settings, "recipes of layers": recipes, "parameters": parameters}
-    digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in values.items()}
-    reports = gather_reports({"rank": dist.get_rank(), "problem": problem and str(problem), **digests}, mesh)
-    if problem is not None:
-        raise problem
-    for report in reports:
-        if report["problem"] is not None:
-            raise ValueError(f"rank {report['rank']} cannot parallelize its model: {report['problem']}")
-    for report in reports:
-        if (differing := next((name for name in values if report[name] != reports[0][name]), None)) is not None:
-            raise ValueError(
-                f"rank {report['rank']} and rank {reports[0]['rank']} call parallelize with different {differing}: all "
-                "ranks must agree"
-            )
 
 
 def _spans_machines(size: int) -> bool:

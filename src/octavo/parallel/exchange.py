@@ -1,0 +1,51 @@
+"""exchange_rows: the all-to-all of expert and sequence parallelism, in FP8 or exact, differentiable."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo.comm import DEFAULT_SPEC, all_to_all_single
+from octavo.runtime.switch import SWITCH
+
+
+def exchange_rows(
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any, *, fp8: bool, spec: str = DEFAULT_SPEC
+) -> Tensor:
+    """Send rows to every rank and receive rows from every rank; gradients travel the same way back.
+
+    Args:
+        rows: [R, C], those for rank 0 first.
+        sent: Rows for each rank.
+        received: Rows from each rank.
+        group: The process group.
+        fp8: Send FP8, unless inside `octavo.disabled()`; else rows in their own dtype.
+        spec: FP8 format of the message; that of the gradient is the default.
+    """
+    if fp8 and SWITCH.enabled:
+        result: Tensor = all_to_all_single(rows, received, sent, group, spec=spec, backward_spec=DEFAULT_SPEC)
+        return result
+    exact: Tensor = _Exact.apply(rows, list(sent), list(received), group)
+    return exact
+
+
+class _Exact(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.saved_args = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        sent, received, group = ctx.saved_args
+        return _all_to_all(g, received, sent, group), None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    arriving = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(arriving, rows.contiguous(), received, sent, group=group)
+    return arriving

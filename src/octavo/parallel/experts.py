@@ -1,0 +1,204 @@
+"""Expert parallelism: the experts of a mixture distributed over ranks, with FP8 messages.
+
+Each of the R ranks of a mesh dimension holds E/R experts of every layer, and tokens of its own. A forward is
+
+    send      X rows, sorted by expert: for each token and each of its k experts one row [H], to the rank of the expert
+    compute   `Experts.octavo_on_rows` on the rows that arrived, sorted by expert again
+    return    Y rows, by the same way; the sender multiplies them by the routing weights and adds the k of each token
+
+and backward sends ∂Y and ∂X by the same ways: four all-to-alls of T·k rows per layer and step. In bytes per row:
+
+    message        format        bytes               why
+    X              recipe.x      H + 16 (rowwise)    the experts quantize X in this format: the second quantization
+                                                     changes next to nothing
+    Y, ∂Y, ∂X      e4m3/1x128    1.03·H              within 32 dB, whatever a row's other groups hold
+    exact          as X          2·H in bf16         `fp8_comm=False`
+
+A row is sent once for each of its experts, also if two of them are on one rank. To send it once per rank would save
+bytes for large k, but the routing weights and the sums over experts would move to the ranks of the experts, where sums
+are rounded to the message's format.
+
+Routers, routing weights and their gradients stay on the sender, in high precision. Each rank first tells each other
+rank how many rows it sends: the host waits for these numbers once per forward, because sizes of messages are the
+host's. A rank may send or receive no rows; slots of no expert (id E or more) are not sent.
+
+The gradient of an expert sums over the tokens of all R ranks, and is divided by R: the mean over ranks, as FSDP2 and
+DDP compute it for other parameters.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from octavo.comm import DEFAULT_SPEC
+from octavo.nn.experts import Experts, gather_rows, inverse_order, is_converted_experts, looks_like_experts
+from octavo.nn.report import check_module
+from octavo.numerics.recipe import Recipe
+from octavo.parallel.agreement import compare_ranks
+from octavo.parallel.exchange import exchange_rows
+from octavo.runtime.swap import all_or_nothing
+
+_STACKED = ("gate_up_proj", "up_proj", "down_proj")
+"""Parameters of experts whose dimension 0 is the experts, besides their biases."""
+
+
+def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True) -> nn.Module:
+    """Distribute the experts of a converted model over the ranks of a mesh dimension, in place.
+
+    Call it after `octavo.convert` and before `octavo.parallelize` or `fully_shard`, and create the optimizer last. The
+    parameters of experts become DTensors with placement `Shard(0)`: states, checkpoints and norms of gradients follow
+    from that. Each rank of `mesh` trains on its own tokens; other parameters are not touched.
+
+    Args:
+        model: The same on every rank, with all experts.
+        mesh: One dimension, such as `mesh["ep"]`, whose size divides the number of experts.
+        fp8_comm: Send rows in FP8, forward and backward; False to send them in their own dtype.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        TypeError: If `model` is not a module or `mesh` not a `DeviceMesh`.
+        ValueError: If the mesh has several dimensions, the model has no converted experts, or experts that are
+            distributed already, or that the ranks cannot share; or if settings or parameters differ between ranks. On
+            every rank of the mesh; the model is left as it was.
+
+    Every rank must call the model equally often, inside `octavo.disabled()` or not. An error on one rank in between
+    leaves the others waiting until the timeout of the process group.
+
+    Examples:
+        >>> mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("efsdp", "ep"))  # doctest: +SKIP
+        >>> octavo.convert(model)  # doctest: +SKIP
+        >>> octavo.parallel.expert_parallel(model, mesh["ep"])  # doctest: +SKIP
+        >>> octavo.parallelize(model, mesh)  # doctest: +SKIP
+    """
+    check_module("expert_parallel", model)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            "expert_parallel takes a torch DeviceMesh, such as init_device_mesh('cuda', (2, 4), "
+            f"mesh_dim_names=('efsdp', 'ep'))['ep']; got {mesh!r}"
+        )
+    experts = [module for module in model.modules() if is_converted_experts(module)]
+    problem: Exception | None = None
+    try:
+        _check_mesh(mesh)
+        _check_experts(model, mesh.size())
+    except ValueError as error:
+        problem = error
+    compare_ranks("expert_parallel", model, [bool(fp8_comm), tuple(mesh.shape)], problem, mesh)
+    with all_or_nothing(model):
+        exchange, shards = ExpertExchange(mesh, fp8=bool(fp8_comm)), dict[Tensor, nn.Parameter]()
+        for module in experts:
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter not in shards:
+                    shards[parameter] = _shard(parameter, mesh)
+                module.register_parameter(name, shards[parameter])
+            module.octavo_exchange = exchange
+    return model
+
+
+class ExpertExchange:
+    """The `octavo.nn.experts.Exchange` of ranks that hold equal parts of the experts, in rank order.
+
+    Args:
+        mesh: Its one dimension has these ranks.
+        fp8: Send FP8, outside of `octavo.disabled()`.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, fp8: bool) -> None:
+        self._mesh, self._fp8 = mesh, fp8
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """Return this rank's experts of a DTensor. Backward divides the gradient by the number of ranks."""
+        assert isinstance(parameter, DTensor)
+        local: Tensor = _MeanGradient.apply(parameter.to_local(), self._mesh.size())
+        return local
+
+    def __call__(
+        self, on_rows: Callable[[Tensor, Tensor], Tensor], rows: Tensor, offsets: Tensor, recipe: Recipe
+    ) -> Tensor:
+        """Return `on_rows` of rows that are sorted by expert, [M,H] → [M,H]; zero from `offsets[-1]` on."""
+        group, ranks = self._mesh.get_group(), self._mesh.size()
+        counts = offsets.diff(prepend=offsets.new_zeros(1))
+        arriving = torch.empty_like(counts)  # [R,E/R]: rows from each rank for each expert that is here
+        dist.all_to_all_single(arriving, counts, group=group)
+        sent, received = torch.stack((counts, arriving)).view(2, ranks, -1).sum(2).tolist()  # waits for the device
+        x_spec = recipe.x.text if recipe.x.granularity.rows == 1 else DEFAULT_SPEC
+        x = exchange_rows(rows[: sum(sent)], sent, received, group, fp8=self._fp8, spec=x_spec)
+        here = torch.arange(counts.shape[0] // ranks, device=counts.device).repeat(ranks)
+        order = here.repeat_interleave(arriving, output_size=sum(received)).argsort(stable=True)
+        inverse, ends = inverse_order(order), arriving.view(ranks, -1).sum(0).cumsum(0).int()
+        y = gather_rows(on_rows(gather_rows(x, order, inverse), ends), inverse, order)
+        y = exchange_rows(y, received, sent, group, fp8=self._fp8)
+        dropped = rows.shape[0] - y.shape[0]
+        return F.pad(y, (0, 0, 0, dropped)) if dropped else y
+
+
+class _MeanGradient(torch.autograd.Function):
+    """The identity; backward divides the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g / ctx.ranks, None
+
+
+def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """Return the experts of this rank as a DTensor."""
+    local = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+    sharded = DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"expert_parallel takes one dimension of a mesh; got {mesh.ndim}, named {mesh.mesh_dim_names}: pass the "
+            "one whose ranks share the experts, such as mesh['ep']"
+        )
+
+
+def _check_experts(model: nn.Module, ranks: int) -> None:
+    """Raise ValueError unless the ranks can share all converted experts of a model."""
+    found: dict[str, Experts] = {name: m for name, m in model.named_modules() if is_converted_experts(m)}
+    if not found:
+        others = [name for name, module in model.named_modules() if looks_like_experts(module)]
+        hint = f"call octavo.convert(model) first; octavo.report(model) says why {others[0]!r} is not" if others else ""
+        raise ValueError(
+            "expert_parallel distributes experts that octavo.convert made compute in FP8, and this model has none: "
+            + (hint or "it has no module with 3-D gate_up_proj or up_proj, and down_proj")
+        )
+    for name, module in found.items():
+        count = module.down_proj.shape[0]
+        if module.octavo_exchange is not None:
+            raise ValueError(f"the experts {name!r} are distributed already: call expert_parallel once")
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            raise ValueError(
+                f"the experts {name!r} are sharded already: call expert_parallel before octavo.parallelize and "
+                "fully_shard"
+            )
+        if count % ranks:
+            fitting = [n for n in range(1, count + 1) if count % n == 0]
+            raise ValueError(
+                f"{ranks} ranks cannot share the {count} experts of {name!r} equally: take a mesh dimension of one of "
+                f"{fitting}"
+            )
+        if shared := [part for part, _ in module.named_parameters() if part.removesuffix("_bias") not in _STACKED]:
+            raise ValueError(
+                f"all experts of {name!r} share its parameter {shared[0]!r}, which expert_parallel does not support: "
+                "shard them with octavo.parallelize instead"
+            )
