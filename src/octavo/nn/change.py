@@ -14,7 +14,7 @@ from octavo.activations.modules import STORAGE_ATTRIBUTE
 from octavo.nn.delayed import reset_history
 from octavo.nn.equalized import reset_scales
 from octavo.nn.experts import convert_experts, is_converted_experts, looks_like_experts, revert_experts
-from octavo.nn.gathered import ShardedWeight
+from octavo.nn.gathered import sharded_weights
 from octavo.nn.linear_subclasses import change_since, class_fits, fp8_class, is_converted, restore_original_class
 from octavo.nn.report import PLAN_ATTRIBUTE
 from octavo.nn.select import checked_weight, obstacle
@@ -62,7 +62,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
         raise ValueError(
             f"change_recipe: {fqn!r} are experts, which do not keep {new_recipe.layer_state}: use 'rowwise'"
         )
-    weight = checked_weight(fqn, module)
+    checked_weight(fqn, module)
     with all_or_nothing(model):
         if experts:
             storage = vars(module).get(STORAGE_ATTRIBUTE)
@@ -80,9 +80,8 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
             reset_history(module)
             reset_scales(module)
         _update_plan(modules, fqn, new_recipe, reason)
-        local = getattr(weight, "_local_tensor", None)
-        if isinstance(local, ShardedWeight):
-            local.gather_format.follow()
+        for _, weight in list(sharded_weights(module)):
+            weight._local_tensor.gather_format.follow()  # type: ignore[attr-defined]
 
 
 def _update_plan(modules: dict[str, nn.Module], fqn: str, recipe: Recipe | None, reason: str) -> None:

@@ -42,6 +42,8 @@ from octavo.runtime.torch_compat import is_traceable_wrapper_subclass
 
 _FLAGS = {"has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated"}
 """Flags of Transformers' decorator that `Experts` reads or that the module's own gate reads."""
+STACKED = ("gate_up_proj", "up_proj", "down_proj")
+"""Weights of experts, 3-D; their biases are 2-D."""
 _DECORATOR = "transformers.integrations.moe"
 _ATTRIBUTES = ("recipe", STORAGE_ATTRIBUTE)
 
@@ -101,8 +103,8 @@ class Experts(nn.Module):
         compute = self.octavo_on_rows
         y = compute(rows, offsets) if exchange is None else exchange(compute, rows, offsets, self.recipe)
         y = y * gather_rows(weights_Tk.reshape(-1, 1), order, inverse)
-        y_TkH = gather_rows(y, inverse, order).view(-1, k, y.shape[-1])
-        result: Tensor = y_TkH.sum(1).to(hidden_TH.dtype).view(hidden_TH.shape)
+        y = gather_rows(y, inverse, order).view(*hidden_TH.shape[:-1], k, y.shape[-1])
+        result: Tensor = y.sum(-2).to(hidden_TH.dtype)  # not a view, of which FSDP2 warns
         return result
 
     def octavo_on_rows(self, rows: Tensor, offsets: Tensor) -> Tensor:

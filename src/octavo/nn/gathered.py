@@ -1,5 +1,7 @@
 """Weights that FSDP2 gathers in FP8: the tensor subclasses of a shard and of the gathered weight.
 
+    of linears [N,K], sharded by rows, and of the experts of a layer [E,N,K], sharded by experts
+
     ShardedWeight        a rank's rows of W in their own dtype; FSDP gathers their FP8 bytes and scales
     Fp8AllGatherOutput   the whole W as those bytes and scales, which products read directly; never gathered in bf16
 
@@ -93,11 +95,12 @@ class GatherFormat:
     Attributes:
         spec: FP8 spec of the whole weight, with scales per row or per tensor. None: gathered in the compute dtype.
         dtype: Compute dtype; shards of another dtype are rounded to it first. None: the shards' dtype.
-        rows: Rows of the whole weight.
+        rows: Size of dimension 0 of the whole weight.
         scales: Computes the scale, if per tensor; else None.
         scale: The per-tensor scale [1,1], once computed.
         follow: Called after a change of the recipe of a layer that reads the weight; set by `octavo.parallelize`.
         channels: Returns the channel scales s with which all ranks gather W diag(s), or None; set by it, too.
+        transposed: Whether a weight of experts is stored as [E,K,N]: its transpose [E,N,K] is gathered.
     """
 
     spec: QuantSpec | None
@@ -107,10 +110,20 @@ class GatherFormat:
     scale: Tensor | None = None
     follow: Callable[[], None] = lambda: None
     channels: Callable[[], ChannelScales | None] = lambda: None
+    transposed: bool = False
 
     def rounded(self, local: Tensor) -> Tensor:
         """Return the shard in the compute dtype."""
         return local if self.dtype is None else local.to(self.dtype)
+
+    def quantized(self, local: Tensor, factor: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return FP8 data [...,N,K] and scales of a shard."""
+        assert self.spec is not None
+        w = local.transpose(-1, -2) if self.transposed else local
+        quantized = quantize(w.flatten(0, -2), self.spec, factor, scale=scale)
+        assert quantized.scale is not None
+        by_row = quantized.scale.shape[0] == quantized.data.shape[0]
+        return quantized.data.view(w.shape), quantized.scale.view(*w.shape[:-1], 1) if by_row else quantized.scale
 
 
 class ShardedWeight(Tensor):
@@ -175,12 +188,11 @@ class ShardedWeight(Tensor):
         scale = None if gather_format.scale is None else gather_format.scale.to(local.device)
         channels = gather_format.channels()
         factor = None if channels is None else channels.to(local.device).factor
-        quantized = quantize(local, gather_format.spec, factor, scale=scale)
-        data = _padded(quantized.data.view(torch.uint8), padded_rows)
+        data, row_scales = gather_format.quantized(local, factor, scale)
+        data = _padded(data.view(torch.uint8), padded_rows)
         if gather_format.spec.granularity == TENSOR:
             return (data,), (scale, None)
-        assert quantized.scale is not None
-        return (data, _padded(quantized.scale, padded_rows)), (None, channels)
+        return (data, _padded(row_scales, padded_rows)), (None, channels)
 
     def fsdp_post_all_gather(
         self, outputs: Sequence[Tensor], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
@@ -201,11 +213,12 @@ class ShardedWeight(Tensor):
         data = outputs[0].view(gather_format.spec.format.dtype)[: gather_format.rows]
         channels = channels if channels is None else channels.to(data.device)
         dtype = gather_format.dtype or self.local.dtype
-        return Fp8AllGatherOutput(data, scale, gather_format.spec, dtype, channels), ()
+        return Fp8AllGatherOutput(data, scale, gather_format.spec, dtype, channels, gather_format.transposed), ()
 
 
 class Fp8AllGatherOutput(Tensor):
-    """A whole weight [N,K] in FP8, with the interface of a tensor of a wider dtype.
+    """A whole weight [N,K], or those of all experts, [E,N,K] or [E,K,N], in FP8, with the interface of a tensor of a
+    wider dtype. The data are [N,K] or [E,N,K].
 
     A later gather into the same memory replaces data, scales and channel scales.
 
@@ -218,18 +231,21 @@ class Fp8AllGatherOutput(Tensor):
     spec: QuantSpec
     channel_factor: Tensor
     channel_inverse: Tensor
+    is_transposed: bool
     _channels: ChannelScales | None
     __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(
-        cls, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, channels: ChannelScales | None = None
-    ) -> "Fp8AllGatherOutput":
-        """Make a tensor with the shape of `data` and dtype `dtype`."""
-        tensor: Fp8AllGatherOutput = Tensor._make_wrapper_subclass(
-            cls, data.size(), data.stride(), dtype=dtype, device=data.device
-        )
+        cls, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, channels: ChannelScales | None = None,
+        transposed: bool = False,
+    ) -> "Fp8AllGatherOutput":  # fmt: skip
+        """Make a contiguous tensor of dtype `dtype`, with the shape of `data` or of its transpose."""
+        shape = data.transpose(-1, -2).shape if transposed else data.shape
+        strides = torch.empty(shape, device="meta").stride()
+        tensor: Fp8AllGatherOutput = Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=data.device)
         tensor.data_, tensor.scale, tensor.spec, tensor.channels = data, scale, spec, channels
+        tensor.is_transposed = transposed
         return tensor
 
     @property
@@ -243,23 +259,21 @@ class Fp8AllGatherOutput(Tensor):
         if channels is not None:  # attributes, because torch.compile passes a tensor's tensors by name
             self.channel_factor, self.channel_inverse = channels.factor, channels.inverse
 
-    def __init__(
-        self, data: Tensor, scale: Tensor, spec: QuantSpec, dtype: torch.dtype, channels: ChannelScales | None = None
-    ) -> None: ...
+    def __init__(self, *arguments: Any) -> None: ...
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Fp8AllGatherOutput({list(self.shape)}, {self.spec})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         channels = [] if self.channels is None else ["channel_factor", "channel_inverse"]
-        return ["data_", "scale", *channels], (self.spec, self.dtype)
+        return ["data_", "scale", *channels], (self.spec, self.dtype, self.is_transposed)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "Fp8AllGatherOutput":
         scales = inner.get("channel_factor"), inner.get("channel_inverse")
         channels = None if scales[0] is None or scales[1] is None else ChannelScales(scales[0], scales[1])
-        spec, dtype = context
-        return Fp8AllGatherOutput(inner["data_"], inner["scale"], spec, dtype, channels)
+        spec, dtype, transposed = context
+        return Fp8AllGatherOutput(inner["data_"], inner["scale"], spec, dtype, channels, transposed)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -267,7 +281,9 @@ class Fp8AllGatherOutput(Tensor):
             (weight, *rest) = args
             same = not rest or list(rest[0]) == list(weight.shape)
             if same and weight.data_.is_contiguous():
-                return Fp8AllGatherOutput(weight.data_, weight.scale, weight.spec, weight.dtype, weight.channels)
+                return Fp8AllGatherOutput(
+                    weight.data_, weight.scale, weight.spec, weight.dtype, weight.channels, weight.is_transposed
+                )
 
         def dequantized(value: Any) -> Any:
             return value.dequantized(value.dtype) if isinstance(value, Fp8AllGatherOutput) else value
@@ -282,10 +298,18 @@ class Fp8AllGatherOutput(Tensor):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return W, without channel scales, as a plain tensor."""
-        w = ScaledTensor(self.data_, self.scale, self.spec)
-        if self.channels is None:
-            return dequantize(w, dtype)
-        return (dequantize(w, torch.float32) * self.channels.inverse).to(dtype)
+        w = rows_of(self, self.spec)
+        if self.channels is not None:
+            return (dequantize(w, torch.float32) * self.channels.inverse).to(dtype)
+        whole = dequantize(w, dtype).view(self.data_.shape)
+        return whole.transpose(-1, -2).contiguous() if self.is_transposed else whole
+
+
+def rows_of(weight: Fp8AllGatherOutput, spec: QuantSpec) -> ScaledTensor:
+    """Return the rows of a gathered weight, or of all experts' weights, [E·N,K], as an operand; see `quantized_as`."""
+    w = quantized_as(weight, spec)
+    scale = None if w.scale is None or w.scale.shape[:-1] != w.data.shape[:-1] else w.scale.flatten(0, -2)
+    return ScaledTensor(w.data.flatten(0, -2), w.scale if scale is None else scale, spec)
 
 
 def quantized_as(weight: Fp8AllGatherOutput, spec: QuantSpec) -> ScaledTensor:
@@ -315,9 +339,9 @@ def sharded_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    """Pad a matrix with zero rows up to `rows`."""
+    """Pad dimension 0 with zeros up to `rows`."""
     if x.shape[0] == rows:
         return x.contiguous()
-    full = x.new_zeros((rows, x.shape[1]))
+    full = x.new_zeros((rows, *x.shape[1:]))
     full[: x.shape[0]] = x
     return full

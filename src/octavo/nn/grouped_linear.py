@@ -11,6 +11,7 @@ must not cross experts: they run `octavo.nn.linear` per expert, and wait for the
 has.
 
 Saved for backward, as for `octavo.nn.linear`: X in FP8, one byte per element, and W by reference with its scales.
+Weights that FSDP2 gathers in FP8 are read as they are.
 Weights that are stored as [E,K,N] are copied to [E,N,K] before each quantization.
 """
 
@@ -23,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from octavo.kernels import grouped_mm, needs_both_orders, quantize
 from octavo.kernels.grouped import groups_of_rows, is_grouped, quantize_grouped_gradient, sum_by_group
 from octavo.kernels.quantize import Order
+from octavo.nn.gathered import Fp8AllGatherOutput, for_dgrad, rows_of
 from octavo.nn.linear import linear
 from octavo.nn.operands import apply_unhooked, output_dtype
 from octavo.numerics.recipe import Recipe
@@ -62,11 +64,11 @@ def grouped_linear(
         )
     if recipe.layer_state:
         raise ValueError(f"recipe {recipe.name!r} needs {recipe.layer_state}, which experts do not keep: use 'rowwise'")
-    by_row = weight.transpose(1, 2) if transposed else weight
-    out_dtype = output_dtype(input, by_row[0])
-    if out_dtype is None:  # inside `octavo.disabled()`
-        return _per_expert(torch.nn.functional.linear, input, by_row, bias, offsets)
-    if not is_grouped(recipe):
+    out_dtype = output_dtype(input, weight, 1 if transposed else 2)
+    if out_dtype is None or not is_grouped(recipe):
+        by_row = weight.transpose(1, 2) if transposed else weight
+        if out_dtype is None:  # inside `octavo.disabled()`
+            return _per_expert(torch.nn.functional.linear, input, by_row, bias, offsets)
         return _per_expert(lambda x, w, b: linear(x, w, b, recipe), input, by_row, bias, offsets)
     return apply_unhooked(_GroupedLinear, input, weight, bias, offsets, recipe, out_dtype, transposed)
 
@@ -98,11 +100,16 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         x = quantize(x_MK, recipe.x, order="both" if needs_wgrad and needs_both_orders(x_MK.device) else "rows")
-        w = quantize(_rows(weight, transposed), recipe.w)
+        w_saved: tuple[Tensor | None, Tensor | None]
+        if isinstance(weight, Fp8AllGatherOutput):
+            w = rows_of(weight, recipe.w)
+            w_saved = None, w.data
+        else:
+            w = quantize(_rows(weight, transposed), recipe.w)
+            w_saved = weight, None
         y_MN = grouped_mm(x, w, offsets, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
-        w_saved = (weight, w.scale) if needs_dgrad else (None, None)
         x_saved = (x.data if x.other_order is None else x.other_order, x.scale) if needs_wgrad else (None, None)
-        ctx.save_for_backward(*w_saved, *x_saved, offsets)
+        ctx.save_for_backward(*((*w_saved, w.scale) if needs_dgrad else (None,) * 3), *x_saved, offsets)
         ctx.recipe, ctx.transposed = recipe, transposed
         ctx.dtypes = x_MK.dtype, weight.dtype, None if bias is None else bias.dtype
         return y_MN
@@ -111,7 +118,7 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
         recipe: Recipe = ctx.recipe
-        weight, w_scale, x_data, x_scale, offsets = ctx.saved_tensors
+        weight, w_data, w_scale, x_data, x_scale, offsets = ctx.saved_tensors
         x_dtype, w_dtype, bias_dtype = ctx.dtypes
         needs_dgrad, needs_wgrad, needs_bias = required_gradients(ctx, 3)
         order: Order = "columns" if needs_both_orders(g_MN.device) else "rows"
@@ -119,7 +126,10 @@ class _GroupedLinear(torch.autograd.Function):
         group = groups_of_rows(offsets, g_MN.shape[0])
         dx_MK = dw = dbias_EN = None
         if needs_dgrad:
-            w = quantize(_rows(weight, ctx.transposed), recipe.dgrad_w, order=order, scale=w_scale)
+            if weight is None:
+                w = for_dgrad(ScaledTensor(w_data, w_scale, recipe.dgrad_w))
+            else:
+                w = quantize(_rows(weight, ctx.transposed), recipe.dgrad_w, order=order, scale=w_scale)
             g = quantize_grouped_gradient(g_MN, group, recipe.dgrad_g, w_scale=w_scale.view(experts, n))
             dx_MK = grouped_mm(g, w.unscaled, offsets, "nn", out_dtype=x_dtype)
         if needs_wgrad:

@@ -132,8 +132,10 @@ JUST_IN_TIME: Quantizer = _JustInTime()
 """Scales X and G by their current amax."""
 
 
-def output_dtype(input: Tensor, weight: Tensor) -> torch.dtype | None:
+def output_dtype(input: Tensor, weight: Tensor, dim: int = 1) -> torch.dtype | None:
     """Return the dtype of Y: the input's, or autocast's if autocast is on; None inside `octavo.disabled()`.
+
+    `dim` is the dimension of the weight that is K.
 
     Raises:
         TypeError: If the input cannot be quantized.
@@ -143,9 +145,9 @@ def output_dtype(input: Tensor, weight: Tensor) -> torch.dtype | None:
         return None
     if input.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"linear takes float32, bfloat16 or float16 input; got {input.dtype}")
-    if input.shape[-1] != weight.shape[1]:
+    if input.shape[-1] != weight.shape[dim]:
         raise ValueError(
-            f"linear: the input's last dimension is in_features = {weight.shape[1]}; got shape {tuple(input.shape)}"
+            f"linear: the input's last dimension is in_features = {weight.shape[dim]}; got shape {tuple(input.shape)}"
         )
     autocast = autocast_dtype(input.device.type)
     if autocast is None and input.dtype != weight.dtype:

@@ -38,15 +38,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from octavo.comm import DEFAULT_SPEC
-from octavo.nn.experts import Experts, gather_rows, inverse_order, is_converted_experts, looks_like_experts
+from octavo.nn.experts import STACKED, Experts, gather_rows, inverse_order, is_converted_experts, looks_like_experts
 from octavo.nn.report import check_module
 from octavo.numerics.recipe import Recipe
 from octavo.parallel.agreement import compare_ranks
 from octavo.parallel.exchange import exchange_rows
 from octavo.runtime.swap import all_or_nothing
-
-_STACKED = ("gate_up_proj", "up_proj", "down_proj")
-"""Parameters of experts whose dimension 0 is the experts, besides their biases."""
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True) -> nn.Module:
@@ -104,6 +101,28 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True
     return model
 
 
+def has_expert_names(mesh: Any) -> bool:
+    """Return whether a mesh is [efsdp, ep]."""
+    return isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names == ("efsdp", "ep")
+
+
+def check_expert_mesh(model: nn.Module, mesh: Any) -> None:
+    """Raise ValueError unless `mesh` is [efsdp, ep] exactly if the experts of a model are distributed over its ep."""
+    distributed: list[Any] = [m.down_proj for m in model.modules() if is_converted_experts(m) and m.octavo_exchange]
+    named = has_expert_names(mesh)
+    if named and not distributed:
+        raise ValueError(
+            "a mesh [efsdp, ep] is for a model whose experts are distributed: call "
+            "octavo.parallel.expert_parallel(model, mesh['ep']) first"
+        )
+    if any(not named or weight.device_mesh != mesh["ep"] for weight in distributed):
+        raise ValueError(
+            "expert_parallel distributed the experts of this model over one dimension of a mesh: give parallelize that "
+            "mesh, with dimensions named 'efsdp' and 'ep', such as init_device_mesh('cuda', (2, 4), "
+            f"mesh_dim_names=('efsdp', 'ep')); got {mesh}"
+        )
+
+
 class ExpertExchange:
     """The `octavo.nn.experts.Exchange` of ranks that hold equal parts of the experts, in rank order.
 
@@ -113,19 +132,19 @@ class ExpertExchange:
     """
 
     def __init__(self, mesh: DeviceMesh, *, fp8: bool) -> None:
-        self._mesh, self._fp8 = mesh, fp8
+        self.mesh, self._fp8 = mesh, fp8
 
     def local(self, parameter: Tensor) -> Tensor:
         """Return this rank's experts of a DTensor. Backward divides the gradient by the number of ranks."""
         assert isinstance(parameter, DTensor)
-        local: Tensor = _MeanGradient.apply(parameter.to_local(), self._mesh.size())
+        local: Tensor = _MeanGradient.apply(parameter.to_local(), self.mesh.size())
         return local
 
     def __call__(
         self, on_rows: Callable[[Tensor, Tensor], Tensor], rows: Tensor, offsets: Tensor, recipe: Recipe
     ) -> Tensor:
         """Return `on_rows` of rows that are sorted by expert, [M,H] → [M,H]; zero from `offsets[-1]` on."""
-        group, ranks = self._mesh.get_group(), self._mesh.size()
+        group, ranks = self.mesh.get_group(), self.mesh.size()
         counts = offsets.diff(prepend=offsets.new_zeros(1))
         arriving = torch.empty_like(counts)  # [R,E/R]: rows from each rank for each expert that is here
         dist.all_to_all_single(arriving, counts, group=group)
@@ -197,7 +216,7 @@ def _check_experts(model: nn.Module, ranks: int) -> None:
                 f"{ranks} ranks cannot share the {count} experts of {name!r} equally: take a mesh dimension of one of "
                 f"{fitting}"
             )
-        if shared := [part for part, _ in module.named_parameters() if part.removesuffix("_bias") not in _STACKED]:
+        if shared := [part for part, _ in module.named_parameters() if part.removesuffix("_bias") not in STACKED]:
             raise ValueError(
                 f"all experts of {name!r} share its parameter {shared[0]!r}, which expert_parallel does not support: "
                 "shard them with octavo.parallelize instead"

@@ -1,7 +1,7 @@
 """FSDP2 with FP8 communication: what `torch.distributed.fsdp.fully_shard` shards, and in which format it is
 communicated.
 
-    weights of converted linears    gathered as FP8 bytes and scales, which the products read (`octavo.nn.gathered`)
+    weights of converted layers     gathered as FP8 bytes and scales, which the products read (`octavo.nn.gathered`)
     everything else                 gathered in the compute dtype, as FSDP2 does
     gradients                       FP8 all-to-all and a sum in float32, through FSDP2's own reduce-scatter hook
 
@@ -10,13 +10,15 @@ no hook for that.
 
 Weights are gathered in FP8 if one format serves all products and each rank can quantize its rows alone: recipes by row,
 without further communication, and by tensor, with one all_reduce of the amax of all weights per optimizer step. Other
-recipes (blocks across rows, other blocks for dgrad) are gathered in high precision.
+recipes (blocks across rows, other blocks for dgrad) are gathered in high precision. Weights of experts are sharded by
+experts, and gathered in FP8 if their products are grouped ones (`octavo.kernels.grouped.is_grouped`).
 """
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -27,11 +29,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.comm import reduce_scatter
+from octavo.kernels.grouped import is_grouped
 from octavo.nn.equalized import shared_scales
+from octavo.nn.experts import STACKED, Experts, is_converted_experts
 from octavo.nn.gathered import GatherFormat, GlobalScales, ShardedWeight, sharded_weights
 from octavo.nn.linear_like import LinearLike
 from octavo.numerics.equalization import ChannelScales
-from octavo.numerics.spec import TENSOR
+from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.blocks import find_blocks
 from octavo.tensor import local_tensor
 
@@ -77,6 +81,7 @@ def shard(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
+    expert_mesh: DeviceMesh | None = None,
     fp8_gather: bool,
     fp8_reduce: str | None,
     dtype: torch.dtype | None,
@@ -91,6 +96,7 @@ def shard(
     Args:
         model: Converted or not.
         mesh: [dp_shard], or [dp_replicate, dp_shard] for HSDP.
+        expert_mesh: Ranks that hold the same experts, over which `expert_parallel` experts are sharded; None without.
         fp8_gather: Gather the weights of converted layers in FP8 if their recipe allows it.
         fp8_reduce: FP8 format for gradients; None for `reduce_dtype`.
         dtype: Compute dtype of parameters, as FSDP2's `param_dtype`; None for their own.
@@ -108,6 +114,11 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     sharded = []
+    if expert_mesh is not None:
+        # Their inputs keep their dtypes: routing weights may be wider than the experts.
+        inside = options | {"mesh": expert_mesh, "mp_policy": replace(policy, cast_forward_inputs=False)}
+        for experts in filter(is_converted_experts, list(model.modules())):
+            sharded.append(fully_shard(experts, reshard_after_forward=reshard_after_forward, **inside))
     for block in _unshared_blocks(model, find_blocks(model)):
         sharded.append(fully_shard(block, reshard_after_forward=reshard_after_forward, **options))
     sharded.append(fully_shard(model, reshard_after_forward=False, **options))
@@ -139,23 +150,39 @@ def _mark_fp8_weights(model: nn.Module, dtype: torch.dtype | None, scales: Globa
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(parameter), []).append((module, name))
     for places in owners.values():
-        linears = [
-            module
-            for module, name in places
-            if isinstance(module, LinearLike) and not module.weight_is_transposed and name == "weight"
-        ]
-        recipes = {linear.recipe for linear in linears}
-        if len(linears) != len(places) or len(recipes) != 1:
+        layers = [module for module, name in places if _may_gather(module, name)]
+        recipes = {layer.recipe for layer in layers}
+        if len(layers) != len(places) or len(recipes) != 1:
             continue  # not a converted layer's, or shared with other modules
-        recipe, weight = recipes.pop(), linears[0].weight
-        if recipe.supports_fp8_gather:
-            by_tensor = scales if recipe.w.granularity == TENSOR else None
-            gather_format = GatherFormat(recipe.w, dtype, local_tensor(weight).shape[0], by_tensor)
-            gather_format.channels = partial(_channels, linears)
-            gather_format.follow = partial(_update_recipe, weakref.ref(model), gather_format, linears, scales)
-            marked = nn.Parameter(_marked(weight.detach(), gather_format), requires_grad=weight.requires_grad)
-            for linear in linears:
-                linear.weight = marked
+        spec = _gathered_spec(layers[0])
+        if spec is None:
+            continue
+        module, name = places[0]
+        weight = module.get_parameter(name)
+        by_tensor = scales if spec.granularity == TENSOR else None
+        gather_format = GatherFormat(spec, dtype, local_tensor(weight).shape[0], by_tensor)
+        gather_format.transposed = bool(getattr(module, "is_transposed", False))
+        gather_format.channels = partial(_channels, layers)
+        gather_format.follow = partial(_update_recipe, weakref.ref(model), gather_format, layers, scales)
+        marked = nn.Parameter(_marked(weight.detach(), gather_format), requires_grad=weight.requires_grad)
+        for module, name in places:
+            setattr(module, name, marked)
+
+
+def _may_gather(module: nn.Module, name: str) -> TypeGuard[LinearLike | Experts]:
+    """Return whether a parameter is a weight that the FP8 products of its module read, with rows along dimension 0 or
+    experts.
+    """
+    if isinstance(module, LinearLike):
+        return not module.weight_is_transposed and name == "weight"
+    return is_converted_experts(module) and name in STACKED
+
+
+def _gathered_spec(layer: nn.Module) -> QuantSpec | None:
+    """Return the FP8 spec in which the weight of a layer is gathered, None for high precision."""
+    if is_converted_experts(layer):
+        return layer.recipe.w if is_grouped(layer.recipe) else None
+    return layer.recipe.w if isinstance(layer, LinearLike) and layer.recipe.supports_fp8_gather else None
 
 
 def _marked(weight: Any, gather_format: GatherFormat) -> Tensor:
@@ -175,12 +202,11 @@ def _channels(linears: Iterable[nn.Module]) -> ChannelScales | None:
 
 
 def _update_recipe(
-    model: "weakref.ref[nn.Module]", gather_format: GatherFormat, linears: Iterable[nn.Module], scales: GlobalScales
+    model: "weakref.ref[nn.Module]", gather_format: GatherFormat, layers: Iterable[nn.Module], scales: GlobalScales
 ) -> None:
     """Gather a weight in the format of its layers' current recipe, or in high precision without one."""
-    recipes = {linear.recipe if isinstance(linear, LinearLike) else None for linear in linears}
-    recipe = recipes.pop() if len(recipes) == 1 else None
-    spec = recipe.w if recipe is not None and recipe.supports_fp8_gather else None
+    recipes = {getattr(layer, "recipe", None) for layer in layers}
+    spec = _gathered_spec(next(iter(layers))) if len(recipes) == 1 else None
     root = model()
     if spec == gather_format.spec or root is None:
         return

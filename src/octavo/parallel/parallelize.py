@@ -3,6 +3,8 @@
     [dp_shard]                    FSDP2: ZeRO-3, or ZeRO-2 with reshard_after_forward=False; Gemini with cpu_offload
     [dp_replicate]                DDP
     [dp_replicate, dp_shard]      HSDP
+    [efsdp, ep]                   FSDP2 after `expert_parallel(model, mesh["ep"])`: experts sharded over efsdp, the rest
+                                  over all ranks
 
 Unsupported combinations raise an error here, with the nearest one that works, instead of failing during the run.
 Settings, recipes and parameters must be equal on all ranks; they are compared first, and an error on one rank is raised
@@ -31,9 +33,10 @@ from octavo.numerics.precision import Precision
 from octavo.parallel.agreement import agree_on_adamw, compare_ranks
 from octavo.parallel.amax_sync import sync_scaling_state
 from octavo.parallel.ddp import replicate
+from octavo.parallel.experts import check_expert_mesh, has_expert_names
 from octavo.parallel.fsdp import shard
 from octavo.runtime.swap import all_or_nothing
-from octavo.runtime.torch_compat import composable_state
+from octavo.runtime.torch_compat import composable_state, flattened
 
 FP8_COMM = ("auto", "on", "gather", "off")
 
@@ -103,8 +106,9 @@ def parallelize(
 
     Args:
         model: Any module, converted or not, on the mesh's device. The same on every rank.
-        mesh: A mesh [dp_shard], [dp_replicate, dp_shard], or [dp_replicate] with that name; or a `Parallel`, for a mesh
-            over all ranks. None: one shard group of all ranks.
+        mesh: A mesh [dp_shard], [dp_replicate, dp_shard], or [dp_replicate] with that name; [efsdp, ep] with these
+            names, after `octavo.parallel.expert_parallel`; or a `Parallel`, for a mesh over all ranks. None: one shard
+            group of all ranks.
         precision: Converts the model first; leave it out if the model is converted already.
         fp8_comm: See `Parallel`. Default: that of `mesh` if it is a `Parallel`, else `"auto"`.
         reshard_after_forward: See `Parallel`.
@@ -152,6 +156,7 @@ def _parallelize(
         replicas, shards = _sizes(mesh) if isinstance(mesh, DeviceMesh) else layout.sizes(dist.get_world_size())
         _check_dtypes(dtype=dtype, reduce_dtype=reduce_dtype)
         _check_model(model, layout, replicas if shards == 1 else 1, dtype)
+        check_expert_mesh(model, mesh)
         if precision is not None:
             rule = rule_plan(model, precision=precision)
             apply_plan(model, rule, keep_weights=precision.keep_weights, verbose=dist.get_rank() == 0)
@@ -171,6 +176,7 @@ def _parallelize(
     shard(
         model,
         mesh if mesh.ndim == 2 and replicas > 1 else _shard_mesh(mesh),
+        expert_mesh=mesh["efsdp"] if has_expert_names(mesh) else None,
         fp8_gather=fp8 or crosses_machines or layout.fp8_comm == "gather",
         fp8_reduce=DEFAULT_SPEC if fp8 else None,
         dtype=dtype,
@@ -203,15 +209,21 @@ def make_mesh(parallel: Parallel, device_type: str) -> DeviceMesh:
 
 
 def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    if has_expert_names(mesh):
+        ranks: DeviceMesh = flattened(mesh, "dp_shard")
+        return ranks
     return mesh if mesh.ndim == 1 else mesh["dp_shard"]
 
 
 def _sizes(mesh: DeviceMesh) -> tuple[int, int]:
+    if has_expert_names(mesh):
+        return 1, mesh.size()
     names = mesh.mesh_dim_names or (("dp_shard",) if mesh.ndim == 1 else ("dp_replicate", "dp_shard"))
     if mesh.ndim > 2 or not set(names) <= {"dp_replicate", "dp_shard"}:
         raise ValueError(
-            f"parallelize takes a mesh [dp_shard], [dp_replicate] or [dp_replicate, dp_shard]; got dimensions {names}: "
-            "pass its data-parallel part, such as mesh['dp_replicate', 'dp_shard']"
+            "parallelize takes a mesh [dp_shard], [dp_replicate] or [dp_replicate, dp_shard], or [efsdp, ep] after "
+            f"expert_parallel; got dimensions {names}: pass its data-parallel part, such as "
+            "mesh['dp_replicate', 'dp_shard']"
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ValueError("a two-dimensional mesh needs names: mesh_dim_names=('dp_replicate', 'dp_shard')")

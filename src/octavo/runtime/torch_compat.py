@@ -116,6 +116,11 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False) if _has_autocast(device_type) else nullcontext()
 
 
+def flattened(mesh: Any, name: str) -> Any:
+    """Return a `DeviceMesh` of one dimension with the ranks of a mesh. All releases: there is no public function."""
+    return mesh._flatten(name)
+
+
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call a function when the backward that runs ends. All releases: there is no public function for it."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
