@@ -10,14 +10,14 @@ tokens.py            what their ranks exchange, in FP8
 pipeline.py          stages of torch's pipelines with FP8 messages; imported on first use, as pipelining imports slowly
 clip_grad.py         clip_grad_norm_ for parameters on several meshes
 exchange.py          the all-to-all of rows, in FP8 or exact
-experts.py           experts distributed over ranks, with rows sent in FP8
+expert_parallel.py   experts distributed over ranks, with rows sent in FP8
 """
 
 from typing import TYPE_CHECKING, Any
 
 from octavo.parallel.clip_grad import clip_grad_norm_
 from octavo.parallel.ddp import Fp8AllReduce
-from octavo.parallel.experts import expert_parallel
+from octavo.parallel.expert_parallel import expert_parallel
 from octavo.parallel.parallelize import Parallel, parallelize
 from octavo.parallel.tensor_parallel import Fp8ColwiseParallel, Fp8RowwiseParallel
 

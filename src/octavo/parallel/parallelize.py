@@ -33,7 +33,7 @@ from octavo.numerics.precision import Precision
 from octavo.parallel.agreement import agree_on_adamw, compare_ranks
 from octavo.parallel.amax_sync import sync_scaling_state
 from octavo.parallel.ddp import replicate
-from octavo.parallel.experts import check_expert_mesh, has_expert_names
+from octavo.parallel.expert_parallel import check_expert_mesh, has_expert_names
 from octavo.parallel.fsdp import shard
 from octavo.runtime.swap import all_or_nothing
 from octavo.runtime.torch_compat import composable_state, flattened

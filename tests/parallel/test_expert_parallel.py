@@ -1,0 +1,367 @@
+"""Experts on several ranks: the results of one process with all experts, whatever each rank sends."""
+
+import copy
+import sys
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from collective_recorder import CollectiveRecorder
+from octavo.numerics import sqnr
+from octavo.parallel import Parallel, expert_parallel, parallelize
+from octavo.parallel.fsdp import parameters_in_fp8
+
+sys.path.append(str(Path(__file__).parents[1] / "nn"))
+
+pytestmark = [pytest.mark.dist, pytest.mark.thorough]
+HIDDEN = 256
+"""Width of experts on their own: enough values for a stable SQNR of one token."""
+
+
+def mesh_of(efsdp=1):
+    return init_device_mesh("cpu", (efsdp, dist.get_world_size() // efsdp), mesh_dim_names=("efsdp", "ep"))
+
+
+# --- one module ---
+
+
+def batches_of(tokens, to_rank=None):
+    """A batch per rank; `to_rank`: all tokens choose experts of that rank."""
+    from moe_models import routed
+
+    batches = [routed(count, seed=seed, hidden=HIDDEN) for seed, count in enumerate(tokens)]
+    if to_rank is not None:
+        each = 8 // len(tokens)
+        batches = [(x, index % each + to_rank * each, weights, grad) for x, index, weights, grad in batches]
+    return batches
+
+
+def converted(family, **options):
+    from moe_models import experts_of
+
+    parent = nn.ModuleDict({"experts": experts_of(family, hidden_size=HIDDEN)})
+    return octavo.convert(parent, verbose=False, **options)["experts"]
+
+
+def module_job(cases):
+    """For each case, SQNR of this rank's results to those of one process with the tokens of all ranks; inf: equal."""
+    from moe_models import results
+
+    reports = []
+    for family, tokens, to_rank, fp8 in cases:
+        experts, batches = converted(family), batches_of(tokens, to_rank)
+        whole = results(experts, *map(torch.cat, zip(*batches, strict=True)))
+        mine = results(expert_parallel(experts, mesh_of()["ep"], fp8_comm=fp8), *batches[dist.get_rank()])
+        report = {}
+        for name, value in mine.items():
+            if isinstance(value, DTensor):
+                expected, value = whole[name] / dist.get_world_size(), value.full_tensor()
+            else:
+                expected = whole[name].split(tokens)[dist.get_rank()]
+            assert value.shape == expected.shape and value.dtype == expected.dtype
+            report[name] = sqnr(expected, value) if expected.any() else torch.inf
+        reports.append(report)
+    return reports
+
+
+CASES = [([64, 64], None), ([1, 0], None), ([7, 33], None), ([33, 1], 0), ([33, 7], 1)]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_exact_messages_change_no_bit(gloo, family):
+    for reports in gloo.run(module_job, 2, [(family, *case, False) for case in CASES]):
+        assert all(value == torch.inf for report in reports for value in report.values())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_fp8_messages_stay_close(gloo, family):
+    for reports in gloo.run(module_job, 2, [(family, *case, True) for case in CASES]):
+        for report in reports:
+            assert report["y"] >= 30
+            assert min(report.values()) >= 22, report
+
+
+def test_four_ranks(gloo):
+    cases = [("mixtral", [9, 0, 33, 1], None, fp8) for fp8 in (False, True)]
+    for exact, fp8 in gloo.run(module_job, 4, cases):
+        assert all(value == torch.inf for value in exact.values())
+        assert fp8["y"] >= 30 and min(fp8.values()) >= 22
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner, use_reentrant):
+        super().__init__()
+        self.inner, self.use_reentrant = inner, use_reentrant
+
+    def forward(self, *arguments):
+        return checkpoint(self.inner, *arguments, use_reentrant=self.use_reentrant)
+
+
+def modes_job():
+    from moe_models import results
+
+    (x, index, weights, grad) = batch = batches_of([40, 24])[dist.get_rank()]
+    plain = converted("gpt_oss")
+    experts = expert_parallel(copy.deepcopy(plain), mesh_of()["ep"])
+    expected = results(experts, *batch)
+
+    def same(module, batch=batch):
+        other = {name.removeprefix("inner."): value for name, value in results(module, *batch).items()}
+        return all(torch.equal(local(expected[name]), local(other[name])) for name in expected)
+
+    assert same(experts) and same(experts.eval())
+    assert same(Checkpointed(experts, use_reentrant=True)) and same(Checkpointed(experts, use_reentrant=False))
+    with torch.no_grad():
+        assert torch.equal(experts(x, index, weights), expected["y"])
+    stored = expert_parallel(converted("gpt_oss", activations="fp8"), mesh_of()["ep"])
+    close = results(stored, *batch)
+    assert torch.equal(close["y"], expected["y"]) and not torch.equal(close["x"], expected["x"])
+    assert min(sqnr(local(expected[name]), local(close[name])) for name in expected) > 20
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = results(experts, *batch)
+    assert all(cast[n].dtype == torch.float32 and sqnr(local(expected[n]), local(cast[n])) > 20 for n in expected)
+    for dropped in (torch.rand(index.shape) < 0.4, torch.ones_like(index, dtype=torch.bool)):
+        one = results(plain, x, torch.where(dropped, 8, index), weights, grad)
+        many = results(experts, x, torch.where(dropped, 8, index), weights, grad)
+        assert not many["weights"][dropped].any()
+        assert not dropped.all() or not any(local(value).any() for value in many.values())
+        assert all(sqnr(one[name], many[name]) > 20 for name in ("y", "x", "weights") if one[name].any())
+    with octavo.disabled():
+        one, many = results(plain, *batch), results(experts, *batch)
+    assert all(sqnr(one[name], many[name]) > 120 for name in ("y", "x", "weights"))
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def test_checkpointing_autocast_storage_and_dropped_slots(gloo):
+    gloo.run(modes_job, 2)
+
+
+def bytes_job(hidden, dtype):
+    from moe_models import experts_of, results, routed
+
+    sent = {}
+    for fp8 in (True, False):
+        experts = octavo.convert(experts_of("mixtral", hidden_size=hidden).to(dtype), verbose=False)
+        expert_parallel(experts, mesh_of()["ep"], fp8_comm=fp8)
+        with CollectiveRecorder() as recorder:
+            results(experts, *routed(32, hidden=hidden, dtype=dtype, seed=dist.get_rank()))
+        assert {call.name for call in recorder.calls} == {"alltoall_base_"}
+        assert {call.dtype for call in recorder.calls} == {torch.int32, torch.uint8 if fp8 else dtype}
+        assert [call.dtype for call in recorder.calls].count(torch.int32) == 1 and len(recorder.calls) == 5
+        sent[fp8] = recorder.bytes("alltoall_base_")
+    return sent[True], sent[False]
+
+
+@pytest.mark.parametrize("hidden", [512, 896])
+def test_messages_take_half_the_bytes_of_bf16(gloo, hidden):
+    for fp8, plain in gloo.run(bytes_job, 2, hidden, torch.bfloat16):
+        assert 0.5 * plain < fp8 <= 0.52 * plain
+
+
+# --- models ---
+
+
+def batch(step):
+    return torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(step))
+
+
+def train(model, steps, optimizer, part=(0, 1), first=0):
+    """Losses of a rank's share of each batch."""
+    losses = []
+    for step in range(first, first + steps):
+        tokens = batch(step).chunk(part[1])[part[0]]
+        logits = model(input_ids=tokens[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def model_of(family="mixtral", dtype=torch.float32):
+    from moe_models import mixture
+
+    return octavo.convert(mixture(family).to(dtype), verbose=False)
+
+
+def optimizer_of(kind, model):
+    if kind == "octavo":
+        return octavo.AdamW(model.parameters(), lr=1e-3)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+
+def distributed(family="mixtral", efsdp=1, fp8_comm=True, fsdp_comm="off", dtype=torch.float32):
+    mesh, model = mesh_of(efsdp), model_of(family, dtype)
+    expert_parallel(model, mesh["ep"], fp8_comm=fp8_comm)
+    return parallelize(model, mesh, fp8_comm=fsdp_comm)
+
+
+def losses_job(efsdp, fp8_comm, high_precision, steps):
+    model = distributed(efsdp=efsdp, fp8_comm=fp8_comm)
+    with octavo.disabled() if high_precision else nullcontext():
+        losses = torch.tensor(
+            train(model, steps, optimizer_of("torch", model), (dist.get_rank(), dist.get_world_size()))
+        )
+    dist.all_reduce(losses)
+    return losses / dist.get_world_size()
+
+
+@cache
+def one_process(high_precision, steps):
+    model = model_of()
+    with octavo.disabled() if high_precision else nullcontext():
+        return torch.tensor(train(model, steps, optimizer_of("torch", model)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "fp8_comm", "high_precision", "bound"),
+    [(2, True, False, 2e-3), (2, False, False, 2e-3), (2, False, True, 1e-5), (4, True, False, 2e-3)],
+)
+def test_losses_follow_one_process(gloo, world, fp8_comm, high_precision, bound):
+    expected = one_process(high_precision, 20)
+    losses = gloo.run(losses_job, world, world // 2, fp8_comm, high_precision, 20)[0]
+    assert ((losses - expected).abs() / expected).max() <= bound
+
+
+def sharded_job(family, steps, folder=None):
+    """Losses and parameters with plain and with FP8 gathers; with a folder, a checkpoint of the latter."""
+    part = dist.get_rank(), dist.get_world_size()
+    found = []
+    for comm in ("off", "gather"):
+        model = distributed(family, efsdp=2, fsdp_comm=comm, dtype=torch.bfloat16)
+        gathered = {name for name in parameters_in_fp8(model) if "experts" in name}
+        weights = {name for name, p in model.named_parameters() if "experts" in name and p.ndim == 3}
+        assert gathered == (weights if comm == "gather" else set())
+        optimizer = optimizer_of("octavo", model)
+        losses = train(model, steps, optimizer, part)
+        found.append((losses, {name: p.full_tensor() for name, p in model.named_parameters()}))
+    (plain_losses, plain), (losses, parameters) = found
+    assert losses == plain_losses and all(torch.equal(plain[name], parameters[name]) for name in plain)
+    states = {  # Gloo has no collectives of FP8 and of 16-bit integers; float32 holds their values
+        (name, key): value.float().full_tensor() if isinstance(value, DTensor) else value
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state[p].items()
+    }
+    if folder is not None:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    return parameters, states
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_a_checkpoint_of_shards_loads_in_one_process_bit_for_bit(gloo, family, tmp_path):
+    parameters, states = gloo.run(sharded_job, 4, family, 2, str(tmp_path / "checkpoint"))[0]
+    model = model_of(family, torch.bfloat16)
+    optimizer = optimizer_of("octavo", model)
+    optimizer.make_states()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=str(tmp_path / "checkpoint"), no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=state["optimizer"])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, parameters[name]), name
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(value.float(), states[name, key]), (name, key)
+
+
+def nan_job():
+    """A NaN in the tokens of one rank: all ranks skip the step."""
+    model = distributed()
+    optimizer = octavo.AdamW(model.parameters(), lr=1e-3, nonfinite="skip")
+    before = {name: p.to_local().clone() for name, p in model.named_parameters()}
+    tokens = batch(dist.get_rank())[:2, :-1]
+    logits = model(input_ids=tokens).logits
+    (logits.sum() * (torch.nan if dist.get_rank() == 1 else 1.0)).backward()
+    experts = model.model.layers[0].mlp.experts.down_proj.grad
+    assert experts.full_tensor().isnan().any()
+    optimizer.step()
+    assert all(torch.equal(before[name], p.to_local()) for name, p in model.named_parameters())
+    return optimizer.skipped
+
+
+def test_nan_on_one_rank_skips_the_step_on_all(gloo):
+    assert gloo.run(nan_job, 2) == [1, 1]
+
+
+# --- errors ---
+
+
+def message_of(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
+
+
+def errors_job():
+    from moe_models import experts_of
+
+    rank, mesh = dist.get_rank(), mesh_of()
+    ep = mesh["ep"]
+    plain = experts_of("mixtral")
+    found = [
+        message_of(expert_parallel, converted("mixtral"), mesh),
+        message_of(expert_parallel, converted("mixtral"), "ep"),
+        message_of(expert_parallel, plain, ep),
+        message_of(expert_parallel, nn.Linear(64, 64), ep),
+        message_of(expert_parallel, octavo.convert(experts_of("mixtral", num_local_experts=5), verbose=False), ep),
+        message_of(expert_parallel, converted("mixtral", recipe="rowwise" if rank else "mxfp8"), ep),
+        message_of(expert_parallel, converted("mixtral"), ep, fp8_comm=rank == 0),
+        message_of(expert_parallel, converted("mixtral") if rank else plain, ep),
+        message_of(parallelize, converted("mixtral"), mesh),
+    ]
+    experts = converted("mixtral")
+    before = dict(experts.named_parameters())
+    message_of(expert_parallel, experts, ep, fp8_comm=rank == 0)
+    assert all(before[name] is p for name, p in experts.named_parameters()) and experts.octavo_exchange is None
+    expert_parallel(experts, ep)
+    return [
+        *found,
+        message_of(expert_parallel, experts, ep),
+        message_of(parallelize, experts, Parallel()),
+        message_of(octavo.revert, experts),
+        message_of(octavo.nn.change_recipe, experts, "", "mxfp8", reason="no"),
+        message_of(expert_parallel, parallelize(converted("mixtral")), ep),
+    ]
+
+
+def test_what_cannot_work_raises_on_every_rank(gloo):
+    texts = (
+        "ValueError: expert_parallel takes one dimension of a mesh; got 2, named ('efsdp', 'ep'): pass the one",
+        "TypeError: expert_parallel takes a torch DeviceMesh",
+        "and this model has none: call octavo.convert(model) first; octavo.report(model) says why '' is not",
+        "and this model has none: it has no module with 3-D gate_up_proj",
+        "2 ranks cannot share the 5 experts of '' equally: take a mesh dimension of one of [1, 5]",
+        "call expert_parallel with different recipes of layers",
+        "call expert_parallel with different settings",
+        "and this model has none",
+        "call octavo.parallel.expert_parallel(model, mesh['ep']) first",
+        "are distributed already: call expert_parallel once",
+        "give parallelize that mesh, with dimensions named 'efsdp' and 'ep'",
+        "holds some of the experts (octavo.parallel.expert_parallel)",
+        "holds some of the experts (octavo.parallel.expert_parallel)",
+        "are sharded already: call expert_parallel before octavo.parallelize",
+    )
+    for found in gloo.run(errors_job, 2):
+        for text, message in zip(texts, found, strict=True):
+            assert text in message
