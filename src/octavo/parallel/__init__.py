@@ -11,6 +11,7 @@ pipeline.py          stages of torch's pipelines with FP8 messages; imported on 
 clip_grad.py         clip_grad_norm_ for parameters on several meshes
 exchange.py          the all-to-all of rows, in FP8 or exact
 expert_parallel.py   experts distributed over ranks, with rows sent in FP8
+ulysses.py           attention over sequences that are sharded over ranks
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from octavo.parallel.ddp import Fp8AllReduce
 from octavo.parallel.expert_parallel import expert_parallel
 from octavo.parallel.parallelize import Parallel, parallelize
 from octavo.parallel.tensor_parallel import Fp8ColwiseParallel, Fp8RowwiseParallel
+from octavo.parallel.ulysses import ulysses_attention
 
 if TYPE_CHECKING:
     from octavo.parallel.pipeline import PipelineStage as PipelineStage
@@ -33,6 +35,7 @@ __all__ = [
     "clip_grad_norm_",
     "expert_parallel",
     "parallelize",
+    "ulysses_attention",
 ]
 
 

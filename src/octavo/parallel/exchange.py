@@ -18,13 +18,15 @@ def exchange_rows(
     """Send rows to every rank and receive rows from every rank; gradients travel the same way back.
 
     Args:
-        rows: [R, C], those for rank 0 first.
+        rows: [R, ...], those for rank 0 first. Returned as they are if this rank is the only one.
         sent: Rows for each rank.
         received: Rows from each rank.
         group: The process group.
         fp8: Send FP8, unless inside `octavo.disabled()`; else rows in their own dtype.
         spec: FP8 format of the message; that of the gradient is the default.
     """
+    if len(sent) == 1:
+        return rows
     if fp8 and SWITCH.enabled:
         result: Tensor = all_to_all_single(rows, received, sent, group, spec=spec, backward_spec=DEFAULT_SPEC)
         return result

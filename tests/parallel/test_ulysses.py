@@ -1,0 +1,107 @@
+"""Attention over sequences that are sharded over ranks: that of one process, forward and backward."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import octavo
+from collective_recorder import CollectiveRecorder
+from octavo.numerics import sqnr
+from octavo.parallel import ulysses_attention
+
+pytestmark = pytest.mark.dist
+
+CASES = {
+    "plain": ((2, 4, 24, 128), 4, 128),
+    "grouped": ((1, 8, 12, 64), 4, 64),
+    "mla": ((2, 4, 32, 48), 4, 40),
+    "one token each": ((1, 4, 4, 16), 4, 16),
+}
+"""q [B,H,S,D], heads of k and v, Dv."""
+
+
+def operands(case, dtype=torch.float32, scale=1.0):
+    (batch, heads, tokens, size), kv_heads, v_size = CASES[case]
+    g = torch.Generator().manual_seed(0)
+    shapes = ((heads, size), (kv_heads, size), (kv_heads, v_size), (heads, v_size))
+    q, k, v, grad = (torch.randn(batch, h, tokens, d, generator=g).to(dtype) for h, d in shapes)
+    return q * scale, k * scale, v, grad
+
+
+def results(attention, q, k, v, grad):
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    y = attention(*leaves)
+    y.backward(grad)
+    return {"y": y.detach(), **{name: t.grad for name, t in zip("qkv", leaves, strict=True)}}
+
+
+def job(case, fp8, scale=1.0, disabled=False):
+    """SQNR of this rank's part of everything to that of one process."""
+    options = {"is_causal": case != "one token each", "enable_gqa": case == "grouped"}
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tensors = operands(case, scale=scale)
+    expected = results(partial(F.scaled_dot_product_attention, **options), *tensors)
+    parts = [t.chunk(ranks, 2)[rank] for t in tensors]  # views
+    sharded = partial(ulysses_attention, fp8_comm=fp8, **options)
+    actual = results(sharded, *parts)
+    return {name: sqnr(value.chunk(ranks, 2)[rank], actual[name]) for name, value in expected.items()}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_results_are_those_of_one_process(gloo, case, world):
+    for found in gloo.run(job, world, case, False):
+        assert min(found.values()) > 110, found
+    for found in gloo.run(job, world, case, True):
+        assert found["y"] > 26 and min(found.values()) > 23, found
+
+
+def bytes_job():
+    """Bytes of a forward and backward in bf16, in FP8 and not."""
+    sent = []
+    for fp8 in (True, False):
+        parts = [t.chunk(2, 2)[dist.get_rank()] for t in operands("plain", torch.bfloat16)]
+        with CollectiveRecorder() as recorder:
+            results(partial(ulysses_attention, fp8_comm=fp8), *parts)
+        assert [call.name for call in recorder.calls] == ["alltoall_base_"] * 4
+        assert {call.dtype for call in recorder.calls} == {torch.uint8 if fp8 else torch.bfloat16}
+        sent.append(recorder.bytes("alltoall_base_"))
+    with octavo.disabled(), CollectiveRecorder() as recorder:
+        ulysses_attention(*parts[:3])
+    assert {call.dtype for call in recorder.calls} == {torch.bfloat16}
+    return sent
+
+
+@pytest.mark.thorough
+def test_messages_take_half_the_bytes_of_bf16(gloo):
+    for fp8, plain in gloo.run(bytes_job, 2):
+        assert 0.5 * plain < fp8 <= 0.52 * plain
+
+
+def errors_job():
+    found = []
+    for heads, kv_heads, sizes in ((3, 3, "same"), (4, 1, "same"), (4, 4, "3-D"), (4, 4, "dtypes")):
+        q, k = torch.randn(1, heads, 2, 16), torch.randn(1, kv_heads, 2, 16)
+        v = k[0] if sizes == "3-D" else k.bfloat16() if sizes == "dtypes" else k
+        try:
+            ulysses_attention(q, k, v)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.thorough
+def test_what_cannot_work_raises_on_every_rank(gloo):
+    texts = (
+        "2 ranks cannot share 3 heads of q, 3 of k and 3 of v equally: take a group of one of [1, 3] ranks",
+        "2 ranks cannot share 4 heads of q, 1 of k and 1 of v equally: take a group of one of [1] ranks",
+        "takes q, k and v [batch, heads, tokens, size]; got shapes",
+        "of one dtype; got torch.float32, torch.float32 and torch.bfloat16",
+    )
+    for found in gloo.run(errors_job, 2):
+        for text, message in zip(texts, found, strict=True):
+            assert text in message
