@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.nn import change_recipe, filters
+from octavo.nn import change_recipe, filters, weights
 from octavo.nn.experts import Experts, _decorated_code, experts_obstacle, experts_shape, looks_like_experts
 from octavo.numerics import sqnr
 
@@ -143,6 +143,30 @@ def test_activations_in_fp8_save_less_and_give_close_gradients():
     assert [row.activation_storage for row in octavo.report(model).activations if row.name == "experts"] == [
         "saved_tensors"
     ]
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_kept_weights_change_no_bit_and_are_quantized_once(family, recipe, monkeypatch):
+    experts, batch = experts_of(family), routed(33)
+    expected = results(converted(experts, recipe), *batch)
+    keeping = converted(experts, recipe, keep_weights=True)
+    casts, cast = [], weights._cast
+    monkeypatch.setattr(weights, "_cast", lambda *arguments: casts.append(1) or cast(*arguments))
+    products = 2 if recipe == "rowwise" else 16
+    assert same(expected, results(keeping, *batch)) and len(casts) == products
+    casts.clear()
+    with octavo.nn.accumulating(keeping):
+        assert same(expected, results(keeping, *batch)) and same(expected, results(keeping, *batch))
+        # Grouped products cast a copy of [E,K,N], of which nothing proves that it is not stale.
+        shared = recipe != "rowwise" or not keeping.is_transposed
+        assert len(casts) == products * (1 if shared else 2)
+    if shared:
+        with pytest.raises(RuntimeError, match=r"first: '\.down_proj'"), octavo.nn.accumulating(keeping):
+            keeping(*batch[:3])
+            keeping.down_proj.data.mul_(2)
+    octavo.revert(keeping)
+    assert "keep_weights" not in vars(keeping)
 
 
 class Checkpointed(nn.Module):

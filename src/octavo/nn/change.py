@@ -65,10 +65,10 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     checked_weight(fqn, module)
     with all_or_nothing(model):
         if experts:
-            storage = vars(module).get(STORAGE_ATTRIBUTE)
+            storage, keep_weights = vars(module).get(STORAGE_ATTRIBUTE), getattr(module, "keep_weights", False)
             revert_experts(module)
             if new_recipe is not None:
-                convert_experts(module, new_recipe, storage)
+                convert_experts(module, new_recipe, storage, keep_weights)
         elif new_recipe is None:
             if is_converted(module):
                 restore_original_class(module)

@@ -113,7 +113,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: boo
             recipe = plan[fqn].recipe
             assert recipe is not None
             if looks_like_experts(modules[fqn]):
-                convert_experts(modules[fqn], recipe, storages.pop(fqn, None))
+                convert_experts(modules[fqn], recipe, storages.pop(fqn, None), keep_weights)
                 continue
             become(modules[fqn], fp8_class(type(modules[fqn]), recipe), recipe=recipe, keep_weights=keep_weights)
         for fqn, storage in storages.items():

@@ -35,6 +35,7 @@ from octavo.activations.modules import STORAGE_ATTRIBUTE, mixed_class
 from octavo.activations.saved_tensors import compressed
 from octavo.kernels.grouped import is_grouped
 from octavo.nn.grouped_linear import grouped_linear
+from octavo.nn.weights import is_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.runtime.swap import become, has_own_forward, is_fully_sharded
 from octavo.runtime.switch import SWITCH
@@ -45,7 +46,7 @@ _FLAGS = {"has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_c
 STACKED = ("gate_up_proj", "up_proj", "down_proj")
 """Weights of experts, 3-D; their biases are 2-D."""
 _DECORATOR = "transformers.integrations.moe"
-_ATTRIBUTES = ("recipe", STORAGE_ATTRIBUTE)
+_ATTRIBUTES = ("recipe", "keep_weights", STORAGE_ATTRIBUTE)
 
 
 class Exchange(Protocol):
@@ -65,11 +66,13 @@ class Experts(nn.Module):
 
     Attributes:
         recipe: Precision of the products.
+        keep_weights: Whether they were converted with `keep_weights=True`: see `octavo.nn.weights`.
         octavo_exchange: Carries rows to experts on other ranks; None if all experts are here.
     """
 
     octavo_original: ClassVar[Any]
     recipe: Recipe = DEFAULT
+    keep_weights: bool = False
     octavo_exchange: Exchange | None = None
     down_proj: Tensor
 
@@ -121,7 +124,8 @@ class Experts(nn.Module):
         weight, bias = getattr(self, name), getattr(self, f"{name}_bias") if self.has_bias else None
         if exchange is not None:
             weight, bias = exchange.local(weight), None if bias is None else exchange.local(bias)
-        return grouped_linear(rows, weight, bias, offsets, self.recipe, bool(self.is_transposed))
+        keeps = self.keep_weights and not torch.compiler.is_compiling() and not is_sharded(self)
+        return grouped_linear(rows, weight, bias, offsets, self.recipe, bool(self.is_transposed), keeps)
 
     def extra_repr(self) -> str:
         """Return the description of the original, with the recipe."""
@@ -262,10 +266,11 @@ def describe_experts(module: nn.Module, recipe: Recipe) -> str:
     return f"experts: {experts} x ({hidden} → {both}, {inner} → {hidden}) in FP8 ({recipe.name}{each})"
 
 
-def convert_experts(module: nn.Module, recipe: Recipe, storage: Any) -> None:
+def convert_experts(module: nn.Module, recipe: Recipe, storage: Any, keep_weights: bool) -> None:
     """Make experts compute in FP8, in place; with a `storage`, they also store their activations in FP8."""
     attributes = {} if storage is None else {STORAGE_ATTRIBUTE: storage}
-    become(module, mixed_class(Experts, original_class(module)), recipe=recipe, **attributes)
+    owner = mixed_class(Experts, original_class(module))
+    become(module, owner, recipe=recipe, keep_weights=keep_weights, **attributes)
 
 
 def revert_experts(module: nn.Module) -> None:

@@ -298,18 +298,20 @@ class Fp8AllGatherOutput(Tensor):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return W, without channel scales, as a plain tensor."""
-        w = rows_of(self, self.spec)
+        rows = rows_of(self)
+        w = ScaledTensor(rows.data_, rows.scale, self.spec)
         if self.channels is not None:
             return (dequantize(w, torch.float32) * self.channels.inverse).to(dtype)
         whole = dequantize(w, dtype).view(self.data_.shape)
         return whole.transpose(-1, -2).contiguous() if self.is_transposed else whole
 
 
-def rows_of(weight: Fp8AllGatherOutput, spec: QuantSpec) -> ScaledTensor:
-    """Return the rows of a gathered weight, or of all experts' weights, [E·N,K], as an operand; see `quantized_as`."""
-    w = quantized_as(weight, spec)
-    scale = None if w.scale is None or w.scale.shape[:-1] != w.data.shape[:-1] else w.scale.flatten(0, -2)
-    return ScaledTensor(w.data.flatten(0, -2), w.scale if scale is None else scale, spec)
+def rows_of(weight: Fp8AllGatherOutput) -> Fp8AllGatherOutput:
+    """Return the rows of all experts' weights, [E·N,K]; a weight [N,K] itself."""
+    if weight.ndim == 2:
+        return weight
+    data, scale = weight.data_.flatten(0, 1), weight.scale.flatten(0, 1)
+    return Fp8AllGatherOutput(data, scale, weight.spec, weight.dtype, weight.channels)
 
 
 def quantized_as(weight: Fp8AllGatherOutput, spec: QuantSpec) -> ScaledTensor:

@@ -24,17 +24,18 @@ from torch.autograd.function import once_differentiable
 from octavo.kernels import grouped_mm, needs_both_orders, quantize
 from octavo.kernels.grouped import groups_of_rows, is_grouped, quantize_grouped_gradient, sum_by_group
 from octavo.kernels.quantize import Order
-from octavo.nn.gathered import Fp8AllGatherOutput, for_dgrad, rows_of
+from octavo.nn.gathered import Fp8AllGatherOutput, rows_of
 from octavo.nn.linear import linear
-from octavo.nn.operands import apply_unhooked, output_dtype
+from octavo.nn.operands import apply_unhooked, dgrad_weight, forward_operands, output_dtype
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.torch_compat import FakeTensor, required_gradients
 from octavo.tensor import ScaledTensor
 
 
 def grouped_linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, recipe: Recipe, transposed: bool = False
-) -> Tensor:
+    input: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, recipe: Recipe, transposed: bool = False,
+    keep_weights: bool = False,
+) -> Tensor:  # fmt: skip
     """Multiply the rows of each expert by its weight, in FP8, differentiable.
 
     Args:
@@ -44,6 +45,7 @@ def grouped_linear(
         offsets: int32 [E], where the rows of each expert end, on the input's device.
         recipe: Precision of the products; not one with a `history` or `equalization`.
         transposed: Whether each expert's weight is stored as [in, out].
+        keep_weights: As of `octavo.nn.linear`.
 
     Returns:
         [M,N] in the input's dtype, or in autocast's if autocast is on. Rows from `offsets[-1]` on are zero, and so is
@@ -69,8 +71,8 @@ def grouped_linear(
         by_row = weight.transpose(1, 2) if transposed else weight
         if out_dtype is None:  # inside `octavo.disabled()`
             return _per_expert(torch.nn.functional.linear, input, by_row, bias, offsets)
-        return _per_expert(lambda x, w, b: linear(x, w, b, recipe), input, by_row, bias, offsets)
-    return apply_unhooked(_GroupedLinear, input, weight, bias, offsets, recipe, out_dtype, transposed)
+        return _per_expert(lambda x, w, b: linear(x, w, b, recipe, keep_weights), input, by_row, bias, offsets)
+    return apply_unhooked(_GroupedLinear, input, weight, bias, offsets, recipe, out_dtype, transposed, keep_weights)
 
 
 def _per_expert(function: Any, x_MK: Tensor, w_ENK: Tensor, bias_EN: Tensor | None, offsets: Tensor) -> Tensor:
@@ -89,6 +91,8 @@ def _per_expert(function: Any, x_MK: Tensor, w_ENK: Tensor, bias_EN: Tensor | No
 
 def _rows(weight: Tensor, transposed: bool) -> Tensor:
     """Return the rows of all experts' weights, [E·N,K]."""
+    if isinstance(weight, Fp8AllGatherOutput):
+        return rows_of(weight)
     return (weight.transpose(1, 2) if transposed else weight).flatten(0, 1)
 
 
@@ -96,20 +100,17 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_MK: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, recipe: Recipe,
-        out_dtype: torch.dtype, transposed: bool,
+        out_dtype: torch.dtype, transposed: bool, keep_weights: bool,
     ) -> Tensor:  # fmt: skip
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         x = quantize(x_MK, recipe.x, order="both" if needs_wgrad and needs_both_orders(x_MK.device) else "rows")
-        w_saved: tuple[Tensor | None, Tensor | None]
-        if isinstance(weight, Fp8AllGatherOutput):
-            w = rows_of(weight, recipe.w)
-            w_saved = None, w.data
-        else:
-            w = quantize(_rows(weight, transposed), recipe.w)
-            w_saved = weight, None
+        rows = _rows(weight, transposed)
+        _, w, w_saved = forward_operands(x.data, x.scale, rows, None, recipe, keep_weights, needs_dgrad)
+        if w_saved[0] is not None:
+            w_saved = weight, *w_saved[1:]  # `rows` may be a copy
         y_MN = grouped_mm(x, w, offsets, "nt", out_dtype=out_dtype, bias=bias, fast_accum=True)
         x_saved = (x.data if x.other_order is None else x.other_order, x.scale) if needs_wgrad else (None, None)
-        ctx.save_for_backward(*((*w_saved, w.scale) if needs_dgrad else (None,) * 3), *x_saved, offsets)
+        ctx.save_for_backward(*w_saved, *x_saved, offsets)
         ctx.recipe, ctx.transposed = recipe, transposed
         ctx.dtypes = x_MK.dtype, weight.dtype, None if bias is None else bias.dtype
         return y_MN
@@ -126,10 +127,8 @@ class _GroupedLinear(torch.autograd.Function):
         group = groups_of_rows(offsets, g_MN.shape[0])
         dx_MK = dw = dbias_EN = None
         if needs_dgrad:
-            if weight is None:
-                w = for_dgrad(ScaledTensor(w_data, w_scale, recipe.dgrad_w))
-            else:
-                w = quantize(_rows(weight, ctx.transposed), recipe.dgrad_w, order=order, scale=w_scale)
+            rows = weight if w_data is not None else _rows(weight, ctx.transposed)
+            w = dgrad_weight((rows, w_data, w_scale), None, recipe)
             g = quantize_grouped_gradient(g_MN, group, recipe.dgrad_g, w_scale=w_scale.view(experts, n))
             dx_MK = grouped_mm(g, w.unscaled, offsets, "nn", out_dtype=x_dtype)
         if needs_wgrad:
@@ -142,4 +141,4 @@ class _GroupedLinear(torch.autograd.Function):
             dw = dw.transpose(1, 2) if ctx.transposed else dw
         if needs_bias:
             dbias_EN = sum_by_group(g_MN, offsets).to(bias_dtype)
-        return dx_MK, dw, dbias_EN, None, None, None, None
+        return dx_MK, dw, dbias_EN, *[None] * 5

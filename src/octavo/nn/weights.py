@@ -25,6 +25,9 @@ micro-batches.
     it is not an `nn.Parameter`    `torch.func.functional_call`, parametrizations
     torch.compile traces           the graph quantizes weights where it uses them
 
+Weights of experts take part. In `accumulating` those are cast in each pass that are distributed
+(`octavo.parallel.expert_parallel`), or stored as [E,K,N] and copied for grouped products.
+
 `accumulating` shares nothing under a dispatch mode (selective checkpointing, fake tensors), in inference mode and while
 a CUDA graph is captured.
 """
@@ -140,9 +143,11 @@ def accumulating(model: nn.Module) -> Iterator[None]:
     """
     caches = {}
     for fqn, module in model.named_modules():
-        weight = module._parameters.get("weight") if getattr(module, "keep_weights", False) else None
-        if type(weight) is nn.Parameter and id(weight) not in _CACHES and not is_sharded(module):
-            caches[id(weight)] = WeightCastCache(fqn, weight)
+        if not getattr(module, "keep_weights", False) or is_sharded(module):
+            continue
+        for name, weight in module._parameters.items():
+            if type(weight) is nn.Parameter and weight.ndim > 1 and id(weight) not in _CACHES:
+                caches[id(weight)] = WeightCastCache(fqn if name == "weight" else f"{fqn}.{name}", weight)
     _CACHES.update(caches)
 
     def check(*_: Any) -> None:
