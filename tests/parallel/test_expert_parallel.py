@@ -62,14 +62,14 @@ def module_job(cases):
     reports = []
     for family, tokens, to_rank, fp8 in cases:
         experts, batches = converted(family), batches_of(tokens, to_rank)
-        whole = results(experts, *map(torch.cat, zip(*batches, strict=True)))
+        one = results(experts, *map(torch.cat, zip(*batches, strict=True)))
         mine = results(expert_parallel(experts, mesh_of()["ep"], fp8_comm=fp8), *batches[dist.get_rank()])
         report = {}
         for name, value in mine.items():
             if isinstance(value, DTensor):
-                expected, value = whole[name] / dist.get_world_size(), value.full_tensor()
+                expected, value = one[name] / dist.get_world_size(), value.full_tensor()
             else:
-                expected = whole[name].split(tokens)[dist.get_rank()]
+                expected = one[name].split(tokens)[dist.get_rank()]
             assert value.shape == expected.shape and value.dtype == expected.dtype
             report[name] = sqnr(expected, value) if expected.any() else torch.inf
         reports.append(report)
@@ -206,7 +206,7 @@ def optimizer_of(kind, model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 
 
-def distributed(family="mixtral", efsdp=1, fp8_comm=True, fsdp_comm="off", dtype=torch.float32):
+def distributed(family="mixtral", efsdp=1, fp8_comm=True, fsdp_comm="gather", dtype=torch.float32):
     mesh, model = mesh_of(efsdp), model_of(family, dtype)
     expert_parallel(model, mesh["ep"], fp8_comm=fp8_comm)
     return parallelize(model, mesh, fp8_comm=fsdp_comm)
@@ -240,6 +240,29 @@ def test_losses_follow_one_process(gloo, world, fp8_comm, high_precision, bound)
     assert ((losses - expected).abs() / expected).max() <= bound
 
 
+def gradients_of(model, part=(0, 1)):
+    tokens = batch(0).chunk(part[1])[part[0]]
+    logits = model(input_ids=tokens[:, :-1]).logits
+    F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients_job():
+    return gradients_of(distributed(), (dist.get_rank(), dist.get_world_size()))
+
+
+def test_every_gradient_is_as_accurate_as_in_one_process(gloo):
+    with octavo.disabled():
+        exact = gradients_of(model_of())
+    one, many = gradients_of(model_of()), gloo.run(gradients_job, 2)[0]
+    lost = {name: sqnr(exact[name], one[name]) - sqnr(exact[name], many[name]) for name in exact}
+    assert max(lost.values()) <= 1.5, lost
+
+
 def sharded_job(family, steps, folder=None):
     """Losses and parameters with plain and with FP8 gathers; with a folder, a checkpoint of the latter."""
     part = dist.get_rank(), dist.get_world_size()
@@ -255,7 +278,7 @@ def sharded_job(family, steps, folder=None):
     (plain_losses, plain), (losses, parameters) = found
     assert losses == plain_losses and all(torch.equal(plain[name], parameters[name]) for name in plain)
     states = {  # Gloo has no collectives of FP8 and of 16-bit integers; float32 holds their values
-        (name, key): value.float().full_tensor() if isinstance(value, DTensor) else value
+        (name, key): whole(value.float())
         for name, p in model.named_parameters()
         for key, value in optimizer.state[p].items()
     }

@@ -65,6 +65,16 @@ def test_empty_shards(gloo):
     assert gloo.run(empty_shard_job, 4)[3] == (0, 12)
 
 
+def one_rank_job():
+    model = parallelize(make(), Parallel(fp8_comm="gather"))
+    assert not parameters_in_fp8(model)
+    return train(model, steps=2)
+
+
+def test_one_rank_gathers_nothing(gloo):
+    assert gloo.run(one_rank_job, 1) == one_process(1, steps=2)[0]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("frozen", [("blocks.0",), ("embed", "blocks.1.up", "norm"), ("blocks",)], ids=str)
 def test_frozen_parameters(gloo, frozen):

@@ -109,7 +109,8 @@ def shard(
     if fp8_gather:
         group = mesh.get_group(mesh.ndim - 1)
         scales = GlobalScales(group)
-        _mark_fp8_weights(model, dtype, scales)
+        expert_ranks = 1 if expert_mesh is None else expert_mesh.size()
+        _mark_fp8_weights(model, dtype, scales, mesh.size(mesh.ndim - 1), expert_ranks)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
@@ -143,8 +144,12 @@ def _unshared_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Modul
     return [block for block in blocks if all(len(owners[id(p)]) == 1 for p in block.parameters())]
 
 
-def _mark_fp8_weights(model: nn.Module, dtype: torch.dtype | None, scales: GlobalScales) -> None:
-    """Replace weights that can be gathered in FP8 by `ShardedWeight`, before sharding."""
+def _mark_fp8_weights(
+    model: nn.Module, dtype: torch.dtype | None, scales: GlobalScales, ranks: int, expert_ranks: int
+) -> None:
+    """Replace weights that can be gathered in FP8 by `ShardedWeight`, before sharding over `ranks`, or `expert_ranks`
+    for distributed experts. One rank gathers nothing; FSDP2 would pass it the bytes without their scales.
+    """
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -154,11 +159,11 @@ def _mark_fp8_weights(model: nn.Module, dtype: torch.dtype | None, scales: Globa
         recipes = {layer.recipe for layer in layers}
         if len(layers) != len(places) or len(recipes) != 1:
             continue  # not a converted layer's, or shared with other modules
-        spec = _gathered_spec(layers[0])
-        if spec is None:
-            continue
         module, name = places[0]
-        weight = module.get_parameter(name)
+        spec, weight = _gathered_spec(module), module.get_parameter(name)
+        distributed = is_converted_experts(module) and isinstance(weight, DTensor)
+        if spec is None or (expert_ranks if distributed else ranks) == 1:
+            continue
         by_tensor = scales if spec.granularity == TENSOR else None
         gather_format = GatherFormat(spec, dtype, local_tensor(weight).shape[0], by_tensor)
         gather_format.transposed = bool(getattr(module, "is_transposed", False))
