@@ -213,7 +213,8 @@ def distributed(family="mixtral", efsdp=1, fp8_comm=True, fsdp_comm="gather", dt
 
 
 def losses_job(efsdp, fp8_comm, high_precision, steps):
-    model = distributed(efsdp=efsdp, fp8_comm=fp8_comm)
+    # In high precision the products would read the FP8 values of weights that were gathered in FP8.
+    model = distributed(efsdp=efsdp, fp8_comm=fp8_comm, fsdp_comm="off" if high_precision else "gather")
     with octavo.disabled() if high_precision else nullcontext():
         losses = torch.tensor(
             train(model, steps, optimizer_of("torch", model), (dist.get_rank(), dist.get_world_size()))
