@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from collective_recorder import CollectiveRecorder
 from octavo.numerics import sqnr
-from octavo.parallel import Parallel, expert_parallel, parallelize
+from octavo.parallel import Parallel, clip_grad_norm_, expert_parallel, parallelize
 from octavo.parallel.fsdp import parameters_in_fp8
 
 sys.path.append(str(Path(__file__).parents[1] / "nn"))
@@ -317,6 +317,7 @@ def nan_job():
     (logits.sum() * (torch.nan if dist.get_rank() == 1 else 1.0)).backward()
     experts = model.model.layers[0].mlp.experts.down_proj.grad
     assert experts.full_tensor().isnan().any()
+    assert clip_grad_norm_(model.parameters(), 1.0).isnan()
     optimizer.step()
     assert all(torch.equal(before[name], p.to_local()) for name, p in model.named_parameters())
     return optimizer.skipped
