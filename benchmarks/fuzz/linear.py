@@ -69,10 +69,13 @@ def _layer(case: Case) -> Outcome:
     dx_limit = torch.zeros_like(dx_sum)
     for layer, y, g in zip(layers, ys, gs, strict=True):
         w, bias = layer.weight.detach(), layer.bias
-        a, b = quantized(x, recipe.x).value, quantized(w, recipe.w).value
+        s, inverse = _channel_scales(layer)
+        x_scaled, w_scaled = (x, w) if recipe.equalization == 0 else (x.float() * inverse, w.float() * s)
+        a, b = quantized(x_scaled, recipe.x).value, quantized(w_scaled, recipe.w).value
         exact = a @ b.t() + (0.0 if bias is None else bias.detach().double())
         mismatch = _over("output", exact, y, _allowed(a.abs() @ b.abs().t() + exact.abs(), features, y.dtype))
-        dx, dw = gradients(x, w, g, recipe)
+        dx, dw = gradients(x_scaled, w_scaled, g, recipe)
+        dx, dw = dx * inverse, dw * s
         if mismatch is None and (normal := _far(case, x.double() @ w.double().t(), a @ b.t(), recipe.x.format.name)):
             mismatch = normal
         if mismatch is None and layer.weight.requires_grad:
@@ -89,6 +92,13 @@ def _layer(case: Case) -> Outcome:
     if leaf.grad is not None and (mismatch := _over("input gradient", dx_sum, leaf.grad, dx_limit)) is not None:
         return fail("input gradient", mismatch)
     return PASS
+
+
+def _channel_scales(layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return s and 1/s of the first forward of a layer, float64 [1,K]; ones without any."""
+    scales = getattr(vars(layer).get("equalizer"), "scales", None)
+    ones = torch.ones(1, layer.weight.shape[1], dtype=torch.float64)
+    return (ones, ones) if scales is None else (scales.factor.double(), scales.inverse.double())
 
 
 def _made(case: Case, features: int, outputs: int, dtype: torch.dtype) -> nn.Linear:
