@@ -90,7 +90,7 @@ def test_settings_that_contradict_each_other(llama):
             Fp8Accelerator(cpu=True, **options)
         forget_settings()
     accelerator, model = Fp8Accelerator(cpu=True, precision="fp8+activations+optimizer"), llama()
-    with pytest.raises(ValueError, match=r"the optimizer is a SGD: make it with octavo\.AdamW"):
+    with pytest.raises(ValueError, match=r"the optimizer is a torch\.optim\.sgd\.SGD: create it with octavo\.AdamW"):
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     assert not any(row.converted for row in octavo.report(model))
 

@@ -3,4 +3,5 @@
 precision.py      what a user gives as `precision`, and the FP8 state of a model for a tool's checkpoints
 transformers.py   Transformers' Trainer and its subclasses, such as TRL's SFTTrainer
 accelerate.py     Hugging Face accelerate
+lightning.py      Lightning's Trainer and Fabric
 """

@@ -11,15 +11,14 @@ libraries (`FP8RecipeKwargs` and the like) do not combine with it.
 
 from typing import Any
 
+import torch
 from torch import nn
 
-from octavo.integrations.precision import Fp8State, PrecisionLike, precision_of, prepare
-from octavo.optim import AdamW
+from octavo.integrations.precision import Fp8State, PrecisionLike, check_optimizer, precision_of, prepare
 from octavo.runtime.extras import needs_extras
 
 with needs_extras("octavo.integrations.accelerate"):
     import accelerate
-    from accelerate.optimizer import AcceleratedOptimizer
 
 
 class Fp8Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -56,12 +55,8 @@ class Fp8Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Convert the models among the arguments, then prepare all as `accelerate.Accelerator.prepare` does."""
         for optimizer in args:
-            inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-            if self.precision.states == "fp8" and hasattr(inner, "param_groups") and not isinstance(inner, AdamW):
-                raise ValueError(
-                    f"precision={self.precision.label!r} has FP8 states of AdamW, but the optimizer is a "
-                    f"{type(inner).__name__}: make it with octavo.AdamW(model.parameters(), …)"
-                )
+            if isinstance(optimizer, torch.optim.Optimizer):
+                check_optimizer(self.precision, optimizer)
         for model in args:
             if isinstance(model, nn.Module) and model not in self._models:
                 bare = self.unwrap_model(model, keep_torch_compile=False)

@@ -16,6 +16,7 @@ from octavo.nn.select import is_layer
 from octavo.numerics.names import nearest
 from octavo.numerics.precision import Precision
 from octavo.numerics.recipe import Recipe
+from octavo.optim import AdamW
 from octavo.planner.auto_convert import convert
 
 PrecisionLike = Precision | str | Mapping[str, Any]
@@ -68,6 +69,17 @@ def prepare(model: nn.Module, precision: Precision, verbose: bool) -> None:
                     f"recipe {module.recipe.name!r} ({name}) keeps {module.recipe.layer_state}, which ranks have to "
                     "share: use recipe 'rowwise' here, or octavo.parallelize in a loop of your own"
                 )
+
+
+def check_optimizer(precision: Precision, optimizer: Any) -> None:
+    """Raise ValueError if a precision has FP8 optimizer states and an optimizer, wrapped or not, has not."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if precision.states == "fp8" and not isinstance(inner, AdamW):
+        kind = f"{type(inner).__module__}.{type(inner).__name__}"
+        raise ValueError(
+            f"precision={precision.label!r} has FP8 states of AdamW, but the optimizer is a {kind}: create it with "
+            "octavo.AdamW(model.parameters(), …)"
+        )
 
 
 class Fp8State:

@@ -1,0 +1,80 @@
+"""FP8 in Lightning: a precision plugin for the Trainer, and one for Fabric.
+
+    from octavo.integrations.lightning import Fp8Precision
+    lightning.Trainer(plugins=[Fp8Precision("fp8+activations")])
+
+The plugin converts the module in place when the Trainer sets it up, before `configure_optimizers`; Fabric's converts
+what `fabric.setup` gets. Products that are not in FP8 run under bf16 autocast, as with `precision="bf16-mixed"`, unless
+`autocast=False`. Checkpoints carry the recipe of each layer and the state of recipes that have one. With FP8 optimizer
+states, return `octavo.AdamW` from `configure_optimizers`.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from octavo.integrations.precision import Fp8State, PrecisionLike, check_optimizer, precision_of, prepare
+from octavo.runtime.extras import needs_extras
+
+with needs_extras("octavo.integrations.lightning"):
+    from lightning.fabric.plugins.precision import Precision as FabricPrecision
+    from lightning.pytorch.plugins.precision import Precision
+
+
+class _Plugin:
+    """What both plugins share."""
+
+    precision: Any = "bf16-mixed"
+
+    def __init__(self, precision: PrecisionLike = "fp8", *, autocast: bool = True) -> None:
+        super().__init__()
+        self.settings, self._autocast = precision_of(precision), autocast
+        self.precision = "bf16-mixed" if autocast else "32-true"
+        self._state: Fp8State | None = None
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert a module in place."""
+        prepare(module, self.settings, verbose=not dist.is_initialized() or dist.get_rank() == 0)
+        self._state = Fp8State(module, self.settings)
+        return module
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return bf16 autocast, or a context without effect."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.autocast(device, dtype=torch.bfloat16, enabled=self._autocast)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step, and raise ValueError if `precision` has FP8 optimizer states and the optimizer has not."""
+        check_optimizer(self.settings, optimizer)
+        return super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the FP8 state of the module, for a checkpoint."""
+        return {} if self._state is None else self._state.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        if self._state is not None and state_dict:
+            self._state.load_state_dict(state_dict)
+
+
+class Fp8Precision(_Plugin, Precision):  # type: ignore[misc]
+    """The plugin for `lightning.Trainer(plugins=[…])`.
+
+    Args:
+        precision: A level such as "fp8+activations", an `octavo.Precision`, or a table of its fields.
+        autocast: Run what is not in FP8 under bf16 autocast.
+    """
+
+
+class FabricFp8Precision(_Plugin, FabricPrecision):
+    """The plugin for `lightning.Fabric(plugins=[…])`, with the arguments of `Fp8Precision`.
+
+    Fabric saves what `fabric.save` is given: add `plugin.state_dict()` to it, and give that to `load_state_dict`.
+    """
+
+
+__all__ = ["FabricFp8Precision", "Fp8Precision"]
