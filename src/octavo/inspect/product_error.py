@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from octavo.kernels import quantize
 from octavo.nn.delayed import G, X, current_scale
-from octavo.nn.gathered import Fp8AllGatherOutput
+from octavo.nn.fp8_weight import Fp8Weight
 from octavo.nn.linear_subclasses import is_transposed
 from octavo.numerics.equalization import ChannelScales, channel_amax, column_amax, equalize
 from octavo.numerics.recipe import Recipe
@@ -75,10 +75,10 @@ class ProductErrors:
             return
         if layer not in self._weights:
             weight: Tensor = module.weight  # type: ignore[assignment]
-            if isinstance(weight, Fp8AllGatherOutput):
-                weight = weight.dequantized(torch.float32)
-            elif is_transposed(module):
+            if is_transposed(module):
                 weight = weight.t()
+            if isinstance(weight, Fp8Weight):
+                weight = weight.dequantized(torch.float32)
             self._weights[layer] = weight.detach().to(torch.float32, copy=True)
         w_NK = self._weights[layer]
         by_recipe = {

@@ -31,6 +31,7 @@ from octavo.inspect.product_error import Operands, ProductErrors, channels_of
 from octavo.kernels import quantize
 from octavo.nn.delayed import G, X, current_scale
 from octavo.nn.equalized import current_channels
+from octavo.nn.fp8_weight import Fp8Weight
 from octavo.nn.gathered import Fp8AllGatherOutput, ShardedWeight
 from octavo.nn.linear_subclasses import is_transposed
 from octavo.nn.operands import SUPPORTED_DTYPES
@@ -182,11 +183,11 @@ class Sample:
         return measure
 
     def _channels(self, layer: WatchedLayer, x_MK: Tensor, own: ChannelScales | None) -> Channels:
-        weight: Tensor = layer.module.weight  # type: ignore[assignment]
+        weight = _weight(layer.module)
         others = [
             None if not recipe.equalization
             else own if recipe.name == layer.recipe.name
-            else channels_of(recipe, x_MK, _whole(weight, layer.module))
+            else channels_of(recipe, x_MK, _whole(weight))
             for recipe in self._what_if
         ]  # fmt: skip
         return [own, *others]
@@ -212,11 +213,11 @@ class Sample:
 
     def _count_w(self, layer: WatchedLayer, channels: Channels, *, counted: bool) -> Factors:
         recipes, factors = [layer.recipe, *self._what_if], [None if s is None else s.factor for s in channels]
-        weight: Tensor = layer.module.weight  # type: ignore[assignment]
-        w_NK = _whole(weight, layer.module)
+        weight = _weight(layer.module)
+        w_NK = _whole(weight)
         forms: Sequence[ScaledTensor | None] = [None] * len(recipes)
-        if isinstance(weight, Fp8AllGatherOutput):
-            if counted:
+        if isinstance(weight, Fp8Weight):
+            if counted and isinstance(weight, Fp8AllGatherOutput):
                 self._count_shard(layer, weight, w_NK, factors)
             gathered = ScaledTensor(weight.data_, weight.scale, weight.spec)
             forms = [gathered if s is weight.channels else None for s in channels]
@@ -249,11 +250,15 @@ class Sample:
         self.accumulators.count((layer.name, "w"), w_NK, own, others)
 
 
-def _whole(weight: Tensor, module: nn.Module) -> Tensor:
-    """Return W [N,K] of a layer, without channel scales; one that was gathered in FP8 from its FP8 values."""
-    if isinstance(weight, Fp8AllGatherOutput):
-        return weight.dequantized(weight.dtype)
-    return weight.detach().t() if is_transposed(module) else weight.detach()
+def _weight(module: nn.Module) -> Tensor:
+    """Return W [N,K] of a layer."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight.t() if is_transposed(module) else weight
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """Return W [N,K], without channel scales; one that exists in FP8 only from its FP8 values."""
+    return weight.dequantized(weight.dtype) if isinstance(weight, Fp8Weight) else weight.detach()
 
 
 def _shard(module: nn.Module) -> ShardedWeight | None:

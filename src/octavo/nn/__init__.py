@@ -4,10 +4,12 @@ from octavo.activations.detect import Activation, Glu, Norm, register
 from octavo.nn.change import change_recipe
 from octavo.nn.convert import apply_plan, revert, rule_plan
 from octavo.nn.experts import Experts
+from octavo.nn.frozen_loading import load_frozen, meta_parameters
 from octavo.nn.grouped_linear import grouped_linear
 from octavo.nn.linear import Linear, linear
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.report import Report, report
+from octavo.nn.resident import ResidentWeight
 from octavo.nn.weights import accumulating
 from octavo.runtime.switch import disabled
 
@@ -19,12 +21,15 @@ __all__ = [
     "LinearLike",
     "Norm",
     "Report",
+    "ResidentWeight",
     "accumulating",
     "apply_plan",
     "change_recipe",
     "disabled",
     "grouped_linear",
     "linear",
+    "load_frozen",
+    "meta_parameters",
     "register",
     "report",
     "revert",

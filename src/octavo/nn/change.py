@@ -14,6 +14,7 @@ from octavo.activations.modules import STORAGE_ATTRIBUTE
 from octavo.nn.delayed import reset_history
 from octavo.nn.equalized import reset_scales
 from octavo.nn.experts import convert_experts, is_converted_experts, looks_like_experts, revert_experts
+from octavo.nn.frozen import check_recipe_of_resident, make_plain
 from octavo.nn.gathered import sharded_weights
 from octavo.nn.linear_subclasses import change_since, class_fits, fp8_class, is_converted, restore_original_class
 from octavo.nn.report import PLAN_ATTRIBUTE
@@ -32,7 +33,8 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
     Args:
         model: The model that `convert` was called with, sharded or not; or a part of it.
         fqn: Name of the linear in `model`.
-        recipe: The new recipe, or None for the dtype of its weight.
+        recipe: The new recipe, or None for the dtype of its weight: a weight that is resident in FP8 becomes plain,
+            with the FP8 values.
         reason: The reason that `octavo.report` shows.
 
     Raises:
@@ -62,6 +64,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
         raise ValueError(
             f"change_recipe: {fqn!r} are experts, which do not keep {new_recipe.layer_state}: use 'rowwise'"
         )
+    check_recipe_of_resident(fqn, module, new_recipe)
     checked_weight(fqn, module)
     with all_or_nothing(model):
         if experts:
@@ -72,6 +75,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
         elif new_recipe is None:
             if is_converted(module):
                 restore_original_class(module)
+                make_plain([module])
         elif is_converted(module) and class_fits(module, new_recipe):
             vars(module)["recipe"] = new_recipe
         else:

@@ -23,12 +23,14 @@ from octavo.activations.modules import (
 )
 from octavo.nn.experts import convert_experts, is_converted_experts, looks_like_experts, revert_experts
 from octavo.nn.filters import Filter, ModuleFilter, both, of_precision
+from octavo.nn.frozen import check_frozen, make_plain, resident_parameters, resident_plan
 from octavo.nn.linear_subclasses import change_since, fp8_class, is_converted, restore_original_class
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, report
 from octavo.nn.select import checked_weight, default_plan, linears_with_exact_inputs, obstacle
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision, check_activations
 from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
+from octavo.numerics.spec import QuantSpec
 from octavo.runtime.linear_kinds import KINDS
 from octavo.runtime.swap import all_or_nothing, become
 
@@ -83,17 +85,19 @@ def rule_plan(
     return plan
 
 
-def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: bool = False) -> M:
+def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str = "bf16", verbose: bool = False) -> M:
     """Convert the layers of a model as planned, in place.
 
     Args:
         model: Not converted yet, on any device including meta.
         plan: A decision per layer.
         keep_weights: As of `octavo.convert`.
+        frozen: As of `octavo.convert`.
         verbose: Print a one-line summary on stderr.
 
     Raises:
-        ValueError: If the model is converted already, or the plan does not fit it. The model is unchanged.
+        ValueError: If the model is converted already, the plan does not fit it, or its recipes do not allow
+            `frozen="fp8"`. The model is unchanged.
         TypeError: If `model` is not a module, or `plan` is not a `Plan`.
 
     Examples:
@@ -106,8 +110,13 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: boo
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is an octavo.Plan; got {plan!r}: read one with octavo.Plan.from_json(text)")
     check_unconverted(model)
+    check_frozen(frozen)
     modules = dict(model.named_modules())
     storages = _check(plan, modules)
+    specs: dict[str, QuantSpec] = {}
+    if frozen == "fp8":
+        plan, specs = resident_plan(plan, modules)
+    weights = resident_parameters(modules, specs)
     with all_or_nothing(model):
         for fqn in plan.converted:
             recipe = plan[fqn].recipe
@@ -116,12 +125,16 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, verbose: boo
                 convert_experts(modules[fqn], recipe, storages.pop(fqn, None), keep_weights)
                 continue
             become(modules[fqn], fp8_class(type(modules[fqn]), recipe), recipe=recipe, keep_weights=keep_weights)
+        for layer, weight in weights.items():
+            layer._parameters["weight"] = weight
         for fqn, storage in storages.items():
             enable_fp8_saving(modules[fqn], storage)
         # Drops the predictions of octavo.plan.
         vars(model)[PLAN_ATTRIBUTE] = Plan(plan.decisions, plan.activations, plan.partial)
         if verbose:
             print(f"octavo: {report(model).summary}", file=sys.stderr)
+    for layer in weights:
+        layer.requires_grad_(False)  # the bias too
     return model
 
 
@@ -152,6 +165,8 @@ def nothing_converted(plan: Plan) -> ValueError:
 def revert(model: M) -> M:
     """Undo `convert`, in place: the same modules compute in the dtype of their weights again.
 
+    Weights that are resident in FP8 become frozen parameters with the FP8 values: what FP8 rounded stays rounded.
+
     Raises:
         TypeError: If `model` is not a module.
         ValueError: If the model has no converted layer, or the class or forward of one was replaced since. The model is
@@ -178,6 +193,7 @@ def revert(model: M) -> M:
                 revert_experts(module)
             else:
                 restore_original_class(module)
+        make_plain(converted.values())
         for module in saving.values():
             disable_fp8_saving(module)
         for module in model.modules():

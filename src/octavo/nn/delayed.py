@@ -46,7 +46,7 @@ from octavo.nn.operands import (
     QuantizedGradient,
     QuantizedInput,
     Quantizer,
-    gathered_channels,
+    own_channels,
     quantize_gradient,
     quantize_input,
 )
@@ -131,7 +131,7 @@ class DelayedQuantizer:
     history: AmaxHistory
     updates: bool
 
-    channels = staticmethod(gathered_channels)
+    channels = staticmethod(own_channels)
 
     def steady_channels(self, input: Tensor, backward: bool) -> None:
         """See `octavo.nn.operands.Quantizer.steady_channels`: no plan has an amax history."""

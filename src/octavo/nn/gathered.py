@@ -14,7 +14,6 @@ gather communicates. With scales per tensor, ranks first need the global amax: `
 at once, once per optimizer step.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.kernels import dequantize, needs_both_orders, quantize
-from octavo.kernels.quantize.reference import scale_of, transposed
+from octavo.kernels import quantize
+from octavo.kernels.quantize.reference import scale_of
+from octavo.nn.fp8_weight import Fp8Weight
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.spec import TENSOR, QuantSpec
-from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import disabled_torch_function, tree_map
-from octavo.tensor import ScaledTensor, local_tensor
+from octavo.tensor import local_tensor
 
 aten = torch.ops.aten
 _STAYS_SHARDED = {
@@ -216,24 +215,23 @@ class ShardedWeight(Tensor):
         return Fp8AllGatherOutput(data, scale, gather_format.spec, dtype, channels, gather_format.transposed), ()
 
 
-class Fp8AllGatherOutput(Tensor):
-    """A whole weight [N,K], or those of all experts, [E,N,K] or [E,K,N], in FP8, with the interface of a tensor of a
-    wider dtype. The data are [N,K] or [E,N,K].
+class Fp8AllGatherOutput(Fp8Weight):
+    """A whole weight [N,K] that FSDP gathered in FP8, or those of all experts, [E,N,K] or [E,K,N], with data [E,N,K].
 
     A later gather into the same memory replaces data, scales and channel scales.
-
-    Operations other than Octavo's products read the dequantized values, with a warning unless inside
-    `octavo.disabled()`.
     """
 
-    data_: Tensor
-    scale: Tensor
-    spec: QuantSpec
     channel_factor: Tensor
     channel_inverse: Tensor
     is_transposed: bool
     _channels: ChannelScales | None
-    __torch_function__ = disabled_torch_function
+    read_warning = (
+        "that was gathered in FP8, so it gets the FP8 values, not the exact ones. Leave that layer out of convert "
+        "(skip=[...]), or set fp8_comm='off'"
+    )
+    mismatch_advice = (
+        "after octavo.parallelize, change a recipe with octavo.nn.change_recipe(model, name, recipe, reason=…)"
+    )
 
     @staticmethod
     def __new__(
@@ -250,7 +248,7 @@ class Fp8AllGatherOutput(Tensor):
 
     @property
     def channels(self) -> ChannelScales | None:
-        """Channel scales s of the data, which are those of W diag(s); None for W."""
+        """See `Fp8Weight.channels`."""
         return self._channels
 
     @channels.setter
@@ -261,8 +259,11 @@ class Fp8AllGatherOutput(Tensor):
 
     def __init__(self, *arguments: Any) -> None: ...
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Fp8AllGatherOutput({list(self.shape)}, {self.spec})"
+    def same_bytes(self) -> "Fp8AllGatherOutput":
+        """See `Fp8Weight.same_bytes`."""
+        return Fp8AllGatherOutput(
+            self.data_, self.scale, self.spec, self.dtype, self.channels, self.is_transposed
+        )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         channels = [] if self.channels is None else ["channel_factor", "channel_inverse"]
@@ -275,34 +276,11 @@ class Fp8AllGatherOutput(Tensor):
         spec, dtype, transposed = context
         return Fp8AllGatherOutput(inner["data_"], inner["scale"], spec, dtype, channels, transposed)
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func in (aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default):
-            (weight, *rest) = args
-            same = not rest or list(rest[0]) == list(weight.shape)
-            if same and weight.data_.is_contiguous():
-                return Fp8AllGatherOutput(
-                    weight.data_, weight.scale, weight.spec, weight.dtype, weight.channels, weight.is_transposed
-                )
-
-        def dequantized(value: Any) -> Any:
-            return value.dequantized(value.dtype) if isinstance(value, Fp8AllGatherOutput) else value
-
-        if SWITCH.enabled:
-            warnings.warn(
-                f"{func} reads a weight that was gathered in FP8, so it gets the FP8 values, not the exact ones. Leave "
-                "that layer out of convert (skip=[...]), or set fp8_comm='off'",
-                stacklevel=2,
-            )
-        return func(*tree_map(dequantized, args), **tree_map(dequantized, kwargs or {}))
-
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return W, without channel scales, as a plain tensor."""
-        rows = rows_of(self)
-        w = ScaledTensor(rows.data_, rows.scale, self.spec)
-        if self.channels is not None:
-            return (dequantize(w, torch.float32) * self.channels.inverse).to(dtype)
-        whole = dequantize(w, dtype).view(self.data_.shape)
+        if self.ndim == 2:
+            return super().dequantized(dtype)
+        whole = rows_of(self).dequantized(dtype).view(self.data_.shape)
         return whole.transpose(-1, -2).contiguous() if self.is_transposed else whole
 
 
@@ -312,25 +290,6 @@ def rows_of(weight: Fp8AllGatherOutput) -> Fp8AllGatherOutput:
         return weight
     data, scale = weight.data_.flatten(0, 1), weight.scale.flatten(0, 1)
     return Fp8AllGatherOutput(data, scale, weight.spec, weight.dtype, weight.channels)
-
-
-def quantized_as(weight: Fp8AllGatherOutput, spec: QuantSpec) -> ScaledTensor:
-    """Return a gathered weight as an operand. A function, because torch.compile passes no spec to a tensor's method.
-
-    Raises:
-        ValueError: If it was gathered in another spec.
-    """
-    if spec != weight.spec:
-        raise ValueError(
-            f"this weight is gathered as {weight.spec}, but its layer's recipe needs {spec}: after octavo.parallelize, "
-            "change a recipe with octavo.nn.change_recipe(model, name, recipe, reason=…)"
-        )
-    return ScaledTensor(weight.data_, weight.scale, spec)
-
-
-def for_dgrad(w: ScaledTensor) -> ScaledTensor:
-    """Return a row-major weight in the memory order that dgrad needs on this device."""
-    return ScaledTensor(transposed(w.data).t(), w.scale, w.spec) if needs_both_orders(w.data.device) else w
 
 
 def sharded_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.operands import JUST_IN_TIME, Quantizer
+from octavo.nn.resident import join_in_state, split_in_state
 from octavo.nn.weights import is_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe
 
@@ -65,3 +66,16 @@ class LinearLike(nn.Module):
         if not self.keep_weights or torch.compiler.is_compiling():
             return False
         return isinstance(self._parameters.get("weight"), nn.Parameter) and not is_sharded(self)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        split_in_state(self, destination, prefix)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, unexpected_keys: Any,
+        error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        join_in_state(self, state_dict, prefix, error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )

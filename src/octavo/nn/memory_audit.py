@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.activations.saved_tensors import PackedTensor
-from octavo.nn.gathered import Fp8AllGatherOutput
+from octavo.nn.fp8_weight import Fp8Weight
 from octavo.numerics.names import merged, pattern
 from octavo.runtime.torch_compat import own_saved_tensors_hooks, tree_leaves
 from octavo.tensor import local_tensor
@@ -248,7 +248,7 @@ def _summed(storages: Any, by: Callable[[SavedStorage], Any]) -> dict[Any, int]:
 def _own_storages(model: nn.Module) -> Iterator[int]:
     """Yield the current storages of parameters and buffers, sharded or gathered."""
     for tensor in (*model.parameters(), *model.buffers()):
-        parts = (tensor.data_, tensor.scale) if isinstance(tensor, Fp8AllGatherOutput) else (local_tensor(tensor),)
+        parts = (tensor.data_, tensor.scale) if isinstance(tensor, Fp8Weight) else (local_tensor(tensor),)
         yield from map(_key, parts)
 
 

@@ -11,8 +11,9 @@ forward and column-major in backward.
 Saved for backward: X quantized for wgrad, one byte per element, and W by reference with its scales. Backward
 quantizes W again instead of saving it (`keep_weights` saves it, see `octavo.nn.weights`): the parameter exists anyway,
 autograd's version counter raises if W is modified in between, and with given scales the cast reads W once. A frozen W
-needs no wgrad, so X is not saved; a frozen X needs no dgrad. A weight that FSDP gathered in FP8 (`octavo.nn.gathered`)
-is saved as it is. If X can be recomputed from what its producer saved (`octavo.activations.recompute`), that is saved.
+needs no wgrad, so X is not saved; a frozen X needs no dgrad. A weight that exists in FP8 only
+(`octavo.nn.fp8_weight`) is saved as it is. If X can be recomputed from what its producer saved
+(`octavo.activations.recompute`), that is saved.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -25,7 +26,7 @@ from octavo.activations.recompute import Recomputable, Rematerializer
 from octavo.activations.saved_tensors import recomputable_of, unhooked
 from octavo.kernels import needs_both_orders, quantize, quantize_pair
 from octavo.kernels.quantize import Order
-from octavo.nn.gathered import Fp8AllGatherOutput, for_dgrad, quantized_as
+from octavo.nn.fp8_weight import Fp8Weight, for_dgrad, quantized_as
 from octavo.nn.gathered_input import GatheredInput
 from octavo.nn.input_casts import INPUT_CASTS
 from octavo.nn.weights import cast_weight
@@ -115,15 +116,15 @@ def quantize_gradient(
     return g_dgrad, quantize(g_MN, spec_t, fold_x, order="columns" if copies else "rows", amax=amax)
 
 
-def gathered_channels(input: Tensor, w_NK: Tensor) -> ChannelScales | None:
-    """Return the channel scales of a weight that FSDP gathered in FP8; None for other weights. See `Quantizer`."""
-    return w_NK.channels if isinstance(w_NK, Fp8AllGatherOutput) else None
+def own_channels(input: Tensor, w_NK: Tensor) -> ChannelScales | None:
+    """Return the channel scales of a weight that exists in FP8 only; None for other weights. See `Quantizer`."""
+    return w_NK.channels if isinstance(w_NK, Fp8Weight) else None
 
 
 class _JustInTime:
     steady_channels = staticmethod(lambda input, backward: None)
     note_backward = staticmethod(lambda g: None)
-    channels = staticmethod(gathered_channels)
+    channels = staticmethod(own_channels)
     input = staticmethod(quantize_input)
     gradient = staticmethod(quantize_gradient)
 
@@ -181,7 +182,7 @@ def forward_operands(
     scales.
     """
     x, w_t = ScaledTensor(x_data, x_scale, recipe.x), None
-    if isinstance(w_NK, Fp8AllGatherOutput):
+    if isinstance(w_NK, Fp8Weight):
         w = w_t = quantized_as(w_NK, recipe.w)
     elif keep_weights:
         w, w_t = cast_weight(w_NK, recipe, needs_dgrad, factor)
@@ -191,8 +192,8 @@ def forward_operands(
         return x, w, (None, None, None)
     if w_t is None:
         return x, w, (w_NK, None, w.scale if recipe.dgrad_w == recipe.w else None)
-    # W itself too, unless gathered, so that autograd raises if it changed.
-    owner = None if isinstance(w_NK, Fp8AllGatherOutput) else w_NK
+    # W itself too, if there is one, so that autograd raises if it changed.
+    owner = None if isinstance(w_NK, Fp8Weight) else w_NK
     return x, w, (owner, w_t.data if w_t.other_order is None else w_t.other_order, w_t.scale)
 
 

@@ -15,6 +15,7 @@ from octavo.kernels.gemm import accelerated
 from octavo.nn.experts import is_converted_experts, looks_like_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.memory_audit import saved_by_layer
+from octavo.nn.resident import resident_weight
 from octavo.nn.select import STORED_HOW, is_linear
 from octavo.numerics.display import Displayed, Table
 from octavo.numerics.names import merged, pattern
@@ -39,6 +40,7 @@ class Row:
         recipe: Name of its recipe, or None.
         reason: Why it was converted, or why not.
         experts: Whether it holds the experts of a mixture.
+        resident_bytes: Bytes of its weight if that is frozen and resident in FP8, with scales; else 0.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Row:
     recipe: str | None
     reason: str
     experts: bool = False
+    resident_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +110,9 @@ class Report(Displayed):
         if experts := [row for row in self.rows if row.experts]:
             text += f" and {sum(row.converted for row in experts)} of {len(experts)} modules of experts"
         text += f" to {recipes} ({fraction:.0%} of the matrix weights)" if converted else ""
+        if resident := [row for row in converted if row.resident_bytes]:
+            size = sum(row.resident_bytes for row in resident) / sum(row.weights for row in resident)
+            text += f", {len(resident)} of them frozen and resident in FP8 ({size:.3f} bytes per parameter)"
         skipped: dict[str, list[Row]] = {}
         for row in self.rows:
             if not row.converted:
@@ -188,10 +194,14 @@ def report(model: nn.Module, batch: Any = None) -> Report:
                 reason = _reason(plans, fqn, converted)
                 if (note := vars(module).get(NOTE_ATTRIBUTE)) is not None:
                     reason = f"{reason}; {note(module)}"
+            weight = resident_weight(module)
+            resident_bytes = 0 if weight is None else weight.data_.nbytes + weight.scale.nbytes
+            if weight is not None:
+                reason += f"; resident in FP8: {resident_bytes / max(weights, 1):.3f} bytes per parameter"
             rows.append(
                 Row(
                     name=fqn, linear=linear, weights=weights, converted=converted, recipe=recipe, reason=reason,
-                    experts=experts,
+                    experts=experts, resident_bytes=resident_bytes,
                 )
             )  # fmt: skip
     return Report(

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from octavo.comm import DEFAULT_SPEC, all_gather, all_reduce, reduce_scatter
 from octavo.comm.encoding import pack, parse_spec, unpack
+from octavo.nn.resident import ResidentWeight
 
 
 class Fp8AllReduce:
@@ -93,6 +94,12 @@ class _Residuals:
 def replicate(model: nn.Module, mesh: DeviceMesh, *, fp8: str | None) -> nn.Module:
     """Wrap a model in DDP over the ranks of a mesh, with gradients in this FP8 format or their own dtype."""
     group = mesh.get_group("dp_replicate") if mesh.mesh_dim_names else mesh.get_group()
+    resident = {name: w for name, w in model.named_parameters() if isinstance(w, ResidentWeight)}
+    for weight in resident.values():  # DDP would send and quantize their values
+        for part in (weight.data_.view(torch.uint8), weight.scale):
+            dist.broadcast(part, dist.get_global_rank(group, 0), group)
+    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *resident}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     ddp_model = DistributedDataParallel(model, process_group=group)
     if fp8 is not None:
         Fp8AllReduce(group, spec=fp8).register(ddp_model)

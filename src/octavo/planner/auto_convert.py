@@ -24,6 +24,7 @@ from torch import nn
 
 from octavo.nn.convert import apply_plan, check_unconverted, nothing_converted, rule_plan
 from octavo.nn.filters import Filter, ModuleFilter
+from octavo.nn.frozen import check_frozen
 from octavo.nn.report import PLAN_ATTRIBUTE, check_module, report
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, Precision
@@ -52,6 +53,7 @@ def convert(
     filter: Filter | ModuleFilter | None = None,
     keep_weights: bool = False,
     activations: Literal["bf16", "fp8"] = "bf16",
+    frozen: Literal["bf16", "fp8"] = "bf16",
     device: "str | Path | Mapping[str, Any] | Gpu | None" = None,
     tokens: int = ASSUMED_TOKENS,
     verbose: bool = True,
@@ -81,6 +83,10 @@ def convert(
         activations: `"fp8"`: norms, gated MLPs and activation functions with recognized code save tensors for backward
             in FP8; other modules do so where it is safe (docs/memory.md). Not under torch.compile. For this alone:
             `precision=Precision(matmul="bf16", activations="fp8")`.
+        frozen: `"fp8"`: weights of frozen linears (LoRA's base) exist in FP8 only, 1 byte per parameter and no other
+            copy; others train as usual. If none of the converted linears is frozen yet, all are frozen: call it before
+            or after `get_peft_model`. Recipes with one FP8 form of W, such as `rowwise`. See `octavo.nn.load_frozen`.
+            Layers are chosen by rule, whatever their gain in time.
         device: The GPU to decide for, as of `octavo.plan`: a name such as `"h100"`, a file or a table. None: this
             machine's GPU, if it has one. `"cpu"`: decide without costs, also on a machine with a GPU.
         tokens: Tokens per call of a layer on one GPU; used only for the decision.
@@ -100,14 +106,17 @@ def convert(
         >>> model(torch.randn(8, 64)).sum().backward()
     """
     _check_request(model, recipe, precision, plan, skip, filter, keep_weights, activations, device, tokens)
+    check_frozen(frozen)
     if plan is not None:
-        return apply_plan(model, plan, keep_weights=keep_weights, verbose=verbose)
+        return apply_plan(model, plan, keep_weights=keep_weights, frozen=frozen, verbose=verbose)
     keep_weights |= precision is not None and precision.keep_weights
     gpu = local_gpu_name() if device is None else device
-    if gpu in (None, "cpu") or not _is_auto(recipe, precision):
+    if frozen == "fp8" and device not in (None, "cpu"):
+        raise ValueError("frozen='fp8' chooses layers by rule, for their memory: leave out device")
+    if gpu in (None, "cpu") or frozen == "fp8" or not _is_auto(recipe, precision):
         recipe = None if recipe == AUTO else recipe
         decided = rule_plan(model, recipe, precision=precision, skip=skip, filter=filter, activations=activations)
-        return apply_plan(model, decided, keep_weights=keep_weights, verbose=verbose)
+        return apply_plan(model, decided, keep_weights=keep_weights, frozen=frozen, verbose=verbose)
     precision = precision or Precision(recipe=AUTO, skip=tuple(skip), activations=activations)
     decided, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
     if decided.converted or decided.fp8_activations:

@@ -1,0 +1,160 @@
+"""Choose the frozen linears whose weights become resident in FP8, make them so, and undo it; see `octavo.nn.resident`.
+
+Before `get_peft_model` nothing is frozen: `octavo.convert(model, frozen="fp8")` then freezes all linears that it
+converts. If some of them are frozen already, as after `get_peft_model`, only these become resident, and the others
+train as usual. Adapters, vocabulary heads, embeddings and norms keep their dtype.
+
+Conversion quantizes every weight before it replaces the first, so that an error leaves the model unchanged: a model
+already in memory takes 3 bytes per parameter meanwhile. `octavo.nn.load_frozen` never holds more than one tensor in
+high precision.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from octavo.nn.linear_subclasses import is_transposed
+from octavo.nn.resident import ResidentWeight, resident_weight
+from octavo.nn.select import is_linear, own_weight
+from octavo.numerics.names import nearest
+from octavo.numerics.plan import Decision, Plan
+from octavo.numerics.recipe import RECIPES, Recipe, unequalized
+from octavo.numerics.spec import QuantSpec
+
+FROZEN = ("bf16", "fp8")
+
+
+def check_frozen(frozen: str) -> None:
+    """Raise ValueError unless `frozen` is a valid argument of `octavo.convert`."""
+    if frozen not in FROZEN:
+        raise ValueError(f"frozen is 'bf16' or 'fp8'; got {frozen!r}{nearest(str(frozen), FROZEN)}")
+
+
+def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, dict[str, QuantSpec]]:
+    """Choose the layers of a plan whose weights become resident in FP8.
+
+    Args:
+        plan: A decision per layer.
+        modules: Modules of the model by name.
+
+    Returns:
+        The plan with notes, without channel equalization in those layers, and their names with the formats of the
+        weights as stored.
+
+    Raises:
+        ValueError: If a recipe needs several FP8 forms of a weight, or a weight is sharded or no plain parameter.
+    """
+    linears = [fqn for fqn in plan.converted if is_linear(modules[fqn])]
+    frozen = [fqn for fqn in linears if not any(p.requires_grad for p in _weights(modules[fqn]))]
+    changed: dict[str, Decision] = {}
+    specs: dict[str, QuantSpec] = {}
+    shared = _shared_with_others({modules[fqn] for fqn in frozen or linears}, modules)
+    for fqn in plan.converted:
+        decision, module = plan[fqn], modules[fqn]
+        assert decision.recipe is not None
+        if fqn not in linears:
+            changed[fqn] = replace(
+                decision, reason=f"{decision.reason}; not resident: weights of experts keep their dtype"
+            )
+        elif fqn in (frozen or linears):
+            if module in shared:
+                note = f"; not resident: {shared[module]}"
+                changed[fqn] = replace(decision, reason=decision.reason + note)
+                continue
+            recipe = unequalized(decision.recipe)
+            note = (
+                "; without channel equalization, which a stored weight cannot follow"
+                if recipe != decision.recipe
+                else ""
+            )
+            specs[fqn] = _checked_spec(fqn, module, recipe)
+            changed[fqn] = replace(decision, recipe=recipe, reason=decision.reason + note)
+    return replace(plan, decisions={**plan.decisions, **changed}), specs
+
+
+def resident_parameters(
+    modules: Mapping[str, nn.Module], specs: Mapping[str, QuantSpec]
+) -> dict[nn.Module, nn.Parameter]:
+    """Quantize the weights of layers; a weight that several layers share once."""
+    made: dict[int, Any] = {}
+    parameters = {}
+    for fqn, spec in specs.items():
+        weight = own_weight(modules[fqn])
+        assert weight is not None
+        if id(weight) not in made:
+            parameter: Any = nn.Parameter(ResidentWeight.quantized(weight, spec), requires_grad=False)
+            made[id(weight)] = parameter
+        if made[id(weight)].spec != spec:
+            raise ValueError(
+                f"frozen='fp8': {fqn!r} shares its weight with a layer of another recipe, and one FP8 weight has one "
+                "format: convert both in one recipe"
+            )
+        parameters[modules[fqn]] = made[id(weight)]
+    return parameters
+
+
+def make_plain(layers: Iterable[nn.Module]) -> None:
+    """Replace resident weights by frozen parameters with the FP8 values, in the dtype of their interface."""
+    made: dict[int, nn.Parameter] = {}
+    for layer in layers:
+        weight = resident_weight(layer)
+        if weight is not None:
+            if id(weight) not in made:
+                made[id(weight)] = nn.Parameter(weight.dequantized(weight.dtype), requires_grad=False)
+            layer._parameters["weight"] = made[id(weight)]
+
+
+def check_recipe_of_resident(fqn: str, layer: nn.Module, recipe: Recipe | None) -> None:
+    """Raise ValueError if a layer's weight is resident in FP8 and a recipe needs another form of it."""
+    weight = resident_weight(layer)
+    if weight is None or recipe is None:
+        return
+    spec = weight.spec.transposed if is_transposed(layer) else weight.spec
+    if recipe.equalization or recipe.w != spec or recipe.dgrad_w != spec:
+        fitting = ", ".join(r.name for r in RECIPES.values() if r.w == r.dgrad_w == spec and not r.equalization)
+        raise ValueError(
+            f"change_recipe: the weight of {fqn!r} is resident in FP8 as {spec}, which {recipe.name!r} cannot read: "
+            f"use one of {fitting}, or None for the FP8 values in {weight.dtype}"
+        )
+
+
+def _weights(layer: nn.Module) -> list[Tensor]:
+    """Return the matrices that a linear trains; several if its weight is parametrized."""
+    weight = own_weight(layer)
+    return [p for p in layer.parameters() if p.ndim >= 2] if weight is None else [weight]
+
+
+def _shared_with_others(layers: set[nn.Module], modules: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
+    """Return layers whose weight must keep its dtype, with the reason."""
+    owners: dict[int, tuple[nn.Module, str]] = {}
+    for fqn, module in modules.items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not (module in layers and name == "weight"):
+                owners[id(parameter)] = module, f"{fqn}.{name}".lstrip(".")
+    reasons = {}
+    for layer in layers:
+        weight = own_weight(layer)
+        if weight is None:
+            reasons[layer] = "its weight is computed from others"
+        elif id(weight) in owners:
+            reasons[layer] = f"its weight is also {owners[id(weight)][1]!r}, which reads it in high precision"
+    return reasons
+
+
+def _checked_spec(fqn: str, module: nn.Module, recipe: Recipe) -> QuantSpec:
+    """Return the format of a layer's weight as stored."""
+    weight = own_weight(module)
+    if recipe.w != recipe.dgrad_w:
+        fitting = ", ".join(r.name for r in RECIPES.values() if r.w == r.dgrad_w and not r.equalization)
+        raise ValueError(
+            f"frozen='fp8' stores one FP8 form of each weight, but recipe {recipe.name!r} of {fqn!r} needs one for "
+            f"forward and another for backward: use one of {fitting}. The model was left as it was"
+        )
+    if type(weight) is not nn.Parameter or hasattr(weight, "placements"):
+        raise ValueError(
+            f"frozen='fp8' takes plain parameters; {fqn!r} has a {type(weight).__name__}: convert before the model is "
+            "sharded or quantized by another library, or leave it out with skip=[…]. The model was left as it was"
+        )
+    return recipe.w.transposed if is_transposed(module) else recipe.w

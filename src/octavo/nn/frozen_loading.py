@@ -1,0 +1,202 @@
+"""Load a checkpoint into a model with resident weights, one tensor at a time.
+
+    with octavo.nn.meta_parameters():                       # no memory for weights
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    octavo.convert(model, "rowwise", frozen="fp8")          # decides the format of each weight
+    octavo.nn.load_frozen(model, "folder", device="cuda")   # reads, moves and quantizes tensor after tensor
+
+At any moment one tensor exists in high precision, besides those that stay in it (embeddings, head, norms).
+"""
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from octavo.nn.report import check_module
+from octavo.nn.resident import READ_DTYPES, SCALE_SUFFIX, ResidentWeight
+from octavo.runtime.extras import needs_extras
+from octavo.runtime.swap import all_or_nothing
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Build modules with parameters on the meta device and buffers where they are made, as rotary frequencies.
+
+    Under `torch.device("meta")` instead, buffers that no checkpoint stores would have no values. Applies to modules
+    that any thread builds inside.
+
+    Examples:
+        >>> with octavo.nn.meta_parameters():
+        ...     layer = torch.nn.Linear(64, 64)
+        >>> layer.weight.device.type
+        'meta'
+    """
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    handle = register_module_parameter_registration_hook(on_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def load_frozen(model: M, path: str | Path, *, device: str | torch.device = "cpu") -> M:
+    """Load safetensors into a model, tensor by tensor; weights that are resident in FP8 are quantized one by one.
+
+    Args:
+        model: After `octavo.convert(model, frozen="fp8")` and before `get_peft_model`. Parameters on the meta device
+            are made on `device`, in their dtype; others are overwritten.
+        path: A safetensors file, or a folder of such files, as `save_pretrained` writes them. Names are those of
+            `model.state_dict()`. A weight may be stored in high precision, or in FP8 with its scales.
+        device: Where parameters on the meta device go.
+
+    Returns:
+        The same model.
+
+    Raises:
+        FileNotFoundError: If there is no safetensors file.
+        ValueError: If tensors are missing or of another shape or format, or buffers on the meta device are in no file.
+            Nothing was loaded then. Tensors that the model lacks give a warning.
+
+    Examples:
+        >>> from safetensors.torch import save_file
+        >>> save_file(torch.nn.Sequential(torch.nn.Linear(64, 64)).state_dict(), "base.safetensors")
+        >>> with octavo.nn.meta_parameters():
+        ...     model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        >>> model = octavo.convert(model, frozen="fp8")
+        >>> octavo.nn.load_frozen(model, "base.safetensors")[0].weight
+        ResidentWeight([64, 64], e4m3/row)
+    """
+    check_module("load_frozen", model)
+    with needs_extras("octavo.nn.load_frozen"):
+        from safetensors import safe_open
+    files: dict[Path, Any] = {file: safe_open(file, framework="pt", device="cpu") for file in _files(Path(path))}
+    stored = {name: reader for reader in files.values() for name in reader.keys()}
+    slots = _slots(model)
+    _check(slots, stored, path, model)
+    with all_or_nothing(model), torch.no_grad():
+        for slot in slots:
+            name = next(name for name in slot.names if name in stored)
+            scale = (
+                stored[name + SCALE_SUFFIX].get_tensor(name + SCALE_SUFFIX) if name + SCALE_SUFFIX in stored else None
+            )
+            slot.load(stored[name].get_tensor(name), scale, device)
+    return model
+
+
+@dataclass
+class _Slot:
+    """A parameter or persistent buffer with its names and the dictionaries of modules that hold it."""
+
+    tensor: Tensor
+    names: list[str] = field(default_factory=list)
+    holders: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+
+    def load(self, value: Tensor, scale: Tensor | None, device: str | torch.device) -> None:
+        """Set the values; on the meta device by a new tensor on `device`."""
+        old = self.tensor
+        target = device if old.is_meta else old.device
+        if isinstance(old, ResidentWeight):
+            if scale is not None:  # copied, because what safetensors returns may be mapped to the file
+                new: Tensor = ResidentWeight(
+                    value.to(target, copy=True), scale.to(target, copy=True), old.spec, old.dtype
+                )
+            else:
+                new = ResidentWeight.quantized(value.to(target), old.spec).to(old.dtype)
+        else:
+            new = value.to(target, old.dtype, copy=True)
+        if not old.is_meta:
+            old.copy_(new)
+            return
+        made = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+        for holder, name in self.holders:
+            holder[name] = made
+
+
+def _slots(model: nn.Module) -> list[_Slot]:
+    slots: dict[int, _Slot] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        buffers = {name for name in module._buffers if name not in module._non_persistent_buffers_set}
+        for holder, names in ((module._parameters, set(module._parameters)), (module._buffers, buffers)):
+            for name in names:
+                tensor: Any = holder[name]
+                if tensor is not None:
+                    slot = slots.setdefault(id(tensor), _Slot(tensor))
+                    slot.names.append(f"{prefix}.{name}".lstrip("."))
+                    slot.holders.append((holder, name))
+    return list(slots.values())
+
+
+def _check(slots: list[_Slot], stored: Mapping[str, Any], path: str | Path, model: nn.Module) -> None:
+    """Raise ValueError if the tensors of a checkpoint do not fit a model."""
+    known = {name: slot for slot in slots for name in slot.names}
+    known |= {n + SCALE_SUFFIX: s for n, s in known.items() if isinstance(s.tensor, ResidentWeight)}
+    missing = [slot.names[0] for slot in slots if not any(name in stored for name in slot.names)]
+    unknown = [name for name in stored if name not in known]
+    others = f"{len(unknown)} tensors that the model lacks ({_first(unknown)})" if unknown else "no others"
+    if missing:
+        raise ValueError(
+            f"load_frozen: {path} lacks {len(missing)} tensors of the model ({_first(missing)}), and has {others}. "
+            "Names must be those of model.state_dict(): call load_frozen on the base model, before get_peft_model. "
+            "Nothing was loaded"
+        )
+    buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in known]
+    if buffers:
+        raise ValueError(
+            f"load_frozen: {len(buffers)} buffers on the meta device are in no checkpoint ({_first(buffers)}): build "
+            "the model inside octavo.nn.meta_parameters(), not torch.device('meta'). Nothing was loaded"
+        )
+    for name, slot in known.items():
+        if name in stored and (problem := _misfit(name, slot.tensor, stored)) is not None:
+            raise ValueError(f"load_frozen: {name} in {path} {problem}. Nothing was loaded")
+    if unknown:
+        warnings.warn(f"load_frozen: {path} has {others}: not loaded", stacklevel=3)
+
+
+def _misfit(name: str, tensor: Tensor, stored: Mapping[str, Any]) -> str | None:
+    """Return why a stored tensor does not fit, or None."""
+    resident, scales = isinstance(tensor, ResidentWeight), name + SCALE_SUFFIX in stored
+    is_scale = resident and name.endswith(SCALE_SUFFIX)
+    inner = (tensor.scale if is_scale else tensor.data_) if isinstance(tensor, ResidentWeight) else tensor
+    part = stored[name].get_slice(name)
+    shape, dtype = part.get_shape(), _DTYPES.get(part.get_dtype())
+    if list(shape) != list(inner.shape):
+        return f"has shape {shape}, the model's has {list(inner.shape)}"
+    wanted = (inner.dtype,) if is_scale or scales else READ_DTYPES
+    if resident and dtype not in wanted:
+        return f"is {part.get_dtype()}{', without scales' if not scales else ''}; wanted {', '.join(map(str, wanted))}"
+    return None
+
+
+_DTYPES = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+
+
+def _files(path: Path) -> list[Path]:
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
+    if not files or not all(file.is_file() for file in files):
+        raise FileNotFoundError(f"load_frozen reads safetensors, and {path} is or has no complete set of such files")
+    return files
