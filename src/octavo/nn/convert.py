@@ -117,6 +117,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
     if frozen == "fp8":
         plan, specs = resident_plan(plan, modules)
     weights = resident_parameters(modules, specs)
+    trained = [layer for layer in weights if any(p.requires_grad for p in layer.parameters(recurse=False) if p.ndim > 1)]
     with all_or_nothing(model):
         for fqn in plan.converted:
             recipe = plan[fqn].recipe
@@ -133,7 +134,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
         vars(model)[PLAN_ATTRIBUTE] = Plan(plan.decisions, plan.activations, plan.partial)
         if verbose:
             print(f"octavo: {report(model).summary}", file=sys.stderr)
-    for layer in weights:
+    for layer in trained:
         layer.requires_grad_(False)  # the bias too
     return model
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from octavo.nn.linear_subclasses import is_transposed
 from octavo.nn.resident import ResidentWeight, resident_weight
-from octavo.nn.select import is_linear, own_weight
+from octavo.nn.select import is_adapter, is_linear, own_weight
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import RECIPES, Recipe, unequalized
@@ -46,7 +46,7 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
     Raises:
         ValueError: If a recipe needs several FP8 forms of a weight, or a weight is sharded or no plain parameter.
     """
-    linears = [fqn for fqn in plan.converted if is_linear(modules[fqn])]
+    linears = [fqn for fqn in plan.converted if is_linear(modules[fqn]) and not is_adapter(fqn)]
     frozen = [fqn for fqn in linears if not any(p.requires_grad for p in _weights(modules[fqn]))]
     changed: dict[str, Decision] = {}
     specs: dict[str, QuantSpec] = {}
@@ -54,7 +54,9 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
     for fqn in plan.converted:
         decision, module = plan[fqn], modules[fqn]
         assert decision.recipe is not None
-        if fqn not in linears:
+        if is_adapter(fqn):
+            changed[fqn] = Decision(recipe=None, reason="adapter kept in high precision, beside a base in FP8")
+        elif fqn not in linears:
             changed[fqn] = replace(
                 decision, reason=f"{decision.reason}; not resident: weights of experts keep their dtype"
             )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.operands import JUST_IN_TIME, Quantizer
-from octavo.nn.resident import join_in_state, split_in_state
+from octavo.nn.resident import join_in_state, resident_weight, split_in_state
 from octavo.nn.weights import is_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe
 
@@ -44,6 +44,14 @@ class LinearLike(nn.Module):
     recipe: Recipe = DEFAULT
     keep_weights: bool = False
     weight_is_transposed: ClassVar[bool] = False
+
+    @property
+    def weight_scale(self) -> Tensor:
+        """Scales of a weight that is resident in FP8, by which a `state_dict` names them; other layers have none."""
+        weight = resident_weight(self)
+        if weight is None:
+            raise AttributeError("weight_scale")
+        return weight.scale
 
     def octavo_quantizer(self) -> Quantizer:
         """Return what quantizes X and G in a forward that begins now, and in its backward.

@@ -16,7 +16,7 @@ from octavo.nn.experts import is_converted_experts, looks_like_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.memory_audit import saved_by_layer
 from octavo.nn.resident import resident_weight
-from octavo.nn.select import STORED_HOW, is_linear
+from octavo.nn.select import STORED_HOW, is_adapter, is_linear
 from octavo.numerics.display import Displayed, Table
 from octavo.numerics.names import merged, pattern
 from octavo.numerics.plan import Decision, Plan, merged_rows
@@ -235,7 +235,8 @@ def _activation_rows(model: nn.Module, plans: Mapping[str, Plan]) -> Iterator[Ac
             storage = getattr(module, STORAGE_ATTRIBUTE).kind
             yield ActivationRow(name=fqn, activation_storage=storage, reason=STORED_HOW[storage])
         elif decision is not None and not is_linear(module) and not is_converted_experts(module):
-            if looks_like_experts(module) and decision.activation_storage is None:
+            layer = looks_like_experts(module) or decision.recipe is not None  # PEFT wraps layers under their names
+            if layer and decision.activation_storage is None:
                 continue  # nothing was said about what they store
             reason = decision.reason if decision.activation_storage is None else "reverted since"
             yield ActivationRow(name=fqn, activation_storage=None, reason=reason)
@@ -248,6 +249,8 @@ def _reason(plans: Mapping[str, Plan], fqn: str, converted: bool) -> str:
         return decision.reason
     if converted:
         return "converted"
+    if plans and is_adapter(fqn):
+        return "adapter added after octavo.convert: high precision"
     return "not in the plan, or reverted since" if plans else "octavo.convert was not called on this model"
 
 

@@ -96,7 +96,8 @@ class ResidentWeight(Fp8Weight):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuilt, (self.data_, self.scale, self.spec.text, self.dtype, isinstance(self, nn.Parameter))
+        data = self.data_.view(torch.uint8)  # Python's pickle does not read PyTorch's FP8 storages
+        return _rebuilt, (data, self.scale, self.spec.text, self.dtype, isinstance(self, nn.Parameter))
 
     @classmethod
     def own_operation(cls, func: Any, args: Any, kwargs: Any) -> Any:
@@ -233,8 +234,9 @@ def _as_parameter_if(parameter: bool, weight: Tensor) -> Any:
     return nn.Parameter(weight, requires_grad=False) if parameter else weight
 
 
-def _rebuilt(data: Tensor, scale: Tensor, spec: str, dtype: torch.dtype, parameter: bool) -> Any:
-    return _as_parameter_if(parameter, ResidentWeight(data, scale, QuantSpec.parse(spec), dtype))
+def _rebuilt(data: Tensor, scale: Tensor, text: str, dtype: torch.dtype, parameter: bool) -> Any:
+    spec = QuantSpec.parse(text)
+    return _as_parameter_if(parameter, ResidentWeight(data.view(spec.format.dtype), scale, spec, dtype))
 
 
 torch.serialization.add_safe_globals([_rebuilt])

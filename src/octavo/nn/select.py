@@ -187,11 +187,16 @@ def obstacle(module: nn.Module) -> str | None:
     return None
 
 
+def is_adapter(fqn: str) -> bool:
+    """Return whether a layer belongs to a LoRA adapter, by PEFT's names."""
+    return any(part.lower().startswith("lora_") for part in fqn.split("."))
+
+
 def _narrow(layer: Layer) -> str | None:
     """Return why a linear is too narrow to gain from FP8, or None; always None for a linear that is the whole model."""
     in_features, out_features = sizes(layer.module)
     least, most = min(in_features, out_features), max(in_features, out_features)
-    adapter = any(part.lower().startswith("lora_") for part in layer.fqn.split("."))
+    adapter = is_adapter(layer.fqn)
     if not layer.fqn or least > NARROW or not (adapter or most >= NARROW_RATIO * least):
         return None
     kind = "adapter of low rank" if adapter else "narrow"

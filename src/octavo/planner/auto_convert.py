@@ -83,10 +83,9 @@ def convert(
         activations: `"fp8"`: norms, gated MLPs and activation functions with recognized code save tensors for backward
             in FP8; other modules do so where it is safe (docs/memory.md). Not under torch.compile. For this alone:
             `precision=Precision(matmul="bf16", activations="fp8")`.
-        frozen: `"fp8"`: weights of frozen linears (LoRA's base) exist in FP8 only, 1 byte per parameter and no other
-            copy; others train as usual. If none of the converted linears is frozen yet, all are frozen: call it before
-            or after `get_peft_model`. Recipes with one FP8 form of W, such as `rowwise`. See `octavo.nn.load_frozen`.
-            Layers are chosen by rule, whatever their gain in time.
+        frozen: `"fp8"`: weights of frozen linears, as under LoRA adapters, exist in FP8 only: 1 byte per parameter. If
+            no linear is frozen, all are frozen. Before or after `get_peft_model`; by rule, whatever the gain in time;
+            for recipes that read one FP8 copy of W, such as `rowwise`. See `octavo.nn.load_frozen`.
         device: The GPU to decide for, as of `octavo.plan`: a name such as `"h100"`, a file or a table. None: this
             machine's GPU, if it has one. `"cpu"`: decide without costs, also on a machine with a GPU.
         tokens: Tokens per call of a layer on one GPU; used only for the decision.
@@ -105,14 +104,11 @@ def convert(
         >>> model = octavo.convert(torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)))
         >>> model(torch.randn(8, 64)).sum().backward()
     """
-    _check_request(model, recipe, precision, plan, skip, filter, keep_weights, activations, device, tokens)
-    check_frozen(frozen)
+    _check_request(model, recipe, precision, plan, skip, filter, keep_weights, activations, device, tokens, frozen)
     if plan is not None:
         return apply_plan(model, plan, keep_weights=keep_weights, frozen=frozen, verbose=verbose)
     keep_weights |= precision is not None and precision.keep_weights
     gpu = local_gpu_name() if device is None else device
-    if frozen == "fp8" and device not in (None, "cpu"):
-        raise ValueError("frozen='fp8' chooses layers by rule, for their memory: leave out device")
     if gpu in (None, "cpu") or frozen == "fp8" or not _is_auto(recipe, precision):
         recipe = None if recipe == AUTO else recipe
         decided = rule_plan(model, recipe, precision=precision, skip=skip, filter=filter, activations=activations)
@@ -121,22 +117,29 @@ def convert(
     decided, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
     if decided.converted or decided.fp8_activations:
         return apply_plan(model, decided, keep_weights=keep_weights, verbose=verbose)
-    warnings.warn(
-        f"octavo: no layer of this model is predicted to gain from FP8 on {where} with {tokens} tokens, so the model "
-        "is unchanged; octavo.report(model) has the figures. octavo.convert(model, 'rowwise') converts it anyway",
-        UserWarning, stacklevel=2,
-    )  # fmt: skip
+    _warn_of_no_gain(where, tokens)
     vars(model)[PLAN_ATTRIBUTE] = decided  # after the warning, which may be an error
     if verbose:
         print(f"octavo: {report(model).summary}", file=sys.stderr)
     return model
 
 
+def _warn_of_no_gain(where: str, tokens: int) -> None:
+    warnings.warn(
+        f"octavo: no layer of this model is predicted to gain from FP8 on {where} with {tokens} tokens, so the model "
+        "is unchanged; octavo.report(model) has the figures. octavo.convert(model, 'rowwise') converts it anyway",
+        UserWarning, stacklevel=3,
+    )  # fmt: skip
+
+
 def _check_request(
     model: nn.Module, recipe: Any, precision: Precision | None, plan: Plan | None, skip: Sequence[str], filter: Any,
-    keep_weights: bool, activations: str, device: Any, tokens: int,
+    keep_weights: bool, activations: str, device: Any, tokens: int, frozen: str,
 ) -> None:  # fmt: skip
     """Raise for arguments of `convert` that are invalid or contradict each other."""
+    check_frozen(frozen)
+    if frozen == "fp8" and device not in (None, "cpu"):
+        raise ValueError("frozen='fp8' chooses layers by rule, for their memory: leave out device")
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"tokens is an integer of 1 or more; got {tokens!r}")
     check_module("convert", model)

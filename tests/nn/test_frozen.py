@@ -1,0 +1,316 @@
+"""`convert(frozen="fp8")`: which weights become resident, the products with them, checkpoints, and the way back."""
+
+import copy
+import io
+
+import pytest
+import torch
+from models import llama
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo.nn import ResidentWeight, change_recipe
+from octavo.numerics.error import sqnr
+
+
+def mlp(dtype=torch.bfloat16, width=128):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 256, dtype=dtype), nn.GELU(), nn.Linear(256, width, bias=False, dtype=dtype))
+
+
+def resident(model, recipe="rowwise", **options):
+    return octavo.convert(model, recipe, frozen="fp8", verbose=False, **options)
+
+
+def run(model, x):
+    x = x.detach().clone().requires_grad_()
+    y = model(x)
+    y.float().square().sum().backward()
+    return y.detach(), x.grad
+
+
+def state_bits(model):
+    return {k: v.view(torch.uint8) if v.element_size() == 1 else v for k, v in model.state_dict().items()}
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_hp_wgrad", "tensorwise", "blockwise", "delayed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_are_those_of_a_frozen_weight_bit_for_bit(recipe, dtype):
+    x = torch.randn(5, 3, 128, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    usual = octavo.convert(mlp(dtype), recipe, verbose=False).requires_grad_(False)
+    model = resident(mlp(dtype), recipe)
+    assert all(isinstance(model[i].weight, ResidentWeight) for i in (0, 2))
+    for expected, actual in zip(run(usual, x), run(model, x), strict=True):
+        assert torch.equal(expected, actual)
+
+
+def test_all_is_frozen_if_nothing_was_and_only_that_otherwise():
+    model = resident(mlp())
+    assert not any(p.requires_grad for p in model.parameters())
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    resident(model)
+    assert isinstance(model[0].weight, ResidentWeight) and model[0].bias.requires_grad
+    assert type(model[2].weight) is nn.Parameter
+    model(torch.randn(4, 128).bfloat16()).sum().backward()
+    assert model[2].weight.grad is not None and model[0].weight.grad is None
+
+
+def test_the_report_states_bytes_and_reasons():
+    report = octavo.report(resident(llama(hidden_size=256, intermediate_size=512)))
+    assert "linear; resident in FP8: 1.016 bytes per parameter" in {row.reason for row in report}
+    assert "14 of them frozen and resident in FP8 (1.015 bytes per parameter)" in report.summary
+    assert [row.name for row in report if not row.resident_bytes] == ["lm_head"]
+
+
+def test_no_copy_in_high_precision_is_left():
+    model = resident(mlp())
+    state = model.state_dict()
+    assert sum(t.numel() * t.element_size() for t in state.values()) == 2 * 32768 + 4 * (256 + 128) + 2 * 256
+    assert {k: v.dtype for k, v in state.items()} == {
+        "0.weight": torch.float8_e4m3fn, "0.weight_scale": torch.float32, "0.bias": torch.bfloat16,
+        "2.weight": torch.float8_e4m3fn, "2.weight_scale": torch.float32,
+    }  # fmt: skip
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        model(torch.randn(4, 128).bfloat16().requires_grad_())
+    weights = [t for t in saved if t.numel() == 32768]
+    assert {t.data_ptr() for t in weights} == {model[i].weight.data_.data_ptr() for i in (0, 2)}
+
+
+def test_state_round_trips_bit_for_bit(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model, x = resident(mlp()), torch.randn(4, 128).bfloat16()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    save_file(model.state_dict(), tmp_path / "base.safetensors")
+    for state in (torch.load(file, weights_only=True), load_file(tmp_path / "base.safetensors")):
+        for assign in (False, True):
+            other = mlp()
+            other[0].weight.data.zero_()
+            resident(other).load_state_dict(state, assign=assign)
+            assert equal(state_bits(other), state_bits(model)) and torch.equal(other(x), model(x))
+
+
+def test_loading_values_quantizes_them():
+    plain, expected = mlp(), resident(mlp())
+    for assign in (False, True):
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            model = mlp()
+            model[0].weight.data.zero_()
+            resident(model).load_state_dict(copy.deepcopy(plain).to(dtype).state_dict(), assign=assign)
+            assert equal({k: v for k, v in state_bits(model).items() if "bias" not in k},
+                         {k: v for k, v in state_bits(expected).items() if "bias" not in k})  # fmt: skip
+            assert model[0].weight.dtype == torch.bfloat16 and isinstance(model[0].weight, nn.Parameter)
+
+
+def test_states_that_do_not_fit_raise():
+    model, state = resident(mlp()), resident(mlp()).state_dict()
+    before = state_bits(copy.deepcopy(model))
+    with pytest.raises(RuntimeError, match=r"0.weight is torch.float8_e4m3fn without 0.weight_scale"):
+        model.load_state_dict({k: v for k, v in state.items() if k != "0.weight_scale"})
+    with pytest.raises(RuntimeError, match=r"resident as e4m3/row, .*convert in the recipe it was saved with"):
+        model.load_state_dict(resident(mlp(), "tensorwise").state_dict())
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict(resident(mlp(width=64)).state_dict())
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        mlp().load_state_dict(state)
+    assert equal(before, state_bits(model))
+
+
+def test_moves_and_copies_of_models():
+    model, x = resident(mlp()), torch.randn(4, 128)
+    expected = state_bits(copy.deepcopy(model))
+    y = model(x.bfloat16())
+    assert torch.equal(copy.deepcopy(model)(x.bfloat16()), y)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(x.bfloat16()), y)
+    model.float()
+    assert model[0].weight.dtype == torch.float32 and model(x).dtype == torch.float32
+    model.to("cpu", torch.bfloat16)
+    assert equal({k: v for k, v in expected.items() if "bias" not in k},
+                 {k: v for k, v in state_bits(model).items() if "bias" not in k})  # fmt: skip
+    assert model.to("meta")[0].weight.device.type == "meta"
+
+
+def test_disabled_computes_with_the_fp8_values():
+    model, x = resident(mlp()), torch.randn(4, 128).bfloat16()
+    with octavo.disabled():
+        actual = run(model, x)
+    for expected, other in zip(run(octavo.revert(model), x), actual, strict=True):
+        assert torch.equal(expected, other)
+
+
+def test_revert_leaves_the_fp8_values_in_the_original_dtype():
+    plain, model = mlp(), resident(mlp())
+    values = model[0].weight.dequantized(torch.bfloat16)
+    octavo.revert(model)
+    assert type(model[0]) is nn.Linear and type(model[0].weight) is nn.Parameter and not model[0].weight.requires_grad
+    assert torch.equal(model[0].weight, values) and sqnr(plain[0].weight, values) > 30
+    model.load_state_dict(plain.state_dict())
+    assert not octavo.report(model)[0].resident_bytes
+
+
+def test_shared_weights():
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(3)), nn.Embedding(128, 128))
+    model[1].weight = model[0].weight
+    model[2].weight = model[3].weight
+    model.add_module("again", model[0])
+    resident(model, filter=lambda module, name: True)
+    assert model[0].weight is model[1].weight and isinstance(model[0].weight, ResidentWeight)
+    assert type(model[3].weight) is nn.Parameter and model[2].weight is model[3].weight
+    copied = copy.deepcopy(model)
+    assert copied[0].weight is copied[1].weight and isinstance(copied[0].weight, nn.Parameter)
+    octavo.revert(copied)
+    assert copied[0].weight is copied[1].weight
+
+
+def test_a_weight_that_another_module_reads_keeps_its_dtype():
+    class Reader(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.table = weight
+
+    linear = nn.Linear(128, 128)
+    model = resident(nn.ModuleDict({"linear": linear, "reader": Reader(linear.weight)}))
+    assert type(linear.weight) is nn.Parameter and linear.weight is model["reader"].table
+    assert "not resident: its weight is also 'reader.table'" in octavo.report(model)[0].reason
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"recipe": "mxfp8"}, "recipe 'mxfp8' of '0' needs one for forward and another"),
+        ({"device": "h100", "recipe": None}, "leave out device"),
+        ({"frozen": "fp9"}, "frozen is 'bf16' or 'fp8'; got 'fp9'"),
+    ],
+)
+def test_bad_requests_leave_the_model(options, error):
+    model = mlp()
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match=error):
+        resident(model, **options) if "frozen" not in options else octavo.convert(model, **options)
+    after = dict(model.named_parameters())
+    assert all(after[k] is before[k] and after[k].requires_grad for k in before) and type(model[0]) is nn.Linear
+
+
+def test_a_failure_half_way_leaves_the_model(monkeypatch):
+    model = mlp()
+    before = dict(model.named_parameters())
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("octavo.nn.convert.report", fail)
+    with pytest.raises(KeyboardInterrupt):
+        octavo.convert(model, frozen="fp8")
+    after = dict(model.named_parameters())
+    assert all(after[k] is before[k] and after[k].requires_grad for k in before) and type(model[0]) is nn.Linear
+
+
+def test_equalization_is_left_out():
+    model = resident(mlp(), "rowwise_equalized")
+    row = octavo.report(model)[0]
+    assert row.recipe == "rowwise" and "without channel equalization" in row.reason
+    x = torch.randn(4, 128).bfloat16()
+    assert all(torch.equal(a, b) for a, b in zip(run(model, x), run(resident(mlp()), x), strict=True))
+
+
+def test_changes_of_the_recipe():
+    model, x = resident(mlp()), torch.randn(4, 128).bfloat16()
+    y = model(x)
+    for recipe in ("blockwise", "rowwise_equalized", "mxfp8"):
+        with pytest.raises(ValueError, match=f"{recipe!r} cannot read: use one of rowwise, rowwise_hp_wgrad"):
+            change_recipe(model, "0", recipe, reason="a test")
+    change_recipe(model, "0", "rowwise_hp_wgrad", reason="a test")
+    assert torch.equal(model(x), y)
+    change_recipe(model, "0", None, reason="a test")
+    assert type(model[0].weight) is nn.Parameter and not model[0].weight.requires_grad
+    change_recipe(model, "0", "rowwise", reason="a test")
+    assert sqnr(y, model(x)) > 40
+
+
+def test_experts_and_adapters_keep_their_dtype():
+    from moe_models import mixtral
+
+    model = resident(mixtral())
+    rows = {row.name: row for row in octavo.report(model)}
+    experts = [row for row in rows.values() if row.experts]
+    assert experts and all("not resident: weights of experts keep their dtype" in row.reason for row in experts)
+    adapted = nn.ModuleDict({"base": nn.Linear(256, 256), "lora_A": nn.Linear(256, 128)})
+    adapted["base"].requires_grad_(False)
+    resident(adapted)
+    assert octavo.report(adapted)[1].reason.startswith("adapter kept in high precision")
+
+
+def test_conv1d_keeps_its_transposed_weight():
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    plain, x = Conv1D(96, 64), torch.randn(2, 5, 64)
+    usual = octavo.convert(copy.deepcopy(plain), "rowwise", verbose=False).requires_grad_(False)
+    model = resident(copy.deepcopy(plain))
+    assert tuple(model.weight.shape) == (64, 96) and model.weight.spec.text == "e4m3/column"
+    for expected, actual in zip(run(usual, x), run(model, x), strict=True):
+        assert torch.equal(expected, actual)
+    assert sqnr(plain.weight, octavo.revert(model).weight) > 30
+
+
+def test_zero_tokens_autocast_no_grad_and_checkpointing():
+    model, x = resident(mlp()), torch.randn(4, 128)
+    assert run(model, x.bfloat16()[:0])[1].shape == (0, 128)
+    expected = run(model, x.bfloat16())
+    with torch.no_grad():
+        assert torch.equal(model(x.bfloat16()), expected[0])
+    with torch.inference_mode():
+        assert torch.equal(model(x.bfloat16()), expected[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+    recomputed = run(lambda x: checkpoint(model, x, use_reentrant=False), x.bfloat16())
+    assert all(torch.equal(a, b) for a, b in zip(expected, recomputed, strict=True))
+
+
+def test_a_change_between_forward_and_backward_raises():
+    model, x = resident(mlp()), torch.randn(4, 128).bfloat16().requires_grad_()
+    y = model(x)
+    model[2].weight.copy_(model[2].weight.clone())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_unfreezing_raises():
+    model = resident(mlp())
+    with pytest.raises(ValueError, match="is frozen and cannot be trained"):
+        model.requires_grad_(True)
+    with pytest.raises(ValueError, match="is frozen and cannot be trained"):
+        model[2].weight.requires_grad = True
+
+
+@pytest.mark.thorough
+def test_distributed_checkpoints():
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    model, other = resident(mlp()), mlp()
+    other[0].weight.data.zero_()
+    set_model_state_dict(resident(other), get_model_state_dict(model))
+    assert equal(state_bits(other), state_bits(model))
+    assert dcp is not None
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend):
+    model, x = resident(mlp()), torch.randn(4, 128).bfloat16()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for expected, actual in zip(run(model, x), run(compiled, x), strict=True):
+        assert sqnr(expected, actual) > 40
