@@ -117,7 +117,7 @@ def apply_plan(model: M, plan: Plan, *, keep_weights: bool = False, frozen: str 
     if frozen == "fp8":
         plan, specs = resident_plan(plan, modules)
     weights = resident_parameters(modules, specs)
-    trained = [layer for layer in weights if any(p.requires_grad for p in layer.parameters(recurse=False) if p.ndim > 1)]
+    trained = [layer for layer in weights if layer.weight.requires_grad]
     with all_or_nothing(model):
         for fqn in plan.converted:
             recipe = plan[fqn].recipe

@@ -136,8 +136,10 @@ class ResidentWeight(Fp8Weight):
             plain = value.dequantized(value.dtype) if isinstance(value, Fp8Weight) else value.detach()
             plain = plain.to(self.device, plain.dtype if plain.dtype in READ_DTYPES else torch.float32)
             value = ResidentWeight.quantized(plain.expand(self.shape), self.spec)
-        self.data_.copy_(value.data_)
-        self.scale.copy_(value.scale)
+        for own, other in ((self.data_, value.data_), (self.scale, value.scale)):
+            own.copy_(other)
+            if not own.is_inference():  # below autograd, copy_ does not count itself
+                torch.autograd.graph.increment_version(own)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ResidentWeight":
         """Return the weight.

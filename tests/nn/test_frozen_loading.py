@@ -1,0 +1,180 @@
+"""Loading safetensors into a model with resident weights: tensor by tensor, all or nothing."""
+
+import copy
+import json
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import octavo
+from octavo.nn import ResidentWeight, load_frozen, meta_parameters
+
+LAYERS, WIDTH = 24, 128
+
+
+def stack(layers=LAYERS):
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
+
+
+def on_meta(make=stack, recipe="rowwise"):
+    with meta_parameters():
+        model = make()
+    return octavo.convert(model, recipe, frozen="fp8", verbose=False)
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A model and the folder of its checkpoint, in two files."""
+    torch.manual_seed(0)
+    model = stack()
+    state = model.state_dict()
+    names = sorted(state)
+    weight_map = {}
+    for number, part in enumerate((names[:9], names[9:])):
+        file = f"model-{number}.safetensors"
+        save_file({name: state[name] for name in part}, tmp_path / file)
+        weight_map |= dict.fromkeys(part, file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return model, tmp_path
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the storages that operations inside returned and that are alive, now and at the most."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self._alive = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, ResidentWeight) and not tensor.is_meta:
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._alive:
+            self._alive[key] = weakref.finalize(storage, self._end, key, size)
+            self.now += size
+            self.most = max(self.most, self.now)
+
+    def _end(self, key, size):
+        del self._alive[key]
+        self.now -= size
+
+
+def test_it_never_holds_the_model_in_high_precision(base):
+    plain, folder = base
+    model = on_meta()
+    with Live() as live:
+        load_frozen(model, folder)
+    parameters = LAYERS * WIDTH * WIDTH
+    size = sum(p.data_.nbytes + p.scale.nbytes for p in model.parameters())
+    assert size <= 1.05 * parameters
+    assert size <= live.most <= 1.2 * 1.05 * parameters + 4 * WIDTH * WIDTH
+    expected = octavo.convert(plain, "rowwise", frozen="fp8", verbose=False).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8))
+
+
+@pytest.mark.parametrize(("recipe", "another"), [("rowwise", "tensorwise"), ("blockwise", "rowwise")])
+def test_bytes_with_their_scales_load_bit_for_bit(recipe, another, base, tmp_path):
+    model = load_frozen(on_meta(recipe=recipe), base[1])
+    save_file(model.state_dict(), tmp_path / "fp8.safetensors")
+    for other in (on_meta(recipe=recipe), octavo.convert(stack(), recipe, frozen="fp8", verbose=False)):
+        before = other[0].weight
+        load_frozen(other, tmp_path / "fp8.safetensors")
+        assert before.is_meta or other[0].weight is before
+        x = torch.randn(2, WIDTH).bfloat16()
+        assert torch.equal(other(x), model(x))
+    with pytest.raises(ValueError, match=r"0.weight(_scale)? in .*Nothing was loaded"):
+        load_frozen(on_meta(recipe=another), tmp_path / "fp8.safetensors")
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(32, WIDTH), nn.LayerNorm(WIDTH)
+        self.one, self.other = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.other.weight = self.one.weight
+        self.lm_head = nn.Linear(WIDTH, 32, bias=False)
+        self.lm_head.weight = self.embed.weight
+        self.register_buffer("steps", torch.arange(4))
+        self.register_buffer("rotary", torch.arange(4.0), persistent=False)
+
+    def forward(self, tokens):
+        return self.lm_head(self.other(self.one(self.norm(self.embed(tokens)))))
+
+
+def test_tied_weights_buffers_and_other_parameters(tmp_path):
+    torch.manual_seed(0)
+    plain = Tied()
+    state = {k: v for k, v in plain.state_dict().items() if k not in ("lm_head.weight", "one.weight")}
+    save_file(state, tmp_path / "m.safetensors")
+    model = load_frozen(on_meta(Tied), tmp_path / "m.safetensors")
+    assert model.one.weight is model.other.weight and model.lm_head.weight is model.embed.weight
+    assert isinstance(model.one.weight, ResidentWeight) and model.norm.weight.requires_grad
+    tokens = torch.arange(8)[None]
+    expected = octavo.convert(copy.deepcopy(plain), "rowwise", frozen="fp8", verbose=False)(tokens)
+    assert torch.equal(model(tokens), expected) and torch.equal(model.rotary, plain.rotary)
+    (tmp_path / "m.safetensors").write_bytes(b"\0" * (tmp_path / "m.safetensors").stat().st_size)
+    assert torch.equal(model(tokens), expected)  # nothing is mapped to the file
+
+
+def test_what_does_not_fit_raises_before_anything_is_loaded(base, tmp_path):
+    _, folder = base
+    model = on_meta()
+    with pytest.raises(ValueError, match=r"lacks 1 tensors of the model \(24.weight\), and has no others"):
+        load_frozen(on_meta(lambda: stack(LAYERS + 1)), folder)
+    with pytest.raises(ValueError, match=r"lacks 24 .*has 24 tensors that the model lacks .* before get_peft_model"):
+        load_frozen(on_meta(lambda: nn.ModuleDict({"base": stack()})), folder)
+    with pytest.warns(UserWarning, match=r"has 1 tensors that the model lacks \(23.weight\): not loaded"):
+        load_frozen(on_meta(lambda: stack(LAYERS - 1)), folder)
+    with pytest.raises(FileNotFoundError, match="reads safetensors"):
+        load_frozen(model, tmp_path / "none")
+    other = tmp_path / "other.safetensors"
+    state = {name: p.clone() for name, p in base[0].state_dict().items()}
+    save_file(state | {"3.weight": torch.zeros(8, 8)}, other)
+    with pytest.raises(ValueError, match=r"3.weight in .* has shape \[8, 8\], the model's has \[128, 128\]"):
+        load_frozen(model, other)
+    save_file(state | {"3.weight": state["3.weight"].to(torch.float8_e4m3fn)}, other)
+    with pytest.raises(ValueError, match=r"3.weight in .* is F8_E4M3, without scales"):
+        load_frozen(model, other)
+    assert all(p.is_meta for p in model.parameters())
+    with torch.device("meta"):
+        model = octavo.convert(Tied(), "rowwise", frozen="fp8", verbose=False)
+    save_file({k: v.clone() for k, v in Tied().state_dict().items()}, other)
+    with pytest.raises(ValueError, match=r"1 buffers on the meta device are in no checkpoint \(rotary\): build"):
+        load_frozen(model, other)
+    (folder / "model-1.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="no complete set"):
+        load_frozen(on_meta(), folder)
+
+
+def test_an_error_while_reading_leaves_the_model(base, monkeypatch):
+    model = on_meta()
+    quantized, calls = ResidentWeight.quantized, []
+
+    def fails_later(*args):
+        calls.append(1)
+        if len(calls) == 5:
+            raise OSError("disk")
+        return quantized(*args)
+
+    monkeypatch.setattr(ResidentWeight, "quantized", fails_later)
+    with pytest.raises(OSError, match="disk"):
+        load_frozen(model, base[1])
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_meta_parameters_leaves_no_hook():
+    with pytest.raises(KeyError), meta_parameters():
+        assert nn.Linear(2, 2).bias.is_meta and not nn.BatchNorm1d(2).running_mean.is_meta
+        raise KeyError
+    assert not nn.Linear(2, 2).weight.is_meta
