@@ -188,12 +188,12 @@ def test_optimizers_leave_the_base():
     assert changed and all("lora_" in k for k in changed)
 
 
-def losses(model, seed, steps):
+def losses(model, seed, steps, stride):
     """Losses of training on parts of a periodic text."""
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     generator = torch.Generator().manual_seed(seed)
-    text = (torch.arange(4096) * 7 % 101 + torch.arange(4096) % 13) % 128
+    text = (torch.arange(4096) * stride % 101 + torch.arange(4096) % 13) % 128
     values = []
     for _ in range(steps):
         starts = torch.randint(4096 - 32, (4,), generator=generator)
@@ -207,14 +207,15 @@ def losses(model, seed, steps):
 
 
 def test_fine_tuning_follows_bf16():
-    """Sixty steps on a base that was trained briefly: the losses of the last twenty agree within 1 %."""
+    """Sixty steps on a base that was trained briefly on another text: the last twenty losses agree within 1 %."""
     trained = base()
-    losses(trained, 0, 40)
+    losses(trained, 0, 40, stride=7)
     by_kind = []
     for make in (lambda model: model, convert):
         torch.manual_seed(1)
         model = peft.get_peft_model(make(copy.deepcopy(trained)), ADAPTERS["lora"]())
-        by_kind.append(losses(model, 1, 60))
+        by_kind.append(losses(model, 1, 60, stride=11))
     bf16, fp8 = (sum(values[-20:]) / 20 for values in by_kind)
     assert sum(by_kind[0][:5]) / 5 > 1.2 * bf16
-    assert abs(fp8 / bf16 - 1) <= 0.01, (bf16, fp8)
+    print(f"bf16 {bf16:.4f}, resident {fp8:.4f}")
+    assert abs(fp8 / bf16 - 1) <= 0.01

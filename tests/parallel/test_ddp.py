@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import loss_of, make, share, train
 
+import octavo
 from collective_recorder import CollectiveRecorder
 from octavo.numerics.error import sqnr
 from octavo.parallel import Fp8AllReduce, Parallel, parallelize
@@ -180,3 +181,27 @@ def compile_job():
 @pytest.mark.slow
 def test_compiled(gloo):
     gloo.run(compile_job, 2)
+
+
+def resident_job():
+    """Adapted layers on a frozen base in FP8; each rank starts with another base."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    model[0].requires_grad_(False)
+    octavo.convert(model, "rowwise", frozen="fp8", verbose=False)
+    with pytest.raises(ValueError, match="1 weights are resident in FP8 .*which cannot be sharded: use copies"):
+        parallelize(model)
+    weight = model[0].weight
+    replicated = parallelize(model, Parallel(dp_replicate=2, dp_shard=1), fp8_comm="on")
+    assert model[0].weight is weight
+    x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))
+    replicated(x[dist.get_rank()]).square().mean().backward()
+    return weight.data_.view(torch.uint8), weight.scale, model[2].weight.grad
+
+
+def test_a_resident_base_is_replicated_as_its_bytes(gloo):
+    (one, scale, gradient), (other, other_scale, other_gradient) = gloo.run(resident_job, 2)
+    torch.manual_seed(0)
+    expected = octavo.nn.ResidentWeight.quantized(nn.Linear(64, 96).weight, octavo.RECIPES["rowwise"].w)
+    assert torch.equal(one, expected.data_.view(torch.uint8)) and torch.equal(scale, expected.scale)
+    assert torch.equal(one, other) and torch.equal(scale, other_scale) and torch.equal(gradient, other_gradient)

@@ -47,13 +47,22 @@ _FILLS = (
 
 
 class ResidentWeight(Fp8Weight):
-    """A frozen weight [N,K] in FP8; see the module docstring. As a parameter: `nn.Parameter(w, requires_grad=False)`.
+    """A frozen weight [N,K] that exists in FP8 only. As a parameter: `nn.Parameter(w, requires_grad=False)`.
+
+    `octavo.convert(model, frozen="fp8")` makes them. Moves and copies keep the bytes; `copy_` of a plain tensor
+    quantizes it; other changes of the values, and gradients, raise ValueError. Code other than Octavo's products reads
+    the FP8 values in `dtype`, with a warning.
 
     Args:
         data: FP8 values, [N,K].
         scale: Dequantization scales of `spec`.
         spec: Format and granularity.
         dtype: Dtype of the interface: float32, bfloat16 or float16.
+
+    Examples:
+        >>> layer = octavo.convert(torch.nn.Linear(64, 32), frozen="fp8")
+        >>> layer.weight, layer.weight.dtype, layer.weight.data_.dtype
+        (ResidentWeight([32, 64], e4m3/row), torch.float32, torch.float8_e4m3fn)
     """
 
     read_warning = "that is resident in FP8: it gets a temporary copy of the FP8 values in the weight's dtype"
