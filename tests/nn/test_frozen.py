@@ -1,6 +1,7 @@
 """`convert(frozen="fp8")`: which weights become resident, the products with them, checkpoints, and the way back."""
 
 import copy
+import gc
 import io
 
 import pytest
@@ -79,7 +80,15 @@ def test_no_copy_in_high_precision_is_left():
         "0.weight": torch.float8_e4m3fn, "0.weight_scale": torch.float32, "0.bias": torch.bfloat16,
         "2.weight": torch.float8_e4m3fn, "2.weight_scale": torch.float32,
     }  # fmt: skip
-    saved = []
+    model = resident(mlp(width=136))
+    model(torch.randn(4, 136).bfloat16()).sum()
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter, ResidentWeight)]
+    assert {t.element_size() for t in tensors if t.numel() == 136 * 256 and type(t) is not ResidentWeight} == {1}
+
+
+def test_backward_reads_the_bytes_of_the_parameter():
+    model, saved = resident(mlp()), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         model(torch.randn(4, 128).bfloat16().requires_grad_())
     weights = [t for t in saved if t.numel() == 32768]
