@@ -62,6 +62,14 @@ def test_the_peak_is_what_the_allocator_hands_out(dtype, chunked):
     assert real == pytest.approx(plan.peak - held, rel=0.02)
 
 
+def test_weights_that_are_resident_in_fp8_take_their_bytes():
+    model = octavo.convert(MLP(width=256, hidden=512), "rowwise", frozen="fp8", verbose=False)
+    plan = memory(model, torch.zeros(16, 256), loss=lambda m, x: m(x.requires_grad_()).sum(), device="cpu")
+    weights = [model.gate_proj.weight, model.up_proj.weight, model.down_proj.weight]
+    expected = sum(w.data_.nbytes + w.scale.nbytes for w in weights) + model.down_proj.bias.nbytes
+    assert plan.at_peak["parameters"] == pytest.approx(expected, rel=0.01)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_categories_are_what_is_there(precision):
     requested = octavo.Precision.level(precision)

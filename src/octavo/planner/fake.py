@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from octavo.nn.resident import ResidentWeight
 from octavo.runtime.torch_compat import FakeCopyMode, FakeTensorMode
 
 M = TypeVar("M", bound=nn.Module)
@@ -66,10 +67,14 @@ def fake_copy(model: M, mode: FakeTensorMode, device: torch.device, *, without: 
     """
     memo: dict[int, Any] = {id(module): nn.Identity() for module in without}
     parts = _modules(model, set(memo))
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
     with mode:
         for tensor in (t for part in parts for kind in (part._parameters, part._buffers) for t in kind.values()):
             if tensor is not None and id(tensor) not in memo:
-                twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                twin = tensor.map(empty) if isinstance(tensor, ResidentWeight) else empty(tensor)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(twin, requires_grad=tensor.requires_grad) if is_parameter else twin
     with FakeCopyMode(mode):
