@@ -194,7 +194,9 @@ def test_a_weight_that_another_module_reads_keeps_its_dtype():
             self.table = weight
 
     linear = nn.Linear(128, 128)
-    model = resident(nn.ModuleDict({"linear": linear, "reader": Reader(linear.weight)}))
+    with pytest.raises(ValueError, match="no weight would be resident in FP8: linear; not resident: its weight is"):
+        resident(nn.ModuleDict({"linear": linear, "reader": Reader(linear.weight)}))
+    model = resident(nn.ModuleDict({"linear": linear, "reader": Reader(linear.weight), "more": nn.Linear(128, 128)}))
     assert type(linear.weight) is nn.Parameter and linear.weight is model["reader"].table
     assert "not resident: its weight is also 'reader.table'" in octavo.report(model)[0].reason
 

@@ -44,7 +44,8 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
         weights as stored.
 
     Raises:
-        ValueError: If a recipe needs several FP8 forms of a weight, or a weight is sharded or no plain parameter.
+        ValueError: If a recipe needs several FP8 forms of a weight, a weight is sharded or no plain parameter, or no
+            weight would be resident.
     """
     linears = [fqn for fqn in plan.converted if is_linear(modules[fqn]) and not is_adapter(fqn)]
     frozen = [fqn for fqn in linears if not any(p.requires_grad for p in _weights(modules[fqn]))]
@@ -73,6 +74,9 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
             )
             specs[fqn] = _checked_spec(fqn, module, recipe)
             changed[fqn] = replace(decision, recipe=recipe, reason=decision.reason + note)
+    if not specs:
+        reasons = "; ".join(sorted({decision.reason for decision in changed.values()})) or "no linear is converted"
+        raise ValueError(f"frozen='fp8': no weight would be resident in FP8: {reasons}. The model was left as it was")
     return replace(plan, decisions={**plan.decisions, **changed}), specs
 
 
