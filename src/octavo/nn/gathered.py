@@ -261,9 +261,7 @@ class Fp8AllGatherOutput(Fp8Weight):
 
     def same_bytes(self) -> "Fp8AllGatherOutput":
         """See `Fp8Weight.same_bytes`."""
-        return Fp8AllGatherOutput(
-            self.data_, self.scale, self.spec, self.dtype, self.channels, self.is_transposed
-        )
+        return Fp8AllGatherOutput(self.data_, self.scale, self.spec, self.dtype, self.channels, self.is_transposed)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         channels = [] if self.channels is None else ["channel_factor", "channel_inverse"]
