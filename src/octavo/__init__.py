@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from octavo import parallel as parallel
     from octavo import planner as planner
     from octavo import runtime as runtime
+    from octavo import serving as serving
     from octavo import train as train
     from octavo.nn import disabled, report, revert
     from octavo.numerics import RECIPES, Plan, Precision, Recipe
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from octavo.parallel import parallelize
     from octavo.planner.auto_convert import convert
     from octavo.planner.model_plan import plan
+    from octavo.serving import export
 
 __all__ = [
     "RECIPES",
@@ -47,6 +49,7 @@ __all__ = [
     "__version__",
     "convert",
     "disabled",
+    "export",
     "parallelize",
     "plan",
     "report",
@@ -61,6 +64,7 @@ _PACKAGES = {
     "Recipe": "numerics",
     "convert": "planner.auto_convert",
     "disabled": "nn",
+    "export": "serving",
     "parallelize": "parallel",
     "plan": "planner.model_plan",
     "report": "nn",
@@ -81,6 +85,7 @@ _SUBPACKAGES = (
     "parallel",
     "planner",
     "runtime",
+    "serving",
     "train",
 )
 _LOCK = RLock()

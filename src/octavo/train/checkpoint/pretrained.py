@@ -4,8 +4,6 @@ Reading a folder runs no code from it: a model with its own code raises an error
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePath
 from pickle import UnpicklingError
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.serving.writer import no_progress_bar
 from octavo.train.config.run_config import ConfigError
 from octavo.train.model_sharing import share_on_machine
 from octavo.train.ranks import Ranks
@@ -89,7 +88,7 @@ def load_pretrained(folder: Path, dtype: torch.dtype) -> Any:
     load_model_config(folder)
     _check_indices(folder)
     try:
-        with _no_progress_bar():
+        with no_progress_bar():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
@@ -134,7 +133,7 @@ def load_generation_config(folder: Path, model: Any) -> None:
 
 def save_pretrained(model: Any, folder: Path) -> None:
     """Write weights and settings as `model.save_pretrained` does, without its progress bar."""
-    with _no_progress_bar():
+    with no_progress_bar():
         model.save_pretrained(folder)
 
 
@@ -148,16 +147,3 @@ def save_model_configs(model: Any, folder: Path) -> None:
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

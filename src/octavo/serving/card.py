@@ -1,0 +1,65 @@
+"""The model card of an exported folder: README.md, in the form of the Hugging Face Hub."""
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from octavo._version import __version__
+from octavo.numerics.names import merged, pattern
+from octavo.serving.layouts import Layout
+
+if TYPE_CHECKING:
+    from octavo.serving.writer import Exported
+
+_READ_BY = {
+    "fp8-row": "vLLM, SGLang, and Transformers with the package `compressed-tensors`",
+    "fp8-block": "vLLM, SGLang and Transformers",
+    "mxfp8": "vLLM on GPUs with MX formats, and Transformers with the package `compressed-tensors`",
+}
+
+
+def model_card(model: Any, exported: "Exported", layout: Layout, details: Mapping[str, str]) -> str:
+    """Return the text: recipes, versions, what is in FP8 and what is not, and the given details.
+
+    Args:
+        model: The converted model.
+        exported: What was written of it.
+        layout: Its layout.
+        details: More rows of the table.
+    """
+    recipes = sorted({model.get_submodule(fqn).recipe.name for fqn in exported.fp8})
+    base = model.config._name_or_path
+    rows = {
+        "model": f"{type(model).__name__} ({model.config.model_type})",
+        **({"base model": base} if base else {}),
+        **details,
+        "recipe of training": ", ".join(recipes),
+        "layout": f"{layout.name}: weights {layout.recipe.w}, inputs {layout.recipe.x}, scaled at run time",
+        "in FP8": f"{len(exported.fp8)} modules: {listed(exported.fp8)}",
+        "versions": ", ".join(f"{name} {number}" for name, number in _versions().items()),
+    }
+    reasons: dict[str, list[str]] = {}
+    for fqn, reason in exported.high_precision.items():
+        reasons.setdefault(reason, []).append(fqn)
+    kept = [f"- {listed(names)}: {reason}" for reason, names in reasons.items()]
+    lines = [
+        "---", "library_name: transformers", "tags: [fp8, octavo]", "---", "", "# A model trained in FP8", "",
+        "Trained with Octavo. The FP8 weights are the values that training multiplied by, not a later approximation.",
+        "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items()), "",
+        f"Read by {_READ_BY[layout.name]}.", "",
+        *(["In high precision, besides embeddings and norms:", "", *kept, ""] if kept else []),
+        *(["Notes:", "", *(f"- {note}" for note in exported.notes), ""] if exported.notes else []),
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def listed(names: Sequence[str]) -> str:
+    """["layers.0.q", "layers.1.q", "layers.0.k"] → "layers.{0-1}.q, layers.0.k"."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(pattern(name), []).append(name)
+    return ", ".join(merged(group) for group in groups.values())
+
+
+def _versions() -> dict[str, str]:
+    return {"octavo": __version__, **{name: version(name) for name in ("torch", "transformers")}}

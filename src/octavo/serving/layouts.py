@@ -1,0 +1,125 @@
+"""The FP8 layouts of checkpoints that vLLM, SGLang and Transformers read.
+
+    W [N,K] of a linear layer, stored as `weight` (e4m3 [N,K]) and scales s with W ≈ q · s:
+
+    layout      tensor              dtype, shape                          inputs at run time     `quantization_config` of
+    fp8-row     weight_scale        float32 [N,1]                         one scale per token    compressed-tensors, `float-quantized`
+    fp8-block   weight_scale_inv    float32 [⌈N/128⌉,⌈K/128⌉]             one per token and 128  DeepSeek-V3, `fp8`
+    mxfp8       weight_scale        uint8 [N,K/32], the exponents of 2^·  one per token and 32   compressed-tensors, `mxfp8-quantized`
+
+`weight_scale_inv` is the dequantization scale, as the others are; DeepSeek's name for it is misleading. Blocks at the
+edges may be partial in `fp8-block`; `mxfp8` has no partial groups.
+
+Sources: the package `compressed-tensors` (`QuantizationConfig`, the presets FP8_DYNAMIC and MXFP8, the compressors
+`float-quantized` and `mxfp8-quantized`), the published checkpoints of DeepSeek-V3 and Qwen3-FP8, and `FineGrainedFP8Config`
+of Transformers. `tests/serving` compares with both packages.
+"""  # fmt: skip
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.names import nearest
+from octavo.numerics.recipe import BLOCKWISE, MXFP8, RECIPES, ROWWISE, Recipe
+from octavo.tensor import ScaledTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a checkpoint stores the FP8 weights of linear layers.
+
+    Attributes:
+        name: As `octavo export --to` takes it.
+        recipe: One that quantizes weights and inputs in this way.
+        scale_name: Name of the scales of `weight`.
+        multiple: K must be a multiple of it.
+        quantization_config: Returns the entry of `config.json`, given the modules in high precision.
+    """
+
+    name: str
+    recipe: Recipe
+    scale_name: str
+    multiple: int
+    quantization_config: Callable[[Sequence[str]], dict[str, Any]]
+
+    def fits(self, recipe: Recipe) -> bool:
+        """Return whether training in a recipe computes a forward that this layout describes."""
+        return (recipe.w, recipe.x) == (self.recipe.w, self.recipe.x) and recipe.layer_state is None
+
+    @property
+    def recipes(self) -> list[str]:
+        """Names of the recipes that fit."""
+        return [name for name, recipe in RECIPES.items() if self.fits(recipe)]
+
+    @staticmethod
+    def scales(weight: ScaledTensor) -> Tensor:
+        """Return the scales of a weight as the layout stores them."""
+        assert weight.scale is not None
+        scale = weight.scale
+        return (scale if scale.dtype == torch.float32 else scale.view(torch.uint8)).contiguous()
+
+
+def _compressed_tensors(format: str, weights: dict[str, Any], inputs: dict[str, Any], ignore: Sequence[str]) -> Any:
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**common, "dynamic": False, **weights},
+        "input_activations": {**common, "dynamic": True, **inputs},
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _float_quantized(ignore: Sequence[str]) -> dict[str, Any]:
+    rows, tokens = {"strategy": "channel", "group_size": None}, {"strategy": "token", "group_size": None}
+    result: dict[str, Any] = _compressed_tensors("float-quantized", rows, tokens, ignore)
+    return result
+
+
+def _mxfp8_quantized(ignore: Sequence[str]) -> dict[str, Any]:
+    groups = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    result: dict[str, Any] = _compressed_tensors("mxfp8-quantized", groups, groups, ignore)
+    return result
+
+
+def _fine_grained(ignore: Sequence[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": list(ignore),
+    }
+
+
+_NAMED = (
+    Layout(
+        name="fp8-row", recipe=ROWWISE, scale_name="weight_scale", multiple=1, quantization_config=_float_quantized
+    ),
+    Layout(
+        name="fp8-block", recipe=BLOCKWISE, scale_name="weight_scale_inv", multiple=1, quantization_config=_fine_grained
+    ),
+    Layout(name="mxfp8", recipe=MXFP8, scale_name="weight_scale", multiple=32, quantization_config=_mxfp8_quantized),
+)
+LAYOUTS = {layout.name: layout for layout in _NAMED}
+HIGH_PRECISION = "bf16"
+"""What `save_pretrained` writes: every weight in its own dtype."""
+
+
+def get_layout(name: str) -> Layout | None:
+    """Look up a layout; None for `HIGH_PRECISION`. Raises ValueError with the closest name."""
+    names = [HIGH_PRECISION, *LAYOUTS]
+    if name not in names:
+        raise ValueError(f"unknown layout {name!r}{nearest(name, names)}. Known: {', '.join(names)}")
+    return LAYOUTS.get(name)

@@ -1,0 +1,257 @@
+"""octavo.export: write a converted model as a checkpoint in FP8, for vLLM, SGLang and Transformers.
+
+    state_dict ─▶ names and shapes of the published checkpoint ─▶ FP8 values and scales ─▶ save_pretrained
+                  (Transformers' own reverse mapping)             (octavo.kernels.quantize, as in forward)
+
+A layer is written in FP8 if training multiplied by exactly those values: its recipe is the layout's, and quantizing the
+tensors of the checkpoint gives the bytes that quantizing its parameter gives. The second can fail for experts: Transformers
+keeps gate and up of an expert in one matrix, the checkpoint in two, and a block of 128 rows may belong to both. All other
+layers keep their dtype, and the configuration lists them.
+
+Transformers' Python API has no public name for the reverse mapping. `save_pretrained` with a quantizer of Transformers was
+rejected: it quantizes anew, by rules of its own, and leaves matrices with partial blocks in high precision.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.nn.experts import is_converted_experts
+from octavo.nn.linear_subclasses import is_converted
+from octavo.nn.report import report
+from octavo.runtime.extras import needs_extras
+from octavo.serving.card import listed, model_card
+from octavo.serving.folder import new_folder
+from octavo.serving.layouts import LAYOUTS, Layout, get_layout
+from octavo.serving.weights import names_in_checkpoint, quantized_weights
+from octavo.tensor import ScaledTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What `octavo.export` wrote. Prints as a few lines.
+
+    Attributes:
+        path: The folder.
+        layout: `"bf16"`, `"fp8-row"`, `"fp8-block"` or `"mxfp8"`.
+        fp8: Names of the modules whose weights are in FP8.
+        high_precision: The other modules with matrix weights, embeddings aside, and why each is not in FP8.
+        notes: What a reader of the folder must know.
+    """
+
+    path: Path
+    layout: str
+    fp8: tuple[str, ...]
+    high_precision: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        written = f"written: {self.path}"
+        if self.layout in LAYOUTS:
+            written += f" ({self.layout}: {len(self.fp8)} modules in FP8, {len(self.high_precision)} in high precision)"
+        return "\n".join([written, *(f"note: {note}" for note in self.notes)])
+
+
+def export(
+    model: Any, path: str | Path, *, to: str = "fp8-row", max_shard_size: int | str = "50GB",
+    details: Mapping[str, str] | None = None,
+) -> Exported:  # fmt: skip
+    """Write a converted Transformers model as a checkpoint in FP8, with its configuration and a model card.
+
+    The FP8 values are those that the model multiplies by. Layers in another recipe than the layout's keep their dtype, with
+    a warning, and so do layers that were not converted.
+
+    Args:
+        model: A model of Transformers after `octavo.convert`; unchanged. Not sharded: `octavo export` reads sharded
+            checkpoints.
+        path: A folder that is new, or empty. It appears complete or not at all.
+        to: `"fp8-row"`: compressed-tensors `float-quantized`, scales by row, for recipes `rowwise` and
+            `rowwise_hp_wgrad`. `"fp8-block"`: DeepSeek-V3's blocks of 128×128, for `blockwise`. `"mxfp8"`:
+            compressed-tensors `mxfp8-quantized`, for `mxfp8`. `"bf16"`: as `save_pretrained`, in the dtype of the
+            parameters.
+        max_shard_size: Largest size of one file, as of `save_pretrained`.
+        details: More rows of the model card, such as the base model.
+
+    Returns:
+        Names of the modules in FP8, and of the others with the reason.
+
+    Raises:
+        ValueError: For an unknown layout, a `path` that holds something, a model without a layer that the layout
+            describes, a model that is sharded, has adapters or no values, and for a weight that holds NaN or infinity.
+        TypeError: If `model` is not a model of Transformers.
+        OSError: If the folder cannot be written, as on a full disk. Nothing is left of it.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        ...                      num_attention_heads=2)
+        >>> model = octavo.convert(LlamaForCausalLM(config).bfloat16(), "rowwise")
+        >>> print(octavo.export(model, "exported"))
+        written: exported (fp8-row: 7 modules in FP8, 1 in high precision)
+    """
+    layout = get_layout(to)
+    check_model(model)
+    out = Path(path).expanduser()
+    with new_folder(out) as folder, write_errors(out):
+        exported = replace(write(model, folder, layout, max_shard_size), path=out)
+        if layout is not None:
+            (folder / "README.md").write_text(model_card(model, exported, layout, details or {}), encoding="utf-8")
+    for note in exported.notes:
+        warnings.warn(f"octavo.export: {note}", UserWarning, stacklevel=2)
+    return exported
+
+
+def check_model(model: Any) -> None:
+    """Raise TypeError or ValueError for a model that cannot be exported."""
+    with needs_extras("octavo.export"):
+        from transformers import PreTrainedModel
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"octavo.export writes models of Transformers; got {type(model).__name__}. Of a wrapped model give the model "
+            "inside (model.module); of a PEFT model, model.merge_and_unload()"
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError("this model has adapters of PEFT, which no FP8 layout holds: merge them into the model first")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} has no values (it is on the meta device): load the weights first")
+        if hasattr(parameter, "placements"):
+            raise ValueError(
+                f"{name} is sharded over ranks: save a checkpoint, and export that in one process "
+                "(octavo export CHECKPOINT OUT)"
+            )
+
+
+@contextmanager
+def write_errors(out: Path) -> Iterator[None]:
+    """Turn errors of writing files into an OSError that names the folder."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{out} cannot be written: {' '.join(str(error).split())}") from None
+
+
+def write(model: Any, folder: Path, layout: Layout | None, max_shard_size: int | str) -> Exported:
+    """Write weights and configuration into a folder that is there.
+
+    Args:
+        model: As of `export`, checked.
+        folder: Where.
+        layout: None for high precision.
+        max_shard_size: As of `export`.
+    """
+    rows = {row.name: row.reason for row in report(model) if not row.converted}
+    if layout is None:
+        with no_progress_bar():
+            model.save_pretrained(folder, max_shard_size=max_shard_size)
+        return Exported(path=folder, layout="bf16", fp8=(), high_precision=rows, notes=())
+    state = _state_dict(model)
+    saved = names_in_checkpoint(model, state)
+    for name, tensor in saved.items():
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(f"{name} holds NaN or infinity: nothing was written. Export an earlier checkpoint")
+    quantized: dict[str, ScaledTensor] = {}
+    misfits: dict[str, str] = {}
+    fp8 = []
+    for fqn, module in model.named_modules():
+        if is_converted(module) or is_converted_experts(module):
+            pieces = quantized_weights(model, fqn, module, layout, saved)
+            if isinstance(pieces, str):
+                misfits[fqn] = pieces
+            else:
+                quantized |= pieces
+                fp8.append(fqn)
+    if not fp8:
+        raise ValueError(_nothing_fits(layout, misfits))
+    high_precision = {fqn: (rows | misfits)[fqn] for fqn, _ in model.named_modules() if fqn in rows or fqn in misfits}
+    final: dict[str, Tensor] = {}
+    for name, tensor in saved.items():
+        if name in quantized:
+            final[name] = quantized[name].data
+            final[f"{name.removesuffix('.weight')}.{layout.scale_name}"] = layout.scales(quantized[name])
+        else:
+            final[name] = tensor if name in state else tensor.clone()  # parts of one tensor, which is not written
+    with no_progress_bar():
+        model.save_pretrained(folder, state_dict=final, save_original_format=False, max_shard_size=max_shard_size)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = layout.quantization_config(_ignored(model, high_precision))
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    notes = _notes(layout, misfits, quantized)
+    return Exported(path=folder, layout=layout.name, fp8=tuple(fp8), high_precision=high_precision, notes=notes)
+
+
+def _state_dict(model: Any) -> dict[str, Tensor]:
+    """Return what `save_pretrained` writes of a model, before it gives tensors their names in checkpoints."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    state = model.state_dict()
+    for name in model._keys_to_ignore_on_save or ():
+        state.pop(name, None)
+    return dict(remove_tied_weights_from_state_dict(state, model))
+
+
+def _nothing_fits(layout: Layout, misfits: Mapping[str, str]) -> str:
+    """Return the message for a model without a layer that the layout describes."""
+    recipes = " or ".join(layout.recipes)
+    if not misfits:
+        return (
+            f"no layer of this model computes in FP8, so {layout.name} would hold none: octavo.convert(model, "
+            f"{layout.recipe.name!r}) before training, or export to 'bf16'"
+        )
+    first, reason = next(iter(misfits.items()))
+    others = ", ".join(f"{other.name} for {' and '.join(other.recipes)}" for other in LAYOUTS.values())
+    return (
+        f"no layer of this model can be written as {layout.name}, which describes recipe {recipes}. {len(misfits)} layers "
+        f"compute in FP8 otherwise; the first is {first}: {reason}. Export to the layout of its recipe ({others}), or to "
+        "'bf16'"
+    )
+
+
+def _notes(
+    layout: Layout, misfits: Mapping[str, str], quantized: Mapping[str, ScaledTensor]
+) -> tuple[str, ...]:  # fmt: skip
+    notes = []
+    for reason in dict.fromkeys(misfits.values()):
+        names = [fqn for fqn, why in misfits.items() if why == reason]
+        notes.append(f"{listed(names)}: FP8 in training, high precision here: {reason}")
+    partial = [name for name, weight in quantized.items() if any(size % 128 for size in weight.data.shape)]
+    if layout.name == "fp8-block" and partial:
+        notes.append(
+            f"{len(partial)} weights have partial blocks (first: {partial[0]} {list(quantized[partial[0]].data.shape)}). "
+            "The layout allows them; Transformers' dequantization on a CPU reads wrong values or raises an error"
+        )
+    return tuple(notes)
+
+
+def _ignored(model: Any, high_precision: Mapping[str, str]) -> list[str]:
+    """Return the modules that stay in high precision, by their names in the model and in its checkpoints."""
+    names = []
+    for fqn in high_precision:
+        parameters = model.get_submodule(fqn).named_parameters(recurse=False)
+        matrices = {f"{fqn}.{name}": p.detach() for name, p in parameters if p.ndim in (2, 3)}
+        saved = names_in_checkpoint(model, matrices) if matrices else {}
+        names += [fqn, *(name.removesuffix(".weight") for name in saved if name.endswith(".weight"))]
+    return list(dict.fromkeys(names))
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Silence the progress bar of Transformers' loading and saving."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
