@@ -101,7 +101,7 @@ def test_checkpoints_and_exports_are_what_save_pretrained_writes(make_config, tm
     trainer._corpus.tokenizer.save(tmp_path / "expected")
     expected = content(tmp_path / "expected")
     assert content(folder, OWN) == expected
-    assert content(export(folder, tmp_path / "exported"), {"digests.json"}) == expected
+    assert content(export(folder, tmp_path / "exported").path, {"digests.json"}) == expected
     other = make_trainer(make_config(model=MODELS[name], precision={"level": level}, run={"seed": 9}))
     load(other, folder)
     state = other.model.state_dict()
@@ -122,7 +122,7 @@ def test_an_export_of_shards_is_what_save_pretrained_writes(gloo, make_config, t
     gloo.run(sharded_job, 2, tables | {"parallel": {"fp8_comm": "off"}}, str(tmp_path / "run"))
     folder = checkpoints(tmp_path / "run")[-1]
     assert {"shards", "config.json", "generation_config.json"} <= {path.name for path in folder.iterdir()}
-    exported = export(folder, tmp_path / "exported")
+    exported = export(folder, tmp_path / "exported").path
     model = AutoModelForCausalLM.from_pretrained(exported)
     model.save_pretrained(tmp_path / "expected")
     for path in folder.glob("tokenizer*"):
@@ -146,7 +146,7 @@ def test_chat_templates_are_exported(make_config, tmp_path, templates):
     trainer = make_trainer(config.model_copy(update={"data": config.data.model_copy(
         update={"tokenizer": str(tmp_path / "tokenizer")})}))  # fmt: skip
     trainer.save(tmp_path / "run")
-    exported = export(latest_checkpoint(tmp_path / "run"), tmp_path / "exported")
+    exported = export(latest_checkpoint(tmp_path / "run"), tmp_path / "exported").path
     check_digests(exported)
     assert AutoTokenizer.from_pretrained(exported).chat_template == {"default": "{{ 1 }}", "rag": "{{ 2 }}"}
 
@@ -157,7 +157,7 @@ def test_all_files_honour_the_umask(make_config, tmp_path):
         trainer = make_trainer(make_config())
         trainer.save(tmp_path)
         folder = latest_checkpoint(tmp_path)
-        exported = export(folder, tmp_path / "exported")
+        exported = export(folder, tmp_path / "exported").path
     finally:
         os.umask(before)
     for path in (*folder.iterdir(), *exported.iterdir()):
@@ -240,7 +240,7 @@ def test_notes_and_hidden_files_are_no_damage(trained):
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
 def test_a_damaged_folder_is_no_start(make_config, tmp_path, trained, kind):
     _, folder = trained
-    start = folder if kind == "checkpoint" else export(folder, tmp_path / "exported")
+    start = folder if kind == "checkpoint" else export(folder, tmp_path / "exported").path
     config = make_config(model={"path": str(start)}, run={"steps": 1}, optim={"warmup": 0})
     run(config, out=tmp_path / "good")
     flip(start / "model.safetensors", 30_000)
@@ -322,7 +322,7 @@ def test_a_checkpoint_that_cannot_be_removed_ends_no_run(make_config, tmp_path):
 @pytest.fixture
 def started(make_config, tmp_path, trained):
     """A run of one step from an export, and its config for two."""
-    start = export(trained[1], tmp_path / "start")
+    start = export(trained[1], tmp_path / "start").path
     config = make_config(model={"path": str(start)}, run={"steps": 1}, optim={"warmup": 0, "schedule": "constant"})
     run(config, out=tmp_path / "out")
     return start, config.model_copy(update={"run": config.run.model_copy(update={"steps": 2})})

@@ -245,10 +245,10 @@ def test_export(gloo, tables, tmp_path):  # noqa: F811
     copied(settings | {"parallel": {}}, last, tmp_path / "one")
     weights = opened(settings | {"parallel": {}}, last).model.state_dict()
     for number, checkpoint in enumerate((last, checkpoints(tmp_path / "one")[-1])):
-        out = export(checkpoint, tmp_path / f"exported{number}")
+        out = export(checkpoint, tmp_path / f"exported{number}").path
         assert (out / "tokenizer.json").exists()
         assert same(AutoModelForCausalLM.from_pretrained(str(out), local_files_only=True).state_dict(), weights)
-    with pytest.raises(ConfigError, match="is not empty"):
+    with pytest.raises(ValueError, match="is not empty"):
         export(last, tmp_path / "exported0")
     with pytest.raises(ConfigError, match="is no checkpoint of a run"):
         export(tmp_path, tmp_path / "nothing")

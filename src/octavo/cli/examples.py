@@ -31,6 +31,8 @@ Examples:
 Examples:
   octavo export runs/demo/checkpoints/step-000200 exported
   # then: AutoModelForCausalLM.from_pretrained("exported")
+  # the FP8 values of training, for `vllm serve exported`
+  octavo export runs/demo/checkpoints/step-000200 exported --to fp8-row --max-shard-size 5GB
 """,
     "demo": """
 \b

@@ -81,15 +81,23 @@ def export(
         Path,
         typer.Argument(metavar="OUT", help="A folder that is new, or empty.", show_default=False, callback=in_home),
     ],
+    to: Annotated[
+        str, typer.Option(help="bf16, or the FP8 layout of the recipe: fp8-row, fp8-block or mxfp8.")
+    ] = "bf16",
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of one file of weights.")] = "50GB",
 ) -> None:
-    """Write the weights of a checkpoint as Transformers reads them.
+    """Write the weights of a checkpoint as Transformers, vLLM and SGLang read them.
 
     Checkpoints of one process and sharded checkpoints of several both work.
+    --to bf16 writes the parameters in their own type. The others write the FP8
+    values that training multiplied by: fp8-row (compressed-tensors) for recipe
+    rowwise, fp8-block (DeepSeek-V3's layout) for blockwise, mxfp8 for mxfp8;
+    heads, norms and embeddings keep their type.
     """
     with user_errors(context):
         from octavo.train.checkpoint.export import export as write
 
-        print_plain(stdout(), f"written: {write(checkpoint, out)}")
+        print_plain(stdout(), str(write(checkpoint, out, to, max_shard_size)))
 
 
 @app.command(epilog=EXAMPLES["demo"])

@@ -1,7 +1,8 @@
 """Folders that appear complete or not at all.
 
-A folder is written beside its place under a hidden name, and renamed at the end. After an error, such as a full disk,
-nothing is left; after a kill, the hidden folder is, and the place is as it was.
+A new folder is written beside its place under a hidden name, and renamed at the end. An empty folder that is there,
+which may be a mount point or somebody's working directory, stays: its content is written into a hidden folder inside,
+and moved up at the end. After an error, such as a full disk, nothing is left.
 """
 
 import shutil
@@ -13,18 +14,20 @@ from pathlib import Path
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder to write into, which becomes `out` if no error is raised.
+    """Yield a folder to write into, whose content becomes that of `out` if no error is raised.
 
     Raises:
         ValueError: If `out` is there and no empty folder, or cannot be written.
     """
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ValueError(f"{out} is not a folder: choose another name")
-    if out.exists() and any(out.iterdir()):
+    is_there = out.exists()
+    if is_there and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: choose another folder")
-    out = out.absolute()
-    created = [path for path in out.parents if not path.exists()]
-    scratch = out.with_name(f".{out.name}.writing-{uuid.uuid4().hex[:8]}")
+    target = out.absolute()
+    created = [path for path in target.parents if not path.exists()]
+    name = f".writing-{uuid.uuid4().hex[:8]}"
+    scratch = target / name if is_there else target.with_name(f"{name}-{target.name}")
     try:
         try:
             scratch.mkdir(parents=True)
@@ -32,10 +35,12 @@ def new_folder(out: Path) -> Iterator[Path]:
             raise ValueError(f"the output folder {out} cannot be written: {error.strerror}") from None
         yield scratch
         try:
-            scratch.rename(out)
+            for path in scratch.iterdir() if is_there else ():
+                path.rename(target / path.name)
+            if not is_there:
+                scratch.rename(target)
         except OSError as error:
             raise ValueError(f"{out} cannot be made: {error.strerror}") from None
-        created = []
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
         for path in created:

@@ -2,18 +2,19 @@
 
     W [N,K] of a linear layer, stored as `weight` (e4m3 [N,K]) and scales s with W ≈ q · s:
 
-    layout      tensor              dtype, shape                          inputs at run time     `quantization_config` of
-    fp8-row     weight_scale        float32 [N,1]                         one scale per token    compressed-tensors, `float-quantized`
-    fp8-block   weight_scale_inv    float32 [⌈N/128⌉,⌈K/128⌉]             one per token and 128  DeepSeek-V3, `fp8`
-    mxfp8       weight_scale        uint8 [N,K/32], the exponents of 2^·  one per token and 32   compressed-tensors, `mxfp8-quantized`
+    layout      scales              dtype, shape                        inputs at run time
+    fp8-row     weight_scale        float32 [N,1]                       one scale per token
+    fp8-block   weight_scale_inv    float32 [⌈N/128⌉,⌈K/128⌉]           one scale per token and 128 channels
+    mxfp8       weight_scale        uint8 [N,K/32], exponents e of      one scale per token and 32 channels
+                                    s = 2^(e - 127)
+
+    fp8-row     `float-quantized` of the package compressed-tensors, as its preset FP8_DYNAMIC
+    fp8-block   that of DeepSeek-V3 and Qwen3-FP8: "quant_method": "fp8", `FineGrainedFP8Config` of Transformers
+    mxfp8       `mxfp8-quantized` of compressed-tensors, as its preset MXFP8
 
 `weight_scale_inv` is the dequantization scale, as the others are; DeepSeek's name for it is misleading. Blocks at the
-edges may be partial in `fp8-block`; `mxfp8` has no partial groups.
-
-Sources: the package `compressed-tensors` (`QuantizationConfig`, the presets FP8_DYNAMIC and MXFP8, the compressors
-`float-quantized` and `mxfp8-quantized`), the published checkpoints of DeepSeek-V3 and Qwen3-FP8, and `FineGrainedFP8Config`
-of Transformers. `tests/serving` compares with both packages.
-"""  # fmt: skip
+edges may be partial in `fp8-block`; `mxfp8` has no partial groups. `tests/serving` compares with both packages.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -104,9 +105,7 @@ def _fine_grained(ignore: Sequence[str]) -> dict[str, Any]:
 
 
 _NAMED = (
-    Layout(
-        name="fp8-row", recipe=ROWWISE, scale_name="weight_scale", multiple=1, quantization_config=_float_quantized
-    ),
+    Layout(name="fp8-row", recipe=ROWWISE, scale_name="weight_scale", multiple=1, quantization_config=_float_quantized),
     Layout(
         name="fp8-block", recipe=BLOCKWISE, scale_name="weight_scale_inv", multiple=1, quantization_config=_fine_grained
     ),

@@ -3,18 +3,18 @@
     state_dict ─▶ names and shapes of the published checkpoint ─▶ FP8 values and scales ─▶ save_pretrained
                   (Transformers' own reverse mapping)             (octavo.kernels.quantize, as in forward)
 
-A layer is written in FP8 if training multiplied by exactly those values: its recipe is the layout's, and quantizing the
-tensors of the checkpoint gives the bytes that quantizing its parameter gives. The second can fail for experts: Transformers
-keeps gate and up of an expert in one matrix, the checkpoint in two, and a block of 128 rows may belong to both. All other
-layers keep their dtype, and the configuration lists them.
+A layer is written in FP8 if training multiplied by exactly those values: its recipe is the layout's, and quantizing
+the tensors of the checkpoint gives the bytes that quantizing its parameter gives. The second can fail for experts:
+Transformers keeps gate and up of an expert in one matrix, the checkpoint in two, and a block of 128 rows may belong to
+both. All other layers keep their dtype, and the configuration lists them.
 
-Transformers' Python API has no public name for the reverse mapping. `save_pretrained` with a quantizer of Transformers was
-rejected: it quantizes anew, by rules of its own, and leaves matrices with partial blocks in high precision.
+Saving with a quantizer of Transformers was rejected: it quantizes anew, by rules of its own, and leaves matrices with
+partial blocks in high precision.
 """
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,9 @@ from octavo.serving.folder import new_folder
 from octavo.serving.layouts import LAYOUTS, Layout, get_layout
 from octavo.serving.weights import names_in_checkpoint, quantized_weights
 from octavo.tensor import ScaledTensor
+
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that vLLM computes as one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +68,8 @@ def export(
 ) -> Exported:  # fmt: skip
     """Write a converted Transformers model as a checkpoint in FP8, with its configuration and a model card.
 
-    The FP8 values are those that the model multiplies by. Layers in another recipe than the layout's keep their dtype, with
-    a warning, and so do layers that were not converted.
+    The FP8 values are those that the model multiplies by. Layers in another recipe than the layout's keep their dtype,
+    with a warning, and so do layers that were not converted.
 
     Args:
         model: A model of Transformers after `octavo.convert`; unchanged. Not sharded: `octavo export` reads sharded
@@ -114,7 +117,7 @@ def check_model(model: Any) -> None:
         from transformers import PreTrainedModel
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"octavo.export writes models of Transformers; got {type(model).__name__}. Of a wrapped model give the model "
+            f"octavo.export writes models of Transformers; got {type(model).__name__}. Of a wrapped model give the one "
             "inside (model.module); of a PEFT model, model.merge_and_unload()"
         )
     if getattr(model, "_hf_peft_config_loaded", False):
@@ -185,7 +188,7 @@ def write(model: Any, folder: Path, layout: Layout | None, max_shard_size: int |
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = layout.quantization_config(_ignored(model, high_precision))
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    notes = _notes(layout, misfits, quantized)
+    notes = _notes(model, layout, misfits, quantized, fp8)
     return Exported(path=folder, layout=layout.name, fp8=tuple(fp8), high_precision=high_precision, notes=notes)
 
 
@@ -210,26 +213,42 @@ def _nothing_fits(layout: Layout, misfits: Mapping[str, str]) -> str:
     first, reason = next(iter(misfits.items()))
     others = ", ".join(f"{other.name} for {' and '.join(other.recipes)}" for other in LAYOUTS.values())
     return (
-        f"no layer of this model can be written as {layout.name}, which describes recipe {recipes}. {len(misfits)} layers "
-        f"compute in FP8 otherwise; the first is {first}: {reason}. Export to the layout of its recipe ({others}), or to "
-        "'bf16'"
+        f"no layer of this model can be written as {layout.name}, which describes recipe {recipes}. {len(misfits)} "
+        f"layers compute in FP8 otherwise; the first is {first}: {reason}. Export to the layout of its recipe "
+        f"({others}), or to 'bf16'"
     )
 
 
 def _notes(
-    layout: Layout, misfits: Mapping[str, str], quantized: Mapping[str, ScaledTensor]
-) -> tuple[str, ...]:  # fmt: skip
-    notes = []
+    model: Any, layout: Layout, misfits: Mapping[str, str], quantized: Mapping[str, ScaledTensor], fp8: Sequence[str]
+) -> tuple[str, ...]:
+    """Return what a reader of the folder must know, a sentence or two each."""
+    notes, modules = [], dict(model.named_modules())
     for reason in dict.fromkeys(misfits.values()):
         names = [fqn for fqn, why in misfits.items() if why == reason]
         notes.append(f"{listed(names)}: FP8 in training, high precision here: {reason}")
     partial = [name for name, weight in quantized.items() if any(size % 128 for size in weight.data.shape)]
     if layout.name == "fp8-block" and partial:
         notes.append(
-            f"{len(partial)} weights have partial blocks (first: {partial[0]} {list(quantized[partial[0]].data.shape)}). "
-            "The layout allows them; Transformers' dequantization on a CPU reads wrong values or raises an error"
+            f"{len(partial)} weights have partial blocks (first: {partial[0]} "
+            f"{list(quantized[partial[0]].data.shape)}). The layout allows them; Transformers' dequantization on a CPU "
+            "reads wrong values or raises an error"
+        )
+    if layout.name == "mxfp8" and any(is_converted_experts(modules[fqn]) for fqn in fp8):
+        notes.append("Transformers 5.23 does not read experts in this layout: it takes their scales for scales by row")
+    mixed = [fqn for fqn in fp8 if not {name for name in _joined_with(fqn) if name in modules} <= set(fp8)]
+    if mixed:
+        notes.append(
+            f"{listed(mixed)}: in FP8, but not the layers that vLLM joins with them (q, k and v; gate and up), and it "
+            "wants one precision for all of them"
         )
     return tuple(notes)
+
+
+def _joined_with(fqn: str) -> list[str]:
+    """Return the layers that vLLM computes in one product with a layer, itself included."""
+    parent, _, own = fqn.rpartition(".")
+    return [f"{parent}.{name}" for names in JOINED if own in names for name in names]
 
 
 def _ignored(model: Any, high_precision: Mapping[str, str]) -> list[str]:

@@ -1,24 +1,28 @@
-"""Export a checkpoint of one process or several to a folder that `transformers` loads."""
+"""Export a checkpoint of one process or several to a folder that `transformers`, vLLM and SGLang load."""
 
+import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
+from octavo.serving.card import model_card
+from octavo.serving.folder import new_folder
+from octavo.serving.layouts import Layout, get_layout
+from octavo.serving.writer import Exported, write, write_errors
 from octavo.train.checkpoint import shards
 from octavo.train.checkpoint.digests import DIGESTS, files_of, write_digests
-from octavo.train.checkpoint.pretrained import (
-    load_generation_config,
-    load_model_config,
-    load_pretrained,
-    save_pretrained,
-)
+from octavo.train.checkpoint.pretrained import load_generation_config, load_model_config, load_pretrained
+from octavo.train.checkpoint.recipes import convert_as
 from octavo.train.checkpoint.shards import SHARDS
 from octavo.train.checkpoint.store import check_files, read_trainer_state
 from octavo.train.config.run_config import ConfigError
-from octavo.train.disk import apply_umask, output_folder
+from octavo.train.disk import apply_umask
 from octavo.train.model import DTYPES
 from octavo.train.ranks import Ranks
 
@@ -26,39 +30,102 @@ OWN = {"trainer.json", "optimizer.pt", DIGESTS}
 """Files of a checkpoint that `save_pretrained` does not write."""
 
 
-def export(checkpoint: Path, out: Path) -> Path:
-    """Write the weights of a checkpoint, of one process or of many, as `save_pretrained` does, with the tokenizer.
+def export(checkpoint: Path, out: Path, to: str = "bf16", max_shard_size: int | str = "50GB") -> Exported:
+    """Write the weights of a checkpoint, of one process or of many, with the tokenizer.
 
     `digests.json` is written beside them, so that damage is found where the folder is a run's `model.path`.
 
     Args:
         checkpoint: A folder step-NNNNNN.
-        out: A folder that is new, or empty.
+        out: A folder that is new, or empty. It appears complete or not at all.
+        to: A layout of `octavo.export`. "bf16": as `save_pretrained`, in the type of the run's parameters.
+        max_shard_size: As of `octavo.export`.
 
     Raises:
-        ConfigError: For a folder that is no checkpoint or a damaged one, or an `out` that holds files.
+        ConfigError: For a folder that is no checkpoint or a damaged one, an `out` that holds files, and layers that the
+            layout does not describe.
+        OSError: If `out` cannot be written.
     """
+    layout = get_layout(to)
     if not (checkpoint / "trainer.json").exists():
         raise ConfigError(f"{checkpoint} is no checkpoint of a run: give a folder as runs/NAME/checkpoints/step-000100")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty: choose another folder")
-    state = read_trainer_state(checkpoint)
-    check_files(checkpoint, Ranks(torch.device("cpu")))
-    with output_folder(out):
-        try:
+    with new_folder(out) as folder:
+        state = read_trainer_state(checkpoint)
+        if layout is not None and not state.get("recipes"):
+            raise ConfigError(_without_recipes(checkpoint, state, layout))
+        check_files(checkpoint, Ranks(torch.device("cpu")))
+        with _damage(checkpoint):
             model = _read(checkpoint, DTYPES[state["config"]["precision"]["parameters"]])
-            save_pretrained(model, out)
+            if layout is not None:
+                convert_as(model, state["recipes"])
+        with write_errors(out):
+            exported = replace(write(model, folder, layout, max_shard_size), path=out)
             for name in files_of(checkpoint):  # the tokenizer's, whatever they are
-                path, target = checkpoint / name, out / name
-                own = name in OWN or name.startswith(f"{SHARDS}/")
+                path, target = checkpoint / name, folder / name
+                own = name in OWN or name.startswith(f"{SHARDS}/") or _holds_weights(name)
                 if path.is_file() and not path.is_symlink() and not own and not target.exists():
                     target.parent.mkdir(exist_ok=True, parents=True)
                     shutil.copy(path, target)
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise ConfigError(f"{checkpoint} is damaged: {' '.join(str(error).split())}") from None
-        apply_umask(out)
-        write_digests(out, {})
-    return out
+            if layout is not None:
+                text = model_card(model, exported, layout, _details(checkpoint, state))
+                (folder / "README.md").write_text(text, encoding="utf-8")
+            apply_umask(folder)
+            write_digests(folder, {})
+    return exported
+
+
+@contextmanager
+def _damage(checkpoint: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ConfigError(f"{checkpoint} is damaged: {' '.join(str(error).split())}") from None
+
+
+def _holds_weights(name: str) -> bool:
+    """Whether a file holds weights or says where they are: the export has its own."""
+    return name.startswith("model") and name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def _without_recipes(checkpoint: Path, state: dict[str, Any], layout: Layout) -> str:
+    """The message for a checkpoint whose layers have no recipes."""
+    if state["config"]["precision"].get("level", "bf16") == "bf16":
+        return (
+            f"{checkpoint} was trained in bf16, so it has no FP8 values to write as {layout.name}: export it with --to "
+            f"bf16, or train with precision.level=fp8 precision.recipe={layout.recipe.name}"
+        )
+    return (
+        f"{checkpoint} does not say which layers computed in FP8 (an older Octavo wrote it): resume it for one step "
+        "and export the new checkpoint, or use --to bf16"
+    )
+
+
+def _details(checkpoint: Path, state: dict[str, Any]) -> dict[str, str]:
+    """Rows of the model card that the checkpoint and its run know."""
+    config = state["config"]
+    start = config["model"].get("path")
+    rows = {
+        "base model": start or f"none: a new {config['model'].get('type')}",
+        "run": f"{config['run'].get('name')}, step {state['step']}",
+    }
+    run = checkpoint.absolute().parent.parent
+    for folder in (run, run.parent):  # `octavo demo` and `compare` write beside the folders of their runs
+        if sentences := _verdicts(folder):
+            return rows | {"verdict": "<br>".join(sentences)}
+    return rows
+
+
+def _verdicts(folder: Path) -> list[str]:
+    """The verdicts that `octavo demo` or `compare` wrote into a folder, as sentences; [] if it wrote none."""
+    try:
+        if (folder / "verdict.json").exists():
+            return [row["sentence"] for row in json.loads((folder / "verdict.json").read_text("utf-8"))["verdicts"]]
+        if (folder / "compare.json").exists():
+            content = json.loads((folder / "compare.json").read_text("utf-8"))
+            return [f"{arm['name']}: {arm['sentence']}" for arm in content["arms"][1:]]
+    except (ValueError, KeyError, TypeError):
+        return [f"the verdict in {folder.name} cannot be read"]
+    return []
 
 
 def _read(checkpoint: Path, dtype: torch.dtype) -> Any:

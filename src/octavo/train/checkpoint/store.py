@@ -4,8 +4,9 @@
         model.safetensors, config.json, tokenizer.json …    written by `save_pretrained` of model and tokenizer
         optimizer.pt                                        moments and masters, for torch.load(weights_only=True)
         shards/                                             instead of both, from several ranks: `shards.py`
-        trainer.json                                        step, loss scale, configuration, fingerprint of the data;
-                                                            with recipe "delayed", its amax histories
+        trainer.json                                        step, loss scale, configuration, fingerprint of the data,
+                                                            recipes of the layers in FP8; with recipe "delayed", its
+                                                            amax histories
         digests.json                                        of every other file: `octavo.train.checkpoint.digests`
 
 A checkpoint is written under a temporary name, synced to disk and renamed, so after a kill the previous checkpoint is
@@ -47,6 +48,7 @@ from octavo.train.checkpoint.pretrained import (
     save_model_configs,
     save_pretrained,
 )
+from octavo.train.checkpoint.recipes import recipes_of
 from octavo.train.checkpoint.shards import SHARDS
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.data.tokenizer import TextTokenizer
@@ -113,6 +115,8 @@ class CheckpointSaver:
             "digests": True,
             **extra,
         }
+        if recipes := recipes_of(model):
+            metadata["recipes"] = recipes
         if maxima := delayed.state_dict(model):
             gathered = self._ranks.world_size > 1
             metadata["delayed"] = delayed.merge_states(self._ranks.all_gather(maxima)) if gathered else maxima
@@ -231,6 +235,7 @@ class _TrainerJson(BaseModel):
     ranks: PositiveInt = 1
     skipped_batches: NonNegativeInt = 0
     guard: dict[str, NonNegativeInt | list[Any]] = {}
+    recipes: dict[str, str] = {}
     delayed: dict[str, Any] = {}
     equalized: dict[str, Any] = {}
 
