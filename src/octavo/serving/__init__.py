@@ -9,6 +9,7 @@
 `octavo export` of checkpoints (`octavo.train.checkpoint.export`) writes through these.
 """
 
-from octavo.serving.writer import Exported, export
+from octavo.serving.card import Exported
+from octavo.serving.writer import export
 
 __all__ = ["Exported", "export"]

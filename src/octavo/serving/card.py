@@ -1,15 +1,14 @@
-"""The model card of an exported folder: README.md, in the form of the Hugging Face Hub."""
+"""What was exported, and the model card of the folder: README.md, in the form of the Hugging Face Hub."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from octavo._version import __version__
 from octavo.numerics.names import merged, pattern
-from octavo.serving.layouts import Layout
-
-if TYPE_CHECKING:
-    from octavo.serving.writer import Exported
+from octavo.serving.layouts import LAYOUTS, Layout
 
 _READ_BY = {
     "fp8-row": "vLLM, SGLang, and Transformers with the package `compressed-tensors`",
@@ -18,7 +17,32 @@ _READ_BY = {
 }
 
 
-def model_card(model: Any, exported: "Exported", layout: Layout, details: Mapping[str, str]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What `octavo.export` wrote. Prints as a few lines.
+
+    Attributes:
+        path: The folder.
+        layout: `"bf16"`, `"fp8-row"`, `"fp8-block"` or `"mxfp8"`.
+        fp8: Names of the modules whose weights are in FP8.
+        high_precision: The other modules with matrix weights, embeddings aside, and why each is not in FP8.
+        notes: What a reader of the folder must know.
+    """
+
+    path: Path
+    layout: str
+    fp8: tuple[str, ...]
+    high_precision: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        written = f"written: {self.path}"
+        if self.layout in LAYOUTS:
+            written += f" ({self.layout}: {len(self.fp8)} modules in FP8, {len(self.high_precision)} in high precision)"
+        return "\n".join([written, *(f"note: {note}" for note in self.notes)])
+
+
+def model_card(model: Any, exported: Exported, layout: Layout, details: Mapping[str, str]) -> str:
     """Return the text: recipes, versions, what is in FP8 and what is not, and the given details.
 
     Args:

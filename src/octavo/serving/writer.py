@@ -16,7 +16,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import report
 from octavo.runtime.extras import needs_extras
-from octavo.serving.card import listed, model_card
+from octavo.serving.card import Exported, listed, model_card
 from octavo.serving.folder import new_folder
 from octavo.serving.layouts import LAYOUTS, Layout, get_layout
 from octavo.serving.weights import names_in_checkpoint, quantized_weights
@@ -35,31 +35,6 @@ from octavo.tensor import ScaledTensor
 
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers that vLLM computes as one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exported:
-    """What `octavo.export` wrote. Prints as a few lines.
-
-    Attributes:
-        path: The folder.
-        layout: `"bf16"`, `"fp8-row"`, `"fp8-block"` or `"mxfp8"`.
-        fp8: Names of the modules whose weights are in FP8.
-        high_precision: The other modules with matrix weights, embeddings aside, and why each is not in FP8.
-        notes: What a reader of the folder must know.
-    """
-
-    path: Path
-    layout: str
-    fp8: tuple[str, ...]
-    high_precision: Mapping[str, str]
-    notes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        written = f"written: {self.path}"
-        if self.layout in LAYOUTS:
-            written += f" ({self.layout}: {len(self.fp8)} modules in FP8, {len(self.high_precision)} in high precision)"
-        return "\n".join([written, *(f"note: {note}" for note in self.notes)])
 
 
 def export(

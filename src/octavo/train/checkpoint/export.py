@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from octavo.serving.card import model_card
+from octavo.serving.card import Exported, model_card
 from octavo.serving.folder import new_folder
 from octavo.serving.layouts import Layout, get_layout
-from octavo.serving.writer import Exported, write, write_errors
+from octavo.serving.writer import write, write_errors
 from octavo.train.checkpoint import shards
 from octavo.train.checkpoint.digests import DIGESTS, files_of, write_digests
 from octavo.train.checkpoint.pretrained import load_generation_config, load_model_config, load_pretrained

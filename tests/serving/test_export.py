@@ -1,0 +1,289 @@
+"""Exported folders: their layout to the key, and the forward of training after a reload."""
+
+import errno
+import json
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from exported_models import RECIPES, config_of, logits, make, quantize_inputs, reload, tensors_of
+from torch import nn
+
+import octavo
+from octavo.kernels import quantize
+from octavo.numerics.error import sqnr
+
+E4M3 = torch.float8_e4m3fn
+LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+GROUP = {"targets": ["Linear"], "output_activations": None}
+COMMON = {"num_bits": 8, "type": "float", "symmetric": True}
+CONFIGS = {
+    "fp8-row": {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": GROUP | {
+            "weights": COMMON | {"strategy": "channel", "group_size": None, "dynamic": False},
+            "input_activations": COMMON | {"strategy": "token", "group_size": None, "dynamic": True},
+        }},
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "global_compression_ratio": None,
+    },
+    "fp8-block": {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    },
+    "mxfp8": {
+        "quant_method": "compressed-tensors", "format": "mxfp8-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": GROUP | {
+            "weights": COMMON | {
+                "strategy": "group", "group_size": 32, "dynamic": False, "scale_dtype": "torch.uint8"},
+            "input_activations": COMMON | {
+                "strategy": "group", "group_size": 32, "dynamic": True, "scale_dtype": "torch.uint8"},
+        }},
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "global_compression_ratio": None,
+    },
+}  # fmt: skip
+SCALES = {
+    "fp8-row": ("weight_scale", torch.float32, lambda n, k: (n, 1)),
+    "fp8-block": ("weight_scale_inv", torch.float32, lambda n, k: (-(-n // 128), -(-k // 128))),
+    "mxfp8": ("weight_scale", torch.uint8, lambda n, k: (n, k // 32)),
+}
+FAMILIES = [
+    pytest.param(family, layout, marks=[] if family == "llama" else pytest.mark.thorough)
+    for family in ("llama", "qwen3", "mixtral", "deepseek_v3", "vit") for layout in RECIPES
+]  # fmt: skip
+
+
+def converted(family, layout, dtype=torch.bfloat16, **changes):
+    return octavo.convert(make(family, dtype, **changes), RECIPES[layout], verbose=False)
+
+
+def export(model, path, **options):
+    """Without the warnings about partial blocks and about Transformers' reader, which tests of their own hold."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "octavo.export: (.*partial blocks|Transformers 5.23)")
+        return octavo.export(model, path, **options)
+
+
+@pytest.mark.parametrize("layout", RECIPES)
+def test_the_layout_to_the_key(tmp_path, layout):
+    model = converted("llama", layout)
+    plain = {name: tensor for name, tensor in model.state_dict().items()}
+    exported = octavo.export(model, tmp_path / "out", to=layout)
+    assert config_of(tmp_path / "out")["quantization_config"] == CONFIGS[layout]
+    assert config_of(tmp_path / "out")["architectures"] == ["LlamaForCausalLM"]
+    assert config_of(tmp_path / "out")["dtype"] == "bfloat16"
+    tensors = tensors_of(tmp_path / "out")
+    scale_name, scale_dtype, shape = SCALES[layout]
+    for name, tensor in plain.items():
+        written = tensors.pop(name)
+        if name.split(".")[-2] in LINEARS:
+            expected = quantize(tensor, octavo.RECIPES[RECIPES[layout]].w)
+            scale = tensors.pop(f"{name.removesuffix('.weight')}.{scale_name}")
+            assert written.dtype == E4M3 and scale.dtype == scale_dtype and scale.shape == shape(*tensor.shape)
+            assert torch.equal(written.view(torch.uint8), expected.data.view(torch.uint8))
+            assert torch.equal(scale, expected.scale.view(torch.uint8) if layout == "mxfp8" else expected.scale)
+        else:
+            assert written.dtype == torch.bfloat16 and torch.equal(written, tensor)
+    assert not tensors
+    assert set(exported.high_precision) == {"lm_head"} and len(exported.fp8) == 14 and exported.notes == ()
+
+
+@pytest.mark.parametrize(("family", "layout"), FAMILIES)
+def test_a_reloaded_model_computes_the_forward_of_training(tmp_path, family, layout):
+    """Dequantized weights are those of training: quantizing them again, as training does, changes no bit."""
+    for dtype in (torch.bfloat16, torch.float32):
+        model = converted(family, layout, dtype)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        export(model, tmp_path / f"{dtype}", to=layout)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        reloaded = reload(tmp_path / f"{dtype}", tmp_path / f"plain-{dtype}", dtype)
+        octavo.convert(reloaded, RECIPES[layout], verbose=False)
+        assert torch.equal(logits(reloaded), logits(model))
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("vit", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("layout", RECIPES)
+def test_an_engine_without_octavo_computes_the_forward_of_training(tmp_path, family, layout):
+    """Weights and inputs as the layouts document them, in plain PyTorch."""
+    model = converted(family, layout, torch.float32)
+    exported = octavo.export(model, tmp_path / "out", to=layout)
+    engine = reload(tmp_path / "out", tmp_path / "plain", torch.float32)
+    assert sqnr(logits(model), logits(engine)) < 40  # without the quantization of inputs
+    quantize_inputs(engine, exported.fp8, layout)
+    assert sqnr(logits(model), logits(engine)) >= 45
+
+
+def test_experts_have_the_names_of_published_checkpoints(tmp_path):
+    export(converted("mixtral", "fp8-row"), tmp_path / "mixtral")
+    tensors = tensors_of(tmp_path / "mixtral")
+    experts = {name: tuple(t.shape) for name, t in tensors.items() if "layers.1.block_sparse_moe.experts.3." in name}
+    prefix = "model.layers.1.block_sparse_moe.experts.3"
+    assert experts == {
+        f"{prefix}.w1.weight": (256, 128), f"{prefix}.w1.weight_scale": (256, 1),
+        f"{prefix}.w2.weight": (128, 256), f"{prefix}.w2.weight_scale": (128, 1),
+        f"{prefix}.w3.weight": (256, 128), f"{prefix}.w3.weight_scale": (256, 1),
+    }  # fmt: skip
+    assert tensors["model.layers.1.block_sparse_moe.gate.weight"].dtype == torch.bfloat16
+    ignore = config_of(tmp_path / "mixtral")["quantization_config"]["ignore"]
+    assert {"lm_head", "model.layers.1.mlp.gate", "model.layers.1.block_sparse_moe.gate"} <= set(ignore)
+    export(converted("deepseek_v3", "fp8-block"), tmp_path / "deepseek", to="fp8-block")
+    tensors = tensors_of(tmp_path / "deepseek")
+    assert tensors["model.layers.1.mlp.experts.0.gate_proj.weight"].dtype == E4M3
+    assert tensors["model.layers.1.mlp.experts.0.gate_proj.weight_scale_inv"].shape == (1, 1)
+    assert tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (2, 1)  # of 192 rows
+    assert tensors["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
+    assert tensors["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+
+
+def test_experts_whose_blocks_are_divided_stay_in_high_precision(tmp_path):
+    """192 rows of gate and 192 of up are blocks of 128 in training, the second of both."""
+    model = converted("mixtral", "fp8-block", intermediate_size=192)
+    with pytest.warns(UserWarning, match=r"mlp\.experts: FP8 in training.*blocks of training's scales belong to two"):
+        exported = octavo.export(model, tmp_path / "out", to="fp8-block")
+    assert all("experts" not in fqn for fqn in exported.fp8)
+    tensors = tensors_of(tmp_path / "out")
+    name = "model.layers.0.block_sparse_moe.experts.1.w3"
+    w3 = model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"][1, 192:]
+    assert torch.equal(tensors[f"{name}.weight"], w3)
+    assert {name, "model.layers.0.mlp.experts"} <= set(
+        config_of(tmp_path / "out")["quantization_config"]["modules_to_not_convert"]
+    )
+
+
+def test_partial_blocks_are_written_and_noted(tmp_path):
+    model = converted("llama", "fp8-block", intermediate_size=200)
+    with pytest.warns(UserWarning, match=r"6 weights have partial blocks .first: model.layers.0.mlp.gate_proj"):
+        octavo.export(model, tmp_path / "out", to="fp8-block")
+    assert tensors_of(tmp_path / "out")["model.layers.0.mlp.gate_proj.weight_scale_inv"].shape == (2, 1)
+    octavo.convert(reload(tmp_path / "out", tmp_path / "plain", torch.bfloat16), "blockwise", verbose=False)
+    reloaded = octavo.convert(reload(tmp_path / "out", tmp_path / "again", torch.bfloat16), "blockwise", verbose=False)
+    assert torch.equal(logits(reloaded), logits(model))
+
+
+def test_partial_groups_stay_in_high_precision(tmp_path):
+    model = converted("llama", "mxfp8", intermediate_size=200)
+    with pytest.warns(UserWarning, match=r"down_proj: .* its 200 input features are no multiple of 32"):
+        exported = octavo.export(model, tmp_path / "out", to="mxfp8")
+    assert sorted(exported.high_precision) == ["lm_head", *(f"model.layers.{n}.mlp.down_proj" for n in (0, 1))]
+    assert "model.layers.1.mlp.down_proj" in config_of(tmp_path / "out")["quantization_config"]["ignore"]
+
+
+def test_shards_are_no_larger_than_asked(tmp_path):
+    model = converted("llama", "fp8-row")
+    octavo.export(model, tmp_path / "one")
+    octavo.export(model, tmp_path / "many", max_shard_size="100KB")
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    whole, parts = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "many")
+    assert set(index["weight_map"]) == set(whole) == set(parts)
+    assert all(torch.equal(whole[name].view(torch.uint8), parts[name].view(torch.uint8)) for name in whole)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in whole.values())
+    sizes = [path.stat().st_size for path in (tmp_path / "many").glob("*.safetensors")]
+    assert len(sizes) > 4 and max(sizes) < 110_000
+
+
+def test_bf16_is_what_save_pretrained_writes(tmp_path):
+    model = converted("llama", "fp8-row")
+    print(octavo.export(model, tmp_path / "out", to="bf16"))
+    model.save_pretrained(tmp_path / "expected")
+    names = sorted(path.name for path in (tmp_path / "expected").iterdir())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert all((tmp_path / "out" / n).read_bytes() == (tmp_path / "expected" / n).read_bytes() for n in names)
+
+
+def test_the_model_card(tmp_path):
+    model = converted("llama", "fp8-row")
+    octavo.nn.change_recipe(model, "model.layers.0.self_attn.k_proj", None, reason="outliers in x")
+    with pytest.warns(UserWarning, match="vLLM joins"):
+        exported = octavo.export(model, tmp_path / "out", details={"base model": "my/model"})
+    card = (tmp_path / "out" / "README.md").read_text()
+    for text in (
+        "| base model | my/model |", "| recipe of training | rowwise |", "weights e4m3/row", f"torch {torch.__version__}",
+        f"octavo {octavo.__version__}", "- model.layers.0.self_attn.k_proj: outliers in x", "13 modules",
+    ):  # fmt: skip
+        assert text in card, text
+    assert exported.high_precision["model.layers.0.self_attn.k_proj"] == "outliers in x"
+    assert "model.layers.0.self_attn.k_proj" in config_of(tmp_path / "out")["quantization_config"]["ignore"]
+    assert str(tmp_path) not in card
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_equalized", "delayed", "blockwise"])
+def test_a_layout_of_another_recipe_is_refused(tmp_path, recipe):
+    model = octavo.convert(make("llama"), recipe, verbose=False)
+    logits(model)
+    with pytest.raises(ValueError, match=rf"compute in recipe|computes in recipe {recipe}, which fp8-row"):
+        octavo.export(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_layer_in_another_recipe_stays_in_high_precision(tmp_path):
+    model = converted("llama", "fp8-row")
+    octavo.nn.change_recipe(model, "model.layers.1.mlp.down_proj", "blockwise", reason="outliers")
+    with pytest.warns(UserWarning, match=r"layers\.1\.mlp\.down_proj: .*recipe blockwise, which fp8-row does not"):
+        exported = octavo.export(model, tmp_path / "out")
+    assert len(exported.fp8) == 13
+    assert tensors_of(tmp_path / "out")["model.layers.1.mlp.down_proj.weight"].dtype == torch.bfloat16
+
+
+def test_tied_and_transposed_weights_stay_in_high_precision(tmp_path):
+    model = converted("qwen3", "fp8-row")
+    octavo.convert(model.lm_head, "rowwise", verbose=False)
+    with pytest.warns(UserWarning, match=r"lm_head: .*tied .model\.embed_tokens\.weight, lm_head\.weight"):
+        octavo.export(model, tmp_path / "out")
+    tensors = tensors_of(tmp_path / "out")
+    assert "lm_head.weight" not in tensors and tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert "lm_head" in config_of(tmp_path / "out")["quantization_config"]["ignore"]
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=2, n_positions=16, vocab_size=64))
+    with pytest.raises(ValueError, match=r"stored as \[in, out\]"):
+        octavo.export(octavo.convert(gpt2, verbose=False), tmp_path / "gpt2")
+
+
+def test_mistakes_are_named_and_write_nothing(tmp_path, monkeypatch):
+    model = converted("llama", "fp8-row")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"unknown layout 'fp8_row' \(did you mean 'fp8-row'\?\)"):
+        octavo.export(model, "out", to="fp8_row")
+    with pytest.raises(ValueError, match=r"no layer of this model computes in FP8.*convert\(model, 'rowwise'\)"):
+        octavo.export(make("llama"), "out")
+    with pytest.raises(TypeError, match="models of Transformers; got Sequential"):
+        octavo.export(nn.Sequential(nn.Linear(2, 2)), "out")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
+        octavo.export(model, "out")
+    with pytest.raises(ValueError, match="no values .it is on the meta device"):
+        octavo.export(model.to("meta"), "out")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    for name, match in (("file", "is not a folder"), ("full", "is not empty"), ("file/below", "cannot be written")):
+        with pytest.raises(ValueError, match=match):
+            octavo.export(converted("llama", "fp8-row"), name)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "full", "mine"]
+
+
+@pytest.mark.parametrize("place", ["new/folder", "empty"])
+@pytest.mark.parametrize("what", ["weights", "card"])
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, place, what):
+    (tmp_path / "empty").mkdir()
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if what == "weights":
+        monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+    else:
+        monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=rf"{place} cannot be written: .*No space left on device"):
+        octavo.export(converted("llama", "fp8-row"), tmp_path / place)
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
+def test_an_empty_folder_that_is_there_is_used(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    octavo.export(converted("llama", "fp8-row"), ".")
+    assert {"config.json", "model.safetensors", "README.md"} <= {path.name for path in tmp_path.iterdir()}
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
