@@ -15,7 +15,7 @@ import octavo
 from processes import Gloo, gloo  # noqa: F401
 
 PAGES = Path(__file__).parent.parent / "docs" / "api"
-SUBPACKAGES = ("comm", "inspect", "nn", "numerics", "optim", "parallel", "train")
+SUBPACKAGES = ("comm", "inspect", "nn", "numerics", "optim", "parallel", "serving", "train")
 ENTRY = re.compile(r"^::: (\S+)\n    options: {heading: (\S+), toc_label: (\S+)}$", re.M)
 ENTRIES = [entry for page in sorted(PAGES.glob("*.md")) for entry in ENTRY.findall(page.read_text())]
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS

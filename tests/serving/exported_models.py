@@ -1,6 +1,7 @@
 """Small models of the published families, and a reader of exported folders written from the layouts' documentation."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ def tensors_of(folder: Path):
     tensors = {}
     for name in sorted(files):
         with safe_open(folder / name, "pt") as file:
-            tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            tensors |= {key: file.get_tensor(key) for key in file.keys()}
     return tensors
 
 
@@ -102,18 +103,26 @@ def reload(folder: Path, plain_folder: Path, dtype):
     return model.eval()
 
 
-def quantize_inputs(model, names, layout):
-    """Quantize the inputs of linears at run time, as documented: per token, or per token and group of channels."""
-    group = {"fp8-row": None, "fp8-block": 128, "mxfp8": 32}[layout]
+def run_as_engine(model, names, layout, folder):
+    """Compute linears as engines do: quantize inputs per token, or per token and group of channels, then multiply.
 
-    def forward(module, x):
+    With scales by row and token the product is of FP8 values, and scaled afterwards.
+    """
+    group = {"fp8-row": None, "fp8-block": 128, "mxfp8": 32}[layout]
+    tensors = tensors_of(folder)
+
+    def forward(module, x, name):
         parts = x.float().unflatten(-1, (-1, group or x.shape[-1]))
         scale = parts.abs().amax(-1, keepdim=True) / 448
         if layout == "mxfp8":
             scale = torch.exp2(torch.ceil(torch.log2(scale)))
-        values = (parts * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-        return F.linear(values.flatten(-2).to(x.dtype), module.weight, module.bias)
+        values = (parts * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        if layout == "fp8-row":
+            weight, w_scale = tensors[f"{name}.weight"].float(), tensors[f"{name}.weight_scale"]
+            y = F.linear(values.flatten(-2), weight) * scale.flatten(-2) * w_scale[:, 0]
+            return y if module.bias is None else y + module.bias
+        return F.linear((values * scale).flatten(-2), module.weight, module.bias)
 
     for name in names:
         module = model.get_submodule(name)
-        module.forward = forward.__get__(module)
+        module.forward = partial(forward, module, name=name)

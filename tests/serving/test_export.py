@@ -3,12 +3,13 @@
 import errno
 import json
 import os
+import runpy
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from exported_models import RECIPES, config_of, logits, make, quantize_inputs, reload, tensors_of
+from exported_models import RECIPES, config_of, logits, make, reload, run_as_engine, tensors_of
 from torch import nn
 
 import octavo
@@ -49,7 +50,7 @@ SCALES = {
     "mxfp8": ("weight_scale", torch.uint8, lambda n, k: (n, k // 32)),
 }
 FAMILIES = [
-    pytest.param(family, layout, marks=[] if family == "llama" else pytest.mark.thorough)
+    pytest.param(family, layout, marks=[] if (family, layout) == ("llama", "fp8-block") else pytest.mark.thorough)
     for family in ("llama", "qwen3", "mixtral", "deepseek_v3", "vit") for layout in RECIPES
 ]  # fmt: skip
 
@@ -102,7 +103,8 @@ def test_a_reloaded_model_computes_the_forward_of_training(tmp_path, family, lay
         assert torch.equal(logits(reloaded), logits(model))
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("vit", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("layout", RECIPES)
 def test_an_engine_without_octavo_computes_the_forward_of_training(tmp_path, family, layout):
     """Weights and inputs as the layouts document them, in plain PyTorch."""
@@ -110,10 +112,11 @@ def test_an_engine_without_octavo_computes_the_forward_of_training(tmp_path, fam
     exported = octavo.export(model, tmp_path / "out", to=layout)
     engine = reload(tmp_path / "out", tmp_path / "plain", torch.float32)
     assert sqnr(logits(model), logits(engine)) < 40  # without the quantization of inputs
-    quantize_inputs(engine, exported.fp8, layout)
+    run_as_engine(engine, exported.fp8, layout, tmp_path / "out")
     assert sqnr(logits(model), logits(engine)) >= 45
 
 
+@pytest.mark.thorough
 def test_experts_have_the_names_of_published_checkpoints(tmp_path):
     export(converted("mixtral", "fp8-row"), tmp_path / "mixtral")
     tensors = tensors_of(tmp_path / "mixtral")
@@ -125,6 +128,12 @@ def test_experts_have_the_names_of_published_checkpoints(tmp_path):
         f"{prefix}.w3.weight": (256, 128), f"{prefix}.w3.weight_scale": (256, 1),
     }  # fmt: skip
     assert tensors["model.layers.1.block_sparse_moe.gate.weight"].dtype == torch.bfloat16
+    export(converted("vit", "fp8-row"), tmp_path / "vit")
+    assert {
+        "vit.encoder.layer.1.attention.attention.query.weight_scale",
+        "vit.encoder.layer.0.output.dense.weight",
+    } <= set(tensors_of(tmp_path / "vit"))
+    assert config_of(tmp_path / "vit")["quantization_config"]["ignore"][-1] == "classifier"
     ignore = config_of(tmp_path / "mixtral")["quantization_config"]["ignore"]
     assert {"lm_head", "model.layers.1.mlp.gate", "model.layers.1.block_sparse_moe.gate"} <= set(ignore)
     export(converted("deepseek_v3", "fp8-block"), tmp_path / "deepseek", to="fp8-block")
@@ -133,7 +142,6 @@ def test_experts_have_the_names_of_published_checkpoints(tmp_path):
     assert tensors["model.layers.1.mlp.experts.0.gate_proj.weight_scale_inv"].shape == (1, 1)
     assert tensors["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (2, 1)  # of 192 rows
     assert tensors["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
-    assert tensors["model.layers.1.mlp.gate.e_score_correction_bias"].dtype == torch.float32
 
 
 def test_experts_whose_blocks_are_divided_stay_in_high_precision(tmp_path):
@@ -151,6 +159,7 @@ def test_experts_whose_blocks_are_divided_stay_in_high_precision(tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_partial_blocks_are_written_and_noted(tmp_path):
     model = converted("llama", "fp8-block", intermediate_size=200)
     with pytest.warns(UserWarning, match=r"6 weights have partial blocks .first: model.layers.0.mlp.gate_proj"):
@@ -169,6 +178,7 @@ def test_partial_groups_stay_in_high_precision(tmp_path):
     assert "model.layers.1.mlp.down_proj" in config_of(tmp_path / "out")["quantization_config"]["ignore"]
 
 
+@pytest.mark.thorough
 def test_shards_are_no_larger_than_asked(tmp_path):
     model = converted("llama", "fp8-row")
     octavo.export(model, tmp_path / "one")
@@ -198,8 +208,9 @@ def test_the_model_card(tmp_path):
         exported = octavo.export(model, tmp_path / "out", details={"base model": "my/model"})
     card = (tmp_path / "out" / "README.md").read_text()
     for text in (
-        "| base model | my/model |", "| recipe of training | rowwise |", "weights e4m3/row", f"torch {torch.__version__}",
-        f"octavo {octavo.__version__}", "- model.layers.0.self_attn.k_proj: outliers in x", "13 modules",
+        "| base model | my/model |", "| recipe of training | rowwise |", "weights e4m3/row",
+        f"torch {torch.__version__}", f"octavo {octavo.__version__}",
+        "- model.layers.0.self_attn.k_proj: outliers in x", "13 modules",
     ):  # fmt: skip
         assert text in card, text
     assert exported.high_precision["model.layers.0.self_attn.k_proj"] == "outliers in x"
@@ -207,7 +218,9 @@ def test_the_model_card(tmp_path):
     assert str(tmp_path) not in card
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_equalized", "delayed", "blockwise"])
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", *(pytest.param(r, marks=pytest.mark.thorough) for r in ("rowwise_equalized", "delayed"))]
+)
 def test_a_layout_of_another_recipe_is_refused(tmp_path, recipe):
     model = octavo.convert(make("llama"), recipe, verbose=False)
     logits(model)
@@ -216,6 +229,7 @@ def test_a_layout_of_another_recipe_is_refused(tmp_path, recipe):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.thorough
 def test_one_layer_in_another_recipe_stays_in_high_precision(tmp_path):
     model = converted("llama", "fp8-row")
     octavo.nn.change_recipe(model, "model.layers.1.mlp.down_proj", "blockwise", reason="outliers")
@@ -265,8 +279,13 @@ def test_mistakes_are_named_and_write_nothing(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "full", "mine"]
 
 
-@pytest.mark.parametrize("place", ["new/folder", "empty"])
-@pytest.mark.parametrize("what", ["weights", "card"])
+@pytest.mark.parametrize(
+    ("place", "what"),
+    [
+        ("new/folder", "card"),
+        *(pytest.param(p, "weights", marks=pytest.mark.thorough) for p in ("new/folder", "empty")),
+    ],
+)
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, place, what):
     (tmp_path / "empty").mkdir()
 
@@ -282,6 +301,14 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, place, what):
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
 
 
+@pytest.mark.thorough
+def test_the_example_reloads_its_logits(capsys):
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "export_fp8.py"))
+    printed = capsys.readouterr().out
+    assert "(fp8-row: 14 modules in FP8, 1 in high precision)" in printed and "equal training's: True" in printed
+
+
+@pytest.mark.thorough
 def test_an_empty_folder_that_is_there_is_used(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     octavo.export(converted("llama", "fp8-row"), ".")

@@ -1,0 +1,131 @@
+"""`octavo export --to`: the FP8 values of a run, from its checkpoints."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_checkpoint_files import SMALL, make_trainer, sharded_job
+from tiny_runs import without_digests
+
+from octavo.kernels import quantize
+from octavo.numerics import RECIPES
+from octavo.train import ConfigError
+from octavo.train.checkpoint.digests import check_digests
+from octavo.train.checkpoint.export import export
+from octavo.train.checkpoint.store import checkpoints, latest_checkpoint
+from processes import gloo  # noqa: F401  a fixture
+
+MODEL = {"type": "llama", "config": SMALL}
+
+
+@pytest.fixture
+def trained(make_config, tmp_path):
+    """A trainer after a step, and its checkpoint."""
+    trainer = make_trainer(make_config(model=MODEL, precision={"level": "fp8"}))
+    trainer.train_step()
+    trainer.save(tmp_path / "run")
+    return trainer, latest_checkpoint(tmp_path / "run")
+
+
+def check_rows(model, folder, without=()):
+    """The linears of the folder hold what `model` multiplies by."""
+    tensors = load_file(folder / "model.safetensors")
+    rows = [name for name in model.state_dict() if "proj" in name and not any(part in name for part in without)]
+    for name in rows:
+        expected = quantize(model.state_dict()[name].detach(), RECIPES["rowwise"].w)
+        assert torch.equal(tensors[name].view(torch.uint8), expected.data.view(torch.uint8)), name
+        assert torch.equal(tensors[f"{name}_scale"], expected.scale)
+    assert sum(name.endswith("_scale") for name in tensors) == len(rows)
+    return tensors
+
+
+def test_an_export_holds_the_values_of_training(trained, tmp_path):
+    trainer, folder = trained
+    recipes = json.loads((folder / "trainer.json").read_text())["recipes"]
+    assert set(recipes.values()) == {"rowwise"} and len(recipes) == 7
+    exported = export(folder, tmp_path / "out", "fp8-row")
+    check_rows(trainer.model, exported.path)
+    assert str(exported) == f"written: {tmp_path / 'out'} (fp8-row: 7 modules in FP8, 1 in high precision)"
+    check_digests(tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"README.md", "config.json", "digests.json", "generation_config.json", "tokenizer.json"} <= names
+    assert not {"trainer.json", "optimizer.pt"} & names
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| base model | none: a new llama |" in card and ", step 1 |" in card and "verdict" not in card
+    assert str(tmp_path) not in card
+
+
+def test_layers_that_moved_in_training_are_exported_as_they_ended(trained, tmp_path):
+    from octavo.nn import change_recipe
+
+    trainer, _ = trained
+    change_recipe(trainer.model, "model.layers.0.mlp.up_proj", "blockwise", reason="outliers")
+    change_recipe(trainer.model, "model.layers.0.mlp.down_proj", None, reason="outliers")
+    trainer.step = 2
+    trainer.save(tmp_path / "run")
+    exported = export(latest_checkpoint(tmp_path / "run"), tmp_path / "out", "fp8-row")
+    assert exported.high_precision["model.layers.0.mlp.down_proj"] == "in high precision in training"
+    assert "recipe blockwise" in exported.high_precision["model.layers.0.mlp.up_proj"]
+    check_rows(trainer.model, exported.path, without=("up_proj", "down_proj"))
+    assert any("up_proj: FP8 in training, high precision here" in note for note in exported.notes)
+    assert any("vLLM joins" in note for note in exported.notes)
+
+
+@pytest.mark.thorough
+def test_shards_of_another_size_replace_those_of_the_checkpoint(trained, tmp_path):
+    exported = export(trained[1], tmp_path / "out", max_shard_size="20KB").path
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1 and not (exported / "model.safetensors").exists()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("place", ["run", "around"])
+def test_the_card_has_the_verdict_of_the_run(trained, tmp_path, place):
+    folder = trained[1].parent.parent if place == "run" else trained[1].parent.parent.parent
+    (folder / "compare.json").write_text(
+        json.dumps({"arms": [{"name": "bf16"}, {"name": "fp8", "sentence": "No gap."}]})
+    )
+    export(trained[1], tmp_path / "one", "fp8-row")
+    assert "| verdict | fp8: No gap. |" in (tmp_path / "one" / "README.md").read_text()
+    (folder / "verdict.json").write_text(json.dumps({"verdicts": [{"sentence": "Within the band."}]}))
+    export(trained[1], tmp_path / "two", "fp8-row")
+    assert "| verdict | Within the band. |" in (tmp_path / "two" / "README.md").read_text()
+
+
+def test_mistakes_are_named_and_write_nothing(make_config, trained, tmp_path):
+    _, folder = trained
+
+    def fails(checkpoint, match, to="fp8-row", error=ConfigError):
+        with pytest.raises(error, match=match):
+            export(checkpoint, tmp_path / "out", to)
+        assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+    fails(folder, "computes in recipe rowwise, which fp8-block does not describe", "fp8-block", ValueError)
+    fails(folder, "unknown layout 'fp8-col'", "fp8-col", ValueError)
+    fails(tmp_path, "is no checkpoint of a run")
+    older = shutil.copytree(folder, tmp_path / "older")
+    without_digests(older)
+    state = json.loads((older / "trainer.json").read_text())
+    del state["recipes"]
+    (older / "trainer.json").write_text(json.dumps(state))
+    fails(older, "does not say which layers computed in FP8")
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+    fails(folder, "is damaged: model.safetensors is not what was written")
+    plain = make_trainer(make_config(model=MODEL))
+    plain.save(tmp_path / "plain")
+    fails(latest_checkpoint(tmp_path / "plain"), r"was trained in bf16.*precision\.recipe=rowwise")
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_sharded_checkpoints_are_exported_in_fp8(gloo, make_config, tmp_path):  # noqa: F811
+    from octavo.train.checkpoint.export import _read
+
+    config = make_config(model=MODEL, precision={"level": "fp8"}, run={"steps": 1}, optim={"warmup": 0})
+    tables = config.model_dump(exclude_none=True)
+    gloo.run(sharded_job, 2, tables | {"parallel": {"fp8_comm": "on"}}, str(tmp_path / "run"))
+    folder = checkpoints(tmp_path / "run")[-1]
+    check_rows(_read(folder, torch.bfloat16), export(folder, tmp_path / "out", "fp8-row").path)
+    assert not (tmp_path / "out" / "shards").exists()
