@@ -76,7 +76,7 @@ def dequantized(tensors, dtype):
     plain = {}
     for name, tensor in tensors.items():
         scale = tensors.get(f"{name}_scale", tensors.get(f"{name}_scale_inv"))
-        if name.endswith(("_scale", "_scale_inv")):
+        if name.removesuffix("_inv").removesuffix("_scale") in tensors.keys() - {name}:
             continue
         if scale is not None:
             rows, columns = tensor.shape

@@ -269,6 +269,13 @@ def test_mistakes_are_named_and_write_nothing(tmp_path, monkeypatch):
         octavo.export(model, "out")
     with pytest.raises(ValueError, match="no values .it is on the meta device"):
         octavo.export(model.to("meta"), "out")
+    tied = make("llama")
+    tied.model.layers[1].mlp.up_proj.weight = tied.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ValueError, match="Transformers cannot save this model.*shared tensors"):
+        octavo.export(octavo.convert(tied, verbose=False), "out")
+    tied.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match="is quantized already"):
+        octavo.export(tied, "out")
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("mine")
     (tmp_path / "full").mkdir()

@@ -107,6 +107,10 @@ def test_transformers_reads_blocks(tmp_path, family):
     reloaded = auto_class(model.config).from_pretrained(folder, dtype=torch.bfloat16, quantization_config=settings)
     octavo.convert(reloaded.eval(), "blockwise", verbose=False)
     assert torch.equal(logits(reloaded), logits(model))
+    octavo.export(reloaded, tmp_path / "again", to="fp8-block")  # Transformers itself would quantize anew, or fail
+    first, second = tensors_of(folder), tensors_of(tmp_path / "again")
+    assert first.keys() == second.keys() and config_of(folder) == config_of(tmp_path / "again")
+    assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
 
 
 @pytest.mark.filterwarnings("ignore")

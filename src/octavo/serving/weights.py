@@ -60,10 +60,22 @@ def quantized_weights(
 
 
 def names_in_checkpoint(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of a model as `save_pretrained` names, splits and joins them; it has no public name."""
+    """Return tensors of a model as `save_pretrained` names, splits and joins them; it has no public name.
+
+    Of a model whose weights were dequantized in loading it would quantize them anew, or fail: for such a one, as for a
+    model that was not loaded.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
-    converted: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    loaded_by = vars(model).get("_weight_conversions")
+    operations = [op for conversion in loaded_by or () for op in getattr(conversion, "operations", None) or ()]
+    try:
+        if any(getattr(op, "hf_quantizer", None) is not None for op in operations):
+            model._weight_conversions = None
+        converted: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    finally:
+        if loaded_by is not None:
+            model._weight_conversions = loaded_by
     return converted
 
 

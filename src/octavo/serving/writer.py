@@ -97,6 +97,11 @@ def check_model(model: Any) -> None:
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError("this model has adapters of PEFT, which no FP8 layout holds: merge them into the model first")
+    if hasattr(model.config, "quantization_config"):
+        raise ValueError(
+            "this model is quantized already (its config has a quantization_config): load it with dequantize=True in "
+            "that, and convert it, to export it anew"
+        )
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name} has no values (it is on the meta device): load the weights first")
@@ -132,8 +137,11 @@ def write(model: Any, folder: Path, layout: Layout | None, max_shard_size: int |
         with no_progress_bar():
             model.save_pretrained(folder, max_shard_size=max_shard_size)
         return Exported(path=folder, layout="bf16", fp8=(), high_precision=rows, notes=())
-    state = _state_dict(model)
-    saved = names_in_checkpoint(model, state)
+    try:
+        state = _state_dict(model)
+        saved = names_in_checkpoint(model, state)
+    except (RuntimeError, ValueError) as error:  # such as weights tied otherwise than the config says
+        raise ValueError(f"Transformers cannot save this model, in high precision neither: {error}") from None
     for name, tensor in saved.items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"{name} holds NaN or infinity: nothing was written. Export an earlier checkpoint")
