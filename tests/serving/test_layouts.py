@@ -1,6 +1,7 @@
 """The layouts beside the packages that define them: compressed-tensors, and Transformers' FineGrainedFP8."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ def test_every_recipe_with_one_forward_fits():
     assert {name: layout.recipes for name, layout in LAYOUTS.items()} == {
         "fp8-row": ["rowwise", "rowwise_hp_wgrad"], "fp8-block": ["blockwise"], "mxfp8": ["mxfp8"],
     }  # fmt: skip
+    coarser = replace(octavo.RECIPES["rowwise"], w=octavo.RECIPES["tensorwise"].w)
+    assert not any(layout.fits(coarser) for layout in LAYOUTS.values())
     assert get_layout("bf16") is None
     with pytest.raises(ValueError, match=r"unknown layout 'fp8-rows' \(did you mean 'fp8-row'\?\)"):
         get_layout("fp8-rows")

@@ -165,7 +165,7 @@ def write(model: Any, folder: Path, layout: Layout | None, max_shard_size: int |
             final[name] = quantized[name].data
             final[f"{name.removesuffix('.weight')}.{layout.scale_name}"] = layout.scales(quantized[name])
         else:
-            final[name] = tensor if name in state else tensor.clone()  # parts of one tensor, which is not written
+            final[name] = tensor
     with no_progress_bar():
         model.save_pretrained(folder, state_dict=final, save_original_format=False, max_shard_size=max_shard_size)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
