@@ -9,7 +9,7 @@ TORCHES := 2.11.0 2.14.1
 WITH_2.11.0 := triton==3.6.0 'numpy<2.3'
 WITH_2.14.1 := triton==3.8.0
 # Tests of the library alone: they start no trainer.
-LIBRARY := runtime numerics kernels activations nn optim comm parallel inspect planner
+LIBRARY := runtime numerics kernels activations nn optim comm parallel inspect planner serving integrations compat
 QUIET  := --quiet --disable-pip-version-check
 PIP    := $(BIN)/python -m pip $(QUIET)
 

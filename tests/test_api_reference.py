@@ -87,6 +87,7 @@ def test_examples_run(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert run_examples(path) == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.dist
 def test_examples_of_several_ranks_run(gloo: Gloo) -> None:  # noqa: F811
     assert len(RANKED) >= 11

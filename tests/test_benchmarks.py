@@ -212,6 +212,7 @@ def test_rows_of_a_linear(lying):
     assert rowwise["amdahl_ms"] == 6.0 and rowwise["peak_mib"] == 3.0 and rowwise["roofline_ms"] > 0
 
 
+@pytest.mark.thorough
 def test_rows_of_kernels(lying):
     lying.attempt({"stage": "quantize"}, lambda: kernels.bandwidth(lying, (64, 48), 4, torch.clone))
     assert lying.rows[0]["tbs"] == round(4 * 64 * 48 / 1e-3 / 1e12, 4)
@@ -233,6 +234,7 @@ def test_bytes_of_quantizers_are_the_stated_ones():
     )
 
 
+@pytest.mark.thorough
 def test_rows_of_a_layer(lying):
     name, size = next(iter(layer.TINY.items()))
     for kind in ("bf16", "fp8"):

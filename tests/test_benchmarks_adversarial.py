@@ -128,6 +128,7 @@ def test_spread_gradients_leave_columns_of_the_first_weight_without_a_gradient()
     assert 0.1 < lost["tensorwise"] < lost["rowwise"]
 
 
+@pytest.mark.thorough
 def test_outliers_alone_and_small_gradients_break_nothing(monkeypatch):
     monkeypatch.setattr("benchmarks.adversarial_cases.PRETRAINING", 60)
     for name in ("loud_channels", "tiny_gradients"):

@@ -134,6 +134,7 @@ def test_rounded_losses_keep_the_levels(rounded, unit):
     assert alarms / 400 <= 0.022
 
 
+@pytest.mark.thorough
 def test_detection_and_power_simulated_anew():
     rows = {row["damage"]: row["worse"] for row in detection_rates(2000)}
     assert all(row["8,3"] > 0.94 for damage, row in rows.items() if "damaged" in damage)

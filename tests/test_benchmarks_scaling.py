@@ -91,6 +91,7 @@ def test_bytes_in_bf16_are_those_of_a_hand_formula(tiny, recompute):
     assert {(call["ranks"], call["apart"]) for call in row["wire"]} == {(WORLD, 1)}
 
 
+@pytest.mark.thorough
 def test_bytes_in_fp8_are_those_of_a_hand_formula(tiny):
     row = tiny(ALL)
     rows = sum(height for height, _ in MATRICES)
@@ -106,6 +107,7 @@ def test_bytes_in_fp8_are_those_of_a_hand_formula(tiny):
     assert operand_bytes(row, "reduce-scatter") == [0, 0]
 
 
+@pytest.mark.thorough
 def test_ratios_of_the_wire(tiny):
     bf16, gather, everything = (tiny(name) for name in (BASELINE, GATHER, ALL))
     before, after = (sum(operand_bytes(row, "all-gather")) for row in (bf16, gather))
@@ -138,6 +140,7 @@ def test_what_is_sharded_is_a_part_of_the_whole(tiny, world):
             assert 4 * TOTAL / world <= held[STATES] <= 4.2 * TOTAL / world + 2 * padding + 4 * tensors + 8 * 7 * WIDTH
 
 
+@pytest.mark.thorough
 def test_categories_at_the_peak(tiny):
     bf16, gather = tiny(BASELINE, recompute=True), tiny(GATHER, recompute=True)
     for row in (bf16, gather):

@@ -211,7 +211,7 @@ def test_only_trainers_have_a_trainer_in_fp8():
     assert issubclass(with_fp8(Mine), Mine) and with_fp8(Mine) is with_fp8(Mine)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_example_runs():
     text = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=200, check=True).stdout
     assert "octavo/lowest_sqnr_db" in text and "converted 14 of 15 linear layers" in text

@@ -206,6 +206,7 @@ def losses(model, seed, steps, stride):
     return values
 
 
+@pytest.mark.slow
 def test_fine_tuning_follows_bf16():
     """Sixty steps on a base that was trained briefly on another text: the last twenty losses agree within 1 %."""
     trained = base()

@@ -93,6 +93,7 @@ def test_fp8_messages_stay_close(gloo, family):
             assert min(report.values()) >= 22, report
 
 
+@pytest.mark.slow
 def test_four_ranks(gloo):
     cases = [("mixtral", [9, 0, 33, 1], None, fp8) for fp8 in (False, True)]
     for exact, fp8 in gloo.run(module_job, 4, cases):

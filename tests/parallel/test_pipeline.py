@@ -49,9 +49,14 @@ def train_job(name, steps, recipe="rowwise", cls=PipelineStage, dtype=torch.bflo
     return train(Pipeline(name, converted(recipe, blocks=BLOCKS, dtype=dtype, **model), cls, **(options or {})), steps)
 
 
+QUICKER = ("1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+SOME_FIRST = [name if name in QUICKER else pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES]
+"""All schedules, of which the slow tests alone run most."""
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("tensorwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SOME_FIRST)
 def test_plain_messages_change_nothing(gloo, name, recipe):
     """As torch's stages bit for bit, and as one process, but for the order in which looped BFS adds gradients up."""
     own = last(gloo.run(train_job, 2, name, 5, recipe, options={"fp8_comm": False}))
@@ -61,7 +66,7 @@ def test_plain_messages_change_nothing(gloo, name, recipe):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SOME_FIRST)
 def test_fp8_messages_round_once_per_boundary(gloo, name):
     """20 losses within 2e-3 of one process, and those of one process that rounds at the boundaries."""
     losses = last(gloo.run(train_job, 2, name, 20))
@@ -89,7 +94,7 @@ def traffic_job(name, width, fp8_comm):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", SOME_FIRST)
 def test_messages_are_few_and_small(gloo, name):
     """One for each micro-batch, boundary between ranks and direction, of 0.52 × bf16 at most."""
     count = 2 * MICROS * len(MESSAGES_BEFORE[name])
@@ -121,7 +126,7 @@ def products_job(name, activations="bf16"):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+@pytest.mark.parametrize("activations", ["bf16", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_zero_bubble_multiplies_no_more(gloo, activations):
     """Input and weight gradients at different times: the products of 1F1B, on each rank."""
     counts = {name: gloo.run(products_job, 2, name, activations) for name in SCHEDULES}

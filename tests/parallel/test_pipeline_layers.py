@@ -185,7 +185,9 @@ def fsdp_job(name, comm, reshard, steps=4):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["1F1B", "InterleavedZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(
+    "name", ["1F1B", *(pytest.param(name, marks=pytest.mark.slow) for name in ("InterleavedZeroBubble", "DualPipeV"))]
+)
 def test_shards_inside_stages(gloo, name):
     """[pp, dp_shard] of four ranks, both data-parallel ranks with the same batch: as one process that rounds."""
     expected = one_process(4, blocks=BLOCKS, boundaries=MESSAGES_BEFORE[name])

@@ -312,7 +312,7 @@ def test_every_gradient_is_as_good_as_that_of_one_process(gloo, sequence, option
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("sequence", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_weights_gathered_in_fp8_over_tensor_parallelism(gloo, sequence):
     """Losses, gradients and parameters of a checkpoint are bitwise those of gathers in high precision."""
     fp8, plain = (gloo.run(train_job, 4, sequence, fsdp, 3, {}) for fsdp in ("gather", "off"))

@@ -138,6 +138,7 @@ def test_gradients_are_there_from_the_second_micro_batch_on():
     assert once.at_peak["gradients"] < many.at_peak["gradients"] == many.largest["gradients"]
 
 
+@pytest.mark.thorough
 def test_largest_batch_fits_and_the_next_does_not():
     plan = memory(llama(**SIZES), batch(2), optimizer=octavo.AdamW)
     limit = 64 << 20

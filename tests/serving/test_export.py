@@ -308,7 +308,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, place, what):
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_the_example_reloads_its_logits(capsys):
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "export_fp8.py"))
     printed = capsys.readouterr().out
