@@ -15,12 +15,15 @@ Every row has the same weight, however small: Adam takes steps of one size for g
 layer rescales all tokens. A product that lost nearly all of most rows has error 1; healthy ones have 0.03 to 0.10.
 
 Measured layers copy X and W in forward and multiply them three times per recipe in backward. For a weight that FSDP
-gathers in FP8 the gathered form counts as high precision, as nothing else is available. Each rank and micro-batch
-compares its own products; the mean is over all of them.
+gathers in FP8, and for X that ranks of tensor parallelism gathered so, the gathered form counts as high precision, as
+nothing else is available. Each rank and micro-batch compares its own products; the mean is over all of them. Recipes
+with a scale per tensor, which tensor parallelism does not have, are not measured on its layers, so the autopilot does
+not choose them.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +50,7 @@ class Operands:
         x: [M,K].
         w: [N,K].
         x_scale: Scale of X in the layer's own recipe; None for scales from X's own amax.
-        channels: Channel scales of each recipe that equalizes, by its name.
+        channels: Channel scales, if it equalizes, of each recipe to measure, by its name.
     """
 
     x: Tensor
@@ -74,7 +77,7 @@ class ProductErrors:
         if layer not in self._measure:
             return
         if layer not in self._weights:
-            weight: Tensor = module.weight  # type: ignore[assignment]
+            weight: Any = getattr(module.weight, "_local_tensor", module.weight)  # a part of a DTensor
             if is_transposed(module):
                 weight = weight.t()
             if isinstance(weight, Fp8Weight):
@@ -84,6 +87,7 @@ class ProductErrors:
         by_recipe = {
             recipe.name: channels if _is_own(recipe, module) else channels_of(recipe, x_MK, w_NK)
             for recipe in self._measure[layer]
+            if _fits(recipe, module)
         }
         scale = current_scale(module, X, x_MK)
         self._operands[layer] = Operands(x_MK.to(torch.float32, copy=True), w_NK, scale, by_recipe)
@@ -107,6 +111,8 @@ class ProductErrors:
         g, x, w = g_MN.float(), operands.x, operands.w
         exact = [x @ w.t(), g @ w if needs[0] else None, g.t() @ x if needs[1] else None]
         for recipe in self._measure[layer]:
+            if recipe.name not in operands.channels:
+                continue
             own = _is_own(recipe, module)
             scales = (operands.x_scale, current_scale(module, G, g_MN)) if own else (None, None)
             rounded = products(x, w, g, recipe, scales, operands.channels[recipe.name], exact)
@@ -137,6 +143,15 @@ def _zero_sums(device: torch.device) -> Tensor:
 def channels_of(recipe: Recipe, x_MK: Tensor, w_NK: Tensor) -> ChannelScales | None:
     """Return the channel scales that a recipe would have for these operands alone; None if it does not equalize."""
     return equalize(channel_amax(x_MK), column_amax(w_NK)) if recipe.equalization else None
+
+
+def _fits(recipe: Recipe, module: nn.Module) -> bool:
+    """Return whether a layer can have a recipe: under tensor parallelism none with a scale per tensor."""
+    if not hasattr(module.weight, "placements"):
+        return True
+    from octavo.nn.tensor_parallel import has_tensor_scale  # imports DTensor
+
+    return not has_tensor_scale(recipe)
 
 
 def _is_own(recipe: Recipe, module: nn.Module) -> bool:

@@ -15,6 +15,9 @@ and W diag(s), as products read them; a what-if recipe has the s of this X and W
 W that FSDP gathers in FP8 is not available in high precision, but its shards are: each rank counts its own rows, by row
 with the scales of the whole matrix, by tensor with the gathered scale. What-if recipes with blocks over several rows
 use the blocks of the shard.
+
+Under tensor parallelism X, W and G are the parts that this rank multiplies, as DTensors between the hooks of a style. X
+that was gathered in FP8 is counted before the gather, each rank its own tokens; products read its FP8 values.
 """
 
 import math
@@ -33,6 +36,7 @@ from octavo.nn.delayed import G, X, current_scale
 from octavo.nn.equalized import current_channels
 from octavo.nn.fp8_weight import Fp8Weight
 from octavo.nn.gathered import Fp8AllGatherOutput, ShardedWeight
+from octavo.nn.gathered_input import GatheredInput
 from octavo.nn.linear_subclasses import is_transposed
 from octavo.nn.operands import SUPPORTED_DTYPES
 from octavo.numerics.equalization import ChannelScales
@@ -100,6 +104,7 @@ class Sample:
         self._shards = {layer.name: shard for layer in layers if (shard := _shard(layer.module)) is not None}
         self._of_weights: dict[str, tuple[Channels, Factors]] = {}
         self._of_inputs: dict[str, Factors] = {}
+        self._before_gather: dict[str, Tensor] = {}
         self._without_graph: Counter[str] = Counter()
 
     @property
@@ -110,34 +115,51 @@ class Sample:
     def install(self) -> None:
         """Register the hooks."""
         for layer in self.layers:
-            self._handles.append(layer.module.register_forward_pre_hook(self._before(layer), with_kwargs=True))
-            self._handles.append(layer.module.register_forward_hook(self._after(layer), with_kwargs=True))
+            before, after = layer.module.register_forward_pre_hook, layer.module.register_forward_hook
+            self._handles.append(before(self._first(layer), prepend=True, with_kwargs=True))
+            self._handles.append(before(self._before(layer), with_kwargs=True))
+            self._handles.append(after(self._after(layer, distributed=True), prepend=True, with_kwargs=True))
+            self._handles.append(after(self._after(layer, distributed=False), with_kwargs=True))
 
     def remove(self) -> None:
         """Remove all hooks, including those on outputs."""
         for handle in self._handles:
             handle.remove()
 
+    def _first(self, layer: WatchedLayer) -> Callable[..., None]:
+        def save_input(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._before_gather[layer.name] = _input(args, kwargs)
+
+        return save_input
+
     def _before(self, layer: WatchedLayer) -> Callable[..., None]:
         def count_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
-            x = _input(args, kwargs)
+            x, own_x = _local(_input(args, kwargs)), _local(self._before_gather.pop(layer.name))
             recomputed = in_backward()
             if x.dtype not in SUPPORTED_DTYPES or (recomputed and not self._without_graph[layer.name]):
                 return
             with torch.no_grad(), disable_current_modes():
+                gathered = isinstance(x, GatheredInput)
+                x = x.dequantized() if isinstance(x, GatheredInput) else x
                 own = current_channels(layer.module, x)
                 if own is not None:
                     self.channels[layer.name] = own
                 if layer.counted:
                     channels = self._channels(layer, _matrix(x), own)
-                    self._of_inputs[layer.name] = self._count_x(layer, _matrix(x), channels, counted=not recomputed)
+                    counted = None if recomputed else own_x if gathered else x
+                    self._of_inputs[layer.name] = self._count_x(layer, _matrix(x), channels, counted)
                     self._update_w(layer, channels)
                 self.errors.save_operands(layer.name, layer.module, _matrix(x), own)
 
         return count_inputs
 
-    def _after(self, layer: WatchedLayer) -> Callable[..., None]:
+    def _after(self, layer: WatchedLayer, *, distributed: bool) -> Callable[..., None]:
+        """Return the hook on Y: on a DTensor before the hooks of its style, on any other tensor after all hooks."""
+
         def hook_output(module: nn.Module, args: Any, kwargs: Any, y: Tensor) -> None:
+            places = getattr(y, "placements", None)
+            if distributed and places is None:
+                return
             of_x, operands = self._of_inputs.pop(layer.name, None), self.errors.pop_operands(layer.name)
             if of_x is None and operands is None:
                 return
@@ -148,17 +170,19 @@ class Sample:
             needs = _input(args, kwargs).requires_grad, bool(module.weight.requires_grad)
             if of_x is not None:
                 of_w = self._of_weights[layer.name][1] if needs[0] else None
-                hook = self._on_gradient(layer, of_w, of_x if needs[1] else None)
+                hook = self._on_gradient(layer, of_w, of_x if needs[1] else None, places)
                 self._handles.append(y.register_hook(hook))
             if operands is not None:
-                self._handles.append(y.register_hook(self._on_products(layer, operands, needs)))
+                self._handles.append(y.register_hook(self._on_products(layer, operands, needs, places)))
 
         return hook_output
 
-    def _on_gradient(self, layer: WatchedLayer, of_w: Factors | None, of_x: Factors | None) -> Callable[[Tensor], None]:
+    def _on_gradient(
+        self, layer: WatchedLayer, of_w: Factors | None, of_x: Factors | None, places: Any
+    ) -> Callable[[Tensor], None]:
         def count_gradient(g: Tensor) -> None:
             with torch.no_grad(), disable_current_modes():
-                g_MN = _matrix(g)
+                g_MN = _matrix(_local_gradient(g, places))
                 scale = current_scale(layer.module, G, g_MN)
                 for operand, factors in (("dgrad_g", of_w), ("wgrad_g", of_x)):
                     spec = getattr(layer.recipe, operand)
@@ -174,11 +198,12 @@ class Sample:
         return count_gradient
 
     def _on_products(
-        self, layer: WatchedLayer, operands: Operands, needs: tuple[bool, bool]
+        self, layer: WatchedLayer, operands: Operands, needs: tuple[bool, bool], places: Any
     ) -> Callable[[Tensor], None]:
         def measure(g: Tensor) -> None:
             with torch.no_grad(), disable_current_modes():
-                self.errors.measure(layer.name, layer.module, operands, _matrix(g), needs)
+                g_MN = _matrix(_local_gradient(g, places))
+                self.errors.measure(layer.name, layer.module, operands, g_MN, needs)
 
         return measure
 
@@ -192,13 +217,15 @@ class Sample:
         ]  # fmt: skip
         return [own, *others]
 
-    def _count_x(self, layer: WatchedLayer, x_MK: Tensor, channels: Channels, *, counted: bool) -> Factors:
+    def _count_x(self, layer: WatchedLayer, x_MK: Tensor, channels: Channels, counted: Tensor | None) -> Factors:
+        """Return what X contributes to G; count `counted`, which is X or this rank's tokens of it, or nothing."""
         recipes, inverses = [layer.recipe, *self._what_if], [None if s is None else s.inverse for s in channels]
         forms: Sequence[ScaledTensor | None] = [None] * len(recipes)
-        if counted:
+        if counted is not None:
             scale = current_scale(layer.module, X, x_MK)
             own, *others = (OperandFormat(r.x, fold) for r, fold in zip(recipes, inverses, strict=True))
-            forms = self.accumulators.count((layer.name, "x"), x_MK, replace(own, scale=scale), others)
+            quantized = self.accumulators.count((layer.name, "x"), _matrix(counted), replace(own, scale=scale), others)
+            forms = quantized if counted.numel() == x_MK.numel() else forms
         folds = [
             _row_scales(x_MK, r.wgrad_x, fold, form) if r.folds_x else None
             for r, fold, form in zip(recipes, inverses, forms, strict=True)
@@ -251,8 +278,8 @@ class Sample:
 
 
 def _weight(module: nn.Module) -> Tensor:
-    """Return W [N,K] of a layer."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
+    """Return W [N,K] of a layer, or this rank's part."""
+    weight = _local(module.weight)  # type: ignore[arg-type]
     return weight.t() if is_transposed(module) else weight
 
 
@@ -265,6 +292,22 @@ def _shard(module: nn.Module) -> ShardedWeight | None:
     """Return this rank's rows of a weight that FSDP gathers in FP8."""
     local = getattr(module.weight, "_local_tensor", None)
     return local if isinstance(local, ShardedWeight) else None
+
+
+def _local(x: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; any other tensor itself."""
+    return getattr(x, "_local_tensor", x)
+
+
+def _local_gradient(g: Tensor, places: Any) -> Tensor:
+    """Return this rank's part of G, which the layer gets as its output is placed; summands have whole gradients."""
+    if places is None:
+        return g
+    from torch.distributed.tensor import Replicate  # slow import
+
+    gradient: Any = g
+    wanted = tuple(Replicate() if place.is_partial() else place for place in places)
+    return _local(gradient if gradient.placements == wanted else gradient.redistribute(placements=wanted))
 
 
 def _read(x: Tensor) -> Tensor:

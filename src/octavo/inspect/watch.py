@@ -19,6 +19,7 @@ dispatch modes, autograd and the caches that layers share, so a sampled step com
     torch.compile           a sampled step runs eagerly, so that hooks are called; compiled code stays valid
     ranks                   one sum and one maximum over the group at the end of the step; rows are the same on all
     weights in FP8          gathered so by FSDP (`octavo.nn.gathered`): each rank counts its own rows
+    tensor parallelism      each rank counts the parts that it multiplies; what all ranks have counts once for each
 
 Not covered: a layer whose forward is not called (the head under the chunked loss), and the recomputation of wgrad's X
 from FP8 under `activations="fp8"`: its row scales, folded into G, are those of forward.

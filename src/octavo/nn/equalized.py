@@ -335,7 +335,7 @@ def current_channels(module: nn.Module, input: Tensor) -> ChannelScales | None:
     """
     if not equalizes(module):
         return None
-    weight: Tensor = module.weight
+    weight: Tensor = getattr(module.weight, "_local_tensor", module.weight)  # a part under tensor parallelism
     if isinstance(weight, Fp8AllGatherOutput):
         return weight.channels
     scales = equalizer_of(module).next_scales(module.training)

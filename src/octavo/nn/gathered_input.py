@@ -78,6 +78,10 @@ class GatheredInput(Tensor):
         data, x_t = self.rows.x.data, self.rows.for_wgrad() if needs_wgrad else None
         return data, self.rows.x.scale, None if x_t is data else x_t
 
+    def dequantized(self) -> Tensor:
+        """Return the FP8 values as a plain tensor."""
+        return dequantize(self.rows.x, self.dtype).view(self.shape)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         owner = args[0]
@@ -96,8 +100,6 @@ class GatheredInput(Tensor):
         )
 
         def dequantized(value: Any) -> Any:
-            return (
-                dequantize(value.rows.x, value.dtype).view(value.shape) if isinstance(value, GatheredInput) else value
-            )
+            return value.dequantized() if isinstance(value, GatheredInput) else value
 
         return func(*tree_map(dequantized, args), **tree_map(dequantized, kwargs or {}))

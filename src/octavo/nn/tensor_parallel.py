@@ -84,11 +84,16 @@ def distributed_linear(
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise ValueError for a recipe whose scales cover more than a rank has."""
-    if recipe.history or TENSOR in (recipe.x.granularity, recipe.w.granularity):
+    if has_tensor_scale(recipe):
         raise ValueError(
             f"recipe {recipe.name!r} has one scale per tensor, which would be another on each rank of tensor "
             "parallelism: convert the model with recipe 'rowwise', whose scales belong to rows"
         )
+
+
+def has_tensor_scale(recipe: Recipe) -> bool:
+    """Return whether scales of X or W cover more than a rank has."""
+    return recipe.history > 0 or TENSOR in (recipe.x.granularity, recipe.w.granularity)
 
 
 def _as_dtensor(tensor: Tensor | None, mesh: DeviceMesh) -> Any:
