@@ -558,3 +558,26 @@ def disabled_job():
 def test_disabled_layers_send_no_fp8(gloo):
     for similarity_, dtypes in gloo.run(disabled_job, 2):
         assert similarity_ > 45 and torch.bfloat16 in dtypes
+
+
+def shared_job(styles):
+    """Whether two layers still share a weight, the similarity of its gradient, or the error."""
+    model = linears(sizes=((128, 128), (128, 128)), bias=False)
+    model[1].weight = model[0].weight
+    alone = copy.deepcopy(model)
+    try:
+        parallelize_module(model, tp_mesh(), {str(i): style(sequence_dim=None) for i, style in enumerate(styles)})
+    except ValueError as error:
+        return str(error)
+    x = torch.randn(4, 128)
+    (alone[0](x) * alone[1](x)).sum().backward()
+    (model[0](x) * model[1](x)).sum().backward()
+    return model[0].weight is model[1].weight, similarity(alone[0].weight.grad, whole(model[0].weight.grad))
+
+
+@pytest.mark.thorough
+def test_layers_that_share_a_weight_share_its_parts(gloo):
+    for tied, accuracy in gloo.run(shared_job, 2, [Fp8ColwiseParallel] * 2):
+        assert tied and accuracy > 100
+    for message in gloo.run(shared_job, 2, [Fp8ColwiseParallel, Fp8RowwiseParallel]):
+        assert "another layer shares a parameter" in message

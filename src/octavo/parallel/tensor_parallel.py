@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from octavo.nn.gathered_input import fits
 from octavo.nn.input_casts import InputCastCache
@@ -37,6 +38,8 @@ from octavo.runtime.switch import SWITCH
 _WIRES = ("fp8", "bf16")
 _GATHERED = InputCastCache()
 """The last X that a column-parallel layer gathered, per thread."""
+_PARTS: Any = WeakIdKeyDictionary()
+"""What replaced a parameter, for other layers that share it."""
 
 
 class _Fp8Style(ParallelStyle):
@@ -77,8 +80,10 @@ class _Fp8Style(ParallelStyle):
         self._compare_ranks(module, device_mesh, problem)
         for name, dim in (("weight", Shard(self.weight_dim)), ("bias", self.bias_placement)):
             if (parameter := getattr(module, name)) is not None:
-                placed = distribute_tensor(parameter, device_mesh, [dim], src_data_rank=self.src_data_rank)
-                module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+                if parameter not in _PARTS:
+                    placed = distribute_tensor(parameter, device_mesh, [dim], src_data_rank=self.src_data_rank)
+                    _PARTS[parameter] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+                module.register_parameter(name, _PARTS[parameter])
         exchange = TokenExchange(
             mesh=device_mesh,
             sequence_dim=self.sequence_dim,
@@ -103,6 +108,13 @@ class _Fp8Style(ParallelStyle):
                 f"{name}: this layer is distributed already, as {module.weight.placements}: name each layer in one "
                 "plan, and call parallelize_module before octavo.parallelize or fully_shard"
             )
+        for parameter, placement in ((module.weight, Shard(self.weight_dim)), (module.bias, self.bias_placement)):
+            part = None if parameter is None else _PARTS.get(parameter)
+            if part is not None and (part.device_mesh, part.placements) != (mesh, (placement,)):
+                raise ValueError(
+                    f"{name}: another layer shares a parameter of this one, and distributes it as {part.placements}: "
+                    "give both the same style, or parameters of their own"
+                )
         if isinstance(module, LinearLike):
             check_recipe(module.recipe)
         sizes = {self.split_size: getattr(module, self.split_size)}
