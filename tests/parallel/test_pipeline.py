@@ -371,3 +371,22 @@ def test_older_torch_is_refused_by_name(monkeypatch):
     monkeypatch.delattr("torch.distributed.pipelining._utils._StageMeta")
     with pytest.raises(RuntimeError, match="needs torch 2.13: .* lacks _StageMeta"):
         PipelineStage(nn.Linear(8, 8), 0, 1, torch.device("cpu"))
+
+
+def job_with_a_smaller_last_batch():
+    rank = dist.get_rank()
+    stage = PipelineStage(nn.Linear(128, 128), rank, 2, torch.device("cpu"))
+    schedule = pipelining.ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss)
+    for size in (8, 7):
+        x = torch.randn(size, 128)
+        try:
+            schedule.step(*([x] if rank == 0 else []), target=x if rank == 1 else None)
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+
+@pytest.mark.thorough
+def test_micro_batches_of_another_size_raise_where_they_would_be_sent(gloo):
+    (name, message), other = gloo.run(job_with_a_smaller_last_batch, 2, timeout=20.0)
+    assert name == "ValueError" and "micro-batch 3 sends [[1, 128]], but its receiver expects [[2, 128]]" in message
+    assert other is not None  # its connection breaks, or times out

@@ -71,6 +71,7 @@ class PipelineStage(pipelining.PipelineStage):
         ValueError: For an unknown spec. From the first step, on all ranks: if ranks differ in these settings, a
             schedule expects other stages on a rank (V schedules take stages i and n-1-i), two stages on a rank share a
             parameter, or a layer has an amax history (recipe `delayed`).
+        ValueError: In a step whose micro-batches have other sizes than the first one, on the rank that would send it.
         RuntimeError: Before torch 2.13, whose stages do not exchange the metadata that this class needs. From the first
             backward, if a zero-bubble schedule meets weights that FSDP2 frees after forward.
 
@@ -111,6 +112,7 @@ class PipelineStage(pipelining.PipelineStage):
         self._spec = parse_spec(spec) if fp8_comm else None
         super().__init__(submodule, stage_index, num_stages, device, **options)
         self._checked: dict[int, int] | None = None
+        self._sent_shapes: list[torch.Size] | None = None
         self._activations: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._gradients: dict[int, list[tuple[Tensor, Tensor]]] = {}
         _STAGES.add(self)
@@ -147,7 +149,17 @@ class PipelineStage(pipelining.PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send a micro-batch's outputs."""
-        return self._sending(super().get_fwd_send_ops(fwd_chunk_id), gradients_of_stage(self, "outputs"))
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        shapes = [op.tensor.shape for op in ops]
+        if self._sent_shapes is None:
+            self._sent_shapes = shapes
+        elif shapes != self._sent_shapes:
+            raise ValueError(
+                f"stage {self.stage_index}: micro-batch {fwd_chunk_id} sends {[list(s) for s in shapes]}, but its "
+                f"receiver expects {[list(s) for s in self._sent_shapes]}, as of the first one: all micro-batches need "
+                "one size, so choose a batch that n_microbatches divides, and drop or pad a smaller last batch"
+            )
+        return self._sending(ops, gradients_of_stage(self, "outputs"))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the operations that send the gradients of a micro-batch's inputs."""
