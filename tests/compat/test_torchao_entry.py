@@ -1,5 +1,6 @@
 """torchao's entry point: names and configurations of its recipes, its filters, what cannot be followed."""
 
+import enum
 import sys
 from pathlib import Path
 
@@ -10,6 +11,12 @@ import octavo
 from octavo.compat.torchao import RECIPES, convert_to_float8_training
 
 PEERS = Path(sys.prefix) / "peers"
+
+
+class Float8LinearRecipeName(enum.Enum):
+    """As torchao's."""
+
+    ROWWISE = "rowwise"
 
 
 def model():
@@ -30,7 +37,7 @@ def torchao_config(monkeypatch):
     ("config", "recipe"),
     [
         (None, "tensorwise"), ("tensorwise", "tensorwise"), ("rowwise", "rowwise"),
-        ("rowwise_with_gw_hp", "rowwise_hp_wgrad"),
+        ("rowwise_with_gw_hp", "rowwise_hp_wgrad"), (Float8LinearRecipeName.ROWWISE, "rowwise"),
     ],
 )  # fmt: skip
 def test_names(config, recipe):

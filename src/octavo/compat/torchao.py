@@ -36,8 +36,8 @@ def convert_to_float8_training(
     Args:
         module: As `model` of `octavo.convert`.
         module_filter_fn: Called with a linear layer and its name; True to convert it.
-        config: The name of a torchao recipe, a `torchao.float8.Float8LinearConfig`, or None for torchao's default,
-            "tensorwise".
+        config: The name of a torchao recipe, also as a `Float8LinearRecipeName`; a `torchao.float8.Float8LinearConfig`;
+            or None for torchao's default, "tensorwise".
 
     Returns:
         The same model.
@@ -67,8 +67,8 @@ def _recipe_name(config: Any) -> str:
     """Return torchao's name for a configuration."""
     if config is None:
         return "tensorwise"
-    if isinstance(config, str):
-        name = str(getattr(config, "value", config))  # torchao's enumeration of names is one of strings
+    name = getattr(config, "value", config)  # of torchao's enumeration of names
+    if isinstance(name, str):
         if name not in RECIPES:
             raise ValueError(f"torchao has no recipe {name!r}{nearest(name, RECIPES)}. Known: {', '.join(RECIPES)}")
         return name
