@@ -233,10 +233,11 @@ class Autopilot:
         return self.last_changes
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moves, the step number and the pending trials as plain lists and dictionaries."""
+        """Return the moves, the step number and what the next step is to measure, as plain lists and dictionaries."""
         return {
             "moves": [asdict(move) for move in self.changes], "step": self.watch.number, "due": self._due,
-            "trials": dict(self._trials), "calm": dict(self._healthy),
+            "trials": dict(self._trials), "calm": dict(self._healthy), "repeat": self.should_repeat,
+            "suspects": {layer: sorted(rejected) for layer, rejected in self._suspects.items()},
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -258,7 +259,8 @@ class Autopilot:
         for move in moves:
             if move.layer in self._first_recipes or is_converted(names[move.layer]):
                 self._move(move)
-        self.last_changes, self.should_repeat, self._suspects = [], False, {}
+        self.last_changes, self.should_repeat = [], state.get("repeat", False)
+        self._suspects = {layer: set(rejected) for layer, rejected in state.get("suspects", {}).items()}
         self.watch.number = state.get("step", self.watch.number)
         self._due = state.get("due", False)
         self._trials = {layer: name for layer, name in state.get("trials", {}).items() if layer in self._first_recipes}
