@@ -1,6 +1,7 @@
 """Loops on accelerate in FP8: the losses of a plain loop, saved states, several ranks, settings that contradict."""
 
 import os
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import octavo
 from octavo.integrations.accelerate import Fp8Accelerator
+from octavo.integrations.precision import Fp8State, fallback_recipes
 from processes import Gloo, gloo  # noqa: F401
 
 
@@ -95,6 +97,35 @@ def test_settings_that_contradict_each_other(llama):
     assert not any(row.converted for row in octavo.report(model))
 
 
+def test_what_is_converted_and_what_is_not(llama):
+    accelerator = Fp8Accelerator(cpu=True)
+    model, _ = accelerator.prepare(llama(), torch.nn.CrossEntropyLoss())
+    alone = accelerator.prepare_model(llama())
+    evaluated = accelerator.prepare_model(llama(), evaluation_mode=True)
+    assert [sum(row.converted for row in octavo.report(m)) for m in (model, alone)] == [14, 14]
+    assert not any(row.converted for row in octavo.report(evaluated))
+    accelerator.prepare(model)
+    assert len(accelerator._custom_objects) == 2
+
+
+def test_memory_is_free_of_models(llama, tmp_path):
+    accelerator = Fp8Accelerator(cpu=True)
+    first = weakref.ref(accelerator.prepare(llama()))
+    accelerator.free_memory()
+    assert first() is None
+    accelerator.prepare(llama())
+    accelerator.save_state(str(tmp_path))
+    accelerator.free_memory()
+    accelerator.prepare(llama())
+    accelerator.load_state(str(tmp_path))
+
+
+def test_adamw_without_fp8_states_is_refused(llama):
+    accelerator, model = Fp8Accelerator(cpu=True, precision="fp8+activations+optimizer"), llama()
+    with pytest.raises(ValueError, match="the optimizer is an octavo.AdamW with states='fp32'"):
+        accelerator.prepare(model, octavo.AdamW(model.parameters(), states="fp32"))
+
+
 def _two_rank_losses(recipe):
     rank = dist.get_rank()
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
@@ -136,3 +167,19 @@ def test_two_ranks_train_like_one(gloo):  # noqa: F811
 def test_state_of_one_rank_is_refused_on_two(gloo):  # noqa: F811
     messages = gloo.run(_two_rank_losses, 2, "delayed")
     assert all("recipe 'delayed'" in message and "octavo.parallelize" in message for message in messages)
+
+
+def _fallbacks():
+    names = fallback_recipes()
+    model = octavo.convert(small_llama(), verbose=False)
+    state = Fp8State(octavo.convert(small_llama(), "rowwise_equalized", verbose=False), octavo.Precision()).state_dict()
+    with pytest.raises(ValueError, match="recipe 'rowwise_equalized'.*which ranks have to share"):
+        Fp8State(model, octavo.Precision()).load_state_dict(state)
+    return names
+
+
+@pytest.mark.thorough
+def test_layers_move_to_no_state_of_one_rank_on_two(gloo):  # noqa: F811
+    for names in gloo.run(_fallbacks, 2):
+        assert names == ("tensorwise", "rowwise", "blockwise", "mxfp8", "rowwise_hp_wgrad")
+    assert "rowwise_equalized" in fallback_recipes()

@@ -161,6 +161,124 @@ def test_samples_are_logged_and_the_autopilot_moves_layers(accumulation, llama, 
     assert moved and moved <= {row.name for row in octavo.report(model) if row.recipe != "tensorwise"}
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("checkpoint", [1, 2])
+def test_the_autopilot_goes_on_from_a_checkpoint(checkpoint, llama, samples, tmp_path):
+    def train(folder, **resume):
+        model = llama()
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight[:, 3] *= 3e5
+            model.model.layers[0].mlp.up_proj.weight[3] *= 3e4
+        trainer = Fp8Trainer(
+            model=model, args=arguments(tmp_path / folder, max_steps=4, save_strategy="steps", save_steps=1),
+            train_dataset=samples, precision={"recipe": "tensorwise"}, autopilot=True, inspect_every=2,
+        )  # fmt: skip
+        trainer.train(**resume)
+        return trainer
+
+    whole = train("a")
+    resumed = train("b", resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{checkpoint}"))
+    assert whole._monitor.changes and resumed._monitor.changes == whole._monitor.changes
+    assert same_weights(whole.model, resumed.model)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise_equalized"])
+def test_the_best_model_has_its_own_recipes_and_state(recipe, llama, samples, tmp_path):
+    class Moving(Fp8Trainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            if self.state.global_step == 1:
+                octavo.nn.change_recipe(self.model, "model.layers.1.mlp.down_proj", "blockwise", reason="a test")
+            return loss
+
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    args = arguments(
+        tmp_path, max_steps=4, learning_rate=0.05, load_best_model_at_end=True, metric_for_best_model="first", **options
+    )
+    trainer = Moving(
+        model=llama(), args=args, train_dataset=samples, eval_dataset=samples[:8], precision={"recipe": recipe},
+        compute_metrics=lambda _: {"first": trainer.state.global_step == 1},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    (before,) = (e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e and e["step"] == 1)
+    assert trainer.model.get_submodule("model.layers.1.mlp.down_proj").recipe.name == recipe
+    assert trainer.evaluate()["eval_loss"] == before
+
+
+@pytest.mark.thorough
+def test_state_of_other_layers_is_an_error(llama, samples, tmp_path):
+    checkpoint = saved(llama, samples, tmp_path)
+    state = json.loads((checkpoint / STATE_FILE).read_text())
+    recipes = state["recipes"]
+    for other, message in (({f"x.{k}": v for k, v in recipes.items()}, "this one has no 'x"), ({}, "it has no recipe")):
+        (checkpoint / STATE_FILE).write_text(json.dumps({**state, "recipes": other}))
+        trainer = Fp8Trainer(model=llama(), args=arguments(tmp_path / "b", max_steps=2), train_dataset=samples)
+        with pytest.raises(ValueError, match=f"of another model: {message}"):
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+ALL = "fp8+activations+optimizer"
+
+
+class OwnOptimizer(Trainer):
+    def create_optimizer(self):
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        return self.optimizer
+
+
+def test_optimizers_without_the_states_that_were_asked_for(llama, samples, tmp_path):
+    model, args = llama(), arguments(tmp_path, max_steps=1)
+    with pytest.raises(ValueError, match=r"Fp8OwnOptimizer created a .*SGD: create an octavo.AdamW there"):
+        with_fp8(OwnOptimizer)(model=model, args=args, train_dataset=samples, precision=ALL).train()
+    optimizers = octavo.AdamW(model.parameters(), states="fp32"), None
+    with pytest.raises(ValueError, match=r"optimizers=\(…\) has an octavo.AdamW with states='fp32'"):
+        Fp8Trainer(model=model, args=args, train_dataset=samples, precision=ALL, optimizers=optimizers)
+
+
+def test_the_user_sets_options_of_adamw(llama, samples, tmp_path):
+    trainer = Fp8Trainer(
+        model=llama(), args=arguments(tmp_path), train_dataset=samples, precision=ALL,
+        optimizer_cls_and_kwargs=(octavo.AdamW, {"nonfinite": "skip"}),
+    )  # fmt: skip
+    (group, _) = trainer.create_optimizer().param_groups
+    assert (group["nonfinite"], group["lr"], group["states"], group["master"]) == ("skip", LR, "fp8", "remainder")
+
+
+@pytest.mark.parametrize(
+    ("before", "precision", "message"),
+    [
+        ({}, "fp8+activations", "without activations='fp8'"),
+        ({}, {"recipe": "blockwise"}, "to rowwise"),
+        ({}, "bf16", r"its layers compute in FP8 \(rowwise\)"),
+        ({"matmul": "bf16", "activations": "fp8"}, "fp8+activations", "its layers do not compute in FP8"),
+    ],
+)
+def test_a_converted_model_that_lacks_what_is_asked_for(before, precision, message, llama, samples, tmp_path):
+    model = octavo.convert(llama(), precision=octavo.Precision(**before), verbose=False)
+    with pytest.raises(ValueError, match=f"this model was converted before: {message}"):
+        Fp8Trainer(model=model, args=arguments(tmp_path), train_dataset=samples, precision=precision)
+
+
+def test_activations_alone_with_model_init(llama, samples, tmp_path):
+    precision = {"level": "bf16", "activations": "fp8"}
+    make = {"model_init": lambda: llama(), "args": arguments(tmp_path), "train_dataset": samples}
+    trainer = Fp8Trainer(**make, precision=precision)
+    Fp8Trainer(model=trainer.model, args=make["args"], train_dataset=samples, precision=precision)
+    assert trainer.model.config.octavo["precision"] == "bf16+activations"
+
+
+def test_a_folder_that_the_trainer_does_not_make(llama, samples, tmp_path):
+    class Sharded(Trainer):  # as with FSDP, whose shards are saved later
+        def save_model(self, output_dir=None, _internal_call=False):
+            pass
+
+    trainer = with_fp8(Sharded)(model=llama(), args=arguments(tmp_path), train_dataset=samples)
+    trainer.save_model(str(tmp_path / "a" / "b"))
+    assert (tmp_path / "a" / "b" / STATE_FILE).exists()
+
+
 def test_model_init_is_converted_each_time(llama, samples, tmp_path):
     trainer = Fp8Trainer(model_init=lambda: llama(), args=arguments(tmp_path, max_steps=1), train_dataset=samples)
     trainer.train()
@@ -182,7 +300,7 @@ def test_a_model_that_its_user_converted_keeps_its_recipes(llama, samples, tmp_p
         ({"precision": "fp9"}, {}, "unknown precision level 'fp9'"),
         ({"precision": {"recipee": "rowwise"}}, {}, "no key 'recipee'.*recipe"),
         ({"precision": "fp8+activations+optimizer"}, {"optim": "adafactor"}, "args.optim is 'adafactor'"),
-        ({"precision": "fp8+activations+optimizer", "optimizers": "sgd"}, {}, r"optimizers=\(SGD, …\) was given"),
+        ({"precision": "fp8+activations+optimizer", "optimizers": "sgd"}, {}, r"optimizers=\(…\) has a .*SGD"),
         (
             {"precision": "fp8+activations+optimizer", "optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, {},
             "optimizer_cls_and_kwargs names SGD",
@@ -209,6 +327,7 @@ def test_only_trainers_have_a_trainer_in_fp8():
         pass
 
     assert issubclass(with_fp8(Mine), Mine) and with_fp8(Mine) is with_fp8(Mine)
+    assert with_fp8(Fp8Trainer) is Fp8Trainer
 
 
 @pytest.mark.slow

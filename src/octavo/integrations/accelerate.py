@@ -4,9 +4,9 @@
     accelerator = Fp8Accelerator(precision="fp8+activations", mixed_precision="bf16")
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-`prepare` converts models in place before accelerate wraps or shards them, so that an optimizer made before keeps its
-parameters. `save_state` and `load_state` carry the recipes and their state. accelerate's handlers of other FP8
-libraries (`FP8RecipeKwargs` and the like) do not combine with it.
+`prepare` and `prepare_model` convert models in place before accelerate wraps or shards them, so that an optimizer made
+before keeps its parameters. `save_state` and `load_state` carry the recipes and their state. accelerate's handlers of
+other FP8 libraries (`FP8RecipeKwargs` and the like) do not combine with it.
 """
 
 from typing import Any
@@ -53,16 +53,41 @@ class Fp8Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise ValueError(f"{label} with FSDP1 is not supported: FullyShardedDataParallelPlugin(fsdp_version=2)")
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert the models among the arguments, then prepare all as `accelerate.Accelerator.prepare` does."""
+        """Convert the models among the arguments, then prepare all as `accelerate.Accelerator.prepare` does.
+
+        Modules without parameters, such as losses, are not converted.
+        """
         for optimizer in args:
             if isinstance(optimizer, torch.optim.Optimizer):
                 check_optimizer(self.precision, optimizer)
         for model in args:
-            if isinstance(model, nn.Module) and model not in self._models:
-                bare = self.unwrap_model(model, keep_torch_compile=False)
-                prepare(bare, self.precision, verbose=self.is_main_process)
-                self.register_for_checkpointing(Fp8State(bare, self.precision))
+            if isinstance(model, nn.Module):
+                self._convert(model)
         return super().prepare(*args, **kwargs)
+
+    def prepare_model(self, model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> nn.Module:
+        """Convert a model, then prepare it as `accelerate.Accelerator.prepare_model` does.
+
+        With `evaluation_mode=True` it is not converted.
+        """
+        if not evaluation_mode:
+            self._convert(model)
+        prepared: nn.Module = super().prepare_model(model, *args, evaluation_mode=evaluation_mode, **kwargs)
+        return prepared
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Release all references, as `accelerate.Accelerator.free_memory` does, and those to models' FP8 state."""
+        registered: list[Any] = self._custom_objects
+        registered[:] = [item for item in registered if not isinstance(item, Fp8State)]
+        return super().free_memory(*objects)
+
+    def _convert(self, model: nn.Module) -> None:
+        bare = self.unwrap_model(model, keep_torch_compile=False)
+        known = any(isinstance(item, Fp8State) and item.model is bare for item in self._custom_objects)
+        if known or not any(True for _ in bare.parameters()):
+            return
+        prepare(bare, self.precision, verbose=self.is_main_process)
+        self.register_for_checkpointing(Fp8State(bare, self.precision))
 
 
 __all__ = ["Fp8Accelerator"]

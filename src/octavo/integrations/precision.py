@@ -9,13 +9,16 @@ import torch.distributed as dist
 from torch import nn
 
 from octavo._version import __version__
+from octavo.activations.modules import saves_fp8
+from octavo.inspect.autopilot import FALLBACK_RECIPES, Autopilot
 from octavo.nn import change_recipe, delayed, equalized_state
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
+from octavo.nn.report import PLAN_ATTRIBUTE
 from octavo.nn.select import is_layer
 from octavo.numerics.names import nearest
-from octavo.numerics.precision import Precision
-from octavo.numerics.recipe import Recipe
+from octavo.numerics.precision import AUTO, Precision
+from octavo.numerics.recipe import DEFAULT, Recipe, get_recipe
 from octavo.optim import AdamW
 from octavo.planner.auto_convert import convert
 
@@ -48,20 +51,71 @@ def precision_of(value: PrecisionLike) -> Precision:
     return Precision.level(table.pop("level", "fp8"), **table)
 
 
-def converted(model: nn.Module) -> bool:
-    """Return whether a model has a layer that computes in FP8."""
-    return any(is_converted(module) or is_converted_experts(module) for module in model.modules())
-
-
 def prepare(model: nn.Module, precision: Precision, verbose: bool) -> None:
-    """Convert a model as asked, in place, unless its user converted it already.
+    """Convert a model as asked, in place. A model that was converted before keeps its recipes.
 
     Raises:
-        ValueError: As `octavo.convert`; for recipes whose scales depend on the history of one rank, on several ranks.
+        ValueError: As `octavo.convert`; for a model that was converted before without what `precision` asks for; for
+            recipes whose scales depend on the history of one rank, on several ranks.
         TypeError: As `octavo.convert`.
     """
-    if not converted(model) and (precision.matmul == "fp8" or precision.activations == "fp8"):
+    recipes = {module.recipe.name for module in model.modules() if is_converted(module) or is_converted_experts(module)}
+    if recipes or any(saves_fp8(module) for module in model.modules()):
+        _check_conversion(model, recipes, precision)
+    elif precision.matmul == "fp8" or precision.activations == "fp8":
         convert(model, precision=precision, verbose=verbose)
+    _check_ranks(model)
+
+
+def optimizer_problem(optimizer: Any, precision: Precision) -> str | None:
+    """Return what an optimizer is instead of `octavo.AdamW` with the states of a precision; None if it fits."""
+    while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
+        optimizer = optimizer.optimizer
+    if precision.states != "fp8" and precision.master != "remainder":
+        return None
+    if not isinstance(optimizer, AdamW):
+        return f"a {type(optimizer).__module__}.{type(optimizer).__name__}"
+    if precision.states == "fp8" and all(group["states"] != "fp8" for group in optimizer.param_groups):
+        return "an octavo.AdamW with states='fp32'"
+    return None
+
+
+def check_optimizer(precision: Precision, optimizer: Any) -> None:
+    """Raise ValueError if a precision has FP8 optimizer states and an optimizer, wrapped or not, has not."""
+    if (problem := optimizer_problem(optimizer, precision)) is not None:
+        raise ValueError(
+            f"precision={precision.label!r} has FP8 states of AdamW, but the optimizer is {problem}: create it with "
+            "octavo.AdamW(model.parameters(), …)"
+        )
+
+
+def fallback_recipes() -> tuple[str, ...]:
+    """Return the names of recipes to which an autopilot may move layers: on several ranks, none that keeps a state."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return tuple(name for name in FALLBACK_RECIPES if ranks == 1 or not get_recipe(name).layer_state)
+
+
+def _check_conversion(model: nn.Module, recipes: set[str], precision: Precision) -> None:
+    """Raise ValueError if a converted model lacks what `precision` asks for."""
+    plans = [vars(module)[PLAN_ATTRIBUTE] for module in model.modules() if PLAN_ATTRIBUTE in vars(module)]
+    problem = None
+    if precision.matmul == "bf16" and recipes:
+        problem = f"its layers compute in FP8 ({', '.join(sorted(recipes))})"
+    elif precision.matmul == "fp8" and not recipes:
+        problem = "its layers do not compute in FP8"
+    elif precision.activations == "fp8" and all(plan.activations != "fp8" for plan in plans):
+        problem = "without activations='fp8'"
+    elif precision.matmul == "fp8" and precision.recipe not in {DEFAULT.name, AUTO, *recipes}:
+        problem = f"to {', '.join(sorted(recipes))}"
+    if problem is not None:
+        raise ValueError(
+            f"precision={precision.label!r}, but this model was converted before: {problem}. Call octavo.revert(model) "
+            "first, or ask for the precision that it has"
+        )
+
+
+def _check_ranks(model: nn.Module) -> None:
+    """Raise ValueError if several ranks have layers whose scales depend on the history of one rank."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         for name, module in model.named_modules():
             if is_converted(module) and module.recipe.layer_state:
@@ -71,30 +125,22 @@ def prepare(model: nn.Module, precision: Precision, verbose: bool) -> None:
                 )
 
 
-def check_optimizer(precision: Precision, optimizer: Any) -> None:
-    """Raise ValueError if a precision has FP8 optimizer states and an optimizer, wrapped or not, has not."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if precision.states == "fp8" and not isinstance(inner, AdamW):
-        kind = f"{type(inner).__module__}.{type(inner).__name__}"
-        raise ValueError(
-            f"precision={precision.label!r} has FP8 states of AdamW, but the optimizer is a {kind}: create it with "
-            "octavo.AdamW(model.parameters(), …)"
-        )
-
-
 class Fp8State:
     """The FP8 settings and scaling state of a model, for the checkpoints of a tool.
 
     Args:
         model: A model, converted or not; not wrapped.
         precision: What the run asks for.
+        autopilot: Moves layers of the model, if given.
     """
 
-    def __init__(self, model: nn.Module, precision: Precision) -> None:
-        self.model, self.precision = model, precision
+    def __init__(self, model: nn.Module, precision: Precision, autopilot: Autopilot | None = None) -> None:
+        self.model, self.precision, self.autopilot = model, precision, autopilot
 
     def state_dict(self) -> dict[str, Any]:
-        """Return version, precision, the recipe of each layer, amax histories and channel scales, JSON-serializable."""
+        """Return version, precision, the recipe of each layer, amax histories, channel scales, and the state of the
+        autopilot, JSON-serializable.
+        """
         layers = {name: module for name, module in self.model.named_modules() if is_layer(module)}
         return {
             "octavo": __version__,
@@ -103,12 +149,16 @@ class Fp8State:
             "recipes": {name: _recipe_of(module) for name, module in layers.items()},
             "delayed": delayed.state_dict(self.model),
             "equalized": equalized_state.state_dict(self.model),
+            "autopilot": None if self.autopilot is None else self.autopilot.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set recipes that changed during training (by the autopilot) and scaling state as they were saved.
 
         If the precision of the run is another, it is not changed, and a warning names both.
+
+        Raises:
+            ValueError: For the state of other layers; for recipes with a state on several ranks.
         """
         saved = state["precision"] | {key: tuple(state["precision"][key]) for key in ("skip", "only")}
         if saved != asdict(self.precision):
@@ -119,10 +169,18 @@ class Fp8State:
             )
             return
         modules = dict(self.model.named_modules())
+        unknown = [name for name, recipe in state["recipes"].items() if recipe is not None and name not in modules]
+        own = [name for name, module in modules.items() if is_layer(module) and _recipe_of(module) is not None]
+        if unknown or (unnamed := [name for name in own if name not in state["recipes"]]):
+            fault = f"this one has no {unknown[0]!r}" if unknown else f"it has no recipe of {unnamed[0]!r}"
+            raise ValueError(f"the FP8 state is of another model: {fault}")
+        if self.autopilot is not None and state.get("autopilot") is not None:
+            self.autopilot.load_state_dict(state["autopilot"])
         for name, fields_of_recipe in state["recipes"].items():
             if name in modules and _recipe_of(modules[name]) != fields_of_recipe:
                 recipe = None if fields_of_recipe is None else Recipe.from_json(dict(fields_of_recipe))
                 change_recipe(self.model, name, recipe, reason="as in the checkpoint")
+        _check_ranks(self.model)
         delayed.load_state_dict(self.model, state["delayed"])
         equalized_state.load_state_dict(self.model, state["equalized"])
 
@@ -142,5 +200,5 @@ def _recipe_of(module: nn.Module) -> dict[str, Any] | None:
 
 
 def _difference(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    keys = [key for key in own if saved.get(key) != own[key]]
-    return ", ".join(f"precision.{key} = {saved.get(key)!r}, now {own[key]!r}" for key in keys)
+    keys = [key for key in {**own, **saved} if saved.get(key) != own.get(key)]
+    return ", ".join(f"precision.{key} = {saved.get(key)!r}, now {own.get(key)!r}" for key in keys)

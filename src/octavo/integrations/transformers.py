@@ -7,9 +7,10 @@
 place when the Trainer is made, before it is wrapped or an optimizer exists. Everything else is the Trainer's own:
 autocast, gradient accumulation and clipping, checkpoints, logging.
 
-A checkpoint gets a file `octavo.json` with the precision, the recipe of each layer and the state of recipes that have
-one, from which `resume_from_checkpoint` goes on. A saved `config.json` notes the precision: a Trainer of this module
-that trains the model without FP8 afterwards warns. A plain `transformers.Trainer` cannot.
+A checkpoint gets a file `octavo.json` with the precision, the recipe of each layer, and the state of the autopilot and
+of recipes that have one. `resume_from_checkpoint` goes on from it, and `load_best_model_at_end` restores it. A saved
+`config.json` notes the precision: a Trainer of this module that trains the model without FP8 afterwards warns. A plain
+`transformers.Trainer` cannot.
 """
 
 import json
@@ -24,7 +25,15 @@ from torch import nn
 
 from octavo._version import __version__
 from octavo.inspect import Autopilot, Watch
-from octavo.integrations.precision import Fp8State, PrecisionLike, precision_of, prepare, warn_if_forgotten
+from octavo.integrations.precision import (
+    Fp8State,
+    PrecisionLike,
+    fallback_recipes,
+    optimizer_problem,
+    precision_of,
+    prepare,
+    warn_if_forgotten,
+)
 from octavo.optim import AdamW
 from octavo.runtime.extras import needs_extras
 
@@ -86,10 +95,13 @@ class Fp8TrainerMixin:
             raise ValueError(f"{label} with FSDP1 is not supported: set fsdp_version = 2 in fsdp_config")
         if self._fp8_optimizer:
             problem = None
-            if trainer.optimizer is not None and not isinstance(trainer.optimizer, AdamW):
-                problem = f"optimizers=({type(trainer.optimizer).__name__}, …) was given"
-            elif trainer.optimizer_cls_and_kwargs is not None:
-                problem = f"optimizer_cls_and_kwargs names {trainer.optimizer_cls_and_kwargs[0].__name__}"
+            chosen = trainer.optimizer_cls_and_kwargs
+            if trainer.optimizer is not None:
+                if (wrong := optimizer_problem(trainer.optimizer, self.precision)) is not None:
+                    problem = f"optimizers=(…) has {wrong}"
+            elif chosen is not None:
+                if not (isinstance(chosen[0], type) and issubclass(chosen[0], AdamW)):
+                    problem = f"optimizer_cls_and_kwargs names {chosen[0].__name__}"
             elif str(getattr(args.optim, "value", args.optim)) not in _ADAMW:
                 problem = f"args.optim is {getattr(args.optim, 'value', args.optim)!r}"
             if problem is not None:
@@ -110,8 +122,10 @@ class Fp8TrainerMixin:
         prepare(model, self.precision, verbose=trainer.is_world_process_zero())
         if config is not None:
             config.octavo = {"version": __version__, "precision": self.precision.label}
-        if self._every:
-            self._monitor = (Autopilot if self._uses_autopilot else Watch)(model, every=self._every)
+        if self._uses_autopilot:
+            self._monitor = Autopilot(model, every=self._every, fallback_recipes=fallback_recipes())
+        elif self._every:
+            self._monitor = Watch(model, every=self._every)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make and convert the model: a Trainer with `model_init` calls this for each training."""
@@ -122,14 +136,27 @@ class Fp8TrainerMixin:
         return model
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Create `octavo.AdamW` where `precision` has FP8 states, else the Trainer's own optimizer."""
+        """Create `octavo.AdamW` where `precision` has FP8 states, else the Trainer's own optimizer.
+
+        Raises:
+            ValueError: If a subclass of the Trainer creates another optimizer where `precision` has FP8 states.
+        """
         trainer: Any = self
+        chosen = trainer.optimizer_cls_and_kwargs
         if self._fp8_optimizer and trainer.optimizer is None:
             args = trainer.args
             options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-            master = None if self.precision.master == "none" else self.precision.master
-            trainer.optimizer_cls_and_kwargs = AdamW, {**options, "states": self.precision.states, "master": master}
+            options["states"] = self.precision.states
+            options["master"] = None if self.precision.master == "none" else self.precision.master
+            cls, own = chosen or (AdamW, {})
+            trainer.optimizer_cls_and_kwargs = cls, {**options, **own}
         optimizer: torch.optim.Optimizer = super().create_optimizer(*(() if model is None else (model,)))  # type: ignore[misc]
+        trainer.optimizer_cls_and_kwargs = chosen
+        if (problem := optimizer_problem(trainer.optimizer, self.precision)) is not None:
+            raise ValueError(
+                f"precision={self.precision.label!r} has FP8 states of AdamW, but {type(self).__name__} created "
+                f"{problem}: create an octavo.AdamW there, or use precision='fp8' or 'fp8+activations'"
+            )
         return optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -162,23 +189,34 @@ class Fp8TrainerMixin:
         trainer: Any = self
         super().save_model(output_dir, *args, **kwargs)  # type: ignore[misc]
         if trainer.args.should_save:
-            state = Fp8State(self._bare_model(), self.precision).state_dict()
+            autopilot = self._monitor if isinstance(self._monitor, Autopilot) else None
+            state = Fp8State(self._bare_model(), self.precision, autopilot).state_dict()
             folder = Path(trainer.args.output_dir if output_dir is None else output_dir)
+            folder.mkdir(parents=True, exist_ok=True)  # FSDP writes its shards there later
             (folder / STATE_FILE).write_text(json.dumps(state))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
-        path = Path(resume_from_checkpoint) / STATE_FILE
+        self._load_fp8_state(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()  # type: ignore[misc]
+        self._load_fp8_state(self.state.best_model_checkpoint)  # type: ignore[attr-defined]
+
+    def _load_fp8_state(self, checkpoint: str) -> None:
+        """Load the recipes of a checkpoint and their state; warn if it has none."""
+        path = Path(checkpoint) / STATE_FILE
         if not path.exists():
             warnings.warn(
-                f"octavo: {resume_from_checkpoint} has no {STATE_FILE}: it was trained without Octavo, and goes on "
+                f"octavo: {checkpoint} has no {STATE_FILE}: it was trained without Octavo, and goes on "
                 f"with {self.precision.label!r}",
                 stacklevel=2,
             )
             return
         try:
             state = json.loads(path.read_text())
-            Fp8State(self._bare_model(), self.precision).load_state_dict(state)
+            autopilot = self._monitor if isinstance(self._monitor, Autopilot) else None
+            Fp8State(self._bare_model(), self.precision, autopilot).load_state_dict(state)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is damaged or of another model ({type(error).__name__}: {error}): restore it, or delete it to "
@@ -191,7 +229,8 @@ def with_fp8(trainer: T) -> T:
     """Return a subclass of a Trainer class that trains in FP8; it takes the arguments of `Fp8TrainerMixin`, too.
 
     Args:
-        trainer: `transformers.Trainer` or a subclass, such as `trl.SFTTrainer`.
+        trainer: `transformers.Trainer` or a subclass, such as `trl.SFTTrainer`. One that trains in FP8 already is
+            returned as it is.
 
     Raises:
         TypeError: For anything else.
@@ -204,6 +243,8 @@ def with_fp8(trainer: T) -> T:
     """
     if not (isinstance(trainer, type) and issubclass(trainer, Trainer)):
         raise TypeError(f"with_fp8 takes transformers.Trainer or a subclass of it; got {trainer!r}")
+    if issubclass(trainer, Fp8TrainerMixin):
+        return trainer
     return type(f"Fp8{trainer.__name__}", (Fp8TrainerMixin, trainer), {"__module__": trainer.__module__})  # type: ignore[return-value]
 
 
