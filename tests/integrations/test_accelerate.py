@@ -108,6 +108,7 @@ def test_what_is_converted_and_what_is_not(llama):
     assert len(accelerator._custom_objects) == 2
 
 
+@pytest.mark.thorough
 def test_memory_is_free_of_models(llama, tmp_path):
     accelerator = Fp8Accelerator(cpu=True)
     first = weakref.ref(accelerator.prepare(llama()))
