@@ -251,8 +251,9 @@ the others, six run. A plan takes 2.3 to 3.9 s of a core of a busy machine after
 caches (4.0 to 5.8 s when a step ran on five blocks and on six):
 
 ```
-python -m timeit -v -n 1 -r 4 -s "import torch, octavo, transformers as t" -s "with torch.device('meta'):
-    model = t.DeepseekV3ForCausalLM(t.DeepseekV3Config()).bfloat16()" "octavo.plan(model, 1, 4096)"
+python -m timeit -v -n 1 -r 4 -s "import torch, octavo, transformers as t; torch.set_default_device('meta')" \\
+  -s "model = t.DeepseekV3ForCausalLM(t.DeepseekV3Config()).bfloat16(); torch.set_default_device(None)" \\
+  "octavo.plan(model, 1, 4096)"
 ```
 
 **With a GPU present `octavo.convert(model)` decides the same way**, for 8192 tokens (`tokens=`); times that `octavo

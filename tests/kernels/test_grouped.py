@@ -90,6 +90,7 @@ def test_every_configuration_computes_the_same():
             assert sqnr(expected, triton.grouped_mm(a, b, *arguments, config=config)) > 60
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.thorough
 def test_it_compiles_for_hopper_without_spills_with_tma_and_wide_stores():

@@ -104,6 +104,7 @@ class TestGraphs:
         assert_same_bytes(casts(x), results)
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # Inductor's imports warn of torch's own deprecated parts
 def test_inductor_casts_what_a_bf16_tensor_holds():

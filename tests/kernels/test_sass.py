@@ -113,6 +113,7 @@ def check(rows, version):
         check_against_the_table(rows, version)
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_the_most_used_kernels_on_hopper():
     rows, version = compiled(90, "--default", "--jobs", "2", "--only", *MOST_USED)

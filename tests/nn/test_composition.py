@@ -92,6 +92,7 @@ def test_compiles_without_graph_breaks(name):
         assert sqnr(value, actual[key]) >= E4M3.tolerance_db
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_a_compiled_llama_block_has_no_graph_breaks_and_one_dynamic_recompile():
     torch._dynamo.reset()

@@ -320,6 +320,7 @@ def test_high_precision_wgrad_and_frozen_layers_have_histories_too():
         assert [sum(value > 0 for value in row) for row in delayed.state_dict(layer)[""]] == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("default")
 def test_compiled_code_refuses_or_runs_eagerly():

@@ -138,6 +138,7 @@ def bits(tensor):
     return tensor.contiguous().view(torch.uint8) if tensor.ndim else tensor
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("precision", [slow({}), slow({"parameters": "fp32", "level": "fp8"}), EVERYTHING], ids=str)
 def test_checkpoints_go_to_any_number_of_ranks(gloo, tables, tmp_path, precision):  # noqa: F811

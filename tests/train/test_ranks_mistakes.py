@@ -195,6 +195,7 @@ def test_a_folder_that_machines_do_not_share(gloo, tables, tmp_path):  # noqa: F
 # --- checkpoints ---
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "parallel", [{}, {"reshard_after_forward": False}, {"dp_shard": 1, "dp_replicate": 2}], ids=str

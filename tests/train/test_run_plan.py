@@ -20,6 +20,7 @@ from octavo.cli import app
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import LEVELS
 from octavo.planner import auto_convert
+from octavo.planner.decide import TIE_FACTOR
 from octavo.planner.devices import DEVICES
 from octavo.planner.fake import fake_tensors
 from octavo.planner.model_memory import make_gradients, make_states
@@ -286,7 +287,9 @@ def test_the_run_stands_beside_bf16_and_the_best_plan():
     assert {row.recipe for row in own.plan.rows if row.converted} == {"tensorwise"}
     assert {row.recipe for row in prediction.rows if row.converted} == {"rowwise"}
     assert not any(row.converted for p in (own.plan, prediction) for row in p.rows if row.name.endswith("o_proj"))
-    assert prediction.planned.seconds < own.time.seconds < prediction.bf16.seconds
+    # Scales by row are preferred to scales by tensor that are faster by less than a tie.
+    assert prediction.planned.seconds < own.time.seconds * TIE_FACTOR
+    assert max(prediction.planned.seconds, own.time.seconds) < prediction.bf16.seconds
     tables = "\n".join(map(str, (prediction, prediction.summary)))
     for text in ("this", "configuration", "best", "this configuration: 12 of 15 linear layers in tensorwise"):
         assert text in tables

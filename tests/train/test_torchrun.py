@@ -160,6 +160,7 @@ def test_twenty_kills(written, tmp_path):
     assert losses(out) == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_sigterm_saves_and_one_process_goes_on(written, tmp_path):
     """As a scheduler stops a job: to torchrun and to its workers."""
