@@ -1,6 +1,7 @@
 """torchao's entry point: names and configurations of its recipes, its filters, what cannot be followed."""
 
 import enum
+import subprocess
 import sys
 from pathlib import Path
 
@@ -72,3 +73,10 @@ def test_unknown_configurations(config, error, message):
     with pytest.raises(error, match=message):
         convert_to_float8_training(module, config=config)
     assert type(module[0]) is nn.Linear
+
+
+@pytest.mark.thorough
+def test_it_is_an_attribute():
+    code = "import octavo; print(octavo.compat.torchao.convert_to_float8_training.__name__, dir(octavo.integrations))"
+    text = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert text == "convert_to_float8_training ['accelerate', 'lightning', 'transformers']\n"

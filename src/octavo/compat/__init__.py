@@ -2,3 +2,7 @@
 
 torchao.py   torchao.float8.convert_to_float8_training
 """
+
+from octavo.compat import torchao
+
+__all__ = ["torchao"]

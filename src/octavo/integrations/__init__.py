@@ -1,7 +1,22 @@
-"""Level 7: Octavo inside other training tools. Nothing below imports this, and each file imports its own tool.
+"""Level 7: Octavo inside other training tools. Nothing below imports this. A file imports its tool, on first use.
 
 precision.py      what a user gives as `precision`, and the FP8 state of a model for a tool's checkpoints
 transformers.py   Transformers' Trainer and its subclasses, such as TRL's SFTTrainer
 accelerate.py     Hugging Face accelerate
 lightning.py      Lightning's Trainer and Fabric
 """
+
+from importlib import import_module
+from typing import Any
+
+_TOOLS = ("accelerate", "lightning", "transformers")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TOOLS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: it has {', '.join(_TOOLS)}")
+    return import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return list(_TOOLS)

@@ -17,7 +17,7 @@ from torch import nn
 from octavo.integrations.precision import Fp8State, PrecisionLike, check_optimizer, precision_of, prepare
 from octavo.runtime.extras import needs_extras
 
-with needs_extras("octavo.integrations.accelerate"):
+with needs_extras("octavo.integrations.accelerate", "pip install accelerate"):
     import accelerate
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from octavo.integrations.precision import Fp8State, PrecisionLike, check_optimizer, precision_of, prepare
 from octavo.runtime.extras import needs_extras
 
-with needs_extras("octavo.integrations.lightning"):
+with needs_extras("octavo.integrations.lightning", "pip install lightning"):
     from lightning.fabric.plugins.precision import Precision as FabricPrecision
     from lightning.pytorch.plugins.precision import Precision
 

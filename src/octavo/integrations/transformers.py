@@ -37,7 +37,7 @@ from octavo.integrations.precision import (
 from octavo.optim import AdamW
 from octavo.runtime.extras import needs_extras
 
-with needs_extras("octavo.integrations.transformers"):
+with needs_extras("octavo.integrations.transformers", "pip install transformers accelerate"):
     from transformers import Trainer
 
 T = TypeVar("T", bound=type)

@@ -7,11 +7,12 @@ INSTALL = "pip install 'octavo[train]'"
 
 
 @contextmanager
-def needs_extras(what: str) -> Iterator[None]:
+def needs_extras(what: str, install: str = INSTALL) -> Iterator[None]:
     """Import optional dependencies in this context.
 
     Args:
         what: What needs them, as `"octavo.train"`.
+        install: The command that installs them.
 
     Raises:
         ModuleNotFoundError: If a package is missing, in one line that names the install command.
@@ -19,9 +20,9 @@ def needs_extras(what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(missing(error, what), name=error.name) from error
+        raise ModuleNotFoundError(missing(error, what, install), name=error.name) from error
 
 
-def missing(error: ModuleNotFoundError, what: str) -> str:
+def missing(error: ModuleNotFoundError, what: str, install: str = INSTALL) -> str:
     """Return the message of an error with the install command, once."""
-    return str(error) if INSTALL in str(error) else f"{error}, which {what} needs: {INSTALL}"
+    return str(error) if install in str(error) else f"{error}, which {what} needs: {install}"
