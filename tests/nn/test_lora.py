@@ -1,6 +1,9 @@
 """PEFT's adapters on a base that is resident in FP8: gradients, merging, saving, training."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,3 +223,16 @@ def test_fine_tuning_follows_bf16():
     assert sum(by_kind[0][:5]) / 5 > 1.2 * bf16
     print(f"bf16 {bf16:.4f}, resident {fp8:.4f}")
     assert abs(fp8 / bf16 - 1) <= 0.01
+
+
+def test_the_memory_of_a_70b_base_is_predicted_block_by_block():
+    example = Path(__file__).parents[2] / "examples" / "plan_lora_70b.py"
+    text = subprocess.run(
+        [sys.executable, example, "3"], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    # Seven matrices in a block, with 4 bytes per row; embedding and head in bf16, adapters in fp32.
+    base = 3 * (855_638_016 + 4 * (2 * 8192 + 2 * 1024 + 2 * 28672 + 8192)) + 2 * 2 * 128256 * 8192
+    adapters = 3 * 4 * 16 * (2 * (8192 + 8192) + 2 * (8192 + 1024) + 3 * (8192 + 28672))
+    norms = 2 * 7 * 8192
+    (line,) = [line for line in text.splitlines() if line.startswith("parameters")]
+    assert line.split()[1:3] == [f"{(base + adapters + norms) / 2**30:.2f}", "GiB"]
