@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.comm.checks import Group, check_args, check_op, needs_grad, split_sizes, world_size
-from octavo.comm.encoding import DEFAULT_SPEC, as_rows, pack, unpack, width
+from octavo.comm.encoding import DEFAULT_SPEC, as_rows, pack, pack_parts, part_size, unpack, unpack_parts, width
 from octavo.numerics.spec import QuantSpec
 
 T = TypeVar("T")
@@ -296,11 +296,13 @@ def _all_to_all(
     if x.ndim == 1:
         return _all_to_all_vector(x, group, sent, received, spec)
     rows = as_rows(x)
-    message = pack(rows, spec)
-    arriving = message.new_empty(sum(received), message.shape[1])
-    work = dist.all_to_all_single(arriving, message, list(received), list(sent), group=group, async_op=True)
+    columns = rows.shape[1]
+    message = pack_parts(rows, sent, spec)
+    going, coming = ([part_size(size, columns, spec) for size in sizes] for sizes in (sent, received))
+    arriving = message.new_empty(sum(coming))
+    work = dist.all_to_all_single(arriving, message, coming, going, group=group, async_op=True)
     shape = (sum(received), *x.shape[1:])
-    return AsyncResult(work, lambda: unpack(arriving, rows.shape[1], spec, x.dtype).view(shape))
+    return AsyncResult(work, lambda: unpack_parts(arriving, received, columns, spec, x.dtype).view(shape))
 
 
 def _all_to_all_vector(

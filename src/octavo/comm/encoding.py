@@ -1,9 +1,11 @@
 """Encode a matrix for a message: each row holds its FP8 bytes followed by its scales.
 
     [M,K] bf16  ──pack──▶  uint8 [M, width(K)]  ──unpack──▶  [M,K]
+    [M,K] bf16  ──pack_parts──▶  uint8 [Σ part_size]  ──unpack_parts──▶  [M',K]
 
 Bytes and scales are both padded with zeros to multiples of 16 bytes, so that both begin where kernels and links read
-and write 16 bytes at a time.
+and write 16 bytes at a time. An all-to-all sends each rank some rows, its part: the bytes of all of them come first,
+then their scales, so that each part is padded once and not each row.
 
 A flat gradient is a message of few, long rows, one per rank, and kernels work on tiles of many rows: of a 128×128 tile
 they would use 1 % for each row. Groups of a row know nothing of each other, so such rows are quantized and dequantized
@@ -23,11 +25,13 @@ power-of-two scales. A value v arrives within
 before rounding to the dtype of the result. A non-finite value makes its whole group NaN.
 
     e4m3/1x128       1.03 bytes per element, 0.52 of bf16
-    e4m3/row         1 byte, and 16 per row
+    e4m3/row         1 byte, and 16 per row; 4 per row in an all-to-all
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +69,7 @@ def parse_spec(spec: str) -> QuantSpec:
 
 def width(columns: int, spec: QuantSpec) -> int:
     """Return the bytes of a row in a message."""
-    return _aligned(columns) + _aligned(_scales(columns, spec) * spec.scale_dtype.itemsize)
+    return _aligned(columns) + _aligned(_scale_bytes(columns, spec))
 
 
 def _aligned(size: int) -> int:
@@ -79,6 +83,46 @@ def _scales(columns: int, spec: QuantSpec) -> int:
 
 def pack(x_MK: Tensor, spec: QuantSpec) -> Tensor:
     """Quantize a matrix into a message, uint8 [M, width(K, spec)]."""
+    return torch.cat([_padded(part, ALIGNMENT) for part in _encode(x_MK, spec)], dim=1)
+
+
+def unpack(message: Tensor, columns: int, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    """Decode the matrix [M, columns] of a message, in `dtype`."""
+    scales = message[:, _aligned(columns) :][:, : _scale_bytes(columns, spec)]
+    return _decode(message[:, :columns], scales, spec, dtype)
+
+
+def part_size(rows: int, columns: int, spec: QuantSpec) -> int:
+    """Return the bytes of a part of a message."""
+    return _aligned(rows * columns) + _aligned(rows * _scale_bytes(columns, spec))
+
+
+def pack_parts(x_MK: Tensor, sizes: Sequence[int], spec: QuantSpec) -> Tensor:
+    """Quantize a matrix into a message of parts of so many rows each, uint8 [Σ part_size(rows, K, spec)]."""
+    data, scales = (encoded.split(list(sizes)) for encoded in _encode(x_MK, spec))
+    pieces = chain.from_iterable(zip(data, scales, strict=True))
+    return torch.cat([_padded(piece.reshape(1, -1), ALIGNMENT)[0] for piece in pieces])
+
+
+def unpack_parts(
+    message: Tensor, sizes: Sequence[int], columns: int, spec: QuantSpec, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
+    """Decode the matrix [Σ sizes, columns] of a message of parts, in `dtype`."""
+    data, scales, scale_bytes = [], [], _scale_bytes(columns, spec)
+    parts = message.split([part_size(rows, columns, spec) for rows in sizes])
+    for rows, part in zip(sizes, parts, strict=True):
+        data.append(part[: rows * columns].view(rows, columns))
+        scales.append(part[_aligned(rows * columns) :][: rows * scale_bytes].view(rows, scale_bytes))
+    return _decode(torch.cat(data), torch.cat(scales), spec, dtype)
+
+
+def _scale_bytes(columns: int, spec: QuantSpec) -> int:
+    """Return the bytes of a row's scales."""
+    return _scales(columns, spec) * spec.scale_dtype.itemsize
+
+
+def _encode(x_MK: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """Return the FP8 bytes [M,K] of a matrix and those of its scales [M, scale bytes], uint8."""
     rows, columns = x_MK.shape
     x = x_MK.detach()
     with torch.no_grad():
@@ -91,17 +135,14 @@ def pack(x_MK: Tensor, spec: QuantSpec) -> Tensor:
     data = quantized.data.view(x.shape)[:, :columns]
     by_tensor = spec.granularity.rows == FULL
     scale = quantized.scale.expand(rows, 1) if by_tensor else quantized.scale.view(rows, _scales(columns, spec))
-    scale = scale.clone(memory_format=torch.contiguous_format)
-    return torch.cat((_padded(data.view(torch.uint8), ALIGNMENT), _padded(scale.view(torch.uint8), ALIGNMENT)), dim=1)
+    return data.view(torch.uint8), scale.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def unpack(message: Tensor, columns: int, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
-    """Decode the matrix [M, columns] of a message, in `dtype`."""
-    rows, extent = message.shape[0], spec.granularity.columns
-    data = message[:, :columns]
-    scale = message.new_empty((rows, _scales(columns, spec)), dtype=spec.scale_dtype)
-    bytes_of_scale = scale.view(torch.uint8)
-    bytes_of_scale.copy_(message[:, _aligned(columns) :][:, : bytes_of_scale.shape[1]])
+def _decode(data: Tensor, scales: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+    """Return the matrix of what `_encode` returned, in `dtype`."""
+    (rows, columns), extent = data.shape, spec.granularity.columns
+    scale = scales.new_empty((rows, _scales(columns, spec)), dtype=spec.scale_dtype)
+    scale.view(torch.uint8).copy_(scales)
     if not _has_few_long_rows(rows, columns, spec):
         by_row = spec if spec.granularity.rows == 1 else replace(spec, granularity=ROW)
         return dequantize(ScaledTensor(data.contiguous().view(spec.format.dtype), scale, by_row), dtype)
