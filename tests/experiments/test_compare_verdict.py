@@ -162,13 +162,13 @@ class Page(HTMLParser):
 
 
 @pytest.fixture
-def config(make_config):
-    return [make_config(run={"steps": STEPS}), make_config(run={"steps": STEPS}, precision={"level": "fp8"})]
+def settings(make_config):
+    return [make_config(run={"steps": STEPS}, precision={"level": level}).to_toml() for level in ("bf16", "fp8")]
 
 
-def test_the_files_say_what_was_found(config, tmp_path):
+def test_the_files_say_what_was_found(settings, tmp_path):
     comparison = compare_arms([runs("base", BASE), runs("arm", gap(2.0, 2.1, 1.9), diverged=(3,))], margin=1.0)
-    write_comparison(comparison, config, tmp_path)
+    write_comparison(comparison, settings, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == set(FILES)
     page = Page((tmp_path / "report.html").read_text())
     for words in (
@@ -194,11 +194,11 @@ def test_the_files_say_what_was_found(config, tmp_path):
     assert set(read["arms"][1]["detectable_percent"]) == {"0.8", "0.9"}
 
 
-def test_a_comparison_in_which_nothing_ended_has_a_page_too(config, tmp_path):
+def test_a_comparison_in_which_nothing_ended_has_a_page_too(settings, tmp_path):
     empty = curve(8, 3, steps=0)
     arms = [ArmRuns(**vars(runs(name, BASE, diverged=(1, 2, 3))) | {"curves": (empty,) * 3}) for name in "ab"]
     comparison = compare_arms(arms)
-    write_comparison(comparison, config, tmp_path)
+    write_comparison(comparison, settings, tmp_path)
     assert "fewer than two pairs of runs of b and a ended" in Page((tmp_path / "report.html").read_text()).text
     assert comparison.exit_code == 3
     assert to_json(comparison)["arms"][1]["time_to_loss"] is None

@@ -65,7 +65,7 @@ class Curve:
 
 def trained(config: TrainConfig) -> Curve:
     """What the trainer makes of a configuration."""
-    trainer = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
+    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     curve = Curve(start=_copy(dict(trainer.model.named_parameters())))
     for _ in range(config.run.steps):
         row = trainer.train_step()
@@ -79,7 +79,7 @@ def trained(config: TrainConfig) -> Curve:
 
 def reference(config: TrainConfig) -> Curve:
     """What a plain loop makes of it."""
-    corpus = load_corpus(config, NullProgress())
+    corpus = load_corpus(config.data, config.model, NullProgress())
     end, optim, precision = corpus.tokenizer.end_id, config.optim, config.precision
     fields = {"vocab_size": corpus.tokenizer.size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     torch.manual_seed(config.run.seed)

@@ -15,7 +15,7 @@ from octavo.train.trainer import Trainer
 def make_trainer(make_config: MakeConfig, mode: str, **precision: Any) -> Trainer:
     model = precision.pop("model", {"type": "llama", "config": LLAMA})
     config = make_config(model=model, precision={"checkpointing": mode} | precision)
-    return Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
+    return Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
 
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:

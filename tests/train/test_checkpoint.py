@@ -19,7 +19,7 @@ from octavo.train.trainer import Trainer
 
 def make_trainer(make_config: MakeConfig, **sections: dict[str, Any]) -> Trainer:
     config = make_config(**sections)
-    return Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
+    return Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
 
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -77,7 +77,7 @@ def test_it_is_a_transformers_checkpoint(tied: bool, make_config: MakeConfig, tm
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(tokenizer("the leaf folds")["input_ids"]) == "the leaf folds"
     config = make_config(model={"path": str(folder)})
-    again = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
+    again = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     assert torch.equal(again.model.lm_head.weight, trainer.model.lm_head.weight)
 
 

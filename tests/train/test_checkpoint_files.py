@@ -33,7 +33,7 @@ OWN = {"trainer.json", "optimizer.pt", "digests.json"}
 
 
 def make_trainer(config):
-    return Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
+    return Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
 
 
 def load(trainer, folder):
@@ -133,7 +133,7 @@ def test_an_export_of_shards_is_what_save_pretrained_writes(gloo, make_config, t
 @pytest.mark.parametrize("templates", ["folder", "table"])
 def test_chat_templates_are_exported(make_config, tmp_path, templates):
     config = make_config(model={"type": "llama", "config": SMALL})
-    source = load_corpus(config, NullProgress()).tokenizer
+    source = load_corpus(config.data, config.model, NullProgress()).tokenizer
     source.save(tmp_path / "tokenizer")
     if templates == "table":
         path = tmp_path / "tokenizer" / "tokenizer_config.json"
@@ -265,7 +265,7 @@ def shards_job(tables, folder, flips):
 
     config, errors = parse_config(tables), []
     with join_ranks(config) as ranks:
-        trainer = Trainer(config, load_corpus(config, NullProgress()), ranks.device, ranks=ranks)
+        trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), ranks.device, ranks=ranks)
         for name, bit in flips:
             ranks.run_on_rank0(lambda name=name, bit=bit: flip(Path(folder) / name, bit))
             try:

@@ -22,7 +22,7 @@ ENTRY = {"digests.json", "facts.json", "ids.bin", "tokenizer.json"}
 
 
 def corpus(config: TrainConfig) -> Corpus:
-    return load_corpus(config, NullProgress())
+    return load_corpus(config.data, config.model, NullProgress())
 
 
 def decoded(loaded: Corpus, step: int = 0) -> str:
@@ -137,7 +137,8 @@ def test_the_cache_is_used_and_keyed_on_content(make_config: MakeConfig, tmp_pat
     def load(**keys: Any) -> tuple[list[str], Corpus]:
         seen = Recorder()
         where = {"cache": str(tmp_path / "cache"), "source": str(tmp_path / "*.txt")}
-        return seen.stages, load_corpus(make_config(data=where | keys), seen)
+        config = make_config(data=where | keys)
+        return seen.stages, load_corpus(config.data, config.model, seen)
 
     (tmp_path / "a.txt").write_text(sentences(50))
     stages, first = load()
@@ -178,11 +179,11 @@ def test_a_damaged_entry_is_built_anew(
     if content is not None:
         (entry / name).write_bytes(content)
     seen = Recorder()
-    again = load_corpus(config, seen)
+    again = load_corpus(config.data, config.model, seen)
     assert torch.equal(again.batch(0, 0, 4)[0], expected)
     assert len(seen.notes) == 1 and f"is damaged ({reason}" in seen.notes[0]
     seen = Recorder()
-    load_corpus(config, seen)
+    load_corpus(config.data, config.model, seen)
     assert seen.notes == [] and "tokenizing" not in seen.stages
 
 

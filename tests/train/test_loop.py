@@ -182,7 +182,7 @@ def test_a_skipped_step_leaves_parameters_as_they_were(
 ) -> None:
     spoil(monkeypatch, "model.layers.1", {0}, torch.inf)
     config = make_config(precision={"loss_scale": 8.0})
-    trainer = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
+    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     row = trainer.train_step()
     assert row.skipped

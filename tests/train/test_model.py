@@ -20,7 +20,8 @@ from octavo.train.run_plan import plan_memory
 
 @pytest.fixture
 def tokenizer(make_config: MakeConfig) -> TextTokenizer:
-    return load_corpus(make_config(), NullProgress()).tokenizer
+    config = make_config()
+    return load_corpus(config.data, config.model, NullProgress()).tokenizer
 
 
 @pytest.mark.parametrize("parameters", ["bf16", "fp16", "fp32"])
@@ -82,7 +83,8 @@ def test_a_local_checkpoint_and_its_tokenizer(
     loaded = build_model(config, tokenizer).state_dict()
     assert all(torch.equal(loaded[name], weight.float()) for name, weight in model.state_dict().items())
     tokenizer.save(tmp_path)
-    own = load_corpus(make_config(model={"path": str(tmp_path)}, data={"vocab_size": 280}), NullProgress())
+    config = make_config(model={"path": str(tmp_path)}, data={"vocab_size": 280})
+    own = load_corpus(config.data, config.model, NullProgress())
     assert own.tokenizer.size == 300
     text = "the leaf folds\n  eight times"
     assert own.tokenizer.encode([text]) == tokenizer.encode([text])
@@ -92,8 +94,9 @@ def test_a_local_checkpoint_and_its_tokenizer(
 def test_folders_without_a_tokenizer_or_with_damaged_weights(
     make_config: MakeConfig, tokenizer: TextTokenizer, tmp_path: Path
 ) -> None:
+    config = make_config(data={"tokenizer": str(tmp_path)})
     with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
-        load_corpus(make_config(data={"tokenizer": str(tmp_path)}), NullProgress())
+        load_corpus(config.data, config.model, NullProgress())
     model: Any = build_model(make_config(), tokenizer)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

@@ -110,7 +110,7 @@ def opened(tables, folder):
     """A trainer with the state of a checkpoint."""
     config = parse_config(tables)
     with join_ranks(config) as ranks:
-        trainer = Trainer(config, load_corpus(config, NullProgress()), ranks.device, ranks=ranks)
+        trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), ranks.device, ranks=ranks)
         load_checkpoint(Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks)
         trainer.step = read_trainer_state(Path(folder))["step"]
     return trainer

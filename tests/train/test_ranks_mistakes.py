@@ -89,7 +89,7 @@ def patience_job(settings):
     """Seconds that each group of a run's ranks waits."""
     config = parse_config(settings)
     with join_ranks(config) as ranks:
-        trainer = Trainer(config, load_corpus(config, NullProgress()), ranks.device, ranks=ranks)
+        trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), ranks.device, ranks=ranks)
         mesh = next(trainer.model.parameters()).device_mesh
         groups = [*mesh.get_all_groups(), trainer._saver._group]
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
@@ -142,7 +142,7 @@ def full_job(settings, out, full):
     """Save two checkpoints, the second on a disk that is full for some ranks."""
     config = parse_config(settings)
     with join_ranks(config) as ranks:
-        trainer = Trainer(config, load_corpus(config, NullProgress()), ranks.device, ranks=ranks)
+        trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), ranks.device, ranks=ranks)
         for step in range(2):
             trainer.train_step()
             if step and ranks.rank in full:
@@ -229,7 +229,7 @@ def damaged_job(settings, folder):
     config = parse_config(settings)
     broken = mock.patch.object(model_sharing, "_mapped", side_effect=ConfigError("invalid header"))
     with join_ranks(config) as ranks:
-        trainer = Trainer(config, load_corpus(config, NullProgress()), ranks.device, ranks=ranks)
+        trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), ranks.device, ranks=ranks)
         with broken if ranks.rank == 1 else nullcontext():
             return timed_error(
                 load_checkpoint, Path(folder), trainer.model, trainer.optimizer, trainer.loss_scale, ranks

@@ -81,7 +81,9 @@ def test_what_a_model_adds_to_its_loss_is_trained_on(family: str, field: str, ma
         config = config_of(make_config, family, {"precision": FP32})
         model = config.model.model_copy(update={"config": config.model.config | {field: coefficient}})
         trainer = Trainer(
-            config.model_copy(update={"model": model}), load_corpus(config, NullProgress()), torch.device("cpu")
+            config.model_copy(update={"model": model}),
+            load_corpus(config.data, config.model, NullProgress()),
+            torch.device("cpu"),
         )
         losses.append(trainer.train_step().loss)
         notes.append(trainer.loss_note)

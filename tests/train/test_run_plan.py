@@ -45,7 +45,7 @@ RUNS = [
 def test_the_plan_is_what_the_trainer_has(make_config: MakeConfig, changes):
     # The vocabulary that is trained on so little data has fewer ids than were asked for.
     config = make_config(**changes)
-    trainer = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
+    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     size = trainer.model.config.vocab_size
     plan = plan_memory(make_config(**changes, model={"type": "llama", "config": LLAMA | {"vocab_size": size}}),
                        device="cpu")  # fmt: skip
@@ -115,9 +115,9 @@ def test_within_5_percent_of_pytorchs_tracker(path: Path, overrides: list[str]):
     assert forecast.memory.traced_blocks == (2, config.model.config["num_hidden_layers"])
     cpu, size = torch.device("cpu"), config.optim.batch // config.optim.micro_batches
     with fake_tensors():
-        model = _build(config, _vocabulary(config))
+        model = _build(config, _vocabulary(config.data, config.model))
         decided = octavo.Plan(forecast.decisions, forecast.activations)
-        trainer = Trainer(config, _NoData(_vocabulary(config)), cpu, model, plan=decided)
+        trainer = Trainer(config, _NoData(_vocabulary(config.data, config.model)), cpu, model, plan=decided)
         shape = size, config.data.sequence_length
         batch = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
         make_states(trainer.optimizer.inner)
@@ -238,7 +238,7 @@ def converted_by_train(config: TrainConfig, gpu: str, monkeypatch: pytest.Monkey
     """What the trainer converts on a GPU, in which recipe."""
     monkeypatch.setattr(auto_convert, "local_gpu_name", lambda: DRIVER.get(gpu, gpu))
     with torch.device("meta"):
-        model = _build(config, _vocabulary(config))
+        model = _build(config, _vocabulary(config.data, config.model))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*no layer of this model is predicted to gain")
         rows = _convert(model, config, torch.device("cuda"), 1, None) or ()

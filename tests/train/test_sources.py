@@ -33,7 +33,7 @@ def own_datasets_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
 
 
 def corpus(config: TrainConfig, seen: Recorder | None = None) -> Corpus:
-    return load_corpus(config, seen or NullProgress())
+    return load_corpus(config.data, config.model, seen or NullProgress())
 
 
 def decoded(loaded: Corpus) -> str:
@@ -278,12 +278,11 @@ def test_the_sample_is_that_of_whole_documents(monkeypatch: pytest.MonkeyPatch) 
 
 PEAK = """
 import resource, sys, tempfile
-from octavo.train.config.run_config import TrainConfig
+from octavo.train.config.sections import Data, Model
 from octavo.train.data.corpus import load_corpus
 from octavo.train.record.metrics import NullProgress
-data = {"sequence_length": 16, "vocab_size": 300, "cache": tempfile.mkdtemp(), "source": sys.argv[1]}
-run = {"run": {"steps": 1}, "model": {"type": "llama"}, "optim": {"lr": 1e-3}, "data": data}
-load_corpus(TrainConfig.model_validate(run), NullProgress())
+data = Data(sequence_length=16, vocab_size=300, cache=tempfile.mkdtemp(), source=sys.argv[1])
+load_corpus(data, Model(type="llama"), NullProgress())
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
 

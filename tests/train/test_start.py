@@ -25,7 +25,7 @@ BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num
 def checkpoint(make_config: MakeConfig, tmp_path: Path) -> Path:
     """A local fp32 checkpoint with its tokenizer."""
     config = make_config(precision={"parameters": "fp32"})
-    tokenizer = load_corpus(config, NullProgress()).tokenizer
+    tokenizer = load_corpus(config.data, config.model, NullProgress()).tokenizer
     model: Any = build_model(config, tokenizer)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save(tmp_path / "model")
@@ -121,7 +121,7 @@ def test_a_model_that_sees_later_tokens(parameters: str, make_config: MakeConfig
 )
 def test_a_causal_model_passes_and_is_left_as_it_was(sections: dict[str, Any], make_config: MakeConfig) -> None:
     config = make_config(**sections)
-    trainer = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
+    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     trainer.check_causal()
     assert trainer.model.training
     assert not trainer.model.get_input_embeddings()._forward_hooks
@@ -131,7 +131,7 @@ def test_a_causal_model_passes_and_is_left_as_it_was(sections: dict[str, Any], m
 def test_remainders_take_all_bits_of_a_checkpoint(make_config: MakeConfig, checkpoint: Path) -> None:
     sections: dict[str, Any] = {"precision": {"master": "remainder"}, "optim": {"states": "fp8"}}
     config = make_config(model={"path": str(checkpoint)}, **sections)
-    trainer = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
+    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     exact = dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).named_parameters())
     states = {id(param): state for param, state in trainer.optimizer.inner.state.items()}
     for name, param in trainer.model.named_parameters():
@@ -149,7 +149,7 @@ def test_weights_that_are_not_finite(make_config: MakeConfig, checkpoint: Path, 
 @pytest.mark.parametrize("parameters", ["bf16", "fp16"])
 def test_masters_take_all_bits_of_a_checkpoint(parameters: str, make_config: MakeConfig, checkpoint: Path) -> None:
     config = make_config(model={"path": str(checkpoint)}, precision={"parameters": parameters})
-    trainer = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
+    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     exact = dict(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).named_parameters())
     masters = trainer.optimizer.state_dict()["masters"]
     assert masters.keys() == exact.keys()
@@ -172,10 +172,11 @@ def test_advice_for_a_checkpoint_can_be_followed(
     if "tokenizer" in data:
         data = {"tokenizer": str(checkpoint.parent / "larger")}
         Path(data["tokenizer"]).mkdir()
-        load_corpus(make_config(data={"vocab_size": 320}), NullProgress()).tokenizer.save(Path(data["tokenizer"]))
+        config = make_config(data={"vocab_size": 320})
+        load_corpus(config.data, config.model, NullProgress()).tokenizer.save(Path(data["tokenizer"]))
     config = make_config(model={"path": str(checkpoint)}, data=data)
     with pytest.raises(ConfigError, match=advice):
-        build_model(config, load_corpus(config, NullProgress()).tokenizer)
+        build_model(config, load_corpus(config.data, config.model, NullProgress()).tokenizer)
 
 
 def test_sigterm_before_the_first_step(make_config: MakeConfig, tmp_path: Path) -> None:

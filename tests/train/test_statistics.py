@@ -174,7 +174,7 @@ def test_a_sampled_step_takes_less_than_five_others(level: str, tmp_path: Path) 
     """The demo's model: with one step in 50 sampled, under 10 %. The fastest of each, as a machine has its moods."""
     overrides = ["optim.batch=2", "run.device=cpu", f"data.cache={tmp_path}", "inspect.every=3"]
     config = demo_configs(overrides, level)[1]
-    trainer = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
+    trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     trainer.train_step()
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(15):

@@ -69,14 +69,15 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_any_layout_is_used_as_it_is(layout: str, tmp_path: Path, make_config: MakeConfig) -> None:
     folder = write(tmp_path / "model", FILES[layout])
     theirs = AutoTokenizer.from_pretrained(str(folder))
-    corpus = load_corpus(make_config(model={"path": str(folder)}), NullProgress())
+    config = make_config(model={"path": str(folder)})
+    corpus = load_corpus(config.data, config.model, NullProgress())
     ours = corpus.tokenizer
     expected = theirs([TEXT], add_special_tokens=False, split_special_tokens=True).input_ids
     assert ours.encode([TEXT]) == expected
     assert ours.end_id == theirs.convert_tokens_to_ids(theirs.eos_token or theirs.sep_token)
     assert ours.size == max(theirs.get_vocab().values()) + 1
     assert int(corpus.batch(0, 0, 4)[0].max()) < ours.size
-    assert load_corpus(make_config(model={"path": str(folder)}), NullProgress()).fingerprint == corpus.fingerprint
+    assert load_corpus(config.data, config.model, NullProgress()).fingerprint == corpus.fingerprint
     for name in ("ours", "theirs"):
         (tmp_path / name).mkdir()
     ours.save(tmp_path / "ours")
@@ -105,7 +106,8 @@ def test_everything_of_a_tokenizer_and_the_generation_config_survive(tmp_path: P
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=[0, 283])
     model.save_pretrained(folder)
     source.save_pretrained(str(folder))
-    corpus = load_corpus(make_config(data={"tokenizer": str(folder)}), NullProgress())
+    config = make_config(data={"tokenizer": str(folder)})
+    corpus = load_corpus(config.data, config.model, NullProgress())
     assert len(corpus.tokenizer.encode(["the leaf folds eight times"] * 2)[1]) == 5  # not cut to 3
     (tmp_path / "saved").mkdir()
     corpus.tokenizer.save(tmp_path / "saved")
@@ -125,8 +127,9 @@ def test_everything_of_a_tokenizer_and_the_generation_config_survive(tmp_path: P
 def test_a_pretrained_model_without_a_tokenizer_is_refused(where: str, tmp_path: Path, make_config: MakeConfig) -> None:
     files, message = REFUSED[where]
     folder = write(tmp_path / "model", files)
+    config = make_config(model={"path": str(folder)})
     with pytest.raises(ConfigError, match=message) as caught:
-        load_corpus(make_config(model={"path": str(folder)}), NullProgress())
+        load_corpus(config.data, config.model, NullProgress())
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 

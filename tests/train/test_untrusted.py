@@ -237,7 +237,7 @@ def sharing_job(tables, plant):
     from octavo.train.ranks import join_ranks
 
     with join_ranks(config) as ranks:
-        corpus = load_corpus(config, NullProgress())
+        corpus = load_corpus(config.data, config.model, NullProgress())
         write = model_sharing._write
 
         def planted(value, file):

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from octavo.experiments.compare_runs import Arm
     from octavo.experiments.compare_verdict import Comparison
     from octavo.inspect.compare import ArmLosses, LossComparison
-    from octavo.train import TrainConfig
 
 
 @app.command(epilog=EXAMPLES["compare"])
@@ -247,10 +246,10 @@ def _print_stopped(problem: str, console: "Console", under_torchrun: bool) -> No
     print_plain(console, f"To go on, the same command:\n  {command}")
 
 
-def _numbered(arms: "list[Arm]") -> "Callable[[TrainConfig], str]":
+def _numbered(arms: "list[Arm]") -> "Callable[[str], str]":
     """Return a function that names a run with its position: "rowwise-seed2 (4/6)"."""
     names = [arm.folder(seed) for seed in arms[0].configs for arm in arms]
-    return lambda config: f"{config.run.name} ({names.index(config.run.name) + 1}/{len(names)})"
+    return lambda run: f"{run} ({names.index(run) + 1}/{len(names)})"
 
 
 STYLES = {

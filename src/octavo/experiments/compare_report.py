@@ -15,7 +15,6 @@ from octavo.experiments.curves import Curves, Floats, gap_percent, smooth
 from octavo.experiments.page import render
 from octavo.experiments.run_report import SummaryRow, config_differences
 from octavo.inspect.compare import Verdict, percent, signed
-from octavo.train.config.run_config import TrainConfig
 from octavo.train.record.outputs import check_kind
 
 FILES = ("compare.json", "report.html")
@@ -30,19 +29,19 @@ CARDS: dict[Verdict, str] = {
 COLOURS = 6
 
 
-def write_comparison(comparison: Comparison, configs: Sequence[TrainConfig], out: Path) -> None:
+def write_comparison(comparison: Comparison, settings: Sequence[str], out: Path) -> None:
     """Write `FILES` into the folder `out`.
 
     Args:
         comparison: Of `compare_arms`.
-        configs: A configuration of each arm, of the same seed.
+        settings: The configuration of each arm as TOML, of the same seed.
         out: A folder that is there.
     """
     for name in FILES:
         check_kind(out / name, "a report")
     runs = comparison.runs
     title = f"{' and '.join(run.name for run in runs[1:])} against {comparison.baseline}"
-    (out / "report.html").write_text(_page(comparison, configs, title), encoding="utf-8")
+    (out / "report.html").write_text(_page(comparison, settings, title), encoding="utf-8")
     text = json.dumps(to_json(comparison), indent=2, allow_nan=False)
     (out / "compare.json").write_text(text + "\n", encoding="utf-8")
 
@@ -140,7 +139,7 @@ def _time_json(time: TimeToLoss | None) -> dict[str, Any] | None:
     return None if time is None else {**vars(time), "targets": list(time.targets), "steps": list(time.steps)}
 
 
-def _page(comparison: Comparison, configs: Sequence[TrainConfig], title: str) -> str:
+def _page(comparison: Comparison, settings: Sequence[str], title: str) -> str:
     runs = comparison.runs
     first = runs[0].results[0]
     seeds = ", ".join(map(str, comparison.seeds))
@@ -155,7 +154,7 @@ def _page(comparison: Comparison, configs: Sequence[TrainConfig], title: str) ->
         slots={run.name: slot % COLOURS for slot, run in enumerate(runs)},
         rows=comparison_rows(comparison),
         losses=[_losses_of(seed, runs) for seed in comparison.seeds],
-        differences=config_differences([config.to_toml() for config in configs]),
+        differences=config_differences(settings),
     )
 
 

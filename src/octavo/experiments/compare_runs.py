@@ -225,7 +225,7 @@ def check_folders(out: Path, configs: Mapping[str, TrainConfig]) -> None:
 
 def _train_or_read(folder: Path, config: TrainConfig, ranks: Ranks, progress: Progress | None) -> RunResult:
     """Read the result of a finished run, or train it."""
-    if (result := ranks.run_on_rank0(lambda: finished(folder, config))) is not None:
+    if (result := ranks.run_on_rank0(lambda: finished(folder, config.run.steps))) is not None:
         return result
     exists = ranks.run_on_rank0(folder.exists)
     try:
@@ -236,12 +236,12 @@ def _train_or_read(folder: Path, config: TrainConfig, ranks: Ranks, progress: Pr
         return ranks.run_on_rank0(lambda: RunResult.read(folder))
 
 
-def finished(folder: Path, config: TrainConfig) -> RunResult | None:
-    """The result of a run that ended at its last step or on a non-finite value; else None."""
+def finished(folder: Path, steps: int) -> RunResult | None:
+    """The result of a run that ended after `steps` steps or on a non-finite value; else None."""
     if not (folder / RESULT_FILE).exists():
         return None
     result = RunResult.read(folder)
-    complete = result.stopped == "done" and result.steps == config.run.steps
+    complete = result.stopped == "done" and result.steps == steps
     return result if complete or result.stopped == "non-finite" else None
 
 
@@ -265,7 +265,7 @@ def _verdicts(
         for arm in arms
     ]
     comparison = compare_arms(runs, margin=margin, confidence=confidence, max_seeds=planned)
-    write_comparison(comparison, [next(iter(arm.configs.values())) for arm in arms], out)
+    write_comparison(comparison, [next(iter(arm.configs.values())).to_toml() for arm in arms], out)
     return comparison
 
 

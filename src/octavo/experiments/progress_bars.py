@@ -35,12 +35,12 @@ class ProgressBars:
 
     Args:
         console: The console to draw on.
-        label: Returns the name of a run; default: its precision.
+        label: Returns the label of a run from its name; default: its precision.
     """
 
-    def __init__(self, console: Console, label: Callable[[TrainConfig], str] | None = None) -> None:
+    def __init__(self, console: Console, label: Callable[[str], str] | None = None) -> None:
         self._console = console
-        self._name = label or (lambda config: arm_name(config.precision_label))
+        self._label_of = label
         self._bars = RichProgress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=max(8, min(32, console.width - 70))),
@@ -69,7 +69,8 @@ class ProgressBars:
 
     def start(self, config: TrainConfig, first_step: int) -> None:
         """Open the bar of a run."""
-        self._label, self._steps = self._name(config), config.run.steps
+        label = self._label_of(config.run.name) if self._label_of else arm_name(config.precision_label)
+        self._label, self._steps = label, config.run.steps
         self._task = self._bars.add_task(self._label, total=self._steps, completed=first_step, row=None)
 
     def step(self, row: StepMetrics) -> None:

@@ -283,7 +283,7 @@ def _charts(runs: list[LoggedRun]) -> dict[str, list[Chart]]:
     return {"large": large, "small": small}
 
 
-def config_differences(configs: list[str]) -> list[tuple[str, list[str]]]:
+def config_differences(configs: Sequence[str]) -> list[tuple[str, list[str]]]:
     """The settings that differ between configs, with each run's value."""
     flat = [_flatten(tomllib.loads(config)) for config in configs]
     keys = dict.fromkeys(key for config in flat for key in config if key not in NOT_COMPARED)

@@ -24,7 +24,7 @@ from octavo.runtime.extras import INSTALL
 from octavo.train.checkpoint.digests import check_digests, has_digests
 from octavo.train.checkpoint.store import checkpoints, load_checkpoint, read_trainer_state
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.sections import Data, ParallelConfig, expand
+from octavo.train.config.sections import Data, Model, ParallelConfig, expand
 from octavo.train.data.corpus import Corpus, load_corpus
 from octavo.train.device import deterministic_algorithms
 from octavo.train.diagnose import NonFiniteError
@@ -91,7 +91,7 @@ def run(
         ranks.raise_together(lambda: check_model(config.model))
         if config.model.path is not None and run_folder.checkpoint is None:
             _check_start(expand(config.model.path), ranks)
-        corpus = _load_corpus(config, ranks, own_progress)
+        corpus = _load_corpus(config.data, config.model, ranks, own_progress)
         own_progress.stage("building the model")
         trainer = Trainer(config, corpus, ranks.device, ranks=ranks)
         trainer.check_causal()
@@ -129,11 +129,11 @@ def _open_run_folder(stack: ExitStack, out: Path, config: TrainConfig, resume: b
     return run_folder
 
 
-def _load_corpus(config: TrainConfig, ranks: Ranks, progress: Progress) -> Corpus:
+def _load_corpus(data: Data, model: Model, ranks: Ranks, progress: Progress) -> Corpus:
     """Load the data: one process of each machine prepares it, then all read it."""
     group = ranks.host_group(PREPARATION_TIMEOUT)  # `parallel.timeout` is for steps
-    built = ranks.raise_together(lambda: load_corpus(config, progress) if ranks.local == 0 else None, group=group)
-    corpus = ranks.raise_together(lambda: built or load_corpus(config, progress), group=group)
+    built = ranks.raise_together(lambda: load_corpus(data, model, progress) if ranks.local == 0 else None, group=group)
+    corpus = ranks.raise_together(lambda: built or load_corpus(data, model, progress), group=group)
     ranks.check_same({"the content of data.source": corpus.fingerprint[:12]})
     if corpus.skipped:
         progress.note(f"{corpus.skipped} files of the data were left out: not UTF-8")

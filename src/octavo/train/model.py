@@ -16,7 +16,7 @@ from octavo.nn.causal import check_next_token_loss, chunked_loss
 from octavo.numerics.names import nearest
 from octavo.train.checkpoint.pretrained import load_pretrained, one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.sections import Data, Model, PrecisionConfig
+from octavo.train.config.sections import Model, PrecisionConfig
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.diagnose import non_finite_parameter
 from octavo.train.model_sharing import share_on_machine
@@ -57,7 +57,7 @@ def build_model(config: TrainConfig, tokenizer: TextTokenizer) -> nn.Module:
             raise ConfigError(f"model.path = {folder}: {bad} is not finite in {config.precision.parameters}")
     else:
         model = _from_type(config.model, config.run.seed, tokenizer, dtype)
-    check_fit(model, config.model, config.data, tokenizer)
+    check_fit(model, config.model, config.data.sequence_length, tokenizer)
     trained: nn.Module = model.train()
     return trained
 
@@ -162,7 +162,7 @@ def _make_config(model_type: str, fields: dict[str, Any]) -> Any:
         raise ConfigError(f"model.config: {model_type} refuses it: {one_line(error)}") from None
 
 
-def check_fit(model: Any, source: Model, data: Data, tokenizer: TextTokenizer) -> None:
+def check_fit(model: Any, source: Model, sequence_length: int, tokenizer: TextTokenizer) -> None:
     """Raise ConfigError for a vocabulary or context too small for the data, and outputs without names."""
     if not getattr(model.config, "return_dict", True):
         raise ConfigError("the model's config has return_dict = false, but its loss is read by name: leave it out")
@@ -178,8 +178,8 @@ def check_fit(model: Any, source: Model, data: Data, tokenizer: TextTokenizer) -
             f"the model's vocabulary of {rows} is smaller than the tokenizer's {tokenizer.size}: {remedy}"
         )
     context = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(context, int) and -1 < context < data.sequence_length:
+    if isinstance(context, int) and -1 < context < sequence_length:
         raise ConfigError(
-            f"data.sequence_length = {data.sequence_length} is longer than the model's context of {context}: "
+            f"data.sequence_length = {sequence_length} is longer than the model's context of {context}: "
             f"shorten {'data.sequence_length' if from_path else 'it, or raise model.config.max_position_embeddings'}"
         )

@@ -21,8 +21,7 @@ from torch import nn
 from octavo.optim import AdamW, Optimizer
 from octavo.optim.sharded import is_sharded, local_rows, shard_like
 from octavo.tensor import local_tensor
-from octavo.train.config.run_config import TrainConfig
-from octavo.train.config.sections import Optim
+from octavo.train.config.sections import Optim, PrecisionConfig
 
 STATE_SPACE_NAMES = ("A_log",)
 """Logarithms of a state space model's decay rates (Mamba), which their authors exclude from weight decay."""
@@ -48,23 +47,25 @@ def decayed_parameters(model: nn.Module) -> set[str]:
 
 
 def make_optimizer(
-    model: nn.Module, config: TrainConfig, fp32_values: Mapping[str, torch.Tensor], decayed: Set[str]
-) -> "TrainerOptimizer":
-    """The optimizer that a configuration asks for.
+    model: nn.Module, optim: Optim, precision: PrecisionConfig, fp32_values: Mapping[str, torch.Tensor],
+    decayed: Set[str],
+) -> "TrainerOptimizer":  # fmt: skip
+    """The optimizer of a run.
 
     Args:
         model: Its trainable parameters are optimized.
-        config: The run.
+        optim: The section `[optim]`.
+        precision: The section `[precision]`.
         fp32_values: fp32 values of parameters where more is known, by name.
         decayed: Names of the parameters that weight decay applies to.
     """
-    states, master = config.resolved.states, config.resolved.master
-    if states == "fp8" or (master == "remainder" and config.precision.parameters == "bf16"):
+    states, master = optim.states or precision.resolved.states, precision.resolved.master
+    if states == "fp8" or (master == "remainder" and precision.parameters == "bf16"):
         master_format = None if master == "none" else master
         return Fp8StateOptimizer(
-            model, config.optim, states=states, master=master_format, fp32_values=fp32_values, decayed=decayed
+            model, optim, states=states, master=master_format, fp32_values=fp32_values, decayed=decayed
         )
-    return MasterWeightOptimizer(model, config.optim, master=master != "none", fp32_values=fp32_values, decayed=decayed)
+    return MasterWeightOptimizer(model, optim, master=master != "none", fp32_values=fp32_values, decayed=decayed)
 
 
 class TrainerOptimizer(ABC):

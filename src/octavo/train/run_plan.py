@@ -25,7 +25,7 @@ from octavo.nn.convert import rule_plan
 from octavo.nn.memory_audit import Audit, audit
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
-from octavo.numerics.precision import AUTO, LEVELS
+from octavo.numerics.precision import AUTO, LEVELS, Precision
 from octavo.optim.interface import follows_step
 from octavo.planner.auto_convert import plan_on_gpu
 from octavo.planner.devices import Gpu, find_gpu
@@ -56,7 +56,7 @@ from octavo.runtime.terminal import width
 from octavo.runtime.torch_compat import tree_leaves
 from octavo.train.checkpoint.pretrained import load_model_config, one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config
-from octavo.train.config.sections import Data
+from octavo.train.config.sections import Data, Model
 from octavo.train.data.corpus import Corpus
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.model import DTYPES, build_model, check_fit, check_model
@@ -113,7 +113,7 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
 
     def trace(_: int | None, size: int) -> StepTrace:
         with fake_tensors():
-            tokenizer = cast(TextTokenizer, _vocabulary(config))
+            tokenizer = cast(TextTokenizer, _vocabulary(config.data, config.model))
             with fake:
                 model = _build(config, tokenizer)
             trainer = Trainer(config, cast(Corpus, _NoData(tokenizer)), fake, model)
@@ -193,10 +193,10 @@ def plan_step(
     fake = fake_device(torch.device("cuda"))
     shape = config.optim.batch // (parts * gpus), config.data.sequence_length
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = _build(config, cast(TextTokenizer, _vocabulary(config)))
+        model = _build(config, cast(TextTokenizer, _vocabulary(config.data, config.model)))
     progress(f"the linear layers on {gpu_spec.name}")
     rule = default_decisions(model, request)
-    own_plan = _configured(model, config, gpu_spec, shape[0] * shape[1])
+    own_plan = _configured(model, precision, gpu_spec, shape[0] * shape[1])
     check_gathered(own_plan, layout)
 
     def forward(copy: torch.nn.Module) -> Any:
@@ -224,9 +224,8 @@ def plan_step(
     )  # fmt: skip
 
 
-def _configured(model: torch.nn.Module, config: TrainConfig, gpu: Gpu, tokens: int) -> Plan:
+def _configured(model: torch.nn.Module, precision: Precision, gpu: Gpu, tokens: int) -> Plan:
     """The trainer's plan on a GPU. Raises ValueError as the trainer does."""
-    precision = config.resolved
     if "fp8" not in (precision.matmul, precision.activations):
         return Plan({})
     if precision.recipe == AUTO and precision.matmul == "fp8":
@@ -248,7 +247,7 @@ def _step_on_blocks(
     fake = fake_device(torch.device("cuda"))
     with fake_tensors() as mode:
         copy = copy_with_blocks(model, blocks, mode, fake)
-        corpus = cast(Corpus, _NoData(_vocabulary(config)))
+        corpus = cast(Corpus, _NoData(_vocabulary(config.data, config.model)))
         trainer = Trainer(config, corpus, fake, copy, plan=restrict_plan(plan, copy))
         batch, allocation_granularity = _fake_batch(config.data, size, fake), ALLOCATION_GRANULARITY["cuda"]
         trace: StepTrace = _run(lambda: _trace_step(trainer, batch, step_config, allocation_granularity), size)
@@ -348,15 +347,15 @@ def _trace_step(
     )  # fmt: skip
 
 
-def _vocabulary(config: TrainConfig) -> TextTokenizer | _Vocabulary:
-    if config.data.tokenizer is not None:
-        return load_tokenizer(Path(config.data.tokenizer).expanduser())
-    if config.model.path is not None:
+def _vocabulary(data: Data, model: Model) -> TextTokenizer | _Vocabulary:
+    if data.tokenizer is not None:
+        return load_tokenizer(Path(data.tokenizer).expanduser())
+    if model.path is not None:
         try:
-            return load_tokenizer(Path(config.model.path).expanduser())
+            return load_tokenizer(Path(model.path).expanduser())
         except ConfigError:  # a run needs it, but a plan of a config.json alone does not
             pass
-    return _Vocabulary(config.data.vocab_size)
+    return _Vocabulary(data.vocab_size)
 
 
 def _build(config: TrainConfig, tokenizer: TextTokenizer) -> torch.nn.Module:
@@ -370,7 +369,7 @@ def _build(config: TrainConfig, tokenizer: TextTokenizer) -> torch.nn.Module:
         model: Any = AutoModelForCausalLM.from_config(load_model_config(folder), dtype=dtype, trust_remote_code=False)
     except Exception as error:  # of no common type: each class fails in its own way
         raise ConfigError(f"model.path = {folder}: the model cannot be built: {one_line(error)}") from None
-    check_fit(model, config.model, config.data, tokenizer)
+    check_fit(model, config.model, config.data.sequence_length, tokenizer)
     built: torch.nn.Module = model.train()
     return built
 

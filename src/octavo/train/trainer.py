@@ -107,7 +107,7 @@ class Trainer:
         decayed = decayed_parameters(self.model)
         if distributed:
             self._replicas, self._forward = _parallelize(self.model, config.parallel, device)
-        self.optimizer = make_optimizer(self.model, config, fp32_masters, decayed)
+        self.optimizer = make_optimizer(self.model, config.optim, precision, fp32_masters, decayed)
         self.loss_scale = LossScale(precision.loss_scale)
         every = config.inspect.every or (AUTOPILOT_EVERY if precision.autopilot else 0)
         self.watch = Watch(self.model, every=every, what_if=config.inspect.what_if, high_precision=self.layers is None)

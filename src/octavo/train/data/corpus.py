@@ -34,8 +34,8 @@ import numpy as np
 import tokenizers
 import torch
 
-from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.sections import Data, expand
+from octavo.train.config.run_config import ConfigError
+from octavo.train.config.sections import Data, Model, expand
 from octavo.train.data.documents import OnBytesRead, Stream
 from octavo.train.data.source import Source, open_source
 from octavo.train.data.tokenizer import SAMPLE_CHARACTERS, TextTokenizer, load_tokenizer, train_tokenizer
@@ -130,26 +130,27 @@ class ReadProgress:
             self._progress.stage(f"{self._text}: {self._bytes / 1e9:.2f} GB")
 
 
-def load_corpus(config: TrainConfig, progress: Progress) -> Corpus:
-    """Tokenize the data of a run, or open it in the cache. Raises ConfigError for unusable data."""
+def load_corpus(data: Data, model: Model, progress: Progress) -> Corpus:
+    """Tokenize the data of a run, or open it in the cache. Raises ConfigError for unusable data.
+
+    The tokenizer is that of `data.tokenizer`, else of the checkpoint at `model.path`, else trained on the data.
+    """
     meter = ReadProgress(progress)
     meter.stage("reading the data")
-    source = open_source(config.data, meter)
-    pretrained = _configured_tokenizer(config)
-    vocabulary = pretrained.fingerprint if pretrained else f"bpe {config.data.vocab_size}"
+    source = open_source(data, meter)
+    pretrained = _configured_tokenizer(data, model)
+    vocabulary = pretrained.fingerprint if pretrained else f"bpe {data.vocab_size}"
     fingerprint = hashlib.sha256("\0".join((FORMAT_VERSION, source.fingerprint, vocabulary)).encode()).hexdigest()
-    cache = expand(config.data.cache)
+    cache = expand(data.cache)
     folder = cache / fingerprint[:24]
     if _damage(folder, fingerprint, meter):
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with _exclusive(folder, progress):
-                _build_entry(folder, fingerprint, source, pretrained, config.data, meter, progress)
+                _build_entry(folder, fingerprint, source, pretrained, data, meter, progress)
         except OSError as error:
-            raise ConfigError(
-                f"data.cache = {config.data.cache} cannot be written: {error.strerror or error}"
-            ) from None
-    corpus = Corpus(folder, pretrained or _cached_tokenizer(folder), config.data, fingerprint)
+            raise ConfigError(f"data.cache = {data.cache} cannot be written: {error.strerror or error}") from None
+    corpus = Corpus(folder, pretrained or _cached_tokenizer(folder), data, fingerprint)
     for note in (source.skipped_files, source.without_text and corpus.without_text(source.without_text)):
         if note:
             progress.note(note)
@@ -204,8 +205,8 @@ def _exclusive(folder: Path, progress: Progress) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _configured_tokenizer(config: TrainConfig) -> TextTokenizer | None:
-    folder = config.data.tokenizer or config.model.path
+def _configured_tokenizer(data: Data, model: Model) -> TextTokenizer | None:
+    folder = data.tokenizer or model.path
     return None if folder is None else load_tokenizer(expand(folder))
 
 
