@@ -6,21 +6,25 @@ ddp.py               DDP with gradients reduced in FP8
 amax_sync.py         one amax history for all ranks
 parallelize.py       selects one of them for a mesh, and checks the combination
 tensor_parallel.py   styles of tensor and sequence parallelism for torch's `parallelize_module`
+tensor_parallel_plan.py  `tensor_parallel`: these styles, by the plan of a Transformers config
 tokens.py            what their ranks exchange, in FP8
 pipeline.py          stages of torch's pipelines with FP8 messages; imported on first use, as pipelining imports slowly
 clip_grad.py         clip_grad_norm_ for parameters on several meshes
 exchange.py          the all-to-all of rows, in FP8 or exact
 expert_parallel.py   experts distributed over ranks, with rows sent in FP8
 ulysses.py           attention over sequences that are sharded over ranks
+context_parallel.py  this attention in a model of Transformers
 """
 
 from typing import TYPE_CHECKING, Any
 
 from octavo.parallel.clip_grad import clip_grad_norm_
+from octavo.parallel.context_parallel import context_parallel
 from octavo.parallel.ddp import Fp8AllReduce
 from octavo.parallel.expert_parallel import expert_parallel
 from octavo.parallel.parallelize import Parallel, parallelize
 from octavo.parallel.tensor_parallel import Fp8ColwiseParallel, Fp8RowwiseParallel
+from octavo.parallel.tensor_parallel_plan import sum_partial_gradients, tensor_parallel
 from octavo.parallel.ulysses import ulysses_attention
 
 if TYPE_CHECKING:
@@ -33,8 +37,11 @@ __all__ = [
     "Parallel",
     "PipelineStage",
     "clip_grad_norm_",
+    "context_parallel",
     "expert_parallel",
     "parallelize",
+    "sum_partial_gradients",
+    "tensor_parallel",
     "ulysses_attention",
 ]
 

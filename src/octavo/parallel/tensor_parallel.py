@@ -204,7 +204,7 @@ class Fp8ColwiseParallel(_Fp8Style):
 
     def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None:
         layer.register_forward_pre_hook(_Gather(exchange), with_kwargs=True)
-        layer.register_forward_hook(lambda module, inputs, y: _as_plain(y))
+        layer.register_forward_hook(lambda module, inputs, y: as_plain(y))
 
 
 class Fp8RowwiseParallel(_Fp8Style):
@@ -251,7 +251,7 @@ class Fp8RowwiseParallel(_Fp8Style):
 
     def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None:
         layer.register_forward_pre_hook(partial(_features, exchange), with_kwargs=True)
-        layer.register_forward_hook(lambda module, inputs, y: reduce_output(y, _present(module, exchange)))
+        layer.register_forward_hook(lambda module, inputs, y: reduce_output(y, present(module, exchange)))
 
 
 class _Gather:
@@ -261,7 +261,7 @@ class _Gather:
         self._exchange, self._checked = exchange, exchange.sequence_dim is None
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        exchange = _present(layer, self._exchange)
+        exchange = present(layer, self._exchange)
         input = _input_of(args, kwargs)
         x = _local(input, exchange, exchange.placement(input))
         if not self._checked:
@@ -284,14 +284,14 @@ def _features(exchange: TokenExchange, layer: nn.Module, args: Any, kwargs: Any)
     return (DTensor.from_local(x, exchange.mesh, [Shard(x.ndim - 1)], run_check=False),), {}
 
 
-def _as_plain(y: Any) -> Tensor:
+def as_plain(y: Any) -> Tensor:
     """Return this rank's part of Y, not as a view: FSDP2 warns about those, and they cannot be changed in place."""
     local = y.to_local()
     part: Tensor = torch.ops.aten._unsafe_view(local, local.shape)
     return part
 
 
-def _present(layer: nn.Module, exchange: TokenExchange) -> TokenExchange:
+def present(layer: nn.Module, exchange: TokenExchange) -> TokenExchange:
     """Return how a layer exchanges tokens now: in high precision if it computes so."""
     return exchange if SWITCH.enabled and isinstance(layer, LinearLike) else exchange.without_fp8()
 

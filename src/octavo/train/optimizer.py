@@ -12,14 +12,14 @@ Decoupled weight decay applies to weights of products and to embeddings: see `de
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from octavo.optim import AdamW, Optimizer
-from octavo.optim.sharded import is_sharded, local_rows, shard_like
+from octavo.optim.sharded import is_sharded, local_rows, shard_like, sum_gradient
 from octavo.tensor import local_tensor
 from octavo.train.config.sections import Optim, PrecisionConfig
 
@@ -78,30 +78,51 @@ class TrainerOptimizer(ABC):
 
     inner: torch.optim.Optimizer
     in_place: bool
+    _names: list[str]
     _params: list[nn.Parameter]
     _clip: float
 
-    def gradients(self) -> list[torch.Tensor]:
-        """What the step will read: of shards, what is here."""
-        return [local_tensor(param.grad) for param in self._params if param.grad is not None]
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """What the step will read, by parameter: of shards, what is here."""
+        for param in self._params:
+            sum_gradient(param)
+        named = zip(self._names, self._params, strict=True)
+        return {name: local_tensor(param.grad) for name, param in named if param.grad is not None}
 
     @abstractmethod
     def accumulate(self) -> None:
         """Take over the gradients of a micro-batch. Call after each backward."""
 
-    @torch.no_grad()
     def gradient_norm(self, loss_scale: float) -> torch.Tensor:
-        """Divide the gradients by `loss_scale`. Returns their global L2 norm, not finite if any of them is not."""
-        grads = self.gradients()
-        if loss_scale != 1.0:
-            torch._foreach_div_(grads, loss_scale)
-        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
+        """Divide the gradients by `loss_scale`. Returns the L2 norm of those that are here."""
+        norm: torch.Tensor = self.gradient_squares(loss_scale, lambda param: 1).sqrt().float()
         return norm
+
+    @torch.no_grad()
+    def gradient_squares(self, loss_scale: float, copies: Callable[[torch.Tensor], int]) -> torch.Tensor:
+        """Divide the gradients by `loss_scale`. Returns this rank's share of their squared L2 norm over all ranks,
+        float64, not finite if any of them is not.
+
+        `copies`: number of ranks that hold the same elements of a parameter, which share their squares.
+        """
+        gradients = self.gradients()
+        if loss_scale != 1.0:
+            torch._foreach_div_(list(gradients.values()), loss_scale)
+        by_copies: dict[int, list[torch.Tensor]] = {}
+        for name, param in zip(self._names, self._params, strict=True):
+            if name in gradients:
+                by_copies.setdefault(copies(param), []).append(gradients[name])
+        norms = {
+            number: torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
+            for number, grads in by_copies.items()
+        }
+        total: torch.Tensor = torch.stack([norm.double() ** 2 / number for number, norm in norms.items()]).sum()
+        return total
 
     @torch.no_grad()
     def step(self, lr: float, norm: torch.Tensor) -> None:
         """Clip the gradients, whose global norm is `norm`, and take a step."""
-        grads = self.gradients()
+        grads = list(self.gradients().values())
         if self._clip and grads:
             torch._foreach_mul_(grads, torch.clamp(self._clip / (norm + 1e-6), max=1.0).to(grads[0].device))
         for group in self.inner.param_groups:
@@ -147,20 +168,26 @@ class MasterWeightOptimizer(TrainerOptimizer):
                 self._masters.append(param if own else _master(param, (fp32_values or {}).get(name)))
         self.in_place = all(param is master for param, master in zip(self._params, self._masters, strict=True))
         self._clip = optim.clip
+        self._decayed = decayed_parameters(model) if decayed is None else decayed
+        groups = _groups(model, self._names, self._masters, optim, self._decayed)
         self.inner = torch.optim.AdamW(
-            _groups(model, self._names, self._masters, optim, decayed), lr=optim.lr, betas=optim.betas, eps=optim.eps,
+            [part for group in groups for part in _by_mesh(group)], lr=optim.lr, betas=optim.betas, eps=optim.eps,
             fused=True,
         )  # fmt: skip
 
-    def gradients(self) -> list[torch.Tensor]:
-        """What the step will read: of shards, what is here."""
-        return [local_tensor(master.grad) for master in self._masters if master.grad is not None]
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """What the step will read, by parameter: of shards, what is here."""
+        named = zip(self._names, self._masters, strict=True)
+        return {name: local_tensor(master.grad) for name, master in named if master.grad is not None}
 
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the gradients of a micro-batch to the masters' in fp32, and free them. Call after each backward."""
         for param, master in zip(self._params, self._masters, strict=True):
-            if param is master or param.grad is None:
+            if param.grad is None:
+                continue
+            sum_gradient(param)
+            if param is master:
                 continue
             if master.grad is None:
                 master.grad = shard_like(param, local_tensor(param.grad).float())
@@ -213,11 +240,13 @@ class MasterWeightOptimizer(TrainerOptimizer):
                 local_tensor(master).copy_(local_rows(master, state["masters"][name]))
 
     def _load_rows(self, saved: dict[str, Any]) -> None:
+        """Load states that one process numbered: the parameters with weight decay first."""
         self.tensors()  # makes them
-        for group, old in zip(self.inner.param_groups, saved["param_groups"], strict=True):
-            for number, master in zip(old["params"], group["params"], strict=True):
-                for key, value in saved["state"].get(number, {}).items():
-                    local_tensor(self.inner.state[master][key]).copy_(local_rows(master, value))
+        named = sorted(zip(self._names, self._masters, strict=True), key=lambda row: row[0] not in self._decayed)
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        for number, (_, master) in zip(numbers, named, strict=True):
+            for key, value in saved["state"].get(number, {}).items():
+                local_tensor(self.inner.state[master][key]).copy_(local_rows(master, value))
 
 
 class Fp8StateOptimizer(TrainerOptimizer):
@@ -292,3 +321,11 @@ def _groups(
         for decays in (True, False)
     ]
     return [group for group in groups if group["params"]]
+
+
+def _by_mesh(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Divide a group by the mesh of its parameters: a fused step takes those of one mesh."""
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for param in group["params"]:
+        by_mesh.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    return (group | {"params": params} for params in by_mesh.values())

@@ -144,10 +144,6 @@ class Ranks:
             dist.all_reduce(stacked)
         return list(stacked)
 
-    def own_rows(self, batch: Tensor) -> Tensor:
-        """This rank's rows of a batch [B, …]."""
-        return batch.chunk(self.world_size)[self.rank]
-
     def wait(self) -> None:
         """Wait for all ranks."""
         self.raise_together(lambda: None)
@@ -210,7 +206,7 @@ def _check_same_config(config: TrainConfig, ranks: Ranks) -> Ranks:
     settings = dict(flat("", config.model_dump(mode="json", exclude_none=True)))
     ranks.check_same({key: value for key, value in settings.items() if key not in MACHINE_PATHS})
     try:
-        config.parallel.resolved.sizes(ranks.world_size)
+        config.parallel.sizes(ranks.world_size)
     except ValueError as error:
         raise SharedError(str(error)) from None
     return ranks

@@ -56,7 +56,7 @@ from octavo.runtime.terminal import width
 from octavo.runtime.torch_compat import tree_leaves
 from octavo.train.checkpoint.pretrained import load_model_config, one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config
-from octavo.train.config.sections import Data, Model
+from octavo.train.config.sections import Data, Model, ParallelConfig
 from octavo.train.data.corpus import Corpus
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.model import DTYPES, build_model, check_fit, check_model
@@ -105,6 +105,7 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
     check_model(config.model)
+    _check_layout(config.parallel)
     fake = fake_device(torch.device(device))
 
     step_config = StepConfig(micro_batches=config.optim.micro_batches)
@@ -175,6 +176,7 @@ def plan_step(
     """
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
+    _check_layout(config.parallel)
     gpu_spec, precision = with_measurements(find_gpu(gpu), calibration), config.resolved
     parts, layout = config.optim.micro_batches, config.parallel.resolved
     step_config = StepConfig(
@@ -222,6 +224,15 @@ def plan_step(
         bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), step_config.bf16),
         configured=(own_plan, own_memory),
     )  # fmt: skip
+
+
+def _check_layout(parallel: ParallelConfig) -> None:
+    """Raise ConfigError for a layout that is not predicted."""
+    if several := [f"parallel.{name} = {size}" for name in ("tp", "cp", "ep") if (size := getattr(parallel, name)) > 1]:
+        raise ConfigError(
+            f"{several[0]}: octavo plan predicts data parallelism only; plan without it (with a smaller dp_shard for "
+            "the memory of a shard), or train a few steps"
+        )
 
 
 def _configured(model: torch.nn.Module, precision: Precision, gpu: Gpu, tokens: int) -> Plan:
@@ -343,7 +354,7 @@ def _trace_step(
     return follow_step(
         trainer.model, batch, states, earlier, lambda: trainer.accumulate(*batch, targets=batch[1].numel()),
         optimizer_step, step_config=step_config, allocation_granularity=allocation_granularity,
-        gradients=optimizer.gradients, saved=saved,
+        gradients=lambda: list(optimizer.gradients().values()), saved=saved,
     )  # fmt: skip
 
 

@@ -13,15 +13,13 @@ fallen may be the cause. Loss and norm are reduced over all ranks, so all ranks 
 import inspect
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,18 +29,16 @@ from octavo.inspect.watch import Watch
 from octavo.nn import Report, accumulating, apply_plan, report
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Plan
-from octavo.parallel import parallelize
-from octavo.parallel.parallelize import make_mesh
+from octavo.parallel.context_parallel import inner_attention
 from octavo.planner.auto_convert import convert
-from octavo.runtime.torch_compat import set_group_timeout
 from octavo.train.activation_checkpointing import Checkpointing
 from octavo.train.checkpoint.store import CheckpointSaver
-from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.sections import Optim, ParallelConfig
+from octavo.train.config.run_config import TrainConfig
 from octavo.train.data.corpus import Corpus
 from octavo.train.device import device_name
 from octavo.train.diagnose import NonFiniteError, ZeroGradientError, find_origin, non_finite_parameter
 from octavo.train.guard import SpikeGuard
+from octavo.train.layout import Layout, check_layout, distribute
 from octavo.train.loss_scale import LossScale
 from octavo.train.model import build_on_ranks, prepare_loss
 from octavo.train.optimizer import decayed_parameters, make_optimizer
@@ -89,7 +85,7 @@ class Trainer:
         self.ranks = ranks = ranks or Ranks(device)
         self._corpus = corpus
         self._device = device
-        self.ranks.raise_together(lambda: _check_batch(config.optim, self.ranks.world_size))
+        ranks.raise_together(lambda: check_layout(parallel, config.optim, config.data, ranks.world_size))
         if model is None:
             model, fp32_masters = build_on_ranks(config, corpus.tokenizer, self.ranks)
             # FSDP moves its shards to the device block by block: the whole model may not fit there.
@@ -102,11 +98,10 @@ class Trainer:
         self._checkpointing = Checkpointing(self.model, precision.checkpointing)
         takes_cache = "use_cache" in inspect.signature(self.model.forward).parameters
         self._kwargs = {"use_cache": False} if takes_cache else {}
-        self._replicas = 1
-        self._forward: Callable[..., Any] = self.model
+        self.layout = Layout(forward=self.model)
         decayed = decayed_parameters(self.model)
         if distributed:
-            self._replicas, self._forward = _parallelize(self.model, config.parallel, device)
+            self.layout = distribute(self.model, parallel, device, fp8=self.layers is not None)
         self.optimizer = make_optimizer(self.model, config.optim, precision, fp32_masters, decayed)
         self.loss_scale = LossScale(precision.loss_scale)
         every = config.inspect.every or (AUTOPILOT_EVERY if precision.autopilot else 0)
@@ -152,7 +147,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self.step += 1
         seconds = time.perf_counter() - start
-        tokens = targets.numel() * self.ranks.world_size
+        tokens = targets.numel() * self.layout.label_ranks
         return StepMetrics(
             step=self.step,
             tokens=self.step * tokens,
@@ -223,37 +218,42 @@ class Trainer:
     def check_causal(self) -> None:
         """Raise ConfigError for a model that attends to later tokens."""
         inputs, _ = self._corpus.batch(self.config.run.seed, 0, 1)  # the same on every rank
-        check_causal(self.model, self._logits, inputs.to(self._device))
+        inputs, (index, parts) = self.layout.own_tokens(inputs.to(self._device)), self.layout.inputs
+        self.ranks.raise_together(
+            lambda: check_causal(self.model, self._logits, inputs, has_last=index == parts - 1)
+        )  # fmt: skip
 
     def attention_note(self) -> str:
         """A note for a model without fused attention; else empty."""
-        attention = getattr(self.model.config, "_attn_implementation", "sdpa")
+        attention = inner_attention(self.model) or getattr(self.model.config, "_attn_implementation", "sdpa")
         return "" if attention == "sdpa" else f"{type(self.model).__name__} has no fused attention: using {attention}"
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This rank's share of each micro-batch of a step, concatenated."""
-        parts = self.config.optim.micro_batches
+        parts, layout = self.config.optim.micro_batches, self.layout
         inputs, targets = (
-            torch.cat([self.ranks.own_rows(part) for part in batch.chunk(parts)]).to(self._device)
+            torch.cat([layout.own_rows(part) for part in batch.chunk(parts)]).to(self._device)
             for batch in self._corpus.batch(self.config.run.seed, step + self.skipped_batches, self.config.optim.batch)
         )
-        return inputs, targets
+        return layout.own_tokens(inputs), layout.own_labels(targets)
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Compute the scaled gradients of this rank's share of the batch and leave them in the optimizer.
 
         Returns the mean loss of the share in fp32. The gradients are already averaged over the ranks.
         """
-        _seed_step(self.config.run.seed, self.step, self.ranks.rank)
+        _seed_step(self.config.run.seed, self.step, self.layout.seed)
         total = torch.zeros((), device=self._device)
         parts = self.config.optim.micro_batches
         with accumulating(self.model) if parts > 1 else nullcontext():
             for number, (part_inputs, part_targets) in enumerate(
                 zip(inputs.chunk(parts), targets.chunk(parts), strict=True), 1
             ):
-                if isinstance(self._forward, DistributedDataParallel):
-                    self._forward.require_backward_grad_sync = number == parts or not self.optimizer.in_place
-                total += self.accumulate(part_inputs, part_targets, targets=targets.numel())
+                if isinstance(self.layout.forward, DistributedDataParallel):
+                    self.layout.forward.require_backward_grad_sync = number == parts or not self.optimizer.in_place
+                total += self.accumulate(
+                    part_inputs, part_targets, targets=targets.numel() * self.layout.loss_parts
+                )  # fmt: skip
         return total
 
     def accumulate(self, inputs: Tensor, part: Tensor, *, targets: int) -> Tensor:
@@ -281,25 +281,25 @@ class Trainer:
         sample, measure = (pilot.needs_sample, pilot.measures) if pilot is not None else (False, None)
         with self.watch.step(self.step + 1, force=sample, measure=measure):
             loss = self.forward_backward(inputs, targets)
-        loss, norm = self._reduce(loss, self.optimizer.gradient_norm(self.loss_scale.value))
-        return loss.item(), norm
-
-    def _reduce(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean loss over the ranks, and the norm of the whole gradient from the norms of each rank's part."""
-        if self.ranks.world_size == 1:
-            return loss, norm
-        total, squares = self.ranks.all_reduce(loss, norm.double() ** 2)
-        return total / self.ranks.world_size, (squares / self._replicas).sqrt().float()
+        self.layout.sum_partial(self.optimizer.gradients())
+        squares = self.optimizer.gradient_squares(self.loss_scale.value, self.layout.copies)
+        if self.ranks.world_size > 1:
+            loss, squares = self.ranks.all_reduce(loss * self.layout.loss_parts, squares)
+            loss = loss / self.ranks.world_size
+        return loss.item(), squares.sqrt().float()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The model's loss of a micro-batch, a mean over its targets."""
         with self._autocast():
-            loss: Tensor = self._forward(input_ids=inputs, labels=targets, shift_labels=targets, **self._kwargs).loss
+            arguments = self._kwargs | self.layout.positions(inputs)
+            outputs = self.layout.forward(input_ids=inputs, labels=targets, shift_labels=targets, **arguments)
+        loss: Tensor = outputs.loss
         return loss
 
     def _logits(self, inputs: Tensor) -> Tensor:
         with self._autocast():
-            logits: Tensor = self._forward(input_ids=inputs, **self._kwargs).logits
+            arguments = self._kwargs | self.layout.positions(inputs)
+            logits: Tensor = self.layout.forward(input_ids=inputs, **arguments).logits
         return logits
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -355,7 +355,8 @@ def _convert(
     elif "fp8" not in (precision.matmul, precision.activations):
         return None
     else:
-        tokens = config.optim.batch // (config.optim.micro_batches * world) * config.data.sequence_length
+        rows = config.optim.batch * config.parallel.tp / (config.optim.micro_batches * world)
+        tokens = round(rows * config.data.sequence_length)
         gpu = None if device.type == "cuda" else "cpu"
         convert(model, precision=precision, device=gpu, tokens=tokens, verbose=False)
     return report(model)
@@ -363,34 +364,6 @@ def _convert(
 
 def _are_finite(loss: float, norm: float) -> bool:
     return finite(loss) is not None and finite(norm) is not None
-
-
-def _check_batch(optim: Optim, world: int) -> None:
-    """Raise ConfigError if the ranks cannot share the micro-batches evenly."""
-    batch, parts = optim.batch, optim.micro_batches
-    if batch % (parts * world):
-        suggestion = -(-batch // (parts * world)) * parts * world
-        raise ConfigError(
-            f"optim.batch = {batch} sequences in {parts} micro-batches cannot be shared by {world} processes evenly: "
-            f"set optim.batch to a multiple of {parts * world}, as {suggestion}"
-        )
-
-
-def _parallelize(model: nn.Module, settings: ParallelConfig, device: torch.device) -> tuple[int, Callable[..., Any]]:
-    """Parallelize a model in place. Returns the number of gradient replicas and the module to call."""
-    parallel = settings.resolved
-    mesh = make_mesh(parallel, device.type)
-    for group in mesh.get_all_groups():
-        if dist.get_world_size(group) < dist.get_world_size():  # subgroups do not inherit the timeout
-            set_group_timeout(timedelta(seconds=settings.timeout), group)
-    copies, shards = mesh.shape
-    if shards == 1 and copies > 1:
-        model.to(device)
-    forward: Callable[..., Any] = parallelize(
-        model, mesh, fp8_comm=parallel.fp8_comm, reshard_after_forward=parallel.reshard_after_forward,
-        cpu_offload=parallel.cpu_offload,
-    )  # fmt: skip
-    return copies, forward
 
 
 def _seed_step(seed: int, step: int, rank: int) -> None:

@@ -263,6 +263,17 @@ class ParallelConfig(Section):
     """Shards, gradients and optimizer states in host memory: models larger than the device."""
     fp8_comm: Literal["auto", "on", "gather", "off"] = "auto"
     """FP8 communication: weights and gradients ("on"), weights ("gather"), none ("off"), or by cost ("auto")."""
+    tp: Count = 1
+    """Processes that share each linear layer (tensor parallelism), by the plan of the model's config. Neighbours in
+    rank, so that they are on one machine. `fp8_comm` "off" sends tokens in bf16, "on" also sums in FP8."""
+    sequence_parallel: bool = True
+    """With `tp`: each process has S/tp tokens outside of attention and MLP, and computes the loss of these."""
+    cp: Count = 1
+    """Processes that share each sequence (Ulysses context parallelism): S/cp tokens each, and some heads inside
+    attention. Weights are sharded over them as over `dp_shard`."""
+    ep: Count = 1
+    """Processes that share the experts of each layer, each with rows of its own (expert parallelism). Experts are
+    sharded over the others."""
     async_save: bool = False
     """Write checkpoints in the background, from a copy in host memory."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
@@ -271,16 +282,51 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _check_sizes(self) -> "ParallelConfig":
         _ = self.resolved
+        if len(several := [name for name in ("tp", "cp", "ep") if getattr(self, name) > 1]) > 1:
+            raise ValueError(
+                f"parallel.{several[0]} = {getattr(self, several[0])} with parallel.{several[1]} = "
+                f"{getattr(self, several[1])}: these are not supported together; keep one of {', '.join(several)}, and "
+                "leave the other processes to dp_shard"
+            )
+        if self.ep > 1 and self.dp_replicate > 1:
+            raise ValueError(
+                f"parallel.ep = {self.ep} with parallel.dp_replicate = {self.dp_replicate}: experts are sharded over "
+                "all processes that hold the same ones; leave dp_replicate out"
+            )
+        if self.tp > 1 and self.dp_shard == 1 and self.dp_replicate > 1:
+            raise ValueError(
+                f"parallel.tp = {self.tp} with dp_replicate = {self.dp_replicate} and dp_shard = 1: DDP does not take "
+                "a model under tensor parallelism; set parallel.dp_replicate = 1 and leave dp_shard out"
+            )
         return self
 
     @property
     def resolved(self) -> Parallel:
-        """The layout for `octavo.parallelize`."""
-        return Parallel(**self.model_dump(exclude={"async_save", "timeout"}))
+        """The data-parallel part, for `octavo.parallelize`."""
+        fields = {"dp_replicate", "dp_shard", "reshard_after_forward", "cpu_offload", "fp8_comm"}
+        return Parallel(**self.model_dump(include=fields))
+
+    def sizes(self, world_size: int) -> tuple[int, int]:
+        """Return (dp_replicate, dp_shard) for a world size; the ranks of `ep` count as shards.
+
+        Raises:
+            ValueError: If the layout does not fit it.
+        """
+        shared = self.tp * self.cp
+        for name, size in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep)):
+            if world_size % size:
+                fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
+                raise ValueError(f"parallel.{name} = {size} does not divide the {world_size} processes: take {fitting}")
+        try:
+            return self.resolved.sizes(world_size // shared)
+        except ValueError as error:
+            note = f" (the {world_size} processes divided by tp × cp = {shared})" if shared > 1 else ""
+            raise ValueError(f"{error}{note}") from None
 
     def alone(self) -> str:
         """Why the layout needs several processes; empty if one is enough."""
-        ranks = self.dp_replicate * max(self.dp_shard, 1)
+        ranks = self.dp_replicate * max(self.dp_shard, 1) * self.tp * self.cp
+        ranks = max(ranks, self.ep)
         if ranks > 1 or self.cpu_offload:
             problem = f"asks for {ranks} processes" if ranks > 1 else "asks for cpu_offload, which shards do"
             return (

@@ -1,0 +1,130 @@
+"""context_parallel: attention of a Transformers model over sequences that are sharded over ranks (Ulysses).
+
+Each of p ranks runs the model on S/p tokens of every sequence. Attention is `ulysses_attention` around the model's own
+function, reached by the name in its config, which Transformers looks up in every forward. All parameters exist on
+every rank, so these ranks count as data-parallel ones: shard or copy the model over them, and average gradients.
+
+Refused, because a mask of whole sequences would be needed: sliding windows shorter than the sequence, attention masks,
+packed documents.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from octavo.nn.report import check_module
+from octavo.parallel.agreement import compare_ranks
+from octavo.parallel.ulysses import ulysses_attention
+
+_NAME = "octavo_ulysses"
+_SETTINGS: WeakKeyDictionary[nn.Module, tuple[DeviceMesh, bool, str]] = WeakKeyDictionary()
+"""Mesh, FP8 messages or not, and the name of the attention inside, by attention module."""
+
+
+def context_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True) -> nn.Module:
+    """Have a causal language model of Transformers take a part of each sequence on each rank, in place.
+
+    Rank r gets tokens r·S/p to (r + 1)·S/p of every sequence, their labels, and `position_ids` [1,S/p] with the
+    positions in the whole sequence.
+
+    Args:
+        model: Its config names a registered attention function, such as `"sdpa"`.
+        mesh: One dimension, such as `mesh["cp"]`, whose size divides the heads of queries and of keys.
+        fp8_comm: Send queries, keys, values, results and their gradients in FP8.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: If the model does not use Transformers' attention functions, the ranks do not divide its heads, it
+            has layers of another kind than full attention, or ranks differ. On every rank; the model is left as it was.
+            In a forward: for an attention mask, or a window shorter than the sequence.
+
+    Examples:
+        >>> mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "cp"))  # doctest: +SKIP
+        >>> octavo.parallel.context_parallel(model, mesh["cp"])  # doctest: +SKIP
+        >>> model = octavo.parallelize(model)  # doctest: +SKIP
+    """
+    check_module("context_parallel", model)
+    problem: Exception | None = None
+    attention: list[nn.Module] = []
+    try:
+        attention = _check(model, mesh)
+    except ValueError as error:
+        problem = error
+    compare_ranks("context_parallel", model, [bool(fp8_comm), tuple(mesh.shape)], problem, mesh)
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config: Any = model.config
+    for module in attention:
+        _SETTINGS[module] = mesh, bool(fp8_comm), config._attn_implementation
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, _attention)
+    config._attn_implementation = _NAME
+    return model
+
+
+def inner_attention(model: nn.Module) -> str | None:
+    """Return the name of the attention that runs inside `context_parallel`; None without it."""
+    return next((_SETTINGS[module][2] for module in model.modules() if module in _SETTINGS), None)
+
+
+def _check(model: Any, mesh: DeviceMesh) -> list[nn.Module]:
+    """Return the attention modules. Raises ValueError as `context_parallel`."""
+    kind = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    if mesh.ndim != 1:
+        raise ValueError(f"context_parallel takes a mesh of one dimension, such as mesh['cp']; got {mesh}")
+    attention = [m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
+    if not (getattr(model, "_supports_attention_backend", False) and attention):
+        raise ValueError(
+            f"{kind} does not compute attention by Transformers' attention functions: call "
+            "octavo.parallel.ulysses_attention in its attention"
+        )
+    if config._attn_implementation == _NAME:
+        raise ValueError(f"{kind} is under context parallelism already: call context_parallel once")
+    text = config.get_text_config()
+    if others := sorted({name for name in getattr(text, "layer_types", None) or [] if name != "full_attention"}):
+        raise ValueError(f"{kind} has layers of kinds {others}, and context_parallel supports full attention only")
+    if config._attn_implementation == "eager":
+        raise ValueError(
+            f"{kind} computes attention in its own code ('eager'), which needs a mask of whole sequences: load it with "
+            "attn_implementation='sdpa'"
+        )
+    heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if any(count % mesh.size() for count in heads):
+        fitting = [n for n in range(1, min(heads) + 1) if not any(count % n for count in heads)]
+        raise ValueError(
+            f"{mesh.size()} ranks do not divide the {heads[0]} heads of queries and {heads[1]} of keys of {kind}: take "
+            f"one of {fitting} ranks"
+        )
+    return attention
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Transformers' interface of attention: [B,H,S/p,D] to [B,S/p,H,Dv]."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    mesh, fp8, name = _SETTINGS[module]
+    whole = query.shape[2] * mesh.size()
+    window = kwargs.get("sliding_window")
+    if attention_mask is not None or (window is not None and window < whole):
+        what = "an attention mask" if attention_mask is not None else f"a window of {window} in {whole} tokens"
+        raise ValueError(f"context parallelism does not support {what}: use sequences without it, or cp = 1")
+    if torch.is_autocast_enabled(query.device.type):  # as it does with the inputs of attention
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    inner: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
+    kwargs.pop("position_ids", None)  # of this part; flash attention looks for packed documents in them
+
+    def whole_sequence(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y: Tensor = inner(module, q, k, v, None, **kwargs)[0]
+        return y.transpose(1, 2)
+
+    y = ulysses_attention(query, key, value, mesh.get_group(), attention=whole_sequence, fp8_comm=fp8)
+    return y.transpose(1, 2).contiguous(), None

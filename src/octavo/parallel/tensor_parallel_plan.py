@@ -1,0 +1,310 @@
+"""tensor_parallel: a causal language model of Transformers over ranks, by the plan in its config.
+
+    plan (`config.base_model_tp_plan`)    here
+    colwise, rowwise                      `Fp8ColwiseParallel`, `Fp8RowwiseParallel`
+    of experts                            none: experts stay whole (distribute them with `expert_parallel`)
+
+With sequence parallelism each of t ranks has S/t tokens of every sequence between attention and MLP:
+
+    embedding ──split──▶ [B,S/t,H] ──▶ blocks ──▶ norm, head and loss of S/t tokens
+                              │  ▲
+                    gather [B,S,H]  reduce     around attention, whose heads the ranks share, and around the MLP
+
+Attention reads the numbers of its heads and tokens from its input, so that is gathered where attention begins, once for
+q, k and v. Everything that is not in the plan (norms, embedding, head, routers, experts) exists on every rank, computes
+on that rank's tokens, and leaves a summand of its gradient there: `sum_partial_gradients` adds these up, in one message
+for all. Rejected: these parameters as DTensors, which needs a message for each and an operation of DTensors for each
+norm.
+
+Without sequence parallelism every rank has all tokens and whole gradients, except of parameters between the heads, such
+as norms of q and k.
+"""
+
+import re
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from octavo.nn.gathered_input import fits
+from octavo.nn.linear_like import LinearLike
+from octavo.nn.report import check_module
+from octavo.numerics.spec import QuantSpec
+from octavo.parallel.agreement import compare_ranks
+from octavo.parallel.tensor_parallel import Fp8ColwiseParallel, Fp8RowwiseParallel, as_plain, present
+from octavo.parallel.tokens import TokenExchange, gather_input
+from octavo.runtime.blocks import find_blocks
+from octavo.runtime.swap import all_or_nothing
+from octavo.runtime.switch import SWITCH
+from octavo.tensor import local_tensor
+
+_EXPERT_STYLES = ("packed_colwise", "moe_tp_experts", "grouped_gemm", "ep_dispatch_experts")
+_BETWEEN_HEADS = "replicated_with_grad_allreduce"
+_MIXES_TOKENS = ("attn", "attention", "mamba", "mixer", "conv", "rnn", "recurrent", "ssm", "delta")
+"""Parts of names of modules in which tokens read each other."""
+_PARTIAL: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+"""Names of the parameters of a model of whose gradients each rank has a summand."""
+
+
+def tensor_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool = True,
+    gather: Literal["fp8", "bf16"] = "fp8",
+    reduce: Literal["bf16", "fp8"] = "bf16",
+) -> nn.Module:
+    """Distribute the linear layers of a language model over ranks by the plan of its config, in place.
+
+    Call it after `octavo.convert` and before `octavo.parallelize` or `fully_shard` over other dimensions of the same
+    mesh, and create the optimizer last. All ranks get the same `input_ids`. With `sequence_parallel`, rank r gets
+    tokens r·S/t to (r + 1)·S/t of the labels, and returns the hidden states, logits and loss of these tokens; multiply
+    the loss by 1/t, and call `sum_partial_gradients` after backward.
+
+    Args:
+        model: A causal language model of Transformers whose config has a `base_model_tp_plan`, such as Llama, Qwen3,
+            Mistral, Cohere or Mixtral. The same on every rank.
+        mesh: One dimension, such as `mesh["tp"]`.
+        sequence_parallel: Divide tokens among the ranks outside of attention and products.
+        gather: As of `Fp8ColwiseParallel`; bf16 without sequence parallelism, where nothing is gathered.
+        reduce: As of `Fp8ColwiseParallel`; `"fp8"` only with sequence parallelism.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: If the config has no plan, or one of other styles; if heads or features are not divided by the
+            ranks; if sequence parallelism meets attention that is not in the plan; for a recipe with one scale per
+            tensor; or if ranks differ. On every rank; the model is left as it was. In a forward: for a sequence that
+            the ranks do not divide.
+
+    Examples:
+        Under `torchrun`, on each rank:
+
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+        >>> model = octavo.convert(LlamaForCausalLM(LlamaConfig(vocab_size=300, **shape)), verbose=False)
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        >>> model = octavo.parallel.tensor_parallel(model, mesh["tp"])
+        >>> tokens = torch.randint(300, (1, 17))
+        >>> labels = tokens[:, 1:].chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
+        >>> loss = model(input_ids=tokens[:, :-1], labels=labels, shift_labels=labels).loss / mesh.size()
+        >>> loss.backward()
+        >>> octavo.parallel.sum_partial_gradients(model, mesh["tp"])
+    """
+    check_module("tensor_parallel", model)
+    plan: dict[str, Any] = {}
+    partial_names: set[str] = set()
+    problem: Exception | None = None
+    try:
+        if mesh.ndim != 1:
+            raise ValueError(f"tensor_parallel takes a mesh of one dimension, such as mesh['tp']; got {mesh}")
+        plan, partial_names = _plan(model, sequence_parallel, gather, reduce)
+        if sequence_parallel:
+            _check_token_mixers(model, plan)
+    except ValueError as error:
+        problem = error
+    settings = [sequence_parallel, gather, reduce, tuple(mesh.shape), sorted(plan)]
+    compare_ranks("tensor_parallel", model, settings, problem, mesh)
+    with all_or_nothing(model):
+        parallelize_module(model, mesh, plan, src_data_rank=None)
+        if sequence_parallel:
+            _divide_tokens(model, mesh, plan, gather == "fp8", reduce == "fp8")
+    _PARTIAL[model] = frozenset(partial_names)
+    return model
+
+
+def partial_parameters(model: nn.Module) -> frozenset[str]:
+    """Return the names of parameters of whose gradients each rank has a summand after `tensor_parallel`."""
+    return _PARTIAL.get(model, frozenset())
+
+
+def sum_partial_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Add up the gradients of which each rank has a summand, after backward and before clipping.
+
+    Args:
+        model: After `tensor_parallel`, sharded or not.
+        mesh: The mesh that `tensor_parallel` got.
+
+    Examples:
+        >>> octavo.parallel.sum_partial_gradients(model, mesh["tp"])  # doctest: +SKIP
+    """
+    names = partial_parameters(model)
+    sum_over([p.grad for name, p in model.named_parameters() if name in names and p.grad is not None], mesh)
+
+
+@torch.no_grad()
+def sum_over(gradients: Iterable[Tensor], mesh: DeviceMesh) -> None:
+    """Add up tensors over the ranks of a mesh, in place: the local parts, in float32, in one message."""
+    local = [local_tensor(gradient) for gradient in gradients]
+    if not local:
+        return
+    message = torch.cat([part.reshape(-1).float() for part in local])
+    dist.all_reduce(message, group=mesh.get_group())
+    for part, total in zip(local, message.split([part.numel() for part in local]), strict=True):
+        part.copy_(total.view_as(part))
+
+
+def _plan(
+    model: Any, sequence_parallel: bool, gather: str, reduce: str
+) -> tuple[dict[str, Any], set[str]]:  # fmt: skip
+    """Return styles by name of the linear layer, and the names of parameters with partial gradients."""
+    kind, base = type(model).__name__, getattr(model, "base_model", model)
+    config = getattr(model, "config", None)
+    patterns = getattr(config.get_text_config(), "base_model_tp_plan", None) if config is not None else None
+    if not patterns:
+        raise ValueError(
+            f"{kind} has no plan for tensor parallelism in its config (base_model_tp_plan): distribute its layers with "
+            "octavo.parallel.Fp8ColwiseParallel and Fp8RowwiseParallel, or use dp_shard, cp or pp instead"
+        )
+    prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
+    styles: dict[str, Any] = {}
+    between_heads: list[str] = []
+    for name, module in model.named_modules():
+        style = next((s for p, s in patterns.items() if _matches(prefix + p, name)), None)
+        if style is None or style in _EXPERT_STYLES:
+            continue
+        if style == _BETWEEN_HEADS:
+            between_heads.append(name)
+        elif isinstance(module, nn.Linear) and style in ("colwise", "rowwise"):
+            parent = model.get_submodule(name.rpartition(".")[0])
+            styles[name] = _style(parent, module, style, sequence_parallel, gather, reduce)
+        else:
+            raise ValueError(
+                f"{kind}: its plan gives {name} the style {style!r}, which Octavo does not support: use dp_shard, cp "
+                "or pp instead of tensor parallelism"
+            )
+    if not styles:
+        raise ValueError(f"{kind}: no linear layer matches its plan for tensor parallelism, {list(patterns)}")
+    names = {name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in styles}
+    if not sequence_parallel:
+        names = {name for name in names if name.rpartition(".")[0] in between_heads}
+    return styles, names
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern of Transformers, whose * is a number, matches a module's name."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
+
+
+def _style(
+    parent: nn.Module, linear: nn.Linear, style: str, sequence_parallel: bool, gather: Any, reduce: Any
+) -> Fp8ColwiseParallel | Fp8RowwiseParallel:
+    head_dim = getattr(parent, "head_dim", None)
+    split = linear.out_features if style == "colwise" else linear.in_features
+    heads = split // head_dim if isinstance(head_dim, int) and head_dim and split % head_dim == 0 else None
+    dim = -2 if sequence_parallel else None
+    if style == "rowwise":
+        return Fp8RowwiseParallel(sequence_dim=dim, gather=gather, reduce=reduce, heads=heads)
+    kind = _ColwiseOfGathered if sequence_parallel and _is_attention(parent) else Fp8ColwiseParallel
+    return kind(sequence_dim=dim, gather=gather, reduce=reduce, heads=heads)
+
+
+class _ColwiseOfGathered(Fp8ColwiseParallel):
+    """The style of layers whose parent gathers their input."""
+
+    def _hook(self, layer: nn.Module, exchange: TokenExchange) -> None:
+        layer.register_forward_hook(lambda module, inputs, y: as_plain(y))
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return hasattr(module, "is_causal") or "attention" in type(module).__name__.lower()
+
+
+def _check_token_mixers(model: Any, plan: dict[str, Any]) -> None:
+    """Raise ValueError for a module that mixes tokens and whose input the plan does not gather."""
+    names = {module: name for name, module in model.named_modules()}
+    for block in find_blocks(model):
+        for child in block.modules():
+            kind = type(child).__name__.lower()
+            mixes = hasattr(child, "is_causal") or any(part in kind for part in _MIXES_TOKENS)
+            inside = [name for name in plan if name.startswith(f"{names[child]}.")]
+            distributed = inside or _is_inside(child, plan, names)
+            if child is not block and mixes and "norm" not in kind and not distributed:
+                raise ValueError(
+                    f"{names[child]} ({type(child).__name__}) reads all tokens of a sequence, and the plan of "
+                    f"{type(model).__name__} does not distribute it: use sequence_parallel=False"
+                )
+
+
+def _is_inside(module: nn.Module, plan: dict[str, Any], names: dict[nn.Module, str]) -> bool:
+    """Whether a module is a part of attention that the plan distributes."""
+    parts = names[module].split(".")
+    owners = {".".join(parts[:n]) for n in range(1, len(parts))}
+    return any(isinstance(plan[name], _ColwiseOfGathered) and name.rpartition(".")[0] in owners for name in plan)
+
+
+def _divide_tokens(model: Any, mesh: DeviceMesh, plan: dict[str, Any], fp8_gather: bool, fp8_reduce: bool) -> None:
+    """Divide tokens before the first block, and gather them before attention."""
+    exchange = TokenExchange(mesh=mesh, sequence_dim=-2, fp8_gather=fp8_gather, fp8_reduce=fp8_reduce)
+    find_blocks(model)[0].register_forward_pre_hook(partial(_split_input, mesh), with_kwargs=True)
+    readers: dict[str, list[nn.Module]] = {}
+    for name, style in plan.items():
+        if isinstance(style, _ColwiseOfGathered):
+            readers.setdefault(name.rpartition(".")[0], []).append(model.get_submodule(name))
+    for name, linears in readers.items():
+        hook = partial(_gather_attention_input, exchange, linears)
+        model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _split_input(mesh: DeviceMesh, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    return _with_hidden_states(args, kwargs, lambda x: split_tokens(x, mesh))
+
+
+def _gather_attention_input(
+    exchange: TokenExchange, linears: list[nn.Module], attention: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, dict[str, Any]]:
+    exchange = present(linears[0], exchange)
+    spec = _shared_spec(linears, exchange)
+    return _with_hidden_states(args, kwargs, lambda x: gather_input(x, exchange, spec))
+
+
+def _shared_spec(linears: list[nn.Module], exchange: TokenExchange) -> QuantSpec | None:
+    """Return the spec of X if all layers read the same FP8 rows, else None."""
+    if not (exchange.fp8_gather and SWITCH.enabled):
+        return None
+    specs = {layer.recipe.x if isinstance(layer, LinearLike) and fits(layer.recipe) else None for layer in linears}
+    return specs.pop() if len(specs) == 1 else None
+
+
+def _with_hidden_states(args: Any, kwargs: Any, change: Any) -> tuple[Any, dict[str, Any]]:
+    """Change the hidden states among the arguments of a block or of attention."""
+    if "hidden_states" in kwargs:
+        return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+    return (change(args[0]), *args[1:]), kwargs
+
+
+def split_tokens(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return this rank's tokens of [B,S,H]; the gradient of the others' is zero here.
+
+    Raises:
+        ValueError: If the ranks do not divide S.
+    """
+    if x.shape[1] % mesh.size():
+        raise ValueError(
+            f"{x.shape[1]} tokens are not an equal part for each of {mesh.size()} ranks of sequence parallelism: pad "
+            f"the sequence to {x.shape[1] + -x.shape[1] % mesh.size()}"
+        )
+    part: Tensor = _SplitTokens.apply(x, mesh.get_local_rank(), mesh.size())
+    return part
+
+
+class _SplitTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: int, ranks: int) -> Tensor:
+        ctx.shape, ctx.first = x.shape, rank * (x.shape[1] // ranks)
+        return x.narrow(1, ctx.first, x.shape[1] // ranks).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        whole = g.new_zeros(ctx.shape)
+        whole.narrow(1, ctx.first, g.shape[1]).copy_(g)
+        return whole, None, None

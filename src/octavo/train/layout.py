@@ -1,0 +1,202 @@
+"""How the ranks of a run share its model, batch and tokens: what `[parallel]` asks for, done.
+
+    setting                  ranks, innermost last           a rank has
+    dp_replicate, dp_shard   [dp_replicate, dp_shard]        rows of the batch; a shard, or a copy, of all parameters
+    tp                       [dp_replicate, dp_shard, tp]    the rows of its dp rank; heads and features of the linear
+                                                             layers; with sequence_parallel S/tp tokens of the loss
+    cp                       [dp_replicate, dp_shard · cp]   S/cp tokens of the rows that cp ranks share; a shard
+    ep                       [efsdp, ep]                     rows of the batch; E/ep experts of each layer; a shard
+
+S tokens of a sequence, E experts. Losses of ranks that have different tokens are averaged; with sequence_parallel, each
+rank's is 1/tp of it, because products of gathered tokens sum over the ranks.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from octavo.parallel import Parallel, context_parallel, expert_parallel, parallelize, tensor_parallel
+from octavo.parallel.tensor_parallel_plan import partial_parameters, sum_over
+from octavo.runtime.torch_compat import set_group_timeout
+from octavo.train.config.run_config import ConfigError
+from octavo.train.config.sections import Data, Optim, ParallelConfig
+from octavo.train.ranks import SharedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What this rank has of a run.
+
+    Attributes:
+        forward: The module to call: the model, or what wraps it.
+        rows: This rank's part of the rows of a batch: (index, number of parts).
+        inputs: Its part of their tokens.
+        labels: Its part of the tokens of which it computes the loss.
+        loss_parts: Number of ranks whose losses add up to that of their rows.
+        ranks: Ranks that hold this part of the layers.
+        seed: Distinguishes the ranks that draw different random numbers.
+        partial: Names of parameters of whose gradients each rank of `summing` has a summand.
+        summing: The mesh over which these are added up, or None.
+    """
+
+    forward: Callable[..., Any]
+    rows: tuple[int, int] = (0, 1)
+    inputs: tuple[int, int] = (0, 1)
+    labels: tuple[int, int] = (0, 1)
+    loss_parts: int = 1
+    ranks: int = 1
+    seed: int = 0
+    partial: frozenset[str] = field(default=frozenset())
+    summing: DeviceMesh | None = None
+
+    def own_rows(self, batch: Tensor) -> Tensor:
+        """This rank's rows of a batch [B, …]."""
+        return _part(batch, self.rows, 0)
+
+    def own_tokens(self, inputs: Tensor) -> Tensor:
+        """This rank's tokens of inputs [B,S]."""
+        return _part(inputs, self.inputs, 1)
+
+    def positions(self, inputs: Tensor) -> dict[str, Tensor]:
+        """The argument of the model that says where these tokens are in their sequence, if they are a part of it."""
+        index, parts = self.inputs
+        if parts == 1:
+            return {}
+        first = index * inputs.shape[1]
+        return {"position_ids": torch.arange(first, first + inputs.shape[1], device=inputs.device).unsqueeze(0)}
+
+    def own_labels(self, targets: Tensor) -> Tensor:
+        """This rank's labels, of [B,S]."""
+        return _part(targets, self.labels, 1)
+
+    @property
+    def label_ranks(self) -> int:
+        """Number of ranks with different labels."""
+        return self.rows[1] * self.labels[1]
+
+    def sum_partial(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add up the gradients of which each rank has a summand, in place."""
+        if self.summing is not None:
+            sum_over([gradient for name, gradient in gradients.items() if name in self.partial], self.summing)
+
+    def copies(self, parameter: Any) -> int:
+        """Number of ranks that hold the same elements of a parameter."""
+        shards = 1
+        for dim, placement in enumerate(getattr(parameter, "placements", ())):
+            shards *= 1 if placement.is_replicate() else parameter.device_mesh.size(dim)
+        return self.ranks // shards
+
+
+def _part(tensor: Tensor, part: tuple[int, int], dim: int) -> Tensor:
+    index, parts = part
+    return tensor if parts == 1 else tensor.chunk(parts, dim)[index].contiguous()
+
+
+def check_layout(parallel: ParallelConfig, optim: Optim, data: Data, world: int) -> None:
+    """Raise ConfigError if the ranks cannot share the micro-batches, or the tokens of a sequence, evenly."""
+    batch, parts = optim.batch, optim.micro_batches
+    ranks = world // (parallel.tp * parallel.cp)
+    if batch % (parts * ranks):
+        suggestion = -(-batch // (parts * ranks)) * parts * ranks
+        raise ConfigError(
+            f"optim.batch = {batch} sequences in {parts} micro-batches cannot be shared by {ranks} processes evenly: "
+            f"set optim.batch to a multiple of {parts * ranks}, as {suggestion}"
+        )
+    name, tokens = ("tp", parallel.tp) if parallel.sequence_parallel and parallel.tp > 1 else ("cp", parallel.cp)
+    if data.sequence_length % tokens:
+        suggestion = -(-data.sequence_length // tokens) * tokens
+        hint = ", or parallel.sequence_parallel = false" if name == "tp" else ""
+        raise ConfigError(
+            f"data.sequence_length = {data.sequence_length} is not divided by parallel.{name} = {tokens}: set it to a "
+            f"multiple, as {suggestion}{hint}"
+        )
+
+
+def distribute(model: nn.Module, settings: ParallelConfig, device: torch.device, *, fp8: bool) -> Layout:
+    """Distribute a model over the ranks of the process group, or over this one alone, in place.
+
+    Args:
+        model: The whole model, the same on every rank; converted, if it is to be.
+        settings: The section `[parallel]`.
+        device: Device of this rank.
+        fp8: Whether the model computes in FP8; if not, tokens and experts travel in high precision as well.
+
+    Raises:
+        ConfigError: If the model cannot be distributed so; on every rank.
+    """
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    data = replace(settings.resolved, dp_shard=-1)
+    sends_fp8 = fp8 and settings.fp8_comm != "off"
+    alone: dict[str, Any] = {"ranks": world, "rows": (rank, world), "seed": rank}
+    try:
+        if settings.tp > 1:
+            return _with_tensor_parallel(model, settings, device, sends_fp8)
+        if settings.ep > 1:
+            if not fp8:
+                raise ValueError(
+                    'ep distributes experts that compute in FP8, and precision.level = "bf16" has none: leave ep out, '
+                    "and dp_shard shards the experts"
+                )
+            mesh = _mesh(settings, device, (world // settings.ep, settings.ep), ("efsdp", "ep"))
+            expert_parallel(model, mesh["ep"], fp8_comm=sends_fp8)
+            return Layout(forward=parallelize(model, mesh, **_comm(data)), **alone)
+        if settings.cp > 1:
+            mesh = _mesh(settings, device, (world // settings.cp, settings.cp), ("data", "cp"))
+            context_parallel(model, mesh["cp"], fp8_comm=sends_fp8)
+            part = rank % settings.cp, settings.cp
+            alone |= {"rows": (rank // settings.cp, world // settings.cp), "inputs": part, "labels": part}
+            data = replace(data, dp_replicate=settings.dp_replicate)
+        sizes = settings.sizes(world)
+        mesh = _mesh(settings, device, (sizes[0], sizes[1] * settings.cp), ("dp_replicate", "dp_shard"))
+        if mesh.size(1) == 1 and mesh.size(0) > 1:
+            model.to(device)
+        return Layout(forward=parallelize(model, mesh, **_comm(data)), **alone)
+    except ValueError as error:
+        raise SharedError(f"[parallel]: {error}") from None
+
+
+def _with_tensor_parallel(
+    model: nn.Module, settings: ParallelConfig, device: torch.device, sends_fp8: bool
+) -> Layout:  # fmt: skip
+    world, rank, tp = dist.get_world_size(), dist.get_rank(), settings.tp
+    sizes = settings.sizes(world)
+    mesh = _mesh(settings, device, (*sizes, tp), ("dp_replicate", "dp_shard", "tp"))
+    divides = settings.sequence_parallel
+    tensor_parallel(
+        model, mesh["tp"], sequence_parallel=divides, gather="fp8" if sends_fp8 else "bf16",
+        reduce="fp8" if sends_fp8 and settings.fp8_comm == "on" and divides else "bf16",
+    )  # fmt: skip
+    partial = partial_parameters(model)
+    forward: Callable[..., Any] = model
+    if sizes[0] * sizes[1] > 1:
+        data_mesh = mesh["dp_shard"] if sizes[0] == 1 else mesh["dp_replicate", "dp_shard"]
+        forward = parallelize(model, data_mesh, **_comm(settings.resolved))
+    else:
+        model.to(device)
+    return Layout(
+        forward=forward, rows=(rank // tp, world // tp), labels=(rank % tp, tp) if divides else (0, 1),
+        loss_parts=tp if divides else 1, ranks=world, seed=rank if divides else rank // tp, partial=partial,
+        summing=mesh["tp"] if partial else None,
+    )  # fmt: skip
+
+
+def _mesh(
+    settings: ParallelConfig, device: torch.device, sizes: tuple[int, ...], names: tuple[str, ...]
+) -> DeviceMesh:  # fmt: skip
+    """A mesh over all ranks; its groups, which do not inherit it, get the timeout of the run."""
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    for group in mesh.get_all_groups():
+        if dist.get_world_size(group) < dist.get_world_size():
+            set_group_timeout(timedelta(seconds=settings.timeout), group)
+    return mesh
+
+
+def _comm(layout: Parallel) -> dict[str, Any]:
+    """The arguments of `octavo.parallelize` beside the mesh."""
+    return {name: getattr(layout, name) for name in ("fp8_comm", "reshard_after_forward", "cpu_offload")}

@@ -1,0 +1,212 @@
+"""Runs under tensor, context and expert parallelism: losses, checkpoints, mistakes."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_ranks import copied, job, losses, same, state, tables  # noqa: F401  a fixture
+from tiny_runs import Recorder
+
+from octavo.train import ConfigError, parse_config, read_metrics, run
+from octavo.train.checkpoint.store import checkpoints
+from octavo.train.data.corpus import load_corpus
+from octavo.train.ranks import join_ranks
+from octavo.train.record.metrics import NullProgress
+from octavo.train.run_plan import plan_memory, plan_step
+from octavo.train.trainer import Trainer
+from processes import gloo  # noqa: F401  a fixture
+
+pytestmark = pytest.mark.dist
+LLAMA = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+}
+MIXTRAL = LLAMA | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+EVERYTHING = {"level": "fp8+activations+optimizer"}
+LAYOUTS = {
+    "tp": (2, {"tp": 2}),
+    "tp-whole": (2, {"tp": 2, "sequence_parallel": False}),
+    "cp": (2, {"cp": 2}),
+    "tp-fsdp": (4, {"tp": 2}),
+    "cp-fsdp": (4, {"cp": 2}),
+    "cp-hsdp": (4, {"cp": 2, "dp_replicate": 2}),
+}
+
+
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.fixture
+def settings(tables):  # noqa: F811
+    """A Llama, or a Mixtral, whose heads and features two ranks can share."""
+
+    def make(family="llama", **sections):
+        sections["optim"] = {"lr": 3e-4} | sections.get("optim", {})
+        made = tables(**({"precision": {"level": "fp8"}} | sections))
+        return made | {"model": {"type": family, "config": MIXTRAL if family == "mixtral" else LLAMA}}
+
+    return make
+
+
+def norms(out):
+    return [row.grad_norm for row in read_metrics(Path(out))]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layout", ["tp", slow("tp-whole"), "cp", "tp-fsdp", slow("cp-fsdp"), slow("cp-hsdp")])
+def test_losses_and_norms_are_those_of_one_process(gloo, settings, tmp_path, layout):  # noqa: F811
+    world, parallel = LAYOUTS[layout]
+    results = gloo.run(job, world, settings(parallel=parallel), str(tmp_path / "ranks"))
+    job(settings(), tmp_path / "one")
+    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)
+    assert norms(tmp_path / "ranks") == pytest.approx(norms(tmp_path / "one"), rel=2e-2)
+    assert results[0].tokens == 6 * 8 * 16
+    assert results[0].losses == results[1].losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_in_high_precision(gloo, settings, tmp_path, layout):  # noqa: F811
+    """Autocast with fp32 parameters; tensor parallelism sends bf16."""
+    world, parallel = LAYOUTS[layout]
+    exact = {"precision": {"parameters": "fp32"}}
+    gloo.run(job, world, settings(parallel=parallel, **exact), str(tmp_path / "ranks"))
+    job(settings(**exact), tmp_path / "one")
+    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=3e-4)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("world", [2, slow(4)])
+def test_experts_of_a_mixture(gloo, settings, tmp_path, world):  # noqa: F811
+    gloo.run(job, world, settings("mixtral", parallel={"ep": 2}), str(tmp_path / "ranks"))
+    job(settings("mixtral"), tmp_path / "one")
+    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)
+    assert norms(tmp_path / "ranks") == pytest.approx(norms(tmp_path / "one"), rel=2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"cp": 2}], ids=str)
+def test_a_mixture_without_distributed_experts(gloo, settings, tmp_path, parallel):  # noqa: F811
+    gloo.run(job, 2, settings("mixtral", parallel=parallel), str(tmp_path / "ranks"))
+    job(settings("mixtral"), tmp_path / "one")
+    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=3e-3)
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [{"level": "fp8"}, EVERYTHING], ids=str)
+def test_checkpoints_go_to_any_layout(gloo, settings, tmp_path, precision):  # noqa: F811
+    """TP2 × FSDP2 → four shards → one process → TP2 → two parts of sequences: not a bit changes."""
+    first = settings(run={"steps": 3}, precision=precision, parallel={"tp": 2})
+    gloo.run(job, 4, first, str(tmp_path / "run"))
+    last = checkpoints(tmp_path / "run")[-1]
+    expected = state(first, last)
+    assert sum(name.startswith("optimizer.") for name in expected) > 20
+    for number, (world, parallel) in enumerate([(4, {}), (1, {}), (2, {"tp": 2}), (2, {"cp": 2})]):
+        out, there = tmp_path / str(number), first | {"parallel": parallel}
+        if world == 1:
+            copied(there, last, out)
+        else:
+            gloo.run(copied, world, there, str(last), str(out))
+        last = checkpoints(out)[-1]
+        assert same(state(first, last), expected)
+
+
+@pytest.mark.thorough
+def test_a_run_of_tensor_parallelism_goes_on_bit_for_bit(gloo, settings, tmp_path):  # noqa: F811
+    whole = settings(run={"save_every": 3}, precision=EVERYTHING, parallel={"tp": 2})
+    gloo.run(job, 2, whole, str(tmp_path / "whole"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    shutil.rmtree(checkpoints(tmp_path / "part")[-1])
+    gloo.run(job, 2, whole, str(tmp_path / "part"), resume=True)
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")
+    last = [checkpoints(tmp_path / name)[-1] for name in ("part", "whole")]
+    assert same(state(whole, last[0]), state(whole, last[1]))
+
+
+def layout_of_ranks(tables):  # noqa: F811
+    config = parse_config(tables)
+    with join_ranks(config) as ranks:
+        trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), ranks.device, ranks=ranks)
+    inputs, targets = trainer._batch(0)
+    return inputs, targets
+
+
+def test_ranks_share_batches_and_tokens(gloo, settings):  # noqa: F811
+    whole = layout_of_ranks(settings())
+    for parallel, rows, in_parts in (({"tp": 2}, 2, False), ({"cp": 2}, 2, True)):
+        ranks = gloo.run(layout_of_ranks, 4, settings(parallel=parallel))
+        for rank, (inputs, targets) in enumerate(ranks):
+            row, part = rank // 2, rank % 2
+            own = [t.chunk(rows)[row] for t in whole]
+            assert torch.equal(targets, own[1].chunk(2, 1)[part])
+            assert torch.equal(inputs, own[0].chunk(2, 1)[part] if in_parts else own[0])
+
+
+# --- mistakes ---
+
+
+def refused_job(tables, out):  # noqa: F811
+    with pytest.raises(ConfigError) as error:
+        run(parse_config(tables), out=Path(out), progress=Recorder())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "sections", "message"),
+    [
+        ("llama", {"tp": 4}, {}, r"parallel.tp = 4 does not divide the 2 processes: take [1, 2]"),
+        ("llama", {"tp": 2, "dp_shard": 2}, {}, "does not equal the world size 1"),
+        ("llama", {"tp": 2}, {"precision": {"level": "fp8", "recipe": "tensorwise"}}, "one scale per tensor"),
+        ("llama", {"tp": 2}, {"data": {"sequence_length": 15}}, "data.sequence_length = 15 is not divided by"),
+        ("llama", {"cp": 2}, {"data": {"sequence_length": 15}}, "parallel.cp = 2: set it to a multiple, as 16"),
+        ("llama", {"ep": 2}, {}, "[parallel]: expert_parallel distributes experts"),
+        ("mixtral", {"ep": 2}, {"precision": {}}, 'precision.level = "bf16"'),
+        ("gpt2", {"tp": 2}, {}, "has no plan for tensor parallelism"),
+    ],
+    ids=str,
+)
+def test_mistakes(gloo, settings, tmp_path, family, parallel, sections, message):  # noqa: F811
+    made = settings(family, parallel=parallel, **sections)
+    if family == "gpt2":
+        made["model"] = {"type": "gpt2", "config": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}}
+    for text in gloo.run(refused_job, 2, made, str(tmp_path / "out")):
+        assert message in text, text
+    assert not checkpoints(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"tp": 2, "cp": 2}, "not supported together"),
+        ({"tp": 2, "ep": 2}, "not supported together"),
+        ({"ep": 2, "dp_replicate": 2}, "leave dp_replicate out"),
+        ({"tp": 2, "dp_replicate": 2, "dp_shard": 1}, "leave dp_shard out"),
+        ({"tensor_parallel": 2}, "unknown key parallel.tensor_parallel"),
+        ({"tp": 0}, "greater than or equal to 1"),
+    ],
+    ids=str,
+)
+def test_mistakes_in_the_configuration(settings, parallel, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config(settings(parallel=parallel))
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"cp": 2}, {"ep": 4}], ids=str)
+def test_one_process_alone(settings, tmp_path, parallel):
+    count = max(parallel.values())
+    with pytest.raises(ConfigError, match=f"asks for {count} processes.*--nproc-per-node {count}"):
+        job(settings(parallel=parallel), tmp_path / "out")
+    with pytest.raises(ConfigError, match="predicts data parallelism only"):
+        plan_memory(parse_config(settings(parallel=parallel)))
+    with pytest.raises(ConfigError, match="predicts data parallelism only"):
+        plan_step(parse_config(settings(parallel=parallel)), gpu="h100", gpus=4)
