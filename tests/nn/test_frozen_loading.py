@@ -157,6 +157,69 @@ def test_what_does_not_fit_raises_before_anything_is_loaded(base, tmp_path):
         load_frozen(on_meta(), folder)
 
 
+def test_damaged_files_are_named(base, tmp_path):
+    _, folder = base
+    model = on_meta()
+    shard, index = folder / "model-1.safetensors", folder / "model.safetensors.index.json"
+    whole = shard.read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"\xff" * 100):
+        shard.write_bytes(content)
+        with pytest.raises(ValueError, match=r"load_frozen: .*model-1\.safetensors is damaged: .*Nothing was loaded"):
+            load_frozen(model, folder)
+    for content in ("{", "[]", '{"metadata": {}}', '{"weight_map": [1]}'):
+        index.write_text(content)
+        with pytest.raises(ValueError, match=r"load_frozen: .*model\.safetensors\.index\.json is damaged"):
+            load_frozen(model, folder)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_a_folder_is_read_as_from_pretrained_reads_it(base, tmp_path):
+    plain, _ = base
+    other = tmp_path / "other"
+    other.mkdir()
+    state = {name: p.clone() for name, p in plain.state_dict().items()}
+    zeros = {name: torch.zeros_like(p) for name, p in state.items()}
+    save_file(state, other / "a.safetensors")
+    save_file(zeros, other / "model.fp16.safetensors")
+    with pytest.raises(ValueError, match=r"a\.safetensors and .*fp16\.safetensors both have 0\.weight"):
+        load_frozen(on_meta(), other)
+    (other / "a.safetensors").rename(other / "model.safetensors")
+    loaded = load_frozen(on_meta(), other)
+    assert all(layer.weight.dequantized(torch.float32).any() for layer in loaded)
+
+
+def test_scales_are_never_left_out(base, tmp_path):
+    """FP8 values without their scales are other numbers, so a plain parameter takes none."""
+    file, plain = tmp_path / "fp8.safetensors", base[0]
+    resident = octavo.convert(copy.deepcopy(plain), "rowwise", frozen="fp8", verbose=False)
+    save_file(resident.state_dict(), file)
+    with meta_parameters():
+        model = stack()
+    octavo.convert(model, "rowwise", frozen="fp8", skip=["3"], verbose=False)
+    with pytest.raises(ValueError, match=r"3\.weight in .* is F8_E4M3, but its layer is not resident in FP8"):
+        load_frozen(model, file)
+    state = resident.state_dict()
+    save_file(state | {"3.weight": plain[3].weight.detach().clone()}, file)
+    with pytest.raises(ValueError, match=r"3\.weight in .* is BF16; wanted torch\.float8_e4m3fn"):
+        load_frozen(on_meta(), file)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_weights_and_scales_of_other_dtypes(dtype, base, tmp_path):
+    plain, file = base[0].float(), tmp_path / "other.safetensors"
+    save_file(plain.to(dtype).state_dict(), file)
+    values = copy.deepcopy(plain).float()
+    expected = octavo.convert(values, "rowwise", frozen="fp8", verbose=False)
+    loaded = load_frozen(on_meta(), file)
+    for one, other in zip(expected, loaded, strict=True):
+        assert torch.equal(one.weight.data_.view(torch.uint8), other.weight.data_.view(torch.uint8))
+        assert torch.equal(one.weight.scale, other.weight.scale) and other.weight.dtype == torch.bfloat16
+    state = {k: v.bfloat16() if "scale" in k else v for k, v in loaded.state_dict().items()}  # llm-compressor's
+    save_file(state, file)
+    again = load_frozen(on_meta(), file)
+    assert torch.equal(again[0].weight.scale, loaded[0].weight.scale.bfloat16().float())
+
+
 def test_an_error_while_reading_leaves_the_model(base, monkeypatch):
     model = on_meta()
     quantized, calls = ResidentWeight.quantized, []

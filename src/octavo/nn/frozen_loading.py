@@ -60,17 +60,19 @@ def load_frozen(model: M, path: str | Path, *, device: str | torch.device = "cpu
     Args:
         model: After `octavo.convert(model, frozen="fp8")` and before `get_peft_model`. Parameters on the meta device
             are made on `device`, in their dtype; others are overwritten.
-        path: A safetensors file, or a folder of such files, as `save_pretrained` writes them. Names are those of
-            `model.state_dict()`. A weight may be stored in high precision, or in FP8 with its scales.
-        device: Where parameters on the meta device go.
+        path: A safetensors file, or a folder as `save_pretrained` writes it: `model.safetensors`, or the files of
+            `model.safetensors.index.json`. Without either, all safetensors files of the folder. Names are those of
+            `model.state_dict()`. A resident weight may be stored in high precision, or in FP8 with its scales.
+        device: Where parameters on the meta device go. Buffers stay where they are: `model.to(device)` moves them.
 
     Returns:
         The same model.
 
     Raises:
         FileNotFoundError: If there is no safetensors file.
-        ValueError: If tensors are missing or of another shape or format, or buffers on the meta device are in no file.
-            Nothing was loaded then. Tensors that the model lacks give a warning.
+        ValueError: If a file is damaged, two files have a tensor of one name, tensors are missing or of another shape
+            or format, or buffers on the meta device are in no file. Nothing was loaded then. Tensors that the model
+            lacks give a warning.
 
     Examples:
         >>> from safetensors.torch import save_file
@@ -82,10 +84,7 @@ def load_frozen(model: M, path: str | Path, *, device: str | torch.device = "cpu
         ResidentWeight([64, 64], e4m3/row)
     """
     check_module("load_frozen", model)
-    with needs_extras("octavo.nn.load_frozen"):
-        from safetensors import safe_open
-    files: dict[Path, Any] = {file: safe_open(file, framework="pt", device="cpu") for file in _files(Path(path))}
-    stored = {name: reader for reader in files.values() for name in reader.keys()}
+    stored = _stored(Path(path).expanduser())
     slots = _slots(model)
     _check(slots, stored, path, model)
     with all_or_nothing(model), torch.no_grad():
@@ -112,11 +111,11 @@ class _Slot:
         target = device if old.is_meta else old.device
         if isinstance(old, ResidentWeight):
             if scale is not None:  # copied, because what safetensors returns may be mapped to the file
-                new: Tensor = ResidentWeight(
-                    value.to(target, copy=True), scale.to(target, copy=True), old.spec, old.dtype
-                )
+                data, scale = value.to(target, copy=True), scale.to(target, old.scale.dtype, copy=True)
+                new: Tensor = ResidentWeight(data, scale, old.spec, old.dtype)
             else:
-                new = ResidentWeight.quantized(value.to(target), old.spec).to(old.dtype)
+                plain = value if value.dtype in READ_DTYPES else value.float()
+                new = ResidentWeight.quantized(plain.to(target), old.spec).to(old.dtype)
         else:
             new = value.to(target, old.dtype, copy=True)
         if not old.is_meta:
@@ -176,15 +175,21 @@ def _misfit(name: str, tensor: Tensor, stored: Mapping[str, Any]) -> str | None:
     shape, dtype = part.get_shape(), _DTYPES.get(part.get_dtype())
     if list(shape) != list(inner.shape):
         return f"has shape {shape}, the model's has {list(inner.shape)}"
-    wanted = (inner.dtype,) if is_scale or scales else READ_DTYPES
-    if resident and dtype not in wanted:
-        return f"is {part.get_dtype()}{', without scales' if not scales else ''}; wanted {', '.join(map(str, wanted))}"
-    return None
+    wanted = (inner.dtype,) if resident and scales else (*READ_DTYPES, *(() if is_scale else (torch.float64,)))
+    if not inner.is_floating_point() or dtype in wanted or (not resident and dtype == tensor.dtype):
+        return None
+    problem = f"is {part.get_dtype()}"
+    if dtype in _FP8 and not resident:
+        problem += ", but its layer is not resident in FP8"
+    elif dtype in _FP8 and not scales:
+        problem += f", without scales ({name}{SCALE_SUFFIX})"
+    return f"{problem}; wanted {', '.join(map(str, wanted))}"
 
 
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPES = {
-    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": _FP8[0],
+    "F8_E5M2": _FP8[1],
 }  # fmt: skip
 
 
@@ -192,11 +197,38 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
+def _stored(path: Path) -> dict[str, Any]:
+    """Return the reader of each tensor of a checkpoint, by name."""
+    with needs_extras("octavo.nn.load_frozen"):
+        from safetensors import SafetensorError, safe_open
+    stored: dict[str, Any] = {}
+    files: dict[str, Path] = {}
+    for file in _files(path):
+        try:
+            reader: Any = safe_open(file, framework="pt", device="cpu")
+        except SafetensorError as error:
+            raise ValueError(f"load_frozen: {file} is damaged: {error}. Nothing was loaded") from None
+        for name in reader.keys():
+            if name in stored:
+                raise ValueError(
+                    f"load_frozen: {files[name]} and {file} both have {name}: give the path of one file, or a folder "
+                    "with model.safetensors or its index. Nothing was loaded"
+                )
+            stored[name], files[name] = reader, file
+    return stored
+
+
 def _files(path: Path) -> list[Path]:
+    """Return the files that `from_pretrained` would read."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if whole.is_file():
+        files = [whole]
+    elif index.is_file():
+        try:
+            files = sorted({path / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"load_frozen: {index} is damaged: {type(error).__name__}: {error}") from None
     if not files or not all(file.is_file() for file in files):
         raise FileNotFoundError(f"load_frozen reads safetensors, and {path} is or has no complete set of such files")
     return files
