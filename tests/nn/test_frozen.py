@@ -292,6 +292,16 @@ def test_zero_tokens_autocast_no_grad_and_checkpointing():
     assert all(torch.equal(a, b) for a, b in zip(expected, recomputed, strict=True))
 
 
+def test_conversion_in_inference_mode_leaves_a_model_that_trains():
+    expected, model, x = resident(mlp()), mlp(), torch.randn(4, 128).bfloat16()
+    with torch.inference_mode():
+        resident(model)
+    assert all(torch.equal(a, b) for a, b in zip(run(expected, x), run(model, x), strict=True))
+    with torch.inference_mode():
+        octavo.revert(model)
+    run(model, x)
+
+
 def test_a_change_between_forward_and_backward_raises():
     model, x = resident(mlp()), torch.randn(4, 128).bfloat16().requires_grad_()
     y = model(x)

@@ -1,8 +1,8 @@
 """Choose the frozen linears whose weights become resident in FP8, make them so, and undo it; see `octavo.nn.resident`.
 
-Before `get_peft_model` nothing is frozen: `octavo.convert(model, frozen="fp8")` then freezes all linears that it
-converts. If some of them are frozen already, as after `get_peft_model`, only these become resident, and the others
-train as usual. Adapters, vocabulary heads, embeddings and norms keep their dtype.
+Before `get_peft_model` nothing is frozen: `octavo.convert(model, frozen="fp8")` then freezes the linears whose weights
+become resident. If some of them are frozen already, as after `get_peft_model`, only these become resident, and the
+others train as usual. Adapters, vocabulary heads, embeddings and norms keep their dtype.
 
 Conversion quantizes every weight before it replaces the first, so that an error leaves the model unchanged: a model
 already in memory takes 3 bytes per parameter meanwhile. `octavo.nn.load_frozen` never holds more than one tensor in
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octavo.nn.linear_subclasses import is_transposed
@@ -80,6 +81,7 @@ def resident_plan(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[Plan, d
     return replace(plan, decisions={**plan.decisions, **changed}), specs
 
 
+@torch.inference_mode(False)  # inference tensors could not be saved for backward
 def resident_parameters(
     modules: Mapping[str, nn.Module], specs: Mapping[str, QuantSpec]
 ) -> dict[nn.Module, nn.Parameter]:
@@ -101,6 +103,7 @@ def resident_parameters(
     return parameters
 
 
+@torch.inference_mode(False)
 def make_plain(layers: Iterable[nn.Module]) -> None:
     """Replace resident weights by frozen parameters with the FP8 values, in the dtype of their interface."""
     made: dict[int, nn.Parameter] = {}
