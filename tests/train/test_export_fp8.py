@@ -105,6 +105,9 @@ def test_mistakes_are_named_and_write_nothing(make_config, trained, tmp_path):
     fails(folder, "computes in recipe rowwise, which fp8-block does not describe", "fp8-block", ValueError)
     fails(folder, "unknown layout 'fp8-col'", "fp8-col", ValueError)
     fails(tmp_path, "is no checkpoint of a run")
+    with pytest.raises(ConfigError, match="inside the checkpoint, which it would damage"):
+        export(folder, folder / "new" / "out", "fp8-row")
+    assert not (folder / "new").exists()
     older = shutil.copytree(folder, tmp_path / "older")
     without_digests(older)
     state = json.loads((older / "trainer.json").read_text())

@@ -34,6 +34,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         except OSError as error:
             raise ValueError(f"the output folder {out} cannot be written: {error.strerror}") from None
         yield scratch
+        apply_umask(scratch)
         try:
             for path in scratch.iterdir() if is_there else ():
                 path.rename(target / path.name)
@@ -46,3 +47,13 @@ def new_folder(out: Path) -> Iterator[Path]:
         for path in created:
             if path.exists() and not any(path.iterdir()):
                 path.rmdir()
+
+
+def apply_umask(folder: Path) -> None:
+    """Give the files of `folder` the mode of the umask; some libraries write with another mode."""
+    probe = folder / ".mode"
+    probe.touch()
+    for path in folder.iterdir():
+        if path.is_file():
+            shutil.copymode(probe, path)
+    probe.unlink()

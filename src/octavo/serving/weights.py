@@ -9,6 +9,7 @@ from torch import Tensor
 from octavo.kernels import quantize
 from octavo.nn.experts import Experts
 from octavo.nn.linear_like import LinearLike
+from octavo.nn.resident import SCALE_SUFFIX, ResidentWeight, resident_weight
 from octavo.serving.layouts import Layout
 from octavo.tensor import ScaledTensor
 
@@ -23,7 +24,7 @@ def quantized_weights(
         fqn: Name of the module.
         module: The module.
         layout: The layout.
-        saved: All tensors of the checkpoint by name, in high precision.
+        saved: All tensors of the checkpoint by name: in high precision, or the data of weights resident in FP8.
 
     Returns:
         The quantized weights by name, or why there are none.
@@ -45,6 +46,9 @@ def quantized_weights(
             return f"its weight is tied ({', '.join(tied)})"
         if weight.shape[-1] % layout.multiple:
             return f"its {weight.shape[-1]} input features are no multiple of {layout.multiple}"
+        if isinstance(weight, ResidentWeight):
+            codes[f"{fqn}.{name}"] = weight.data_.view(torch.uint8)
+            continue
         matrices = weight.detach().reshape(-1, *weight.shape[-2:])
         parts = [quantize(matrix, module.recipe.w).data.view(torch.uint8) for matrix in matrices]
         codes[f"{fqn}.{name}"] = torch.stack(parts).view(weight.shape)
@@ -53,10 +57,38 @@ def quantized_weights(
         part = saved.get(name)
         if part is None or part.ndim != 2 or part.shape != code.shape or not name.endswith(".weight"):
             return f"checkpoints of {type(model).__name__} do not store its weight as matrices of its own"
-        pieces[name] = quantize(part, module.recipe.w)
-        if not torch.equal(pieces[name].data.view(torch.uint8), code):
+        resident = None if isinstance(module, Experts) else resident_weight(module)
+        if resident is None:
+            pieces[name] = quantize(part, module.recipe.w)
+        else:
+            pieces[name] = ScaledTensor(resident.data_, resident.scale, resident.spec)
+        if not torch.equal(pieces[name].data.view(torch.uint8), code):  # False too if the shapes differ
             return "checkpoints store its weight in parts, and blocks of training's scales belong to two of them"
     return pieces
+
+
+def resident_weights(model: Any) -> dict[str, ResidentWeight]:
+    """Return the weights that are resident in FP8, by all their names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: weight for name, weight in parameters if isinstance(weight, ResidentWeight)}
+
+
+def state_dict(model: Any) -> dict[str, Tensor]:
+    """Return the state of a model, with the data of resident weights and without their scales."""
+    scales = {name + SCALE_SUFFIX for name in resident_weights(model)}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in scales}
+
+
+def on_cpu(weight: ResidentWeight) -> Tensor:
+    """Return the values of a resident weight on the CPU, in the dtype of its interface."""
+    return weight.dequantized(weight.dtype).cpu()
+
+
+def has_nonfinite(tensor: Tensor) -> bool:
+    """Return whether a tensor holds NaN or infinity."""
+    if isinstance(tensor, ResidentWeight):
+        tensor = tensor.dequantized(torch.float32)
+    return tensor.is_floating_point() and tensor.element_size() > 1 and not bool(torch.isfinite(tensor).all())
 
 
 def names_in_checkpoint(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,17 +20,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from octavo.nn.experts import is_converted_experts
 from octavo.nn.linear_subclasses import is_converted
 from octavo.nn.report import report
+from octavo.nn.resident import resident_weight
 from octavo.runtime.extras import needs_extras
 from octavo.serving.card import Exported, listed, model_card
 from octavo.serving.folder import new_folder
 from octavo.serving.layouts import LAYOUTS, Layout, get_layout
-from octavo.serving.weights import names_in_checkpoint, quantized_weights
+from octavo.serving.weights import (
+    has_nonfinite,
+    names_in_checkpoint,
+    on_cpu,
+    quantized_weights,
+    resident_weights,
+    state_dict,
+)
 from octavo.tensor import ScaledTensor
 
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -43,8 +50,8 @@ def export(
 ) -> Exported:  # fmt: skip
     """Write a converted Transformers model as a checkpoint in FP8, with its configuration and a model card.
 
-    The FP8 values are those that the model multiplies by. Layers in another recipe than the layout's keep their dtype,
-    with a warning, and so do layers that were not converted.
+    The FP8 values are those that the model multiplies by; of weights that are resident in FP8, the bytes. Layers in
+    another recipe than the layout's keep their dtype, with a warning, and so do layers that were not converted.
 
     Args:
         model: A model of Transformers after `octavo.convert`; unchanged. Not sharded: `octavo export` reads sharded
@@ -53,7 +60,7 @@ def export(
         to: `"fp8-row"`: compressed-tensors `float-quantized`, scales by row, for recipes `rowwise` and
             `rowwise_hp_wgrad`. `"fp8-block"`: DeepSeek-V3's blocks of 128×128, for `blockwise`. `"mxfp8"`:
             compressed-tensors `mxfp8-quantized`, for `mxfp8`. `"bf16"`: as `save_pretrained`, in the dtype of the
-            parameters.
+            parameters; weights that are resident in FP8 are dequantized.
         max_shard_size: Largest size of one file, as of `save_pretrained`.
         details: More rows of the model card, such as the base model.
 
@@ -95,12 +102,17 @@ def check_model(model: Any) -> None:
             f"octavo.export writes models of Transformers; got {type(model).__name__}. Of a wrapped model give the one "
             "inside (model.module); of a PEFT model, model.merge_and_unload()"
         )
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError("this model has adapters of PEFT, which no FP8 layout holds: merge them into the model first")
+    wrappers = (name for name, module in model.named_modules() if type(module).__module__.startswith("peft."))
+    if (adapter := next(wrappers, None)) is not None:
+        raise ValueError(
+            f"this model has adapters of PEFT (first: {adapter!r}), which no layout holds: model.merge_and_unload() of "
+            "the PEFT model merges them, after octavo.revert(model) if the base is resident in FP8"
+        )
     if hasattr(model.config, "quantization_config"):
         raise ValueError(
             "this model is quantized already (its config has a quantization_config): load it with dequantize=True in "
-            "that, and convert it, to export it anew"
+            "that, and convert it, to export it anew; or, if its weights came from elsewhere, del "
+            "model.config.quantization_config"
         )
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -135,15 +147,16 @@ def write(model: Any, folder: Path, layout: Layout | None, max_shard_size: int |
     rows = {row.name: row.reason for row in report(model) if not row.converted}
     if layout is None:
         with no_progress_bar():
-            model.save_pretrained(folder, max_shard_size=max_shard_size)
+            state = state_dict(model) | {name: on_cpu(weight) for name, weight in resident_weights(model).items()}
+            model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
         return Exported(path=folder, layout="bf16", fp8=(), high_precision=rows, notes=())
     try:
         state = _state_dict(model)
         saved = names_in_checkpoint(model, state)
     except (RuntimeError, ValueError) as error:  # such as weights tied otherwise than the config says
         raise ValueError(f"Transformers cannot save this model, in high precision neither: {error}") from None
-    for name, tensor in saved.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+    for name, tensor in (saved | resident_weights(model)).items():
+        if has_nonfinite(tensor):
             raise ValueError(f"{name} holds NaN or infinity: nothing was written. Export an earlier checkpoint")
     quantized: dict[str, ScaledTensor] = {}
     misfits: dict[str, str] = {}
@@ -153,6 +166,8 @@ def write(model: Any, folder: Path, layout: Layout | None, max_shard_size: int |
             pieces = quantized_weights(model, fqn, module, layout, saved)
             if isinstance(pieces, str):
                 misfits[fqn] = pieces
+                if (weight := resident_weight(module)) is not None:
+                    saved |= names_in_checkpoint(model, {f"{fqn}.weight": on_cpu(weight)})
             else:
                 quantized |= pieces
                 fp8.append(fqn)
@@ -179,7 +194,7 @@ def _state_dict(model: Any) -> dict[str, Tensor]:
     """Return what `save_pretrained` writes of a model, before it gives tensors their names in checkpoints."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    state = model.state_dict()
+    state = state_dict(model)
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
     return dict(remove_tied_weights_from_state_dict(state, model))
@@ -239,7 +254,7 @@ def _ignored(model: Any, high_precision: Mapping[str, str]) -> list[str]:
     names = []
     for fqn in high_precision:
         parameters = model.get_submodule(fqn).named_parameters(recurse=False)
-        matrices = {f"{fqn}.{name}": p.detach() for name, p in parameters if p.ndim in (2, 3)}
+        matrices = {f"{fqn}.{name}": getattr(p, "data_", p).detach() for name, p in parameters if p.ndim in (2, 3)}
         saved = names_in_checkpoint(model, matrices) if matrices else {}
         names += [fqn, *(name.removesuffix(".weight") for name in saved if name.endswith(".weight"))]
     return list(dict.fromkeys(names))

@@ -6,7 +6,6 @@ run holds a lock in its output folder; the system releases it with the process, 
 
 import errno
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,16 +44,6 @@ def write_file(path: Path, text: str) -> None:
     with temporary.open("x", encoding="utf-8") as file:
         file.write(text)
     temporary.replace(path)
-
-
-def apply_umask(folder: Path) -> None:
-    """Give the files of `folder` the mode of the umask; some libraries write with another mode."""
-    probe = folder / ".mode"
-    probe.touch()
-    for path in folder.iterdir():
-        if path.is_file():
-            shutil.copymode(probe, path)
-    probe.unlink()
 
 
 @contextmanager

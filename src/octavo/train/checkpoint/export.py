@@ -22,7 +22,6 @@ from octavo.train.checkpoint.recipes import convert_as
 from octavo.train.checkpoint.shards import SHARDS
 from octavo.train.checkpoint.store import check_files, read_trainer_state
 from octavo.train.config.run_config import ConfigError
-from octavo.train.disk import apply_umask
 from octavo.train.model import DTYPES
 from octavo.train.ranks import Ranks
 
@@ -42,13 +41,15 @@ def export(checkpoint: Path, out: Path, to: str = "bf16", max_shard_size: int | 
         max_shard_size: As of `octavo.export`.
 
     Raises:
-        ConfigError: For a folder that is no checkpoint or a damaged one, an `out` that holds files, and layers that the
-            layout does not describe.
+        ConfigError: For a folder that is no checkpoint or a damaged one, an `out` that holds files or is inside the
+            checkpoint, and layers that the layout does not describe.
         OSError: If `out` cannot be written.
     """
     layout = get_layout(to)
     if not (checkpoint / "trainer.json").exists():
         raise ConfigError(f"{checkpoint} is no checkpoint of a run: give a folder as runs/NAME/checkpoints/step-000100")
+    if checkpoint.resolve() in out.resolve().parents:
+        raise ConfigError(f"{out} is inside the checkpoint, which it would damage: choose another folder")
     with new_folder(out) as folder:
         state = read_trainer_state(checkpoint)
         if layout is not None and not state.get("recipes"):
@@ -69,7 +70,6 @@ def export(checkpoint: Path, out: Path, to: str = "bf16", max_shard_size: int | 
             if layout is not None:
                 text = model_card(model, exported, layout, _details(checkpoint, state))
                 (folder / "README.md").write_text(text, encoding="utf-8")
-            apply_umask(folder)
             write_digests(folder, {})
     return exported
 

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from octavo.nn import delayed, equalized_state
 from octavo.optim.sharded import local_rows
+from octavo.serving.folder import apply_umask
 from octavo.tensor import local_tensor
 from octavo.train.checkpoint import shards
 from octavo.train.checkpoint.digests import DIGESTS, check_digests, has_digests, write_digests
@@ -52,7 +53,7 @@ from octavo.train.checkpoint.recipes import recipes_of
 from octavo.train.checkpoint.shards import SHARDS
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.data.tokenizer import TextTokenizer
-from octavo.train.disk import apply_umask, sync, sync_entry
+from octavo.train.disk import sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import TrainerOptimizer
 from octavo.train.ranks import Ranks, SharedError
