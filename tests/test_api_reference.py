@@ -4,6 +4,8 @@ import doctest
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,14 @@ def test_every_public_name_has_one_entry() -> None:
 def test_every_entry_is_reached_by_its_heading() -> None:
     for path, heading, label in ENTRIES:
         assert thing(heading) is thing(path) and heading.endswith(f".{label}"), heading
+
+
+@pytest.mark.thorough
+def test_every_heading_is_reached_after_import_octavo() -> None:
+    """Except what needs other tools: integrations and the trainer's."""
+    headings = [h for _, h, _ in ENTRIES if not h.startswith(("octavo.integrations.", "octavo.compat."))]
+    code = f"import octavo\nfor heading in {headings}: eval(heading)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("path", [path for path, *_ in ENTRIES if inspect.isfunction(thing(path))])

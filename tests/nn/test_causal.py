@@ -346,7 +346,7 @@ def test_bart_whose_labels_are_not_shifted_is_refused():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda m: convert(m.lm_head, verbose=False), "output embedding of type Linear: the chunked loss multiplies"),
+        (lambda m: convert(m.lm_head, verbose=False), r"of type octavo.nn.linear.Linear: the chunked loss"),
         (lambda m: setattr(m.config, "output_router_logits", True), "adds its router's loss to the cross-entropy"),
         (lambda m: setattr(m, "lm_head", None), "no output embedding"),
         (lambda m: setattr(m.config, "is_encoder_decoder", True), "decoder's inputs from the labels"),

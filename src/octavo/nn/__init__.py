@@ -1,6 +1,9 @@
 """Level 4: modules that compute in FP8, and the conversion of models to them."""
 
 from octavo.activations.detect import Activation, Glu, Norm, register
+from octavo.nn import causal as causal  # so that `import octavo` is enough
+from octavo.nn import equalized_state as equalized_state
+from octavo.nn import loss as loss
 from octavo.nn.change import change_recipe
 from octavo.nn.convert import apply_plan, revert, rule_plan
 from octavo.nn.experts import Experts

@@ -75,7 +75,9 @@ def find_head(model: Any) -> Head:
     linear: Any = getter() if callable(getter) else None
     base: nn.Module = getattr(model, "base_model", model)
     if not _is_linear(linear) or "forward" in vars(linear):
-        head_kind = "no output embedding" if linear is None else f"an output embedding of type {type(linear).__name__}"
+        owner = type(linear)
+        of_type = f"an output embedding of type {owner.__module__}.{owner.__qualname__}"
+        head_kind = "no output embedding" if linear is None else of_type
         raise ValueError(f"{kind} has {head_kind}: the chunked loss multiplies with the weight of a plain nn.Linear")
     if base is model:
         raise ValueError(f"{kind} has no base model beside its head")
