@@ -1,14 +1,18 @@
 """`octavo export --to`: the FP8 values of a run, from its checkpoints."""
 
 import json
+import os
 import shutil
+import signal
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_checkpoint_files import SMALL, make_trainer, sharded_job
 from tiny_runs import without_digests
+from typer.testing import CliRunner
 
+from octavo.cli import app
 from octavo.kernels import quantize
 from octavo.numerics import RECIPES
 from octavo.train import ConfigError
@@ -119,6 +123,17 @@ def test_mistakes_are_named_and_write_nothing(make_config, trained, tmp_path):
     plain = make_trainer(make_config(model=MODEL))
     plain.save(tmp_path / "plain")
     fails(latest_checkpoint(tmp_path / "plain"), r"was trained in bf16.*precision\.recipe=rowwise")
+
+
+def test_sigterm_leaves_nothing(trained, tmp_path, monkeypatch):
+    def terminated(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("octavo.train.checkpoint.export.write", terminated)
+    result = CliRunner().invoke(app, ["export", str(trained[1]), str(tmp_path / "out")])
+    assert result.exit_code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) is handler
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.dist

@@ -1,5 +1,6 @@
 """`octavo train | export | demo`: train models and export them."""
 
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -96,8 +97,11 @@ def export(
     """
     with user_errors(context):
         from octavo.train.checkpoint.export import export as write
+        from octavo.train.signals import exit_on
 
-        print_plain(stdout(), str(write(checkpoint, out, to, max_shard_size)))
+        with exit_on(signal.SIGTERM):
+            exported = write(checkpoint, out, to, max_shard_size)
+        print_plain(stdout(), str(exported))
 
 
 @app.command(epilog=EXAMPLES["demo"])

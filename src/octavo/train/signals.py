@@ -1,10 +1,21 @@
-"""Signal handling: a signal sets an event, and the run stops after saving."""
+"""Signal handling: a signal sets an event, and the run stops after saving; or it ends the process with its clean-up."""
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+
+@contextmanager
+def exit_on(stop_signal: signal.Signals) -> Iterator[None]:
+    """Raise SystemExit in the main thread when a signal comes, so that unfinished files are removed."""
+    before = signal.signal(stop_signal, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(stop_signal, before)
 
 
 @contextmanager
