@@ -510,3 +510,13 @@ def test_a_plan_of_another_model_is_refused():
         octavo.convert(llama(), plan=plan)
     with pytest.raises(TypeError, match=r"takes a torch.nn.Module, the model itself; got a list"):
         octavo.convert([llama()])
+
+
+def test_the_summary_names_a_model_with_matrices_of_its_own():
+    class WithPositions(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(64, 64))
+            self.positions = nn.Parameter(torch.zeros(1, 16, 64))
+
+    summary = octavo.report(octavo.convert(WithPositions(), verbose=False)).summary
+    assert "; the model itself: WithPositions is not a linear layer" in summary

@@ -269,4 +269,4 @@ def _execution(model: nn.Module) -> str:
 
 def _named_or_counted(rows: list[Row]) -> str:
     groups = merged_rows(rows)
-    return groups[0][0] if len(groups) == 1 else f"{len(rows)} layers"
+    return groups[0][0] or "the model itself" if len(groups) == 1 else f"{len(rows)} layers"
