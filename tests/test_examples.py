@@ -1,5 +1,6 @@
 """The examples run as their first lines say."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -17,6 +18,54 @@ def test_lora_on_a_resident_base(capsys):
     losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
     assert "resident in FP8: 1.031 bytes per parameter" in output and "adapter added after octavo.convert" in output
     assert len(losses) == 4 and losses[-1] < losses[0] and "MiB in torch.bfloat16" in output
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("one_line", marks=pytest.mark.thorough),
+        pytest.param("llama_own_loop", marks=pytest.mark.slow),
+    ],
+)
+def test_a_plain_loop(name, capsys):
+    runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    output = capsys.readouterr().out
+    losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
+    assert "to rowwise" in output and len(losses) >= 4 and losses[-1] < losses[0] / 2
+
+
+ACCURACY = re.compile(r"did not see: ([\d.]+)%")
+
+
+@pytest.mark.thorough
+def test_a_loop_with_accelerate(capsys):
+    pytest.importorskip("accelerate")
+    runpy.run_path(str(EXAMPLES / "accelerate_loop.py"), run_name="__main__")
+    output = capsys.readouterr().out
+    losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("epoch")]
+    assert len(losses) == 4 and losses[2] < losses[0] / 2  # the second half goes on where the first ended
+    assert "converted 2 of 3 linear layers" in output and float(ACCURACY.search(output)[1]) > 60
+
+
+@pytest.mark.thorough
+def test_a_loop_with_fabric(capsys):
+    pytest.importorskip("lightning")
+    runpy.run_path(str(EXAMPLES / "lightning_fabric.py"))
+    output = capsys.readouterr().out
+    assert "converted 2 of 3 linear layers" in output and "activations in FP8 in 3 modules" in output
+    assert float(ACCURACY.search(output)[1]) > 60
+
+
+@pytest.mark.slow
+def test_a_vision_transformer_of_timm(capsys):
+    pytest.importorskip("timm")
+    runpy.run_path(str(EXAMPLES / "timm_vit.py"), run_name="__main__")
+    output = capsys.readouterr().out
+    bf16, fp8 = ([line for line in output.splitlines() if line.startswith(name)] for name in ("bf16", "FP8 "))
+    assert len(bf16) == len(fp8) == 4 and "converted 9 of 9 linear layers" in output
+    accuracies = [float(lines[-1].split()[-1].rstrip("%")) for lines in (bf16, fp8)]
+    assert min(accuracies) > 30 and abs(accuracies[0] - accuracies[1]) < 15
 
 
 def test_examples_are_short():
