@@ -134,6 +134,11 @@ def test_states_that_do_not_fit_raise():
         model.load_state_dict(resident(mlp(width=64)).state_dict())
     with pytest.raises(RuntimeError, match="Unexpected key"):
         mlp().load_state_dict(state)
+    plain = octavo.convert(mlp(), "rowwise", verbose=False)
+    weight = plain[0].weight.clone()
+    with pytest.raises(RuntimeError, match=r"0.weight is torch.float8_e4m3fn, but the layer's is not resident"):
+        plain.load_state_dict(state, strict=False)
+    assert torch.equal(plain[0].weight, weight)
     after = state_bits(model)
     assert all(torch.equal(before[k], after[k]) for k in before if "weight" in k)
 

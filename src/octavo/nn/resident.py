@@ -268,9 +268,17 @@ def split_in_state(module: nn.Module, state: dict[str, Any], prefix: str) -> Non
 
 
 def join_in_state(module: nn.Module, state: dict[str, Any], prefix: str, errors: list[str]) -> None:
-    """Replace data and scales, or values, of a resident weight in a `state_dict` by a `ResidentWeight`."""
+    """Replace data and scales, or values, of a resident weight in a `state_dict` by a `ResidentWeight`.
+
+    FP8 data for a layer whose weight is not resident is an error.
+    """
     weight, name = resident_weight(module), f"{prefix}weight"
-    if weight is None or name not in state:
+    if name not in state:
+        return
+    if weight is None:
+        if state[name].is_floating_point() and state[name].element_size() == 1:  # as numbers they lack their scales
+            errors.append(f"{name} is {state[name].dtype}, but the layer's is not resident: use convert(frozen='fp8')")
+            del state[name]
         return
     value, scale = state[name], state.pop(name + SCALE_SUFFIX, None)
     if isinstance(value, ResidentWeight) or value.shape != weight.shape:
