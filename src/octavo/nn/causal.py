@@ -16,9 +16,10 @@ model stays unchanged.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -81,7 +82,7 @@ def find_head(model: Any) -> Head:
         raise ValueError(f"{kind} has {head_kind}: the chunked loss multiplies with the weight of a plain nn.Linear")
     if base is model:
         raise ValueError(f"{kind} has no base model beside its head")
-    if _adds_router_loss(model, {}):
+    if adds_router_loss(model, {}):
         raise ValueError(f"{kind} adds its router's loss to the cross-entropy (config.output_router_logits)")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{kind} makes its decoder's inputs from the labels")
@@ -196,7 +197,7 @@ class _ChunkedForward:
         hooks = [] if linear is None else [*linear._forward_pre_hooks.values(), *linear._forward_hooks.values()]
         has_hooks = any((getattr(hook, "__module__", None) or "").partition(".")[0] != "octavo" for hook in hooks)
         has_own_forward = linear is not None and "forward" in vars(linear)
-        return has_hooks or has_own_forward or _adds_router_loss(self._model, inputs)
+        return has_hooks or has_own_forward or adds_router_loss(self._model, inputs)
 
     def _check_unchanged(self) -> None:
         model, head = self._model, self._head
@@ -257,7 +258,7 @@ def _is_linear(linear: Any) -> bool:
     return type(linear) is nn.Linear
 
 
-def _adds_router_loss(model: Any, inputs: dict[str, Any]) -> bool:
+def adds_router_loss(model: Any, inputs: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """Return whether a mixture of experts adds a loss that balances its router, given the inputs of its forward."""
     requested = inputs.get("output_router_logits")
     return bool(

@@ -9,6 +9,7 @@ tensor_parallel.py   styles of tensor and sequence parallelism for torch's `para
 tensor_parallel_plan.py  `tensor_parallel`: these styles, by the plan of a Transformers config
 tokens.py            what their ranks exchange, in FP8
 pipeline.py          stages of torch's pipelines with FP8 messages; imported on first use, as pipelining imports slowly
+pipeline_model.py    a model of Transformers as stages of a pipeline
 clip_grad.py         clip_grad_norm_ for parameters on several meshes
 exchange.py          the all-to-all of rows, in FP8 or exact
 expert_parallel.py   experts distributed over ranks, with rows sent in FP8

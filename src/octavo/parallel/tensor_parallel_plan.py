@@ -40,7 +40,7 @@ from octavo.numerics.spec import QuantSpec
 from octavo.parallel.agreement import compare_ranks
 from octavo.parallel.tensor_parallel import Fp8ColwiseParallel, Fp8RowwiseParallel, as_plain, present
 from octavo.parallel.tokens import TokenExchange, gather_input
-from octavo.runtime.blocks import find_blocks
+from octavo.runtime.blocks import Absent, find_block_list, find_blocks
 from octavo.runtime.swap import all_or_nothing
 from octavo.runtime.switch import SWITCH
 from octavo.tensor import local_tensor
@@ -244,7 +244,9 @@ def _is_inside(module: nn.Module, plan: dict[str, Any], names: dict[nn.Module, s
 def _divide_tokens(model: Any, mesh: DeviceMesh, plan: dict[str, Any], fp8_gather: bool, fp8_reduce: bool) -> None:
     """Divide tokens before the first block, and gather them before attention."""
     exchange = TokenExchange(mesh=mesh, sequence_dim=-2, fp8_gather=fp8_gather, fp8_reduce=fp8_reduce)
-    find_blocks(model)[0].register_forward_pre_hook(partial(_split_input, mesh), with_kwargs=True)
+    first = find_block_list(model)[0]
+    if not isinstance(first, Absent):
+        first.register_forward_pre_hook(partial(_split_input, mesh), with_kwargs=True)
     readers: dict[str, list[nn.Module]] = {}
     for name, style in plan.items():
         if isinstance(style, _ColwiseOfGathered):

@@ -3,15 +3,29 @@ and what "the last two" are counted in.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Members of the longest `nn.ModuleList` of one type, the first of equals; [] where there is none."""
+class Absent(nn.Module):
+    """In the place of a module that another rank of a pipeline has: returns its first argument."""
+
+    def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Return the first argument, such as the hidden states of a block."""
+        return kwargs.get("hidden_states") if x is None else x
+
+
+def find_block_list(model: nn.Module) -> nn.ModuleList:
+    """The longest `nn.ModuleList` of one type, with `Absent` members or not, the first of equals; else an empty one."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    uniform = [list(module) for module in lists if len({type(member) for member in module}) == 1]
-    return max(uniform, key=len, default=[])
+    uniform = [members for members in lists if len({type(m) for m in members if not isinstance(m, Absent)}) == 1]
+    return max(uniform, key=len, default=nn.ModuleList())
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of `find_block_list` that are here."""
+    return [block for block in find_block_list(model) if not isinstance(block, Absent)]
 
 
 def find_stacks(model: nn.Module) -> list[list[nn.Module]]:

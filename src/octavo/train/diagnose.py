@@ -6,13 +6,15 @@ so later non-finite values are consequences. All ranks execute in the same order
 the origin; the others received it from sums over ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from octavo.tensor import local_tensor
+from octavo.train.config.sections import PrecisionConfig
 
 
 class NonFiniteError(RuntimeError):
@@ -130,3 +132,25 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, tuple | list):
         return [tensor for item in value for tensor in _tensors(item)]
     return []
+
+
+def advice(saved: Sequence[Path], precision: PrecisionConfig, *, converted: bool, scales_loss: bool) -> str:
+    """What to do after a NonFiniteError.
+
+    Args:
+        saved: The existing checkpoints, the newest last.
+        precision: The section `[precision]`.
+        converted: Whether layers compute in FP8.
+        scales_loss: Whether the loss is scaled dynamically.
+    """
+    text = f"Resume {saved[-1]} (--resume)" if saved else "No checkpoint was saved: run anew"
+    text += " with a lower optim.lr or optim.clip"
+    if converted:
+        text += ", or with that layer in bf16 (precision.skip)"
+    if precision.parameters == "fp16" and not scales_loss:
+        text += ', or run anew with precision.loss_scale = "dynamic"'
+    if not isinstance(precision.loss_scale, str):
+        text += ', or run anew with a lower precision.loss_scale, or with "dynamic"'
+    if len(saved) > 1:
+        text += f". Where that fails again, remove {saved[-1]} to resume {saved[-2]}"
+    return text

@@ -6,11 +6,13 @@
                                                              layers; with sequence_parallel S/tp tokens of the loss
     cp                       [dp_replicate, dp_shard · cp]   S/cp tokens of the rows that cp ranks share; a shard
     ep                       [efsdp, ep]                     rows of the batch; E/ep experts of each layer; a shard
+    pp                       [pp, dp_replicate, dp_shard, tp]   the rows of its dp rank; some blocks of the model
 
 S tokens of a sequence, E experts. Losses of ranks that have different tokens are averaged; with sequence_parallel, each
 rank's is 1/tp of it, because products of gathered tokens sum over the ranks.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -22,8 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from octavo.parallel import Parallel, context_parallel, expert_parallel, parallelize, tensor_parallel
+from octavo.parallel.pipeline_model import SCHEDULES, Pipeline, cut, stage_modules
 from octavo.parallel.tensor_parallel_plan import partial_parameters, sum_over
-from octavo.runtime.torch_compat import set_group_timeout
+from octavo.runtime.torch_compat import flattened, set_group_timeout
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data, Optim, ParallelConfig
 from octavo.train.ranks import SharedError
@@ -43,6 +46,9 @@ class Layout:
         seed: Distinguishes the ranks that draw different random numbers.
         partial: Names of parameters of whose gradients each rank of `summing` has a summand.
         summing: The mesh over which these are added up, or None.
+        pipeline: The stages of this rank, or None.
+        stages: Ranks of a pipeline.
+        stage_group: The ranks that have the same stages, or None for all ranks.
     """
 
     forward: Callable[..., Any]
@@ -54,6 +60,9 @@ class Layout:
     seed: int = 0
     partial: frozenset[str] = field(default=frozenset())
     summing: DeviceMesh | None = None
+    pipeline: Pipeline | None = None
+    stages: int = 1
+    stage_group: dist.ProcessGroup | None = None
 
     def own_rows(self, batch: Tensor) -> Tensor:
         """This rank's rows of a batch [B, …]."""
@@ -101,12 +110,19 @@ def _part(tensor: Tensor, part: tuple[int, int], dim: int) -> Tensor:
 def check_layout(parallel: ParallelConfig, optim: Optim, data: Data, world: int) -> None:
     """Raise ConfigError if the ranks cannot share the micro-batches, or the tokens of a sequence, evenly."""
     batch, parts = optim.batch, optim.micro_batches
-    ranks = world // (parallel.tp * parallel.cp)
+    ranks = world // (parallel.tp * parallel.cp * parallel.pp)
     if batch % (parts * ranks):
         suggestion = -(-batch // (parts * ranks)) * parts * ranks
         raise ConfigError(
             f"optim.batch = {batch} sequences in {parts} micro-batches cannot be shared by {ranks} processes evenly: "
             f"set optim.batch to a multiple of {parts * ranks}, as {suggestion}"
+        )
+    stages = parallel.pp * SCHEDULES[parallel.schedule]
+    if parallel.pp > 1 and (parts < stages if parallel.schedule == "DualPipeV" else parts < parallel.pp):
+        needed = stages if parallel.schedule == "DualPipeV" else parallel.pp
+        raise ConfigError(
+            f"optim.micro_batches = {parts} do not fill a pipeline of parallel.pp = {parallel.pp} with schedule "
+            f"{parallel.schedule}: set it to {needed} or more"
         )
     name, tokens = ("tp", parallel.tp) if parallel.sequence_parallel and parallel.tp > 1 else ("cp", parallel.cp)
     if data.sequence_length % tokens:
@@ -118,7 +134,9 @@ def check_layout(parallel: ParallelConfig, optim: Optim, data: Data, world: int)
         )
 
 
-def distribute(model: nn.Module, settings: ParallelConfig, device: torch.device, *, fp8: bool) -> Layout:
+def distribute(
+    model: nn.Module, settings: ParallelConfig, device: torch.device, *, fp8: bool, micro_batches: int
+) -> Layout:
     """Distribute a model over the ranks of the process group, or over this one alone, in place.
 
     Args:
@@ -126,6 +144,7 @@ def distribute(model: nn.Module, settings: ParallelConfig, device: torch.device,
         settings: The section `[parallel]`.
         device: Device of this rank.
         fp8: Whether the model computes in FP8; if not, tokens and experts travel in high precision as well.
+        micro_batches: Parts of a batch that go through a pipeline.
 
     Raises:
         ConfigError: If the model cannot be distributed so; on every rank.
@@ -135,8 +154,8 @@ def distribute(model: nn.Module, settings: ParallelConfig, device: torch.device,
     sends_fp8 = fp8 and settings.fp8_comm != "off"
     alone: dict[str, Any] = {"ranks": world, "rows": (rank, world), "seed": rank}
     try:
-        if settings.tp > 1:
-            return _with_tensor_parallel(model, settings, device, sends_fp8)
+        if settings.tp > 1 or settings.pp > 1:
+            return _on_hybrid_mesh(model, settings, device, sends_fp8, micro_batches)
         if settings.ep > 1:
             if not fp8:
                 raise ValueError(
@@ -161,28 +180,40 @@ def distribute(model: nn.Module, settings: ParallelConfig, device: torch.device,
         raise SharedError(f"[parallel]: {error}") from None
 
 
-def _with_tensor_parallel(
-    model: nn.Module, settings: ParallelConfig, device: torch.device, sends_fp8: bool
-) -> Layout:  # fmt: skip
-    world, rank, tp = dist.get_world_size(), dist.get_rank(), settings.tp
+def _on_hybrid_mesh(
+    model: nn.Module, settings: ParallelConfig, device: torch.device, sends_fp8: bool, micro_batches: int
+) -> Layout:
+    """Distribute a model over [pp, dp_replicate, dp_shard, tp]."""
+    world, rank, tp, pp = dist.get_world_size(), dist.get_rank(), settings.tp, settings.pp
     sizes = settings.sizes(world)
-    mesh = _mesh(settings, device, (*sizes, tp), ("dp_replicate", "dp_shard", "tp"))
-    divides = settings.sequence_parallel
-    tensor_parallel(
-        model, mesh["tp"], sequence_parallel=divides, gather="fp8" if sends_fp8 else "bf16",
-        reduce="fp8" if sends_fp8 and settings.fp8_comm == "on" and divides else "bf16",
-    )  # fmt: skip
+    mesh = _mesh(settings, device, (pp, *sizes, tp), ("pp", "dp_replicate", "dp_shard", "tp"))
+    divides = settings.sequence_parallel and tp > 1
+    stages = cut(model, mesh["pp"], settings.schedule) if pp > 1 else []
+    if tp > 1:
+        tensor_parallel(
+            model, mesh["tp"], sequence_parallel=divides, gather="fp8" if sends_fp8 else "bf16",
+            reduce="fp8" if sends_fp8 and settings.fp8_comm == "on" and divides else "bf16",
+        )  # fmt: skip
     partial = partial_parameters(model)
+    parts = stage_modules(model, stages, pp, settings.schedule, token_parts=tp if divides else 1)
     forward: Callable[..., Any] = model
-    if sizes[0] * sizes[1] > 1:
+    if math.prod(sizes) > 1:
         data_mesh = mesh["dp_shard"] if sizes[0] == 1 else mesh["dp_replicate", "dp_shard"]
-        forward = parallelize(model, data_mesh, **_comm(settings.resolved))
+        for module in parts.values() or [model]:
+            forward = parallelize(module, data_mesh, **_comm(settings.resolved))
     else:
         model.to(device)
+    pipeline, stage_group = None, None
+    if pp > 1:
+        pipeline = Pipeline(
+            parts, mesh["pp"], settings.schedule, device, micro_batches=micro_batches, fp8_comm=sends_fp8
+        )  # fmt: skip
+        stage_group = flattened(mesh["dp_replicate", "dp_shard", "tp"], "stage").get_group()
+    rows = rank // tp % math.prod(sizes), math.prod(sizes)
     return Layout(
-        forward=forward, rows=(rank // tp, world // tp), labels=(rank % tp, tp) if divides else (0, 1),
-        loss_parts=tp if divides else 1, ranks=world, seed=rank if divides else rank // tp, partial=partial,
-        summing=mesh["tp"] if partial else None,
+        forward=forward, rows=rows, labels=(rank % tp, tp) if divides else (0, 1), loss_parts=tp if divides else 1,
+        ranks=world // pp, seed=rank if divides else rank // tp, partial=partial,
+        summing=mesh["tp"] if partial else None, pipeline=pipeline, stages=pp, stage_group=stage_group,
     )  # fmt: skip
 
 

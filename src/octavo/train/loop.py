@@ -27,7 +27,7 @@ from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import Data, Model, ParallelConfig, expand
 from octavo.train.data.corpus import Corpus, load_corpus
 from octavo.train.device import deterministic_algorithms
-from octavo.train.diagnose import NonFiniteError
+from octavo.train.diagnose import NonFiniteError, advice
 from octavo.train.disk import output_folder, write_file
 from octavo.train.guard import SpikeError
 from octavo.train.model import check_model
@@ -207,7 +207,11 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
                 if trainer.non_finite_parameter() is None:
                     trainer.save(out, prune=False)  # this state may already be bad: keep the older ones
                     trainer.finish_saving()
-                message = f"{error}. {trainer.advice(checkpoints(out))}"
+                remedy = advice(
+                    checkpoints(out), config.precision, converted=trainer.layers is not None,
+                    scales_loss=trainer.loss_scale.active,
+                )  # fmt: skip
+                message = f"{error}. {remedy}"
                 failure = NonFiniteError(message, step=error.step, origin=error.origin)
             if spike is None:
                 states = state_bytes_per_parameter(trainer.optimizer, trainer.model) if trainer.step else None

@@ -48,7 +48,7 @@ def decayed_parameters(model: nn.Module) -> set[str]:
 
 def make_optimizer(
     model: nn.Module, optim: Optim, precision: PrecisionConfig, fp32_values: Mapping[str, torch.Tensor],
-    decayed: Set[str],
+    decayed: Set[str], names: Sequence[str] | None = None,
 ) -> "TrainerOptimizer":  # fmt: skip
     """The optimizer of a run.
 
@@ -58,14 +58,20 @@ def make_optimizer(
         precision: The section `[precision]`.
         fp32_values: fp32 values of parameters where more is known, by name.
         decayed: Names of the parameters that weight decay applies to.
+        names: Names of the trainable parameters of the whole model; None if `model` is the whole model.
     """
     states, master = optim.states or precision.resolved.states, precision.resolved.master
     if states == "fp8" or (master == "remainder" and precision.parameters == "bf16"):
         master_format = None if master == "none" else master
-        return Fp8StateOptimizer(
+        optimizer: TrainerOptimizer = Fp8StateOptimizer(
             model, optim, states=states, master=master_format, fp32_values=fp32_values, decayed=decayed
         )
-    return MasterWeightOptimizer(model, optim, master=master != "none", fp32_values=fp32_values, decayed=decayed)
+    else:
+        optimizer = MasterWeightOptimizer(
+            model, optim, master=master != "none", fp32_values=fp32_values, decayed=decayed
+        )  # fmt: skip
+    optimizer.whole_names = names
+    return optimizer
 
 
 class TrainerOptimizer(ABC):
@@ -74,11 +80,14 @@ class TrainerOptimizer(ABC):
     Attributes:
         inner: Takes the steps.
         in_place: Whether the gradients of micro-batches add up in the parameters' own.
+        whole_names: Names of the trainable parameters of the whole model; None if this is the optimizer of all.
     """
 
     inner: torch.optim.Optimizer
     in_place: bool
+    whole_names: Sequence[str] | None = None
     _names: list[str]
+    _decayed: Set[str]
     _params: list[nn.Parameter]
     _clip: float
 
@@ -88,6 +97,15 @@ class TrainerOptimizer(ABC):
             sum_gradient(param)
         named = zip(self._names, self._params, strict=True)
         return {name: local_tensor(param.grad) for name, param in named if param.grad is not None}
+
+    @property
+    def _is_part(self) -> bool:
+        return self.whole_names is not None and len(self.whole_names) != len(self._names)
+
+    def _numbers(self, saved: dict[str, Any]) -> dict[str, int]:
+        """Numbers of the parameters in a state of one process, which has those with weight decay first."""
+        names = sorted(self.whole_names or self._names, key=lambda name: name not in self._decayed)
+        return dict(zip(names, [n for group in saved["param_groups"] for n in group["params"]], strict=True))
 
     @abstractmethod
     def accumulate(self) -> None:
@@ -169,7 +187,7 @@ class MasterWeightOptimizer(TrainerOptimizer):
         self.in_place = all(param is master for param, master in zip(self._params, self._masters, strict=True))
         self._clip = optim.clip
         self._decayed = decayed_parameters(model) if decayed is None else decayed
-        groups = _groups(model, self._names, self._masters, optim, self._decayed)
+        groups = _groups(self._names, self._masters, optim, self._decayed)
         self.inner = torch.optim.AdamW(
             [part for group in groups for part in _by_mesh(group)], lr=optim.lr, betas=optim.betas, eps=optim.eps,
             fused=True,
@@ -231,7 +249,7 @@ class MasterWeightOptimizer(TrainerOptimizer):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned for the same model; shards take their rows of it."""
-        if any(is_sharded(master) for master in self._masters):
+        if self._is_part or any(is_sharded(master) for master in self._masters):
             self._load_rows(state["adamw"])
         else:
             self.inner.load_state_dict(state["adamw"])
@@ -242,10 +260,9 @@ class MasterWeightOptimizer(TrainerOptimizer):
     def _load_rows(self, saved: dict[str, Any]) -> None:
         """Load states that one process numbered: the parameters with weight decay first."""
         self.tensors()  # makes them
-        named = sorted(zip(self._names, self._masters, strict=True), key=lambda row: row[0] not in self._decayed)
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        for number, (_, master) in zip(numbers, named, strict=True):
-            for key, value in saved["state"].get(number, {}).items():
+        numbers = self._numbers(saved)
+        for name, master in zip(self._names, self._masters, strict=True):
+            for key, value in saved["state"].get(numbers[name], {}).items():
                 local_tensor(self.inner.state[master][key]).copy_(local_rows(master, value))
 
 
@@ -266,10 +283,11 @@ class Fp8StateOptimizer(TrainerOptimizer):
     ) -> None:
         named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         self._names, self._params = list(named), list(named.values())
+        self._decayed = decayed_parameters(model) if decayed is None else decayed
         self._clip = optim.clip
         # The loop has looked at the gradients' norm before it takes a step.
         self.inner: Optimizer = AdamW(
-            _groups(model, self._names, self._params, optim, decayed), lr=optim.lr, betas=optim.betas, eps=optim.eps,
+            _groups(self._names, self._params, optim, self._decayed), lr=optim.lr, betas=optim.betas, eps=optim.eps,
             states=states, master=master, nonfinite="ignore",
         )  # fmt: skip
         masters = {named[name]: value for name, value in (fp32_values or {}).items() if name in named}
@@ -293,7 +311,13 @@ class Fp8StateOptimizer(TrainerOptimizer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned for the same model."""
-        self.inner.load_state_dict(state["adamw"])
+        saved = state["adamw"]
+        if self._is_part:
+            numbers = self._numbers(saved)
+            own = sorted(self._names, key=lambda name: name not in self._decayed)
+            states = {i: saved["state"][numbers[name]] for i, name in enumerate(own) if numbers[name] in saved["state"]}
+            saved = {"state": states, "param_groups": self.inner.state_dict()["param_groups"]}
+        self.inner.load_state_dict(saved)
 
 
 def state_bytes_per_parameter(optimizer: TrainerOptimizer, model: nn.Module) -> float:
@@ -309,10 +333,9 @@ def _master(param: torch.Tensor, fp32_values: torch.Tensor | None) -> nn.Paramet
 
 
 def _groups(
-    model: nn.Module, names: Sequence[str], params: Sequence[torch.Tensor], optim: Optim, decayed: Set[str] | None
+    names: Sequence[str], params: Sequence[torch.Tensor], optim: Optim, decayed: Set[str]
 ) -> list[dict[str, Any]]:
     """Parameter groups with and without weight decay; none is empty."""
-    decayed = decayed_parameters(model) if decayed is None else decayed
     groups = [
         {
             "params": [param for name, param in zip(names, params, strict=True) if (name in decayed) == decays],

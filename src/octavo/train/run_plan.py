@@ -228,10 +228,11 @@ def plan_step(
 
 def _check_layout(parallel: ParallelConfig) -> None:
     """Raise ConfigError for a layout that is not predicted."""
-    if several := [f"parallel.{name} = {size}" for name in ("tp", "cp", "ep") if (size := getattr(parallel, name)) > 1]:
+    sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "ep", "pp")}
+    if name := next((name for name, size in sizes.items() if size > 1), None):
         raise ConfigError(
-            f"{several[0]}: octavo plan predicts data parallelism only; plan without it (with a smaller dp_shard for "
-            "the memory of a shard), or train a few steps"
+            f"parallel.{name} = {sizes[name]}: octavo plan predicts data parallelism only; plan without it (with a "
+            "smaller dp_shard for the memory of a shard), or train a few steps"
         )
 
 

@@ -13,7 +13,6 @@ fallen may be the cause. Loss and norm are reduced over all ranks, so all ranks 
 import inspect
 import platform
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,11 @@ from octavo.nn import Report, accumulating, apply_plan, report
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Plan
 from octavo.parallel.context_parallel import inner_attention
+from octavo.parallel.pipeline_model import SCHEDULES, ZERO_BUBBLE, check_pipeline_model
 from octavo.planner.auto_convert import convert
 from octavo.train.activation_checkpointing import Checkpointing
 from octavo.train.checkpoint.store import CheckpointSaver
-from octavo.train.config.run_config import TrainConfig
+from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.data.corpus import Corpus
 from octavo.train.device import device_name
 from octavo.train.diagnose import NonFiniteError, ZeroGradientError, find_origin, non_finite_parameter
@@ -47,6 +47,8 @@ from octavo.train.ranks import Ranks
 from octavo.train.record.metrics import RunResult, StepMetrics, finite
 from octavo.train.schedule import learning_rate
 
+CAUSAL_TOKENS = 16
+"""Tokens of the causality check on a whole model in host memory."""
 AUTOPILOT_EVERY = 50
 """Steps between two samples of the autopilot if `inspect.every` is not set."""
 
@@ -94,18 +96,30 @@ class Trainer:
         else:
             self.model, distributed, fp32_masters = model, False, {}
         self.layers = ranks.raise_together(lambda: _convert(self.model, config, device, ranks.world_size, plan))
-        self.loss_note = self.ranks.raise_together(lambda: prepare_loss(self.model, precision.loss))
+        splits = parallel.pp > 1 and parallel.schedule in ZERO_BUBBLE
+        loss = "whole" if splits else precision.loss
+        self.loss_note = self.ranks.raise_together(lambda: prepare_loss(self.model, loss))
+        if loss != precision.loss:
+            self.loss_note = f"whole logits: {parallel.schedule} runs the backward of the loss in two parts"
         self._checkpointing = Checkpointing(self.model, precision.checkpointing)
         takes_cache = "use_cache" in inspect.signature(self.model.forward).parameters
         self._kwargs = {"use_cache": False} if takes_cache else {}
         self.layout = Layout(forward=self.model)
         decayed = decayed_parameters(self.model)
+        names = [name for name, param in self.model.named_parameters() if param.requires_grad]
+        self._parameters = sum(param.numel() for param in self.model.parameters())
+        if parallel.pp > 1 and distributed:
+            ranks.raise_together(lambda: self._check_pipeline(ranks.local == 0))
         if distributed:
-            self.layout = distribute(self.model, parallel, device, fp8=self.layers is not None)
-        self.optimizer = make_optimizer(self.model, config.optim, precision, fp32_masters, decayed)
+            parts = config.optim.micro_batches
+            self.layout = distribute(self.model, parallel, device, fp8=self.layers is not None, micro_batches=parts)
+        self.optimizer = make_optimizer(self.model, config.optim, precision, fp32_masters, decayed, names)
         self.loss_scale = LossScale(precision.loss_scale)
         every = config.inspect.every or (AUTOPILOT_EVERY if precision.autopilot else 0)
-        self.watch = Watch(self.model, every=every, what_if=config.inspect.what_if, high_precision=self.layers is None)
+        self.watch = Watch(
+            self.model, every=every, what_if=config.inspect.what_if, high_precision=self.layers is None,
+            group=self.layout.stage_group,
+        )  # fmt: skip
         thresholds, restore_after = config.inspect.thresholds, config.inspect.restore_after
         self.pilot = None
         if any(is_converted(module) for module in self.model.modules()):
@@ -199,7 +213,7 @@ class Trainer:
             device=(f"{self.ranks.world_size} × " if self.ranks.world_size > 1 else "") + device_name(self._device),
             steps=0,
             tokens=0,
-            parameters=sum(param.numel() for param in self.model.parameters()),
+            parameters=self._parameters,
             losses=None,
             tokens_per_s=None,
             saved_bytes_per_token=self._saved_bytes_per_token(),
@@ -217,11 +231,27 @@ class Trainer:
 
     def check_causal(self) -> None:
         """Raise ConfigError for a model that attends to later tokens."""
+        if self.layout.pipeline is not None:
+            return  # checked before the model was cut
         inputs, _ = self._corpus.batch(self.config.run.seed, 0, 1)  # the same on every rank
         inputs, (index, parts) = self.layout.own_tokens(inputs.to(self._device)), self.layout.inputs
         self.ranks.raise_together(
             lambda: check_causal(self.model, self._logits, inputs, has_last=index == parts - 1)
         )  # fmt: skip
+
+    def _check_pipeline(self, runs: bool) -> None:
+        """Raise ConfigError for a model that cannot be cut into stages or is not causal; one rank of a machine runs
+        it.
+        """
+        if not runs:
+            return
+        parallel = self.config.parallel
+        try:
+            check_pipeline_model(self.model, parallel.pp * SCHEDULES[parallel.schedule])
+        except ValueError as error:
+            raise ConfigError(f"parallel.pp: {error}") from None
+        inputs, _ = self._corpus.batch(self.config.run.seed, 0, 1)
+        check_causal(self.model, self._logits, inputs[:, :CAUSAL_TOKENS])
 
     def attention_note(self) -> str:
         """A note for a model without fused attention; else empty."""
@@ -244,8 +274,14 @@ class Trainer:
         """
         _seed_step(self.config.run.seed, self.step, self.layout.seed)
         total = torch.zeros((), device=self._device)
-        parts = self.config.optim.micro_batches
+        parts, pipeline = self.config.optim.micro_batches, self.layout.pipeline
         with accumulating(self.model) if parts > 1 else nullcontext():
+            if pipeline is not None:
+                share = 1 / (parts * self.layout.loss_parts)
+                with self._autocast():
+                    total = pipeline.step(inputs, targets, share * self.loss_scale.value) * share
+                self.optimizer.accumulate()
+                return total
             for number, (part_inputs, part_targets) in enumerate(
                 zip(inputs.chunk(parts), targets.chunk(parts), strict=True), 1
             ):
@@ -281,16 +317,21 @@ class Trainer:
         sample, measure = (pilot.needs_sample, pilot.measures) if pilot is not None else (False, None)
         with self.watch.step(self.step + 1, force=sample, measure=measure):
             loss = self.forward_backward(inputs, targets)
+        if self.layout.stages > 1 and self.watch.due(self.step + 1):
+            rows = [row for own in self.ranks.all_gather(self.watch.rows) for row in own]
+            self.watch.rows = list({(row.layer, row.operand, row.recipe): row for row in reversed(rows)}.values())[::-1]
         self.layout.sum_partial(self.optimizer.gradients())
         squares = self.optimizer.gradient_squares(self.loss_scale.value, self.layout.copies)
         if self.ranks.world_size > 1:
-            loss, squares = self.ranks.all_reduce(loss * self.layout.loss_parts, squares)
-            loss = loss / self.ranks.world_size
+            loss, squares = self.ranks.all_reduce(loss, squares)
+            loss = loss * self.layout.loss_parts * self.layout.stages / self.ranks.world_size
         return loss.item(), squares.sqrt().float()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The model's loss of a micro-batch, a mean over its targets."""
         with self._autocast():
+            if self.layout.pipeline is not None:
+                return self.layout.pipeline.alone(inputs, targets)
             arguments = self._kwargs | self.layout.positions(inputs)
             outputs = self.layout.forward(input_ids=inputs, labels=targets, shift_labels=targets, **arguments)
         loss: Tensor = outputs.loss
@@ -328,21 +369,6 @@ class Trainer:
             f"step {step}: {problem}; first value that is not finite: {origin}", step=step, origin=origin
         )
 
-    def advice(self, saved: Sequence[Path]) -> str:
-        """What to do after a NonFiniteError; `saved`: the existing checkpoints, the newest last."""
-        precision = self.config.precision
-        advice = f"Resume {saved[-1]} (--resume)" if saved else "No checkpoint was saved: run anew"
-        advice += " with a lower optim.lr or optim.clip"
-        if self.layers:
-            advice += ", or with that layer in bf16 (precision.skip)"
-        if precision.parameters == "fp16" and not self.loss_scale.active:
-            advice += ', or run anew with precision.loss_scale = "dynamic"'
-        if not isinstance(precision.loss_scale, str):
-            advice += ', or run anew with a lower precision.loss_scale, or with "dynamic"'
-        if len(saved) > 1:
-            advice += f". Where that fails again, remove {saved[-1]} to resume {saved[-2]}"
-        return advice
-
 
 def _convert(
     model: nn.Module, config: TrainConfig, device: torch.device, world: int, plan: Plan | None
@@ -355,7 +381,8 @@ def _convert(
     elif "fp8" not in (precision.matmul, precision.activations):
         return None
     else:
-        rows = config.optim.batch * config.parallel.tp / (config.optim.micro_batches * world)
+        sharing = config.parallel.tp * config.parallel.pp
+        rows = config.optim.batch * sharing / (config.optim.micro_batches * world)
         tokens = round(rows * config.data.sequence_length)
         gpu = None if device.type == "cuda" else "cpu"
         convert(model, precision=precision, device=gpu, tokens=tokens, verbose=False)

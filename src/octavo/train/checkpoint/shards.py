@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.fsdp import FSDPModule
 
 from octavo.optim.sharded import is_sharded
+from octavo.runtime.blocks import Absent
 from octavo.train.checkpoint.digests import digests_of
 from octavo.train.checkpoint.shard_index import ShardReader, read_index
 from octavo.train.config.run_config import ConfigError
@@ -43,8 +44,9 @@ def state_of(model: nn.Module, optimizer: TrainerOptimizer) -> dict[str, Tensor]
 
 
 def has_shards(model: nn.Module) -> bool:
-    """Whether the parameters of a model are shards, even if they are gathered at the moment."""
-    return isinstance(model, FSDPModule) or any(is_sharded(parameter) for parameter in model.parameters())
+    """Whether this rank has a part of a model: shards, even if they are gathered at the moment, or some layers."""
+    parts = any(isinstance(module, FSDPModule | Absent) for module in model.modules())
+    return parts or any(is_sharded(parameter) for parameter in model.parameters())
 
 
 def write(folder: Path, state: dict[str, Tensor]) -> dict[str, str]:

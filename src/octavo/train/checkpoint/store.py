@@ -116,7 +116,7 @@ class CheckpointSaver:
             "digests": True,
             **extra,
         }
-        if recipes := recipes_of(model):
+        if recipes := self._merged(recipes_of(model)):
             metadata["recipes"] = recipes
         if maxima := delayed.state_dict(model):
             gathered = self._ranks.world_size > 1
@@ -148,10 +148,14 @@ class CheckpointSaver:
         with self._writing(checkpoint):
             self._publish(checkpoint, shards.wait_for(future, checkpoint.scratch / SHARDS))
 
+    def _merged(self, own: dict[str, str]) -> dict[str, str]:
+        """The entries of all ranks, which may have different layers."""
+        by_rank = self._ranks.all_gather(own) if self._ranks.world_size > 1 else [own]
+        return {name: value for entries in by_rank for name, value in entries.items()}
+
     def _publish(self, checkpoint: "_NewCheckpoint", digests: dict[str, str]) -> None:
         """Publish a checkpoint; `digests`: those that this rank computed."""
-        by_rank = self._ranks.all_gather(digests) if self._ranks.world_size > 1 else [digests]
-        merged = {name: digest for own in by_rank for name, digest in own.items()}
+        merged = self._merged(digests)
         self._ranks.run_on_rank0(lambda: checkpoint.publish(merged))
 
     @contextmanager

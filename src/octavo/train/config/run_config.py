@@ -79,6 +79,11 @@ class TrainConfig(Section):
                 f"guard.spike = {self.guard.spike:g} goes back to checkpoints, and run.save_every = 0 makes none "
                 "before the end: set run.save_every, as 100"
             )
+        if self.precision.autopilot and self.parallel.pp > 1:
+            raise ValueError(
+                f"precision.autopilot with parallel.pp = {self.parallel.pp}: the autopilot does not run over the "
+                "stages of a pipeline; leave one of them out"
+            )
         if self.precision.autopilot and self.resolved.matmul != "fp8":
             raise ValueError(
                 f"precision.autopilot moves layers out of FP8, and precision.level = {self.precision.level!r} puts "

@@ -25,7 +25,7 @@ TUNABLE = {
     *(f"inspect.limits.{key}" for key in Limits.model_fields),
     "inspect.restore_after",
     *(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "reshard_after_forward", "cpu_offload", "fp8_comm")),
-    *(f"parallel.{key}" for key in ("tp", "sequence_parallel", "cp", "ep")),
+    *(f"parallel.{key}" for key in ("tp", "sequence_parallel", "cp", "ep", "pp", "schedule")),
 }
 """Settings that may differ on resume with a note: the run then differs from an uninterrupted one."""
 

@@ -14,6 +14,7 @@ from octavo.numerics import Precision
 from octavo.numerics.precision import ALIASES
 from octavo.numerics.recipe import get_recipe
 from octavo.parallel import Parallel
+from octavo.parallel.pipeline_model import ZERO_BUBBLE
 
 
 def expand(path: str | Path) -> Path:
@@ -274,6 +275,12 @@ class ParallelConfig(Section):
     ep: Count = 1
     """Processes that share the experts of each layer, each with rows of its own (expert parallelism). Experts are
     sharded over the others."""
+    pp: Count = 1
+    """Stages' ranks of a pipeline: each has some blocks of the model. `optim.micro_batches` go through it."""
+    schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """Schedule of the pipeline, torch's; from "Interleaved1F1B" on each rank has two stages."""
     async_save: bool = False
     """Write checkpoints in the background, from a copy in host memory."""
     timeout: Annotated[float, Field(gt=0)] = 600.0
@@ -288,15 +295,27 @@ class ParallelConfig(Section):
                 f"{getattr(self, several[1])}: these are not supported together; keep one of {', '.join(several)}, and "
                 "leave the other processes to dp_shard"
             )
+        if self.pp > 1 and self.ep * self.cp > 1:
+            name = "ep" if self.ep > 1 else "cp"
+            raise ValueError(
+                f"parallel.pp = {self.pp} with parallel.{name} = {getattr(self, name)}: a pipeline joins tp and data "
+                f"parallelism; leave {name} out"
+            )
         if self.ep > 1 and self.dp_replicate > 1:
             raise ValueError(
                 f"parallel.ep = {self.ep} with parallel.dp_replicate = {self.dp_replicate}: experts are sharded over "
                 "all processes that hold the same ones; leave dp_replicate out"
             )
-        if self.tp > 1 and self.dp_shard == 1 and self.dp_replicate > 1:
+        if self.tp * self.pp > 1 and self.dp_shard == 1 and self.dp_replicate > 1:
+            name = "tp" if self.tp > 1 else "pp"
             raise ValueError(
-                f"parallel.tp = {self.tp} with dp_replicate = {self.dp_replicate} and dp_shard = 1: DDP does not take "
-                "a model under tensor parallelism; set parallel.dp_replicate = 1 and leave dp_shard out"
+                f"parallel.{name} = {getattr(self, name)} with dp_replicate = {self.dp_replicate} and dp_shard = 1: it "
+                "does not join DDP; set parallel.dp_replicate = 1 and leave dp_shard out"
+            )
+        if self.pp > 1 and self.schedule in ZERO_BUBBLE and self.dp_shard != 1 and self.reshard_after_forward:
+            raise ValueError(
+                f"parallel.schedule = {self.schedule!r} loses gradients of weights that are freed after forward: set "
+                "parallel.reshard_after_forward = false, or dp_shard = 1"
             )
         return self
 
@@ -312,20 +331,20 @@ class ParallelConfig(Section):
         Raises:
             ValueError: If the layout does not fit it.
         """
-        shared = self.tp * self.cp
-        for name, size in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep)):
+        shared = self.tp * self.cp * self.pp
+        for name, size in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep), ("pp", self.pp)):
             if world_size % size:
                 fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
                 raise ValueError(f"parallel.{name} = {size} does not divide the {world_size} processes: take {fitting}")
         try:
             return self.resolved.sizes(world_size // shared)
         except ValueError as error:
-            note = f" (the {world_size} processes divided by tp × cp = {shared})" if shared > 1 else ""
+            note = f" (the {world_size} processes divided by tp × cp × pp = {shared})" if shared > 1 else ""
             raise ValueError(f"{error}{note}") from None
 
     def alone(self) -> str:
         """Why the layout needs several processes; empty if one is enough."""
-        ranks = self.dp_replicate * max(self.dp_shard, 1) * self.tp * self.cp
+        ranks = self.dp_replicate * max(self.dp_shard, 1) * self.tp * self.cp * self.pp
         ranks = max(ranks, self.ep)
         if ranks > 1 or self.cpu_offload:
             problem = f"asks for {ranks} processes" if ranks > 1 else "asks for cpu_offload, which shards do"
