@@ -13,8 +13,8 @@ stay in high precision.
 A class is replaced only if the code of its forward is the decorator's and every flag of the decorator is known here.
 Names of classes do not matter. Anything else keeps its forward, and the report says why.
 
-Slots whose expert id is E or more are dropped: their rows sort last, no product reads them, and no gradient comes from
-them.
+Slots whose expert id is negative, or E or more, are dropped: their rows sort last, no product reads them, and no
+gradient comes from them.
 
 Under expert parallelism (`octavo.parallel.expert_parallel`) each rank holds some of the experts, and an `Exchange`
 carries the sorted rows to the ranks of their experts and the results back.
@@ -81,7 +81,7 @@ class Experts(nn.Module):
 
         Args:
             hidden_states: [T,H].
-            top_k_index: int64 [T,k], the experts of each token; E or more for none.
+            top_k_index: int64 [T,k], the experts of each token; negative, or E or more, for none.
             top_k_weights: [T,k], their routing weights.
 
         Returns:
@@ -96,9 +96,10 @@ class Experts(nn.Module):
         return self._mixture(hidden_states, top_k_index, top_k_weights)
 
     def _mixture(self, hidden_TH: Tensor, index_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-        k = index_Tk.shape[-1]
-        ids, order = torch.sort(index_Tk.reshape(-1), stable=True)
-        experts = torch.arange(self.down_proj.shape[0], device=ids.device, dtype=ids.dtype)
+        k, count = index_Tk.shape[-1], self.down_proj.shape[0]
+        ids = index_Tk.reshape(-1)
+        ids, order = torch.sort(ids.masked_fill(ids < 0, count), stable=True)
+        experts = torch.arange(count, device=ids.device, dtype=ids.dtype)
         offsets = torch.searchsorted(ids, experts, right=True).int()
         inverse = inverse_order(order)
         rows = gather_rows(hidden_TH, order, inverse, k)

@@ -6,12 +6,13 @@ norm of those norms is that of all gradients:
     ‖g‖ = ‖(‖g on mesh 1‖, ‖g on mesh 2‖, …, ‖plain gradients‖)‖        also for the maximum norm
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
 from octavo.optim.sharded import sum_gradient
@@ -51,13 +52,27 @@ def clip_grad_norm_(
             sum_gradient(parameter)
             grad = parameter.grad
             groups.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
-    norms = [_whole(get_total_norm(grads, norm_type)) for grads in groups.values()]
+    by_maximum = float(norm_type) == math.inf
+    norms = [
+        _whole(get_total_norm([_maximum(grad) for grad in grads] if by_maximum else grads, norm_type))
+        for grads in groups.values()
+    ]
     total = get_total_norm(norms, norm_type, error_if_nonfinite)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for grads in groups.values():
         for grad in grads:
             local_tensor(grad).mul_(factor.to(grad.device))
     return total
+
+
+def _maximum(grad: Tensor) -> Tensor:
+    """Return one element per rank with the same maximum norm: PyTorch has none of a shard without elements."""
+    local = local_tensor(grad)
+    maximum = local.abs().amax().view(1) if local.numel() else local.new_zeros(1)
+    if not isinstance(grad, DTensor):
+        return maximum
+    placements = [placement if placement.is_replicate() else Shard(0) for placement in grad.placements]
+    return DTensor.from_local(maximum, grad.device_mesh, placements, run_check=False)
 
 
 def _whole(norm: Any) -> Tensor:

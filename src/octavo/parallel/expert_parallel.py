@@ -20,7 +20,9 @@ are rounded to the message's format.
 
 Routers, routing weights and their gradients stay on the sender, in high precision. Each rank first tells each other
 rank how many rows it sends: the host waits for these numbers once per forward, because sizes of messages are the
-host's. A rank may send or receive no rows; slots of no expert (id E or more) are not sent.
+host's. A rank may send or receive no rows; slots of no expert (id negative, or E or more) are not sent. The same
+message carries what has to be equal on all ranks (`_call_code`): ranks that differ would wait for messages that nobody
+sends, or read bytes of another format. All raise an error instead.
 
 The gradient of an expert sums over the tokens of all R ranks, and is divided by R: the mean over ranks, as FSDP2 and
 DDP compute it for other parameters.
@@ -44,6 +46,8 @@ from octavo.numerics.recipe import Recipe
 from octavo.parallel.agreement import compare_ranks
 from octavo.parallel.exchange import exchange_rows
 from octavo.runtime.swap import all_or_nothing
+from octavo.runtime.switch import SWITCH
+from octavo.runtime.torch_compat import autocast_dtype
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True) -> nn.Module:
@@ -64,11 +68,13 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True
     Raises:
         TypeError: If `model` is not a module or `mesh` not a `DeviceMesh`.
         ValueError: If the mesh has several dimensions, the model has no converted experts, or experts that are
-            distributed already, or that the ranks cannot share; or if settings or parameters differ between ranks. On
-            every rank of the mesh; the model is left as it was.
+            distributed already, that the ranks cannot share, that have adapters, or whose parameters another module
+            shares; or if settings or parameters differ between ranks. On every rank of the mesh; the model is left as
+            it was.
 
-    Every rank must call the model equally often, inside `octavo.disabled()` or not. An error on one rank in between
-    leaves the others waiting until the timeout of the process group.
+    Every rank must call the model equally often. If ranks call it differently (only some inside `octavo.disabled()`,
+    `torch.no_grad()` or autocast, or with inputs of other dtypes), all raise RuntimeError. An error on one rank in
+    between leaves the others waiting until the timeout of the process group.
 
     Examples:
         >>> mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("efsdp", "ep"))  # doctest: +SKIP
@@ -82,6 +88,11 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True
             "expert_parallel takes a torch DeviceMesh, such as init_device_mesh('cuda', (2, 4), "
             f"mesh_dim_names=('efsdp', 'ep'))['ep']; got {mesh!r}"
         )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"expert_parallel: rank {dist.get_rank()} is not in the mesh {mesh}: take a dimension of a mesh over all "
+            "ranks, such as init_device_mesh('cuda', (2, 4), mesh_dim_names=('efsdp', 'ep'))['ep']"
+        )
     experts = [module for module in model.modules() if is_converted_experts(module)]
     problem: Exception | None = None
     try:
@@ -91,12 +102,10 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, fp8_comm: bool = True
         problem = error
     compare_ranks("expert_parallel", model, [bool(fp8_comm), tuple(mesh.shape)], problem, mesh)
     with all_or_nothing(model):
-        exchange, shards = ExpertExchange(mesh, fp8=bool(fp8_comm)), dict[Tensor, nn.Parameter]()
+        exchange = ExpertExchange(mesh, fp8=bool(fp8_comm))
         for module in experts:
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter not in shards:
-                    shards[parameter] = _shard(parameter, mesh)
-                module.register_parameter(name, shards[parameter])
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                module.register_parameter(name, _shard(parameter, mesh))
             module.octavo_exchange = exchange
     return model
 
@@ -106,9 +115,14 @@ def has_expert_names(mesh: Any) -> bool:
     return isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names == ("efsdp", "ep")
 
 
+def distributed_experts(model: nn.Module) -> list[Any]:
+    """Return the experts of a model that are distributed over ranks."""
+    return [module for module in model.modules() if is_converted_experts(module) and module.octavo_exchange]
+
+
 def check_expert_mesh(model: nn.Module, mesh: Any) -> None:
     """Raise ValueError unless `mesh` is [efsdp, ep] exactly if the experts of a model are distributed over its ep."""
-    distributed: list[Any] = [m.down_proj for m in model.modules() if is_converted_experts(m) and m.octavo_exchange]
+    distributed: list[Any] = [module.down_proj for module in distributed_experts(model)]
     named = has_expert_names(mesh)
     if named and not distributed:
         raise ValueError(
@@ -132,7 +146,7 @@ class ExpertExchange:
     """
 
     def __init__(self, mesh: DeviceMesh, *, fp8: bool) -> None:
-        self.mesh, self._fp8 = mesh, fp8
+        self.mesh, self.fp8 = mesh, fp8
 
     def local(self, parameter: Tensor) -> Tensor:
         """Return this rank's experts of a DTensor. Backward divides the gradient by the number of ranks."""
@@ -145,19 +159,52 @@ class ExpertExchange:
     ) -> Tensor:
         """Return `on_rows` of rows that are sorted by expert, [M,H] → [M,H]; zero from `offsets[-1]` on."""
         group, ranks = self.mesh.get_group(), self.mesh.size()
-        counts = offsets.diff(prepend=offsets.new_zeros(1))
-        arriving = torch.empty_like(counts)  # [R,E/R]: rows from each rank for each expert that is here
-        dist.all_to_all_single(arriving, counts, group=group)
-        sent, received = torch.stack((counts, arriving)).view(2, ranks, -1).sum(2).tolist()  # waits for the device
+        counts = offsets.diff(prepend=offsets.new_zeros(1)).view(ranks, -1)
+        message = F.pad(counts, (0, 1), value=_call_code(rows))
+        arriving = torch.empty_like(message)
+        dist.all_to_all_single(arriving, message, group=group)
+        arriving, codes = arriving[:, :-1], arriving[:, -1]  # [R,E/R]: rows from each rank for each expert that is here
+        numbers = torch.stack((counts.sum(1), arriving.sum(1), codes))
+        sent, received, codes = numbers.tolist()  # waits for the device
+        _compare_calls(codes, self.mesh)
         x_spec = recipe.x.text if recipe.x.granularity.rows == 1 else DEFAULT_SPEC
-        x = exchange_rows(rows[: sum(sent)], sent, received, group, fp8=self._fp8, spec=x_spec)
-        here = torch.arange(counts.shape[0] // ranks, device=counts.device).repeat(ranks)
-        order = here.repeat_interleave(arriving, output_size=sum(received)).argsort(stable=True)
-        inverse, ends = inverse_order(order), arriving.view(ranks, -1).sum(0).cumsum(0).int()
+        x = exchange_rows(rows[: sum(sent)], sent, received, group, fp8=self.fp8, spec=x_spec)
+        here = torch.arange(counts.shape[1], device=counts.device).repeat(ranks)
+        order = here.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
+        inverse, ends = inverse_order(order), arriving.sum(0).cumsum(0).int()
         y = gather_rows(on_rows(gather_rows(x, order, inverse), ends), inverse, order)
-        y = exchange_rows(y, received, sent, group, fp8=self._fp8)
+        y = exchange_rows(y, received, sent, group, fp8=self.fp8)
         dropped = rows.shape[0] - y.shape[0]
         return F.pad(y, (0, 0, 0, dropped)) if dropped else y
+
+
+_CALL = ("inside octavo.disabled()", "gradients enabled", "an input that requires gradients", "dtype", "autocast")
+"""What has to be equal on all ranks in a call."""
+_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _call_code(rows: Tensor) -> int:
+    """Encode the values of `_CALL`."""
+    code = _DTYPES.index(autocast_dtype(rows.device.type)) * 8 + _DTYPES.index(rows.dtype)
+    return code * 8 + rows.requires_grad * 4 + torch.is_grad_enabled() * 2 + (not SWITCH.enabled)
+
+
+def _compare_calls(codes: list[int], mesh: DeviceMesh) -> None:
+    """Raise RuntimeError if ranks have different codes."""
+    if len(set(codes)) == 1:
+        return
+    states = [
+        (bool(code & 1), bool(code & 2), bool(code & 4), _DTYPES[code // 8 % 8], _DTYPES[code // 64]) for code in codes
+    ]
+    differing = [
+        f"{name}: " + ", ".join(f"rank {rank} {value}" for rank, value in zip(mesh.mesh.tolist(), values, strict=True))
+        for name, values in zip(_CALL, zip(*states, strict=True), strict=True)
+        if len(set(values)) > 1
+    ]
+    raise RuntimeError(
+        "octavo: ranks called the same distributed experts differently, so they cannot exchange rows ("
+        f"{'; '.join(differing)}): call the model in the same way on all ranks"
+    )
 
 
 class _MeanGradient(torch.autograd.Function):
@@ -201,6 +248,10 @@ def _check_experts(model: nn.Module, ranks: int) -> None:
             "expert_parallel distributes experts that octavo.convert made compute in FP8, and this model has none: "
             + (hint or "it has no module with 3-D gate_up_proj or up_proj, and down_proj")
         )
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for part, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append(f"{name}.{part}".lstrip("."))
     for name, module in found.items():
         count = module.down_proj.shape[0]
         if module.octavo_exchange is not None:
@@ -215,6 +266,16 @@ def _check_experts(model: nn.Module, ranks: int) -> None:
             raise ValueError(
                 f"{ranks} ranks cannot share the {count} experts of {name!r} equally: take a mesh dimension of one of "
                 f"{fitting}"
+            )
+        if name.split(".")[-1] == "base_layer":
+            raise ValueError(
+                f"the experts {name!r} have PEFT adapters (target_parameters), which add up weights of all experts: "
+                "expert_parallel does not support them; shard the model with octavo.parallelize instead"
+            )
+        if tied := [names for names in (owners[id(p)] for p in module.parameters()) if len(names) > 1]:
+            raise ValueError(
+                f"{' and '.join(map(repr, tied[0]))} are one parameter, of which expert_parallel would make several: "
+                "untie them, or shard the model with octavo.parallelize instead"
             )
         if shared := [part for part, _ in module.named_parameters() if part.removesuffix("_bias") not in STACKED]:
             raise ValueError(

@@ -34,7 +34,7 @@ from octavo.numerics.precision import Precision
 from octavo.parallel.agreement import agree_on_adamw, compare_ranks
 from octavo.parallel.amax_sync import sync_scaling_state
 from octavo.parallel.ddp import replicate
-from octavo.parallel.expert_parallel import check_expert_mesh, has_expert_names
+from octavo.parallel.expert_parallel import check_expert_mesh, distributed_experts, has_expert_names
 from octavo.parallel.fsdp import shard
 from octavo.runtime.swap import all_or_nothing
 from octavo.runtime.torch_compat import composable_state, flattened
@@ -165,7 +165,8 @@ def _parallelize(
             _check_recipes(model, layout.fp8_comm)
     except (TypeError, ValueError) as error:
         problem = error
-    compare_ranks("parallelize", model, [vars(layout), dtype, reduce_dtype], problem, mesh)
+    exchanges = [m.octavo_exchange.fp8 for m in distributed_experts(model)]
+    compare_ranks("parallelize", model, [vars(layout), dtype, reduce_dtype, exchanges], problem, mesh)
     if not isinstance(mesh, DeviceMesh):
         mesh = make_mesh(layout, _device_type(model))
     agree_on_adamw(torch.device("cpu" if layout.cpu_offload else mesh.device_type), mesh)

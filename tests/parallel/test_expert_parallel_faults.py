@@ -1,0 +1,254 @@
+"""Distributed experts where something goes wrong: a rank that differs, is lost or has NaNs, parameters that are shared,
+and runs that are resumed.
+"""
+
+import copy
+import os
+import sys
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import octavo
+from octavo.parallel import clip_grad_norm_, expert_parallel, parallelize
+from processes import Failed
+
+sys.path.append(str(Path(__file__).parents[1] / "nn"))
+
+pytestmark = [pytest.mark.dist, pytest.mark.thorough]
+
+
+def mesh_of(efsdp=1):
+    return init_device_mesh("cpu", (efsdp, dist.get_world_size() // efsdp), mesh_dim_names=("efsdp", "ep"))
+
+
+def converted():
+    from moe_models import experts_of
+
+    return octavo.convert(experts_of("mixtral"), verbose=False)
+
+
+def message_of(error, function, *arguments):
+    try:
+        function(*arguments)
+    except error as raised:
+        return str(raised)
+    raise AssertionError("nothing was raised")
+
+
+# --- ranks that call experts differently ---
+
+
+def calls_job():
+    from moe_models import routed
+
+    last, messages = dist.get_rank() == 1, []
+    contexts = {
+        "octavo.disabled()": octavo.disabled,
+        "gradients enabled": torch.no_grad,
+        "autocast": partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+        "requires gradients": nullcontext,
+        "dtype": nullcontext,
+    }
+    for fp8 in (True, False):
+        experts = expert_parallel(converted(), mesh_of()["ep"], fp8_comm=fp8)
+        x, index, weights, grad = routed(9, seed=dist.get_rank())
+        for name, context in contexts.items():
+            changed = copy.deepcopy(experts).bfloat16() if last and name == "dtype" else experts
+            tokens = x.to(changed.down_proj.dtype).requires_grad_(last or name != "requires gradients")
+            with context() if last else nullcontext():
+                messages.append((name, message_of(RuntimeError, changed, tokens, index, weights)))
+        experts(x, index, weights).backward(grad)  # no message of before is left
+    return messages
+
+
+def test_ranks_that_call_experts_differently_all_raise(gloo):
+    for messages in gloo.run(calls_job, 2):
+        for name, message in messages:
+            assert name in message and "rank 0 " in message and "rank 1 " in message
+
+
+# --- errors at set-up ---
+
+
+def setup_job():
+    mesh = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() == 2:
+        return [message_of(ValueError, expert_parallel, converted(), mesh)]
+    models = nn.ModuleDict({"a": converted(), "b": converted()}), nn.ModuleDict({"a": converted(), "b": nn.Module()})
+    for model in models:
+        model["b"].down_proj = model["a"].down_proj
+    adapted = nn.ModuleDict({"experts": nn.ModuleDict({"base_layer": converted()})})
+    return [message_of(ValueError, expert_parallel, model, mesh) for model in (*models, adapted)]
+
+
+def test_shared_parameters_adapters_and_foreign_ranks_raise(gloo):
+    *inside, outside = gloo.run(setup_job, 3)
+    assert "rank 2 is not in the mesh" in outside[0]
+    for tied, other, adapted in inside:
+        assert tied.startswith("'a.down_proj' and 'b.down_proj' are one parameter") and tied == other
+        assert "'experts.base_layer' have PEFT adapters" in adapted
+
+
+def exchanges_job():
+    from moe_models import mixture
+
+    mesh, model = mesh_of(2), octavo.convert(mixture("mixtral"), verbose=False)
+    expert_parallel(model, mesh["ep"], fp8_comm=mesh["efsdp"].get_local_rank() == 0)
+    return message_of(ValueError, parallelize, model, mesh)
+
+
+def test_groups_of_experts_with_different_messages_raise(gloo):
+    assert all("call parallelize with different settings" in message for message in gloo.run(exchanges_job, 2))
+
+
+# --- norms of empty shards ---
+
+
+def clip_job():
+    from moe_models import mixture
+
+    model = octavo.convert(mixture("mixtral", num_local_experts=1, num_experts_per_tok=1), verbose=False)
+    mesh = mesh_of(2)  # one expert, and two ranks that share it
+    parallelize(expert_parallel(model, mesh["ep"]), mesh)
+    step(model, None, 0)
+    sizes = {p.to_local().numel() for p in model.parameters()}
+    grads = [p.grad.full_tensor() for p in model.parameters()]
+    norms = {order: clip_grad_norm_(model.parameters(), 1e9, order).item() for order in (1.0, 2.0, float("inf"))}
+    expected = {order: torch.nn.utils.get_total_norm(grads, order).item() for order in norms}
+    return 0 in sizes, norms, expected
+
+
+def test_norms_over_shards_without_elements(gloo):
+    found = gloo.run(clip_job, 2)
+    assert any(empty for empty, _, _ in found)
+    assert all(norms == pytest.approx(expected, rel=1e-5) for _, norms, expected in found)
+
+
+# --- training ---
+
+
+def distributed(efsdp):
+    from moe_models import mixture
+
+    mesh, model = mesh_of(efsdp), octavo.convert(mixture("mixtral").bfloat16(), verbose=False)
+    parallelize(expert_parallel(model, mesh["ep"]), mesh, fp8_comm="on")
+    return model, octavo.AdamW(model.parameters(), lr=1e-3, nonfinite="skip")
+
+
+def step(model, optimizer, number, factor=1.0, spoil=None):
+    """The loss of a rank's tokens; a step of the optimizer if there is one. `spoil` changes gradients before that."""
+    g = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    tokens = torch.randint(0, 64, (2, 17), generator=g)
+    logits = model(input_ids=tokens[:, :-1]).logits
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    (loss * factor).backward()
+    if optimizer is not None:
+        if spoil is None:
+            clip_grad_norm_(model.parameters(), 1.0)
+        else:
+            spoil(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def whole(model, optimizer):
+    """Parameters and states; Gloo has no collectives of FP8 and 16-bit integers, float32 holds their values."""
+    values = {name: parameter for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        values |= {f"{name}.{key}": value.float() for key, value in optimizer.state[parameter].items()}
+    return {n: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for n, v in values.items()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def spoil_experts(model):
+    """A NaN in the gradient of one rank's experts alone: no collective has carried it to the others."""
+    if dist.get_rank() == 3:
+        model.model.layers[0].mlp.experts.down_proj.grad.to_local()[0, 0, 0] = torch.nan
+
+
+def nan_job():
+    """A NaN on one rank of four: a run that skips it is the run without it."""
+    undisturbed, disturbed = distributed(2), distributed(2)
+    losses = [step(*undisturbed, number) for number in range(3)]
+    assert step(*disturbed, 0) == losses[0]
+    step(*disturbed, 9, factor=torch.nan if dist.get_rank() == 1 else 1.0)
+    step(*disturbed, 9, spoil=spoil_experts)
+    assert disturbed[1].skipped == 2
+    assert [step(*disturbed, number) for number in (1, 2)] == losses[1:]
+    assert same(whole(*undisturbed), whole(*disturbed))
+    for group in disturbed[1].param_groups:
+        group["nonfinite"] = "raise"
+    for arguments in ((torch.nan if dist.get_rank() == 2 else 1.0,), (1.0, spoil_experts)):
+        message = message_of(FloatingPointError, step, *disturbed, 9, *arguments)
+        disturbed[1].zero_grad()
+        assert "parameters and states are unchanged" in message and same(whole(*undisturbed), whole(*disturbed))
+
+
+@pytest.mark.slow
+def test_a_nan_on_one_rank_leaves_no_trace(gloo):
+    gloo.run(nan_job, 4)
+
+
+def resume_job(folder):
+    model, optimizer = distributed(2)
+    for number in range(2):
+        step(model, optimizer, number)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    saved = whole(model, optimizer)
+    losses = [step(model, optimizer, number) for number in (2, 3)]
+    for efsdp in (2, 1, 4):
+        again, optimizer_again = distributed(efsdp)
+        optimizer_again.make_states()
+        state = dict(zip(("model", "optimizer"), get_state_dict(again, optimizer_again), strict=True))
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            again, optimizer_again, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )  # fmt: skip
+        assert same(whole(again, optimizer_again), saved)
+        if efsdp == 2:
+            assert [step(again, optimizer_again, number) for number in (2, 3)] == losses
+            assert same(whole(again, optimizer_again), whole(model, optimizer))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(gloo, tmp_path):
+    """On the same mesh [2, 2]; meshes [1, 4] and [4, 1] load the same parameters and states."""
+    gloo.run(resume_job, 4, str(tmp_path / "checkpoint"))
+
+
+def killed_job(folder):
+    model, optimizer = distributed(2)
+    step(model, optimizer, 0)
+    if dist.get_rank() == 1:
+        model.model.layers[1].mlp.experts.register_forward_hook(lambda *_: os._exit(1))
+    start = time.monotonic()
+    try:
+        step(model, optimizer, 1)
+    except RuntimeError:
+        (Path(folder) / f"rank-{dist.get_rank()}").write_text(f"{time.monotonic() - start}")
+        os._exit(1)  # as a process does whose training raises
+
+
+@pytest.mark.slow
+def test_the_others_notice_a_killed_rank_of_any_group(gloo, tmp_path):
+    with pytest.raises(Failed, match="its process died"):
+        gloo.run(killed_job, 4, str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"rank-0", "rank-2", "rank-3"}
+    assert all(float(path.read_text()) < 30 for path in tmp_path.iterdir())
