@@ -4,6 +4,7 @@
 stored activations: they change torch functions, the forward of modules, or public ops, while a converted model runs.
 """
 
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -217,6 +218,22 @@ def last_element_lost():
 
 
 @contextmanager
+def expert_scale_skipped():
+    """W of the first expert is read as if its scales were 1."""
+    products = importlib.import_module("octavo.nn.grouped_linear")
+    original = products.quantize_grouped_gradient
+
+    def quantized(*args, w_scale=None, **options):
+        if w_scale is not None:
+            w_scale = w_scale.clone()
+            w_scale[0] = 1.0
+        return original(*args, w_scale=w_scale, **options)
+
+    with mock.patch.object(products, "quantize_grouped_gradient", quantized):
+        yield
+
+
+@contextmanager
 def summed_not_averaged():
     original = Fp8ReduceScatter.__call__
 
@@ -297,6 +314,9 @@ INJECTED_FAULTS = {
     "the second moment decays as the first": InjectedFault("optimizer", lambda: optimizer_step(before=_one_beta)),
     "a collective that loses the last element": InjectedFault(
         "comm", last_element_lost, '"all_gather"', on_ranks=True, slow=True
+    ),
+    "the scale of one expert's weight skipped": InjectedFault(
+        "experts", expert_scale_skipped, '"rowwise"', "gradient", on_ranks=True, slow=True
     ),
     "gradients added up, not averaged": InjectedFault(
         "wrappers", summed_not_averaged, '"fp8_comm": "on"', on_ranks=True, slow=True

@@ -13,7 +13,7 @@ from benchmarks.fuzz.shrink import shrink, size
 import injected_faults
 from injected_faults import INJECTED_FAULTS
 
-CASES = {"activations": 60, "linear": 60, "optimizer": 60, "comm": 40, "wrappers": 10}
+CASES = {"activations": 60, "linear": 60, "optimizer": 60, "comm": 40, "wrappers": 10, "experts": 20}
 run = partial(check, seconds=120.0)  # other tests may run beside
 
 
@@ -24,7 +24,7 @@ def no_processes_left():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["activations", "linear", "optimizer", "comm", "wrappers"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_found(kind):
     outcomes = [(case, run(case)) for case in (draw(11, i, kind) for i in range(CASES[kind]))]
     failures = [described(kind, case, outcome) for case, outcome in outcomes if outcome.failed]

@@ -3,18 +3,18 @@
 import random
 from typing import Any
 
-from benchmarks.fuzz import attention, modules
+from benchmarks.fuzz import attention, experts, modules
 from benchmarks.fuzz.build import VIEWS, Case
 from benchmarks.fuzz.modules import Part
 
-KINDS = ("activations", "linear", "optimizer", "comm", "wrappers")
+KINDS = ("activations", "linear", "optimizer", "comm", "wrappers", "experts")
 RECIPES = ("rowwise", "tensorwise", "rowwise_hp_wgrad", "blockwise", "mxfp8")
 LAYER_RECIPES = (*RECIPES, "rowwise_equalized")
 """A model's layers have channel scales that its emulation does not know."""
 WRAPPERS = ("checkpoint", "checkpoint_reentrant", "keep_weights", "fully_shard", "parallelize", "compile")
 SPECS = ("e4m3/1x128", "e4m3/row", "e4m3/tensor", "e4m3/1x32", "e5m2/1x128", "e5m2/row")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all_single", "all_to_all")
-_WEIGHTS = (("activations", 6), ("linear", 3), ("optimizer", 2), ("comm", 1), ("wrappers", 2))
+_WEIGHTS = (("activations", 6), ("linear", 3), ("optimizer", 2), ("comm", 1), ("wrappers", 2), ("experts", 1))
 
 
 def draw(seed: int, index: int, only: str | None = None) -> Case:
@@ -27,6 +27,7 @@ def draw(seed: int, index: int, only: str | None = None) -> Case:
         "optimizer": _optimizer,
         "comm": _comm,
         "wrappers": _wrapped,
+        "experts": _experts,
     }
     return {"kind": kind, "seed": dice.number(0, 9999), **case[kind](dice)}
 
@@ -234,3 +235,19 @@ def _wrapped(dice: Dice) -> Case:
     if wrapper.startswith("checkpoint"):
         case |= {**dice.maybe(0.3, each=True), **dice.maybe(0.3, autocast=True)}
     return case
+
+
+def _experts(dice: Dice) -> Case:
+    count = dice.of(2, 4, 8, 8, 16)
+    return {
+        "family": dice.of(*experts.FAMILIES),
+        "experts": count,
+        "k": dice.number(1, min(3, count)),
+        "hidden": dice.of(32, 64, 100, 128, 192),
+        "inner": dice.of(32, 48, 96, 130),
+        "tokens": [dice.of(0, 1, 7, 16, 33, 64) for _ in range(2)],
+        "dtype": dice.of("fp32", "bf16", "bf16"),
+        "recipe": dice.of("rowwise", "rowwise", *RECIPES),
+        "routing": dice.of("random", *experts.ROUTINGS),
+        "values": dice.of("normal", "normal", "normal", "tiny", "spread", "nan", "inf"),
+    }

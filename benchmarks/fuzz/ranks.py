@@ -32,7 +32,7 @@ DEFECTS: list[Defect] = []
 
 def needed(case: Case) -> bool:
     """Whether a case runs on ranks."""
-    return case["kind"] == "comm" or case.get("wrapper") in WRAPPERS
+    return case["kind"] in ("comm", "experts") or case.get("wrapper") in WRAPPERS
 
 
 class Pool:

@@ -54,7 +54,7 @@ def _import_all() -> None:
     """Import what cases import, before the time of one begins: an import that is cut short may abort the process."""
     importlib.import_module("torch._dynamo")
     if find_spec("transformers") is not None:
-        for name in ("llama", "gemma", "t5", "phi3"):
+        for name in ("llama", "gemma", "t5", "phi3", "mixtral", "gpt_oss"):
             importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 

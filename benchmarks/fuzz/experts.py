@@ -1,0 +1,143 @@
+"""Experts distributed over two ranks beside one process with all of them and all tokens.
+
+Exact messages change no bit of Mixtral's experts with sizes that are multiples of 16. In others the last bit of an
+activation may depend on where its row lies in memory: PyTorch computes the rest of a vectorized loop in another way.
+There, and with FP8 messages, outputs and gradients are within `EACH_DB`, as is one process of the same experts in
+float64. A token that is not finite leaves the outputs of all others finite.
+"""
+
+import copy
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import octavo
+from benchmarks.fuzz.build import DTYPES, Case
+from benchmarks.fuzz.outcome import EACH_DB, FEW, PASS, Invalid, Outcome, fail, same
+from benchmarks.fuzz.ranks import POOL, WORLD
+from octavo.numerics import sqnr
+
+FAMILIES = ("mixtral", "gpt_oss")
+ROUTINGS = ("random", "one", "duplicate", "absent", "negative")
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def check(case: Case) -> Outcome:
+    """Run the experts on both ranks."""
+    if find_spec("transformers") is None:
+        raise Invalid("experts are Transformers'")
+    return POOL.run(job, case)
+
+
+def job(case: Case) -> Outcome:
+    """Compare on this rank."""
+    rank, tokens = dist.get_rank(), list(case.get("tokens", [7, 33]))
+    plain = _experts(case)
+    one = octavo.convert(copy.deepcopy(plain), case.get("recipe", "rowwise"), verbose=False)
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ep",))
+    batches = [_batch(case, count, number) for number, count in enumerate(tokens)]
+    whole: Any = [torch.cat(parts) for parts in zip(*batches, strict=True)]
+    expected = _results(one, whole)
+    outcome = _in_float64(case, plain, whole, expected)
+    for fp8 in (False, True):
+        if outcome.failed:
+            break
+        distributed = octavo.parallel.expert_parallel(copy.deepcopy(one), mesh, fp8_comm=fp8)
+        outcome = _compare(case, expected, _results(distributed, batches[rank]), tokens, fp8)
+    return outcome
+
+
+def _compare(
+    case: Case, expected: dict[str, Tensor], actual: dict[str, Tensor], tokens: list[int], fp8: bool
+) -> Outcome:
+    for name, value in actual.items():
+        by_token = name in ("y", "x", "weights")
+        reference = expected[name].split(tokens)[dist.get_rank()] if by_token else expected[name] / WORLD
+        if value.shape != reference.shape or value.dtype != reference.dtype:
+            return fail("shape", f"{name}: {value.dtype} {list(value.shape)}, one process {list(reference.shape)}")
+        multiples = all(case.get(size, 64) % 16 == 0 for size in ("hidden", "inner"))
+        exact = not fp8 and multiples and case.get("family", "mixtral") == "mixtral"
+        if exact and (problem := same(name, reference, value)) is not None:
+            return fail("bits", problem)
+        if by_token and not torch.equal(reference.isfinite().all(1), value.isfinite().all(1)):
+            return fail("not finite", f"{name}: finite in other tokens than in one process")
+        if case.get("values", "normal") == "normal" and reference.numel() > FEW and reference.any():
+            db = sqnr(reference, value)
+            if not db >= EACH_DB:
+                return fail("messages", f"{name}: {db:.1f} dB, promised {EACH_DB:g} dB")
+    return PASS
+
+
+def _in_float64(case: Case, plain: nn.Module, batch: Batch, actual: dict[str, Tensor]) -> Outcome:
+    """Compare one process with plain PyTorch."""
+    if case.get("values", "normal") != "normal" or not batch[0].numel():
+        return PASS
+    x, index, weights, grad = batch
+    absent = (index < 0) | (index >= case.get("experts", 8))
+    exact = _results(
+        plain.double(),
+        (x.double(), index.masked_fill(absent, 0), weights.double().masked_fill(absent, 0.0), grad.double()),
+    )
+    for name, reference in exact.items():
+        reference = reference.masked_fill(absent, 0.0) if name == "weights" else reference
+        if reference.numel() > FEW and reference.any() and (db := sqnr(reference, actual[name].double())) < EACH_DB:
+            return fail("gradient", f"{name}: {db:.1f} dB, promised {EACH_DB:g} dB")
+    return PASS
+
+
+def _experts(case: Case) -> nn.Module:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
+    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
+
+    config, experts = {"mixtral": (MixtralConfig, MixtralExperts), "gpt_oss": (GptOssConfig, GptOssExperts)}[
+        case.get("family", "mixtral")
+    ]
+    settings: Any = config(
+        hidden_size=case.get("hidden", 64), intermediate_size=case.get("inner", 96),
+        num_local_experts=case.get("experts", 8),
+    )  # fmt: skip
+    settings._experts_implementation = "eager"
+    module: nn.Module = experts(settings)
+    generator = torch.Generator().manual_seed(case.get("seed", 0))
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1, generator=generator)
+    return module.to(DTYPES[case.get("dtype", "fp32")])
+
+
+def _batch(case: Case, tokens: int, number: int) -> Batch:
+    """Tokens, the experts of each, routing weights, and the gradient of the output."""
+    g = torch.Generator().manual_seed(1000 * case.get("seed", 0) + number)
+    dtype, experts, k = DTYPES[case.get("dtype", "fp32")], case.get("experts", 8), case.get("k", 2)
+    x, grad = (torch.randn(tokens, case.get("hidden", 64), generator=g) for _ in range(2))
+    weights = torch.rand(tokens, k, generator=g) + 0.1
+    index = torch.rand(tokens, experts, generator=g).argsort(1)[:, :k]
+    routing, values = case.get("routing", "random"), case.get("values", "normal")
+    if routing == "one":
+        index = torch.full_like(index, experts - 1)
+    elif routing == "duplicate":
+        index = index[:, :1].expand(-1, k)
+    elif routing in ("absent", "negative"):
+        index[torch.rand(index.shape, generator=g) < 0.4] = experts + number if routing == "absent" else -1 - number
+    if values in ("nan", "inf"):
+        x[::5] = float(values)
+    elif values == "tiny":
+        x, grad = x * 1e-3, grad * 1e-4
+    elif values == "spread":
+        x, grad = x * torch.logspace(-2, 2, x.shape[1]), grad * torch.logspace(-2, 1, max(tokens, 1))[:tokens, None]
+    return x.to(dtype), index, weights.to(dtype), grad.to(dtype)
+
+
+def _results(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The output, and the gradient of each input and parameter."""
+    x, index, weights, grad = batch
+    x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    y = module(x, index, weights)
+    y.backward(grad)
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    values: Any = {"y": y.detach(), "x": x.grad, "weights": weights.grad, **gradients}
+    return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in values.items() if v is not None}
