@@ -23,8 +23,9 @@ from typing import Any
 from octavo.runtime.extras import INSTALL
 from octavo.train.checkpoint.digests import check_digests, has_digests
 from octavo.train.checkpoint.store import checkpoints, load_checkpoint, read_trainer_state
+from octavo.train.config.parallel_section import ParallelConfig
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.sections import Data, Model, ParallelConfig, expand
+from octavo.train.config.sections import Data, Model, expand
 from octavo.train.data.corpus import Corpus, load_corpus
 from octavo.train.device import deterministic_algorithms
 from octavo.train.diagnose import NonFiniteError, advice

@@ -55,8 +55,9 @@ from octavo.runtime.blocks import find_blocks
 from octavo.runtime.terminal import width
 from octavo.runtime.torch_compat import tree_leaves
 from octavo.train.checkpoint.pretrained import load_model_config, one_line
+from octavo.train.config.parallel_section import ParallelConfig
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config
-from octavo.train.config.sections import Data, Model, ParallelConfig
+from octavo.train.config.sections import Data, Model
 from octavo.train.data.corpus import Corpus
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.model import DTYPES, build_model, check_fit, check_model

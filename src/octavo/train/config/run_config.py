@@ -18,13 +18,13 @@ from pydantic import ValidationError, model_validator
 
 from octavo.numerics import Precision
 from octavo.numerics.names import nearest
+from octavo.train.config.parallel_section import ParallelConfig
 from octavo.train.config.sections import (
     Data,
     GuardConfig,
     InspectConfig,
     Model,
     Optim,
-    ParallelConfig,
     PrecisionConfig,
     Run,
     Section,
