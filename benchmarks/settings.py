@@ -18,8 +18,8 @@ from octavo.train.config.sections import Section
 DOCUMENT = Path(__file__).parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
 
-Generated from the sections in `src/octavo/train/config` by `python -m benchmarks settings`; edit nothing here. A setting is
-written as `key = value` in its section of a TOML file, or as `section.key=value` on the command line
+Generated from the sections in `src/octavo/train/config` by `python -m benchmarks settings`; edit nothing here. A
+setting is written as `key = value` in its section of a TOML file, or as `section.key=value` on the command line
 ([training](training.md)). An unknown key, a wrong type and a value out of range raise an error before anything runs.
 """
 NAMES = {int: "integer", float: "number", bool: "true, false", str: "text", dict: "table", tuple: "list"}

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-FILES = ("run_config.py", "sections.py")
+FILES = ("run_config.py", "sections.py", "parallel_section.py")
 ROOT = "TrainConfig"
 
 

@@ -232,3 +232,13 @@ def _mesh(
 def _comm(layout: Parallel) -> dict[str, Any]:
     """The arguments of `octavo.parallelize` beside the mesh."""
     return {name: getattr(layout, name) for name in ("fp8_comm", "reshard_after_forward", "cpu_offload")}
+
+
+def check_predicted(parallel: ParallelConfig) -> None:
+    """Raise ConfigError for a layout that is not predicted."""
+    sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "ep", "pp")}
+    if name := next((name for name, size in sizes.items() if size > 1), None):
+        raise ConfigError(
+            f"parallel.{name} = {sizes[name]}: octavo plan predicts data parallelism only; plan without it (with a "
+            "smaller dp_shard for the memory of a shard), or train a few steps"
+        )

@@ -55,11 +55,11 @@ from octavo.runtime.blocks import find_blocks
 from octavo.runtime.terminal import width
 from octavo.runtime.torch_compat import tree_leaves
 from octavo.train.checkpoint.pretrained import load_model_config, one_line
-from octavo.train.config.parallel_section import ParallelConfig
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config
 from octavo.train.config.sections import Data, Model
 from octavo.train.data.corpus import Corpus
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
+from octavo.train.layout import check_predicted
 from octavo.train.model import DTYPES, build_model, check_fit, check_model
 from octavo.train.trainer import Trainer
 
@@ -106,7 +106,7 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
     check_model(config.model)
-    _check_layout(config.parallel)
+    check_predicted(config.parallel)
     fake = fake_device(torch.device(device))
 
     step_config = StepConfig(micro_batches=config.optim.micro_batches)
@@ -177,7 +177,7 @@ def plan_step(
     """
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
-    _check_layout(config.parallel)
+    check_predicted(config.parallel)
     gpu_spec, precision = with_measurements(find_gpu(gpu), calibration), config.resolved
     parts, layout = config.optim.micro_batches, config.parallel.resolved
     step_config = StepConfig(
@@ -225,16 +225,6 @@ def plan_step(
         bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), step_config.bf16),
         configured=(own_plan, own_memory),
     )  # fmt: skip
-
-
-def _check_layout(parallel: ParallelConfig) -> None:
-    """Raise ConfigError for a layout that is not predicted."""
-    sizes = {name: getattr(parallel, name) for name in ("tp", "cp", "ep", "pp")}
-    if name := next((name for name, size in sizes.items() if size > 1), None):
-        raise ConfigError(
-            f"parallel.{name} = {sizes[name]}: octavo plan predicts data parallelism only; plan without it (with a "
-            "smaller dp_shard for the memory of a shard), or train a few steps"
-        )
 
 
 def _configured(model: torch.nn.Module, precision: Precision, gpu: Gpu, tokens: int) -> Plan:
