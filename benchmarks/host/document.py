@@ -38,8 +38,8 @@ TAIL = """
   since Triton compiles other code for addresses that are no multiples of 16. A combination never seen goes through
   Triton and is counted in `octavo.kernels.launch.THROUGH_TRITON`; so is each launch while a profiler's hooks are
   installed. Triton's launcher is asked once what it passes to its C function, which is then called directly.
-- **A cast is one generated function** (`octavo.kernels.quantize.plan`): allocations, addresses and launches of one
-  shape and order, without the branches that the first call decided.
+- **A cast is one generated function** (`octavo.kernels.quantize.quantize_plan`): allocations, addresses and launches
+  of one shape and order, without the branches that the first call decided.
 - **Ops run from plans, below the dispatcher** (`octavo.kernels.direct`): the first call with a combination of dtypes,
   shapes, strides, devices and options runs all checks and caches a plan. Later calls allocate and launch. Products
   with block scales bypass the dispatcher for the product, but not for the operations that rearrange their scales. Under

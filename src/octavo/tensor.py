@@ -9,13 +9,18 @@ contraction while two products contract different dimensions.
 `local_tensor` unwraps DTensors and similar wrappers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from octavo.numerics.formats import widen
 from octavo.numerics.spec import QuantSpec
+
+Order = Literal["rows", "columns", "both"]
+"""Memory order of FP8 data: contiguous rows, contiguous columns, or one copy of each."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,12 @@ class ScaledTensor:
             if extent > 1:
                 scale = scale.repeat_interleave(extent, dim).narrow(dim, 0, self.data.shape[dim])
         return scale
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of a shape."""
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    return strides
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

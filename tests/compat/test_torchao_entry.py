@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import octavo
-from octavo.compat.torchao import RECIPES, convert_to_float8_training
+from octavo.compat.torchao import RECIPE_NAMES, convert_to_float8_training
 
 PEERS = Path(sys.prefix) / "peers"
 
@@ -49,7 +49,7 @@ def test_names(config, recipe):
 
 @pytest.mark.thorough
 def test_configurations(torchao_config):
-    for name, recipe in RECIPES.items():
+    for name, recipe in RECIPE_NAMES.items():
         config = torchao_config.from_recipe_name(name)
         assert recipes(convert_to_float8_training(model(), config=config)) == [recipe] * 2
     assert recipes(convert_to_float8_training(model(), config=torchao_config(pad_inner_dim=True))) == ["tensorwise"] * 2

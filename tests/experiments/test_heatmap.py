@@ -12,7 +12,7 @@ from test_run_report import charts_of, parse, text_of
 from octavo.experiments.heatmap import COLUMNS, ROWS, heatmaps
 from octavo.experiments.page import pack
 from octavo.experiments.run_report import write_report
-from octavo.experiments.theme import LEVELS
+from octavo.experiments.theme import COLOUR_LEVELS
 from octavo.inspect.stats import OPERANDS, QUANTILES, OperandStats
 from octavo.train.record.statistics import StatisticsWriter
 
@@ -64,7 +64,7 @@ def test_channel_scales_of_the_last_sample():
     assert labels(chart) == ["mlp.down_proj"]
     ((title, levels, values),) = panels(chart)
     assert title == "x" and [cell[:2] for cell in values[0][:2]] == [[0, "2"], [6, "3"]]
-    assert levels[0] == sorted(levels[0]) and (levels[0][0], levels[0][-1]) == (0, LEVELS - 1)
+    assert levels[0] == sorted(levels[0]) and (levels[0][0], levels[0][-1]) == (0, COLOUR_LEVELS - 1)
     assert OperandStats.from_json(json.loads(json.dumps(rows[-1].to_json()))) == replace(
         rows[-1], channel_scales=tuple(rows[-1].channel_scales)
     )
@@ -77,7 +77,7 @@ def test_a_map_for_each_figure_and_a_panel_for_each_operand():
         assert [title for title, *_ in panels(heatmap)] == ["x", "w", "G for dgrad", "G for wgrad"]
         assert labels(heatmap) == list(KINDS)
         assert heatmap.figure["layout"]["yaxis"]["tickvals"] == [0.5, 3.5]  # two rows of each, and one between them
-        assert [len(keys) for _, keys in heatmap.keys] == [LEVELS + 1] * (4 if heatmap is maps[2] else 1)
+        assert [len(keys) for _, keys in heatmap.keys] == [COLOUR_LEVELS + 1] * (4 if heatmap is maps[2] else 1)
     assert [title for title, *_ in panels(heatmaps(run_of(operands=("x", "w")))[0])] == ["x", "w"]
 
 
@@ -87,7 +87,7 @@ def test_a_map_for_each_figure_and_a_panel_for_each_operand():
         (0, {"sqnr": 30.0}, 0, "30 dB"), (0, {"sqnr": 29.9}, 1, "29.9 dB"), (0, {"sqnr": 18.0}, 6, "18 dB"),
         (0, {"sqnr": 17.9}, 7, "17.9 dB"), (0, {"sqnr": math.inf}, 0, "inf dB"), (1, {"underflow": 0.25}, 7, "25 %"),
         (1, {"underflow": 0.02}, 4, "2 %"), (1, {}, 0, "0 %"), (2, {"amax": 16.0}, 7, "4"),
-        (0, {"nonfinite": 1, "sqnr": math.nan}, LEVELS, "1 values NaN or infinite"),
+        (0, {"nonfinite": 1, "sqnr": math.nan}, COLOUR_LEVELS, "1 values NaN or infinite"),
         (0, {"sqnr": math.nan}, None, None),
     ],
 )  # fmt: skip

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from octavo.inspect.distributions import average_noncentrality, fisher, student_quantile
-from octavo.inspect.paired_test import LEVELS, MOST_SEEDS, SPENT, PairedTest, floor_of, level_of, paired_test
+from octavo.inspect.paired_test import (
+    MOST_SEEDS,
+    SIGNIFICANCE_LEVELS,
+    SPENT,
+    PairedTest,
+    floor_of,
+    level_of,
+    paired_test,
+)
 
 gaps_of_seeds = st.lists(st.floats(-10, 10), min_size=2, max_size=6)
 
@@ -85,8 +93,8 @@ def test_levels_of_a_plan(planned):
     """What a small plan leaves is spent at its last seed; all other levels are those of 40."""
     levels = [level_of(pairs, planned) for pairs in range(2, planned + 1)]
     assert sum(levels) == pytest.approx(SPENT) if planned <= 11 else sum(levels) > SPENT
-    assert levels[:-1] == [LEVELS[min(k, 3)] for k in range(planned - 2)]
-    assert level_of(planned + 1, planned) == LEVELS[min(planned - 1, 3)]
+    assert levels[:-1] == [SIGNIFICANCE_LEVELS[min(k, 3)] for k in range(planned - 2)]
+    assert level_of(planned + 1, planned) == SIGNIFICANCE_LEVELS[min(planned - 1, 3)]
 
 
 @given(gaps=gaps_of_seeds, scale=st.floats(0.1, 50))

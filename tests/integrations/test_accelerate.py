@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import octavo
 from octavo.integrations.accelerate import Fp8Accelerator
-from octavo.integrations.precision import Fp8State, fallback_recipes
+from octavo.integrations.common import Fp8State, fallback_recipes
 from processes import Gloo, gloo  # noqa: F401
 
 

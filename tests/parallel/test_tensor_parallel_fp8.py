@@ -434,7 +434,7 @@ REFUSED = [
     "heads = 3 is not divided by 2 ranks of tensor parallelism: take one of [1] ranks",
     "out_features = 65 is not divided by 2 ranks", "in_features = 63 is not divided by 2 ranks",
     "in_features = 64 is not 6 equal heads", "got Embedding: name a linear layer", "takes a mesh of one dimension",
-    "out_features = 65 is not divided by 2 ranks", "rank 1 and rank 0 apply different styles",
+    "out_features = 65 is not divided by 2 ranks", "with different settings (Fp8ColwiseParallel(",
     "this layer is distributed already", "different shapes: [[2, 3, 128], [2, 4, 128]]. Give each an equal part",
     "sequence_dim=-2 is no dimension of tokens of an input of shape [128]",
     "5 tokens, in dimension 1 of [2, 5, 64], are not an equal part for each of 2 ranks of tensor parallelism: pad the "

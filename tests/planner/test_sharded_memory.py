@@ -12,7 +12,7 @@ from octavo.nn.causal import chunked_loss
 from octavo.planner.fake import fake_batch, fake_tensors
 from octavo.planner.memory_extrapolation import extrapolate_blocks
 from octavo.planner.model_memory import default_loss, trace_step
-from octavo.planner.sharded_memory import Group, Shards, memory_per_rank
+from octavo.planner.sharded_memory import ShardGroup, Shards, memory_per_rank
 from octavo.planner.step import StepConfig
 from octavo.planner.step_memory import copy_with_blocks
 from octavo.planner.timeline import (
@@ -76,7 +76,10 @@ def test_a_rank_of_fsdp2(name, arm, recompute):
 
 
 def test_by_hand():
-    block, rest = Group(gathered=10, gradients=20, reduced=40), Group(gathered=100, gradients=200, reduced=400)
+    block, rest = (
+        ShardGroup(gathered=10, gradients=20, reduced=40),
+        ShardGroup(gathered=100, gradients=200, reduced=400),
+    )
     kinds = (PARAMETERS, STATES, ACTIVATIONS, TEMPORARIES, GRADIENTS, BLOCK_GRADIENTS)
     rows = {
         "forward": (800, 1600, 5, 6, 0, 0),

@@ -27,7 +27,7 @@ def created_nodes(roots: Iterable[Any], first: int) -> Iterator[Any]:
     visited = set(waiting)
     while waiting:
         node = waiting.pop()
-        if kind_of(node) == "AccumulateGrad" or node._sequence_nr() < first:
+        if operation_of(node) == "AccumulateGrad" or node._sequence_nr() < first:
             continue
         yield node
         for function, _ in node.next_functions:
@@ -36,7 +36,7 @@ def created_nodes(roots: Iterable[Any], first: int) -> Iterator[Any]:
                 waiting.append(function)
 
 
-def kind_of(node: Any) -> str | None:
+def operation_of(node: Any) -> str | None:
     """Return `"Mul"` for a node called MulBackward0; None for a function written in Python."""
     name = node.name().rpartition("::")[2]
     if name in ("AccumulateGrad", "CopySlices"):
@@ -48,7 +48,7 @@ def kind_of(node: Any) -> str | None:
 def producer(node: Any) -> Any:
     """Return the operation that computed the output of a node: the first that is not a view or cast."""
     for _ in range(_STEPS):
-        if node is None or kind_of(node) not in SAME_VALUES:
+        if node is None or operation_of(node) not in SAME_VALUES:
             return node
         node = node.next_functions[0][0]
     return None
@@ -104,7 +104,7 @@ def _behind(node: Any) -> Iterator[tuple[str | None, Any]]:
         if not waiting:
             return
         node = waiting.pop(0)
-        yield kind_of(node), node
+        yield operation_of(node), node
         waiting += [function for function, _ in node.next_functions if function is not None]
     if waiting:
         yield None, None

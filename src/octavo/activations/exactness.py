@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.activations.autograd_graph import kind_of, parameters_of, producer
+from octavo.activations.autograd_graph import operation_of, parameters_of, producer
 
 _ACTIVATIONS = frozenset("Elu Gelu HardSigmoid Hardswish LeakyRelu Mish Relu Sigmoid Silu Softplus Tanh".split())
 """Operations whose result counts as the gate in a product of two activations."""
@@ -52,7 +52,7 @@ def may_be_rounded(
         is_weight: Whether products with a parameter may round their inputs.
         saved: Returns the tensor that the node saved under a name, or None if unknown.
     """
-    kind = kind_of(node)
+    kind = operation_of(node)
     yield from _INPUTS.get(kind or "", ())
     inputs = [function for function, _ in node.next_functions]
     for name, index in _PRODUCTS.get(kind or "", {}).items():
@@ -67,4 +67,4 @@ def may_be_rounded(
 
 def _is_activation(function: Any) -> bool:
     node = producer(function)
-    return node is not None and (kind_of(node) in _ACTIVATIONS or node.name() == _OWN_ACTIVATION)
+    return node is not None and (operation_of(node) in _ACTIVATIONS or node.name() == _OWN_ACTIVATION)

@@ -36,7 +36,6 @@ from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.torch_compat import explain_freed_nodes, in_backward
 from octavo.tensor import ScaledTensor
 
-FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that can be quantized to FP8."""
 
 

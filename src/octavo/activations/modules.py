@@ -36,13 +36,13 @@ from octavo.activations.detect import (
     spec_of,
 )
 from octavo.activations.functional import (
-    FLOATING,
     activation_saving_fp8,
     glu_saving_fp8,
     joint_glu_saving_fp8,
     norm_saving_fp8,
 )
 from octavo.activations.saved_tensors import compressed, recording
+from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.runtime.swap import become
 from octavo.runtime.torch_compat import is_traceable_wrapper_subclass
 
@@ -90,7 +90,7 @@ class Fp8SavingNorm(Fp8Saving):
             return original(*args, **kwargs)
         with torch.no_grad():
             y = original(*args, **kwargs)
-        fit = y.dtype in FLOATING and y.shape == x.shape and (x.dtype == y.dtype or y.dtype != torch.float16)
+        fit = y.dtype in SUPPORTED_DTYPES and y.shape == x.shape and (x.dtype == y.dtype or y.dtype != torch.float16)
         if not fit or (parameters and parameters[0].dtype not in (y.dtype, torch.float32)):
             return original(*args, **kwargs)
         return norm_saving_fp8(x, y, weight, bias, eps, norm)
@@ -234,7 +234,7 @@ def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
 
 def _is_matrix(x: Tensor | None) -> bool:
     """Return whether Octavo's ops take a tensor (not a DTensor, for example)."""
-    return x is not None and x.dtype in FLOATING and x.ndim > 0 and not is_traceable_wrapper_subclass(x)
+    return x is not None and x.dtype in SUPPORTED_DTYPES and x.ndim > 0 and not is_traceable_wrapper_subclass(x)
 
 
 def own_parameter(module: nn.Module, name: str) -> Tensor | None:

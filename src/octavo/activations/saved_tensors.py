@@ -38,6 +38,7 @@ from octavo.activations.recompute import (
     dequantize_saved,
     quantize_for_backward,
 )
+from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.runtime import torch_compat
 from octavo.runtime.linear_kinds import kind_of
 from octavo.runtime.switch import stores
@@ -47,7 +48,6 @@ T = TypeVar("T")
 
 FEWEST = 1024
 """Tensors with fewer elements stay as they are."""
-_FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -206,7 +206,7 @@ class CompressionHooks:
 
     def _pack(self, tensor: Tensor) -> PackedTensor:
         saved = PackedTensor(tensor)
-        other = tensor.dtype not in _FLOATING or tensor.numel() < FEWEST or is_traceable_wrapper_subclass(tensor)
+        other = tensor.dtype not in SUPPORTED_DTYPES or tensor.numel() < FEWEST or is_traceable_wrapper_subclass(tensor)
         if other or not tensor.requires_grad or (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
             saved.keep(self._outer)
         else:

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.comm.encoding import DTYPES, parse_spec
+from octavo.comm.encoding import parse_spec
+from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.names import nearest
 from octavo.numerics.spec import QuantSpec
 
@@ -34,7 +35,7 @@ def check_args(
     name: str, x: Tensor, spec: str, backward_spec: str | None, async_op: bool
 ) -> tuple[QuantSpec, QuantSpec]:
     """The parsed specs of the message and of its gradient. Raises ValueError for a dtype or a call without support."""
-    if x.dtype not in DTYPES:
+    if x.dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"{name} takes float32, bfloat16 or float16; got {x.dtype}: use torch.distributed for others")
     if async_op and needs_grad(x):
         raise ValueError(f"{name}: async_op does not support autograd: detach the tensor, or call without async_op")

@@ -27,7 +27,7 @@ from octavo.comm.encoding import DEFAULT_SPEC, as_rows, pack, pack_parts, part_s
 from octavo.numerics.spec import QuantSpec
 
 T = TypeVar("T")
-Op = Literal["sum", "avg"]
+Reduction = Literal["sum", "avg"]
 
 # The second names are those before torch 2.13.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -86,7 +86,7 @@ def reduce_scatter(
     x: Tensor,
     group: Group = None,
     *,
-    op: Op = "sum",
+    op: Reduction = "sum",
     spec: str = DEFAULT_SPEC,
     backward_spec: str | None = None,
     async_op: bool = False,
@@ -129,7 +129,7 @@ def all_reduce(
     x: Tensor,
     group: Group = None,
     *,
-    op: Op = "sum",
+    op: Reduction = "sum",
     spec: str = DEFAULT_SPEC,
     backward_spec: str | None = None,
     async_op: bool = False,
@@ -255,7 +255,7 @@ def _all_gather(x: Tensor, group: Group, spec: QuantSpec) -> AsyncResult[Tensor]
     return AsyncResult(work, lambda: unpack(gathered, rows.shape[1], spec, x.dtype).view(shape))
 
 
-def _reduce_scatter(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> AsyncResult[Tensor]:
+def _reduce_scatter(x: Tensor, group: Group, op: Reduction, spec: QuantSpec) -> AsyncResult[Tensor]:
     world = world_size(group)
     rows = as_rows(x, world)
     message = pack(rows, spec)
@@ -265,7 +265,7 @@ def _reduce_scatter(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> AsyncRe
     return AsyncResult(work, lambda: _sum(received, world, rows.shape[1], op, spec).to(x.dtype).view(shape))
 
 
-def _sum(message: Tensor, world: int, columns: int, op: Op, spec: QuantSpec) -> Tensor:
+def _sum(message: Tensor, world: int, columns: int, op: Reduction, spec: QuantSpec) -> Tensor:
     """Sum the ranks' messages in float32, in rank order."""
     first, *others = message.chunk(world) if message.numel() else [message] * world
     total = unpack(first, columns, spec, torch.float32)
@@ -274,7 +274,7 @@ def _sum(message: Tensor, world: int, columns: int, op: Op, spec: QuantSpec) -> 
     return total.div_(world) if op == "avg" else total
 
 
-def _all_reduce(x: Tensor, group: Group, op: Op, spec: QuantSpec) -> AsyncResult[Tensor]:
+def _all_reduce(x: Tensor, group: Group, op: Reduction, spec: QuantSpec) -> AsyncResult[Tensor]:
     world, count = world_size(group), x.numel()
     unit = world * (spec.granularity.columns or 1)
     flat = torch.nn.functional.pad(x.detach().reshape(-1), (0, -count % unit)).view(world, -1)
@@ -338,7 +338,7 @@ class _AllGather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, op: Op, spec: QuantSpec, grad_spec: QuantSpec) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, op: Reduction, spec: QuantSpec, grad_spec: QuantSpec) -> Tensor:
         ctx.saved_args = group, op, grad_spec
         return _reduce_scatter(x, group, op, spec).wait()
 
@@ -352,7 +352,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, op: Op, spec: QuantSpec, grad_spec: QuantSpec) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, op: Reduction, spec: QuantSpec, grad_spec: QuantSpec) -> Tensor:
         ctx.saved_args = group, op, grad_spec
         return _all_reduce(x, group, op, spec).wait()
 

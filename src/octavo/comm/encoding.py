@@ -43,7 +43,6 @@ from octavo.tensor import ScaledTensor
 
 DEFAULT_SPEC = "e4m3/1x128"
 """The default FP8 format of messages."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALIGNMENT = 16
 """Bytes and scales of a row begin at multiples of this."""
 _TILE_ROWS = 128

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from octavo.comm.checks import Group, check_args, world_size
 from octavo.comm.collectives import AsyncResult
-from octavo.comm.encoding import DEFAULT_SPEC, DTYPES, as_rows, pack, parse_spec, unpack, width
+from octavo.comm.encoding import DEFAULT_SPEC, as_rows, pack, parse_spec, unpack, width
+from octavo.numerics.formats import SUPPORTED_DTYPES
 
 
 def send(x: Tensor, dst: int, group: Group = None, *, spec: str = DEFAULT_SPEC, tag: int = 0) -> None:
@@ -119,7 +120,7 @@ def irecv(
         tensor(2.)
     """
     world_size(group)
-    if dtype not in DTYPES:
+    if dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"recv returns float32, bfloat16 or float16; got {dtype}")
     quant_spec = parse_spec(spec)
     rows = as_rows(torch.empty(tuple(shape), device="meta"))

@@ -19,7 +19,7 @@ from octavo.planner.auto_convert import convert
 
 M = TypeVar("M", bound=nn.Module)
 
-RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_with_gw_hp": "rowwise_hp_wgrad"}
+RECIPE_NAMES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_with_gw_hp": "rowwise_hp_wgrad"}
 """Octavo's recipe for each recipe name of torchao."""
 _NO_EFFECT = (
     "enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate", "force_recompute_fp8_weight_in_bwd",
@@ -60,7 +60,7 @@ def convert_to_float8_training(
             "octavo.parallelize(model, fp8_comm='gather') to gather weights in FP8",
             stacklevel=2,
         )
-    return convert(module, RECIPES[name], filter=module_filter_fn)
+    return convert(module, RECIPE_NAMES[name], filter=module_filter_fn)
 
 
 def _recipe_name(config: Any) -> str:
@@ -69,17 +69,19 @@ def _recipe_name(config: Any) -> str:
         return "tensorwise"
     name = getattr(config, "value", config)  # of torchao's enumeration of names
     if isinstance(name, str):
-        if name not in RECIPES:
-            raise ValueError(f"torchao has no recipe {name!r}{nearest(name, RECIPES)}. Known: {', '.join(RECIPES)}")
+        if name not in RECIPE_NAMES:
+            raise ValueError(
+                f"torchao has no recipe {name!r}{nearest(name, RECIPE_NAMES)}. Known: {', '.join(RECIPE_NAMES)}"
+            )
         return name
     if not (dataclasses.is_dataclass(config) and hasattr(config, "from_recipe_name")):
         raise TypeError(f"config is the name of a torchao recipe or a Float8LinearConfig; got {config!r}")
-    for name in RECIPES:
+    for name in RECIPE_NAMES:
         if _fields(config) == _fields(config.from_recipe_name(name)):
             return name
     raise ValueError(
-        f"this Float8LinearConfig is none of torchao's recipes {', '.join(RECIPES)}: choose the nearest by name, or a "
-        "recipe of octavo.RECIPES for octavo.convert"
+        f"this Float8LinearConfig is none of torchao's recipes {', '.join(RECIPE_NAMES)}: choose the nearest by name, "
+        "or a recipe of octavo.RECIPES for octavo.convert"
     )
 
 

@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import Any
 
 from octavo.experiments.charts import Chart, Key
-from octavo.experiments.theme import LEVELS, axis, layout, plain
+from octavo.experiments.theme import COLOUR_LEVELS, axis, layout, plain
 from octavo.inspect.stats import OPERANDS, QUANTILES, OperandStats
 from octavo.numerics.names import pattern
 
@@ -29,12 +29,12 @@ ROWS = 280
 LONGEST = 27
 """Characters of a label, at most."""
 NAMES = {"x": "x", "w": "w", "dgrad_g": "G for dgrad", "wgrad_g": "G for wgrad"}
-BROKEN = LEVELS
+BROKEN = COLOUR_LEVELS
 """Level of a cell with values that are not finite."""
 GAP = 0.012
 """Between panels, as a share of the width."""
 
-Group = tuple[str, list[list[str]]]
+HeatmapGroup = tuple[str, list[list[str]]]
 """A kind of layers, and of each row the layers that share it."""
 
 
@@ -119,7 +119,7 @@ def _by_percentile(row: OperandStats, columns: Sequence[int]) -> list[OperandSta
     ]
 
 
-def _groups(layers: list[str]) -> list[Group]:
+def _groups(layers: list[str]) -> list[HeatmapGroup]:
     """Kinds of layers, and of each the layers that share a row."""
     kinds: dict[str, list[str]] = {}
     for layer in layers:
@@ -137,7 +137,7 @@ def _groups(layers: list[str]) -> list[Group]:
 
 
 def _map(
-    statistic: Statistic, steps: list[int], groups: list[Group],
+    statistic: Statistic, steps: list[int], groups: list[HeatmapGroup],
     by_operand: dict[tuple[str, str], list[OperandStats]],
 ) -> Chart:  # fmt: skip
     lines: list[list[str]] = []  # of each row the layers; none between groups
@@ -220,13 +220,13 @@ def _trace(
     lines: list[list[str]],
 ) -> dict[str, Any]:  # fmt: skip
     """A panel. `meta` has what the page's script makes the text under the pointer of, `customdata` what it shows."""
-    shades = [f"var(--{statistic.hue}{level})" for level in range(LEVELS)] + ["var(--ink)"]
-    scale = [[place / (LEVELS + 1), shade] for n, shade in enumerate(shades) for place in (n, n + 1)]
+    shades = [f"var(--{statistic.hue}{level})" for level in range(COLOUR_LEVELS)] + ["var(--ink)"]
+    scale = [[place / (COLOUR_LEVELS + 1), shade] for n, shade in enumerate(shades) for place in (n, n + 1)]
     shown = [[_cell(statistic, cell, edges, row) for cell in line] for line, row in zip(cells, lines, strict=True)]
     return {
         "type": "heatmap", "xaxis": f"x{name}", "yaxis": f"y{name}", "name": NAMES[operand],
         "z": [[level for level, _ in line] for line in shown],
-        "zmin": -0.5, "zmax": LEVELS + 0.5, "colorscale": scale, "showscale": False, "hoverongaps": False,
+        "zmin": -0.5, "zmax": COLOUR_LEVELS + 0.5, "colorscale": scale, "showscale": False, "hoverongaps": False,
         "customdata": [[worst for _, worst in line] for line in shown],
         "meta": {"rows": [[plain(layer, 90) for layer in line] for line in lines], "across": statistic.across},
         "hoverinfo": "text",
@@ -248,15 +248,15 @@ def _cell(
     value, row = statistic.worst(values, key=itemgetter(0))
     above = bisect_right(edges, value)
     text = f"{value:.4g}{statistic.unit}"
-    return LEVELS - 1 - above if statistic.falling else above, [row.step, text, layers.index(row.layer)]
+    return COLOUR_LEVELS - 1 - above if statistic.falling else above, [row.step, text, layers.index(row.layer)]
 
 
 def _equal(values: Sequence[float]) -> tuple[float, ...]:
     """Edges of eight equal levels."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    size = max((high - low) / LEVELS, 0.25)
-    return tuple(low + size * number for number in range(1, LEVELS))
+    size = max((high - low) / COLOUR_LEVELS, 0.25)
+    return tuple(low + size * number for number in range(1, COLOUR_LEVELS))
 
 
 def _keys(statistic: Statistic, edges: Sequence[float]) -> list[Key]:

@@ -11,17 +11,17 @@ from typing import Any
 FONT = 'ui-sans-serif, system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "Noto Sans", sans-serif'
 SERIES = 6
 """Colours of series: `--s0` to `--s5`, and as fills of areas `--a0` to `--a5`."""
-LEVELS = 8
+COLOUR_LEVELS = 8
 """Colours of a heat map: `--bad0` to `--bad7`, or `--size0` to `--size7`."""
 AREA_OPACITY = 0.18
 
 
 def _mix(stops: Sequence[str]) -> list[str]:
-    """`LEVELS` colours evenly spaced between the stops of a ramp, as #rrggbb."""
+    """`COLOUR_LEVELS` colours evenly spaced between the stops of a ramp, as #rrggbb."""
     channels = [[int(stop[i : i + 2], 16) for i in (1, 3, 5)] for stop in stops]
     colours = []
-    for level in range(LEVELS):
-        place = level / (LEVELS - 1) * (len(stops) - 1)
+    for level in range(COLOUR_LEVELS):
+        place = level / (COLOUR_LEVELS - 1) * (len(stops) - 1)
         low = min(int(place), len(stops) - 2)
         mixed = (a + (b - a) * (place - low) for a, b in zip(channels[low], channels[low + 1], strict=True))
         colours.append("#" + "".join(f"{round(value):02x}" for value in mixed))

@@ -171,7 +171,7 @@ def _row_chunks(x: Tensor, multiple: int) -> list[slice]:
     return row_chunks((rows, columns), multiple)
 
 
-Key = tuple[str, str]
+OperandKey = tuple[str, str]
 """Layer and operand."""
 
 
@@ -180,11 +180,11 @@ class Accumulators:
     """The accumulators of one step, by layer and operand."""
 
     what_if: Sequence[str]
-    by_key: dict[Key, Accumulator] = field(default_factory=dict)
+    by_key: dict[OperandKey, Accumulator] = field(default_factory=dict)
     order: int = 0
 
     def count(
-        self, key: Key, x: Tensor, form: OperandFormat, others: Sequence[OperandFormat]
+        self, key: OperandKey, x: Tensor, form: OperandFormat, others: Sequence[OperandFormat]
     ) -> list[ScaledTensor | None]:
         """Count an operand; return it quantized in its own format and the others'."""
         counted, quantized = accumulate(x, form, others, self.order)
@@ -196,8 +196,8 @@ class Accumulators:
         return quantized
 
     def reduced(
-        self, keys: Sequence[Key], group: dist.ProcessGroup | None, device: torch.device
-    ) -> dict[Key, Accumulator]:
+        self, keys: Sequence[OperandKey], group: dist.ProcessGroup | None, device: torch.device
+    ) -> dict[OperandKey, Accumulator]:
         """Reduce all accumulators over the ranks of a group and move them to host memory; leave out empty ones.
 
         Args:
@@ -225,7 +225,7 @@ class Accumulators:
 
 
 def as_stats(
-    key: Key, counted: Accumulator, *, step: int, recipe: str, what_if: Sequence[str], copies: float
+    key: OperandKey, counted: Accumulator, *, step: int, recipe: str, what_if: Sequence[str], copies: float
 ) -> OperandStats:
     """Convert an accumulator in host memory to statistics; each element was counted `copies` times."""
     elements, nonfinite, nonzero, lost, cut, signal, noise, *others = counted.sums.tolist()

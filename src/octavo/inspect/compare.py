@@ -31,8 +31,8 @@ from octavo.inspect.paired_test import (
     MOST_SEEDS,
     PairedTest,
     check_limits,
+    level_factor,
     paired_test,
-    scale_of,
     with_others,
 )
 
@@ -227,7 +227,7 @@ class Rule:
 
     def fails_more(self, failed: int, base_failed: int, seeds: int) -> bool:
         """Return whether the arm has significantly more failed runs than the baseline."""
-        level = scale_of(self.confidence) / self.arms * (1 + 1e-9)
+        level = level_factor(self.confidence) / self.arms * (1 + 1e-9)
         all_failed = failed == seeds and not base_failed and 4.0**-seeds <= ALL_FAILED * level
         return all_failed or fisher(failed, base_failed, seeds) <= FAILURE_LEVEL * level
 

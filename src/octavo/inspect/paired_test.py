@@ -31,7 +31,7 @@ CONFIDENCE = 0.95
 """Confidence of all verdicts together."""
 MOST_SEEDS = 40
 """Largest planned maximum of seeds: the levels below are for looks at 2 to this many seeds."""
-LEVELS = (0.001, 0.008, 0.005, 0.0015)
+SIGNIFICANCE_LEVELS = (0.001, 0.008, 0.005, 0.0015)
 """One-sided levels α of 2, 3, 4, and 5 pairs or more, at 95 % and for one arm."""
 SPENT = 0.025
 """Total level of a plan; a plan of few seeds adds what remains to its last look."""
@@ -111,10 +111,10 @@ class PairedTest:
 
     def _level(self, pairs: int) -> float:
         """Return the one-sided level of one arm, without what a small plan adds."""
-        return LEVELS[min(pairs, 5) - 2] * scale_of(self.confidence)
+        return SIGNIFICANCE_LEVELS[min(pairs, 5) - 2] * level_factor(self.confidence)
 
     def _shared_level(self, pairs: int) -> float:
-        return level_of(pairs, self.planned) * scale_of(self.confidence) / self.arms
+        return level_of(pairs, self.planned) * level_factor(self.confidence) / self.arms
 
     def _low(self, pairs: int, floor: float) -> float:
         shared, alone = (
@@ -155,13 +155,13 @@ def _check_number(name: str, value: object, kind: type) -> None:
 
 def level_of(pairs: int, planned: int) -> float:
     """Return the one-sided level for a number of pairs, at 95 % and for one arm."""
-    level = LEVELS[min(pairs, 5) - 2]
+    level = SIGNIFICANCE_LEVELS[min(pairs, 5) - 2]
     if pairs != planned:
         return level
-    return level + max(0.0, SPENT - sum(LEVELS[min(k, 5) - 2] for k in range(2, planned + 1)))
+    return level + max(0.0, SPENT - sum(SIGNIFICANCE_LEVELS[min(k, 5) - 2] for k in range(2, planned + 1)))
 
 
-def scale_of(confidence: float) -> float:
+def level_factor(confidence: float) -> float:
     """Return the factor of the levels for a confidence other than 95 %."""
     return (1 - confidence) / (1 - CONFIDENCE)
 

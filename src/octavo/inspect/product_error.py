@@ -38,7 +38,7 @@ from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
-Key = tuple[str, str]
+RecipeKey = tuple[str, str]
 """Layer and recipe."""
 
 
@@ -70,7 +70,8 @@ class ProductErrors:
         self._measure = measure
         self._weights: dict[str, Tensor] = {}
         self._operands: dict[str, Operands] = {}
-        self._sums: dict[Key, Tensor] = {}  # float64 [4,2]: sum and number of the errors of Y, ∂X, ∂W, ∂W's columns
+        # float64 [4,2]: sum and number of the errors of Y, ∂X, ∂W, ∂W's columns
+        self._sums: dict[RecipeKey, Tensor] = {}
 
     def save_operands(self, layer: str, module: nn.Module, x_MK: Tensor, channels: ChannelScales | None) -> None:
         """Copy the operands of a forward with the given channel scales if the layer is measured."""
@@ -149,7 +150,7 @@ def _fits(recipe: Recipe, module: nn.Module) -> bool:
     """Return whether a layer can have a recipe: under tensor parallelism none with a scale per tensor."""
     if not hasattr(module.weight, "placements"):
         return True
-    from octavo.nn.tensor_parallel import has_tensor_scale  # imports DTensor
+    from octavo.nn.distributed_linear import has_tensor_scale  # imports DTensor
 
     return not has_tensor_scale(recipe)
 

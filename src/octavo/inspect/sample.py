@@ -38,8 +38,8 @@ from octavo.nn.fp8_weight import Fp8Weight
 from octavo.nn.gathered import Fp8AllGatherOutput, ShardedWeight
 from octavo.nn.gathered_input import GatheredInput
 from octavo.nn.linear_subclasses import is_transposed
-from octavo.nn.operands import SUPPORTED_DTYPES
 from octavo.numerics.equalization import ChannelScales
+from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.torch_compat import disable_current_modes, in_backward

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.integrations.precision import Fp8State, PrecisionLike, check_optimizer, precision_of, prepare
+from octavo.integrations.common import Fp8State, PrecisionLike, check_optimizer, precision_of, prepare
 from octavo.runtime.extras import needs_extras
 
 with needs_extras("octavo.integrations.accelerate", "pip install accelerate"):

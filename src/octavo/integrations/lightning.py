@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from octavo.integrations.precision import Fp8State, PrecisionLike, check_optimizer, precision_of, prepare
+from octavo.integrations.common import Fp8State, PrecisionLike, check_optimizer, precision_of, prepare
 from octavo.runtime.extras import needs_extras
 
 with needs_extras("octavo.integrations.lightning", "pip install lightning"):

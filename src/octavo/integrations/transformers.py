@@ -25,7 +25,7 @@ from torch import nn
 
 from octavo._version import __version__
 from octavo.inspect import Autopilot, Watch
-from octavo.integrations.precision import (
+from octavo.integrations.common import (
     Fp8State,
     PrecisionLike,
     fallback_recipes,

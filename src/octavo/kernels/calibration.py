@@ -192,13 +192,13 @@ def clear_cache() -> None:
     config.cache_clear()
 
 
-Table = dict[tuple[str, tuple[str, ...]], dict[tuple[int, ...], Entry]]
+CalibrationTable = dict[tuple[str, tuple[str, ...]], dict[tuple[int, ...], Entry]]
 
 
 @lru_cache(maxsize=32)
-def _table(device: torch.device) -> Table:
+def _table(device: torch.device) -> CalibrationTable:
     """Return entries by op and case, then by shape."""
-    table: Table = {}
+    table: CalibrationTable = {}
     for entry in _read(device):
         table.setdefault((entry.op, entry.case), {})[entry.shape] = entry
     return table

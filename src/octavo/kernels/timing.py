@@ -16,8 +16,8 @@ from octavo.runtime.torch_compat import cuda_sleep
 CALLS = 24
 """Timed calls of each candidate."""
 
-Call = Callable[[], object]
-Timer = Callable[[list[Call]], list[float]]
+TimedCall = Callable[[], object]
+Timer = Callable[[list[TimedCall]], list[float]]
 """Runs calls in order and returns the microseconds of each."""
 
 
@@ -59,13 +59,30 @@ class TimingResult:
     entry: Entry | None
     skipped: dict[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of_medians(
+        cls, task: TimingTask, op: str, medians: dict[str, float], choices: dict[str, tuple[str, int | None]],
+        skipped: dict[str, str],
+    ) -> "TimingResult":  # fmt: skip
+        """Make the result of timed candidates, with backend and configuration of each in `choices`."""
+        times = dict(sorted(medians.items(), key=lambda item: item[1]))
+        entry = None
+        if times:
+            fastest, *rest = times
+            backend, config = choices[fastest]
+            entry = Entry(
+                op=op, case=task.case, shape=task.shape, backend=backend, config=config, microseconds=times[fastest],
+                others={label: times[label] for label in rest},
+            )  # fmt: skip
+        return cls(task=task, times=times, entry=entry, skipped=skipped)
+
 
 def cache_bytes(device: torch.device) -> int:
     """Return the size of a GPU's L2 cache in bytes; 0 on other devices."""
     return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
 
 
-def time_on_gpu(calls: list[Call]) -> list[float]:
+def time_on_gpu(calls: list[TimedCall]) -> list[float]:
     """Return the microseconds of each call on the GPU, without Python overhead."""
     for call in calls[:3]:
         call()

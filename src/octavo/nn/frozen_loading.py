@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from octavo.nn.report import check_module
-from octavo.nn.resident import READ_DTYPES, SCALE_SUFFIX, ResidentWeight
+from octavo.nn.resident import SCALE_SUFFIX, ResidentWeight
+from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.runtime.extras import needs_extras
 from octavo.runtime.swap import all_or_nothing
 
@@ -114,7 +115,7 @@ class _Slot:
                 data, scale = value.to(target, copy=True), scale.to(target, old.scale.dtype, copy=True)
                 new: Tensor = ResidentWeight(data, scale, old.spec, old.dtype)
             else:
-                plain = value if value.dtype in READ_DTYPES else value.float()
+                plain = value if value.dtype in SUPPORTED_DTYPES else value.float()
                 new = ResidentWeight.quantized(plain.to(target), old.spec).to(old.dtype)
         else:
             new = value.to(target, old.dtype, copy=True)
@@ -175,15 +176,15 @@ def _misfit(name: str, tensor: Tensor, stored: Mapping[str, Any]) -> str | None:
     shape, dtype = part.get_shape(), _DTYPES.get(part.get_dtype())
     if list(shape) != list(inner.shape):
         return f"has shape {shape}, the model's has {list(inner.shape)}"
-    wanted = (inner.dtype,) if resident and scales else (*READ_DTYPES, *(() if is_scale else (torch.float64,)))
-    if not inner.is_floating_point() or dtype in wanted or (not resident and dtype == tensor.dtype):
+    expected = (inner.dtype,) if resident and scales else (*SUPPORTED_DTYPES, *(() if is_scale else (torch.float64,)))
+    if not inner.is_floating_point() or dtype in expected or (not resident and dtype == tensor.dtype):
         return None
     problem = f"is {part.get_dtype()}"
     if dtype in _FP8 and not resident:
         problem += ", but its layer is not resident in FP8"
     elif dtype in _FP8 and not scales:
         problem += f", without scales ({name}{SCALE_SUFFIX})"
-    return f"{problem}; wanted {', '.join(map(str, wanted))}"
+    return f"{problem}; wanted {', '.join(map(str, expected))}"
 
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -14,7 +14,6 @@ gather communicates. With scales per tensor, ranks first need the global amax: `
 at once, once per optimizer step.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ from octavo.nn.fp8_weight import Fp8Weight
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.torch_compat import disabled_torch_function, tree_map
-from octavo.tensor import local_tensor
+from octavo.tensor import contiguous_strides, local_tensor
 
 aten = torch.ops.aten
 _STAYS_SHARDED = {
@@ -241,7 +240,7 @@ class Fp8AllGatherOutput(Fp8Weight):
     ) -> "Fp8AllGatherOutput":  # fmt: skip
         """Make a contiguous tensor of dtype `dtype`, with the shape of `data` or of its transpose."""
         shape = data.transpose(-1, -2).shape if transposed else data.shape
-        strides = [math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]
+        strides = contiguous_strides(shape)
         tensor: Fp8AllGatherOutput = Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype, device=data.device)
         tensor.data_, tensor.scale, tensor.spec, tensor.channels = data, scale, spec, channels
         tensor.is_transposed = transposed

@@ -18,7 +18,7 @@ from octavo.kernels.quantize.reference import transposed
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import ROW
 from octavo.runtime.torch_compat import disabled_torch_function, tree_map
-from octavo.tensor import ScaledTensor
+from octavo.tensor import ScaledTensor, contiguous_strides
 
 aten = torch.ops.aten
 _COMPOSITE = (aten.view_as.default, aten.reshape.default)
@@ -59,7 +59,7 @@ class GatheredInput(Tensor):
     @staticmethod
     def __new__(cls, rows: Rows, shape: tuple[int, ...], dtype: torch.dtype) -> "GatheredInput":
         """Make a tensor of a shape whose last dimension is K."""
-        stride = torch.empty(shape, device="meta").stride()
+        stride = contiguous_strides(shape)
         tensor: GatheredInput = Tensor._make_wrapper_subclass(
             cls, shape, stride, dtype=dtype, device=rows.x.data.device
         )

@@ -23,13 +23,12 @@ from torch.autograd.function import once_differentiable
 
 from octavo.kernels import grouped_mm, needs_both_orders, quantize
 from octavo.kernels.grouped import groups_of_rows, is_grouped, quantize_grouped_gradient, sum_by_group
-from octavo.kernels.quantize import Order
 from octavo.nn.gathered import Fp8AllGatherOutput, rows_of
 from octavo.nn.linear import linear
 from octavo.nn.operands import apply_unhooked, dgrad_weight, forward_operands, output_dtype
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.torch_compat import FakeTensor, required_gradients
-from octavo.tensor import ScaledTensor
+from octavo.tensor import Order, ScaledTensor
 
 
 def grouped_linear(

@@ -58,7 +58,7 @@ def linear(
     Args:
         input: [..., K], float32, bfloat16 or float16; any leading sizes, zero included.
         weight: [N, K], of the input's dtype unless autocast is on. Any strides; or a DTensor, see
-            `octavo.nn.tensor_parallel`.
+            `octavo.nn.distributed_linear`.
         bias: [N] or None; added in float32.
         recipe: Precision of the operands of the three products.
         keep_weights: Save the FP8 copy of the weight for backward, and share it inside `octavo.nn.accumulating`; see

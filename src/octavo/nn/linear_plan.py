@@ -31,7 +31,7 @@ from octavo.kernels.gemm import ProductPlan
 from octavo.kernels.quantize import plan_pair, plan_quantize
 from octavo.kernels.registry import CHOICES
 from octavo.nn.input_casts import INPUT_CASTS, cast_key
-from octavo.nn.operands import JUST_IN_TIME, Quantizer, output_dtype
+from octavo.nn.operands import JUST_IN_TIME, Quantizer, Saved, output_dtype
 from octavo.nn.weights import shares_cast
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.recipe import Recipe
@@ -49,7 +49,6 @@ from octavo.runtime.torch_compat import (
 )
 
 Gradients = tuple[Tensor | None, ...]
-Saved = tuple[Tensor | None, ...]
 Backward = Callable[[Any, Tensor], Gradients]
 
 

@@ -25,20 +25,17 @@ from torch import Tensor
 from octavo.activations.recompute import Recomputable, Rematerializer
 from octavo.activations.saved_tensors import recomputable_of, unhooked
 from octavo.kernels import needs_both_orders, quantize, quantize_pair
-from octavo.kernels.quantize import Order
 from octavo.nn.fp8_weight import Fp8Weight, for_dgrad, quantized_as
 from octavo.nn.gathered_input import GatheredInput
 from octavo.nn.input_casts import INPUT_CASTS
 from octavo.nn.weights import cast_weight
 from octavo.numerics.equalization import ChannelScales
-from octavo.numerics.formats import E4M3, E5M2
+from octavo.numerics.formats import E4M3, E5M2, SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import COLUMN, QuantSpec
 from octavo.runtime.switch import SWITCH
 from octavo.runtime.torch_compat import autocast_dtype
-from octavo.tensor import ScaledTensor
-
-SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from octavo.tensor import Order, ScaledTensor
 
 Saved = tuple[Tensor | None, ...]
 QuantizedInput = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Recomputable | None]
@@ -168,8 +165,8 @@ def apply_unhooked(function: type[torch.autograd.Function], *arguments: Any) -> 
 def on_parts(
     linear: Callable[..., Tensor], input: Tensor, weight: Any, bias: Tensor | None, recipe: Recipe, *options: Any
 ) -> Tensor:
-    """Return `linear` of the parts of a weight that is a DTensor: see `octavo.nn.tensor_parallel`."""
-    from octavo.nn.tensor_parallel import distributed_linear  # imports DTensor
+    """Return `linear` of the parts of a weight that is a DTensor: see `octavo.nn.distributed_linear`."""
+    from octavo.nn.distributed_linear import distributed_linear  # imports DTensor
 
     return distributed_linear(lambda x, w, b: linear(x, w, b, recipe, *options), input, weight, bias, recipe)
 

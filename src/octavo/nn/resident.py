@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from octavo.kernels import quantize
 from octavo.nn.fp8_weight import Fp8Weight
+from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.torch_compat import tree_leaves
 from octavo.tensor import ScaledTensor
 
 aten = torch.ops.aten
-READ_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALE_SUFFIX = "_scale"
 """Name of the scales in a `state_dict`, after that of the weight."""
 _TRANSPOSES: dict[Any, Any] = {
@@ -123,7 +123,7 @@ class ResidentWeight(Fp8Weight):
             return weight.map(lambda part: part.clone())
         if func in (aten._to_copy.default, aten.empty_like.default):
             dtype = kwargs.get("dtype") or weight.dtype
-            if dtype in READ_DTYPES:
+            if dtype in SUPPORTED_DTYPES:
                 options = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
                 return weight.map(lambda part: func(part, **options), dtype)
         if func in _SPLITS:
@@ -143,7 +143,7 @@ class ResidentWeight(Fp8Weight):
         """Replace the values: by the bytes of a `ResidentWeight` of the same spec, else by quantizing `value`."""
         if not isinstance(value, Fp8Weight) or value.spec != self.spec:
             plain = value.dequantized(value.dtype) if isinstance(value, Fp8Weight) else value.detach()
-            plain = plain.to(self.device, plain.dtype if plain.dtype in READ_DTYPES else torch.float32)
+            plain = plain.to(self.device, plain.dtype if plain.dtype in SUPPORTED_DTYPES else torch.float32)
             value = ResidentWeight.quantized(plain.expand(self.shape), self.spec)
         for own, other in ((self.data_, value.data_), (self.scale, value.scale)):
             own.copy_(other)
@@ -297,6 +297,6 @@ def join_in_state(module: nn.Module, state: dict[str, Any], prefix: str, errors:
         errors.append(f"{name} is {value.dtype} without {name + SCALE_SUFFIX}: its scales are missing")
         del state[name]
     else:
-        plain = value if value.dtype in READ_DTYPES else value.float()
+        plain = value if value.dtype in SUPPORTED_DTYPES else value.float()
         quantized = ResidentWeight.quantized(plain, weight.spec)
         state[name] = quantized.map(lambda part: part, weight.dtype)

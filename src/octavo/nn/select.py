@@ -30,7 +30,7 @@ from octavo.nn.experts import describe_experts, experts_obstacle, looks_like_exp
 from octavo.nn.filters import Filter, FilterLike, Layer, as_filter, layers_of, names_of, sizes
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.linear_subclasses import computes_linear, lossy_subclass
-from octavo.nn.operands import SUPPORTED_DTYPES
+from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe, unequalized

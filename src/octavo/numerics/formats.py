@@ -39,6 +39,9 @@ class Format:
         return self.name
 
 
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of the tensors that are quantized, and of results."""
+
 E4M3 = Format(
     name="e4m3",
     dtype=torch.float8_e4m3fn,

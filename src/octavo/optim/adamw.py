@@ -26,12 +26,12 @@ from octavo.numerics.names import nearest
 from octavo.optim.interface import Optimizer
 from octavo.optim.sharded import any_rank, first_row, local_rows, shard_like, splits_groups, sum_gradient
 from octavo.optim.states import (
-    as_matrix,
     check_state,
     converted_group,
     from_torch,
     initial_state,
     matrix_shape,
+    matrix_view,
     saved_parameters,
 )
 from octavo.tensor import local_tensor
@@ -372,12 +372,12 @@ def _param_state(dense: Tensor, grad: Tensor, state: dict[str, Tensor], seed: in
         (state["exp_avg_hi"], state["exp_avg_k"], state["exp_avg_sq_hi"], state["exp_avg_sq_k"]) if quantized else None
     )
     return ParamState(
-        param=as_matrix(dense),
-        grad=as_matrix(grad.contiguous()),
-        exp_avg=as_matrix(state["exp_avg"]),
-        exp_avg_sq=as_matrix(state["exp_avg_sq"]),
+        param=matrix_view(dense),
+        grad=matrix_view(grad.contiguous()),
+        exp_avg=matrix_view(state["exp_avg"]),
+        exp_avg_sq=matrix_view(state["exp_avg_sq"]),
         scales=scales,
-        remainder=as_matrix(state["remainder"]) if "remainder" in state else None,
-        master=as_matrix(state["master"]) if "master" in state else None,
+        remainder=matrix_view(state["remainder"]) if "remainder" in state else None,
+        master=matrix_view(state["master"]) if "master" in state else None,
         seed=seed,
     )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.tensor import local_tensor
+from octavo.tensor import contiguous_strides, local_tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -73,7 +73,7 @@ def shard_like(param: Tensor, rows: Tensor) -> Tensor:
         owner.placements,
         run_check=False,
         shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
+        stride=contiguous_strides(shape),
     )
     return sharded
 

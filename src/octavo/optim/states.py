@@ -35,12 +35,12 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
     return (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
 
 
-def as_matrix(tensor: Tensor) -> Tensor:
+def matrix_view(tensor: Tensor) -> Tensor:
     """View a contiguous tensor as `matrix_shape`; never a copy."""
     return tensor.view(matrix_shape(tensor.shape))
 
 
-def layout(param: Tensor, group: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def state_layout(param: Tensor, group: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of each state of a parameter, or of its local rows."""
     rows, columns = matrix_shape(param.shape)
     shape = tuple(param.shape)
@@ -62,7 +62,7 @@ def initial_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     """Return the states of a parameter before its first step."""
     rows = local_tensor(param)
     state = {}
-    for name, (shape, dtype) in layout(rows, group).items():
+    for name, (shape, dtype) in state_layout(rows, group).items():
         if name == "step":
             state[name] = torch.zeros((), dtype=dtype)
             continue
@@ -75,7 +75,7 @@ def initial_state(param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
 
 def check_state(index: int, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """Raise ValueError unless a state fits a parameter and its group's settings."""
-    expected = layout(param, group)
+    expected = state_layout(param, group)
     actual = {name: _shape_and_dtype(value) for name, value in state.items()}
     if expected != actual:
         name = next(n for n in (*expected, *actual) if expected.get(n) != actual.get(n))
@@ -87,7 +87,7 @@ def check_state(index: int, param: Tensor, state: dict[str, Any], group: dict[st
             f"the saved state of parameter {index} {list(param.shape)} does not fit: {name} is {saved_text}, "
             f"expected {expected_text}. It is the state of another model, or of other settings of `states` or `master`"
         )
-    local = layout(local_tensor(param), group)
+    local = state_layout(local_tensor(param), group)
     for name, value in state.items():
         if is_sharded(value) and tuple(local_tensor(value).shape) != local[name][0]:
             raise ValueError(
@@ -194,7 +194,7 @@ def from_torch(index: int, param: Tensor, state: dict[str, Any], group: dict[str
         if f"{name}_hi" not in converted:
             local_tensor(converted[name]).copy_(values)
             continue
-        parts = compress(as_matrix(values), signed) if values.numel() else ()
+        parts = compress(matrix_view(values), signed) if values.numel() else ()
         for key, part in zip((name, f"{name}_hi", f"{name}_k"), parts, strict=False):
             local = local_tensor(converted[key])
             local.copy_(part.view(local.shape))

@@ -39,17 +39,19 @@ def compare_ranks(function: str, model: nn.Module, settings: list[Any], problem:
     parameters = {name: [list(p.shape), p.dtype, p.requires_grad] for name, p in model.named_parameters()}
     values = {"settings": settings, "recipes of layers": recipes, "parameters": parameters}
     digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in values.items()}
+    digests["settings"] = repr(settings)[1:-1]  # in full, for the message
     reports = gather_reports({"rank": dist.get_rank(), "problem": problem and str(problem), **digests}, mesh)
     if problem is not None:
         raise problem
     for report in reports:
         if report["problem"] is not None:
-            raise ValueError(f"rank {report['rank']} cannot {function} its model: {report['problem']}")
+            raise ValueError(f"{function} fails on rank {report['rank']}: {report['problem']}")
     for report in reports:
         if (differing := next((name for name in values if report[name] != reports[0][name]), None)) is not None:
+            shown = f" ({report[differing]} and {reports[0][differing]})" if differing == "settings" else ""
             raise ValueError(
-                f"rank {report['rank']} and rank {reports[0]['rank']} call {function} with different {differing}: all "
-                "ranks must agree"
+                f"rank {report['rank']} and rank {reports[0]['rank']} call {function} with different {differing}"
+                f"{shown}: all ranks must agree"
             )
 
 

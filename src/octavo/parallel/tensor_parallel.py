@@ -4,7 +4,7 @@
     Fp8ColwiseParallel     Shard(0)   tokens sharded        features sharded      gather X     reduce ∂X
     Fp8RowwiseParallel     Shard(1)   features sharded      tokens sharded        reduce Y     gather G
 
-`octavo.parallel.tokens` has the exchanges, `octavo.nn.tensor_parallel` the products between them. Inputs and outputs
+`octavo.parallel.tokens` has the exchanges, `octavo.nn.distributed_linear` the products between them. Inputs and outputs
 are this rank's parts, as plain tensors; inputs may be DTensors, as those of a norm under torch's `SequenceParallel`.
 Hooks of the layer exchange tokens, so its recipe may change afterwards.
 
@@ -18,20 +18,19 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from octavo.nn.distributed_linear import check_recipe
 from octavo.nn.gathered_input import fits
 from octavo.nn.input_casts import InputCastCache
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.report import NOTE_ATTRIBUTE
-from octavo.nn.tensor_parallel import check_recipe
 from octavo.numerics.names import nearest
-from octavo.parallel.agreement import gather_reports
+from octavo.parallel.agreement import compare_ranks, gather_reports
 from octavo.parallel.tokens import TokenExchange, gather_input, reduce_output
 from octavo.runtime.switch import SWITCH
 
@@ -49,7 +48,14 @@ class _Fp8Style(ParallelStyle):
     split_size: str
     bias_placement: Any
 
-    def __init__(self, *, sequence_dim: int | None, gather: str, reduce: str, heads: int | None) -> None:
+    def __init__(
+        self,
+        *,
+        sequence_dim: int | None = -2,
+        gather: Literal["fp8", "bf16"] = "fp8",
+        reduce: Literal["bf16", "fp8"] = "bf16",
+        heads: int | None = None,
+    ) -> None:
         for name, value in (("gather", gather), ("reduce", reduce)):
             if value not in _WIRES:
                 raise ValueError(f"{name} is 'fp8' or 'bf16'; got {value!r}{nearest(str(value), _WIRES)}")
@@ -77,7 +83,7 @@ class _Fp8Style(ParallelStyle):
             self._check(module, device_mesh)
         except (TypeError, ValueError) as error:
             problem = error
-        self._compare_ranks(module, device_mesh, problem)
+        compare_ranks(type(self).__name__, module, [self], problem, device_mesh)
         for name, dim in (("weight", Shard(self.weight_dim)), ("bias", self.bias_placement)):
             if (parameter := getattr(module, name)) is not None:
                 if parameter not in _PARTS:
@@ -132,22 +138,6 @@ class _Fp8Style(ParallelStyle):
                     f"{fitting} ranks"
                 )
 
-    def _compare_ranks(self, module: nn.Module, mesh: DeviceMesh, problem: Exception | None) -> None:
-        """Raise on every rank if one has a problem, or if ranks have different layers or settings."""
-        recipe = module.recipe.to_json() if isinstance(module, LinearLike) else None
-        shapes = {name: (list(p.shape), p.dtype) for name, p in module.named_parameters(recurse=False)}
-        reports = gather_reports((dist.get_rank(), problem and str(problem), repr((self, recipe, shapes))), mesh)
-        if problem is not None:
-            raise problem
-        for rank, text, setting in reports:
-            if text is not None:
-                raise ValueError(f"rank {rank} cannot apply {type(self).__name__}: {text}")
-            if setting != reports[0][2]:
-                raise ValueError(
-                    f"rank {rank} and rank {reports[0][0]} apply different styles, or to different layers: "
-                    f"{setting} and {reports[0][2]}"
-                )
-
 
 class Fp8ColwiseParallel(_Fp8Style):
     """Split a linear's output features over ranks: gather X in FP8, reduce ∂X. For `parallelize_module`.
@@ -181,16 +171,6 @@ class Fp8ColwiseParallel(_Fp8Style):
     """
 
     weight_dim, split_size, bias_placement = 0, "out_features", Shard(0)
-
-    def __init__(
-        self,
-        *,
-        sequence_dim: int | None = -2,
-        gather: Literal["fp8", "bf16"] = "fp8",
-        reduce: Literal["bf16", "fp8"] = "bf16",
-        heads: int | None = None,
-    ) -> None:
-        super().__init__(sequence_dim=sequence_dim, gather=gather, reduce=reduce, heads=heads)
 
     def describe(self, layer: nn.Module) -> str:
         """Return what a layer sends."""
@@ -231,16 +211,6 @@ class Fp8RowwiseParallel(_Fp8Style):
     """
 
     weight_dim, split_size, bias_placement = 1, "in_features", Replicate()
-
-    def __init__(
-        self,
-        *,
-        sequence_dim: int | None = -2,
-        gather: Literal["fp8", "bf16"] = "fp8",
-        reduce: Literal["bf16", "fp8"] = "bf16",
-        heads: int | None = None,
-    ) -> None:
-        super().__init__(sequence_dim=sequence_dim, gather=gather, reduce=reduce, heads=heads)
 
     def describe(self, layer: nn.Module) -> str:
         """Return what a layer sends."""

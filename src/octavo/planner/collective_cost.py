@@ -29,7 +29,7 @@ GPUS_PER_MACHINE = 8
 FP8_BYTES_PER_ELEMENT = 1.0 + 4 / 128
 """Bytes per element of an FP8 message, including scales of groups of 128."""
 
-Op = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Links:
 
 
 def collective(
-    op: Op, whole: float, links: Links, *, ranks: int, apart: int = 1, calls: int = 1, staged: bool = False
+    op: Collective, whole: float, links: Links, *, ranks: int, apart: int = 1, calls: int = 1, staged: bool = False
 ) -> float:
     """Return the seconds of collectives, run one after the other.
 

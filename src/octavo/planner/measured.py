@@ -10,9 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from octavo.kernels.calibration import Entry, read
-
-Case = tuple[str, ...]
-Shape = tuple[int, ...]
+from octavo.kernels.registry import Case, Shape
 
 MAX_INTERPOLATION_FACTOR = 2.0
 """Largest ratio of two neighbouring measured sizes to interpolate between."""

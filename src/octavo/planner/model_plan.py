@@ -39,7 +39,7 @@ from octavo.planner.forecast import Forecast, LinearTimes, decide_by_cost, forec
 from octavo.planner.measured import Measurements, read_measurements
 from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.model_memory import default_loss, trace_step
-from octavo.planner.step import CHECKPOINTING, Layout, StepConfig, is_count, layout_settings
+from octavo.planner.step import CHECKPOINTING, ParallelLayout, StepConfig, is_count, layout_settings
 from octavo.planner.step_memory import (
     TRACED_BLOCKS,
     StepTrace,
@@ -71,7 +71,7 @@ def plan(
     *,
     device: str | Path | Mapping[str, Any] | Gpu = "h100",
     world_size: int = 1,
-    parallel: Layout | None = None,
+    parallel: ParallelLayout | None = None,
     precision: Precision | None = None,
     recipe: str | Recipe = "auto",
     skip: Sequence[str] = (),
@@ -152,7 +152,7 @@ _SELECTIVE_NOTE = (
 )
 
 
-def check_gathered(decided: Plan, parallel: Layout | None) -> None:
+def check_gathered(decided: Plan, parallel: ParallelLayout | None) -> None:
     """Raise ValueError if weights shall be gathered in FP8 but their recipe cannot, as parallelize does."""
     gathers = parallel is not None and parallel.fp8_comm in ("on", "gather")
     recipes = {

@@ -20,7 +20,7 @@ from octavo.planner.timeline import BLOCK_GRADIENTS, GATHERED, GRADIENTS, PARAME
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class ShardGroup:
     """Parameters that FSDP2 gathers together, in bytes.
 
     Attributes:
@@ -51,8 +51,8 @@ class Shards:
     """
 
     ranks: int
-    block: Group
-    rest: Group
+    block: ShardGroup
+    rest: ShardGroup
     blocks: int
     keeps_gathered: bool = False
     accumulating: bool = False

@@ -53,7 +53,7 @@ CHECKPOINTING = {
 
 
 @runtime_checkable
-class Layout(Protocol):
+class ParallelLayout(Protocol):
     """The fields of `octavo.parallel.Parallel` that the planner reads."""
 
     @property
@@ -119,7 +119,7 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def layout_settings(gpus: int, layout: Layout | None) -> dict[str, Any]:
+def layout_settings(gpus: int, layout: ParallelLayout | None) -> dict[str, Any]:
     """Return the `StepConfig` fields that describe how a model is distributed over GPUs, with the FP8 communication
     that `octavo.parallelize` would choose.
 
@@ -134,7 +134,7 @@ def layout_settings(gpus: int, layout: Layout | None) -> dict[str, Any]:
         raise ValueError(f"gpus is an integer of 1 or more; got {gpus!r}")
     if layout is None:
         return {"gpus": gpus, "fp8_gather": gpus > GPUS_PER_MACHINE}
-    if not isinstance(layout, Layout):
+    if not isinstance(layout, ParallelLayout):
         raise TypeError(
             f"parallel is an octavo.parallel.Parallel: shards, copies, or both (FSDP2, DDP, HSDP); got {layout!r}. "
             "Tensor, sequence, pipeline and expert parallelism are not predicted"

@@ -25,7 +25,7 @@ from octavo.planner.collective_cost import FP8_BYTES_PER_ELEMENT
 from octavo.planner.fake import fake_copy
 from octavo.planner.memory_extrapolation import extrapolate_blocks, repeat_block
 from octavo.planner.memory_plan import MemoryPlan
-from octavo.planner.sharded_memory import Group, Shards, memory_per_rank
+from octavo.planner.sharded_memory import ShardGroup, Shards, memory_per_rank
 from octavo.planner.step import StepConfig
 from octavo.planner.timeline import (
     ALLOCATION_GRANULARITY,
@@ -63,8 +63,8 @@ class StepTrace:
 
     events: StorageEvents
     tokens: int
-    block: Group
-    rest: Group
+    block: ShardGroup
+    rest: ShardGroup
     saved: Audit
 
     def gradients(self, blocks: int) -> int:
@@ -268,10 +268,10 @@ def _in_fp8(model: nn.Module) -> dict[int, int]:
     return sizes
 
 
-def _group(parameters: list[nn.Parameter], compressed: dict[int, int], reduced: float) -> Group:
+def _group(parameters: list[nn.Parameter], compressed: dict[int, int], reduced: float) -> ShardGroup:
     allocation_granularity = ALLOCATION_GRANULARITY["cuda"]
     trained = [p for p in parameters if p.requires_grad]
-    return Group(
+    return ShardGroup(
         gathered=sum(compressed.get(id(p), p.nbytes) for p in parameters),
         gradients=sum(-(-p.nbytes // allocation_granularity) * allocation_granularity for p in trained),
         reduced=int(reduced * sum(p.numel() for p in trained)),

@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo._version import __version__
 from octavo.numerics.names import merged, pattern
-from octavo.serving.layouts import LAYOUTS, Layout
+from octavo.serving.export_layouts import LAYOUTS, ExportLayout
 
 _READ_BY = {
     "fp8-row": "vLLM, SGLang, and Transformers with the package `compressed-tensors`",
@@ -42,7 +42,7 @@ class Exported:
         return "\n".join([written, *(f"note: {note}" for note in self.notes)])
 
 
-def model_card(model: Any, exported: Exported, layout: Layout, details: Mapping[str, str]) -> str:
+def model_card(model: Any, exported: Exported, layout: ExportLayout, details: Mapping[str, str]) -> str:
     """Return the text: recipes, versions, what is in FP8 and what is not, and the given details.
 
     Args:

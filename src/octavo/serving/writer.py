@@ -28,9 +28,9 @@ from octavo.nn.report import report
 from octavo.nn.resident import resident_weight
 from octavo.runtime.extras import needs_extras
 from octavo.serving.card import Exported, listed, model_card
+from octavo.serving.export_layouts import LAYOUTS, ExportLayout, get_layout
 from octavo.serving.folder import new_folder
-from octavo.serving.layouts import LAYOUTS, Layout, get_layout
-from octavo.serving.weights import (
+from octavo.serving.quantized_weights import (
     has_nonfinite,
     names_in_checkpoint,
     on_cpu,
@@ -82,7 +82,7 @@ def export(
         written: exported (fp8-row: 7 modules in FP8, 1 in high precision)
     """
     layout = get_layout(to)
-    check_model(model)
+    check_exportable(model)
     out = Path(path).expanduser()
     with new_folder(out) as folder, write_errors(out):
         exported = replace(write(model, folder, layout, max_shard_size), path=out)
@@ -93,7 +93,7 @@ def export(
     return exported
 
 
-def check_model(model: Any) -> None:
+def check_exportable(model: Any) -> None:
     """Raise TypeError or ValueError for a model that cannot be exported."""
     with needs_extras("octavo.export"):
         from transformers import PreTrainedModel
@@ -135,7 +135,7 @@ def write_errors(out: Path) -> Iterator[None]:
         raise OSError(f"{out} cannot be written: {' '.join(str(error).split())}") from None
 
 
-def write(model: Any, folder: Path, layout: Layout | None, max_shard_size: int | str) -> Exported:
+def write(model: Any, folder: Path, layout: ExportLayout | None, max_shard_size: int | str) -> Exported:
     """Write weights and configuration into a folder that is there.
 
     Args:
@@ -200,7 +200,7 @@ def _state_dict(model: Any) -> dict[str, Tensor]:
     return dict(remove_tied_weights_from_state_dict(state, model))
 
 
-def _nothing_fits(layout: Layout, misfits: Mapping[str, str]) -> str:
+def _nothing_fits(layout: ExportLayout, misfits: Mapping[str, str]) -> str:
     """Return the message for a model without a layer that the layout describes."""
     recipes = " or ".join(layout.recipes)
     if not misfits:
@@ -218,7 +218,11 @@ def _nothing_fits(layout: Layout, misfits: Mapping[str, str]) -> str:
 
 
 def _notes(
-    model: Any, layout: Layout, misfits: Mapping[str, str], quantized: Mapping[str, ScaledTensor], fp8: Sequence[str]
+    model: Any,
+    layout: ExportLayout,
+    misfits: Mapping[str, str],
+    quantized: Mapping[str, ScaledTensor],
+    fp8: Sequence[str],
 ) -> tuple[str, ...]:
     """Return what a reader of the folder must know, a sentence or two each."""
     notes, modules = [], dict(model.named_modules())

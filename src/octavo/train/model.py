@@ -22,7 +22,7 @@ from octavo.train.diagnose import non_finite_parameter
 from octavo.train.model_sharing import share_on_machine
 from octavo.train.ranks import Ranks
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
 def check_model(model: Model) -> None:
@@ -49,7 +49,7 @@ def build_model(config: TrainConfig, tokenizer: TextTokenizer) -> nn.Module:
     or context too small for the data.
     """
     check_model(config.model)
-    dtype = DTYPES[config.precision.parameters]
+    dtype = PARAMETER_DTYPES[config.precision.parameters]
     if config.model.path is not None:
         folder = Path(config.model.path).expanduser()
         model = _from_folder(folder, dtype)

@@ -60,10 +60,10 @@ from octavo.train.config.sections import Data, Model
 from octavo.train.data.corpus import Corpus
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.layout import check_predicted
-from octavo.train.model import DTYPES, build_model, check_fit, check_model
+from octavo.train.model import PARAMETER_DTYPES, build_model, check_fit, check_model
 from octavo.train.trainer import Trainer
 
-Progress = Callable[[str], None]
+OnSubject = Callable[[str], None]
 """Called with the subject of each part of the plan when it begins."""
 
 LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("states",)}
@@ -131,7 +131,7 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
     return replace(plan, label=label or config.precision_label, device=device, notes=tuple(notes))
 
 
-def plan_arms(config: TrainConfig, *, device: str = "cuda", progress: Progress = _silent) -> list[MemoryPlan]:
+def plan_arms(config: TrainConfig, *, device: str = "cuda", progress: OnSubject = _silent) -> list[MemoryPlan]:
     """Plan the memory of the configuration, then of each level of precision with bf16 parameters.
 
     At level "bf16" the loss uses whole logits, as in plain training; at others it follows the configuration.
@@ -157,7 +157,8 @@ def at_level(config: TrainConfig, level: str, changes: Mapping[str, Any]) -> Tra
 
 
 def plan_step(
-    config: TrainConfig, *, gpu: str, gpus: int = 1, calibration: str | Path | None = None, progress: Progress = _silent
+    config: TrainConfig, *, gpu: str, gpus: int = 1, calibration: str | Path | None = None,
+    progress: OnSubject = _silent,
 ) -> Forecast:  # fmt: skip
     """Predict the time and memory of a training step, as configured and with the best plan.
 
@@ -315,7 +316,7 @@ def _show_memory(
 
 
 @contextmanager
-def _progress() -> Iterator[Progress]:
+def _progress() -> Iterator[OnSubject]:
     """Report progress on stderr: one changing line in a terminal, else one line per subject."""
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -367,7 +368,7 @@ def _build(config: TrainConfig, tokenizer: TextTokenizer) -> torch.nn.Module:
         return build_model(config, tokenizer)
     from transformers import AutoModelForCausalLM
 
-    folder, dtype = Path(config.model.path).expanduser(), DTYPES[config.precision.parameters]
+    folder, dtype = Path(config.model.path).expanduser(), PARAMETER_DTYPES[config.precision.parameters]
     try:
         model: Any = AutoModelForCausalLM.from_config(load_model_config(folder), dtype=dtype, trust_remote_code=False)
     except Exception as error:  # of no common type: each class fails in its own way

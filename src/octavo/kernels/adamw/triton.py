@@ -25,12 +25,12 @@ PER = 16
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-Kind = tuple[Any, ...]
+LaunchKey = tuple[Any, ...]
 
 
 def step(work: list[tuple[ParamState, HyperParams]]) -> None:
     """Take one step on each parameter, in place."""
-    kinds: dict[Kind, list[tuple[ParamState, HyperParams]]] = {}
+    kinds: dict[LaunchKey, list[tuple[ParamState, HyperParams]]] = {}
     for state, hyper in work:
         if state.param.numel():
             kinds.setdefault(_kind(state), []).append((state, hyper))
@@ -38,7 +38,7 @@ def step(work: list[tuple[ParamState, HyperParams]]) -> None:
         _launch_all(kind, kind_work)
 
 
-def _kind(state: ParamState) -> Kind:
+def _kind(state: ParamState) -> LaunchKey:
     """Return the properties that determine the compiled kernel."""
     master = 1 if state.remainder is not None else 2 if state.master is not None else 0
     aligned = state.param.shape[1] % GROUP == 0 and all(address % 16 == 0 for address in _pointers(state))
@@ -46,7 +46,7 @@ def _kind(state: ParamState) -> Kind:
 
 
 @lru_cache(maxsize=64)
-def launch(kind: Kind) -> Launch:
+def launch(kind: LaunchKey) -> Launch:
     """Return the kernel launch for a kind of parameters."""
     param, grad, moments, master, noise, aligned = kind
     constants = {
@@ -66,7 +66,7 @@ def launch(kind: Kind) -> Launch:
     return Launch(kernel=adamw_kernel, constants=constants, num_warps=4)
 
 
-def _launch_all(kind: Kind, work: list[tuple[ParamState, HyperParams]]) -> None:
+def _launch_all(kind: LaunchKey, work: list[tuple[ParamState, HyperParams]]) -> None:
     device = work[0][0].param.device
     shapes = tuple((state.param.shape[0], state.param.shape[1]) for state, _ in work)
     programs = _programs(shapes, device)

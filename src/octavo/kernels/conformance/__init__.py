@@ -15,15 +15,15 @@ Inputs are a function of (seed, round, case), so mismatches are reproducible.
 """
 
 from octavo.kernels.conformance.cases import checks, unavailable_reason
-from octavo.kernels.conformance.mismatches import Check, Outcome, compare, difference, low_sqnr
+from octavo.kernels.conformance.mismatches import CaseResult, Check, compare, difference, low_sqnr
 from octavo.kernels.conformance.random_inputs import GPU, INTERPRETER, Budget, RandomInputs
 
 __all__ = [
     "GPU",
     "INTERPRETER",
     "Budget",
+    "CaseResult",
     "Check",
-    "Outcome",
     "RandomInputs",
     "checks",
     "compare",

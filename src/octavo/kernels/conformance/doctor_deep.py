@@ -11,7 +11,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from octavo.kernels.conformance.cases import checks, unavailable_reason
-from octavo.kernels.conformance.mismatches import Outcome, compare
+from octavo.kernels.conformance.mismatches import CaseResult, compare
 from octavo.kernels.conformance.random_inputs import GPU, INTERPRETER
 from octavo.runtime.terminal import stdout
 
@@ -46,7 +46,7 @@ def doctor_deep(device: torch.device, *, as_json: bool, seconds: float, seed: in
     return not any(outcome.mismatches for outcome in outcomes)
 
 
-def _show(console: Console, device: torch.device, seed: int, outcomes: list[Outcome]) -> None:
+def _show(console: Console, device: torch.device, seed: int, outcomes: list[CaseResult]) -> None:
     table = Table(box=ROUNDED, border_style="dim", header_style="bold")
     for heading in ("op", "case", "runs in each configuration"):
         table.add_column(heading)

@@ -42,7 +42,7 @@ class Check:
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class CaseResult:
     """Result of one case in one configuration.
 
     Attributes:
@@ -70,7 +70,7 @@ def compare(
     seed: int,
     budget: Budget = GPU,
     after: Callable[[int], None] = lambda round_: None,
-) -> list[Outcome]:
+) -> list[CaseResult]:
     """Run every configuration once, then continue with new inputs until `seconds` have passed.
 
     Args:
@@ -84,7 +84,7 @@ def compare(
     Returns:
         One outcome per case and configuration.
     """
-    outcomes = [[Outcome(op=c.op, case=c.case, config=i) for i in c.configs[: budget.configs]] for c in checks]
+    outcomes = [[CaseResult(op=c.op, case=c.case, config=i) for i in c.configs[: budget.configs]] for c in checks]
     end = time.monotonic() + seconds
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, in the interpreter, where huge values overflow
@@ -99,7 +99,9 @@ def compare(
             round_ += 1
 
 
-def _compare_once(check: Check, outcomes: list[Outcome], rng: RandomInputs, device: torch.device, round_: int) -> None:
+def _compare_once(
+    check: Check, outcomes: list[CaseResult], rng: RandomInputs, device: torch.device, round_: int
+) -> None:
     inputs = check.inputs(rng)
     expected = check.expected(*inputs)
     device_inputs = tuple(_on(device, value) for value in inputs)

@@ -12,12 +12,11 @@ from octavo.kernels.dequantize import reference
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
+from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
 
 __all__ = ["DEQUANTIZE", "dequantize"]
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dequantize(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
@@ -33,7 +32,7 @@ def dequantize(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
     Raises:
         ValueError: `dtype` is not one of these, the scales are unit scales, or their shape does not fit the spec.
     """
-    if dtype not in _DTYPES:
+    if dtype not in SUPPORTED_DTYPES:
         raise ValueError(f"dequantize: dtype must be float32, bfloat16 or float16; got {dtype}")
     scale_shape = x.spec.granularity.scale_shape((x.data.shape[0], x.data.shape[1]))
     if x.scale is None or x.scale.shape != scale_shape:
@@ -63,7 +62,7 @@ def _probe(backend: Backend, device: torch.device, case: Case) -> str | None:
     spec = QuantSpec.parse(case[0])
     quantized = quantize(x, spec)
     assert quantized.scale is not None
-    for dtype in _DTYPES:
+    for dtype in SUPPORTED_DTYPES:
         call = (quantized.data, quantized.scale, spec, dtype)
         mismatch = difference([reference.dequantize(*call)], [backend.run(*call)], (str(dtype),))
         if mismatch is not None:

@@ -1,19 +1,21 @@
 """Argument checks, probes and inputs shared by the fused ops."""
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
-from octavo.kernels.fused.fp8_outputs import ORDERS, supports_output
+from octavo.kernels.fused.fp8_outputs import supports_output
+from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.names import nearest
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import TENSOR, QuantSpec
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from octavo.tensor import Order
 
 
 def check_matrix(op: str, name: str, x: Tensor) -> None:
     """Raise ValueError unless x is a matrix [R,C] of a supported dtype."""
-    if x.ndim != 2 or x.dtype not in DTYPES:
+    if x.ndim != 2 or x.dtype not in SUPPORTED_DTYPES:
         raise ValueError(
             f"{op}: {name} must be a float32, bfloat16 or float16 matrix [R,C]; got {x.dtype} of shape {tuple(x.shape)}"
         )
@@ -33,8 +35,10 @@ def check_like(
 
 def check_output(op: str, spec: QuantSpec | None, order: str, return_unquantized: bool) -> None:
     """Raise ValueError unless a fused op supports this FP8 output."""
-    if order not in ORDERS:
-        raise ValueError(f"{op}: order must be one of {', '.join(ORDERS)}; got {order!r}{nearest(order, ORDERS)}")
+    if order not in get_args(Order):
+        raise ValueError(
+            f"{op}: order must be one of {', '.join(get_args(Order))}; got {order!r}{nearest(order, get_args(Order))}"
+        )
     if spec is None:
         if not return_unquantized:
             raise ValueError(f"{op}: no output requested; pass a spec, return_unquantized=True, or both")

@@ -1,6 +1,6 @@
 """FP8 outputs of the fused ops: allocation, unpacking and kernel arguments."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,11 +10,8 @@ from octavo.numerics.formats import E4M3
 from octavo.numerics.spec import FULL, ROW, TENSOR, QuantSpec
 from octavo.tensor import ScaledTensor
 
-Order = Literal["rows", "columns", "both"]
-ORDERS = ("rows", "columns", "both")
 
-
-def parse_spec(text: str) -> QuantSpec | None:
+def optional_spec(text: str) -> QuantSpec | None:
     """Parse an op's string argument; an empty one means no FP8 output."""
     return QuantSpec.parse(text) if text else None
 

@@ -112,7 +112,7 @@ class ProductPlan:
         self, a_spec: QuantSpec, b_spec: QuantSpec, layout: Layout, out_dtype: torch.dtype, fast_accum: bool = False
     ) -> None:
         self._specs, self._options = (a_spec, b_spec), (layout, out_dtype, fast_accum)
-        self._plan: torch_plan.Plan | None = None
+        self._plan: torch_plan.PreparedProduct | None = None
         self.call: torch_plan.OneCall | None = None
 
     def __call__(

@@ -12,7 +12,7 @@ import torch
 
 from octavo.kernels.calibration import Entry
 from octavo.kernels.registry import Shape
-from octavo.kernels.timing import CALLS, Call, Timer, TimingResult, cache_bytes
+from octavo.kernels.timing import CALLS, TimedCall, Timer, TimingResult, cache_bytes
 
 MATMUL = "matmul"
 """Op name of these entries in the calibration table."""
@@ -59,7 +59,7 @@ def time_bf16_product(product: Bf16Gemm, device: torch.device, time: Timer) -> T
         return stored.t() if transposed else stored
 
     pairs = [(operand(m, k, layout[0] == "t"), operand(k, n, layout[1] == "t")) for _ in range(copies)]
-    calls: list[Call] = [partial(torch.mm, *pairs[i % copies]) for i in range(CALLS)]
+    calls: list[TimedCall] = [partial(torch.mm, *pairs[i % copies]) for i in range(CALLS)]
     microseconds = median(time(calls))
     entry = Entry(
         op=MATMUL, case=product.case, shape=product.shape, backend="torch", config=None, microseconds=microseconds

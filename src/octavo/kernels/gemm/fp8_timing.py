@@ -12,11 +12,10 @@ from statistics import median
 
 import torch
 
-from octavo.kernels.calibration import Entry
 from octavo.kernels.gemm import SCALED_MM, UNIT_SCALE, cases_of
 from octavo.kernels.quantize import quantize
 from octavo.kernels.registry import Backend, Case, Shape
-from octavo.kernels.timing import CALLS, Call, Timer, TimingResult, cache_bytes
+from octavo.kernels.timing import CALLS, TimedCall, Timer, TimingResult, cache_bytes
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
 from octavo.tensor import ScaledTensor
@@ -87,7 +86,7 @@ def time_fp8_product(product: Fp8Gemm, device: torch.device, time: Timer) -> Tim
     medians: dict[str, float] = {}
     choices: dict[str, tuple[str, int | None]] = {}
     for label, backend, config in runs:
-        calls: list[Call] = [
+        calls: list[TimedCall] = [
             lambda a=a, b=b, run=backend.run: run(a, b, layout, torch.bfloat16, None, fast)  # type: ignore[misc]
             for a, b in (operands[i % len(operands)] for i in range(CALLS))
         ]
@@ -98,20 +97,7 @@ def time_fp8_product(product: Fp8Gemm, device: torch.device, time: Timer) -> Tim
             raise
         except RuntimeError as error:
             skipped[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    times = dict(sorted(medians.items(), key=lambda item: item[1]))
-    entry = None
-    if times:
-        fastest, *rest = times
-        entry = Entry(
-            op=SCALED_MM.name,
-            case=product.case,
-            shape=product.shape,
-            backend=choices[fastest][0],
-            config=choices[fastest][1],
-            microseconds=times[fastest],
-            others={label: times[label] for label in rest},
-        )
-    return TimingResult(task=product, times=times, entry=entry, skipped=skipped)
+    return TimingResult.of_medians(product, SCALED_MM.name, medians, choices, skipped)
 
 
 def _candidates(device: torch.device, case: Case) -> Iterator[tuple[str, Backend, int | None]]:

@@ -14,12 +14,12 @@ from octavo.kernels.gemm.operand_layout import ALIGNMENT, Operand, oriented
 from octavo.runtime.torch_compat import reinterpreted
 from octavo.tensor import ScaledTensor
 
-Plan = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor | None]
+PreparedProduct = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor | None]
 
 
 def plan_of(
     a: ScaledTensor, b: ScaledTensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
-) -> Plan:
+) -> PreparedProduct:
     """Return what computes products of operands like these from their data, scales and bias; it returns None for
     operands that are not aligned.
     """
@@ -58,7 +58,7 @@ class OneCall:
         self._device, self._out_dtype, self._fast_accum = left.data.device, out_dtype, fast_accum
         self._a_transposed, self._b_transposed = layout[0] == "t", layout[1] == "t"
         self._a_shape, self._b_shape = (m, k), (k, n)
-        self._is_row = torch_scaled.kind_of(left.blocks, right.blocks) == "row"
+        self._is_row = torch_scaled.scaling_of(left.blocks, right.blocks) == "row"
         self._rows, self._columns = (m, n) if self._is_row else (1, 1)
         a_ones = torch_scaled.lasting_ones(self._rows, self._device) if left.scale is None else None
         b_ones = torch_scaled.lasting_ones(self._columns, self._device) if right.scale is None else None

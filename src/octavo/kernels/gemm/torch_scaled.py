@@ -46,7 +46,7 @@ from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.torch_compat import disable_current_modes
 from octavo.tensor import ScaledTensor
 
-Kind = Literal["tensor", "row", "block", "mx"]
+Scaling = Literal["tensor", "row", "block", "mx"]
 
 BLOCK = 128
 GROUP = 32
@@ -62,7 +62,7 @@ def unsupported_reason(device: torch.device, case: Case) -> str | None:
         return reason
     if (reason := unsupported_by_capability(torch.cuda.get_device_capability(device), case)) is not None:
         return reason
-    kind = kind_of(*blocks_of(case))
+    kind = scaling_of(*blocks_of(case))
     if kind in ("block", "mx") and not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
     if kind == "block" and _cuda_version() < (12, 9):
@@ -72,7 +72,7 @@ def unsupported_reason(device: torch.device, case: Case) -> str | None:
 
 def unsupported_by_capability(capability: tuple[int, int], case: Case) -> str | None:
     """Return why PyTorch has no such product for a compute capability, or None. Queries no device."""
-    kind = kind_of(*blocks_of(case))
+    kind = scaling_of(*blocks_of(case))
     if kind is None:
         return f"PyTorch has no product for scales of {case[0]} by {case[1]}, layout {case[2]}"
     if all(text.startswith(E5M2.name) for text in case[:2]):
@@ -94,7 +94,7 @@ def scaled_mm(
     left, right = oriented(a, b, layout)
     if left.data.numel() == 0 or right.data.numel() == 0:
         return empty_product(left, right, out_dtype, bias)
-    kind, device = kind_of(left.blocks, right.blocks), left.data.device
+    kind, device = scaling_of(left.blocks, right.blocks), left.data.device
     if kind is not None and is_supported(kind, device, out_dtype, bias is not None):
         return product(kind, left, right, out_dtype, bias, fast_accum)
     if kind is not None and is_supported(kind, device, torch.float32, False):
@@ -110,7 +110,7 @@ def scaled_mm(
     return sums.to(out_dtype)
 
 
-def kind_of(left: Granularity, right: Granularity) -> Kind | None:
+def scaling_of(left: Granularity, right: Granularity) -> Scaling | None:
     """Return PyTorch's name for a pair of scale blocks, oriented as [outside, contraction]."""
     if left.columns == right.columns == FULL:
         return "tensor" if left.rows == right.rows == FULL else "row"
@@ -120,7 +120,7 @@ def kind_of(left: Granularity, right: Granularity) -> Kind | None:
 
 
 def product(
-    kind: Kind, left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
+    kind: Scaling, left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None, fast_accum: bool
 ) -> Tensor:
     """Call PyTorch with padded operands and scales in its memory order."""
     m, n = left.data.shape[0], right.data.shape[0]
@@ -149,7 +149,7 @@ def product(
 def is_one_call(left: Operand, right: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
     """Whether one call of `torch._scaled_mm`, without copies, computes the product."""
     (m, k), n = left.data.shape, right.data.shape[0]
-    kind, device = kind_of(left.blocks, right.blocks), left.data.device
+    kind, device = scaling_of(left.blocks, right.blocks), left.data.device
     if kind not in ("tensor", "row") or not m * n * k or n % ALIGNMENT or k % ALIGNMENT:
         return False
     if not is_supported(kind, device, out_dtype, bias is not None):
@@ -165,7 +165,7 @@ def is_one_call(left: Operand, right: Operand, out_dtype: torch.dtype, bias: Ten
     return True
 
 
-def _multiples(kind: Kind, blocks: Granularity, outside: int) -> tuple[int, int]:
+def _multiples(kind: Scaling, blocks: Granularity, outside: int) -> tuple[int, int]:
     """Return the multiples to which rows and columns of an operand [outside, contraction] are padded."""
     if kind in ("tensor", "row"):
         return outside, ALIGNMENT
@@ -238,11 +238,11 @@ def _scaled_afterwards(left: Operand, right: Operand, fast_accum: bool) -> Tenso
     return sums
 
 
-_SUPPORTED: dict[tuple[Kind, torch.device, torch.dtype, bool], bool] = {}
+_SUPPORTED: dict[tuple[Scaling, torch.device, torch.dtype, bool], bool] = {}
 """Probe results; they depend on device and libraries only, so they hold for the process."""
 
 
-def is_supported(kind: Kind, device: torch.device, out_dtype: torch.dtype, biased: bool) -> bool:
+def is_supported(kind: Scaling, device: torch.device, out_dtype: torch.dtype, biased: bool) -> bool:
     """Whether PyTorch computes this kind of product correctly on a device."""
     key = (kind, device, out_dtype, biased)
     supported = _SUPPORTED.get(key)
@@ -254,7 +254,7 @@ def is_supported(kind: Kind, device: torch.device, out_dtype: torch.dtype, biase
     return supported
 
 
-def _matches_exact_product(kind: Kind, device: torch.device, out_dtype: torch.dtype, biased: bool) -> bool:
+def _matches_exact_product(kind: Scaling, device: torch.device, out_dtype: torch.dtype, biased: bool) -> bool:
     """Whether a small product of this kind agrees with the exact result."""
     generator = torch.Generator().manual_seed(0)
     m, n, k = 64, 256, 256

@@ -19,13 +19,13 @@ W[e] ≈ diag(b[e]) Wq[e],
 reads them on the host.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import low_sqnr
-from octavo.kernels.gemm import UNIT_SCALE
+from octavo.kernels.gemm import UNIT_SCALE, Layout
 from octavo.kernels.grouped import reference, torch_scaled
 from octavo.kernels.grouped.gradient import groups_of_rows, quantize_grouped_gradient, sum_by_group
 from octavo.kernels.library import define
@@ -43,8 +43,6 @@ __all__ = [
     "quantize_grouped_gradient",
     "sum_by_group",
 ]  # fmt: skip
-
-Layout = Literal["nt", "nn", "tn"]
 
 
 def grouped_mm(

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.library import define
-from octavo.kernels.quantize import Order, quantize
+from octavo.kernels.quantize import quantize
 from octavo.kernels.quantize.reference import scale_of
 from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.spec import TENSOR, QuantSpec
-from octavo.tensor import ScaledTensor
+from octavo.tensor import Order, ScaledTensor
 
 
 def groups_of_rows(offsets: Tensor, rows: int) -> Tensor:

@@ -7,7 +7,7 @@ Memory traffic per element (bf16 input): 2 bytes read and 1 written per output a
 Scales by tensor or column, and pairs with them, need all maxima before the cast: 2 more bytes read.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +17,12 @@ from octavo.kernels.direct import ZEROS, Call, Plans, signature
 from octavo.kernels.library import define
 from octavo.kernels.quantize import decomposed, reference
 from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
+from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import QuantSpec
-from octavo.tensor import ScaledTensor
+from octavo.tensor import Order, ScaledTensor
 
-__all__ = ["QUANTIZE", "QUANTIZE_PAIR", "Order", "plan_pair", "plan_quantize", "quantize", "quantize_pair"]
-
-Order = Literal["rows", "columns", "both"]
-
-_INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+__all__ = ["QUANTIZE", "QUANTIZE_PAIR", "plan_pair", "plan_quantize", "quantize", "quantize_pair"]
 
 
 def quantize(
@@ -150,7 +147,7 @@ def _check_pair(x: Tensor, spec: QuantSpec, fold: Tensor | None, spec_t: QuantSp
 
 
 def _check(x: Tensor, fold: Tensor | None, name: str) -> None:
-    if x.ndim != 2 or x.dtype not in _INPUT_DTYPES:
+    if x.ndim != 2 or x.dtype not in SUPPORTED_DTYPES:
         raise ValueError(
             f"quantize takes a float32, bfloat16 or float16 matrix [R,C]; got {x.dtype} of shape {tuple(x.shape)}"
         )

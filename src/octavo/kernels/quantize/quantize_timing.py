@@ -7,11 +7,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from octavo.kernels.calibration import Entry
 from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.quantize import reference, triton
 from octavo.kernels.quantize.triton import FoldedSpec, QuantizeTask
-from octavo.kernels.timing import CALLS, Call, Timer, TimingResult, cache_bytes
+from octavo.kernels.timing import CALLS, TimedCall, Timer, TimingResult, cache_bytes
 from octavo.numerics.recipe import Recipe
 
 
@@ -72,9 +71,9 @@ def quantizations(recipe: Recipe, shapes: list[tuple[int, int, int]]) -> list[Qu
 
 def time_quantization(quantization: Quantization, device: torch.device, time: Timer) -> TimingResult:
     """Time every configuration of one quantization; leave out those whose bytes differ from the reference."""
-    times: dict[str, float] = {}
+    medians: dict[str, float] = {}
     skipped: dict[str, str] = {}
-    labels: dict[str, int] = {}
+    choices: dict[str, tuple[str, int | None]] = {}
     copies = max(1, min(CALLS, cache_bytes(device) // (quantization.shape[0] * quantization.shape[1]) + 1))
     inputs = [_operands(quantization.task, quantization.shape, device, seed) for seed in range(copies)]
     for index, (rows, columns, warps) in enumerate(triton.tiles(quantization.task)):
@@ -83,27 +82,14 @@ def time_quantization(quantization: Quantization, device: torch.device, time: Ti
             if (mismatch := _difference(quantization.task, device, index)) is not None:
                 skipped[label] = mismatch
                 continue
-            calls: list[Call] = [partial(_run, quantization.task, inputs[i % copies], index) for i in range(CALLS)]
-            times[label] = median(time(calls))
-            labels[label] = index
+            calls: list[TimedCall] = [partial(_run, quantization.task, inputs[i % copies], index) for i in range(CALLS)]
+            medians[label] = median(time(calls))
+            choices[label] = "triton", index
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             skipped[label] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    times = dict(sorted(times.items(), key=lambda item: item[1]))
-    entry = None
-    if times:
-        fastest, *rest = times
-        entry = Entry(
-            op="quantize",
-            case=quantization.case,
-            shape=quantization.shape,
-            backend="triton",
-            config=labels[fastest],
-            microseconds=times[fastest],
-            others={label: times[label] for label in rest},
-        )
-    return TimingResult(task=quantization, times=times, entry=entry, skipped=skipped)
+    return TimingResult.of_medians(quantization, "quantize", medians, choices, skipped)
 
 
 def _operands(task: QuantizeTask, shape: tuple[int, int], device: torch.device, seed: int) -> dict[str, Tensor | None]:

@@ -22,11 +22,12 @@ from torch import Tensor
 from octavo.kernels import calibration
 from octavo.kernels.launch import INTERPRETED, Launch, Variant
 from octavo.kernels.quantize.device import blocks_kernel, cast_kernel, maxima_kernel
-from octavo.kernels.quantize.plan import Order, QuantizePlan
+from octavo.kernels.quantize.quantize_plan import QuantizePlan
 from octavo.kernels.quantize.rows_device import rows_kernel
 from octavo.numerics.formats import E4M3
 from octavo.numerics.recipe import RECIPES
 from octavo.numerics.spec import FULL, ROW, QuantSpec
+from octavo.tensor import Order
 
 Fold = Literal["none", "rows", "columns"]
 Precomputed = Literal["nothing", "amax", "scale"]

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError
 
 from octavo.serving.card import Exported, model_card
+from octavo.serving.export_layouts import ExportLayout, get_layout
 from octavo.serving.folder import new_folder
-from octavo.serving.layouts import Layout, get_layout
 from octavo.serving.writer import write, write_errors
 from octavo.train.checkpoint import shards
 from octavo.train.checkpoint.digests import DIGESTS, files_of, write_digests
@@ -22,7 +22,7 @@ from octavo.train.checkpoint.recipes import convert_as
 from octavo.train.checkpoint.shards import SHARDS
 from octavo.train.checkpoint.store import check_files, read_trainer_state
 from octavo.train.config.run_config import ConfigError
-from octavo.train.model import DTYPES
+from octavo.train.model import PARAMETER_DTYPES
 from octavo.train.ranks import Ranks
 
 OWN = {"trainer.json", "optimizer.pt", DIGESTS}
@@ -56,7 +56,7 @@ def export(checkpoint: Path, out: Path, to: str = "bf16", max_shard_size: int | 
             raise ConfigError(_without_recipes(checkpoint, state, layout))
         check_files(checkpoint, Ranks(torch.device("cpu")))
         with _damage(checkpoint):
-            model = _read(checkpoint, DTYPES[state["config"]["precision"]["parameters"]])
+            model = _read(checkpoint, PARAMETER_DTYPES[state["config"]["precision"]["parameters"]])
             if layout is not None:
                 convert_as(model, state["recipes"])
         with write_errors(out):
@@ -87,7 +87,7 @@ def _holds_weights(name: str) -> bool:
     return name.startswith("model") and name.endswith((".safetensors", ".safetensors.index.json"))
 
 
-def _without_recipes(checkpoint: Path, state: dict[str, Any], layout: Layout) -> str:
+def _without_recipes(checkpoint: Path, state: dict[str, Any], layout: ExportLayout) -> str:
     """The message for a checkpoint whose layers have no recipes."""
     if state["config"]["precision"].get("level", "bf16") == "bf16":
         return (

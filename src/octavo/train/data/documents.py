@@ -25,7 +25,7 @@ from octavo.train.config.run_config import ConfigError
 if TYPE_CHECKING:
     import hashlib
 
-KINDS = {".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".json", ".ndjson", ".arrow"}
+FILE_KINDS = {".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".json", ".ndjson", ".arrow"}
 """Files that hold text."""
 Stream = Iterator[str | None]
 OnBytesRead = Callable[[int], None]

@@ -15,7 +15,7 @@ from typing import Any
 from octavo.numerics.names import nearest
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data, expand
-from octavo.train.data.documents import KINDS, no_split, suffix
+from octavo.train.data.documents import FILE_KINDS, no_split, suffix
 
 STDLIB = "python-stdlib"
 
@@ -23,7 +23,7 @@ STDLIB = "python-stdlib"
 def files(config: Data, folder: Path) -> list[str]:
     """The files that `load` reads of a local folder, hidden ones and its card included.
 
-    Raises ConfigError if they are not all in the folder, or are of another kind than `documents.KINDS`.
+    Raises ConfigError if they are not all in the folder, or are of another kind than `documents.FILE_KINDS`.
     """
     import datasets
 
@@ -36,8 +36,8 @@ def files(config: Data, folder: Path) -> list[str]:
         for name in sorted(names):
             if Path(name).parts[0] == os.pardir:
                 raise ValueError(f"its card names {name}, which is not in the folder: move it there")
-            if suffix(name) not in KINDS:
-                raise ValueError(f"its card names {name}: files must end in {', '.join(sorted(KINDS))}")
+            if suffix(name) not in FILE_KINDS:
+                raise ValueError(f"its card names {name}: files must end in {', '.join(sorted(FILE_KINDS))}")
     return [str(folder / name) for name in sorted(names)] + ([str(card)] if card.exists() else [])
 
 

@@ -28,7 +28,7 @@ from octavo.train.data.documents import OnBytesRead, Stream
 
 STDLIB = hf_datasets.STDLIB
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-"""Kinds of files read by this module, of `documents.KINDS`; `datasets` reads the others."""
+"""Kinds of files read by this module, of `documents.FILE_KINDS`; `datasets` reads the others."""
 METADATA = {"config.json", "dataset_info.json", "dataset_infos.json"}
 """Names of .json files without data."""
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz")
@@ -192,7 +192,7 @@ def _open_folder(config: Data, path: Path, on_bytes_read: OnBytesRead) -> Source
         return _open_saved(config, path, on_bytes_read)
     files = _files_below(path)
     kinds = {documents.suffix(file) for file in files if os.path.basename(file) not in METADATA}
-    usable = sorted(kinds.intersection(documents.KINDS))
+    usable = sorted(kinds.intersection(documents.FILE_KINDS))
     if _has_configs(path / "README.md") or (len(usable) == 1 and usable[0] not in SUFFIXES):
         return _open_prepared(config, path, on_bytes_read)
     if len(usable) != 1:
@@ -332,7 +332,7 @@ def _open_prepared(config: Data, folder: Path, on_bytes_read: OnBytesRead) -> So
         for path in sorted({*_files_below(folder), *hf_datasets.files(config, folder)}):
             if documents.suffix(path) in COMPRESSED:
                 raise ConfigError(f"{path} is compressed, and compressed files are not read: decompress it first")
-            if documents.suffix(path) in documents.KINDS and Path(path).suffix not in documents.KINDS:
+            if documents.suffix(path) in documents.FILE_KINDS and Path(path).suffix not in documents.FILE_KINDS:
                 raise ConfigError(f"{path} would be left out: rename it to end in {documents.suffix(path)}")
             digest.update(f"{os.path.relpath(path, folder)}\0".encode())
             documents.hash_file(path, digest, on_bytes_read, kind="")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
+NonNegative = Annotated[int, Field(ge=0, lt=2**63)]
 """What a run counts."""
 
 
@@ -61,9 +61,9 @@ def first_error(error: ValidationError) -> str:
 def record(kind: type, **special: Any) -> type[BaseModel]:
     """A model of the fields of a dataclass: all of them and no others, without conversions; `special`: other types.
 
-    An int is a `Count`. A special type with a default, as `(float | None, None)`, may be absent.
+    An int is a `NonNegative`. A special type with a default, as `(float | None, None)`, may be absent.
     """
-    hints = {name: Count if hint is int else hint for name, hint in get_type_hints(kind).items()} | special
+    hints = {name: NonNegative if hint is int else hint for name, hint in get_type_hints(kind).items()} | special
     fields: dict[str, Any] = {name: hint if isinstance(hint, tuple) else (hint, ...) for name, hint in hints.items()}
     config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     model: type[BaseModel] = create_model(kind.__name__, __config__=config, **fields)

@@ -22,12 +22,12 @@ from octavo.kernels.fused.argument_checks import (
     check_output,
     sample,
 )  # fmt: skip
-from octavo.kernels.fused.fp8_outputs import Order, empty_outputs, parse_spec, unpack_outputs
+from octavo.kernels.fused.fp8_outputs import empty_outputs, optional_spec, unpack_outputs
 from octavo.kernels.library import define
 from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
 from octavo.numerics.names import nearest
 from octavo.numerics.spec import QuantSpec
-from octavo.tensor import ScaledTensor
+from octavo.tensor import Order, ScaledTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +152,14 @@ GLU_BACKWARD.add(Backend(name="reference", run=reference.glu_backward))
 
 def _run(gate: Tensor, up: Tensor, activation: str, spec: str, order: str, return_unquantized: bool) -> list[Tensor]:
     backend = GLU.choose(gate.device, (activation, spec))
-    outputs: list[Tensor] = backend.run(gate, up, activation, parse_spec(spec), order, return_unquantized)
+    outputs: list[Tensor] = backend.run(gate, up, activation, optional_spec(spec), order, return_unquantized)
     return outputs
 
 
 def _fake(gate: Tensor, up: Tensor, activation: str, spec: str, order: str, return_unquantized: bool) -> list[Tensor]:
     return [
         *([gate.new_empty(gate.shape)] if return_unquantized else []),
-        *empty_outputs(gate, parse_spec(spec), order),
+        *empty_outputs(gate, optional_spec(spec), order),
     ]
 
 

@@ -17,19 +17,13 @@ from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import difference
 from octavo.kernels.fused import reference
-from octavo.kernels.fused.argument_checks import (
-    DTYPES,
-    cases_of_inputs,
-    check_like,
-    check_matrix,
-    check_output,
-    sample,
-)  # fmt: skip
-from octavo.kernels.fused.fp8_outputs import Order, empty_outputs, parse_spec, unpack_outputs
+from octavo.kernels.fused.argument_checks import cases_of_inputs, check_like, check_matrix, check_output, sample
+from octavo.kernels.fused.fp8_outputs import empty_outputs, optional_spec, unpack_outputs
 from octavo.kernels.library import define
 from octavo.kernels.registry import Backend, Case, Op, register, triton_unsupported
+from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.spec import QuantSpec
-from octavo.tensor import ScaledTensor
+from octavo.tensor import Order, ScaledTensor
 
 _F32 = (torch.float32,)
 
@@ -167,7 +161,7 @@ def _check_backward(
     check_matrix(op, "x", x)
     shape = tuple(x.shape)
     check_like(op, "grad", grad, shape, (x.dtype,), x)
-    check_like(op, "weight", weight, shape[1:], DTYPES, x)
+    check_like(op, "weight", weight, shape[1:], SUPPORTED_DTYPES, x)
     check_like(op, "rstd", rstd, (shape[0], 1), _F32, x)
     check_like(op, "mean", mean, (shape[0], 1), _F32, x)
     check_like(op, "grad_residual_out", grad_residual_out, shape, (x.dtype,), x)
@@ -243,7 +237,7 @@ def _run_rms_norm(
 ) -> list[Tensor]:
     backend = RMS_NORM.choose(x.device, ("rms_norm", spec))
     outputs: list[Tensor] = backend.run(
-        x, residual, weight, None, eps, add_unit_offset, False, parse_spec(spec), order, return_unquantized
+        x, residual, weight, None, eps, add_unit_offset, False, optional_spec(spec), order, return_unquantized
     )
     return outputs
 
@@ -254,7 +248,7 @@ def _run_layer_norm(
 ) -> list[Tensor]:  # fmt: skip
     backend = LAYER_NORM.choose(x.device, ("layer_norm", spec))
     outputs: list[Tensor] = backend.run(
-        x, residual, weight, bias, eps, False, True, parse_spec(spec), order, return_unquantized
+        x, residual, weight, bias, eps, False, True, optional_spec(spec), order, return_unquantized
     )
     return outputs
 
@@ -265,7 +259,7 @@ def _fake_norm(
     rows, columns = x.shape
     statistics = [x.new_empty((rows, 1), dtype=torch.float32) for _ in range(1 + center)]
     matrices = [x.new_empty((rows, columns)) for _ in range((residual is not None) + return_unquantized)]
-    return [*statistics, *matrices, *empty_outputs(x, parse_spec(spec), order)]
+    return [*statistics, *matrices, *empty_outputs(x, optional_spec(spec), order)]
 
 
 def _fake_rms_norm(

@@ -29,7 +29,7 @@ from octavo.tensor import ScaledTensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ExportLayout:
     """How a checkpoint stores the FP8 weights of linear layers.
 
     Attributes:
@@ -105,18 +105,22 @@ def _fine_grained(ignore: Sequence[str]) -> dict[str, Any]:
 
 
 _NAMED = (
-    Layout(name="fp8-row", recipe=ROWWISE, scale_name="weight_scale", multiple=1, quantization_config=_float_quantized),
-    Layout(
+    ExportLayout(
+        name="fp8-row", recipe=ROWWISE, scale_name="weight_scale", multiple=1, quantization_config=_float_quantized
+    ),
+    ExportLayout(
         name="fp8-block", recipe=BLOCKWISE, scale_name="weight_scale_inv", multiple=1, quantization_config=_fine_grained
     ),
-    Layout(name="mxfp8", recipe=MXFP8, scale_name="weight_scale", multiple=32, quantization_config=_mxfp8_quantized),
+    ExportLayout(
+        name="mxfp8", recipe=MXFP8, scale_name="weight_scale", multiple=32, quantization_config=_mxfp8_quantized
+    ),
 )
 LAYOUTS = {layout.name: layout for layout in _NAMED}
 HIGH_PRECISION = "bf16"
 """What `save_pretrained` writes: every weight in its own dtype."""
 
 
-def get_layout(name: str) -> Layout | None:
+def get_layout(name: str) -> ExportLayout | None:
     """Look up a layout; None for `HIGH_PRECISION`. Raises ValueError with the closest name."""
     names = [HIGH_PRECISION, *LAYOUTS]
     if name not in names:

@@ -10,12 +10,12 @@ from octavo.kernels import quantize
 from octavo.nn.experts import Experts
 from octavo.nn.linear_like import LinearLike
 from octavo.nn.resident import SCALE_SUFFIX, ResidentWeight, resident_weight
-from octavo.serving.layouts import Layout
+from octavo.serving.export_layouts import ExportLayout
 from octavo.tensor import ScaledTensor
 
 
 def quantized_weights(
-    model: Any, fqn: str, module: LinearLike | Experts, layout: Layout, saved: Mapping[str, Tensor]
+    model: Any, fqn: str, module: LinearLike | Experts, layout: ExportLayout, saved: Mapping[str, Tensor]
 ) -> dict[str, ScaledTensor] | str:
     """Quantize the weights of a converted module.
 

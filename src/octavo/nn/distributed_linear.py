@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import TENSOR
+from octavo.tensor import contiguous_strides
 
 
 def distributed_linear(
@@ -79,7 +80,7 @@ def distributed_linear(
         b_local = b_local * first
     y_local = local_linear(x_local, weight.to_local(grad_placements=w_grad), b_local)
     shape = Size((*x.shape[:-1], weight.shape[0]))
-    return DTensor.from_local(y_local, mesh, y_out, run_check=False, shape=shape, stride=_contiguous(shape))
+    return DTensor.from_local(y_local, mesh, y_out, run_check=False, shape=shape, stride=contiguous_strides(shape))
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -101,10 +102,3 @@ def _as_dtensor(tensor: Tensor | None, mesh: DeviceMesh) -> Any:
     if tensor is None or isinstance(tensor, DTensor):
         return tensor
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in shape[:0:-1]:
-        strides.insert(0, strides[0] * max(size, 1))
-    return tuple(strides)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from math import prod
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
@@ -24,9 +24,9 @@ from octavo.kernels.quantize.reference import padded
 from octavo.kernels.quantize.rows_device import rows_kernel
 from octavo.numerics.spec import QuantSpec
 from octavo.runtime.torch_compat import empty_strided_on, reinterpreted
+from octavo.tensor import Order
 
-Order = Literal["rows", "columns", "both"]
-Run = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+GeneratedFunction = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
 _OTHERWISE = "return general(X, FOLD, FOLD_T, GIVEN, zeros)"
 _HOOKED = "hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls"
@@ -80,7 +80,7 @@ class QuantizePlan:
             "grid_columns_t": scale_shape_t[1],
         }
         self._steps: list[tuple[PreparedLaunch, Callable[..., Any]]] = []
-        self.run: Run = self._run
+        self.run: GeneratedFunction = self._run
 
     def _run(
         self, x: Tensor, fold: Tensor | None, fold_t: Tensor | None, precomputed: Tensor | None,
@@ -127,7 +127,7 @@ class QuantizePlan:
             self.run = self._generated() or self._run
         return q, q_t, s, s_t
 
-    def _generated(self) -> "Run | None":
+    def _generated(self) -> "GeneratedFunction | None":
         """Return `_run` for aligned addresses, without its branches; None if a kernel was not compiled for these.
 
         Names in it: tensors in capitals, addresses as the kernels call them.
@@ -164,7 +164,7 @@ class QuantizePlan:
         lines += [f"if ({' | '.join([*addresses, 'amax'])}) & 15 or {_HOOKED}: {_OTHERWISE}"]
         lines += [f"stream = stream_of({self._index})", *map(str, launches), "return Q, Q_T, S, S_T"]
         exec("def run(X, FOLD, FOLD_T, GIVEN, zeros=new_zeros):\n " + "\n ".join(lines), constants)
-        run: Run = constants["run"]
+        run: GeneratedFunction = constants["run"]
         return run
 
     def _allocations(self) -> list[str]:
