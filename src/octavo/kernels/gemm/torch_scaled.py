@@ -6,7 +6,7 @@
     mx        F.scaled_mm           1×32, exponent bytes in tensor-core order; Blackwell
 
 Supported output dtypes and biases differ between devices and versions and are undocumented. So the first product of a
-(kind, output dtype, with bias) on a device is probed on a small one with a known result (`is_supported`). Unsupported
+(kind, output dtype, with bias) on a device is probed on a small one beside `reference` (`is_supported`). Unsupported
 combinations run with float32 output, followed by PyTorch ops for bias and cast; if row scales are unsupported, the
 product runs with unit scales and its float32 result is scaled afterwards. A bias in the product's epilogue has the
 output's dtype, as a float32 bias under autocast has in any linear.
@@ -29,6 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.kernels.conformance.mismatches import low_sqnr
+from octavo.kernels.gemm import reference
 from octavo.kernels.gemm.operand_layout import (
     ALIGNMENT,
     Operand,
@@ -38,10 +40,10 @@ from octavo.kernels.gemm.operand_layout import (
     packed,
     scale_sums,
 )
+from octavo.kernels.quantize.reference import quantize
 from octavo.kernels.registry import GPU_TYPES, Case, unsupported_gpu
-from octavo.numerics.error import sqnr
-from octavo.numerics.formats import E4M3, E5M2, E8M0
-from octavo.numerics.spec import FULL, Granularity
+from octavo.numerics.formats import E5M2, E8M0
+from octavo.numerics.spec import FULL, Granularity, QuantSpec
 from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.torch_compat import disable_current_modes
 from octavo.tensor import ScaledTensor
@@ -250,35 +252,35 @@ def is_supported(kind: Scaling, device: torch.device, out_dtype: torch.dtype, bi
         if is_capturing(device):
             return out_dtype == torch.bfloat16 or (kind == "tensor" and not biased)
         with disable_current_modes():  # torch.compile may be tracing
-            supported = _SUPPORTED[key] = _matches_exact_product(*key)
+            supported = _SUPPORTED[key] = _mismatch(*key) is None
     return supported
 
 
-def _matches_exact_product(kind: Scaling, device: torch.device, out_dtype: torch.dtype, biased: bool) -> bool:
-    """Whether a small product of this kind agrees with the exact result."""
+def _mismatch(kind: Scaling, device: torch.device, out_dtype: torch.dtype, biased: bool) -> str | None:
+    """Describe how a small product of this kind differs from `reference`, or return None."""
     generator = torch.Generator().manual_seed(0)
-    m, n, k = 64, 256, 256
-    extents = {"tensor": (FULL, FULL), "row": (1, FULL), "block": (1, BLOCK), "mx": (1, GROUP)}[kind]
-    operands, values = [], []
-    for rows in (m, n):
-        data = torch.randn((rows, k), generator=generator, device="cpu").to(E4M3.dtype)
-        shape = Granularity(*extents).scale_shape((rows, k))
-        scale = torch.randint(-2, 3, shape, generator=generator, device="cpu").float().exp2()
-        spread = scale.repeat_interleave(-(-k // shape[1]), 1)
-        values.append((data.float() * spread).double())
-        stored = scale.to(E8M0.dtype) if kind == "mx" else scale
-        operands.append(Operand(data.to(device), stored.to(device), Granularity(*extents)))
-    expected, bias = values[0] @ values[1].t(), None
-    if biased:
-        bias = torch.randn(n, generator=generator, device="cpu").to(device, torch.bfloat16)
-        expected += bias.cpu()
+    text = {"tensor": "e4m3/tensor", "row": "e4m3/row", "block": f"e4m3/1x{BLOCK}", "mx": f"e4m3/1x{GROUP}/e8m0"}[kind]
+    spec, n, k = QuantSpec.parse(text), 256, 256
+
+    def operand(rows: int) -> ScaledTensor:
+        magnitudes = 2.0 ** torch.randint(-2, 3, (rows, k // GROUP), generator=generator, device="cpu")
+        values = torch.randn((rows, k), generator=generator, device="cpu") * magnitudes.repeat_interleave(GROUP, 1)
+        data, scale = quantize(values, spec, None)
+        return ScaledTensor(data, scale, spec)
+
+    a, b = operand(64), operand(n)
+    bias = 64 * torch.randn(n, generator=generator, device="cpu").bfloat16() if biased else None
+    expected = reference.scaled_mm(a, b, "nt", torch.float32, bias, False)
+    left, right = (
+        Operand(x.data.to(device), None if x.scale is None else x.scale.to(device), spec.granularity) for x in (a, b)
+    )
     try:
-        actual = product(kind, operands[0], operands[1], out_dtype, bias, False)
+        actual = product(kind, left, right, out_dtype, None if bias is None else bias.to(device), False)
     except torch.OutOfMemoryError:
         raise  # unrelated to the product
-    except (RuntimeError, ValueError):
-        return False
-    return actual.dtype == out_dtype and sqnr(expected, actual.cpu()) > 40
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return low_sqnr([expected], [actual], 40) if actual.dtype == out_dtype else f"its result is {actual.dtype}"
 
 
 _ONES: dict[tuple[int, torch.device], Tensor] = {}
