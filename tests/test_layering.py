@@ -2,11 +2,11 @@
 
 import ast
 import inspect
-import re
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -44,10 +44,16 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The parsed file; several tests walk it."""
+    return ast.parse(path.read_text())
+
+
 def imports_of(path: Path) -> list[str]:
     """Every octavo module that a file imports, wherever in the file."""
     names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -75,27 +81,55 @@ def test_imports_go_downward_only() -> None:
     assert len(FILES) > 150 and not wrong, "\n".join(wrong)
 
 
-def test_the_linear_is_readable_alone() -> None:
-    path = SOURCE / "nn" / "linear.py"
-    assert len(path.read_text().splitlines()) <= 150 and len(set(imports_of(path))) <= 6
+LASTING_PRIVATE_NAMES = {
+    "tensors": {"_base", "_cdata", "_make_wrapper_subclass", "_version"},
+    "modules": {
+        "_backward_hooks", "_backward_pre_hooks", "_buffers", "_call_impl", "_ConvNd", "_forward_hooks",
+        "_forward_pre_hooks", "_modules", "_non_persistent_buffers_set", "_parameters",
+    },
+    "ops and autograd": {
+        "_foreach_div_", "_foreach_mul_", "_foreach_norm", "_scaled_grouped_mm", "_scaled_mm", "_schema",
+        "_sequence_nr", "_unsafe_view",
+    },
+    "transformers and accelerate": {
+        "_apply_gate", "_attn_implementation", "_custom_objects", "_experts_implementation", "_hf_peft_config_loaded",
+        "_keys_to_ignore_on_save", "_name_or_path",
+    },
+    "a convention for optimizers, and namedtuple": {"_no_weight_decay", "_replace"},
+}  # fmt: skip
+"""Private names of other packages that are the same in all supported releases, or that are read with a default."""
 
 
 def test_private_names_of_torch_are_behind_one_shim() -> None:
-    """Operators (`torch._scaled_mm`, `torch._foreach_*`, `torch.ops`) are called where they are needed."""
-    allowed = ("torch._scaled_mm", "torch._scaled_grouped_mm", "torch._foreach_", "torch.ops.", "torch.__version__")
+    lasting = {name for names in LASTING_PRIVATE_NAMES.values() for name in names}
+    own: set[str] = set()
+    used: list[tuple[str, str]] = []
     for path in FILES:
-        if path.name == "torch_compat.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
-            else:
-                names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
-            for name in names:
-                private = re.fullmatch(r"torch(\.\w+)*\._\w+(\.\w+)*", name) and not name.startswith(allowed)
-                assert not private, f"{path}:{node.lineno}: {name} belongs in runtime/torch_compat.py"
+        for node in ast.walk(tree_of(path)):
+            names: list[str] = []
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                    own.add(name)
+                case ast.Attribute(attr=name, ctx=ast.Store()):
+                    own.add(name)
+                case ast.Attribute(attr=name) if name.startswith("_"):
+                    names = [] if ast.unparse(node).startswith(("aten.", "torch.ops.")) else [name]
+                case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, name, *_]):
+                    names = [ast.unparse(name).strip("f'")]
+                case ast.ImportFrom(module=module):
+                    names = [*(module or "").split("."), *(alias.name for alias in node.names)]
+                case ast.Import():
+                    names = [part for alias in node.names for part in alias.name.split(".")]
+            if path != SOURCE / "runtime" / "torch_compat.py":
+                private = (name for name in names if name.startswith("_") and not name.startswith("__"))
+                used += [(name, f"{path}, line {node.lineno}: {name}") for name in private]  # type: ignore[attr-defined]
+    wrong = [place for name, place in used if name not in own | lasting]
+    assert not wrong, "move them into octavo.runtime.torch_compat:\n" + "\n".join(wrong)
+
+
+def test_the_linear_is_readable_alone() -> None:
+    path = SOURCE / "nn" / "linear.py"
+    assert len(path.read_text().splitlines()) <= 150 and len(set(imports_of(path))) <= 6
 
 
 def test_there_are_no_import_cycles() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo.numerics.formats import widen
 from octavo.numerics.spec import QuantSpec
+from octavo.runtime.torch_compat import local_part
 
 Order = Literal["rows", "columns", "both"]
 """Memory order of FP8 data: contiguous rows, contiguous columns, or one copy of each."""
@@ -98,6 +99,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
         tensor: A DTensor gives its local shard; a shard for FP8 all-gather (`octavo.nn.gathered`) its `local` tensor;
             any other tensor itself.
     """
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    local: Tensor = local_part(tensor)
     result: Tensor = getattr(local, "local", local)
     return result

@@ -113,7 +113,7 @@ def test_hooks_of_the_user_apply_inside_own_ones():
 
 def test_every_private_name_exists_in_this_release():
     for name in (*torch_compat.__all__, *torch_compat._DISTRIBUTED):
-        assert callable(getattr(torch_compat, name)) or name == "composable_state", name
+        assert callable(getattr(torch_compat, name)), name
     assert torch_compat.tracing_state() is None and torch_compat.saved_tensors_hooks_disabled() is None
     assert torch_compat.current_graph_task_id() == -1 and torch_compat.current_dispatch_mode() is None
     before = torch_compat.sequence_number()
@@ -123,6 +123,61 @@ def test_every_private_name_exists_in_this_release():
         assert type(torch.ones(1)) is torch.Tensor
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         torch_compat.nothing  # noqa: B018
+
+
+def test_what_autograd_holds_is_read_without_unpacking():
+    x = torch.randn(3, requires_grad=True)
+    with saved_tensors_hooks(lambda tensor: "packed", pytest.fail):
+        hooked = x.exp().grad_fn
+    plain = x.exp()
+    assert torch_compat.held_for_backward(hooked, "result") == "packed"
+    assert torch_compat.all_held_for_backward(hooked) == ["packed"]
+    assert torch_compat.held_for_backward(plain.grad_fn, "result").data_ptr() == plain.data_ptr()
+    assert torch_compat.held_for_backward(plain.grad_fn, "other") is None
+
+
+def test_global_module_hooks_are_listed():
+    def hook(*_):
+        return None
+
+    registrations = (
+        "register_module_forward_hook", "register_module_forward_pre_hook", "register_module_full_backward_hook",
+        "register_module_full_backward_pre_hook",
+    )  # fmt: skip
+    assert list(torch_compat.global_module_hooks()) == []
+    for register in registrations:
+        handle = getattr(torch.nn.modules.module, register)(hook)
+        assert list(torch_compat.global_module_hooks()) == [hook], register
+        handle.remove()
+
+
+def sharded_job():
+    """Facts of a model that FSDP2 shards, of its gathered weight, and of one whose parameters DDP ignores."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False), torch.nn.Linear(4, 2, bias=False))
+    before = torch_compat.composable_modules().get(model)
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    first, _ = torch_compat.fsdp_parameters(model)
+    weight = first.sharded_param
+    local = torch_compat.local_part(weight)
+    facts = [before, model in torch_compat.composable_modules(), torch_compat.is_dtensor(weight), tuple(local.shape)]
+    x = torch.ones(3, 8)
+    y = model(x)
+    model.reshard()
+    torch_compat.forget_gathered(first)
+    again = model(x)
+    plain = torch.nn.Linear(2, 2)
+    for name in ("bias", "weight"):
+        torch_compat.ignore_in_ddp(plain, [name])
+    with pytest.raises(RuntimeError, match="doesn't have any parameter"):
+        torch.nn.parallel.DistributedDataParallel(plain)
+    return [*facts, torch.equal(y, again)]
+
+
+@pytest.mark.thorough
+def test_what_is_sharded(gloo):
+    assert gloo.run(sharded_job, 2) == [[None, True, True, (2, 8), True]] * 2
+    assert not torch_compat.is_dtensor(torch.ones(1)) and torch_compat.local_part(torch.ones(1)).shape == (1,)
 
 
 def test_callbacks_run_when_backward_ends():

@@ -18,12 +18,12 @@ every module runs its own forward and saves what that saves.
 import inspect
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from octavo.activations.detect import (
     GLU_ACTIVATIONS,
@@ -44,7 +44,7 @@ from octavo.activations.functional import (
 from octavo.activations.saved_tensors import compressed, recording
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.runtime.swap import become
-from octavo.runtime.torch_compat import is_traceable_wrapper_subclass
+from octavo.runtime.torch_compat import global_module_hooks, is_traceable_wrapper_subclass
 
 STORAGE_ATTRIBUTE = "octavo_storage"
 """Attribute of a converted module that holds its `Norm`, `Glu`, `Activation` or `HookedForward`."""
@@ -261,14 +261,8 @@ def _is_altered(module: Any) -> bool:
     if not isinstance(module, nn.Module):
         return False
     hooks = [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
-    if torch_module._has_any_global_hook():
-        hooks += [getattr(torch_module, name) for name in _GLOBAL_HOOKS]
-    return "forward" in vars(module) or any(_alters(hook) for kind in hooks for hook in kind.values())
-
-
-_GLOBAL_HOOKS = (
-    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
-)  # fmt: skip
+    own = (hook for kind in hooks for hook in kind.values())
+    return "forward" in vars(module) or any(_alters(hook) for hook in chain(own, global_module_hooks()))
 
 
 def _alters(hook: Any) -> bool:

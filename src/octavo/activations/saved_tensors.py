@@ -42,7 +42,12 @@ from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.runtime import torch_compat
 from octavo.runtime.linear_kinds import kind_of
 from octavo.runtime.switch import stores
-from octavo.runtime.torch_compat import is_traceable_wrapper_subclass, own_saved_tensors_hooks, tree_leaves
+from octavo.runtime.torch_compat import (
+    held_for_backward,
+    is_traceable_wrapper_subclass,
+    own_saved_tensors_hooks,
+    tree_leaves,
+)
 
 T = TypeVar("T")
 
@@ -246,7 +251,7 @@ class CompressionHooks:
         rounded: set[int] = set()
         for node in created_nodes([tensor.grad_fn for tensor in tensors], self._first):
             for name in may_be_rounded(node, own, weights.covers, partial(_saved_by, node)):
-                rounded.add(id(_holder(node, name)))
+                rounded.add(id(held_for_backward(node, name)))
         return {key for key in rounded & ours.keys() if self._is_activation(ours[key], own)}
 
     def _is_activation(self, saved: PackedTensor, own: set[int]) -> bool:
@@ -380,14 +385,9 @@ def _weights_of_linears(module: nn.Module, unrounded: set[int]) -> _Weights:
     return _Weights(p for p in weights if id(p) not in unrounded)
 
 
-def _holder(node: Any, name: str) -> Any:
-    """Return what autograd holds for a tensor that a node saved."""
-    return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
-
-
 def _saved_by(node: Any, name: str) -> Tensor | None:
     """Return a tensor that a node saved, if it is pending here."""
-    saved = _holder(node, name)
+    saved = held_for_backward(node, name)
     return saved.tensor if isinstance(saved, PackedTensor) else None
 
 

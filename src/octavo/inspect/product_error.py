@@ -36,6 +36,7 @@ from octavo.nn.linear_subclasses import is_transposed
 from octavo.numerics.equalization import ChannelScales, channel_amax, column_amax, equalize
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import QuantSpec
+from octavo.runtime.torch_compat import local_part
 from octavo.tensor import ScaledTensor
 
 RecipeKey = tuple[str, str]
@@ -78,7 +79,7 @@ class ProductErrors:
         if layer not in self._measure:
             return
         if layer not in self._weights:
-            weight: Any = getattr(module.weight, "_local_tensor", module.weight)  # a part of a DTensor
+            weight: Any = local_part(module.weight)  # a part of a DTensor
             if is_transposed(module):
                 weight = weight.t()
             if isinstance(weight, Fp8Weight):

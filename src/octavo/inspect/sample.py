@@ -42,7 +42,7 @@ from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.formats import SUPPORTED_DTYPES
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.spec import TENSOR, QuantSpec
-from octavo.runtime.torch_compat import disable_current_modes, in_backward
+from octavo.runtime.torch_compat import disable_current_modes, in_backward, local_part
 from octavo.tensor import ScaledTensor
 
 
@@ -134,7 +134,7 @@ class Sample:
 
     def _before(self, layer: WatchedLayer) -> Callable[..., None]:
         def count_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
-            x, own_x = _local(_input(args, kwargs)), _local(self._before_gather.pop(layer.name))
+            x, own_x = local_part(_input(args, kwargs)), local_part(self._before_gather.pop(layer.name))
             recomputed = in_backward()
             if x.dtype not in SUPPORTED_DTYPES or (recomputed and not self._without_graph[layer.name]):
                 return
@@ -279,7 +279,7 @@ class Sample:
 
 def _weight(module: nn.Module) -> Tensor:
     """Return W [N,K] of a layer, or this rank's part."""
-    weight = _local(module.weight)  # type: ignore[arg-type]
+    weight: Tensor = local_part(module.weight)
     return weight.t() if is_transposed(module) else weight
 
 
@@ -290,13 +290,8 @@ def _whole(weight: Tensor) -> Tensor:
 
 def _shard(module: nn.Module) -> ShardedWeight | None:
     """Return this rank's rows of a weight that FSDP gathers in FP8."""
-    local = getattr(module.weight, "_local_tensor", None)
+    local = local_part(module.weight)
     return local if isinstance(local, ShardedWeight) else None
-
-
-def _local(x: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor; any other tensor itself."""
-    return getattr(x, "_local_tensor", x)
 
 
 def _local_gradient(g: Tensor, places: Any) -> Tensor:
@@ -307,7 +302,10 @@ def _local_gradient(g: Tensor, places: Any) -> Tensor:
 
     gradient: Any = g
     wanted = tuple(Replicate() if place.is_partial() else place for place in places)
-    return _local(gradient if gradient.placements == wanted else gradient.redistribute(placements=wanted))
+    if gradient.placements != wanted:
+        gradient = gradient.redistribute(placements=wanted)
+    part: Tensor = local_part(gradient)
+    return part
 
 
 def _read(x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from octavo.numerics.names import nearest
 from octavo.numerics.plan import Decision, Plan
 from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.runtime.swap import all_or_nothing, become
+from octavo.runtime.torch_compat import local_part
 
 
 def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, reason: str) -> None:
@@ -85,7 +86,7 @@ def change_recipe(model: nn.Module, fqn: str, recipe: str | Recipe | None, *, re
             reset_scales(module)
         _update_plan(modules, fqn, new_recipe, reason)
         for _, weight in list(sharded_weights(module)):
-            weight._local_tensor.gather_format.follow()  # type: ignore[attr-defined]
+            local_part(weight).gather_format.follow()
 
 
 def _update_plan(modules: dict[str, nn.Module], fqn: str, recipe: Recipe | None, reason: str) -> None:

@@ -48,7 +48,7 @@ from octavo.numerics.equalization import ChannelScales, channel_amax, column_ama
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import in_backward
+from octavo.runtime.torch_compat import in_backward, local_part
 from octavo.tensor import ScaledTensor
 
 ATTRIBUTE = "equalizer"
@@ -335,7 +335,7 @@ def current_channels(module: nn.Module, input: Tensor) -> ChannelScales | None:
     """
     if not equalizes(module):
         return None
-    weight: Tensor = getattr(module.weight, "_local_tensor", module.weight)  # a part under tensor parallelism
+    weight: Tensor = local_part(module.weight)  # a part under tensor parallelism
     if isinstance(weight, Fp8AllGatherOutput):
         return weight.channels
     scales = equalizer_of(module).next_scales(module.training)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from octavo.nn.equalized import Equalized, Equalizer, Measurement, equalized_layers, equalizer_of
 from octavo.nn.gathered import Fp8AllGatherOutput
 from octavo.numerics.equalization import LARGEST_EXPONENT, column_amax, equalize
-from octavo.runtime.torch_compat import in_backward
+from octavo.runtime.torch_compat import in_backward, local_part
 from octavo.tensor import local_tensor
 
 
@@ -111,7 +111,7 @@ def _weight_amax(layer: Equalized, measurement: Measurement | None) -> Tensor:
         return torch.zeros(_columns(layer))
     if measurement.w_amax is not None:
         return measurement.w_amax
-    weight = getattr(layer.weight, "_local_tensor", layer.weight)
+    weight = local_part(layer.weight)
     if not isinstance(weight, Fp8AllGatherOutput):
         return column_amax(local_tensor(weight))
     return column_amax(weight.dequantized(torch.float32))  # its memory is not freed since forward

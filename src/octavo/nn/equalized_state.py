@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from octavo.nn.equalized import Measurement, equalized_layers, equalizer_of, reset_scales
-from octavo.nn.weights import is_sharded
+from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.equalization import LARGEST_EXPONENT, ChannelScales
 from octavo.tensor import local_tensor
 
@@ -85,7 +85,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any]) -> None:
             weight = local_tensor(layer.weight)
             device = torch.device("cpu") if weight.is_meta else weight.device
             local = weight.shape[0 if layer.weight_is_transposed else 1]
-            if not is_sharded(layer) or len(exponents or ()) == local:  # tensor parallelism: the columns of this rank
+            if (
+                not is_fsdp_sharded(layer) or len(exponents or ()) == local
+            ):  # tensor parallelism: the columns of this rank
                 k = local
             if exponents is not None:
                 key = tuple(_checked(exponents, k, -LARGEST_EXPONENT, LARGEST_EXPONENT))

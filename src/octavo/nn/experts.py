@@ -35,7 +35,7 @@ from octavo.activations.modules import STORAGE_ATTRIBUTE, mixed_class
 from octavo.activations.saved_tensors import compressed
 from octavo.kernels.grouped import is_grouped
 from octavo.nn.grouped_linear import grouped_linear
-from octavo.nn.weights import is_sharded
+from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe
 from octavo.runtime.swap import become, has_own_forward, is_fully_sharded
 from octavo.runtime.switch import SWITCH
@@ -125,7 +125,7 @@ class Experts(nn.Module):
         weight, bias = getattr(self, name), getattr(self, f"{name}_bias") if self.has_bias else None
         if exchange is not None:
             weight, bias = exchange.local(weight), None if bias is None else exchange.local(bias)
-        keeps = self.keep_weights and not torch.compiler.is_compiling() and not is_sharded(self)
+        keeps = self.keep_weights and not torch.compiler.is_compiling() and not is_fsdp_sharded(self)
         return grouped_linear(rows, weight, bias, offsets, self.recipe, bool(self.is_transposed), keeps)
 
     def extra_repr(self) -> str:

@@ -27,7 +27,7 @@ from octavo.kernels.quantize.reference import scale_of
 from octavo.nn.fp8_weight import Fp8Weight
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.spec import TENSOR, QuantSpec
-from octavo.runtime.torch_compat import disabled_torch_function, tree_map
+from octavo.runtime.torch_compat import disabled_torch_function, local_part, tree_map
 from octavo.tensor import contiguous_strides, local_tensor
 
 aten = torch.ops.aten
@@ -198,7 +198,7 @@ class ShardedWeight(Tensor):
     ) -> Any:
         """Return the whole weight, a view of the memory that every later gather refills."""
         if out is not None:
-            out = getattr(out, "_local_tensor", out)  # of a weight that tensor parallelism placed
+            out = local_part(out)  # of a weight that tensor parallelism placed
             if isinstance(out, Fp8AllGatherOutput) and metadata is not None:
                 scale, channels = metadata
                 out.scale = out.scale if scale is None else scale
@@ -293,7 +293,7 @@ def rows_of(weight: Fp8AllGatherOutput) -> Fp8AllGatherOutput:
 def sharded_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield names and parameters whose shards are `ShardedWeight`s, each once."""
     for name, parameter in model.named_parameters():
-        if isinstance(getattr(parameter, "_local_tensor", None), ShardedWeight):
+        if isinstance(local_part(parameter), ShardedWeight):
             yield name, parameter
 
 

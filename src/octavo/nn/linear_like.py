@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octavo.nn.operands import JUST_IN_TIME, Quantizer
 from octavo.nn.resident import join_in_state, resident_weight, split_in_state
-from octavo.nn.weights import is_sharded
+from octavo.nn.weights import is_fsdp_sharded
 from octavo.numerics.recipe import DEFAULT, Recipe
 
 
@@ -73,7 +73,7 @@ class LinearLike(nn.Module):
         """Return whether the layer may reuse a cast of its weight now: see `octavo.nn.weights`."""
         if not self.keep_weights or torch.compiler.is_compiling():
             return False
-        return isinstance(self._parameters.get("weight"), nn.Parameter) and not is_sharded(self)
+        return isinstance(self._parameters.get("weight"), nn.Parameter) and not is_fsdp_sharded(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

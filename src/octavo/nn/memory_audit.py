@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from octavo.activations.saved_tensors import PackedTensor
 from octavo.nn.fp8_weight import Fp8Weight
 from octavo.numerics.names import merged, pattern
-from octavo.runtime.torch_compat import own_saved_tensors_hooks, tree_leaves
+from octavo.runtime.torch_compat import all_held_for_backward, is_dtensor, own_saved_tensors_hooks, tree_leaves
 from octavo.tensor import local_tensor
 
 
@@ -123,7 +123,7 @@ def saved_for_backward(model: nn.Module, *, owners: bool = False) -> Iterator[Sa
         owners: Track which module runs, by hooks on every module inside the block.
     """
     own = set(_own_storages(model))
-    sharded = any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
+    sharded = any(is_dtensor(parameter) for parameter in model.parameters())
     saved = SavedStorages()
     running = [""]
 
@@ -215,10 +215,8 @@ def _saving_ops(outputs: Any) -> dict[int, str]:
                 stack.append(node)
     ops: dict[int, str] = {}
     for node in sorted(nodes, key=lambda node: node._sequence_nr()):
-        for name in dir(node):
-            if name.startswith("_raw_saved_"):
-                for tensor in _tensors(_raw_saved(getattr(node, name))):
-                    ops.setdefault(_key(tensor), node.name().rstrip("0123456789").removesuffix("Backward"))
+        for tensor in _tensors(all_held_for_backward(node)):
+            ops.setdefault(_key(tensor), node.name().rstrip("0123456789").removesuffix("Backward"))
     return ops
 
 
@@ -231,11 +229,6 @@ def _tensors(value: Any) -> list[Tensor]:
         elif isinstance(leaf, PackedTensor):
             tensors += leaf.present
     return tensors
-
-
-def _raw_saved(saved: Any) -> list[Any]:
-    """Return what autograd holds for saved tensors: tensors, or the results of pack hooks. Calls no unpack hook."""
-    return [one.data for one in tree_leaves(saved) if one is not None]
 
 
 def _summed(storages: Any, by: Callable[[SavedStorage], Any]) -> dict[Any, int]:

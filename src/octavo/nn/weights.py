@@ -32,7 +32,6 @@ Weights of experts take part. In `accumulating` those are cast in each pass that
 a CUDA graph is captured.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +45,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from octavo.kernels import needs_both_orders, quantize, quantize_pair
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.execution_context import execution_context
+from octavo.runtime.torch_compat import composable_modules
 from octavo.tensor import ScaledTensor
 
 WeightCasts = tuple[ScaledTensor, ScaledTensor]
@@ -143,7 +143,7 @@ def accumulating(model: nn.Module) -> Iterator[None]:
     """
     caches = {}
     for fqn, module in model.named_modules():
-        if not getattr(module, "keep_weights", False) or is_sharded(module):
+        if not getattr(module, "keep_weights", False) or is_fsdp_sharded(module):
             continue
         for name, weight in module._parameters.items():
             if type(weight) is nn.Parameter and weight.ndim > 1 and id(weight) not in _CACHES:
@@ -219,12 +219,9 @@ def _bits_differ(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
     ).any()
 
 
-def is_sharded(module: nn.Module) -> bool:
+def is_fsdp_sharded(module: nn.Module) -> bool:
     """Return whether FSDP2 shards a module. (FSDP1's weights are not parameters while in use.)"""
-    states = sys.modules.get("torch.distributed._composable_state")
-    if states is None:
-        return False
-    composable = states._module_state_mapping
+    composable = composable_modules()
     if len(composable) != len(_FSDP_ROOTS):
         from torch.distributed.fsdp import FSDPModule
 

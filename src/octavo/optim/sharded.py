@@ -17,12 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo.runtime.torch_compat import is_dtensor, local_part
 from octavo.tensor import contiguous_strides, local_tensor
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
-    return hasattr(tensor, "_local_tensor")
 
 
 def splits_groups(param: Tensor, group: int) -> bool:
@@ -60,12 +56,12 @@ def _offset(param: Tensor) -> tuple[int, ...]:
 
 def shard_like(param: Tensor, rows: Tensor) -> Tensor:
     """Wrap a state of the local rows as a tensor sharded like the parameter."""
-    if not is_sharded(param):
+    if not is_dtensor(param):
         return rows
     owner: Any = param
     columns = [size * column_splits(param) if dim == 0 else size for dim, size in enumerate(rows.shape[1:])]
     shape = torch.Size((param.shape[0], *columns)) if rows.ndim else rows.shape
-    if rows.shape == owner._local_tensor.shape:
+    if rows.shape == local_part(param).shape:
         shape = param.shape
     sharded: Tensor = owner.from_local(
         rows,
@@ -80,7 +76,7 @@ def shard_like(param: Tensor, rows: Tensor) -> Tensor:
 
 def local_rows(param: Tensor, value: Tensor) -> Tensor:
     """Return the local rows of a value with the parameter's rows, whole or sharded like it."""
-    if is_sharded(value) or not is_sharded(param) or not value.ndim:
+    if is_dtensor(value) or not is_dtensor(param) or not value.ndim:
         return local_tensor(value)
     first = first_row(param)
     rows = value[first : first + local_tensor(param).shape[0]]
@@ -100,7 +96,7 @@ def sum_gradient(param: Tensor) -> None:
     parameter needs, as of a norm under sequence parallelism, to whoever reads the gradient.
     """
     grad: Any = param.grad
-    if is_sharded(param) and is_sharded(grad) and _placements(grad) != _placements(param):
+    if is_dtensor(param) and is_dtensor(grad) and _placements(grad) != _placements(param):
         param.grad = grad.redistribute(placements=_placements(param))
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from octavo.kernels.adamw import compress, groups
 from octavo.numerics.formats import E4M3
-from octavo.optim.sharded import is_sharded, local_rows, shard_like
+from octavo.optim.sharded import local_rows, shard_like
+from octavo.runtime.torch_compat import is_dtensor
 from octavo.tensor import local_tensor
 
 MIN_FP8_COLUMNS = 64
@@ -89,7 +90,7 @@ def check_state(index: int, param: Tensor, state: dict[str, Any], group: dict[st
         )
     local = state_layout(local_tensor(param), group)
     for name, value in state.items():
-        if is_sharded(value) and tuple(local_tensor(value).shape) != local[name][0]:
+        if is_dtensor(value) and tuple(local_tensor(value).shape) != local[name][0]:
             raise ValueError(
                 f"the saved state of parameter {index} {list(param.shape)} is sharded over other ranks: this rank has "
                 f"{list(local_tensor(value).shape)} of {name}, expected {list(local[name][0])}. Save and load with "

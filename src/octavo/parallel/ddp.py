@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from octavo.comm import DEFAULT_SPEC, all_gather, all_reduce, reduce_scatter
 from octavo.comm.encoding import pack, parse_spec, unpack
 from octavo.nn.resident import ResidentWeight
+from octavo.runtime.torch_compat import ignore_in_ddp
 
 
 class Fp8AllReduce:
@@ -98,8 +99,7 @@ def replicate(model: nn.Module, mesh: DeviceMesh, *, fp8: str | None) -> nn.Modu
     for weight in resident.values():  # DDP would send and quantize their values
         for part in (weight.data_.view(torch.uint8), weight.scale):
             dist.broadcast(part, dist.get_global_rank(group, 0), group)
-    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *resident}
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    ignore_in_ddp(model, resident)
     ddp_model = DistributedDataParallel(model, process_group=group)
     if fp8 is not None:
         Fp8AllReduce(group, spec=fp8).register(ddp_model)

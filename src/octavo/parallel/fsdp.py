@@ -37,6 +37,7 @@ from octavo.nn.linear_like import LinearLike
 from octavo.numerics.equalization import ChannelScales
 from octavo.numerics.spec import TENSOR, QuantSpec
 from octavo.runtime.blocks import find_blocks
+from octavo.runtime.torch_compat import forget_gathered, fsdp_parameters, local_part
 from octavo.tensor import local_tensor
 
 _SCALES: "weakref.WeakSet[GlobalScales]" = weakref.WeakSet()
@@ -216,15 +217,10 @@ def _update_recipe(
     if spec == gather_format.spec or root is None:
         return
     for module in root.modules():
-        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-        group = state and state._fsdp_param_group
-        for parameter in group.fsdp_params if group else []:
-            if getattr(parameter._sharded_local_tensor, "gather_format", None) is gather_format:
+        for parameter in fsdp_parameters(module) if isinstance(module, FSDPModule) else ():
+            if getattr(local_part(parameter.sharded_param), "gather_format", None) is gather_format:
                 cast(FSDPModule, module).reshard()
-                # The new format has another size. FSDP reallocates both if they are missing.
-                parameter.all_gather_outputs = []
-                parameter._unsharded_inner_tensors = []
-                vars(parameter).pop("_unsharded_param", None)
+                forget_gathered(parameter)  # the new format has another size
                 sharded = parameter.sharded_param
     scales.drop(gather_format)
     by_tensor = spec is not None and spec.granularity == TENSOR
@@ -237,7 +233,7 @@ def _register_hooks(model: nn.Module, scales: GlobalScales) -> None:
     """Register hooks that return plain tensors in `state_dict` and refresh scales by tensor."""
     model.register_state_dict_post_hook(_unwrap_shards)
     for _, parameter in sharded_weights(model):
-        gather_format = parameter._local_tensor.gather_format  # type: ignore[attr-defined]
+        gather_format = local_part(parameter).gather_format
         if gather_format.scales is not None:
             scales.add(parameter, gather_format)
     _watch_optimizers()
@@ -263,11 +259,13 @@ def _watch_optimizers() -> None:
 def _unwrap_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Replace `ShardedWeight`s in a checkpoint by plain shards."""
     for name, value in state.items():
-        local = getattr(value, "_local_tensor", None)
-        if isinstance(local, ShardedWeight):
-            state[name] = type(value)(local_tensor(value), value._spec, requires_grad=False)
+        if isinstance(local_part(value), ShardedWeight):
+            state[name] = DTensor.from_local(
+                local_tensor(value), value.device_mesh, value.placements, run_check=False, shape=value.shape,
+                stride=value.stride(),
+            )  # fmt: skip
 
 
 def parameters_in_fp8(model: nn.Module) -> Iterable[str]:
     """Return the names of the parameters that are gathered in FP8."""
-    return [name for name, p in sharded_weights(model) if p._local_tensor.gather_format.spec is not None]  # type: ignore[attr-defined]
+    return [name for name, p in sharded_weights(model) if local_part(p).gather_format.spec is not None]

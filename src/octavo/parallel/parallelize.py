@@ -37,7 +37,7 @@ from octavo.parallel.ddp import replicate
 from octavo.parallel.expert_parallel import check_expert_mesh, distributed_experts, has_expert_names
 from octavo.parallel.fsdp import shard
 from octavo.runtime.swap import all_or_nothing
-from octavo.runtime.torch_compat import composable_state, flattened
+from octavo.runtime.torch_compat import composable_modules, flattened
 
 FP8_COMM = ("auto", "on", "gather", "off")
 
@@ -193,7 +193,7 @@ def _parallelize(
 @contextmanager
 def _all_or_nothing(model: nn.Module) -> Iterator[None]:
     """`octavo.runtime.swap.all_or_nothing`, for what FSDP2 remembers of modules as well."""
-    states = composable_state._module_state_mapping
+    states = composable_modules()
     before = set(states)
     try:
         with all_or_nothing(model):

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
+from octavo.runtime.torch_compat import constant_in_graphs
+
 
 class _Switch:
     enabled = True
@@ -45,6 +47,7 @@ def stores() -> bool:
     return SWITCH.enabled
 
 
+@constant_in_graphs
 def _compiled() -> bool:
     warnings.warn(
         "octavo: under torch.compile activations are stored as PyTorch does, not in FP8: what activations='fp8' saves "
@@ -52,7 +55,3 @@ def _compiled() -> bool:
         stacklevel=2,
     )
     return False
-
-
-_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile runs it, rather than tracing it:
-# what torch.compiler.assume_constant_result does, which would import the compiler for everybody, a second long

@@ -4,13 +4,16 @@ Each entry names the releases that need it, and is removed when no supported rel
 range of releases; `make test-versions` runs the tests on both ends of it.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
-from typing import Any
+from itertools import chain
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.nn.modules.module as torch_module
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -37,6 +40,9 @@ __all__ = [
     "unset_fake_temporarily",
 ]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 function_modes = torch._C._len_torch_function_stack
 dispatch_modes = torch._C._len_torch_dispatch_stack
 current_graph_task_id = torch._C._current_graph_task_id
@@ -48,7 +54,6 @@ tracing_state = torch._C._get_tracing_state
 
 _DISTRIBUTED = {
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    "composable_state": ("torch.distributed", "_composable_state"),
     "compute_local_shape_and_global_offset": (
         "torch.distributed.tensor._utils",
         "compute_local_shape_and_global_offset",
@@ -77,8 +82,71 @@ def gradients_of_stage(stage: Any, which: str) -> list[bool]:
 def has_freed_weights(module: torch.nn.Module) -> bool:
     """Return whether FSDP2 shards a module, or one inside it, and has no gathered weights now. torch >= 2.13."""
     fsdp = import_module("torch.distributed.fsdp").FSDPModule
-    states = [m._get_fsdp_state() for m in module.modules() if isinstance(m, fsdp)]
-    return any(group.is_sharded for state in states for group in state._fsdp_param_groups)
+    return any(group.is_sharded for m in module.modules() if isinstance(m, fsdp) for group in _fsdp_groups(m))
+
+
+def fsdp_parameters(module: Any) -> list[Any]:
+    """Return the parameters that FSDP2 gathers for a module that `fully_shard` was called on, as its `FSDPParam`s."""
+    return [parameter for group in _fsdp_groups(module) for parameter in group.fsdp_params]
+
+
+def forget_gathered(parameter: Any) -> None:
+    """Drop what an `FSDPParam` has gathered into: FSDP2 allocates it at the next gather, of another size if need be."""
+    parameter.all_gather_outputs = []
+    parameter._unsharded_inner_tensors = []
+    vars(parameter).pop("_unsharded_param", None)
+
+
+def _fsdp_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # torch >= 2.13
+        return list(state._fsdp_param_groups)
+    return [group for group in [state._fsdp_param_group] if group is not None]
+
+
+def composable_modules() -> dict[torch.nn.Module, Any]:
+    """Return the states of the modules that `fully_shard` or `replicate` was called on; {} if neither is imported."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    return {} if states is None else states._module_state_mapping
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Return whether a tensor is a DTensor. Does not import DTensor."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def local_part(tensor: Any) -> Any:
+    """Return what a DTensor holds on this rank, without autograd; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def ignore_in_ddp(model: torch.nn.Module, names: Iterable[str]) -> None:
+    """Exclude parameters of a model from the synchronization of a `DistributedDataParallel` made later."""
+    ddp: Any = import_module("torch.nn.parallel").DistributedDataParallel
+    ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names}
+    ddp._set_params_and_buffers_to_ignore_for_model(model, ignored)
+
+
+def global_module_hooks() -> Iterable[Any]:
+    """Return the hooks that run around the forward and backward of every module."""
+    if not torch_module._has_any_global_hook():
+        return ()
+    kinds = "forward", "forward_pre", "backward", "backward_pre"
+    return chain.from_iterable(getattr(torch_module, f"_global_{kind}_hooks").values() for kind in kinds)
+
+
+def held_for_backward(node: Any, name: str) -> Any:
+    """Return what autograd holds for a tensor that a node saved: the tensor, or the result of a pack hook.
+
+    Calls no unpack hook. None if the node saved no tensor of this name.
+    """
+    return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
+
+
+def all_held_for_backward(node: Any) -> list[Any]:
+    """Return what autograd holds for every tensor that a node saved, as `held_for_backward`."""
+    saved = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
+    return [one.data for one in tree_leaves(saved) if one is not None]
 
 
 def missing_in_pipelining() -> list[str]:
@@ -93,15 +161,19 @@ def missing_in_pipelining() -> list[str]:
     return missing + ([] if hasattr(internals, "_StageMeta") else ["_StageMeta"])
 
 
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Have torch.compile call a function and take its result as a constant, instead of tracing it.
+
+    `torch.compiler.assume_constant_result` sets the same attribute, but imports the compiler, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_graphs  # torch 2.11 cannot trace torch.amp.is_autocast_available
 def _has_autocast(device_type: str) -> bool:
     """Whether a device type has autocast. "meta" has none, and `is_autocast_enabled` raises for it."""
     return torch.amp.is_autocast_available(device_type)
-
-
-# torch 2.11: torch.compile cannot trace torch.amp.is_autocast_available; with this attribute it calls the function
-# instead. The result per device type is constant. (torch.compiler.assume_constant_result sets the same attribute, but
-# imports the compiler, which takes a second.)
-_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from octavo.optim import AdamW, Optimizer
-from octavo.optim.sharded import is_sharded, local_rows, shard_like, sum_gradient
+from octavo.optim.sharded import local_rows, shard_like, sum_gradient
+from octavo.runtime.torch_compat import is_dtensor
 from octavo.tensor import local_tensor
 from octavo.train.config.sections import Optim, PrecisionConfig
 
@@ -249,7 +250,7 @@ class MasterWeightOptimizer(TrainerOptimizer):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned for the same model; shards take their rows of it."""
-        if self._is_part or any(is_sharded(master) for master in self._masters):
+        if self._is_part or any(is_dtensor(master) for master in self._masters):
             self._load_rows(state["adamw"])
         else:
             self.inner.load_state_dict(state["adamw"])

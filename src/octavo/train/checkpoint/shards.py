@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.fsdp import FSDPModule
 
-from octavo.optim.sharded import is_sharded
 from octavo.runtime.blocks import Absent
+from octavo.runtime.torch_compat import is_dtensor
 from octavo.train.checkpoint.digests import digests_of
 from octavo.train.checkpoint.shard_index import ShardReader, read_index
 from octavo.train.config.run_config import ConfigError
@@ -46,7 +46,7 @@ def state_of(model: nn.Module, optimizer: TrainerOptimizer) -> dict[str, Tensor]
 def has_shards(model: nn.Module) -> bool:
     """Whether this rank has a part of a model: shards, even if they are gathered at the moment, or some layers."""
     parts = any(isinstance(module, FSDPModule | Absent) for module in model.modules())
-    return parts or any(is_sharded(parameter) for parameter in model.parameters())
+    return parts or any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 def write(folder: Path, state: dict[str, Tensor]) -> dict[str, str]:

@@ -1,0 +1,1 @@
+from processes import gloo  # noqa: F401  a fixture
