@@ -24,7 +24,9 @@ def test_workflows_run_what_the_makefile_has(path):
     assert True in workflow  # YAML 1.1 reads the key `on` so
     for name, job in workflow["jobs"].items():
         assert job["timeout-minutes"] and job["steps"][0]["uses"].startswith("actions/checkout@"), name
+        assert job["steps"][0]["with"] == {"persist-credentials": False}, name
         for step in job["steps"]:
+            assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", step.get("uses", f"a@{40 * '0'}")), f"pin {step} to a commit"
             assert ("run" in step) != ("uses" in step), (name, step)
             for target in re.findall(r"\bmake ([a-z-]+)", step.get("run", "")):
                 assert target in TARGETS, (name, target)
