@@ -284,7 +284,7 @@ def test_losses_of_a_file_are_judged(tmp_path):
         ('{"arms": {"a": [3, 3]}}', "has the keys 'arms': write"),
         ('{"baseline": [3, 3], "arm": {"a": [3, 3]}}', "has the keys 'baseline', 'arm'"),
         ('{"baseline": [3, 3], "arms": [3, 3]}', "does not have the expected structure"),
-        ('{"baseline": [3, 3], "arms": {}}', "there is none"),
+        ('{"baseline": [3, 3], "arms": {}}', "got none"),
         ('{"baseline": null, "arms": {"a": [3]}}', "the baseline is a list"),
         ('{"baseline": [3, 3], "arms": {"a": [3, 3], "a": [3, 3]}}', "the key 'a' is given twice"),
         ('{"baseline": [3, 3], "arms": {"a": [3, "three"]}}', "arm 'a' holds 'three'"),
@@ -342,11 +342,11 @@ def test_a_folder_of_something_else_is_left_as_it_is(config, tmp_path):
         mine = tmp_path / name.partition(".")[0]
         mine.mkdir()
         (mine / name).write_text("mine")
-        refused(octavo(*words[:5], mine, *words[6:]), f"{mine} holds {name}, which is of no comparison")
+        refused(octavo(*words[:5], mine, *words[6:]), f"{mine} holds {name} but no compare.json")
         assert [path.name for path in mine.iterdir()] == [name]
     (tmp_path / "third/b-seed4").mkdir(parents=True)
     (tmp_path / "third/b-seed4/notes.txt").write_text("mine")
-    refused(octavo(*words[:5], tmp_path / "third", *words[6:]), "b-seed4 holds something else than a run")
+    refused(octavo(*words[:5], tmp_path / "third", *words[6:]), "b-seed4 has files but no config.toml")
     assert len(written(tmp_path / "third")) == 1
     refused(octavo(*words[:5], config, *words[6:]), "is a file")
 
@@ -430,7 +430,7 @@ def test_a_mistake_is_told_to_all_processes(gloo, config, tmp_path):  # noqa: F8
     (tmp_path / "out/bf16-seed4").mkdir(parents=True)
     (tmp_path / "out/bf16-seed4/notes.txt").write_text("mine")
     messages = gloo.run(message_of_rank, 2, str(config), str(tmp_path / "out"))
-    assert len(set(messages)) == 1 and "holds something else than a run" in messages[0]
+    assert len(set(messages)) == 1 and "has files but no config.toml" in messages[0]
 
 
 def message_of_rank(path, out):

@@ -47,7 +47,7 @@ def gap(*percent):
 @pytest.mark.parametrize(
     ("gaps", "verdict", "outcome", "words"),
     [
-        ((0.1, -0.1, 0.05), "indistinguishable", "pass", r"worse would have been found with about 90 % probability"),
+        ((0.1, -0.1, 0.05), "indistinguishable", "pass", r"worse would be detected with about 90 % probability"),
         ((1.0, -1.0, 0.5), "inconclusive", "inconclusive", r"arm is at \+0.17 % of the loss .* beside base"),
         ((2.0, 2.1, 1.9), "worse", "fail", r"worse than base by 2.00 % of the loss \(\+1.5"),
         ((-2.0, -2.1, -1.9), "better", "pass", r"better than base by 2.00 %"),

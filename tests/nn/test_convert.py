@@ -90,7 +90,7 @@ def test_revert_restores_the_model():
     assert vars(model.gate_proj).keys() == vars(plain.gate_proj).keys()
     octavo.convert(model, "mxfp8", verbose=False)
     assert octavo.report(model).rows[0].recipe == "mxfp8"
-    with pytest.raises(ValueError, match="holds no converted layer"):
+    with pytest.raises(ValueError, match="has no converted layer"):
         octavo.revert(plain)
 
 
@@ -476,7 +476,7 @@ def test_report_follows_what_is_done_to_parts():
     assert (rows["lm_head"].recipe, rows["lm_head"].reason) == ("rowwise", "converted")
     assert rows["model.layers.0.mlp.up_proj"].reason == "not in the plan, or reverted since"
     octavo.revert(model)
-    with pytest.raises(ValueError, match="holds no converted layer"):
+    with pytest.raises(ValueError, match="has no converted layer"):
         octavo.revert(model.lm_head)
 
 

@@ -377,7 +377,7 @@ def test_what_cannot_work_raises_on_every_rank(gloo):
     texts = (
         "ValueError: expert_parallel takes one dimension of a mesh; got 2, named ('efsdp', 'ep'): pass the one",
         "TypeError: expert_parallel takes a torch DeviceMesh",
-        "and this model has none: call octavo.convert(model) first; octavo.report(model) says why '' is not",
+        "and this model has none: call octavo.convert(model) first; octavo.report(model) has the reason for ''",
         "and this model has none: it has no module with 3-D gate_up_proj",
         "2 ranks cannot share the 5 experts of '' equally: take a mesh dimension of one of [1, 5]",
         "call expert_parallel with different recipes of layers",

@@ -117,7 +117,7 @@ def test_mistakes_are_named_and_write_nothing(make_config, trained, tmp_path):
     state = json.loads((older / "trainer.json").read_text())
     del state["recipes"]
     (older / "trainer.json").write_text(json.dumps(state))
-    fails(older, "does not say which layers computed in FP8")
+    fails(older, "does not record which layers computed in FP8")
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
     fails(folder, "is damaged: model.safetensors is not what was written")
     plain = make_trainer(make_config(model=MODEL))

@@ -303,7 +303,7 @@ def test_what_is_not_finite_is_a_spike_too_until_it_has_gone_back_enough(make_co
 
 def test_it_needs_checkpoints(make_config):
     with pytest.raises(
-        ConfigError, match=r"guard.spike = 8 goes back to checkpoints, and run.save_every = 0 makes none"
+        ConfigError, match=r"guard.spike = 8 rolls back to checkpoints, and run.save_every = 0 saves none"
     ):
         make_config(guard={"spike": 8.0})
 

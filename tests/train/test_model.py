@@ -49,8 +49,8 @@ def test_a_seed_decides_the_weights(make_config: MakeConfig, tokenizer: TextToke
         ({"type": "lama"}, r'model\.type = "lama" is not a model type .*did you mean \'llama\''),
         ({"type": "vit"}, r'model\.type = "vit" is not a causal language model'),
         ({"type": "llama", "config": {"hiden_size": 3}}, r"model\.config\.hiden_size: .*did you mean 'hidden_size'"),
-        ({"type": "llama", "config": {"hidden_size": "x"}}, r"model\.config: llama refuses it: .*hidden_size.*int"),
-        ({"type": "llama", "config": LLAMA | {"num_attention_heads": 5}}, r"model\.config: llama refuses it: "),
+        ({"type": "llama", "config": {"hidden_size": "x"}}, r"model\.config: llama rejects it: .*hidden_size.*int"),
+        ({"type": "llama", "config": LLAMA | {"num_attention_heads": 5}}, r"model\.config: llama rejects it: "),
         ({"type": "llama", "config": LLAMA | {"vocab_size": 100}}, r"vocabulary of 100 is smaller .* 300"),
         ({"type": "llama", "config": LLAMA | {"max_position_embeddings": 8}}, r"longer than the model's context of 8"),
         ({"type": "llama", "config": LLAMA | {"pad_token_id": 100_000}}, r"llama cannot be built .*Padding_idx"),
@@ -196,7 +196,7 @@ def test_the_code_of_a_model_is_never_run_nor_left_out(
     (folder / "mod.py").write_text(f"open({str(ran)!r}, 'w')")
     config = make_config(model={"path": str(folder)})
     for action in (lambda: build_model(config, tokenizer), lambda: plan_memory(config, device="cpu")):
-        with pytest.raises(ConfigError, match=rf"wants to run its own code \({asked}\), which Octavo") as caught:
+        with pytest.raises(ConfigError, match=rf"needs its own code \({asked}\), which Octavo") as caught:
             action()
         assert "\n" not in str(caught.value) and "trust_remote_code" not in str(caught.value)
     assert not ran.exists()

@@ -147,7 +147,7 @@ def test_code_in_the_folder_never_runs(known: bool, tmp_path: Path, monkeypatch:
             },
         },
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"wants to run its own code \(EvilTokenizer\), which Octavo never does"):
+    with pytest.raises(ConfigError, match=r"needs its own code \(EvilTokenizer\), which Octavo never runs"):
         load_tokenizer(folder)
     assert not ran.exists()
 

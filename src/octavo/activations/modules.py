@@ -215,7 +215,7 @@ def mixed_class(*both: Any) -> Any:
     # A metaclass or `__init_subclass__` may wrap forward, as Transformers' checkpointing layers do, but not replace it.
     innermost = inspect.unwrap(mixed.forward, stop=lambda function: function is mixin.forward)
     if mixed.__bases__ != both or innermost is not mixin.forward:
-        raise TypeError(f"a subclass of {original.__name__} is not made as Python makes one")
+        raise TypeError(f"the metaclass or __init_subclass__ of {original.__name__} changes its subclasses")
     become(object.__new__(original), mixed)
     return mixed
 

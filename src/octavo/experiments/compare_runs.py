@@ -208,13 +208,17 @@ def check_folders(out: Path, configs: Mapping[str, TrainConfig]) -> None:
         raise ConfigError(f"{out} is a file: give a folder with --out")
     existing = [name for name in (*RUN_MARKERS, *FILES) if (out / name).exists()]
     if existing and not (out / FILES[0]).exists():
-        raise ConfigError(f"{out} holds {existing[0]}, which is of no comparison: give another folder with --out")
+        raise ConfigError(
+            f"{out} holds {existing[0]} but no {FILES[0]}, so it is no comparison: give another folder with --out"
+        )
     for name, config in configs.items():
         folder = out / name
         if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
             continue
         if not (folder / CONFIG_FILE).exists():
-            raise ConfigError(f"{folder} holds something else than a run: give another folder with --out")
+            raise ConfigError(
+                f"{folder} has files but no {CONFIG_FILE}, so it is no run: give another folder with --out"
+            )
         for key, (saved, requested) in _differences(load_config(folder / CONFIG_FILE), config).items():
             if key not in FREE_KEYS:
                 raise ConfigError(

@@ -193,7 +193,7 @@ def _layers(folder: Path) -> list[LayerGroup]:
         rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
         groups = Counter((re.sub(r"\d+", "*", row["name"]), row["recipe"], row["reason"]) for row in rows)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is not what a run says of its layers: {error!r}") from None
+        raise ValueError(f"{path} is not the list of a run's layers: {error!r}") from None
     return [
         LayerGroup(
             pattern=name or "the model",

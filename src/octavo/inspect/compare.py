@@ -195,7 +195,7 @@ def compare_losses(
     if not isinstance(arms, Mapping) or not all(isinstance(name, str) for name in arms):
         raise ValueError('arms are a mapping of names to losses, as {"fp8": [3.01, 3.02]}; got ' + shown(arms))
     if not arms:
-        raise ValueError("a comparison takes an arm or more beside the baseline, and there is none: add one to arms")
+        raise ValueError("a comparison takes an arm or more beside the baseline; got none: add one to arms")
     rule = Rule(margin=margin, confidence=float(confidence), arms=len(arms), planned=int(max_seeds))
     all_pairs = []
     for name, values in arms.items():
@@ -358,7 +358,7 @@ def _sentence(pairs: _Pairs, verdict: Verdict, test: PairedTest | None) -> str:
         same = f"not a digit of the losses differs{' where both ended' if verdict == 'inconclusive' else ''}"
         return f"{'Inconclusive' if verdict == 'inconclusive' else f'{arm} is indistinguishable from {base}'}: {same}."
     gap = f"{signed(test.mean)} % of the loss {interval}"
-    detectable = f"To be {percent(test.detectable(0.9))} % worse would have been found with about 90 % probability."
+    detectable = f"A loss {percent(test.detectable(0.9))} % worse would be detected with about 90 % probability."
     if verdict == "inconclusive":
         return f"Inconclusive: {arm} is at {gap} beside {base}. {detectable}"
     return f"{arm} is indistinguishable from {base}: {gap}. {detectable}"
@@ -368,8 +368,8 @@ def _notes(rule: Rule, outcome: Outcome, test: PairedTest | None, needed: int | 
     notes = []
     if test is not None and any(test.gaps):
         notes.append(
-            f"Between seeds the gap varies by {percent(test.deviation)} % (standard deviation). To be "
-            f"{percent(test.detectable(0.8))} % worse would have been found with about 80 % probability."
+            f"Between seeds the gap varies by {percent(test.deviation)} % (standard deviation). A loss "
+            f"{percent(test.detectable(0.8))} % worse would be detected with about 80 % probability."
         )
     margin = "what passes without a margin" if rule.margin is None else "the margin"
     if outcome == "pass":

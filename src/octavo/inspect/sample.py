@@ -301,9 +301,9 @@ def _local_gradient(g: Tensor, places: Any) -> Tensor:
     from torch.distributed.tensor import Replicate  # slow import
 
     gradient: Any = g
-    wanted = tuple(Replicate() if place.is_partial() else place for place in places)
-    if gradient.placements != wanted:
-        gradient = gradient.redistribute(placements=wanted)
+    placements = tuple(Replicate() if place.is_partial() else place for place in places)
+    if gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
     part: Tensor = local_part(gradient)
     return part
 

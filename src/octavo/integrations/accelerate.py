@@ -83,8 +83,8 @@ class Fp8Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _convert(self, model: nn.Module) -> None:
         bare = self.unwrap_model(model, keep_torch_compile=False)
-        known = any(isinstance(item, Fp8State) and item.model is bare for item in self._custom_objects)
-        if known or not any(True for _ in bare.parameters()):
+        registered = any(isinstance(item, Fp8State) and item.model is bare for item in self._custom_objects)
+        if registered or not any(True for _ in bare.parameters()):
             return
         prepare(bare, self.precision, verbose=self.is_main_process)
         self.register_for_checkpointing(Fp8State(bare, self.precision))

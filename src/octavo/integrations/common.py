@@ -110,7 +110,7 @@ def _check_conversion(model: nn.Module, recipes: set[str], precision: Precision)
     if problem is not None:
         raise ValueError(
             f"precision={precision.label!r}, but this model was converted before: {problem}. Call octavo.revert(model) "
-            "first, or ask for the precision that it has"
+            "first, or pass the precision that it has"
         )
 
 

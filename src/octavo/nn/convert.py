@@ -184,7 +184,7 @@ def revert(model: M) -> M:
     converted = {fqn: m for fqn, m in model.named_modules() if is_converted(m) or is_converted_experts(m)}
     saving = {fqn: module for fqn, module in model.named_modules() if saves_fp8(module)}
     if not converted and not saving and PLAN_ATTRIBUTE not in vars(model):
-        raise ValueError("revert: this model holds no converted layer; octavo.convert(model) makes some")
+        raise ValueError("revert: this model has no converted layer, so there is nothing to revert")
     for fqn, module in (converted | saving).items():
         if (why := change_since(module)) is not None:
             raise ValueError(f"revert: {fqn or 'the model'} {why}. The model was left as it was")

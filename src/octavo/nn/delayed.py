@@ -164,13 +164,13 @@ class DelayedQuantizer:
             return None
         with outside_autograd():
             self.history.to(x.device)
-            past = self.history.amax(operand)
-            if past is None and not self.updates:
+            recorded = self.history.amax(operand)
+            if recorded is None and not self.updates:
                 return None
             current = amax_of(x)
             if self.updates:
                 self.history.update(operand, current)
-            return current if past is None else torch.where(past > 0, past, current)
+            return current if recorded is None else torch.where(recorded > 0, recorded, current)
 
 
 class Delayed(LinearLike):
@@ -250,8 +250,8 @@ def current_scale(module: nn.Module, operand: int, x: Tensor) -> Tensor | None:
     """
     if not keeps_history(module):
         return None
-    current, past = amax_of(x), history_of(module).amax(operand)
-    amax = current if past is None else torch.where((past := past.to(x.device)) > 0, past, current)
+    current, recorded = amax_of(x), history_of(module).amax(operand)
+    amax = current if recorded is None else torch.where((recorded := recorded.to(x.device)) > 0, recorded, current)
     return scale_of(amax, module.recipe.x if operand == X else module.recipe.dgrad_g)[0]
 
 

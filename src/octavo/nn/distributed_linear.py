@@ -50,7 +50,7 @@ def distributed_linear(
     w_grad: list[Placement] = []
     b_grad: list[Placement] = []
     y_out: list[Placement] = []
-    for dim, (w, given) in enumerate(zip(placements, x.placements, strict=True)):
+    for dim, (w, x_place) in enumerate(zip(placements, x.placements, strict=True)):
         row: tuple[Placement, ...]
         if w == Shard(0):
             row = Replicate(), Partial(), w, Shard(0), Shard(last)
@@ -58,9 +58,9 @@ def distributed_linear(
             row = Shard(last), Shard(last), w, Partial(), Partial()
             first *= int(mesh.get_local_rank(dim) == 0)
         elif w.is_replicate():
-            tokens = isinstance(given, Shard) and given.dim != last
-            kept, summed = (given, Partial()) if tokens else (Replicate(), w)
-            row = kept, kept, summed, summed, kept
+            tokens = isinstance(x_place, Shard) and x_place.dim != last
+            same, summed = (x_place, Partial()) if tokens else (Replicate(), w)
+            row = same, same, summed, summed, same
         else:
             raise ValueError(
                 f"linear: a weight [N,K] is placed as Shard(0), Shard(1) or Replicate() on each dimension of its mesh; "

@@ -86,33 +86,33 @@ def resident_parameters(
     modules: Mapping[str, nn.Module], specs: Mapping[str, QuantSpec]
 ) -> dict[nn.Module, nn.Parameter]:
     """Quantize the weights of layers; a weight that several layers share once."""
-    made: dict[int, Any] = {}
+    quantized: dict[int, Any] = {}
     parameters = {}
     for fqn, spec in specs.items():
         weight = own_weight(modules[fqn])
         assert weight is not None
-        if id(weight) not in made:
+        if id(weight) not in quantized:
             parameter: Any = nn.Parameter(ResidentWeight.quantized(weight, spec), requires_grad=False)
-            made[id(weight)] = parameter
-        if made[id(weight)].spec != spec:
+            quantized[id(weight)] = parameter
+        if quantized[id(weight)].spec != spec:
             raise ValueError(
                 f"frozen='fp8': {fqn!r} shares its weight with a layer of another recipe, and one FP8 weight has one "
                 "format: convert both in one recipe"
             )
-        parameters[modules[fqn]] = made[id(weight)]
+        parameters[modules[fqn]] = quantized[id(weight)]
     return parameters
 
 
 @torch.inference_mode(False)
 def make_plain(layers: Iterable[nn.Module]) -> None:
     """Replace resident weights by frozen parameters with the FP8 values, in the dtype of their interface."""
-    made: dict[int, nn.Parameter] = {}
+    plain: dict[int, nn.Parameter] = {}
     for layer in layers:
         weight = resident_weight(layer)
         if weight is not None:
-            if id(weight) not in made:
-                made[id(weight)] = nn.Parameter(weight.dequantized(weight.dtype), requires_grad=False)
-            layer._parameters["weight"] = made[id(weight)]
+            if id(weight) not in plain:
+                plain[id(weight)] = nn.Parameter(weight.dequantized(weight.dtype), requires_grad=False)
+            layer._parameters["weight"] = plain[id(weight)]
 
 
 def check_recipe_of_resident(fqn: str, layer: nn.Module, recipe: Recipe | None) -> None:

@@ -122,9 +122,9 @@ class _Slot:
         if not old.is_meta:
             old.copy_(new)
             return
-        made = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+        loaded = nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
         for holder, name in self.holders:
-            holder[name] = made
+            holder[name] = loaded
 
 
 def _slots(model: nn.Module) -> list[_Slot]:
@@ -143,10 +143,10 @@ def _slots(model: nn.Module) -> list[_Slot]:
 
 def _check(slots: list[_Slot], stored: Mapping[str, Any], path: str | Path, model: nn.Module) -> None:
     """Raise ValueError if the tensors of a checkpoint do not fit a model."""
-    known = {name: slot for slot in slots for name in slot.names}
-    known |= {n + SCALE_SUFFIX: s for n, s in known.items() if isinstance(s.tensor, ResidentWeight)}
+    slot_of = {name: slot for slot in slots for name in slot.names}
+    slot_of |= {n + SCALE_SUFFIX: s for n, s in slot_of.items() if isinstance(s.tensor, ResidentWeight)}
     missing = [slot.names[0] for slot in slots if not any(name in stored for name in slot.names)]
-    unknown = [name for name in stored if name not in known]
+    unknown = [name for name in stored if name not in slot_of]
     others = f"{len(unknown)} tensors that the model lacks ({_first(unknown)})" if unknown else "no others"
     if missing:
         raise ValueError(
@@ -154,13 +154,13 @@ def _check(slots: list[_Slot], stored: Mapping[str, Any], path: str | Path, mode
             "Names must be those of model.state_dict(): call load_frozen on the base model, before get_peft_model. "
             "Nothing was loaded"
         )
-    buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in known]
+    buffers = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in slot_of]
     if buffers:
         raise ValueError(
             f"load_frozen: {len(buffers)} buffers on the meta device are in no checkpoint ({_first(buffers)}): build "
             "the model inside octavo.nn.meta_parameters(), not torch.device('meta'). Nothing was loaded"
         )
-    for name, slot in known.items():
+    for name, slot in slot_of.items():
         if name in stored and (problem := _misfit(name, slot.tensor, stored)) is not None:
             raise ValueError(f"load_frozen: {name} in {path} {problem}. Nothing was loaded")
     if unknown:
@@ -179,12 +179,12 @@ def _misfit(name: str, tensor: Tensor, stored: Mapping[str, Any]) -> str | None:
     expected = (inner.dtype,) if resident and scales else (*SUPPORTED_DTYPES, *(() if is_scale else (torch.float64,)))
     if not inner.is_floating_point() or dtype in expected or (not resident and dtype == tensor.dtype):
         return None
-    problem = f"is {part.get_dtype()}"
+    problem = f"has dtype {part.get_dtype()}"
     if dtype in _FP8 and not resident:
         problem += ", but its layer is not resident in FP8"
     elif dtype in _FP8 and not scales:
         problem += f", without scales ({name}{SCALE_SUFFIX})"
-    return f"{problem}; wanted {', '.join(map(str, expected))}"
+    return f"{problem}; expected {' or '.join(map(str, expected))}"
 
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -230,6 +230,10 @@ def _files(path: Path) -> list[Path]:
             files = sorted({path / name for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"load_frozen: {index} is damaged: {type(error).__name__}: {error}") from None
-    if not files or not all(file.is_file() for file in files):
-        raise FileNotFoundError(f"load_frozen reads safetensors, and {path} is or has no complete set of such files")
+    if not path.exists():
+        raise FileNotFoundError(f"load_frozen: there is no file or folder {path}")
+    if not files:
+        raise FileNotFoundError(f"load_frozen: {path} has no *.safetensors file; save_pretrained writes them")
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise FileNotFoundError(f"load_frozen: {path} lacks {_first(missing)}, which {index.name} lists")
     return files

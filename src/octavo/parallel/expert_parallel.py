@@ -240,10 +240,12 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 
 def _check_experts(model: nn.Module, ranks: int) -> None:
     """Raise ValueError unless the ranks can share all converted experts of a model."""
-    found: dict[str, Experts] = {name: m for name, m in model.named_modules() if is_converted_experts(m)}
-    if not found:
+    experts: dict[str, Experts] = {name: m for name, m in model.named_modules() if is_converted_experts(m)}
+    if not experts:
         others = [name for name, module in model.named_modules() if looks_like_experts(module)]
-        hint = f"call octavo.convert(model) first; octavo.report(model) says why {others[0]!r} is not" if others else ""
+        hint = (
+            f"call octavo.convert(model) first; octavo.report(model) has the reason for {others[0]!r}" if others else ""
+        )
         raise ValueError(
             "expert_parallel distributes experts that octavo.convert made compute in FP8, and this model has none: "
             + (hint or "it has no module with 3-D gate_up_proj or up_proj, and down_proj")
@@ -252,7 +254,7 @@ def _check_experts(model: nn.Module, ranks: int) -> None:
     for name, module in model.named_modules():
         for part, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(parameter), []).append(f"{name}.{part}".lstrip("."))
-    for name, module in found.items():
+    for name, module in experts.items():
         count = module.down_proj.shape[0]
         if module.octavo_exchange is not None:
             raise ValueError(f"the experts {name!r} are distributed already: call expert_parallel once")

@@ -111,14 +111,14 @@ def convert(
     gpu = local_gpu_name() if device is None else device
     if gpu in (None, "cpu") or frozen == "fp8" or not _is_auto(recipe, precision):
         recipe = None if recipe == AUTO else recipe
-        decided = rule_plan(model, recipe, precision=precision, skip=skip, filter=filter, activations=activations)
-        return apply_plan(model, decided, keep_weights=keep_weights, frozen=frozen, verbose=verbose)
+        by_rule = rule_plan(model, recipe, precision=precision, skip=skip, filter=filter, activations=activations)
+        return apply_plan(model, by_rule, keep_weights=keep_weights, frozen=frozen, verbose=verbose)
     precision = precision or Precision(recipe=AUTO, skip=tuple(skip), activations=activations)
-    decided, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
-    if decided.converted or decided.fp8_activations:
-        return apply_plan(model, decided, keep_weights=keep_weights, verbose=verbose)
+    by_cost, where = _plan_on(gpu, device is None, model, precision, filter, tokens)
+    if by_cost.converted or by_cost.fp8_activations:
+        return apply_plan(model, by_cost, keep_weights=keep_weights, verbose=verbose)
     _warn_of_no_gain(where, tokens)
-    vars(model)[PLAN_ATTRIBUTE] = decided  # after the warning, which may be an error
+    vars(model)[PLAN_ATTRIBUTE] = by_cost  # after the warning, which may be an error
     if verbose:
         print(f"octavo: {report(model).summary}", file=sys.stderr)
     return model
@@ -172,7 +172,7 @@ def _check_request(
     if device is not None and device != "cpu" and not _is_auto(recipe, precision):
         raise ValueError(
             "device decides which layers gain on a GPU, but this request names the recipe or has no FP8 products: "
-            "leave out device, or ask for recipe='auto'"
+            "leave out device, or use recipe='auto'"
         )
 
 
@@ -235,10 +235,10 @@ def plan_on_gpu(
         trained = all(p.requires_grad for p in module.parameters(recurse=False) if p.ndim == 2)
         calls[fqn] = (LinearCall(m=tokens, k=inner, n=outer, wgrad=trained),)
     assumed = Trace(calls=calls, attention=0, products=(), rest=(), regions=(), parameters=0, trained=0)
-    decided, _ = rule.by_cost(gpu, assumed, eager=True)
+    by_cost, _ = rule.by_cost(gpu, assumed, eager=True)
     note = f"{tokens} tokens assumed on {gpu.name}"
     decisions = {
         fqn: replace(d, reason=f"{d.reason}; {note}") if d.gain is not None else d
-        for fqn, d in decided.decisions.items()
+        for fqn, d in by_cost.decisions.items()
     }
-    return Plan(decisions, decided.activations)
+    return Plan(decisions, by_cost.activations)

@@ -26,7 +26,7 @@ ALL_BF16: Mapping[str, Recipe | None] = {}
 
 
 class LinearTimes(NamedTuple):
-    """Predicted seconds of a linear layer, forward and backward: in bf16 and as decided."""
+    """Predicted seconds of a linear layer, forward and backward: in bf16 and as planned."""
 
     bf16: float
     planned: float
@@ -53,9 +53,9 @@ class Forecast(Plan):
         tokens: Tokens of one micro-batch on one GPU.
         parameters: Elements of all parameters.
         times: Times of every linear layer.
-        planned: Time of the step as decided.
+        planned: Time of the step as planned.
         bf16: Time of the same step at precision level bf16: every layer in bf16, float32 moments, no FP8 communication.
-        memory: Memory of one GPU as decided.
+        memory: Memory of one GPU as planned.
         bf16_memory: Memory of one GPU at level bf16.
         break_even: Smallest K = N from which FP8 pays at this number of tokens; None if none does up to 16384.
         configured: The run as configured; None if the plan was not made from a configuration.
@@ -171,17 +171,17 @@ def decide_by_cost(
         calls = trace.calls.get(name, ())
         if calls not in by_calls:
             by_calls[calls] = decide(gpu, calls, recipes, eager=eager) if calls else None
-        decided = by_calls[calls]
-        if decided is None:
+        choice = by_calls[calls]
+        if choice is None:
             decisions[name] = Decision(recipe=None, reason="not called by this batch: bf16", gain=1.0)
             times[name] = LinearTimes(0.0, 0.0)
         elif name in forced_bf16:
-            reason = f"{forced_bf16[name]}; by cost: {decided.decision.reason}"
-            decisions[name] = replace(decided.decision, recipe=None, reason=reason, gain=1.0)
-            times[name] = LinearTimes(decided.bf16, decided.bf16)
+            reason = f"{forced_bf16[name]}; by cost: {choice.decision.reason}"
+            decisions[name] = replace(choice.decision, recipe=None, reason=reason, gain=1.0)
+            times[name] = LinearTimes(choice.bf16, choice.bf16)
         else:
-            decisions[name] = decided.decision
-            times[name] = LinearTimes(decided.bf16, decided.planned)
+            decisions[name] = choice.decision
+            times[name] = LinearTimes(choice.bf16, choice.planned)
     return decisions, times
 
 
@@ -200,7 +200,7 @@ def forecast(
         recipes: Recipes that were available.
         step_config: How the step runs.
         tokens: Tokens of one micro-batch on one GPU.
-        memory: Memory of the step as decided.
+        memory: Memory of the step as planned.
         bf16_memory: Memory of the step at level bf16.
         configured: The plan of the run's configuration, and its memory.
     """

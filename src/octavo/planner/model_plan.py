@@ -129,8 +129,8 @@ def plan(
     rule = default_decisions(model, request)
     traced, size = _trace(model, shapes, batch)
     tokens = seq * batch if seq is not None else max((c.m for cs in traced.calls.values() for c in cs), default=1)
-    decided, times = rule.by_cost(gpu, traced, eager=step_config.eager)
-    check_gathered(decided, parallel)
+    best, times = rule.by_cost(gpu, traced, eager=step_config.eager)
+    check_gathered(best, parallel)
     offloaded = parallel is not None and parallel.cpu_offload
 
     def memory(plan: Plan, level: Precision, step_config: StepConfig) -> MemoryPlan:
@@ -140,8 +140,8 @@ def plan(
         return replace(predicted, notes=(_SELECTIVE_NOTE,) if checkpointing == "selective" else ())
 
     return forecast(
-        decided, times, gpu, traced, request.recipes, step_config, tokens,
-        memory=memory(decided, request.precision, step_config),
+        best, times, gpu, traced, request.recipes, step_config, tokens,
+        memory=memory(best, request.precision, step_config),
         bf16_memory=memory(Plan({}), LEVELS["bf16"], step_config.bf16),
     )  # fmt: skip
 
@@ -152,12 +152,10 @@ _SELECTIVE_NOTE = (
 )
 
 
-def check_gathered(decided: Plan, parallel: ParallelLayout | None) -> None:
+def check_gathered(plan: Plan, parallel: ParallelLayout | None) -> None:
     """Raise ValueError if weights shall be gathered in FP8 but their recipe cannot, as parallelize does."""
     gathers = parallel is not None and parallel.fp8_comm in ("on", "gather")
-    recipes = {
-        row.recipe.name for row in decided.decisions.values() if row.recipe and not row.recipe.supports_fp8_gather
-    }
+    recipes = {row.recipe.name for row in plan.decisions.values() if row.recipe and not row.recipe.supports_fp8_gather}
     if gathers and recipes and parallel is not None:
         raise ValueError(
             f"fp8_comm={parallel.fp8_comm!r} with recipe {', '.join(sorted(recipes))}: its weights cannot be gathered "

@@ -50,8 +50,8 @@ def stores() -> bool:
 @constant_in_graphs
 def _compiled() -> bool:
     warnings.warn(
-        "octavo: under torch.compile activations are stored as PyTorch does, not in FP8: what activations='fp8' saves "
-        "needs eager modules. FP8 products work in both; octavo.convert(model) without activations asks for them alone",
+        "octavo: under torch.compile activations='fp8' has no effect: activations are saved in their own dtype. FP8 "
+        "products work; octavo.convert(model) without activations='fp8' avoids this warning",
         stacklevel=2,
     )
     return False

@@ -65,13 +65,13 @@ def model_card(model: Any, exported: Exported, layout: ExportLayout, details: Ma
     reasons: dict[str, list[str]] = {}
     for fqn, reason in exported.high_precision.items():
         reasons.setdefault(reason, []).append(fqn)
-    kept = [f"- {listed(names)}: {reason}" for reason, names in reasons.items()]
+    exceptions = [f"- {listed(names)}: {reason}" for reason, names in reasons.items()]
     lines = [
         "---", "library_name: transformers", "tags: [fp8, octavo]", "---", "", "# A model trained in FP8", "",
         "Trained with Octavo. The FP8 weights are the values that training multiplied by, not a later approximation.",
         "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items()), "",
         f"Read by {_READ_BY[layout.name]}.", "",
-        *(["In high precision, besides embeddings and norms:", "", *kept, ""] if kept else []),
+        *(["In high precision, besides embeddings and norms:", "", *exceptions, ""] if exceptions else []),
         *(["Notes:", "", *(f"- {note}" for note in exported.notes), ""] if exported.notes else []),
     ]  # fmt: skip
     return "\n".join(lines)

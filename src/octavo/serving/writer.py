@@ -241,8 +241,8 @@ def _notes(
     mixed = [fqn for fqn in fp8 if not {name for name in _joined_with(fqn) if name in modules} <= set(fp8)]
     if mixed:
         notes.append(
-            f"{listed(mixed)}: in FP8, but not the layers that vLLM joins with them (q, k and v; gate and up), and it "
-            "wants one precision for all of them"
+            f"{listed(mixed)}: in FP8, but not the layers that vLLM joins with them (q, k and v; gate and up), which "
+            "need one precision"
         )
     return tuple(notes)
 

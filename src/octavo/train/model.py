@@ -159,7 +159,7 @@ def _make_config(model_type: str, fields: dict[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(model_type, **deepcopy(fields))  # it writes defaults into tables
     except Exception as error:  # of no common type: each class fails in its own way
-        raise ConfigError(f"model.config: {model_type} refuses it: {one_line(error)}") from None
+        raise ConfigError(f"model.config: {model_type} rejects it: {one_line(error)}") from None
 
 
 def check_fit(model: Any, source: Model, sequence_length: int, tokenizer: TextTokenizer) -> None:

@@ -87,12 +87,12 @@ class _TensorJoiner(pickle.Unpickler):
     def __init__(self, pickled: bytes, tensors: dict[str, Tensor]) -> None:
         super().__init__(io.BytesIO(pickled))
         self._tensors = tensors
-        self._made: dict[str, Tensor] = {}
+        self._restored: dict[str, Tensor] = {}
 
     def persistent_load(self, key: tuple[str, bool, bool]) -> Tensor:
         name, is_parameter, requires_grad = key
-        if name not in self._made:
+        if name not in self._restored:
             tensor = self._tensors[name]
             restored = nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
-            self._made[name] = restored
-        return self._made[name]
+            self._restored[name] = restored
+        return self._restored[name]

@@ -85,7 +85,7 @@ def check_causal(
     leak, largest = gradient[:, -1].abs().max(), gradient.abs().max()
     if bool(leak > MAX_LEAK * largest):  # False for NaN
         raise ConfigError(
-            f"{type(model).__name__} is not causal: what it says of a token depends on later ones, so it would be "
-            'trained on inputs that hold the answer. Choose a model.type that generates text, as "llama"; of an '
+            f"{type(model).__name__} is not causal: its output at a token depends on later ones, so it would be "
+            'trained on inputs that contain the answer. Choose a model.type that generates text, as "llama"; of an '
             "encoder, model.config.is_decoder = true may make one"
         )

@@ -271,9 +271,9 @@ def console(
 ) -> None:  # fmt: skip
     """Print the output of `octavo plan`. Raises ValueError for wrong options; `limit`: GiB, None for an 80 GB GPU."""
     if not memory and gpu is None:
-        raise ValueError("say what to plan: octavo plan --memory CONFIG, or octavo plan CONFIG --gpu h100")
+        raise ValueError("nothing to plan: give octavo plan --memory CONFIG, or octavo plan CONFIG --gpu h100")
     if calibration is not None and gpu is None:
-        raise ValueError("--calibration is of a GPU: say which with --gpu, as octavo plan CONFIG --gpu h100")
+        raise ValueError("--calibration needs --gpu, the GPU that was measured: octavo plan CONFIG --gpu h100")
     if limit is not None and not 0 < limit < math.inf:
         raise ValueError(f"--limit is the memory of the device in GiB, above 0; got {limit:g}")
     for option, is_set in (("--limit", limit is not None), ("--layers", layers)):

@@ -95,7 +95,7 @@ def _without_recipes(checkpoint: Path, state: dict[str, Any], layout: ExportLayo
             f"bf16, or train with precision.level=fp8 precision.recipe={layout.recipe.name}"
         )
     return (
-        f"{checkpoint} does not say which layers computed in FP8 (an older Octavo wrote it): resume it for one step "
+        f"{checkpoint} does not record which layers computed in FP8 (an older Octavo wrote it): resume it for one step "
         "and export the new checkpoint, or use --to bf16"
     )
 

@@ -52,14 +52,14 @@ def load_model_config(folder: Path) -> Any:
     classes = {key: str(auto_map[key]).rpartition(".")[2] for key in AUTO_CLASSES if key in auto_map}
     if custom := [name for key, name in classes.items() if name != names.get(key)]:
         raise ConfigError(
-            f"the model wants to run its own code ({', '.join(dict.fromkeys(custom))}), which Octavo never does: give "
-            "a model that Transformers has, without auto_map in its config.json"
+            f"the model needs its own code ({', '.join(dict.fromkeys(custom))}), which Octavo never runs: give a "
+            "model that Transformers has, without auto_map in its config.json"
         )
     if problem:
         raise ConfigError(problem)
     if kernels:
         raise ConfigError(
-            f"the model wants attention from the hub ({kernels[0]!r}), code that Octavo never fetches nor runs: set "
+            f"the model needs attention from the hub ({kernels[0]!r}), code that Octavo never fetches or runs: set "
             'attn_implementation in its config.json to "sdpa" or "eager", or leave it out'
         )
     return settings

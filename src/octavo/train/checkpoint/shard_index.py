@@ -56,13 +56,13 @@ def read_index(folder: Path) -> Metadata:
     try:
         index = _metadata(_Unpickler(io.BytesIO((folder / INDEX).read_bytes())).load())
     except ConfigError as error:
-        raise ConfigError(f"{folder / INDEX} is refused: {error}") from None
+        raise ConfigError(f"{folder / INDEX} is not loaded: {error}") from None
     except Exception as error:  # no common type: unpickling raises many
         raise ConfigError(f"{INDEX} cannot be read ({type(error).__name__})") from None
     for info in index.storage_data.values():
         place = folder / info.relative_path
         if place.exists() and place.resolve().parent != folder.resolve():
-            raise ConfigError(f"{place} is refused: it is a link out of its folder")
+            raise ConfigError(f"{place} is not loaded: it is a link out of its folder")
     return index
 
 
@@ -155,5 +155,5 @@ def _state(record: Any, name: str, kind: Any = dict) -> Any:
 
 def _expect(value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"{kind} expected, {type(value)} found")
+        raise TypeError(f"expected {kind}, got {type(value)}")
     return value

@@ -61,9 +61,7 @@ class TrainConfig(Section):
     def _check_schedule(self) -> "TrainConfig":
         steps, warmup = self.run.steps, self.optim.warmup
         if warmup >= steps:
-            raise ValueError(
-                f"optim.warmup = {warmup} leaves nothing of run.steps = {steps}: lower it, or take more steps"
-            )
+            raise ValueError(f"optim.warmup = {warmup} is not below run.steps = {steps}: lower it, or take more steps")
         decay = decay_steps(self.optim, steps)
         if self.optim.schedule == "wsd" and warmup + decay > steps:
             raise ValueError(
@@ -76,8 +74,8 @@ class TrainConfig(Section):
     def _check_guard(self) -> "TrainConfig":
         if self.guard.spike and not self.run.save_every:
             raise ValueError(
-                f"guard.spike = {self.guard.spike:g} goes back to checkpoints, and run.save_every = 0 makes none "
-                "before the end: set run.save_every, as 100"
+                f"guard.spike = {self.guard.spike:g} rolls back to checkpoints, and run.save_every = 0 saves "
+                "none before the end: set run.save_every, such as 100"
             )
         if self.precision.autopilot and self.parallel.pp > 1:
             raise ValueError(
@@ -86,8 +84,8 @@ class TrainConfig(Section):
             )
         if self.precision.autopilot and self.resolved.matmul != "fp8":
             raise ValueError(
-                f"precision.autopilot moves layers out of FP8, and precision.level = {self.precision.level!r} puts "
-                'none into it: set precision.level = "fp8", or leave the autopilot out'
+                f"precision.autopilot changes the recipes of FP8 layers, and precision.level = "
+                f'{self.precision.level!r} has none: set precision.level = "fp8", or leave the autopilot out'
             )
         return self
 

@@ -107,7 +107,7 @@ def _check_config_value(name: str, value: Any) -> None:
         for item in value:
             _check_config_value(name, item)
     elif value != value or not isinstance(value, str | int | float | None):
-        raise ValueError(f"{name}: a number, a string, true, false, a list or a table is wanted; got {value}")
+        raise ValueError(f"{name}: expected a number, a string, true, false, a list or a table; got {value}")
 
 
 class Data(Section):

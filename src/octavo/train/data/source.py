@@ -135,7 +135,7 @@ def _matches(config: Data, pattern: str) -> list[str]:
         if os.path.isfile(path):
             files.setdefault((real(os.path.dirname(path)), os.path.basename(path)), path)
     if not files:
-        raise ConfigError(f'data.source = "{config.source}" matches no file (seen from {Path.cwd()})')
+        raise ConfigError(f'data.source = "{config.source}" matches no file (relative to {Path.cwd()})')
     return list(files.values())
 
 

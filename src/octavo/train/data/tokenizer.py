@@ -121,12 +121,12 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
         if reason.startswith("Couldn't instantiate"):
             reason = "it holds no vocabulary (as tokenizer.json, tokenizer.model, vocab.txt) that its class reads"
         if custom:
-            reason = f"it wants to run its own code ({', '.join(custom)}), which Octavo never does"
+            reason = f"it needs its own code ({', '.join(custom)}), which Octavo never runs"
         raise ConfigError(f"no tokenizer could be loaded from {folder}: {reason}; {remedy}") from None
     name = type(tokenizer).__name__
     if custom and name.removesuffix("Fast") not in {other.removesuffix("Fast") for other in custom}:
         raise ConfigError(
-            f"the tokenizer in {folder} wants to run its own code ({', '.join(custom)}), which Octavo never does, and "
+            f"the tokenizer in {folder} needs its own code ({', '.join(custom)}), which Octavo never runs, and "
             f"{name} of Transformers may encode differently: convert it to tokenizer.json and remove auto_map from "
             "tokenizer_config.json"
         )

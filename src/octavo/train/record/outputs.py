@@ -70,8 +70,8 @@ def open_run_folder(out: Path, config: TrainConfig, *, resume: bool) -> RunFolde
     if checkpoint is None:
         if (run_files or foreign_files) and not (out / CONFIG_FILE).exists():
             raise ConfigError(
-                f"{out} holds {(run_files + foreign_files)[0]} but no checkpoint and no {CONFIG_FILE}, so whose it is "
-                "cannot be told: choose another folder (--out)"
+                f"{out} holds {(run_files + foreign_files)[0]} but no checkpoint and no {CONFIG_FILE}, so it is not "
+                "known which run wrote it: choose another folder (--out)"
             )
         if run_files:
             check_same_run(_read_config(out / CONFIG_FILE), config, out)
