@@ -87,10 +87,10 @@ def _grow(model: nn.Module, step: int, steps: int, growth: float) -> None:
 
 
 def plain(seed: int, strength: float) -> nn.Module:
-    """A SwiGLU whose loss counts 10⁻¹², so that all gradients are that much smaller than usual, as far from the output
-    of deep networks or without loss scaling (Micikevicius et al., Mixed Precision Training, arXiv 1710.03740). Scales
-    that are computed of the tensor itself follow it wherever it is, and a recipe that has them loses nothing; what
-    breaks is an implementation that keeps scales above a floor such as 10⁻¹², and fp16.
+    """A SwiGLU whose loss is multiplied by 10⁻¹², so that all gradients are that much smaller than usual, as far from
+    the output of deep networks or without loss scaling (Micikevicius et al., Mixed Precision Training, arXiv
+    1710.03740). Just-in-time scales follow the tensor, so recipes with them lose nothing. fp16 would break, and
+    implementations that keep scales above a floor such as 10⁻¹².
     """
     torch.manual_seed(seed)
     return Gated()
@@ -102,7 +102,7 @@ def spread_gradients(seed: int, sigma: float) -> nn.Module:
     1710.03740, figure 3), and importance weights spread them. Inputs are one-hot: tokens of small weight alone move
     their columns of the first weight, and Adam moves these as far as any (with a small enough ε: Wortsman et al., arXiv
     2309.14322). One scale for all tokens underflows them: e5m2 by tensor spans 2³², and e4m3 by column, which rowwise
-    has in wgrad, only 2¹⁸. Neither do blocks of tokens help. What does is wgrad in high precision.
+    has in wgrad, only 2¹⁸. Blocks of tokens do not help either; wgrad in high precision does.
     """
     torch.manual_seed(seed)
     return OneHot()

@@ -30,8 +30,8 @@ HEAD = """# What breaks FP8
 
 Written by `python -m benchmarks adversarial` ({minutes:.0f} minutes of one core, {device}); edit nothing here.
 
-Small models in states that are known to be hard on FP8, trained in bf16, in every recipe, and by the autopilot; and in
-fp32, to show that bf16 itself loses nothing there. Arms of one seed start from the same weights
+Small models in states that are known to be hard on FP8. Each is trained in bf16, in every recipe, under the autopilot,
+and in fp32, which shows that bf16 itself loses nothing there. Arms of one seed start from the same weights
 and see the same batches. The loss is the mean of the last tenth of the steps, in nats per byte, of predicting the next
 byte of Python's standard library; gaps are to bf16 on the same seed. Holds: at most {within:g} % above on every seed;
 **broken**: more than {worse:g} % above on every seed; lags: in between; diverged: not finite, or worse than a guess.

@@ -116,7 +116,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _no_gpu() -> str:
-    return NO_GPU + table(("target", "wanted", "reached", ""), targets.table({}))
+    return NO_GPU + table(("target", "required", "reached", ""), targets.table({}))
 
 
 def _device(name: str, files: Files) -> str:
@@ -150,7 +150,7 @@ def _provenance(files: Files) -> str:
 
 
 def _targets(files: Files) -> str:
-    return "### Targets\n\n" + table(("target", "wanted", "reached", ""), targets.table(files))
+    return "### Targets\n\n" + table(("target", "required", "reached", ""), targets.table(files))
 
 
 def _linear(name: str, content: Mapping[str, Any]) -> str:
@@ -164,7 +164,7 @@ def _linear(name: str, content: Mapping[str, Any]) -> str:
             text.append(f"`rowwise` begins to pay, {mode}, at M = K = N = {side}, of the cubes that were measured.\n")
     columns = ("shape", "arm", "kernel ms", "wall ms", "× bf16", "TFLOP/s", "peak MiB", "roofline ms", "Amdahl ms")
     fields = ("kernel_ms", "wall_ms", "speedup", "tflops", "peak_mib", "roofline_ms", "amdahl_ms")
-    made = [(r["shape"], f"{r['arm']}, {r['mode']}", *_cells(r, fields)) for r in rows if r["arm"] != "products"]
+    made = [(r["shape"], f"{_arm(r)}, {r['mode']}", *_cells(r, fields)) for r in rows if r["arm"] != "products"]
     return "\n".join([*text, table(columns, made)])
 
 
@@ -182,7 +182,7 @@ def begins_to_pay(rows: Sequence[Row], mode: str, arm: str = "octavo rowwise") -
 
 
 def _layers(content: Mapping[str, Any]) -> str:
-    columns = ("layer", "arm", "kernel ms", "wall ms", "× bf16", "tokens/s", "peak MiB", "kept B/token", "Amdahl ms")
+    columns = ("layer", "arm", "kernel ms", "wall ms", "× bf16", "tokens/s", "peak MiB", "saved B/token", "Amdahl ms")
     fields = ("kernel_ms", "wall_ms", "speedup", "tokens_per_s", "peak_mib", "saved_bytes_per_token", "amdahl_ms")
     rows = [row for row in _timed(content) if not row["arm"].startswith("products")]
     made = [(row["shape"], f"{row['arm']}, {row['mode']}", *_cells(row, fields)) for row in rows]
@@ -325,10 +325,15 @@ def _cpu(files: Files) -> str:
     if "linear" not in files:
         return ""
     content = files["linear"]
-    made = [
-        (row["shape"], row["arm"], f"{row['wall_ms']:.1f}", f"{1 / row['wall_speedup']:.2f}") for row in content["rows"]
+    cells = [
+        (row["shape"], _arm(row), f"{row['wall_ms']:.1f}", f"{1 / row['wall_speedup']:.2f}") for row in content["rows"]
     ]
-    return CPU.format(**content["environment"]) + table(("M×K×N", "arm", "ms", "time over bf16"), made)
+    return CPU.format(**content["environment"]) + table(("M×K×N", "arm", "ms", "time over bf16"), cells)
+
+
+def _arm(row: Row) -> str:
+    """The name of an arm in tables."""
+    return str(row["arm"]).replace("given tensorwise", "delayed-scaling bound")
 
 
 def _timed(content: Mapping[str, Any]) -> list[Row]:

@@ -34,23 +34,23 @@ TAIL = """
 ## What makes it so
 
 - **Launches go to the compiled kernel** (`octavo.kernels.launch`): Triton's own launch binds and classifies all
-  arguments each time. Grid, scalars and dtypes are fixed once; alignment of addresses is looked at in each launch,
-  since Triton compiles other code for addresses that are no multiples of 16. A combination never seen goes through
-  Triton and is counted in `octavo.kernels.launch.THROUGH_TRITON`; so is each launch while a profiler's hooks are
-  installed. Triton's launcher is asked once what it passes to its C function, which is then called directly.
+  arguments each time. Grid, scalars and dtypes are fixed once; each launch checks the alignment of addresses,
+  since Triton compiles other code for addresses that are no multiples of 16. The first launch of a combination goes
+  through Triton and is counted in `octavo.kernels.launch.THROUGH_TRITON`; so does each launch while a profiler's hooks
+  are installed. The first launch also records what Triton's launcher passes to its C function; later ones call it.
 - **A cast is one generated function** (`octavo.kernels.quantize.quantize_plan`): allocations, addresses and launches
   of one shape and order, without the branches that the first call decided.
 - **Ops run from plans, below the dispatcher** (`octavo.kernels.direct`): the first call with a combination of dtypes,
   shapes, strides, devices and options runs all checks and caches a plan. Later calls allocate and launch. Products
   with block scales bypass the dispatcher for the product, but not for the operations that rearrange their scales. Under
   `torch.compile`, dispatch modes (fake tensors, selective checkpointing), function modes, functorch transforms,
-  tracing, CUDA graph capture, and for tensor subclasses the dispatcher is used as before. Results are the same
-  bits.
+  tracing, CUDA graph capture, and for tensor subclasses the dispatcher is used as before. Results are
+  bitwise the same.
 - **A linear runs from one plan** (`octavo.nn.linear_plan`), which holds the plans of its ops. Forward checks X, W and
   the bias once, and backward checks G once, instead of once per op. The check is the C++ guard with which
   `torch.compile` recognizes inputs (`octavo.runtime.torch_compat.guard_of`). Recipes with an amax history, weights
   that FSDP gathers in FP8 and inputs that backward recomputes take the ordinary path.
-- **Outputs are allocated below the dispatcher**, as the code does that Inductor generates.
+- **Outputs are allocated below the dispatcher**, as Inductor's generated code does.
 - **The registry selects the backend**, as without plans: by `octavo calibrate`, probes and `force`. If its selection
   changes, cached plans are discarded.
 
