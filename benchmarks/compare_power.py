@@ -92,7 +92,7 @@ def loss_of(arm: str, seed: int, text: Path, steps: int = STEPS) -> float:
     """Train, and return the mean loss over the last 10 % of the steps."""
     config = configuration(arm, seed, text, steps)
     with damaged() if arm == "damaged" else nullcontext():
-        trainer = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
+        trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
         losses = summarize_losses([trainer.train_step() for _ in range(steps)])
     assert losses is not None
     return losses.tail_mean

@@ -166,7 +166,7 @@ def slowdowns(more: Overrides, rounds: int = TIMED_ROUNDS) -> dict[str, float]:
     trainers, best = {}, dict.fromkeys(ARMS, float("inf"))
     for arm in ARMS:
         config = configuration(arm, 1, STEPS, more)
-        trainers[arm] = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
+        trainers[arm] = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
     for turn in range(rounds):
         for arm, trainer in trainers.items():
             start = time.perf_counter()

@@ -109,7 +109,7 @@ def trained(model: str, recipe: Recipe | None, seed: int, steps: int) -> float:
         from octavo.train.trainer import Trainer
 
         config = configuration("bf16", seed, steps, LLAMA)
-        trainer = Trainer(config, load_corpus(config, NullProgress()), torch.device("cpu"))
+        trainer = Trainer(config, load_corpus(config.data, config.model, NullProgress()), torch.device("cpu"))
         if recipe is not None:
             octavo.convert(trainer.model, recipe, verbose=False)
         curve = [trainer.train_step().loss for _ in range(steps)]

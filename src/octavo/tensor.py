@@ -11,6 +11,7 @@ contraction while two products contract different dimensions.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
@@ -88,8 +89,7 @@ class ScaledTensor:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor of a shape."""
-    strides = torch.empty(tuple(shape), device="meta").stride()
-    return strides
+    return tuple(prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

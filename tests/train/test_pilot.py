@@ -133,7 +133,10 @@ def test_nothing_is_looked_at_without_it(make_config, tmp_path):
 
 
 def test_it_needs_something_to_move(make_config):
-    with pytest.raises(ConfigError, match=r"precision.autopilot moves layers out of FP8, and precision.level = 'bf16'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"precision.autopilot changes the recipes of FP8 layers, and precision.level = 'bf16' has none",
+    ):
         make_config(precision={"autopilot": True})
 
 
