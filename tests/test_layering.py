@@ -93,7 +93,7 @@ LASTING_PRIVATE_NAMES = {
     },
     "transformers and accelerate": {
         "_apply_gate", "_attn_implementation", "_custom_objects", "_experts_implementation", "_hf_peft_config_loaded",
-        "_keys_to_ignore_on_save", "_name_or_path",
+        "_keys_to_ignore_on_save", "_name_or_path", "_supports_attention_backend",
     },
     "a convention for optimizers, and namedtuple": {"_no_weight_decay", "_replace"},
 }  # fmt: skip
