@@ -26,6 +26,15 @@ def test_the_committed_images_are_of_the_kept_results(kept):
             assert f"--{colour}: rgb(" in light and f"--{colour}: rgb(" in dark
 
 
+def test_the_picture_of_the_readme_is_of_the_committed_images():
+    images = figures.DOCS / "images"
+    svg = (images / "overview.svg").read_text(encoding="utf-8")
+    assert svg == figures.overview(images), "run `python -m benchmarks figures`"
+    ids = re.findall(r'\bid="([^"]+)"', svg)
+    assert len(ids) == len(set(ids)) and "Predicted, not measured" in svg
+    ElementTree.fromstring(svg)
+
+
 def test_another_number_is_another_figure(kept):
     content = kept["images/predicted.svg"]
     first, *others = content["data"]
