@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import octavo
 from benchmarks.session import Session
 from benchmarks.timing import Run
-from benchmarks.variants import Given, VariantLinear, replace_linears
+from benchmarks.variants import FirstMaxima, VariantLinear, replace_linears
 from octavo.kernels.library import DECOMPOSITIONS
 
 
@@ -71,7 +71,7 @@ def build(module: nn.Module, arm: Arm, session: Session) -> Callable[..., Tensor
     elif kind == "torchao":
         made = _torchao(made, recipe, session)
     elif kind == "given":
-        made = replace_linears(made, lambda layer: VariantLinear(layer, recipe, Given()))
+        made = replace_linears(made, lambda layer: VariantLinear(layer, recipe, FirstMaxima()))
     if arm.mode == "compiled":
         torch._dynamo.reset()  # each arm and shape is compiled by itself, for static shapes
         backend = "inductor" if session.gpu else "aot_eager"  # without a GPU: traced and partitioned, not code made

@@ -22,14 +22,14 @@ Quantizer = Callable[..., ScaledTensor]
 """quantizer(name, x, spec, fold, order) → the FP8 form of the operand called `name`."""
 
 
-class Given:
+class FirstMaxima:
     """Quantizes with the maxima that each operand had when it was first seen."""
 
     def __init__(self) -> None:
         self._amax: dict[str, Tensor] = {}
 
     def __call__(self, name: str, x: Tensor, spec: QuantSpec, fold: Tensor | None, order: Any) -> ScaledTensor:
-        """`octavo.kernels.quantize` with the maxima given."""
+        """`octavo.kernels.quantize` with these maxima."""
         if name not in self._amax:
             self._amax[name] = _amax(x.float() if fold is None else x.float() * fold, spec)
         return quantize(x, spec, fold, order=order, amax=self._amax[name])
@@ -46,7 +46,7 @@ class VariantLinear(nn.Module):
     Args:
         layer: Its weight is taken over.
         recipe: `tensorwise` or `rowwise`.
-        quantizer: A `Given()`.
+        quantizer: A `FirstMaxima()`.
     """
 
     def __init__(self, layer: nn.Linear, recipe: str, quantizer: Quantizer) -> None:
