@@ -26,7 +26,7 @@ from benchmarks.scaling_trace import (
     summed,
     trace,
 )
-from benchmarks.scaling_trace import Call as FirstMaxima
+from benchmarks.scaling_trace import Call as TracedCall
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from octavo.planner.fake import fake_tensors
@@ -176,8 +176,10 @@ def test_the_peak_is_that_of_pytorchs_tracker(tiny, name, recompute):
 
 
 def test_edges_are_the_first_gathers_and_the_last_scatters():
-    calls = [FirstMaxima("all-gather", size, 8, 1, False) for size in (100, 20, 3)]
-    calls += [FirstMaxima("all-gather", 20, 8, 1, True)] + [FirstMaxima("reduce-scatter", size, 8, 1, True) for size in (4, 5, 6)]
+    calls = [TracedCall("all-gather", size, 8, 1, False) for size in (100, 20, 3)]
+    calls += [TracedCall("all-gather", 20, 8, 1, True)] + [
+        TracedCall("reduce-scatter", size, 8, 1, True) for size in (4, 5, 6)
+    ]
     forward, again, scatter = summed(calls)
     assert (forward["calls"], forward["bytes"], forward["edge_calls"], forward["edge_bytes"]) == (3, 123, 2, 120)
     assert (again["edge_calls"], again["edge_bytes"]) == (0, 0)
