@@ -2,7 +2,7 @@
 
     setting                  ranks, innermost last              a rank has
     dp_replicate, dp_shard   [dp_replicate, dp_shard]           rows of the batch; a shard, or a copy, of all parameters
-    tp                       [dp_replicate, dp_shard, tp]       the rows of its dp rank; heads and features of the linear
+    tp                       [dp_replicate, dp_shard, tp]       the rows of its dp rank; heads and features of linear
                                                                 layers; with sequence_parallel S/tp tokens of the loss
     cp                       [dp_replicate, dp_shard · cp]      S/cp tokens of the rows that cp ranks share; a shard
     ep                       [efsdp, ep]                        rows of the batch; E/ep experts of each layer; a shard
