@@ -25,7 +25,10 @@ LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_n
 MODELS = {
     "cohere": (WITHOUT_HEAD_DIM | {"logit_scale": 1.0}, {"pp": 2, "tp": 2}),
     "mixtral": (SHAPE | EXPERTS, {"ep": 2}),
-    "qwen3_moe": (SHAPE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}, {"tp": 2}),
+    "qwen3_moe": (
+        WITHOUT_HEAD_DIM | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+        {"tp": 2},
+    ),
     "deepseek_v3": (
         WITHOUT_HEAD_DIM
         | LATENT
