@@ -23,7 +23,7 @@ WITHOUT_HEAD_DIM = {key: value for key, value in SHAPE.items() if key != "head_d
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
 MODELS = {
-    "cohere": (WITHOUT_HEAD_DIM | {"logit_scale": 1.0}, {"pp": 2, "tp": 2}),
+    "cohere": (WITHOUT_HEAD_DIM | {"logit_scale": 1.0, "num_hidden_layers": 4}, {"pp": 2, "tp": 2}),
     "mixtral": (SHAPE | EXPERTS, {"ep": 2}),
     "qwen3_moe": (
         WITHOUT_HEAD_DIM | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
