@@ -203,6 +203,19 @@ def test_exact_messages_and_statistics_of_all_stages(gloo, settings, tmp_path): 
     assert layers[0] == layers[1] and len(layers[0]) == 28
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("window", [4, slow(12)])
+def test_sliding_windows_in_every_stage_of_a_pipeline(gloo, settings, tmp_path, window):  # noqa: F811
+    """Under sequence parallelism hidden states have half the tokens that masks are for; 12 is between both."""
+    exact = {"precision": {"parameters": "fp32"}, "optim": {"micro_batches": 2}}
+    made = settings("mistral", parallel={"pp": 2, "tp": 2, "fp8_comm": "off"}, **exact)
+    made["model"]["config"] = PIPELINE | {"sliding_window": window}
+    gloo.run(job, 4, made, str(tmp_path / "ranks"))
+    job(made | {"parallel": {}}, tmp_path / "one")
+    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
+    assert norms(tmp_path / "ranks") == pytest.approx(norms(tmp_path / "one"), rel=2e-3)
+
+
 def test_blocks_are_divided_evenly():
     assert [len(part) for part in divide(10, 4)] == [2, 3, 3, 2]
     assert [len(part) for part in divide(7, 2)] == [4, 3]

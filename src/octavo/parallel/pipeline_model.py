@@ -3,9 +3,10 @@
     embedding, blocks 0…i  ──[B,S,H]──▶  blocks i…j  ──▶ … ──▶  blocks …n, norm, head and loss
 
 Each stage runs the model's own forward, with `Absent` in the place of what other stages have: it gets hidden states as
-`inputs_embeds`, and positions, masks and rotary embeddings are made anew. That is right only if the model adds nothing
-to `inputs_embeds` and hands nothing but hidden states from block to block. So both are tried on a few tokens, with
-the first two blocks, before anything is changed (`check_pipeline_model`).
+`inputs_embeds`, and positions, masks and rotary embeddings are made anew. (Under sequence parallelism from a stand-in
+of as many tokens as attention reads.) That is right only if the model adds nothing to `inputs_embeds` and hands nothing
+but hidden states from block to block. So both are tried on a few tokens, with the first two blocks, before anything is
+changed (`check_pipeline_model`).
 
     schedule                                             stages of rank r of p
     GPipe, 1F1B                                          r
@@ -91,17 +92,30 @@ class StageModule(nn.Module):
             x: Token ids [B,S] in the first stage, else hidden states [B,S,H].
             labels: The next tokens [B,S], read by the last stage.
         """
-        arguments: dict[str, Any] = {"input_ids" if self._first else "inputs_embeds": x, "use_cache": False}
-        if self._token_parts > 1:
-            tokens = x.shape[1] * (1 if self._first else self._token_parts)
-            arguments["position_ids"] = torch.arange(tokens, device=x.device).unsqueeze(0)
         model: Any = self._model[0]
-        with installed(model, self._list[0], norm=self._last):
+        with installed(model, self._list[0], norm=self._last), self._divided(x) as whole:
+            arguments: dict[str, Any] = {"input_ids" if self._first else "inputs_embeds": whole, "use_cache": False}
             if not self._last:
                 hidden: Tensor = model.base_model(**arguments)[0]
                 return hidden
             outputs = model(labels=labels, shift_labels=labels, **arguments)
         return torch.stack([outputs.loss])  # no view, of which FSDP2 warns
+
+    @contextmanager
+    def _divided(self, x: Tensor) -> Iterator[Tensor]:
+        """Yield a tensor of as many tokens as attention reads, for masks and positions; the first block gets x."""
+        if self._first or self._token_parts == 1:
+            yield x
+            return
+
+        def give(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
+
+        handle = self.parts[0].register_forward_pre_hook(give, with_kwargs=True, prepend=True)
+        try:
+            yield x.detach()[:, :1].expand(-1, x.shape[1] * self._token_parts, -1)
+        finally:
+            handle.remove()
 
 
 def ends_of(model: Any, *, first: bool, last: bool) -> dict[str, nn.Module]:
