@@ -12,6 +12,7 @@ from octavo.parallel.pipeline_model import SCHEDULES, check_pipeline_model, divi
 from octavo.train import ConfigError, parse_config, read_metrics, run
 from octavo.train.checkpoint.store import checkpoints
 from octavo.train.data.corpus import load_corpus
+from octavo.train.diagnose import NonFiniteError
 from octavo.train.ranks import join_ranks
 from octavo.train.record.metrics import NullProgress
 from octavo.train.record.statistics import read_statistics
@@ -214,6 +215,56 @@ def test_sliding_windows_in_every_stage_of_a_pipeline(gloo, settings, tmp_path, 
     job(made | {"parallel": {}}, tmp_path / "one")
     assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     assert norms(tmp_path / "ranks") == pytest.approx(norms(tmp_path / "one"), rel=2e-3)
+
+
+@pytest.mark.thorough
+def test_statistics_under_tensor_parallelism(gloo, settings, tmp_path):  # noqa: F811
+    """X is counted before it is gathered in FP8, also where attention gathers it for q, k and v."""
+    made = settings(inspect={"every": 3}, run={"steps": 3}, parallel={"tp": 2})
+    gloo.run(job, 2, made, str(tmp_path / "ranks"))
+    job(made | {"parallel": {}}, tmp_path / "one")
+    rows = [{(r.layer, r.operand): r.sqnr for r in read_statistics(tmp_path / name)} for name in ("ranks", "one")]
+    assert rows[0] == pytest.approx(rows[1], abs=0.7)
+
+
+def poisoned_job(tables, out, layer, backward):  # noqa: F811
+    """The origin that a rank names where a layer makes NaN in step 3."""
+    train_step = Trainer.train_step
+
+    def hook(module, inputs, y):
+        return y.register_hook(lambda g: g * torch.nan) and None if backward else y * torch.nan
+
+    def poisoned_step(self):
+        if self.step == 2 and (module := dict(self.model.named_modules()).get(layer)) is not None:
+            module.register_forward_hook(hook)
+        return train_step(self)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(NonFiniteError) as error:
+        patch.setattr(Trainer, "train_step", poisoned_step)
+        run(parse_config(tables), out=Path(out), progress=Recorder())
+    return error.value.origin
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("layer", "backward", "parallel"),
+    [
+        (1, False, {"pp": 2}),
+        (2, True, {"pp": 2}),
+        (1, False, {"pp": 2, "schedule": "Interleaved1F1B"}),
+        (2, True, {"pp": 2, "schedule": "Interleaved1F1B"}),
+        (1, False, {"tp": 2}),
+    ],
+    ids=str,
+)
+def test_the_origin_of_a_nan(gloo, settings, tmp_path, layer, backward, parallel):  # noqa: F811
+    """Other stages get it in messages, and the first of them sees it among the first values that it looks at."""
+    name = f"model.layers.{layer}.mlp.up_proj"
+    made = settings(parallel=parallel, optim={"micro_batches": 2})
+    made["model"]["config"] = PIPELINE
+    origins = gloo.run(poisoned_job, 2, made, str(tmp_path / "out"), name, backward)
+    assert origins[0] == origins[1]
+    assert f"output of {name} (first operand: " in origins[0]
 
 
 def test_blocks_are_divided_evenly():

@@ -140,6 +140,7 @@ class Sample:
                 return
             with torch.no_grad(), disable_current_modes():
                 gathered = isinstance(x, GatheredInput)
+                own_x = _sent(own_x)
                 x = x.dequantized() if isinstance(x, GatheredInput) else x
                 own = current_channels(layer.module, x)
                 if own is not None:
@@ -292,6 +293,14 @@ def _shard(module: nn.Module) -> ShardedWeight | None:
     """Return this rank's rows of a weight that FSDP gathers in FP8."""
     local = local_part(module.weight)
     return local if isinstance(local, ShardedWeight) else None
+
+
+def _sent(x: Tensor) -> Tensor:
+    """Return this rank's part of tokens that the module around the layer gathered in FP8; any other tensor itself."""
+    if not isinstance(x, GatheredInput):
+        return x
+    sent = x.rows.sent
+    return x.dequantized() if sent is None else sent.detach()
 
 
 def _local_gradient(g: Tensor, places: Any) -> Tensor:

@@ -270,7 +270,7 @@ class Pipeline:
         from octavo.parallel.pipeline import PipelineStage  # slow import
 
         self.parts, self._scale = {i: part for i, part in parts.items() if isinstance(part, StageModule)}, 1.0
-        count = mesh.size() * SCHEDULES[schedule]
+        self.count = count = mesh.size() * SCHEDULES[schedule]
         stages = [
             PipelineStage(part, index, count, device, fp8_comm=fp8_comm, group=mesh.get_group())
             for index, part in parts.items()

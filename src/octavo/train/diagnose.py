@@ -2,8 +2,9 @@
 
 This costs nothing before a failure. The origin is the first non-finite value in the order of execution. Modules finish
 their forward before the modules that contain them, and backward reaches the faulty product before everything upstream,
-so later non-finite values are consequences. All ranks execute in the same order, so the rank with the earliest one has
-the origin; the others received it from sums over ranks.
+so later non-finite values are consequences. Ranks that have the same layers execute in the same order, so the rank with
+the earliest one has the origin; the others received it from sums over ranks. Stages of a pipeline pass values on: first
+is the first stage with such a value in forward, else the last one in backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.parallel.pipeline_model import Pipeline
 from octavo.tensor import local_tensor
 from octavo.train.config.sections import PrecisionConfig
+
+_VALUES_PER_STAGE = 2**40
+"""More than any rank looks at."""
 
 
 class NonFiniteError(RuntimeError):
@@ -46,7 +51,7 @@ class Origin(NamedTuple):
     text: str | None
     """Which it is; None if all are finite."""
     order: int
-    """Values looked at before it."""
+    """Values looked at before it; in a pipeline those of its stage, after all of earlier ones."""
 
 
 def non_finite_parameter(model: nn.Module) -> str | None:
@@ -54,13 +59,15 @@ def non_finite_parameter(model: nn.Module) -> str | None:
     return next((name for name, param in model.named_parameters() if not _finite(param)), None)
 
 
-def find_origin(model: nn.Module, forward_backward: Callable[[], Any]) -> Origin:
+def find_origin(model: nn.Module, forward_backward: Callable[[], Any], pipeline: Pipeline | None = None) -> Origin:
     """Run `forward_backward` and name the first value that is not finite.
 
     It is the "output of", "gradient of the input of" or "gradient of the output of" a module, or the "gradient of" a
-    parameter. Leaves gradients behind.
+    parameter. Leaves gradients behind. `pipeline`: the stages of this rank, if there are some.
     """
-    watch = _Watch()
+    watch = _Watch(1 if pipeline is None else pipeline.count)
+    for stage, part in ({} if pipeline is None else pipeline.parts).items():
+        watch.enter(part, stage)
     for name, module in model.named_modules():
         watch.module(name or type(model).__name__, module)
     for name, param in model.named_parameters():
@@ -77,10 +84,19 @@ def find_origin(model: nn.Module, forward_backward: Callable[[], Any]) -> Origin
 class _Watch:
     """Hooks that remember the first value that is not finite."""
 
-    def __init__(self) -> None:
+    def __init__(self, stages: int = 1) -> None:
         self.origin = Origin(None, 0)
         self.count = 0
         self.handles: list[Any] = []
+        self._stages, self._stage = stages, 0
+        self._stage_of: dict[Tensor, int] = {}
+
+    def enter(self, part: nn.Module, stage: int) -> None:
+        def before(*_: Any) -> None:
+            self._stage = stage
+
+        self._stage_of |= dict.fromkeys(part.parameters(), stage)
+        self.handles.append(part.register_forward_pre_hook(before))
 
     def module(self, fqn: str, module: nn.Module) -> None:
         def view(value: Any) -> Any:
@@ -96,7 +112,7 @@ class _Watch:
 
         def after(_: nn.Module, __: Any, outputs: Any) -> None:
             for tensor in _tensors(outputs):
-                self._check(tensor, f"output of {fqn}")
+                self._check(tensor, f"output of {fqn}", self._stage)
                 self._watch_gradient(tensor, f"gradient of the output of {fqn}")
 
         self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -105,17 +121,23 @@ class _Watch:
     def parameter(self, name: str, param: nn.Parameter) -> None:
         def after_backward(param: Tensor) -> None:
             assert param.grad is not None
-            self._check(param.grad, f"gradient of {name}")
+            self._check(param.grad, f"gradient of {name}", self._in_backward(self._stage_of.get(param, 0)))
 
         self.handles.append(param.register_post_accumulate_grad_hook(after_backward))
 
     def _watch_gradient(self, tensor: Tensor, what: str) -> None:
         if tensor.requires_grad:
-            tensor.register_hook(lambda grad: self._check(grad, what))
+            place = self._in_backward(self._stage)
+            tensor.register_hook(lambda grad: self._check(grad, what, place))
 
-    def _check(self, tensor: Tensor, what: str) -> None:
-        if self.origin.text is None and not _finite(tensor):
-            self.origin = Origin(what, self.count)
+    def _in_backward(self, stage: int) -> int:
+        """The place of a stage's backward among the forwards and backwards of all stages; 0 without a pipeline."""
+        return 2 * self._stages - 1 - stage if self._stages > 1 else 0
+
+    def _check(self, tensor: Tensor, what: str, place: int) -> None:
+        order = place * _VALUES_PER_STAGE + self.count
+        if (self.origin.text is None or order < self.origin.order) and not _finite(tensor):
+            self.origin = Origin(what, order)
         self.count += 1
 
 

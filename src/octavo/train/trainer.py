@@ -357,10 +357,11 @@ class Trainer:
         if bad := self.non_finite_parameter():
             return self._non_finite_error(self.step, "its update was not finite", f"parameter {bad}")
         with nullcontext() if self.watch.rows else self.watch.step(self.step + 1, force=True):
-            origin = find_origin(self.model, lambda: self.forward_backward(inputs, targets))
-        location = self.ranks.first_reported(*origin) or "none in particular, the norm of the gradient exceeds fp32"
+            origin = find_origin(self.model, lambda: self.forward_backward(inputs, targets), self.layout.pipeline)
         operands = [finding for finding in self.watch.findings() if finding.what == "nonfinite"]
-        location += f" (first operand: {operands[0].operand} of {operands[0].layer})" if operands else ""
+        operand = f" (first operand: {operands[0].operand} of {operands[0].layer})" if operands else ""
+        location = self.ranks.first_reported(origin.text and origin.text + operand, origin.order)
+        location = location or f"none in particular, the norm of the gradient exceeds fp32{operand}"
         problem = "the gradient is not finite" if finite(loss) is not None else f"the loss is {loss}"
         return self._non_finite_error(self.step + 1, problem, location)
 
