@@ -91,6 +91,14 @@ def test_every_gradient_is_that_of_one_process(gloo, family, divides):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("divides", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_parameters_of_an_activation_function(gloo, divides):
+    """Each rank has a summand of their gradient: of its features."""
+    _, _, quality = gloo.run(job, 2, "apertus", False, divides)[0]
+    assert min(pair[1] for name, pair in quality.items() if "act_fn" in name) > 28
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("divides", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_gradients_in_fp8_lose_little(gloo, family, divides):

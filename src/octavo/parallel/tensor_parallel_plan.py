@@ -16,12 +16,12 @@ on that rank's tokens, and leaves a summand of its gradient there: `sum_partial_
 for all. Rejected: these parameters as DTensors, which needs a message for each and an operation of DTensors for each
 norm.
 
-Without sequence parallelism every rank has all tokens and whole gradients, except of parameters between the heads, such
-as norms of q and k.
+Without sequence parallelism every rank has all tokens and whole gradients, except of parameters between the heads or
+features, such as norms of q and k, or of an activation function.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -185,8 +185,19 @@ def _plan(
         raise ValueError(f"{kind}: no linear layer matches its plan for tensor parallelism, {list(patterns)}")
     names = {name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in styles}
     if not sequence_parallel:
-        names = {name for name in names if name.rpartition(".")[0] in between_heads}
+        between = {*between_heads, *_between_features(model, styles)}
+        names = {name for name in names if name.rpartition(".")[0] in between}
     return styles, names
+
+
+def _between_features(model: nn.Module, styles: dict[str, Any]) -> Iterator[str]:
+    """Yield the modules of an MLP that compute on its features, as an activation function with parameters."""
+    for owner in {name.rpartition(".")[0] for name in styles}:
+        parent = model.get_submodule(owner)
+        for name, child in () if _is_attention(parent) else parent.named_children():
+            vectors = all(parameter.ndim < 2 for parameter in child.parameters())  # no router
+            if vectors and not isinstance(child, nn.Linear) and "norm" not in type(child).__name__.lower():
+                yield f"{owner}.{name}"
 
 
 def _matches(pattern: str, name: str) -> bool:
