@@ -159,6 +159,21 @@ def test_a_resumed_run_is_the_uninterrupted_one(gloo, settings, tmp_path, parall
     assert same(state(whole, last[0]), state(whole, last[1]))
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("parallel", [{"tp": 2}, slow({"tp": 2, "sequence_parallel": False}), {"pp": 2}], ids=str)
+def test_channel_scales_resume(gloo, settings, tmp_path, parallel):  # noqa: F811
+    """Ranks of tensor parallelism have their own; stages those of their layers; another layout measures again."""
+    equalized = {"level": "fp8", "recipe": "rowwise_equalized"}
+    whole = settings(run={"save_every": 3}, precision=equalized, parallel=parallel, optim={"micro_batches": 2})
+    gloo.run(job, 2, whole, str(tmp_path / "whole"))
+    for name, world, there in (("part", 2, whole), ("other", 1, whole | {"parallel": {}})):
+        shutil.copytree(tmp_path / "whole", tmp_path / name)
+        shutil.rmtree(checkpoints(tmp_path / name)[-1])
+        gloo.run(job, world, there, str(tmp_path / name), resume=True)
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "whole"), rel=2e-3)
+
+
 def layout_of_ranks(tables):  # noqa: F811
     config = parse_config(tables)
     with join_ranks(config) as ranks:

@@ -43,16 +43,19 @@ def state_dict(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def merge_states(states: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the state for all ranks: that of the first, with the largest maxima that `state_dict` returns on any."""
-    merged = {}
-    for name, own in states[0].items():
-        all_measured = [state[name]["measured"] for state in states if state[name]["measured"] is not None]
+    """Return the state for all ranks: of each layer that of the first rank that has it, with the largest maxima that
+    `state_dict` returns on any. Under tensor parallelism only ranks with the same columns and rows have one state.
+    """
+    merged: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(name for state in states for name in state):
+        of_layer = [state[name] for state in states if name in state]
+        all_measured = [own["measured"] for own in of_layer if own["measured"] is not None]
         measured = None
         if all_measured:
             columns = {key: [own[key] for own in all_measured if own[key] is not None] for key in ("x", "w")}
             amaxes = {key: torch.tensor(rows).amax(0).tolist() if rows else None for key, rows in columns.items()}
             measured = {**amaxes, "first": all_measured[0]["first"]}
-        merged[name] = {**own, "measured": measured}
+        merged[name] = {**of_layer[0], "measured": measured}
     return merged
 
 

@@ -43,6 +43,7 @@ class Layout:
         inputs: Its part of their tokens.
         labels: Its part of the tokens of which it computes the loss.
         loss_parts: Number of ranks whose losses add up to that of their rows.
+        part: This rank's part of each layer: (index, number of parts).
         ranks: Ranks that hold this part of the layers.
         seed: Distinguishes the ranks that draw different random numbers.
         partial: Names of parameters of whose gradients each rank of `summing` has a summand.
@@ -57,6 +58,7 @@ class Layout:
     inputs: tuple[int, int] = (0, 1)
     labels: tuple[int, int] = (0, 1)
     loss_parts: int = 1
+    part: tuple[int, int] = (0, 1)
     ranks: int = 1
     seed: int = 0
     partial: frozenset[str] = field(default=frozenset())
@@ -213,7 +215,7 @@ def _on_hybrid_mesh(
     rows = rank // tp % math.prod(sizes), math.prod(sizes)
     return Layout(
         forward=forward, rows=rows, labels=(rank % tp, tp) if divides else (0, 1), loss_parts=tp if divides else 1,
-        ranks=world // pp, seed=rank if divides else rank // tp, partial=partial,
+        part=(rank % tp, tp), ranks=world // pp, seed=rank if divides else rank // tp, partial=partial,
         summing=mesh["tp"] if partial else None, pipeline=pipeline, stages=pp, stage_group=stage_group,
     )  # fmt: skip
 

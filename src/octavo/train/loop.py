@@ -166,7 +166,8 @@ def _load_state(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> No
         trainer.guard.load_state_dict(state.get("guard", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{checkpoint / 'trainer.json'} is not the state of a trainer: {error!r}") from None
-    load_checkpoint(checkpoint, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks)
+    part = trainer.layout.part
+    load_checkpoint(checkpoint, trainer.model, trainer.optimizer, trainer.loss_scale, trainer.ranks, part)
     trainer.step = state["step"]
     trainer.skipped_batches = state.get("skipped_batches", 0)
 

@@ -192,8 +192,8 @@ class Trainer:
             data_fingerprint=self._corpus.fingerprint,
             extra={"skipped_batches": self.skipped_batches, "guard": self.guard.state_dict()}
             | ({"autopilot": self.pilot.state_dict()} if self.pilot is not None else {}),
-            prune=prune,
-        )
+            part=self.layout.part[0], prune=prune,
+        )  # fmt: skip
 
     def finish_saving(self) -> None:
         """Wait until a checkpoint in the background is written."""

@@ -62,6 +62,8 @@ from octavo.train.record.json_lines import first_error
 FOLDER = "checkpoints"
 WRITING, REMOVING = ".writing-", ".removing-"
 """Prefixes of a checkpoint during writing and during removal."""
+PARTS = "parts of layers"
+"""Key of channel scales under tensor parallelism: a list, by part."""
 IGNORED_CONFIG_KEYS = {"architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Keys of a model's config that do not change what it computes; the dtype is compared as `precision.parameters`."""
 
@@ -93,11 +95,12 @@ class CheckpointSaver:
         config: TrainConfig,
         data_fingerprint: str,
         extra: Mapping[str, Any],
+        part: int = 0,
         prune: bool = True,
     ) -> Path:
         """Write the checkpoint of `step` under `out` and, with `prune`, removes all but the newest `run.keep`.
 
-        `extra`: more entries of `trainer.json`.
+        `extra`: more entries of `trainer.json`. `part`: which part of each layer this rank has.
 
         Returns the folder. An existing checkpoint of the step stays: it is the same. Raises ConfigError if this
         checkpoint, or a pending one, cannot be written; earlier ones are unchanged.
@@ -121,11 +124,8 @@ class CheckpointSaver:
         if maxima := delayed.state_dict(model):
             gathered = self._ranks.world_size > 1
             metadata["delayed"] = delayed.merge_states(self._ranks.all_gather(maxima)) if gathered else maxima
-        if channels := equalized_state.state_dict(model):
-            gathered = self._ranks.world_size > 1
-            metadata["equalized"] = (
-                equalized_state.merge_states(self._ranks.all_gather(channels)) if gathered else channels
-            )
+        if channels := self._channels(model, part):
+            metadata["equalized"] = channels
         with self._writing(checkpoint):
             self._ranks.run_on_rank0(lambda: checkpoint.begin(metadata, model, tokenizer))
             digests: dict[str, str] = {}
@@ -147,6 +147,18 @@ class CheckpointSaver:
         (future, checkpoint), self._pending = self._pending, None
         with self._writing(checkpoint):
             self._publish(checkpoint, shards.wait_for(future, checkpoint.scratch / SHARDS))
+
+    def _channels(self, model: Any, part: int) -> dict[str, Any]:
+        """The channel scales of equalized layers, by part of the layers if there are several; {} without any."""
+        own = equalized_state.state_dict(model)
+        if self._ranks.world_size == 1:
+            return own
+        by_rank = self._ranks.all_gather((part, own))
+        states = [
+            equalized_state.merge_states([state for other, state in by_rank if other == index])
+            for index in sorted({index for index, _ in by_rank})
+        ]
+        return states[0] if len(states) == 1 else {PARTS: states} if any(states) else {}
 
     def _merged(self, own: dict[str, str]) -> dict[str, str]:
         """The entries of all ranks, which may have different layers."""
@@ -300,8 +312,15 @@ def check_same_model(folder: Path, config: Any) -> None:
             )
 
 
-def load_checkpoint(folder: Path, model: Any, optimizer: TrainerOptimizer, loss_scale: LossScale, ranks: Ranks) -> None:
-    """Load weights, optimizer state and loss scale. Raises ConfigError if they do not fit."""
+def load_checkpoint(
+    folder: Path, model: Any, optimizer: TrainerOptimizer, loss_scale: LossScale, ranks: Ranks,
+    part: tuple[int, int] = (0, 1),
+) -> None:  # fmt: skip
+    """Load weights, optimizer state and loss scale. Raises ConfigError if they do not fit.
+
+    `part`: which part of each layer this rank has, and of how many. Channel scales of another number of parts are not
+    loaded: layers measure theirs in their next forward.
+    """
     state = ranks.run_on_rank0(lambda: read_trainer_state(folder))
     check_files(folder, ranks)
     ranks.run_on_rank0(lambda: check_same_model(folder, model.config))
@@ -315,7 +334,9 @@ def load_checkpoint(folder: Path, model: Any, optimizer: TrainerOptimizer, loss_
         ranks.raise_together(lambda: load_generation_config(folder, model))
         loss_scale.load_state_dict(state["loss_scale"])
         delayed.load_state_dict(model, state.get("delayed", {}))
-        equalized_state.load_state_dict(model, state.get("equalized", {}))
+        channels = state.get("equalized", {})
+        states = channels.get(PARTS, [channels])
+        equalized_state.load_state_dict(model, states[part[0]] if len(states) == part[1] else {})
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise SharedError(f"{folder} does not fit this model, or is damaged ({error}): {_remedy(folder)}") from None
 
