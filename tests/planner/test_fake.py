@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import MLP, llama
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.planner.fake import fake_batch, fake_copy, fake_tensors
 
@@ -61,3 +63,28 @@ def test_batches_in_every_form():
         assert MLP()(fake_batch(torch.ones(3, 64), None, torch.float32, CPU)).shape == (3, 64)
         with pytest.raises(TypeError, match="mapping, a tuple or a tensor, of tensors or shapes; got str"):
             fake_batch("ids", None, torch.float32, CPU)
+
+
+def attention_ops(device: str) -> list[str]:
+    """Operations of attention whose values are narrower than queries and keys, forward and backward."""
+    names = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with fake_tensors(device):
+        q, k, v = (torch.empty(2, 4, 16, size, dtype=torch.bfloat16, requires_grad=True) for size in (24, 24, 16))
+        with Names():
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        assert [t.grad.shape for t in (q, k, v)] == [t.shape for t in (q, k, v)]
+    return names
+
+
+def test_latent_attention_is_fused_on_gpus_and_not_on_cpus():
+    before = F.scaled_dot_product_attention
+    on_gpu, on_cpu = attention_ops("cuda"), attention_ops("cpu")
+    assert "_scaled_dot_product_efficient_attention_backward.default" in on_gpu and "bmm.default" not in on_gpu
+    assert "bmm.default" in on_cpu
+    assert F.scaled_dot_product_attention is before

@@ -295,6 +295,18 @@ def test_the_run_stands_beside_bf16_and_the_best_plan():
         assert text in tables
 
 
+@pytest.mark.thorough
+def test_mixtures_of_experts_are_not_counted_as_linear_layers(make_config: MakeConfig):
+    config = make_config(
+        model={"type": "mixtral", "config": LLAMA | {"num_local_experts": 4, "vocab_size": 300}},
+        precision={"level": "fp8"},
+    )
+    prediction = plan_step(config, gpu="h100")
+    own, layers = prediction.configured, LLAMA["num_hidden_layers"]
+    summary = prediction.summary_of(own.plan, own.time)
+    assert f"{4 * layers} of {4 * layers + 1} linear layers and {layers} mixtures of experts in rowwise" in summary
+
+
 def test_a_run_in_bf16_is_shown_in_bf16():
     prediction = plan_step(load_config(SHIPPED[0], LARGER), gpu="h200")
     assert prediction.converted and not prediction.configured.plan.converted

@@ -3,10 +3,11 @@
 import copy
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.nn.resident import ResidentWeight
@@ -19,14 +20,47 @@ INTEGER_INPUTS = ("ids", "mask", "labels", "positions", "targets")
 
 
 @contextmanager
-def fake_tensors() -> Iterator[FakeTensorMode]:
-    """FakeTensorMode that also accepts real tensors and restores the random number state on exit."""
+def fake_tensors(device: str = "cuda") -> Iterator[FakeTensorMode]:
+    """FakeTensorMode that also accepts real tensors and restores the random number state on exit.
+
+    `device` is the type of device to predict: with "cuda", attention is fused wherever it is on a GPU.
+    """
     state = torch.get_rng_state()
+    fused = _fused_attention() if device == "cuda" else nullcontext()
     try:
-        with _unpacked_sequences(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with _unpacked_sequences(), fused, FakeTensorMode(allow_non_fake_inputs=True) as mode:
             yield mode
     finally:
         torch.set_rng_state(state)
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Keep attention fused on fake tensors of a CPU if values have another size than queries and keys.
+
+    Multi-head latent attention is like that. GPUs have fused kernels for it, and CPUs have not: there it becomes two
+    products and a softmax, with whole scores.
+    """
+    original = F.scaled_dot_product_attention
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        on_cpu = query.device.type == "cpu" and query.ndim == 4 and query.dtype in (torch.bfloat16, torch.float16)
+        if not on_cpu or attn_mask is not None or enable_gqa or query.shape[-1] == value.shape[-1]:
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, trains, dropout_p, is_causal, scale=scale
+        )[0]
+        return out
+
+    F.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
 
 
 @contextmanager

@@ -95,9 +95,12 @@ class Forecast(Plan):
 
     def summary_of(self, plan: Plan, time: StepTime) -> str:
         """Return the same line for another plan of this model whose step takes `time`."""
-        done = [plan[name] for name in plan.converted]
-        recipes = ", ".join(sorted({decision.recipe.name for decision in done if decision.recipe}))
-        text = f"{len(done)} of {len(self.times)} linear layers" + (f" in {recipes}" if done else "")
+        recipes = ", ".join(sorted({recipe.name for name in plan.converted if (recipe := plan[name].recipe)}))
+        linears = sum(name in self.times for name in plan.converted)
+        text = f"{linears} of {len(self.times)} linear layers"
+        if mixtures := len(plan.converted) - linears:  # of experts, which are not timed
+            text += f" and {mixtures} mixture{'s' * (mixtures > 1)} of experts"
+        text += f" in {recipes}" * bool(recipes)
         return (
             f"{text}; predicted on {self.step_config.gpus} × {self.gpu.name}: {1e3 * time.seconds:,.4g} ms a step, "
             f"{self.bf16.seconds / time.seconds:.2f}× bf16"

@@ -84,7 +84,7 @@ def memory(
     sequences = first.shape[0] if first.ndim else 1
 
     def trace(_: int | None, size: int) -> StepTrace:
-        with fake_tensors() as mode:
+        with fake_tensors(device.type) as mode:
             copy = fake_copy(model, mode, place)
             if precision is not None:
                 apply_plan(copy, rule_plan(copy, precision=precision), keep_weights=precision.keep_weights)

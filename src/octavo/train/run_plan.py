@@ -114,7 +114,7 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
     notes: list[str] = []
 
     def trace(_: int | None, size: int) -> StepTrace:
-        with fake_tensors():
+        with fake_tensors(device):
             tokenizer = cast(TextTokenizer, _vocabulary(config.data, config.model))
             with fake:
                 model = _build(config, tokenizer)
