@@ -10,10 +10,11 @@ from tiny_runs import LLAMA, MakeConfig
 from transformers import AutoModelForCausalLM
 
 from octavo.train.config.run_config import ConfigError
+from octavo.train.config.sections import Model
 from octavo.train.data.corpus import load_corpus
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.device import choose_device
-from octavo.train.model import build_model, prepare_loss
+from octavo.train.model import build_model, check_model, prepare_loss
 from octavo.train.record.metrics import NullProgress
 from octavo.train.run_plan import plan_memory
 
@@ -236,3 +237,12 @@ def test_an_index_names_no_file_outside(
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"index\.json names '.*outside.safetensors', which is not in the folder"):
         build_model(make_config(model={"path": str(tmp_path / "model")}), tokenizer)
+
+
+def test_fields_that_only_the_models_code_reads_are_known() -> None:
+    """Qwen3-30B-A3B has heads of 128 with a width of 2048 and 32 heads."""
+    check_model(Model(type="qwen3_moe", config={"head_dim": 128}))
+    with pytest.raises(
+        ConfigError, match=r"model.config.head_dims: qwen3_moe has no such field .did you mean 'head_dim'"
+    ):
+        check_model(Model(type="qwen3_moe", config={"head_dims": 128}))

@@ -5,6 +5,7 @@ weights are drawn on the CPU in the parameters' own dtype, so a seed gives the s
 """
 
 import inspect
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def _from_type(source: Model, seed: int, tokenizer: TextTokenizer, dtype: torch.
 
 
 def _config_fields(model_type: str) -> set[str]:
-    """Names a config of `model_type` takes: arguments, aliases, and what it serializes."""
+    """Names a config of `model_type` takes: arguments, aliases, what it serializes, and what the model's code reads."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -143,7 +144,14 @@ def _config_fields(model_type: str) -> set[str]:
     fields |= {field for field in _defaults(config_class) if not field.startswith("_") and field != "model_type"}
     if "rope_parameters" in fields:
         fields |= {"rope_theta", "rope_scaling"}  # the older spelling, still read
-    return fields
+    return fields | _fields_of_code(config_class)
+
+
+def _fields_of_code(config_class: Any) -> set[str]:
+    """Optional fields that only the code of the model names, in `getattr`, as `head_dim` of qwen3_moe."""
+    files = Path(inspect.getfile(config_class)).parent.glob("modeling_*.py")
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    return {field for text in texts for field in re.findall(r'getattr\((?:self\.)?config, "(\w+)"', text)}
 
 
 def _defaults(config_class: Any) -> dict[str, Any]:
