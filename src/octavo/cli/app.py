@@ -66,6 +66,13 @@ Overrides = Annotated[
     ),
 ]
 
+Shrink = Annotated[
+    bool,
+    typer.Option(
+        "--shrink", help="The same architecture, small, on the source of Python's standard library: for two CPU cores."
+    ),
+]
+
 
 def in_home(path: Path | None) -> Path | None:
     """Expand ~ in a path of the command line, which a shell does not expand within quotes."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.app import Overrides, app, in_home, is_first_rank, print_plain, show_error, user_errors
+from octavo.cli.app import Overrides, Shrink, app, in_home, is_first_rank, print_plain, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
 from octavo.cli.exit_codes import verdict
 from octavo.runtime.terminal import stderr, stdout
@@ -71,6 +71,7 @@ def compare(
         typer.Option(metavar="N", help="Planned maximum of seeds, up to 40; default: 40.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The verdicts as JSON.")] = False,
+    shrink: Shrink = False,
 ) -> None:
     """Test on several seeds whether losses differ.
 
@@ -92,7 +93,7 @@ def compare(
             return
         if config is None:
             raise ValueError("there is nothing to compare: give CONFIG and two --arm, or --losses FILE")
-        _train(config, overrides or [], arm or [], seeds or "3", out, margin, confidence, max_seeds, as_json)
+        _train(config, overrides or [], arm or [], seeds or "3", out, margin, confidence, max_seeds, as_json, shrink)
 
 
 def _compare_losses_file(
@@ -197,6 +198,7 @@ def _train(
     confidence: float,
     max_seeds: int | None,
     as_json: bool,
+    shrink: bool,
 ) -> None:
     """Train and compare; exit with the verdict's code."""
     from octavo.experiments.compare_report import to_json
@@ -206,12 +208,14 @@ def _train(
     from octavo.experiments.progress_bars import ProgressBars
     from octavo.inspect.paired_test import MOST_SEEDS, check_limits
     from octavo.train import LostRankError, load_config
+    from octavo.train.config.shrink import change_of
     from octavo.train.ranks import under_torchrun
 
-    arms = make_arms(config, overrides, arm, seeds)
+    arms = make_arms(config, overrides, arm, seeds, change_of(shrink))
     check_limits(margin, confidence / 100, MOST_SEEDS if max_seeds is None else max_seeds)
     notes: list[str] = []
-    folder = out or Path("runs") / f"compare-{load_config(config, overrides, notes.append).run.name}"
+    name = load_config(config, overrides, notes.append, change_of(shrink, notes.append)).run.name
+    folder = out or Path("runs") / f"compare-{name}"
     bars = ProgressBars(stderr(), _numbered(arms)) if is_first_rank() else nullcontext()
     problem, comparison = "", None
     with bars as progress:

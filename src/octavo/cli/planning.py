@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.app import Overrides, app, in_home, user_errors
+from octavo.cli.app import Overrides, Shrink, app, in_home, user_errors
 from octavo.cli.examples import EXAMPLES
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def plan(
         bool, typer.Option("--layers", help="With --memory: also the bytes that each kind of layer saves for backward.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    shrink: Shrink = False,
 ) -> None:
     """Predict time and memory of a run.
 
@@ -90,11 +91,11 @@ def plan(
     octavo calibrate if --calibration is set or the GPU is in this machine.
     """
     with user_errors(context):
-        from octavo.train.run_plan import console as run
+        from octavo.train.plan_console import console as run
 
         run(
             config, overrides or [], memory=memory, gpu=gpu, gpus=gpus, calibration=calibration, device=device,
-            limit=limit, layers=layers, as_json=as_json,
+            limit=limit, layers=layers, as_json=as_json, shrink=shrink,
         )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.app import Overrides, app, in_home, is_first_rank, print_plain, show_error, user_errors
+from octavo.cli.app import Overrides, Shrink, app, in_home, is_first_rank, print_plain, show_error, user_errors
 from octavo.cli.examples import EXAMPLES
 from octavo.runtime.terminal import stderr, stdout
 
@@ -29,6 +29,7 @@ def train(
         typer.Option(help="Output folder; default: run.out of the config, or runs/<run.name>.", callback=in_home),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
+    shrink: Shrink = False,
 ) -> None:
     """Train one model, configured by a TOML file.
 
@@ -40,9 +41,10 @@ def train(
         from octavo.experiments.progress_bars import ProgressBars, summary_table
         from octavo.experiments.run_report import write_report
         from octavo.train import LostRankError, NonFiniteError, RunResult, load_config, run
+        from octavo.train.config.shrink import change_of
 
         notes: list[str] = []
-        settings = load_config(config, overrides or [], notes.append)
+        settings = load_config(config, overrides or [], notes.append, change_of(shrink, notes.append))
         folder = (out or Path(settings.run.out or Path("runs") / settings.run.name)).expanduser()
         failure = None
         with ProgressBars(stderr()) if is_first_rank() else nullcontext() as bars:

@@ -24,7 +24,7 @@ from octavo.experiments.compare_verdict import ArmRuns, Comparison, compare_arms
 from octavo.experiments.curves import Curves
 from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS, check_limits
 from octavo.train.checkpoint.store import latest_checkpoint, read_trainer_state
-from octavo.train.config.run_config import ConfigError, TrainConfig, flat, load_config, parse_config
+from octavo.train.config.run_config import Change, ConfigError, TrainConfig, flat, load_config, parse_config
 from octavo.train.config.same_run import FREE
 from octavo.train.diagnose import NonFiniteError
 from octavo.train.loop import run
@@ -54,7 +54,9 @@ class Arm:
         return f"{self.name}-seed{seed}"
 
 
-def make_arms(config: str | Path, overrides: Sequence[str], arms: Sequence[str], seeds: str) -> list[Arm]:
+def make_arms(
+    config: str | Path, overrides: Sequence[str], arms: Sequence[str], seeds: str, change: Change = dict
+) -> list[Arm]:
     """Read a configuration and make the arms of a comparison; the first is the baseline.
 
     Args:
@@ -62,12 +64,13 @@ def make_arms(config: str | Path, overrides: Sequence[str], arms: Sequence[str],
         overrides: `section.key=value`, for all arms.
         arms: `NAME` or `NAME:section.key=value section.key=value …`, two or more.
         seeds: How many, counted from `run.seed` of the configuration, as "3"; or which, as "1,2,5".
+        change: Replaces the sections of the file, before all settings.
 
     Raises:
         ConfigError: A setting is wrong, or one that arms must share differs; names are not usable or not unique; fewer
             than two arms or seeds.
     """
-    base = load_config(config, overrides)
+    base = load_config(config, overrides, change=change)
     chosen_seeds = parse_seeds(seeds, base.run.seed)
     parsed = [parse_arm(arm) for arm in arms]
     names = [name for name, _ in parsed]
@@ -79,7 +82,7 @@ def make_arms(config: str | Path, overrides: Sequence[str], arms: Sequence[str],
     result = []
     for name, settings in parsed:
         try:
-            arm_config = load_config(config, [*overrides, *settings])
+            arm_config = load_config(config, [*overrides, *settings], change=change)
         except ConfigError as error:
             raise ConfigError(f"arm {name!r}: {error}") from None
         _check_shared(name, base, arm_config)

@@ -8,7 +8,7 @@ predictions with published measurements.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ from octavo.planner.memory_plan import MemoryPlan, merge_kinds
 from octavo.planner.step import StepConfig, StepTime, linear_costs, step_time
 from octavo.planner.trace import Trace
 
-ALL_BF16: Mapping[str, Recipe | None] = {}
-"""The recipes of a model in bf16: none."""
+ALL_BF16 = Plan({})
+"""The plan of a model in bf16: no decisions."""
 
 
 class LinearTimes(NamedTuple):
@@ -188,6 +188,24 @@ def decide_by_cost(
     return decisions, times
 
 
+def predict_time(
+    plan: Plan, linears: Iterable[str], gpu: Gpu, trace: Trace, step_config: StepConfig, tokens: int
+) -> StepTime:
+    """Predict the time of a step of a plan; linear layers without a decision run in bf16.
+
+    Args:
+        plan: The decisions.
+        linears: Names of the linear layers.
+        gpu: GPU to predict for.
+        trace: One forward.
+        step_config: How the step runs.
+        tokens: Tokens of one micro-batch on one GPU.
+    """
+    recipes = {name: plan[name].recipe for name in linears if name in plan.decisions}
+    saved = bytes_saved_by_fp8_gather(trace.calls, recipes)
+    return step_time(gpu, trace, linear_costs(gpu, trace, recipes), step_config, tokens, saved)
+
+
 def forecast(
     plan: Plan, times: Mapping[str, LinearTimes], gpu: Gpu, trace: Trace, recipes: Sequence[Recipe],
     step_config: StepConfig, tokens: int, *, memory: MemoryPlan, bf16_memory: MemoryPlan,
@@ -208,12 +226,8 @@ def forecast(
         configured: The plan of the run's configuration, and its memory.
     """
 
-    def predict_time(recipes: Mapping[str, Recipe | None], step_config: StepConfig) -> StepTime:
-        costs = linear_costs(gpu, trace, recipes)
-        return step_time(gpu, trace, costs, step_config, tokens, bytes_saved_by_fp8_gather(trace.calls, recipes))
-
-    def recipes_of(plan: Plan) -> dict[str, Recipe | None]:
-        return {name: plan[name].recipe for name in times if name in plan.decisions}
+    def time(plan: Plan, step_config: StepConfig) -> StepTime:
+        return predict_time(plan, times, gpu, trace, step_config, tokens)
 
     return Forecast(
         plan.decisions,
@@ -223,12 +237,12 @@ def forecast(
         tokens=tokens,
         parameters=trace.parameters,
         times=times,
-        planned=predict_time(recipes_of(plan), step_config),
-        bf16=predict_time(ALL_BF16, step_config.bf16),
+        planned=time(plan, step_config),
+        bf16=time(ALL_BF16, step_config.bf16),
         memory=memory,
         bf16_memory=bf16_memory,
         break_even=break_even(gpu, tokens, recipes, eager=step_config.eager),
         configured=None if configured is None else ConfiguredRun(
-            plan=configured[0], time=predict_time(recipes_of(configured[0]), step_config), memory=configured[1]
+            plan=configured[0], time=time(configured[0], step_config), memory=configured[1]
         ),
     )  # fmt: skip

@@ -8,29 +8,24 @@ to be trained counts as `data.vocab_size`.
 forward of the same model, the memory from steps of the same trainer on two and three of the model's blocks.
 """
 
-import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from octavo.nn.convert import rule_plan
 from octavo.nn.memory_audit import Audit, audit
-from octavo.numerics.names import nearest
 from octavo.numerics.plan import Plan
 from octavo.numerics.precision import AUTO, LEVELS, Precision
 from octavo.optim.interface import follows_step
 from octavo.planner.auto_convert import plan_on_gpu
 from octavo.planner.devices import Gpu, find_gpu
 from octavo.planner.fake import fake_device, fake_tensors
-from octavo.planner.forecast import Forecast, forecast
+from octavo.planner.forecast import ConfiguredRun, Forecast, forecast, predict_time
 from octavo.planner.memory_plan import MemoryPlan
 from octavo.planner.model_memory import make_gradients, make_states
 from octavo.planner.model_plan import (
@@ -49,13 +44,12 @@ from octavo.planner.step_memory import (
     predict_memory,
     restrict_plan,
 )
-from octavo.planner.tables import compare_memory, forecast_text, plan_notes
 from octavo.planner.timeline import ALLOCATION_GRANULARITY
+from octavo.planner.trace import Trace
 from octavo.runtime.blocks import find_blocks
-from octavo.runtime.terminal import width
 from octavo.runtime.torch_compat import tree_leaves
 from octavo.train.checkpoint.pretrained import load_model_config, one_line
-from octavo.train.config.run_config import ConfigError, TrainConfig, load_config, parse_config
+from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
 from octavo.train.config.sections import Data, Model
 from octavo.train.data.corpus import Corpus
 from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
@@ -176,14 +170,77 @@ def plan_step(
         ConfigError: As a run would, for a mistake in the configuration or model.
         ValueError: For an unknown GPU, or a calibration of another.
     """
+    step = _trace_run(config, gpu, gpus, calibration, progress)
+    layout, tokens = config.parallel.resolved, step.tokens
+    request = plan_request(replace(config.resolved, matmul="fp8", recipe=AUTO))
+    if layout.fp8_comm in ("on", "gather"):
+        request = replace(request, recipes=tuple(recipe for recipe in request.recipes if recipe.supports_fp8_gather))
+    best, times = default_decisions(step.model, request).by_cost(step.gpu, step.trace, eager=step.config.eager)
+
+    def memory(subject: str, run: TrainConfig, plan: Plan, step_config: StepConfig) -> MemoryPlan:
+        progress(f"the memory of {subject}")
+        return step.memory(run, plan, step_config)
+
+    own_memory = memory("this configuration", config, step.plan, step.config)
+    return forecast(
+        best, times, step.gpu, step.trace, request.recipes, step.config, tokens,
+        memory=own_memory if _same_decisions(step.plan, best) else memory("the best plan", config, best, step.config),
+        bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), step.config.bf16),
+        configured=(step.plan, own_memory),
+    )  # fmt: skip
+
+
+def plan_configured(config: TrainConfig, *, gpu: str, gpus: int = 1) -> ConfiguredRun:
+    """Predict a training step as configured, and no other: the `.configured` of `plan_step`, in a third of its time.
+
+    Args:
+        config: The run.
+        gpu: Name of a GPU, or the path of a TOML file that describes one.
+        gpus: Number of GPUs.
+
+    Raises:
+        ConfigError: As a run would, for a mistake in the configuration or model.
+        ValueError: For an unknown GPU.
+    """
+    step = _trace_run(config, gpu, gpus, None, _silent)
+    time = predict_time(step.plan, step.trace.calls, step.gpu, step.trace, step.config, step.tokens)
+    return ConfiguredRun(plan=step.plan, time=time, memory=step.memory(config, step.plan, step.config))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TracedRun:
+    """A forward of a run's model, and what its steps need to be predicted on a GPU."""
+
+    gpu: Gpu
+    config: StepConfig
+    model: torch.nn.Module
+    plan: Plan
+    trace: Trace
+    sequences: int
+    tokens: int
+    offloaded: bool
+
+    def memory(self, run: TrainConfig, plan: Plan, step_config: StepConfig) -> MemoryPlan:
+        """Predict the memory of a step of the same model in another configuration."""
+        steps = partial(_step_on_blocks, run, self.model, plan, step_config)
+        leading = leading_blocks(self.model, plan) if self.trace.extrapolated else None
+        return predict_memory(
+            steps, self.sequences, step_config, blocks=len(find_blocks(self.model)), leading=leading,
+            offloaded=self.offloaded,
+        )  # fmt: skip
+
+
+def _trace_run(
+    config: TrainConfig, gpu: str, gpus: int, calibration: str | Path | None, progress: OnSubject
+) -> _TracedRun:
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
     check_predicted(config.parallel)
-    gpu_spec, precision = with_measurements(find_gpu(gpu), calibration), config.resolved
-    parts, layout = config.optim.micro_batches, config.parallel.resolved
+    gpu_spec, layout = with_measurements(find_gpu(gpu), calibration), config.parallel.resolved
+    parts = config.optim.micro_batches
     step_config = StepConfig(
         **layout_settings(gpus, layout), micro_batches=parts, recompute=CHECKPOINTING[config.precision.checkpointing],
-        states=precision.states,
+        states=config.resolved.states,
     )  # fmt: skip
     if config.optim.batch % (parts * gpus):
         raise ConfigError(
@@ -191,40 +248,22 @@ def plan_step(
             f"evenly: set optim.batch to a multiple of {parts * gpus}"
         )
     check_model(config.model)
-    request = plan_request(replace(precision, matmul="fp8", recipe=AUTO))
-    if layout.fp8_comm in ("on", "gather"):
-        request = replace(request, recipes=tuple(recipe for recipe in request.recipes if recipe.supports_fp8_gather))
     fake = fake_device(torch.device("cuda"))
     shape = config.optim.batch // (parts * gpus), config.data.sequence_length
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = _build(config, cast(TextTokenizer, _vocabulary(config.data, config.model)))
     progress(f"the linear layers on {gpu_spec.name}")
-    rule = default_decisions(model, request)
-    own_plan = _configured(model, precision, gpu_spec, shape[0] * shape[1])
-    check_gathered(own_plan, layout)
+    plan = _configured(model, config.resolved, gpu_spec, shape[0] * shape[1])
+    check_gathered(plan, layout)
 
     def forward(copy: torch.nn.Module) -> Any:
         ids = torch.zeros(shape, dtype=torch.int64, device=fake)
         with torch.autocast(fake.type, torch.bfloat16, enabled=config.precision.parameters == "fp32"):
             return copy(input_ids=ids, labels=ids, use_cache=False)
 
-    trace = _run(lambda: trace_model(model, forward, [shape], fake), shape[0])
-    best, times = rule.by_cost(gpu_spec, trace, eager=step_config.eager)
-
-    def memory(subject: str, run: TrainConfig, plan: Plan, arm_setting: StepConfig) -> MemoryPlan:
-        progress(f"the memory of {subject}")
-        steps = partial(_step_on_blocks, run, model, plan, arm_setting)
-        return predict_memory(
-            steps, shape[0], arm_setting, blocks=len(find_blocks(model)),
-            leading=leading_blocks(model, plan) if trace.extrapolated else None, offloaded=layout.cpu_offload,
-        )  # fmt: skip
-
-    own_memory = memory("this configuration", config, own_plan, step_config)
-    return forecast(
-        best, times, gpu_spec, trace, request.recipes, step_config, shape[0] * shape[1],
-        memory=own_memory if _same_decisions(own_plan, best) else memory("the best plan", config, best, step_config),
-        bf16_memory=memory("bf16", at_level(config, "bf16", {}), Plan({}), step_config.bf16),
-        configured=(own_plan, own_memory),
+    return _TracedRun(
+        gpu=gpu_spec, config=step_config, model=model, plan=plan, sequences=shape[0], tokens=shape[0] * shape[1],
+        trace=_run(lambda: trace_model(model, forward, [shape], fake), shape[0]), offloaded=layout.cpu_offload,
     )  # fmt: skip
 
 
@@ -263,67 +302,6 @@ def _fake_batch(data: Data, size: int, fake: torch.device) -> tuple[Tensor, Tens
     shape = size, data.sequence_length
     ids, targets = (torch.zeros(shape, dtype=torch.int64, device=fake) for _ in range(2))
     return ids, targets
-
-
-def console(
-    path: Path, overrides: Sequence[str], *, memory: bool, gpu: str | None, gpus: int, calibration: Path | None,
-    device: str, limit: float | None, layers: bool, as_json: bool,
-) -> None:  # fmt: skip
-    """Print the output of `octavo plan`. Raises ValueError for wrong options; `limit`: GiB, None for an 80 GB GPU."""
-    if not memory and gpu is None:
-        raise ValueError("nothing to plan: give octavo plan --memory CONFIG, or octavo plan CONFIG --gpu h100")
-    if calibration is not None and gpu is None:
-        raise ValueError("--calibration needs --gpu, the GPU that was measured: octavo plan CONFIG --gpu h100")
-    if limit is not None and not 0 < limit < math.inf:
-        raise ValueError(f"--limit is the memory of the device in GiB, above 0; got {limit:g}")
-    for option, is_set in (("--limit", limit is not None), ("--layers", layers)):
-        if is_set and not memory:
-            raise ValueError(f"{option} is for --memory: octavo plan --memory CONFIG")
-    if memory and gpu is not None and as_json:
-        raise ValueError("--json is for one of them at a time: --memory, or --gpu")
-    if gpu is not None:
-        with _progress() as progress:
-            config = load_config(path, overrides)
-            step = plan_step(config, gpu=gpu, gpus=gpus, calibration=calibration, progress=progress)
-        if as_json:
-            print(step.to_json())
-        else:
-            print(forecast_text(step, width()))
-    if memory:
-        _show_memory(path, overrides, device=device, limit=limit or 79.0, layers=layers, as_json=as_json)
-
-
-def _show_memory(
-    path: Path, overrides: Sequence[str], *, device: str, limit: float, layers: bool, as_json: bool
-) -> None:
-    if device not in ALLOCATION_GRANULARITY:
-        raise ValueError(
-            f"device is {' or '.join(ALLOCATION_GRANULARITY)}; got {device!r}{nearest(device, ALLOCATION_GRANULARITY)}"
-        )
-    limit_bytes, fitting = int(limit * 2**30), []
-    with _progress() as progress:
-        plans = plan_arms(load_config(path, overrides), device=device, progress=progress)
-        for plan in () if as_json else plans:
-            progress(f"the largest batch of {plan.label}")
-            fitting.append(plan.largest_batch(limit_bytes))
-    if as_json:
-        print(json.dumps([json.loads(plan.to_json()) for plan in plans], indent=1))
-        return
-    if layers:
-        print(plans[0])
-    table = compare_memory(plans, baseline="bf16", fitting=fitting, limit_bytes=limit_bytes)
-    print("\n".join([*table.lines(), *plan_notes(plans)]))
-
-
-@contextmanager
-def _progress() -> Iterator[OnSubject]:
-    """Report progress on stderr: one changing line in a terminal, else one line per subject."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda subject: console.print(f"planning {subject} …", markup=False, highlight=False, soft_wrap=True)
-        return
-    with console.status("planning") as status:
-        yield lambda subject: status.update(f"planning {subject}")
 
 
 def _trace_step(

@@ -110,6 +110,10 @@ class TrainConfig(Section):
         return "\n".join(lines)
 
 
+Change = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Makes other sections of those of a file."""
+
+
 def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the settings in nested tables with dotted keys: ("model.config.hidden_size", 256)."""
     if isinstance(value, Mapping):
@@ -120,13 +124,15 @@ def flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), note: Callable[[str], None] = lambda text: None
+    path: str | Path, overrides: Sequence[str] = (), note: Callable[[str], None] = lambda text: None,
+    change: Change = dict,
 ) -> TrainConfig:  # fmt: skip
     """Read a TOML file and apply overrides of the form `section.key=value`.
 
     A value is parsed as TOML (`optim.lr=3e-4`, `run.name="a b"`); other text is a string, so `precision.recipe=rowwise`
     needs no quotes. If `run.steps` is overridden and `optim.warmup` is not, a warmup that does not fit is shortened to
-    at most half of the steps, and `note` receives a sentence about it.
+    at most half of the steps, and `note` receives a sentence about it. `change` replaces the sections of the file,
+    before the overrides (`octavo.train.config.shrink`).
 
     Raises:
         ConfigError: For every mistake.
@@ -150,6 +156,7 @@ def load_config(
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path} cannot be read as a TOML file: it is nested too deeply") from None
+    tables = change(tables)
     keys = {_apply(tables, override) for override in overrides}
     if ("run", "steps") in keys and ("optim", "warmup") not in keys:
         _fit_warmup(tables, note)

@@ -1,0 +1,190 @@
+"""`--shrink`: the same architecture, small enough to train on a CPU in two minutes, on data that needs no download.
+
+    layers                   halved until at most 4; of dense layers before mixtures of experts one stays
+    width                    halved until at most 256; MLPs and experts are divided by the same number
+    heads                    of queries and keys halved together until at most 8, while 2 or more of keys remain
+    head sizes               halved while 64 or more remain; ranks of latent attention while 128 do, so that FP8 still
+                             converts their layers
+    experts                  halved until at most 8; experts per token and groups until at most 2
+    vocabulary               that of a tokenizer trained on the data
+    data                     the source code of Python's standard library, in sequences of 128 tokens
+    steps                    60 of 8 sequences, in 2 micro-batches if there were several; learning rate 2e-3
+    processes                one
+
+Everything else stays: all of `[precision]`, the number of query heads for each key head, tied embeddings, norms of
+queries and keys, gated MLPs, shared experts, the loss of the router. A field of the model that may be a size, and is
+not known here, raises an error.
+"""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from octavo.train.checkpoint.pretrained import one_line
+from octavo.train.config.run_config import Change, ConfigError, flat, parse_config
+from octavo.train.model import check_model
+
+WIDTH, LAYERS, QUERIES, KEYS = "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+DENSE_LAYERS = "first_k_dense_replace"
+MLPS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+RANKS = ("q_lora_rank", "kv_lora_rank")
+HEAD_SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+GROUPS, CHOSEN_GROUPS, ACTIVE = "n_group", "topk_group", "num_experts_per_tok"
+OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+UNCHANGED = (
+    "max_position_embeddings", "n_shared_experts", "decoder_sparse_step", "num_nextn_predict_layers", "pretraining_tp",
+    "max_window_layers", "sliding_window", "original_max_position_embeddings",
+)  # fmt: skip
+"""Integers that stay as they are: sizes of no tensor, or small ones."""
+DERIVED = ("qk_head_dim",)
+"""Integers that a model's config computes from others."""
+SECTIONS: Mapping[str, Mapping[str, Any]] = {
+    "run": {"steps": 60},
+    "data": {"source": "python-stdlib", "sequence_length": 128, "vocab_size": 4096},
+    "optim": {"lr": 2e-3, "batch": 8, "warmup": 6},
+}
+"""Settings of a shrunk run."""
+
+
+def shrink(tables: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a small run of the same architecture.
+
+    Args:
+        tables: The sections of a valid configuration; not changed.
+        model_config: The complete config of its model, defaults included.
+
+    Raises:
+        ConfigError: For a model that is loaded from a folder, and for one whose sizes are not all known.
+    """
+    small = {name: dict(section) for name, section in deepcopy(dict(tables)).items() if name != "parallel"}
+    small["model"]["config"] = shrink_model(str(small["model"]["type"]), small["model"].get("config", {}), model_config)
+    for name, settings in SECTIONS.items():
+        small[name] |= settings
+    for key in ("split", "text_field", "tokenizer"):
+        small["data"].pop(key, None)
+    run, optim = small["run"], small["optim"]
+    run["name"] = f"{run.get('name', 'run')}-shrunk"
+    run.pop("out", None)
+    run["save_every"] = min(run.get("save_every", 0), run["steps"] // 2)
+    optim["micro_batches"] = min(optim.get("micro_batches", 1), 2)
+    return small
+
+
+def shrink_model(model_type: str, given: Mapping[str, Any], complete: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model's config with its sizes divided by powers of two.
+
+    Args:
+        model_type: `model.type`.
+        given: The fields as configured.
+        complete: All fields of the model's config.
+
+    Raises:
+        ConfigError: If the architecture has sizes that are not known here.
+    """
+    has_latent_attention = complete.get("kv_lora_rank") is not None
+    _check_fields(model_type, given, complete, has_latent_attention)
+    width = _halve(complete[WIDTH], 256)
+    divisor = complete[WIDTH] // width
+    keys = complete.get(KEYS) or complete[QUERIES]
+    by = 1
+    while complete[QUERIES] // by > 8 and keys // by >= 4 and complete[QUERIES] % (2 * by) == keys % (2 * by) == 0:
+        by *= 2
+    sizes = {LAYERS: _halve(complete[LAYERS], 4), WIDTH: width, QUERIES: complete[QUERIES] // by}
+    sizes |= {KEYS: keys // by}
+    sizes |= {name: complete[name] // divisor for name in MLPS if complete.get(name)}
+    if has_latent_attention:
+        sizes |= {name: _halve_down_to(complete[name], 128) for name in RANKS if complete.get(name)}
+        sizes |= {name: _halve_down_to(complete[name], 64) for name in HEAD_SIZES}
+    elif "head_dim" in complete:
+        sizes["head_dim"] = _halve_down_to(complete["head_dim"] or complete[WIDTH] // complete[QUERIES], 64)
+    if complete.get(DENSE_LAYERS):
+        sizes[DENSE_LAYERS] = 1
+    experts = next((name for name in EXPERTS if complete.get(name)), None)
+    if experts is not None:
+        sizes |= {experts: _halve(complete[experts], 8), ACTIVE: _halve(complete[ACTIVE], 2)}
+        if complete.get(GROUPS):
+            sizes |= {GROUPS: _halve(complete[GROUPS], 2), CHOSEN_GROUPS: min(complete[CHOSEN_GROUPS], 1)}
+    others = {name: value for name, value in given.items() if name not in (*sizes, *EXPERTS, *OF_TOKENIZER)}
+    return {**{name: size for name, size in sizes.items() if name in complete}, **others}
+
+
+def change_of(shrinks: bool, note: Callable[[str], None] = lambda text: None) -> Change:
+    """Return the `change` of `load_config`: one that shrinks a configuration, or none; `note` receives the changes."""
+    if not shrinks:
+        return dict
+
+    def change(tables: Mapping[str, Any]) -> dict[str, Any]:
+        model = parse_config(tables).model
+        if model.type is None:
+            raise ConfigError(
+                f"--shrink makes a small model of random weights, and model.path = {model.path} is a checkpoint: give "
+                "model.type and model.config with the fields of its config.json instead"
+            )
+        check_model(model)
+        small = shrink(tables, complete_config(model.type, model.config))
+        note(f"shrunk: {'; '.join(_changes(tables, small))}")
+        return small
+
+    return change
+
+
+def complete_config(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields of a model's config. Raises ConfigError for what `transformers` rejects."""
+    from transformers import AutoConfig
+
+    try:
+        return dict(AutoConfig.for_model(model_type, **deepcopy(dict(fields))).to_dict())
+    except Exception as error:  # of no common type: each class fails in its own way
+        raise ConfigError(f"model.config: {model_type} refuses it: {one_line(error)}") from None
+
+
+def _check_fields(
+    model_type: str, given: Mapping[str, Any], complete: Mapping[str, Any], has_latent_attention: bool
+) -> None:
+    """Raise ConfigError for an architecture whose sizes are not all known."""
+    missing = [name for name in (WIDTH, LAYERS, QUERIES) if not complete.get(name)]
+    if missing:
+        raise ConfigError(f"--shrink cannot shrink {model_type}: its config has no {missing[0]}")
+    known = {WIDTH, LAYERS, QUERIES, KEYS, DENSE_LAYERS, GROUPS, CHOSEN_GROUPS, ACTIVE, "head_dim"}
+    known |= {
+        *MLPS,
+        *EXPERTS,
+        *OF_TOKENIZER,
+        *UNCHANGED,
+        *DERIVED,
+        *((*RANKS, *HEAD_SIZES) if has_latent_attention else ()),
+    }
+    for name, value in {**complete, **given}.items():
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value > 1
+        # Lists of a config's own default follow from its number of layers.
+        is_list = isinstance(value, list) and bool(value) and (name in known or name in given)
+        if is_list or (is_size and name not in known) or (name in EXPERTS and value and not complete.get(ACTIVE)):
+            raise ConfigError(
+                f"--shrink cannot shrink {model_type}: it does not know what model.config.{name} = {value} has to be "
+                "in a small model; write a small configuration by hand, as configs/demo.toml"
+            )
+
+
+def _halve(size: int, most: int) -> int:
+    """Halve a size, rounding up, until it is at most `most`."""
+    while size > most:
+        size = (size + 1) // 2
+    return size
+
+
+def _halve_down_to(size: int, least: int) -> int:
+    """Halve a size while at least `least` remains."""
+    while size % 2 == 0 and size // 2 >= least:
+        size //= 2
+    return size
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Describe the settings that differ."""
+    old, new = dict(flat("", before)), dict(flat("", after))
+    return [
+        f"{key} {old[key] if key in old else 'unset'} → {new[key] if key in new else 'unset'}"
+        for key in dict.fromkeys((*old, *new))
+        if old.get(key) != new.get(key)
+    ]
