@@ -28,6 +28,7 @@
   performance  docs/performance.md from all result files
   figures      the images of README and docs/ from the kept result files; needs a Chromium, no GPU
   settings     docs/settings.md from the sections of a configuration
+  configs      configs/<model>.toml with predicted steps, and docs/configurations.md; needs no GPU
 
 Results are JSON under benchmarks/results/<device>/. Where a benchmark needs a GPU and there is none, it runs tiny
 shapes, Triton's kernels in its interpreter, and says that it timed nothing.
@@ -42,7 +43,7 @@ from pathlib import Path
 NAMES = (
     "kernels", "linear", "calibrate", "layer", "compile", "train", "convergence", "adversarial", "families", "fuzz",
     "probe", "gpu", "roofline", "sass", "scaling", "predictions", "compare_power", "compare_rates", "guard_alarms",
-    "healthy_runs", "performance", "figures", "settings", "ptx", "l2", "host", "compiled", "equalization",
+    "healthy_runs", "performance", "figures", "settings", "configs", "ptx", "l2", "host", "compiled", "equalization",
 )  # fmt: skip
 COMPILES_ONLY = ("sass", "ptx", "host", "compiled")
 

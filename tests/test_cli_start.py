@@ -80,6 +80,7 @@ def test_shells_complete_commands_options_and_settings() -> None:
     expected = [
         ("octavo ca", "bash", ["calibrate"]),
         ("octavo train c.toml --re", "bash", ["--resume"]),
+        ("octavo init --model qw", "bash", ["qwen3-8b", "qwen3-30b-a3b"]),
         ("octavo train c.toml optim.w", "bash", ["optim.weight_decay=", "optim.warmup="]),
         *(
             (settings, shell, ["inspect.limits.sqnr=", "inspect.limits.saturation="])

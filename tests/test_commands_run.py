@@ -27,7 +27,7 @@ TRAINING = ("train", "demo", "compare")
 PLACES = {"CHECKPOINT": "runs/demo/checkpoints/step-000200", "OUT": "exported"}
 """What this command leaves open, beside `test_commands.PLACES`."""
 NOT_RUN = {
-    r"train configs/llama2-7b-80gb": "needs a GPU of 80 GB; `octavo plan` of it runs",
+    r"train configs/(llama|qwen|command|mixtral|deepseek)[\w.-]+$": "needs GPUs; runs with `--shrink`",
     r"--nnodes": "needs four machines",
     r"--max-restarts N": "an option in a sentence, not a command",
     r"--nproc-per-node 8$": "an option in a sentence, not a command",
@@ -77,11 +77,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runnable(command: str) -> list[str]:
     words = [PLACES.get(word, word) for word in words_of(command)]
     if "--gpus" in words:
-        words = [word.replace("configs/demo.toml", "configs/llama3-70b-64gpu.toml") for word in words]
+        words = [word.replace("configs/demo.toml", "configs/llama3-70b.toml") for word in words]
     words = ["2" if before == "--nproc-per-node" else word for before, word in zip(["", *words], words, strict=False)]
     words = ["20" if before == "--seconds" else word for before, word in zip(["", *words], words, strict=False)]
     start = words.index("octavo") + 1
-    if start < len(words) and words[start] in TRAINING and "--losses" not in words:
+    if "--shrink" in words:
+        words += ["run.steps=6"]
+    elif start < len(words) and words[start] in TRAINING and "--losses" not in words:
         words += SMALL
     return words[1:] if words[0] == "octavo" else words
 

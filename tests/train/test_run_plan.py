@@ -15,7 +15,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 import octavo
-from octavo import experiments
 from octavo.cli import app
 from octavo.nn.memory_audit import saved_for_backward
 from octavo.numerics import LEVELS
@@ -30,8 +29,9 @@ from octavo.train.record.metrics import NullProgress
 from octavo.train.run_plan import _build, _NoData, _vocabulary, plan_arms, plan_memory, plan_step
 from octavo.train.trainer import Trainer, _convert
 
-SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b-80gb.toml"
-SEVENTY_B = SEVEN_B.with_name("llama3-70b-64gpu.toml")
+SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b.toml"
+SEVENTY_B = SEVEN_B.with_name("llama3-70b.toml")
+DEMO, OWN_DATA = SEVEN_B.with_name("demo.toml"), SEVEN_B.with_name("own-data.toml")
 RUNS = [
     {},
     {"precision": {"level": "fp8", "master": "remainder"}, "optim": {"states": "fp8"}},
@@ -92,7 +92,7 @@ LLAMA_3_8B = ("hidden_size=4096", "intermediate_size=14336", "num_hidden_layers=
 LARGER = ["optim.batch=16", "data.sequence_length=512", "model.config.max_position_embeddings=512",
           "model.config.hidden_size=4096", "model.config.intermediate_size=14336", "model.config.num_hidden_layers=2",
           "model.config.num_attention_heads=32", "model.config.num_key_value_heads=8"]  # fmt: skip
-AS_8B = ["optim.batch=1", *(f"model.config.{size}" for size in LLAMA_3_8B)]
+AS_8B = ["optim.batch=1", "optim.micro_batches=1", *(f"model.config.{size}" for size in LLAMA_3_8B)]
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ AS_8B = ["optim.batch=1", *(f"model.config.{size}" for size in LLAMA_3_8B)]
         (SEVEN_B, ["precision.checkpointing=full"]),
         (SEVENTY_B, [*AS_8B, "precision.level=fp8", "precision.checkpointing=selective"]),
         (SEVENTY_B, [*AS_8B, "precision.parameters=fp32", "precision.loss=whole", "precision.checkpointing=none"]),
-        (SEVEN_B.with_name("demo.toml"), []),
+        (DEMO, []),
     ],
     ids=["7B", "7B bf16", "7B recomputed", "8B selective", "8B fp32, whole logits", "demo"],
 )
@@ -213,21 +213,21 @@ def test_mistakes_on_the_command_line(config_file: Path, arguments, message):
 
 @pytest.mark.thorough
 def test_the_speed_of_a_run_is_that_of_its_configuration():
-    """Llama-2-7B, 2 of 32 sequences of 4096 tokens at a time on each GPU, or 1 of 2 GPUs."""
+    """Llama-2-7B, 2 of 1024 sequences of 4096 tokens at a time on each GPU, or 1 of 2 GPUs."""
     speed = plan_step(load_config(SEVEN_B), gpu="h100")
-    assert speed.tokens == 8192 and speed.planned.tokens == 32 * 4096
+    assert speed.tokens == 8192 and speed.planned.tokens == 1024 * 4096
     assert sum(row.converted for row in speed.rows) == 7 * 32
     assert {row.recipe for row in speed.rows} == {"rowwise", None}
     assert speed.parameters == pytest.approx(6.738e9, rel=1e-3)
     # 6 operations per weight and token, and half of 12·s·d for each layer's attention.
     per_token = 6 * (speed.parameters - 32000 * 4096) + 6 * 4096 * 4096 * 32
-    assert speed.bf16.flops == pytest.approx(per_token * 32 * 4096, rel=1e-3)
+    assert speed.bf16.flops == pytest.approx(per_token * 1024 * 4096, rel=1e-3)
     two = plan_step(load_config(SEVEN_B), gpu="h100", gpus=2)
-    assert two.tokens == 4096 and two.planned.tokens == 32 * 4096
+    assert two.tokens == 4096 and two.planned.tokens == 1024 * 4096
     assert two.bf16.flops == pytest.approx(speed.bf16.flops)
 
 
-SHIPPED = [*sorted(SEVEN_B.parent.glob("*.toml")), Path(experiments.__file__).with_name("demo.toml")]
+SHIPPED = sorted(SEVEN_B.parent.glob("*.toml"))
 SMALL = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=2", "vocab_size=320")
 SMALLER = [*(f"model.config.{size}" for size in SMALL), "model.config.num_key_value_heads=2", "data.vocab_size=320",
            "data.sequence_length=32", "model.config.max_position_embeddings=32"]  # fmt: skip
@@ -252,7 +252,7 @@ def converted_by_train(config: TrainConfig, gpu: str, monkeypatch: pytest.Monkey
     ["level=fp8", "level=bf16", "recipe=auto", "recipe=blockwise", "skip_last=1"],
 )
 def test_this_configuration_is_what_train_converts(gpu: str, precision: str, monkeypatch: pytest.MonkeyPatch):
-    config = load_config(SHIPPED[-2], [*SMALLER, f"precision.{precision}"])
+    config = load_config(OWN_DATA, [*SMALLER, f"precision.{precision}"])
     plan = plan_step(config, gpu=gpu).configured
     assert plan is not None
     assert {row.name: row.recipe for row in plan.plan.rows if row.converted} == converted_by_train(
@@ -263,9 +263,14 @@ def test_this_configuration_is_what_train_converts(gpu: str, precision: str, mon
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("path", "overrides", "gpu"),
-    [(SHIPPED[-1], SMALLER, "a100")]
-    + [(SHIPPED[0], [*SMALLER, "precision.level=fp8", "precision.autopilot=true"], "b200")]
-    + [pytest.param(path, [], gpu, marks=pytest.mark.slow) for path in SHIPPED for gpu in DEVICES],
+    [(DEMO, SMALLER, "a100")]
+    + [(DEMO, [*SMALLER, "precision.level=fp8", "precision.autopilot=true"], "b200")]
+    + [pytest.param(path, [], gpu, marks=pytest.mark.slow) for path in (DEMO, SEVEN_B, SEVENTY_B) for gpu in DEVICES]
+    + [
+        pytest.param(path, [], "h100", marks=pytest.mark.slow)
+        for path in SHIPPED
+        if path not in (DEMO, SEVEN_B, SEVENTY_B)
+    ],
     ids=lambda value: value.name if isinstance(value, Path) else None if isinstance(value, list) else value,
 )
 def test_every_shipped_configuration_is_planned_on_every_gpu(
@@ -282,7 +287,7 @@ def test_every_shipped_configuration_is_planned_on_every_gpu(
 @pytest.mark.thorough
 def test_the_run_stands_beside_bf16_and_the_best_plan():
     overrides = [*LARGER, "precision.level=fp8", "precision.recipe=tensorwise", "precision.skip=['*.o_proj']"]
-    prediction = plan_step(load_config(SHIPPED[0], overrides), gpu="h200")
+    prediction = plan_step(load_config(DEMO, overrides), gpu="h200")
     own = prediction.configured
     assert {row.recipe for row in own.plan.rows if row.converted} == {"tensorwise"}
     assert {row.recipe for row in prediction.rows if row.converted} == {"rowwise"}
@@ -308,7 +313,7 @@ def test_mixtures_of_experts_are_not_counted_as_linear_layers(make_config: MakeC
 
 
 def test_a_run_in_bf16_is_shown_in_bf16():
-    prediction = plan_step(load_config(SHIPPED[0], LARGER), gpu="h200")
+    prediction = plan_step(load_config(DEMO, LARGER), gpu="h200")
     assert prediction.converted and not prediction.configured.plan.converted
     assert prediction.configured.time.seconds == pytest.approx(prediction.bf16.seconds)
     assert prediction.configured.memory.peak == prediction.bf16_memory.peak
@@ -316,7 +321,7 @@ def test_a_run_in_bf16_is_shown_in_bf16():
 
 def test_what_the_run_refuses_the_plan_refuses():
     with pytest.raises(ValueError, match="no layer would be converted"):
-        plan_step(load_config(SHIPPED[0], [*SMALLER, "precision.level=fp8", "precision.min_features=9999"]), gpu="h100")
+        plan_step(load_config(DEMO, [*SMALLER, "precision.level=fp8", "precision.min_features=9999"]), gpu="h100")
 
 
 @pytest.mark.thorough

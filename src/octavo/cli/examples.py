@@ -8,12 +8,23 @@ Examples:
   octavo demo
   # one run, into runs/<its name>; any setting can be given after the file
   octavo train configs/demo.toml precision.level=fp8 precision.recipe=mxfp8
+  # the configuration of a large model for your GPUs, with predicted time and memory
+  octavo init --model llama3-8b --gpu h100 --gpus 8
   # the backend of each op on this machine, and why others are unavailable
   octavo doctor
   # predict on GPUs that you do not have: speed-up of each layer, time and memory of a step
-  octavo plan configs/llama3-70b-64gpu.toml --gpu h100 --gpus 64
+  octavo plan configs/llama3-70b.toml --gpu h100 --gpus 64
   # on a GPU: measure which kernels are fastest, for all later runs
   octavo calibrate
+""",
+    "init": """
+\b
+Examples:
+  # the models
+  octavo init --list
+  # writes llama3-8b.toml: batch, checkpointing and sharding that fit, with reasons and predicted figures
+  octavo init --model llama3-8b --gpu h100 --gpus 8
+  octavo init --model mixtral-8x7b --gpu h200 --gpus 64 --out runs/mixtral.toml
 """,
     "train": """
 \b
@@ -23,6 +34,8 @@ Examples:
   octavo train configs/demo.toml --out runs/short --resume
   octavo train configs/demo.toml precision.level=fp8 precision.recipe=mxfp8
   octavo train configs/demo.toml data.source='corpus/*.txt'
+  # the architecture and precision of a large model, small enough for a CPU
+  octavo train configs/llama3-8b.toml --shrink
   # eight GPUs: FSDP2, weights and gradients in FP8 on the wire
   torchrun --nproc-per-node 8 -m octavo train configs/demo.toml precision.level=fp8 parallel.fp8_comm=on
 """,
@@ -80,13 +93,13 @@ Examples:
 \b
 Examples:
   # memory of a training step by category, beside bf16 and each precision level; no GPU, no data, no weights
-  octavo plan --memory configs/llama2-7b-80gb.toml
+  octavo plan --memory configs/llama2-7b.toml
   octavo plan --memory configs/demo.toml precision.level=fp8 optim.batch=64 --limit 24
   octavo plan --memory configs/demo.toml --layers
   octavo plan --memory configs/demo.toml --json > plan.json
   # each linear, time and memory of a step, what fits, beside bf16; or --gpu my-gpu.toml, which describes one
-  octavo plan configs/llama3-70b-64gpu.toml --gpu h100 --gpus 64
-  octavo plan configs/llama2-7b-80gb.toml optim.micro_batches=2 --gpu h200 --gpus 8 --json > plan.json
+  octavo plan configs/llama3-70b.toml --gpu h100 --gpus 64
+  octavo plan configs/llama2-7b.toml optim.micro_batches=2 --gpu h200 --gpus 8 --json > plan.json
 """,
     "calibrate": """
 \b

@@ -1,0 +1,228 @@
+"""Ready configurations: what `octavo init` writes, and the files in `configs/` that are named after models.
+
+`models.toml` beside this file has the models. `render` writes the configuration of one for a `Layout`: how many GPUs,
+how many sequences at a time, what is recomputed. `octavo.experiments.fit_layout` chooses the layout and predicts its
+step. Imports no torch, so that a list of models takes no time.
+"""
+
+import tomllib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+COMMENT_COLUMN = 28
+"""Column of the comments behind settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyModel:
+    """A model of `models.toml`, whose head describes the fields."""
+
+    name: str
+    title: str
+    about: str
+    gpus: int
+    sequence: int
+    batch: int
+    lr: float
+    lr_from: str
+    type: str
+    config: Mapping[str, Any]
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether it has experts."""
+        return "num_experts_per_tok" in self.config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a step of a configuration is divided.
+
+    Attributes:
+        gpus: Number of GPUs.
+        sequences: Sequences of one forward on each GPU.
+        micro_batches: Forwards and backwards of a step.
+        checkpointing: `precision.checkpointing`.
+        dp_replicate: Copies of the model, each shared by `gpus / dp_replicate` GPUs.
+        reasons: Why, by setting.
+    """
+
+    gpus: int
+    sequences: int
+    micro_batches: int
+    checkpointing: str
+    dp_replicate: int = 1
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of a configuration that differ between layouts, by their keys."""
+        return {
+            "optim.batch": self.gpus * self.sequences * self.micro_batches,
+            "optim.micro_batches": self.micro_batches,
+            "precision.checkpointing": self.checkpointing,
+            "parallel.dp_replicate": self.dp_replicate,
+        }
+
+    def overrides(self, other: "Layout") -> list[str]:
+        """What to write after a configuration of another layout to get this one."""
+        theirs = other.settings
+        return [f"{key}={value}" for key, value in self.settings.items() if theirs[key] != value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """A predicted step at one level of precision, on one number of GPUs.
+
+    Attributes:
+        precision: "FP8" or "bf16".
+        gpus: Number of GPUs.
+        layout: The fastest layout that fits; None if none does.
+        seconds: Time of a step.
+        tokens_per_second: Of all GPUs.
+        peak: Bytes on each GPU at the peak.
+        largest: Most sequences of one forward on each GPU that fit.
+    """
+
+    precision: str
+    gpus: int
+    layout: Layout | None = None
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    peak: int = 0
+    largest: int = 0
+
+
+def step_table(steps: Sequence[PlannedStep], written: Layout) -> list[str]:
+    """Return lines of a table of steps, with the settings that each adds to a configuration of layout `written`."""
+    lines = ["GPUs         s a step   tokens/s    GiB  most  settings to add"]
+    gpus = 0
+    for step in steps:
+        head = f"{step.gpus if step.gpus != gpus else '':>4}  {step.precision:<4}"
+        gpus = step.gpus
+        if step.layout is None:
+            lines.append(f"{head}  does not fit")
+            continue
+        figures = f"{step.seconds:>9,.2f} {step.tokens_per_second:>10,.0f} {step.peak / 2**30:>6.1f} {step.largest:>5}"
+        lines.append(f"{head} {figures}  {' '.join(step.layout.overrides(written))}".rstrip())
+    return lines
+
+
+@cache
+def ready_models() -> dict[str, ReadyModel]:
+    """All models by name."""
+    text = resources.files("octavo.experiments").joinpath("models.toml").read_text(encoding="utf-8")
+    return {name: ReadyModel(name=name, **fields) for name, fields in tomllib.loads(text).items()}
+
+
+def ready_model(name: str) -> ReadyModel:
+    """Return one model.
+
+    Raises:
+        ValueError: For an unknown name, with the nearest one.
+    """
+    models = ready_models()
+    if name not in models:
+        from octavo.numerics.names import nearest
+
+        hint = nearest(name.lower(), models) or f"; there are {', '.join(models)}"
+        raise ValueError(f"--model {name}: there is no ready configuration of it{hint}; octavo init --list shows all")
+    return models[name]
+
+
+def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path: str, gpu: tuple[str, str]) -> str:
+    """Return the text of a configuration.
+
+    Args:
+        model: What to train.
+        layout: How a step is divided.
+        steps: Predicted steps for the comment at the head, the one of `layout` among them.
+        path: Path of the file, as the comments quote it.
+        gpu: The option `--gpu` and the name of the GPU that the steps are predicted for.
+    """
+    settings, why = layout.settings, defaultdict(str, layout.reasons)
+    batch = settings["optim.batch"]
+    head = [
+        f"{model.title}: {model.about}.",
+        "Trains all parameters in FP8, from random weights.",
+        "",
+        *_commands(path, layout.gpus, gpu[0]),
+        "",
+        f"Predicted by octavo plan for {gpu[1]}, never run on a GPU: for FP8 and for level bf16 the fastest step that",
+        "leaves a tenth of the memory free. GiB: memory of each GPU. most: sequences at a time on each GPU that fit.",
+        "Lines of bf16 are with precision.level=bf16, too.",
+        *(["Experts count as bf16 in the times of FP8."] if model.is_mixture else []),
+        "",
+        *(f"  {line}" for line in step_table(steps, layout)),
+    ]
+    model_config = [f"{key} = {_toml(value)}" for key, value in model.config.items()]
+    body = [
+        "[run]",
+        f'name = "{model.name}"',
+        "steps = 10000",
+        "save_every = 500",
+        "",
+        "[data]",
+        _with('source = "data/*.txt"', "your text; docs/training.md lists the formats"),
+        f"sequence_length = {model.sequence}",
+        _with(
+            f"vocab_size = {model.config['vocab_size']}", "of the BPE trained on it; or tokenizer = a folder with one"
+        ),
+        "",
+        "[model]",
+        _with(f'type = "{model.type}"', 'or, instead of this line and the table below, path = "a/local/checkpoint"'),
+        "",
+        "[model.config]",
+        *model_config,
+        "",
+        "[optim]",
+        _with(f"lr = {_toml(model.lr)}", _lr_reason(model)),
+        _with(f"batch = {batch}", f"sequences of a step: {batch * model.sequence:,} tokens"),
+        _with(f"micro_batches = {layout.micro_batches}", why["micro_batches"]),
+        'schedule = "cosine"',
+        "warmup = 500",
+        "",
+        "[precision]",
+        _with('level = "fp8+activations+optimizer"', "FP8 products, stored activations and moments"),
+        _with('recipe = "rowwise"', '"auto" takes the fastest for each layer on the GPU'),
+        _with('parameters = "bf16"', "with an exact fp32 master in 2 more bytes"),
+        _with('loss = "chunked"', "whole logits never exist"),
+        _with(f'checkpointing = "{layout.checkpointing}"', why["checkpointing"]),
+        "",
+        "[parallel]",
+        _with(f"dp_replicate = {layout.dp_replicate}", why["dp_replicate"]),
+        _with("dp_shard = -1", "FSDP2: the GPUs of a copy share parameters, gradients and moments"),
+    ]
+    return "\n".join([*(f"# {line}".rstrip() for line in head), "", *body, ""])
+
+
+def _commands(path: str, gpus: int, gpu: str) -> list[str]:
+    """Commands to type, for the head of a configuration."""
+    launcher = f"torchrun --nproc-per-node {min(gpus, 8)} -m " if gpus > 1 else ""
+    commands = {
+        f"{launcher}octavo train {path}": f"on each of {gpus // 8} machines" if gpus > 8 else "",
+        f"octavo plan {path} --gpu {gpu} --gpus {gpus}": "where the figures below are from",
+        f"octavo train {path} --shrink": "the same, small: minutes on a CPU",
+    }
+    width = max(map(len, commands))
+    return [f"    {command:<{width}}{f'   # {why}' if why else ''}".rstrip() for command, why in commands.items()]
+
+
+def _lr_reason(model: ReadyModel) -> str:
+    if model.lr_from == "a guess":
+        return "a guess: its authors published none"
+    return f"{model.lr_from}, whose batches are as large"
+
+
+def _with(setting: str, comment: str) -> str:
+    return f"{setting:<{COMMENT_COLUMN - 1}} # {comment}" if comment else setting
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else repr(value)
