@@ -31,7 +31,7 @@ NOT_RUN = {
     r"--nnodes": "needs four machines",
     r"--max-restarts N": "an option in a sentence, not a command",
     r"--nproc-per-node 8$": "an option in a sentence, not a command",
-    r"octavo (calibrate|compare|export|inspect|train|plan --memory)$": "names the command in a sentence",
+    r"octavo (calibrate|compare|export|init|inspect|train|plan --memory)$": "names the command in a sentence",
     r"octavo calibrate": "needs a GPU; without one it ends with an error, which tests/test_cli.py holds",
 }
 COMMANDS = [c for c in dict.fromkeys(c for _, c in QUOTED) if re.match("octavo |torchrun ", c)]
