@@ -20,7 +20,7 @@ from octavo.planner.memory_plan import gib
 from octavo.planner.step import CHECKPOINTING, StepTime
 from octavo.train.config.run_config import ConfigError, parse_config
 from octavo.train.plan_console import plan_progress
-from octavo.train.run_plan import Progress, at_level, plan_configured
+from octavo.train.run_plan import OnSubject, at_level, plan_configured
 
 MARGIN = 0.1
 """Share of a GPU's memory left free: for the allocator, and for what a prediction leaves out."""
@@ -62,7 +62,7 @@ class Search:
     gpu: str
     gpus: int
     level: str | None = None
-    progress: Progress = lambda subject: None
+    progress: OnSubject = lambda subject: None
 
     def fit(self) -> Fit | None:
         """The fastest layout that fits; None if not even one sequence with full checkpointing does."""
@@ -114,7 +114,7 @@ class Search:
         return self.plan(self.layout(sequences, checkpointing, dp_replicate))
 
 
-def fit_layout(model: ReadyModel, gpu: str, gpus: int, progress: Progress = lambda subject: None) -> Fit:
+def fit_layout(model: ReadyModel, gpu: str, gpus: int, progress: OnSubject = lambda subject: None) -> Fit:
     """Choose the layout of a model's training in FP8 on some GPUs.
 
     Args:
