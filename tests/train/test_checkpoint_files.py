@@ -98,7 +98,7 @@ def test_checkpoints_and_exports_are_what_save_pretrained_writes(make_config, tm
     plain.load_state_dict(trainer.model.state_dict())
     plain.generation_config = trainer.model.generation_config
     plain.save_pretrained(tmp_path / "expected")
-    trainer._corpus.tokenizer.save(tmp_path / "expected")
+    trainer.task.data.tokenizer.save(tmp_path / "expected")
     expected = content(tmp_path / "expected")
     assert content(folder, OWN) == expected
     assert content(export(folder, tmp_path / "exported").path, {"digests.json"}) == expected

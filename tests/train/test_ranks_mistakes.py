@@ -26,6 +26,7 @@ from octavo.train.checkpoint.store import checkpoints, load_checkpoint
 from octavo.train.data.corpus import load_corpus
 from octavo.train.ranks import STARTED_KEY, Ranks, _attempt_prefix, join_ranks
 from octavo.train.record.metrics import MetricsWriter, NullProgress
+from octavo.train.tasks import language as language_module
 from octavo.train.trainer import Trainer
 from processes import Failed, gloo  # noqa: F401  a fixture
 
@@ -75,7 +76,7 @@ def slow_job(settings, out):
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
     seconds = 4 if dist.get_rank() == 0 else 0
     with mock.patch.object(
-        loop_module, "load_corpus", side_effect=lambda *args: (time.sleep(seconds), load_corpus(*args))[1]
+        language_module, "load_corpus", side_effect=lambda *args: (time.sleep(seconds), load_corpus(*args))[1]
     ):
         return job(settings, out).steps
 

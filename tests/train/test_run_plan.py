@@ -26,7 +26,7 @@ from octavo.planner.model_memory import make_gradients, make_states
 from octavo.train.config.run_config import ConfigError, TrainConfig, load_config
 from octavo.train.data.corpus import load_corpus
 from octavo.train.record.metrics import NullProgress
-from octavo.train.run_plan import _build, _NoData, _vocabulary, plan_arms, plan_memory, plan_step
+from octavo.train.run_plan import plan_arms, plan_memory, plan_step, planned_task
 from octavo.train.trainer import Trainer, _convert
 
 SEVEN_B = Path(__file__).parents[2] / "configs" / "llama2-7b.toml"
@@ -115,9 +115,10 @@ def test_within_5_percent_of_pytorchs_tracker(path: Path, overrides: list[str]):
     assert forecast.memory.traced_blocks == (2, config.model.config["num_hidden_layers"])
     cpu, size = torch.device("cpu"), config.optim.batch // config.optim.micro_batches
     with fake_tensors():
-        model = _build(config, _vocabulary(config.data, config.model))
+        task = planned_task(config)
+        model = task.build(weights=False)
         decided = octavo.Plan(forecast.decisions, forecast.activations)
-        trainer = Trainer(config, _NoData(_vocabulary(config.data, config.model)), cpu, model, plan=decided)
+        trainer = Trainer(config, task.data, cpu, model, plan=decided)
         shape = size, config.data.sequence_length
         batch = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
         make_states(trainer.optimizer.inner)
@@ -227,7 +228,7 @@ def test_the_speed_of_a_run_is_that_of_its_configuration():
     assert two.bf16.flops == pytest.approx(speed.bf16.flops)
 
 
-SHIPPED = sorted(SEVEN_B.parent.glob("*.toml"))
+SHIPPED = [path for path in sorted(SEVEN_B.parent.glob("*.toml")) if load_config(path).data.task == "language"]
 SMALL = ("hidden_size=64", "intermediate_size=128", "num_hidden_layers=2", "num_attention_heads=2", "vocab_size=320")
 SMALLER = [*(f"model.config.{size}" for size in SMALL), "model.config.num_key_value_heads=2", "data.vocab_size=320",
            "data.sequence_length=32", "model.config.max_position_embeddings=32"]  # fmt: skip
@@ -238,10 +239,11 @@ def converted_by_train(config: TrainConfig, gpu: str, monkeypatch: pytest.Monkey
     """What the trainer converts on a GPU, in which recipe."""
     monkeypatch.setattr(auto_convert, "local_gpu_name", lambda: DRIVER.get(gpu, gpu))
     with torch.device("meta"):
-        model = _build(config, _vocabulary(config.data, config.model))
+        task = planned_task(config)
+        model = task.build(weights=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*no layer of this model is predicted to gain")
-        rows = _convert(model, config, torch.device("cuda"), 1, None) or ()
+        rows = _convert(model, task, torch.device("cuda"), 1, None) or ()
     return {row.name: row.recipe for row in rows if row.converted}
 
 
@@ -401,7 +403,7 @@ def test_recipe_auto_on_a_gpu_is_decided_by_cost(make_config: MakeConfig, monkey
     def rows(device: str):
         with torch.device("meta"):
             model = LlamaForCausalLM(LlamaConfig(**LLAMA | wide, vocab_size=300)).bfloat16()
-        return {row.name: row for row in _convert(model, config, torch.device(device), 1, None) or ()}
+        return {row.name: row for row in _convert(model, planned_task(config), torch.device(device), 1, None) or ()}
 
     decide_by_cost = rows("cuda")
     up, narrow = decide_by_cost["model.layers.0.mlp.up_proj"], decide_by_cost["model.layers.0.self_attn.k_proj"]

@@ -11,6 +11,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,24 +130,34 @@ def summary_rows(results: Sequence[RunResult]) -> list[SummaryRow]:
             difference=_difference(values[0], values[1], compare) if compare and len(values) > 1 else "",
         )
 
+    units = "/".join(dict.fromkeys(result.unit for result in results))
+    unit = units.replace("s/", "/").removesuffix("s")
+    measured = dict.fromkeys(name for result in results for name in result.held_out or {})
     return [
+        *(row(f"{name}, held-out", partial(_metric, name), "{:.2%}", "points") for name in measured),
         row("mean loss, last 10 % of steps", lambda r: r.losses.tail_mean if r.losses else None, "{:.4f}", "gap"),
         row("final loss", lambda r: r.losses.final if r.losses else None, "{:.4f}", "gap"),
         row("first loss", lambda r: r.losses.first if r.losses else None, "{:.4f}", "gap"),
-        row("tokens/s, median", lambda r: r.tokens_per_s, "{:,.0f}", "ratio"),
-        row("saved for backward, bytes/token", lambda r: r.saved_bytes_per_token, "{:,.0f}", "ratio"),
+        row(f"{units}/s, median", lambda r: r.tokens_per_s, "{:,.0f}", "ratio"),
+        row(f"saved for backward, bytes/{unit}", lambda r: r.saved_bytes_per_token, "{:,.0f}", "ratio"),
         row("optimizer states, bytes/parameter", lambda r: r.state_bytes_per_parameter, "{:.2f}", "ratio"),
         row("steps", lambda r: r.steps, "{:,}"),
-        row("tokens", lambda r: r.tokens, "{:,}"),
+        row(units, lambda r: r.tokens, "{:,}"),
         row("skipped steps", lambda r: r.skipped_steps, "{:,}"),
         row("parameters", lambda r: r.parameters, "{:,}"),
         row("seconds in steps", lambda r: r.wall_s, "{:,.1f}", "ratio"),
     ]
 
 
+def _metric(name: str, result: RunResult) -> float | None:
+    return (result.held_out or {}).get(name)
+
+
 def _difference(first: float | None, second: float | None, kind: str) -> str:
     if first is None or second is None or not first:
         return "–"
+    if kind == "points":
+        return f"{100 * (second - first):+.2f} points"
     if kind == "ratio":
         return f"{second / first:.2f} ×"
     return f"{second - first:+.4f}  ({100 * (second - first) / first:+.2f} %)"
@@ -210,7 +221,7 @@ def _page(runs: list[LoggedRun], verdicts: list[PairVerdict], title: str) -> str
     return render(
         "report.html.j2",
         title=title,
-        subtitle=f"{first.name} · {first.parameters:,} parameters · {first.tokens:,} tokens · {first.device}",
+        subtitle=f"{first.name} · {first.parameters:,} parameters · {first.tokens:,} {first.unit} · {first.device}",
         verdicts=verdicts,
         chips=CHIPS,
         tiles=_tiles(runs, verdicts),
@@ -243,9 +254,10 @@ def _tiles(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> list[dict[str,
     if len(runs) == 1:
         result = runs[0].result
         return [
+            *(tile(value, "{:.2%}", f"{name}, held-out") for name, value in (result.held_out or {}).items()),
             tile(result.losses.tail_mean if result.losses else None, "{:.4f}", "mean loss, last 10 % of steps"),
-            tile(result.tokens_per_s, "{:,.0f}", "tokens/s, median"),
-            tile(result.saved_bytes_per_token, "{:,.0f}", "saved for backward, bytes/token"),
+            tile(result.tokens_per_s, "{:,.0f}", f"{result.unit}/s, median"),
+            tile(result.saved_bytes_per_token, "{:,.0f}", f"saved for backward, bytes/{result.unit.removesuffix('s')}"),
         ]
     return [tile(pair.tail_gap_percent, "{:+.2f} %", f"loss gap of {pair.candidate}") for pair in verdicts]
 

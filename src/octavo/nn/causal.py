@@ -91,7 +91,7 @@ def find_head(model: Any) -> Head:
     candidates = _candidates(model.config.get_text_config())
     heads = [Head(base=base, linear=linear, scale=scale, softcap=softcap) for scale, softcap in candidates]
     try:
-        with _evaluating(model):
+        with evaluating(model):
             head = heads[-1] if isinstance(linear.weight, FakeTensor) else _matching_head(model, heads)
             _check_loss(model, head)
     except RuntimeError as error:
@@ -120,7 +120,7 @@ def check_next_token_loss(model: Any) -> None:
         return
     ids = _ids(weight)
     try:
-        with torch.enable_grad(), _evaluating(model):
+        with torch.enable_grad(), evaluating(model):
             outputs = model(input_ids=ids, labels=ids.roll(-1, 1), shift_labels=ids.roll(-1, 1))
     except (RuntimeError, IndexError):  # which a batch can cause
         raise
@@ -389,7 +389,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode in this context; afterwards each module is as before."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

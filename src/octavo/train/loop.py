@@ -25,8 +25,7 @@ from octavo.train.checkpoint.digests import check_digests, has_digests
 from octavo.train.checkpoint.store import checkpoints, load_checkpoint, read_trainer_state
 from octavo.train.config.parallel_section import ParallelConfig
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.config.sections import Data, Model, expand
-from octavo.train.data.corpus import Corpus, load_corpus
+from octavo.train.config.sections import Data, expand
 from octavo.train.device import deterministic_algorithms
 from octavo.train.diagnose import NonFiniteError, advice
 from octavo.train.disk import output_folder, write_file
@@ -45,8 +44,10 @@ from octavo.train.record.metrics import (
     median_speed,
     summarize_losses,
 )
-from octavo.train.record.outputs import CONFIG_FILE, LAYERS_FILE, TOKENIZER_FILE, RunFolder, open_run_folder
+from octavo.train.record.outputs import CONFIG_FILE, LAYERS_FILE, RunFolder, open_run_folder
 from octavo.train.signals import stop_on
+from octavo.train.tasks.registry import task_of
+from octavo.train.tasks.task import Data as TaskData
 from octavo.train.trainer import Trainer
 
 MAX_FINDINGS_SHOWN = 4
@@ -89,17 +90,17 @@ def run(
         stack.enter_context(deterministic_algorithms(config.run.deterministic))
         resume = resume or ranks.restarted
         run_folder = ranks.run_on_rank0(lambda: _open_run_folder(stack, out, config, resume, ranks))
-        ranks.raise_together(lambda: check_model(config.model))
+        ranks.raise_together(lambda: check_model(config.model, task_of(config).kind))
         if config.model.path is not None and run_folder.checkpoint is None:
             _check_start(expand(config.model.path), ranks)
-        corpus = _load_corpus(config.data, config.model, ranks, own_progress)
+        data = _load_data(config, ranks, own_progress)
         own_progress.stage("building the model")
-        trainer = Trainer(config, corpus, ranks.device, ranks=ranks)
+        trainer = Trainer(config, data, ranks.device, ranks=ranks)
         trainer.check_causal()
         summary = trainer.describe()
         if resume and run_folder.checkpoint is None:
             own_progress.note(f"no checkpoint in {out}: starting from the first step")
-        _prepare(trainer, out, run_folder, corpus, own_progress)
+        _prepare(trainer, out, run_folder, own_progress)
         with stop_on(stop, signal.SIGINT, patient=under_torchrun()):
             return _train(trainer, summary, out, own_progress, stop)
 
@@ -130,22 +131,23 @@ def _open_run_folder(stack: ExitStack, out: Path, config: TrainConfig, resume: b
     return run_folder
 
 
-def _load_corpus(data: Data, model: Model, ranks: Ranks, progress: Progress) -> Corpus:
+def _load_data(config: TrainConfig, ranks: Ranks, progress: Progress) -> TaskData:
     """Load the data: one process of each machine prepares it, then all read it."""
     group = ranks.host_group(PREPARATION_TIMEOUT)  # `parallel.timeout` is for steps
-    built = ranks.raise_together(lambda: load_corpus(data, model, progress) if ranks.local == 0 else None, group=group)
-    corpus = ranks.raise_together(lambda: built or load_corpus(data, model, progress), group=group)
-    ranks.check_same({"the content of data.source": corpus.fingerprint[:12]})
-    if corpus.skipped:
-        progress.note(f"{corpus.skipped} files of the data were left out: not UTF-8")
-    return corpus
+    load = partial(task_of(config).load, config, progress)
+    built = ranks.raise_together(lambda: load() if ranks.local == 0 else None, group=group)
+    data: TaskData = ranks.raise_together(lambda: built or load(), group=group)
+    ranks.check_same({"the content of data.source": data.fingerprint[:12]})
+    if data.skipped:
+        progress.note(f"{data.skipped} files of the data were left out: not UTF-8")
+    return data
 
 
-def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, corpus: Corpus, progress: Progress) -> None:
+def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, progress: Progress) -> None:
     """Load the checkpoint to resume from, if any, and write the description of the run."""
     config, checkpoint, ranks = trainer.config, run_folder.checkpoint, trainer.ranks
     if checkpoint is not None:
-        state = ranks.run_on_rank0(lambda: _read_state(corpus, checkpoint, config.data))
+        state = ranks.run_on_rank0(lambda: _read_state(trainer, checkpoint, config.data))
         _load_state(trainer, checkpoint, state)
         rollback = ranks.run_on_rank0(lambda: last_rollback(out, trainer.step))
         if rollback is not None and rollback.get("rollbacks", 0) > trainer.guard.rollbacks:  # rolled back after saving
@@ -155,7 +157,7 @@ def _prepare(trainer: Trainer, out: Path, run_folder: RunFolder, corpus: Corpus,
             progress.note(f"resumed by {ranks.world_size} processes (was {previous_world})")
     for note in run_folder.notes:
         progress.note(note)
-    ranks.run_on_rank0(lambda: _write_description(trainer, out, corpus))
+    ranks.run_on_rank0(lambda: _write_description(trainer, out))
 
 
 def _load_state(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -172,21 +174,21 @@ def _load_state(trainer: Trainer, checkpoint: Path, state: dict[str, Any]) -> No
     trainer.skipped_batches = state.get("skipped_batches", 0)
 
 
-def _read_state(corpus: Corpus, checkpoint: Path, data: Data) -> dict[str, Any]:
+def _read_state(trainer: Trainer, checkpoint: Path, data: Data) -> dict[str, Any]:
     """Read the state of a checkpoint. Raises ConfigError if its run used other data."""
     state = read_trainer_state(checkpoint)
-    if state["data"] != corpus.fingerprint:
+    if state["data"] != trainer.task.data.fingerprint:
         raise ConfigError(f"{checkpoint} is of a run on other data: the content of {data.source} has changed")
     return state
 
 
-def _write_description(trainer: Trainer, out: Path, corpus: Corpus) -> None:
-    """Write the configuration, layers and tokenizer of the run."""
+def _write_description(trainer: Trainer, out: Path) -> None:
+    """Write the configuration, layers and data of the run."""
     config = trainer.config
     write_file(out / CONFIG_FILE, config.to_toml())
     if trainer.layers is not None:
         write_file(out / LAYERS_FILE, json.dumps([asdict(row) for row in trainer.layers.rows], indent=1) + "\n")
-    write_file(out / TOKENIZER_FILE, corpus.tokenizer.backend.to_str(pretty=True))
+    trainer.task.describe(out)
 
 
 def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, stop: threading.Event) -> RunResult:
@@ -252,7 +254,9 @@ def _step(trainer: Trainer) -> StepMetrics:
             raise trainer.guard.spike_error(str(error), trainer.step + 1) from None
         raise
     trainer.guard.check(row)
-    return row
+    every, last = trainer.config.run.eval_every, row.step == trainer.config.run.steps
+    due = last or (every and row.step % every == 0)
+    return replace(row, held_out=trainer.evaluate() or None) if due else row
 
 
 def _roll_back(trainer: Trainer, out: Path, spike: SpikeError, progress: Progress) -> None:
@@ -337,4 +341,5 @@ def _summary_fields(rows: list[StepMetrics]) -> dict[str, Any]:
         "tokens_per_s": median_speed(rows),
         "skipped_steps": sum(row.skipped for row in rows),
         "wall_s": sum(row.step_s for row in rows),
+        "held_out": next((row.held_out for row in reversed(rows) if row.held_out), None),
     }

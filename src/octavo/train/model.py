@@ -1,4 +1,4 @@
-"""The model: any causal language model of `transformers`, from a config or a local checkpoint.
+"""The model: any of `transformers` for the task of the run, from a config or a local checkpoint.
 
 `transformers` accepts unknown config fields silently; this module raises an error with the nearest known field. Initial
 weights are drawn on the CPU in the parameters' own dtype, so a seed gives the same weights on any device.
@@ -6,6 +6,8 @@ weights are drawn on the CPU in the parameters' own dtype, so a seed gives the s
 
 import inspect
 import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,14 @@ from torch import nn
 
 from octavo.nn.causal import check_next_token_loss, chunked_loss
 from octavo.numerics.names import nearest
-from octavo.train.checkpoint.pretrained import load_pretrained, one_line
+from octavo.train.checkpoint.pretrained import (
+    IMAGE_CLASSIFICATION,
+    LANGUAGE,
+    ModelKind,
+    load_model_config,
+    load_pretrained,
+    one_line,
+)
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import Model, PrecisionConfig
 from octavo.train.data.tokenizer import TextTokenizer
@@ -26,7 +35,7 @@ from octavo.train.ranks import Ranks
 PARAMETER_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
-def check_model(model: Model) -> None:
+def check_model(model: Model, kind: ModelKind = LANGUAGE) -> None:
     """Raise ConfigError for a folder without a model and for a type or field `transformers` does not know.
 
     It is quick, so it can run before the data is prepared.
@@ -36,42 +45,68 @@ def check_model(model: Model) -> None:
         if not (folder / "config.json").exists():
             raise ConfigError(f"model.path = {folder} holds no transformers checkpoint: it has no config.json")
         return
-    field_names = _config_fields(str(model.type))
-    unknown = [field for field in model.config if field not in field_names]
-    if unknown:
-        hint = nearest(unknown[0], field_names) or f"; it has {', '.join(sorted(field_names))}"
-        raise ConfigError(f"model.config.{unknown[0]}: {model.type} has no such field{hint}")
+    _check_type(str(model.type), kind)
+    _check_fields("model.config", str(model.type), model.config)
 
 
-def build_model(config: TrainConfig, tokenizer: TextTokenizer) -> nn.Module:
-    """Build the model of a run on the CPU, in training mode, with parameters of the configured dtype.
+def build_model(config: TrainConfig, tokenizer: TextTokenizer, *, weights: bool = True) -> nn.Module:
+    """Build the language model of a run on the CPU, in training mode, with parameters of the configured dtype.
 
-    Raises ConfigError as `check_model` does, for a config or weights that `transformers` rejects, and for a vocabulary
-    or context too small for the data.
+    Raises ConfigError as `build_of_kind`, and for a vocabulary or context too small for the data.
     """
-    check_model(config.model)
+    end = tokenizer.end_id
+    fields = {"vocab_size": tokenizer.size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
+    model: Any = build_of_kind(config, LANGUAGE, fields, weights=weights)
+    check_fit(model, config.model, config.data.sequence_length, tokenizer)
+    built: nn.Module = model
+    return built
+
+
+def build_of_kind(
+    config: TrainConfig, kind: ModelKind, fields: Mapping[str, Any], *, weights: bool = True
+) -> Any:  # fmt: skip
+    """Build a model of `kind` on the CPU, in training mode, with parameters of the configured dtype.
+
+    `fields`: values for the model's config where it has such fields and `model.config` does not set them. `weights`:
+    whether to load those at `model.path`, or to draw them; for a plan their shapes are enough.
+
+    Raises ConfigError as `check_model` does, and for a config or weights that `transformers` rejects.
+    """
+    check_model(config.model, kind)
     dtype = PARAMETER_DTYPES[config.precision.parameters]
-    if config.model.path is not None:
-        folder = Path(config.model.path).expanduser()
-        model = _from_folder(folder, dtype)
+    if config.model.path is None:
+        with nullcontext() if weights or kind is LANGUAGE else _without_initialization():
+            return _from_type(config.model, config.run.seed, kind, fields, dtype).train()
+    folder = Path(config.model.path).expanduser()
+    if weights:
+        model = _from_folder(folder, dtype, kind)
         if bad := non_finite_parameter(model):
             raise ConfigError(f"model.path = {folder}: {bad} is not finite in {config.precision.parameters}")
-    else:
-        model = _from_type(config.model, config.run.seed, tokenizer, dtype)
-    check_fit(model, config.model, config.data.sequence_length, tokenizer)
-    trained: nn.Module = model.train()
-    return trained
+        return model.train()
+    try:
+        return kind.auto.from_config(load_model_config(folder), dtype=dtype, trust_remote_code=False).train()
+    except Exception as error:  # of no common type: each class fails in its own way
+        raise ConfigError(f"model.path = {folder}: the model cannot be built: {one_line(error)}") from None
+
+
+def _without_initialization() -> AbstractContextManager[Any]:
+    """Leave out the initialization, which of image models reads numbers that fake tensors do not have.
+
+    It ties no weights then, as some language models do.
+    """
+    from transformers.initialization import no_init_weights
+
+    context: AbstractContextManager[Any] = no_init_weights()
+    return context
 
 
 Built = tuple[Any, dict[str, torch.Tensor]]
 """A model, and fp32 values of its parameters if available; see `fp32_master_values`."""
 
 
-def build_on_ranks(config: TrainConfig, tokenizer: TextTokenizer, ranks: Ranks) -> Built:
-    """`build_model` and `fp32_master_values` on every rank, with one copy of both in the memory of each machine."""
-    return share_on_machine(
-        lambda: (build_model(config, tokenizer), fp32_master_values(config.model, config.precision)), ranks
-    )
+def build_on_ranks(config: TrainConfig, kind: ModelKind, build: Callable[[], nn.Module], ranks: Ranks) -> Built:
+    """`build` and `fp32_master_values` on every rank, with one copy of both in the memory of each machine."""
+    return share_on_machine(lambda: (build(), fp32_master_values(config.model, config.precision, kind)), ranks)
 
 
 def prepare_loss(model: nn.Module, loss: str) -> str:
@@ -95,55 +130,77 @@ def prepare_loss(model: nn.Module, loss: str) -> str:
     return note
 
 
-def fp32_master_values(source: Model, precision: PrecisionConfig) -> dict[str, torch.Tensor]:
+def fp32_master_values(source: Model, precision: PrecisionConfig, kind: ModelKind) -> dict[str, torch.Tensor]:
     """fp32 values of the 16-bit parameters of a run that starts from a checkpoint, by name; {} where there are none.
 
     The checkpoint may hold more bits than the parameters of the run: masters made of the parameters would lose them.
     """
     if source.path is None or precision.parameters == "fp32" or precision.resolved.master == "none":
         return {}
-    model = _from_folder(Path(source.path).expanduser(), torch.float32)
+    model = _from_folder(Path(source.path).expanduser(), torch.float32, kind)
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def _from_folder(folder: Path, dtype: torch.dtype) -> Any:
+def _from_folder(folder: Path, dtype: torch.dtype, kind: ModelKind) -> Any:
     try:
-        return load_pretrained(folder, dtype)
+        return load_pretrained(folder, dtype, kind)
     except ConfigError as error:
         raise ConfigError(f"model.path = {folder}: {error}") from None
 
 
-def _from_type(source: Model, seed: int, tokenizer: TextTokenizer, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
+def _from_type(source: Model, seed: int, kind: ModelKind, defaults: Mapping[str, Any], dtype: torch.dtype) -> Any:
     model_type = str(source.type)
-    end = tokenizer.end_id
-    from_tokenizer = {"vocab_size": tokenizer.size, "bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
     field_names = _config_fields(model_type)
-    fields = {field: value for field, value in from_tokenizer.items() if field in field_names} | source.config
+    fields = {field: value for field, value in defaults.items() if field in field_names} | source.config
     model_config = _make_config(model_type, fields)
     torch.manual_seed(seed)
     try:
-        return AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
+        return kind.auto.from_config(model_config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # of no common type: each class fails in its own way
         raise ConfigError(f"model.config: {model_type} cannot be built from it: {one_line(error)}") from None
+
+
+def _check_type(model_type: str, kind: ModelKind) -> None:
+    """Raise ConfigError for a type that is not of this kind."""
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in kind.classes:
+        noun = kind.noun if model_type in CONFIG_MAPPING else "model type"
+        hint = nearest(model_type, kind.classes)
+        article = "an" if noun[0] in "aeiou" else "a"
+        raise ConfigError(f'model.type = "{model_type}" is not {article} {noun} of the installed transformers{hint}')
+
+
+def _check_fields(name: str, model_type: str, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a field that a config, or a config in it, does not have."""
+    from transformers import CONFIG_MAPPING
+
+    field_names = _config_fields(model_type)
+    for field, value in config.items():
+        if field not in field_names:
+            hint = nearest(field, field_names) or f"; it has {', '.join(sorted(field_names))}"
+            raise ConfigError(f"{name}.{field}: {model_type} has no such field{hint}")
+        if field.endswith("_config") and isinstance(value, dict) and "model_type" in value:
+            inner = str(value["model_type"])
+            if inner not in CONFIG_MAPPING:
+                hint = nearest(inner, CONFIG_MAPPING)
+                raise ConfigError(f'{name}.{field}.model_type = "{inner}" is not a model type of transformers{hint}')
+            rest = {key: item for key, item in value.items() if key != "model_type"}
+            _check_fields(f"{name}.{field}", inner, rest)
 
 
 def _config_fields(model_type: str) -> set[str]:
     """Names a config of `model_type` takes: arguments, aliases, what it serializes, and what the model's code reads."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        kind = "causal language model" if model_type in CONFIG_MAPPING else "model type"
-        hint = nearest(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        raise ConfigError(f'model.type = "{model_type}" is not a {kind} of the installed transformers{hint}')
     config_class = CONFIG_MAPPING[model_type]
     fields = {name for name in inspect.signature(config_class).parameters if name not in ("self", "kwargs")}
     fields |= set(config_class.attribute_map)
     fields |= {field for field in _defaults(config_class) if not field.startswith("_") and field != "model_type"}
     if "rope_parameters" in fields:
         fields |= {"rope_theta", "rope_scaling"}  # the older spelling, still read
+    if model_type in IMAGE_CLASSIFICATION.classes:
+        fields |= {"num_labels"}
     return fields | _fields_of_code(config_class)
 
 

@@ -36,9 +36,10 @@ def _model_errors(inputs: Tensor) -> Iterator[None]:
 
 
 def saved_bytes_per_token(
-    model: nn.Module, checkpointing: Checkpointing, loss: Callable[[Tensor, Tensor], Tensor], batch: tuple[Tensor, ...]
-) -> float:
-    """Bytes that one forward of `batch` (inputs and targets) saves for backward, per token.
+    model: nn.Module, checkpointing: Checkpointing, loss: Callable[[Tensor, Tensor], Tensor],
+    batch: tuple[Tensor, ...], tokens: int,
+) -> float:  # fmt: skip
+    """Bytes that one forward of `batch` (inputs and targets) saves for backward, for each of its `tokens`.
 
     Raises ConfigError if the model cannot run it.
     """
@@ -46,7 +47,7 @@ def saved_bytes_per_token(
     with _model_errors(inputs), saved_for_backward(model) as saved, checkpointing.saved_outputs() as outputs:
         value = loss(inputs, targets)
     del value
-    return (saved.bytes + outputs.bytes) / inputs.numel()
+    return (saved.bytes + outputs.bytes) / tokens
 
 
 def check_causal(

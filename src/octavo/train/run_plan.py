@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,13 +48,12 @@ from octavo.planner.timeline import ALLOCATION_GRANULARITY
 from octavo.planner.trace import Trace
 from octavo.runtime.blocks import find_blocks
 from octavo.runtime.torch_compat import tree_leaves
-from octavo.train.checkpoint.pretrained import load_model_config, one_line
+from octavo.train.checkpoint.pretrained import one_line
 from octavo.train.config.run_config import ConfigError, TrainConfig, parse_config
-from octavo.train.config.sections import Data, Model
-from octavo.train.data.corpus import Corpus
-from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
 from octavo.train.layout import check_predicted
-from octavo.train.model import PARAMETER_DTYPES, build_model, check_fit, check_model
+from octavo.train.model import check_model
+from octavo.train.tasks.registry import task_of
+from octavo.train.tasks.task import Task
 from octavo.train.trainer import Trainer
 
 OnSubject = Callable[[str], None]
@@ -62,19 +61,6 @@ OnSubject = Callable[[str], None]
 
 LEVEL_PARTS = {"precision": ("matmul", "activations", "master"), "optim": ("states",)}
 """Settings that override a part of the level."""
-
-
-@dataclass(frozen=True)
-class _Vocabulary:
-    """Stand-in for a tokenizer that is not trained yet."""
-
-    size: int
-    end_id: int = 0
-
-
-@dataclass(frozen=True)
-class _NoData:
-    tokenizer: Any
 
 
 def _silent(subject: str) -> None:
@@ -99,7 +85,7 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
     """
     import transformers.masking_utils  # noqa: F401  which fake_tensors keeps from taking every batch for a packed one
 
-    check_model(config.model)
+    task = planned_task(config)
     check_predicted(config.parallel)
     fake = fake_device(torch.device(device))
 
@@ -109,11 +95,10 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
 
     def trace(_: int | None, size: int) -> StepTrace:
         with fake_tensors(device):
-            tokenizer = cast(TextTokenizer, _vocabulary(config.data, config.model))
             with fake:
-                model = _build(config, tokenizer)
-            trainer = Trainer(config, cast(Corpus, _NoData(tokenizer)), fake, model)
-            batch = _fake_batch(config.data, size, fake)
+                model = task.build(weights=False)
+            trainer = Trainer(config, task.data, fake, model)
+            batch = task.empty_batch(size, fake)
             saved = None
             if size == sequences:  # other sizes are planned for their peaks
                 of_loss = partial(audit, trainer.model, batch, loss=lambda _, tensors: trainer.loss(*tensors))
@@ -122,7 +107,8 @@ def plan_memory(config: TrainConfig, *, device: str = "cuda", label: str | None 
             return _trace_step(trainer, batch, step_config, ALLOCATION_GRANULARITY[device], saved)
 
     plan = predict_memory(trace, sequences, step_config)
-    return replace(plan, label=label or config.precision_label, device=device, notes=tuple(notes))
+    tokens = task.count(*task.empty_batch(sequences, torch.device("cpu")))
+    return replace(plan, label=label or config.precision_label, device=device, notes=tuple(notes), tokens=tokens)
 
 
 def plan_arms(config: TrainConfig, *, device: str = "cuda", progress: OnSubject = _silent) -> list[MemoryPlan]:
@@ -247,11 +233,15 @@ def _trace_run(
             f"optim.batch = {config.optim.batch} sequences in {parts} micro-batches cannot be shared by {gpus} GPUs "
             f"evenly: set optim.batch to a multiple of {parts * gpus}"
         )
-    check_model(config.model)
+    if config.data.task != "language":
+        raise ConfigError(
+            f'data.task = "{config.data.task}": octavo plan --gpu predicts language models; --memory takes any task'
+        )
+    task = planned_task(config)
     fake = fake_device(torch.device("cuda"))
     shape = config.optim.batch // (parts * gpus), config.data.sequence_length
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = _build(config, cast(TextTokenizer, _vocabulary(config.data, config.model)))
+        model = task.build(weights=False)
     progress(f"the linear layers on {gpu_spec.name}")
     plan = _configured(model, config.resolved, gpu_spec, shape[0] * shape[1])
     check_gathered(plan, layout)
@@ -290,18 +280,18 @@ def _step_on_blocks(
     fake = fake_device(torch.device("cuda"))
     with fake_tensors() as mode:
         copy = copy_with_blocks(model, blocks, mode, fake)
-        corpus = cast(Corpus, _NoData(_vocabulary(config.data, config.model)))
-        trainer = Trainer(config, corpus, fake, copy, plan=restrict_plan(plan, copy))
-        batch, allocation_granularity = _fake_batch(config.data, size, fake), ALLOCATION_GRANULARITY["cuda"]
+        task = planned_task(config)
+        trainer = Trainer(config, task.data, fake, copy, plan=restrict_plan(plan, copy))
+        batch, allocation_granularity = task.empty_batch(size, fake), ALLOCATION_GRANULARITY["cuda"]
         trace: StepTrace = _run(lambda: _trace_step(trainer, batch, step_config, allocation_granularity), size)
         return trace
 
 
-def _fake_batch(data: Data, size: int, fake: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and targets of one micro-batch."""
-    shape = size, data.sequence_length
-    ids, targets = (torch.zeros(shape, dtype=torch.int64, device=fake) for _ in range(2))
-    return ids, targets
+def planned_task(config: TrainConfig) -> Task:
+    """The task of a run, with data as far as a plan needs it. Raises ConfigError as `check_model`."""
+    kind = task_of(config)
+    check_model(config.model, kind.kind)
+    return kind(config, kind.stand_in(config))
 
 
 def _trace_step(
@@ -327,33 +317,6 @@ def _trace_step(
         optimizer_step, step_config=step_config, allocation_granularity=allocation_granularity,
         gradients=lambda: list(optimizer.gradients().values()), saved=saved,
     )  # fmt: skip
-
-
-def _vocabulary(data: Data, model: Model) -> TextTokenizer | _Vocabulary:
-    if data.tokenizer is not None:
-        return load_tokenizer(Path(data.tokenizer).expanduser())
-    if model.path is not None:
-        try:
-            return load_tokenizer(Path(model.path).expanduser())
-        except ConfigError:  # a run needs it, but a plan of a config.json alone does not
-            pass
-    return _Vocabulary(data.vocab_size)
-
-
-def _build(config: TrainConfig, tokenizer: TextTokenizer) -> torch.nn.Module:
-    """The model without its weights."""
-    if config.model.path is None:
-        return build_model(config, tokenizer)
-    from transformers import AutoModelForCausalLM
-
-    folder, dtype = Path(config.model.path).expanduser(), PARAMETER_DTYPES[config.precision.parameters]
-    try:
-        model: Any = AutoModelForCausalLM.from_config(load_model_config(folder), dtype=dtype, trust_remote_code=False)
-    except Exception as error:  # of no common type: each class fails in its own way
-        raise ConfigError(f"model.path = {folder}: the model cannot be built: {one_line(error)}") from None
-    check_fit(model, config.model, config.data.sequence_length, tokenizer)
-    built: torch.nn.Module = model.train()
-    return built
 
 
 def _run(step: Any, size: int) -> Any:

@@ -1,8 +1,8 @@
 """The training step and the state it changes, on one process or on one rank of several.
 
-The loss is the model's own: `model(input_ids=inputs, labels=targets, shift_labels=targets).loss`, including router
-losses and z-losses of its configuration. The loss of a step is the mean over micro-batches and ranks, which hold equal
-numbers of targets. For a plain cross-entropy this is the mean over all tokens, for any number of micro-batches.
+Data, model and loss are those of the task of the run (`octavo.train.tasks`). The loss of a step is the mean over
+micro-batches and ranks, which hold equal numbers of targets. For a plain cross-entropy this is the mean over all
+targets, for any number of micro-batches.
 The batch, learning rate and dropout of a step are functions of (seed, step).
 
 A non-finite loss or gradient never reaches the optimizer. Under loss scaling the step is skipped and counted; otherwise
@@ -10,7 +10,6 @@ the run stops and the error names the layer. A gradient of zeros stops the run a
 fallen may be the cause. Loss and norm are reduced over all ranks, so all ranks take the same branch.
 """
 
-import inspect
 import platform
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +25,7 @@ from octavo._version import __version__
 from octavo.inspect.autopilot import Autopilot, RecipeChange
 from octavo.inspect.watch import Watch
 from octavo.nn import Report, accumulating, apply_plan, report
+from octavo.nn.causal import evaluating
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Plan
 from octavo.parallel.context_parallel import inner_attention
@@ -34,18 +34,19 @@ from octavo.planner.auto_convert import convert
 from octavo.train.activation_checkpointing import Checkpointing
 from octavo.train.checkpoint.store import CheckpointSaver
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.data.corpus import Corpus
 from octavo.train.device import device_name
 from octavo.train.diagnose import NonFiniteError, ZeroGradientError, find_origin, non_finite_parameter
 from octavo.train.guard import SpikeGuard
 from octavo.train.layout import Layout, check_layout, distribute
 from octavo.train.loss_scale import LossScale
-from octavo.train.model import build_on_ranks, prepare_loss
+from octavo.train.model import build_on_ranks
 from octavo.train.optimizer import decayed_parameters, make_optimizer
 from octavo.train.probe import check_causal, saved_bytes_per_token
 from octavo.train.ranks import Ranks
 from octavo.train.record.metrics import RunResult, StepMetrics, finite
 from octavo.train.schedule import learning_rate
+from octavo.train.tasks.registry import task_of
+from octavo.train.tasks.task import Task
 
 CAUSAL_TOKENS = 16
 """Tokens of the causality check on a whole model in host memory."""
@@ -58,7 +59,7 @@ class Trainer:
 
     Args:
         config: Configuration of the run.
-        corpus: Training data.
+        data: What `load` of the task of the run returns, as a `Corpus`.
         device: Device of this process.
         model: A model to use instead of building one; for planning.
         ranks: The processes of the run; None for this process alone.
@@ -66,6 +67,7 @@ class Trainer:
 
     Attributes:
         step: Number of finished steps.
+        task: What the run learns.
         model: The model; its parameters may be shards.
         layers: Report of the converted linear layers; None without FP8.
         watch: Statistics of the operands of the linears, in the steps that `[inspect]` samples.
@@ -78,32 +80,30 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, corpus: Corpus, device: torch.device, model: nn.Module | None = None,
+        self, config: TrainConfig, data: Any, device: torch.device, model: nn.Module | None = None,
         *, ranks: Ranks | None = None, plan: Plan | None = None,
     ) -> None:  # fmt: skip
         precision, parallel = config.precision, config.parallel
         self.config = config
         self.step = 0
         self.ranks = ranks = ranks or Ranks(device)
-        self._corpus = corpus
+        self.task = task_of(config)(config, data)
         self._device = device
         ranks.raise_together(lambda: check_layout(parallel, config.optim, config.data, ranks.world_size))
         if model is None:
-            model, fp32_masters = build_on_ranks(config, corpus.tokenizer, self.ranks)
+            model, fp32_masters = build_on_ranks(config, self.task.kind, self.task.build, ranks)
             # FSDP moves its shards to the device block by block: the whole model may not fit there.
             distributed = self.ranks.world_size > 1 or parallel.cpu_offload
             self.model: Any = model if distributed else model.to(device)
         else:
             self.model, distributed, fp32_masters = model, False, {}
-        self.layers = ranks.raise_together(lambda: _convert(self.model, config, device, ranks.world_size, plan))
+        self.layers = ranks.raise_together(lambda: _convert(self.model, self.task, device, ranks.world_size, plan))
         splits = parallel.pp > 1 and parallel.schedule in ZERO_BUBBLE
         loss = "whole" if splits else precision.loss
-        self.loss_note = self.ranks.raise_together(lambda: prepare_loss(self.model, loss))
+        self.loss_note = self.ranks.raise_together(lambda: self.task.prepare(self.model, loss))
         if loss != precision.loss:
             self.loss_note = f"whole logits: {parallel.schedule} runs the backward of the loss in two parts"
         self._checkpointing = Checkpointing(self.model, precision.checkpointing)
-        takes_cache = "use_cache" in inspect.signature(self.model.forward).parameters
-        self._kwargs = {"use_cache": False} if takes_cache else {}
         self.layout = Layout(forward=self.model)
         decayed = decayed_parameters(self.model)
         names = [name for name, param in self.model.named_parameters() if param.requires_grad]
@@ -185,11 +185,11 @@ class Trainer:
             out,
             step=self.step,
             model=self.model,
-            tokenizer=self._corpus.tokenizer,
+            save_assets=self.task.save,
             optimizer=self.optimizer,
             loss_scale=self.loss_scale,
             config=self.config,
-            data_fingerprint=self._corpus.fingerprint,
+            data_fingerprint=self.task.data.fingerprint,
             extra={"skipped_batches": self.skipped_batches, "guard": self.guard.state_dict()}
             | ({"autopilot": self.pilot.state_dict()} if self.pilot is not None else {}),
             part=self.layout.part[0], prune=prune,
@@ -227,13 +227,14 @@ class Trainer:
             },
             converted=self.layers.summary if self.layers else "",
             stopped="done",
+            unit=self.task.unit,
         )
 
     def check_causal(self) -> None:
         """Raise ConfigError for a model that attends to later tokens."""
-        if self.layout.pipeline is not None:
-            return  # checked before the model was cut
-        inputs, _ = self._corpus.batch(self.config.run.seed, 0, 1)  # the same on every rank
+        if self.layout.pipeline is not None or not self.task.causal:
+            return  # a pipeline's model was checked before it was cut
+        inputs, _ = self.task.data.batch(self.config.run.seed, 0, 1)  # the same on every rank
         inputs, (index, parts) = self.layout.own_tokens(inputs.to(self._device)), self.layout.inputs
         self.ranks.raise_together(
             lambda: check_causal(self.model, self._logits, inputs, has_last=index == parts - 1)
@@ -250,7 +251,7 @@ class Trainer:
             check_pipeline_model(self.model, parallel.pp * SCHEDULES[parallel.schedule])
         except ValueError as error:
             raise ConfigError(f"parallel.pp: {error}") from None
-        inputs, _ = self._corpus.batch(self.config.run.seed, 0, 1)
+        inputs, _ = self.task.data.batch(self.config.run.seed, 0, 1)
         check_causal(self.model, self._logits, inputs[:, :CAUSAL_TOKENS])
 
     def attention_note(self) -> str:
@@ -263,7 +264,9 @@ class Trainer:
         parts, layout = self.config.optim.micro_batches, self.layout
         inputs, targets = (
             torch.cat([layout.own_rows(part) for part in batch.chunk(parts)]).to(self._device)
-            for batch in self._corpus.batch(self.config.run.seed, step + self.skipped_batches, self.config.optim.batch)
+            for batch in self.task.data.batch(
+                self.config.run.seed, step + self.skipped_batches, self.config.optim.batch
+            )
         )
         return layout.own_tokens(inputs), layout.own_labels(targets)
 
@@ -332,16 +335,16 @@ class Trainer:
         with self._autocast():
             if self.layout.pipeline is not None:
                 return self.layout.pipeline.alone(inputs, targets)
-            arguments = self._kwargs | self.layout.positions(inputs)
-            outputs = self.layout.forward(input_ids=inputs, labels=targets, shift_labels=targets, **arguments)
-        loss: Tensor = outputs.loss
-        return loss
+            return self.task.loss(self.layout.forward, inputs, targets, **self.layout.positions(inputs))
 
     def _logits(self, inputs: Tensor) -> Tensor:
         with self._autocast():
-            arguments = self._kwargs | self.layout.positions(inputs)
-            logits: Tensor = self.layout.forward(input_ids=inputs, **arguments).logits
-        return logits
+            return self.task.logits(self.layout.forward, inputs, **self.layout.positions(inputs))
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics of the task on its held-out data, on every rank; {} if it has none."""
+        with evaluating(self.model), torch.no_grad(), self._autocast():
+            return self.task.evaluate(self.layout.forward, self._device)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision.parameters != "fp32":
@@ -350,7 +353,7 @@ class Trainer:
 
     def _saved_bytes_per_token(self) -> float:
         batch = tuple(tensor.chunk(self.config.optim.micro_batches)[0] for tensor in self._batch(0))
-        return saved_bytes_per_token(self.model, self._checkpointing, self.loss, batch)
+        return saved_bytes_per_token(self.model, self._checkpointing, self.loss, batch, self.task.count(*batch))
 
     def _diagnose(self, inputs: Tensor, targets: Tensor, loss: float) -> NonFiniteError:
         self.optimizer.zero_grad()
@@ -371,11 +374,9 @@ class Trainer:
         )
 
 
-def _convert(
-    model: nn.Module, config: TrainConfig, device: torch.device, world: int, plan: Plan | None
-) -> Report | None:
+def _convert(model: nn.Module, task: Task, device: torch.device, world: int, plan: Plan | None) -> Report | None:
     """Convert a model by a plan or by its configuration; the recipe "auto" uses measured costs on a GPU."""
-    precision = config.resolved
+    config, precision = task.config, task.config.resolved
     if plan is not None:
         if plan.converted or plan.fp8_activations:
             apply_plan(model, plan, keep_weights=precision.keep_weights)
@@ -384,8 +385,7 @@ def _convert(
     else:
         sharing = config.parallel.tp * config.parallel.pp
         rows = config.optim.batch * sharing / (config.optim.micro_batches * world)
-        tokens = round(rows * config.data.sequence_length)
-        gpu = None if device.type == "cuda" else "cpu"
+        gpu, tokens = None if device.type == "cuda" else "cpu", round(rows * task.positions(model))
         convert(model, precision=precision, device=gpu, tokens=tokens, verbose=False)
     return report(model)
 

@@ -4,6 +4,7 @@ Reading a folder runs no code from it: a model with its own code raises an error
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from pickle import UnpicklingError
 from typing import Any
@@ -16,8 +17,59 @@ from octavo.train.config.run_config import ConfigError
 from octavo.train.model_sharing import share_on_machine
 from octavo.train.ranks import Ranks
 
-AUTO_CLASSES = "AutoConfig", "AutoModel", "AutoModelForCausalLM"
+
+@dataclass(frozen=True)
+class ModelKind:
+    """Models of Transformers for one task.
+
+    Attributes:
+        noun: What they are, as "causal language model".
+        auto_class: The class of Transformers that makes them, as "AutoModelForCausalLM".
+        mapping: The name of its table of classes by `model_type`.
+        example: A `model_type`.
+    """
+
+    noun: str
+    auto_class: str
+    mapping: str
+    example: str
+
+    @property
+    def classes(self) -> dict[str, Any]:
+        """Names of the classes by `model_type`; a tuple where there are several."""
+        from transformers.models.auto import modeling_auto
+
+        names: dict[str, Any] = getattr(modeling_auto, self.mapping)
+        return names
+
+    @property
+    def auto(self) -> Any:
+        """The class that makes them."""
+        import transformers
+
+        return getattr(transformers, self.auto_class)
+
+
+LANGUAGE = ModelKind("causal language model", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "llama")
+IMAGE_CLASSIFICATION = ModelKind(
+    "image classifier", "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "vit"
+)
+IMAGE_TEXT = ModelKind(
+    "model of images and text", "AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "llava"
+)
+KINDS = LANGUAGE, IMAGE_CLASSIFICATION, IMAGE_TEXT
+AUTO_CLASSES = "AutoConfig", "AutoModel", *(kind.auto_class for kind in KINDS)
 """Entries of `auto_map` in a config that this module would load."""
+
+
+def kind_of(settings: Any) -> ModelKind:
+    """The kind of the model of a config: that of its `architectures`, else a causal language model."""
+    for kind in KINDS:
+        names = kind.classes.get(settings.model_type)
+        names = (names,) if isinstance(names, str) else names or ()
+        if set(names) & set(settings.architectures or ()):
+            return kind
+    return LANGUAGE
 
 
 def load_model_config(folder: Path) -> Any:
@@ -27,7 +79,7 @@ def load_model_config(folder: Path) -> Any:
     Transformers has by now: it is enough that their classes have the names of those of Transformers.
     """
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     if (folder / "adapter_config.json").exists():
         raise ConfigError(
@@ -45,7 +97,7 @@ def load_model_config(folder: Path) -> Any:
         settings = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         kind = settings.model_type
         names = {"AutoConfig": type(settings).__name__, "AutoModel": MODEL_MAPPING_NAMES.get(kind)}
-        names["AutoModelForCausalLM"] = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+        names |= {model_kind.auto_class: model_kind.classes.get(kind) for model_kind in KINDS}
     except Exception as error:  # of no common type: each class fails in its own way
         problem = f"config.json cannot be read: {one_line(error)}"
     auto_map = auto_map if isinstance(auto_map, dict) else {"AutoConfig": auto_map} if auto_map else {}
@@ -81,15 +133,16 @@ def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
-def load_pretrained(folder: Path, dtype: torch.dtype) -> Any:
-    """The causal language model in `folder`, on the CPU. Raises ConfigError if it cannot be loaded whole."""
-    from transformers import AutoModelForCausalLM
+def load_pretrained(folder: Path, dtype: torch.dtype, kind: ModelKind | None = None) -> Any:
+    """The model in `folder`, on the CPU, as one of `kind`; None: of its own kind.
 
-    load_model_config(folder)
+    Raises ConfigError if it cannot be loaded whole.
+    """
+    settings = load_model_config(folder)
     _check_indices(folder)
     try:
         with no_progress_bar():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = (kind or kind_of(settings)).auto.from_pretrained(
                 str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
     except UnpicklingError:

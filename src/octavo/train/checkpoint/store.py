@@ -52,7 +52,6 @@ from octavo.train.checkpoint.pretrained import (
 from octavo.train.checkpoint.recipes import recipes_of
 from octavo.train.checkpoint.shards import SHARDS
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.disk import sync, sync_entry
 from octavo.train.loss_scale import LossScale
 from octavo.train.optimizer import TrainerOptimizer
@@ -89,7 +88,7 @@ class CheckpointSaver:
         *,
         step: int,
         model: Any,
-        tokenizer: TextTokenizer,
+        save_assets: Callable[[Path], None],
         optimizer: TrainerOptimizer,
         loss_scale: LossScale,
         config: TrainConfig,
@@ -100,7 +99,8 @@ class CheckpointSaver:
     ) -> Path:
         """Write the checkpoint of `step` under `out` and, with `prune`, removes all but the newest `run.keep`.
 
-        `extra`: more entries of `trainer.json`. `part`: which part of each layer this rank has.
+        `save_assets`: writes what belongs to the model into a folder, as the tokenizer. `extra`: more entries of
+        `trainer.json`. `part`: which part of each layer this rank has.
 
         Returns the folder. An existing checkpoint of the step stays: it is the same. Raises ConfigError if this
         checkpoint, or a pending one, cannot be written; earlier ones are unchanged.
@@ -127,7 +127,7 @@ class CheckpointSaver:
         if channels := self._channels(model, part):
             metadata["equalized"] = channels
         with self._writing(checkpoint):
-            self._ranks.run_on_rank0(lambda: checkpoint.begin(metadata, model, tokenizer))
+            self._ranks.run_on_rank0(lambda: checkpoint.begin(metadata, model, save_assets))
             digests: dict[str, str] = {}
             if self._ranks.world_size == 1 and not shards.has_shards(model):
                 _save_whole(checkpoint.scratch, model, optimizer)
@@ -199,14 +199,14 @@ class _NewCheckpoint:
     def scratch(self) -> Path:
         return self.out / FOLDER / f"{WRITING}step-{self.step:06d}"
 
-    def begin(self, metadata: dict[str, Any], model: Any, tokenizer: TextTokenizer) -> None:
+    def begin(self, metadata: dict[str, Any], model: Any, save_assets: Callable[[Path], None]) -> None:
         """Remove unfinished leftovers of earlier processes and write the small files."""
         for prefix in (WRITING, REMOVING):
             for leftover in (self.out / FOLDER).glob(f"{prefix}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         self.scratch.mkdir(parents=True)
         save_model_configs(model, self.scratch)
-        tokenizer.save(self.scratch)
+        save_assets(self.scratch)
         (self.scratch / "trainer.json").write_text(json.dumps(metadata, indent=2) + "\n", encoding="utf-8")
 
     def publish(self, digests: Mapping[str, str]) -> None:

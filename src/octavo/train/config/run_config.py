@@ -71,6 +71,23 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_task(self) -> "TrainConfig":
+        if self.data.task == "language":
+            if self.run.eval_every:
+                raise ValueError(
+                    f"run.eval_every = {self.run.eval_every}: text has no held-out part; leave it out, or choose an "
+                    "image task"
+                )
+            return self
+        for name in ("tp", "cp", "ep", "pp"):
+            if (size := getattr(self.parallel, name)) > 1:
+                raise ValueError(
+                    f'parallel.{name} = {size} is for language models, and data.task = "{self.data.task}": leave it '
+                    "out; dp_replicate and dp_shard take any task"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_guard(self) -> "TrainConfig":
         if self.guard.spike and not self.run.save_every:
             raise ValueError(

@@ -10,12 +10,14 @@ from octavo.train.config.run_config import ConfigError, TrainConfig, flat
 from octavo.train.config.sections import SELECTION, Limits
 
 FREE = {
-    *(f"run.{key}" for key in ("name", "out", "device", "log_every", "save_every", "keep")),
+    *(f"run.{key}" for key in ("name", "out", "device", "log_every", "save_every", "eval_every", "keep")),
     *(f"data.{key}" for key in ("source", "cache")),
     *(f"parallel.{key}" for key in ("async_save", "timeout")),
     *(f"inspect.{key}" for key in ("every", "what_if")),
 }
 """Settings that may differ on resume without a note: names, paths and monitoring. The data has a fingerprint."""
+NEWER = ("run.deterministic", False), ("data.task", "language")
+"""Defaults that the files of older runs do not have."""
 TUNABLE = {
     "run.steps",
     "run.deterministic",
@@ -59,7 +61,7 @@ def _settings(tables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """
     for section in ("model", *(name for name in tables if name != "model")):
         for key, value in flat(section, tables.get(section, {})):
-            if key not in FREE and (key, value) != ("run.deterministic", False):  # older runs do not have it
+            if key not in FREE and (key, value) not in NEWER:
                 yield key, ALIASES.get(value, value) if key == "precision.level" else value
 
 

@@ -53,6 +53,8 @@ class StepMetrics:
     """Seconds the step took: batch, forward, backward, optimizer."""
     tokens_per_s: float
     """Target tokens per second of this step."""
+    held_out: dict[str, float] | None = None
+    """Metrics on held-out data after this step, by name; None where they were not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,10 @@ class RunResult:
     state_bytes_per_parameter: float | None = None
     """Bytes of moments, scales, masters and remainders per trained parameter; None before the first step, and in the
     files of releases that did not write it."""
+    unit: str = "tokens"
+    """What `tokens` counts: the targets, which are tokens or images."""
+    held_out: dict[str, float] | None = None
+    """The last metrics on held-out data, by name, as "accuracy"; None where none were measured."""
 
     def write(self, out: Path) -> None:
         """Write `run.json` into the output folder `out`, replacing the earlier one atomically."""
@@ -116,7 +122,10 @@ class RunResult:
             raise ValueError(f"{out} holds no {RESULT_FILE}: give the output folder of a run that finished") from None
         content = content.replace(b'"kept_bytes_per_token"', b'"saved_bytes_per_token"')  # the key of earlier versions
         content = content.replace(b'"arm":', b'"precision":')  # earlier name
-        model = record(RunResult, losses=record(Losses) | None, state_bytes_per_parameter=(float | None, None))
+        model = record(
+            RunResult, losses=record(Losses) | None, state_bytes_per_parameter=(float | None, None),
+            unit=(str, "tokens"), held_out=(dict[str, float] | None, None),
+        )  # fmt: skip
         fields = read_record(content, model, f"{path} is not the summary of a run")
         losses = fields.pop("losses")
         return cls(losses=None if losses is None else Losses(**losses), **fields)
@@ -174,7 +183,8 @@ def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
         [1, 2]
     """
     path, record_name = out / METRICS_FILE, "a step of a run"
-    rows = [StepMetrics(**row) for row in read_records(path, record(StepMetrics), record_name)]
+    model = record(StepMetrics, held_out=(dict[str, float] | None, None))
+    rows = [StepMetrics(**row) for row in read_records(path, model, record_name)]
     steps = [row.step for row in rows]
     check_order(path, steps, record_name)
     last = max([last, *steps])
@@ -263,6 +273,8 @@ class MetricsWriter(MetricsBuffer):
                 value = getattr(row, name)
                 if value is not None:
                     self._board.add_scalar(f"train/{name}", value, row.step)
+        for name, value in (row.held_out or {}).items():
+            self._board.add_scalar(f"held_out/{name}", value, row.step)
 
     def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
         """Append the statistics of a sampled step. Returns what has begun to cross a limit in it."""
@@ -270,4 +282,7 @@ class MetricsWriter(MetricsBuffer):
 
 
 def _line(row: StepMetrics) -> str:
-    return json.dumps(dataclasses.asdict(row), allow_nan=False) + "\n"
+    fields = dataclasses.asdict(row)
+    if row.held_out is None:
+        del fields["held_out"]
+    return json.dumps(fields, allow_nan=False) + "\n"

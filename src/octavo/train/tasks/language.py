@@ -1,0 +1,107 @@
+"""Language: the next token of text, with any causal language model of Transformers."""
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.train.checkpoint.pretrained import LANGUAGE
+from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.sections import expand
+from octavo.train.data.corpus import Corpus, load_corpus
+from octavo.train.data.tokenizer import TextTokenizer, load_tokenizer
+from octavo.train.disk import write_file
+from octavo.train.model import build_model, prepare_loss
+from octavo.train.record.metrics import Progress
+from octavo.train.record.outputs import TOKENIZER_FILE
+from octavo.train.tasks.task import Forward, Task
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """Stand-in for a tokenizer that is not trained yet."""
+
+    size: int
+    end_id: int = 0
+
+
+@dataclass(frozen=True)
+class _NoText:
+    """Stand-in for a `Corpus`."""
+
+    tokenizer: TextTokenizer | _Vocabulary
+
+
+class Language(Task):
+    """Predict the next token; the data is a `Corpus`.
+
+    The loss is the model's own: `model(input_ids=inputs, labels=targets, shift_labels=targets).loss`, including router
+    losses and z-losses of its configuration.
+    """
+
+    kind = LANGUAGE
+    causal = True
+
+    def __init__(self, config: TrainConfig, data: Any) -> None:
+        super().__init__(config, data)
+        self._arguments: dict[str, Any] = {}
+
+    @classmethod
+    def load(cls, config: TrainConfig, progress: Progress) -> Corpus:
+        """Tokenize the text, or open it in the cache."""
+        return load_corpus(config.data, config.model, progress)
+
+    @classmethod
+    def stand_in(cls, config: TrainConfig) -> Any:
+        """The vocabulary, which may still have to be trained."""
+        if config.data.tokenizer is not None:
+            return _NoText(load_tokenizer(expand(config.data.tokenizer)))
+        if config.model.path is not None:
+            try:
+                return _NoText(load_tokenizer(expand(config.model.path)))
+            except ConfigError:  # a run needs it, but a plan of a config.json alone does not
+                pass
+        return _NoText(_Vocabulary(config.data.vocab_size))
+
+    def build(self, *, weights: bool = True) -> nn.Module:
+        """`octavo.train.model.build_model` with the tokenizer of the data."""
+        return build_model(self.config, self.data.tokenizer, weights=weights)
+
+    def empty_batch(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Ids and targets of zeros."""
+        shape = size, self.config.data.sequence_length
+        ids, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+        return ids, targets
+
+    def prepare(self, model: Any, loss: str) -> str:
+        """`octavo.train.model.prepare_loss`."""
+        note = prepare_loss(model, loss)
+        takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self._arguments = {"use_cache": False} if takes_cache else {}
+        return note
+
+    def loss(self, forward: Forward, inputs: Tensor, targets: Tensor, **arguments: Tensor) -> Tensor:
+        """The model's own loss of ids [B,S] with their next tokens [B,S]."""
+        arguments = self._arguments | arguments
+        loss: Tensor = forward(input_ids=inputs, labels=targets, shift_labels=targets, **arguments).loss
+        return loss
+
+    def logits(self, forward: Forward, inputs: Tensor, **arguments: Tensor) -> Tensor:
+        """The logits [B,S,V] of ids [B,S]."""
+        logits: Tensor = forward(input_ids=inputs, **(self._arguments | arguments)).logits
+        return logits
+
+    def count(self, inputs: Tensor, targets: Tensor) -> int:
+        """The tokens of the inputs: a rank may have the labels of some of them."""
+        return inputs.numel()
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer."""
+        self.data.tokenizer.save(folder)
+
+    def describe(self, out: Path) -> None:
+        """Write `tokenizer.json`."""
+        write_file(out / TOKENIZER_FILE, self.data.tokenizer.backend.to_str(pretty=True))

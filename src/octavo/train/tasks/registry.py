@@ -1,0 +1,16 @@
+"""The class of each `data.task`."""
+
+from octavo.train.config.run_config import TrainConfig
+from octavo.train.tasks.image_classification import ImageClassification
+from octavo.train.tasks.language import Language
+from octavo.train.tasks.task import Task
+
+TASKS: dict[str, type[Task]] = {
+    "language": Language,
+    "image-classification": ImageClassification,
+}
+
+
+def task_of(config: TrainConfig) -> type[Task]:
+    """The class of `data.task`."""
+    return TASKS[config.data.task]

@@ -1,0 +1,107 @@
+"""The interface of a task: data, model, loss and metrics of a run."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from octavo.train.checkpoint.pretrained import ModelKind
+from octavo.train.config.run_config import TrainConfig
+from octavo.train.record.metrics import NullProgress, Progress
+
+Forward = Callable[..., Any]
+"""A model, or what wraps it."""
+
+
+class Data(Protocol):
+    """The data of a run: batches that are a function of (seed, step)."""
+
+    fingerprint: str
+    """Hash of the content."""
+    skipped: int
+    """Number of files left out."""
+
+    def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of step 0, 1, …: tensors of `size` rows."""
+
+
+class Task(ABC):
+    """What a run learns: its data, model, loss and metrics.
+
+    A batch is two tensors with the sequences, or images, as rows. Every row has the same number of targets, so that
+    the mean over micro-batches and ranks is the mean over targets.
+
+    Args:
+        config: Configuration of the run.
+        data: What `load` returns.
+
+    Attributes:
+        kind: The models that can learn it.
+        unit: What the targets are, as "tokens".
+        causal: Whether the model must not see later tokens.
+    """
+
+    kind: ClassVar[ModelKind]
+    unit: ClassVar[str] = "tokens"
+    causal: ClassVar[bool] = False
+
+    def __init__(self, config: TrainConfig, data: Any) -> None:
+        self.config = config
+        self.data: Any = data
+
+    @classmethod
+    @abstractmethod
+    def load(cls, config: TrainConfig, progress: Progress) -> Data:
+        """Read the data. Raises ConfigError for unusable data."""
+
+    @classmethod
+    def stand_in(cls, config: TrainConfig) -> Any:
+        """Data as far as `build` and `empty_batch` need it, for a plan."""
+        return cls.load(config, NullProgress())
+
+    @abstractmethod
+    def build(self, *, weights: bool = True) -> nn.Module:
+        """Build the model on the CPU, in training mode; `weights`: whether to read those at `model.path`.
+
+        Raises ConfigError if it does not fit the data.
+        """
+
+    @abstractmethod
+    def empty_batch(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of zeros, of `size` rows."""
+
+    @abstractmethod
+    def loss(self, forward: Forward, inputs: Tensor, targets: Tensor, **arguments: Tensor) -> Tensor:
+        """The loss of a micro-batch: a scalar, the mean over its targets, in fp32."""
+
+    def prepare(self, model: Any, loss: str) -> str:
+        """Make a model compute the loss "chunked" or "whole"; returns a note for the user, or "".
+
+        Raises ConfigError for a model that cannot learn the task.
+        """
+        return ""
+
+    def logits(self, forward: Forward, inputs: Tensor, **arguments: Tensor) -> Tensor:
+        """The logits of a batch, for the check that a `causal` model is causal."""
+        raise NotImplementedError(f"{type(self).__name__} has no causal model")
+
+    def count(self, inputs: Tensor, targets: Tensor) -> int:
+        """How many of `unit` a batch has."""
+        return targets.numel()
+
+    def positions(self, model: Any) -> int:
+        """Positions of the model for each row of a batch, to estimate the costs of its layers."""
+        return self.config.data.sequence_length
+
+    def evaluate(self, forward: Forward, device: torch.device) -> dict[str, float]:
+        """Metrics on the held-out part of the data by name; {} if it has none. The model is in evaluation mode."""
+        return {}
+
+    def save(self, folder: Path) -> None:  # noqa: B027
+        """Write what a checkpoint needs besides the model, as a tokenizer."""
+
+    def describe(self, out: Path) -> None:  # noqa: B027
+        """Write what describes the data into the output folder of a run."""

@@ -1,0 +1,155 @@
+"""Image tasks: their data, configuration, runs, and accuracy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import At, assert_same, fail
+
+from octavo.train import ConfigError, RunResult, TrainConfig, load_config, parse_config, read_metrics, run
+from octavo.train.data.digits import Digits, caption, load_digits
+from octavo.train.model import check_model
+from octavo.train.run_plan import plan_memory, plan_step
+from octavo.train.tasks.registry import TASKS, task_of
+from processes import gloo  # noqa: F401  a fixture
+
+pytest.importorskip("sklearn")
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+VIT = {
+    "patch_size": 4, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+
+
+def tables(**sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    settings: dict[str, dict[str, Any]] = {
+        "run": {"steps": 6, "seed": 3, "device": "cpu"},
+        "model": {"type": "vit", "config": VIT},
+        "data": {"task": "image-classification", "source": "digits"},
+        "optim": {"lr": 1e-2, "batch": 8, "warmup": 2},
+    }
+    for name, keys in sections.items():
+        settings[name] = settings.get(name, {}) | keys
+    return settings
+
+
+@pytest.fixture(scope="module")
+def digits() -> Digits:
+    return load_digits(shuffle=True)
+
+
+def test_every_task_of_the_configuration_has_a_class():
+    assert list(TASKS) == list(TrainConfig.model_fields["data"].annotation.model_fields["task"].annotation.__args__)
+
+
+def test_batches_are_a_function_of_seed_and_step(digits):
+    again = load_digits(shuffle=True)
+    assert digits.fingerprint == again.fingerprint
+    for (pixels, labels), (same_pixels, same_labels) in [
+        (digits.batch(1, step, 32), again.batch(1, step, 32)) for step in (7, 0)
+    ]:
+        assert pixels.shape == (32, 1, 8, 8) and torch.equal(pixels, same_pixels) and torch.equal(labels, same_labels)
+    assert not torch.equal(digits.batch(1, 0, 32)[0], digits.batch(2, 0, 32)[0])
+
+
+def test_an_epoch_has_every_image_once_and_none_that_is_held_out(digits):
+    count = len(digits.training.labels)
+    pixels, labels = digits.batch(5, 0, count)
+    assert torch.equal(pixels.flatten(1).sort(0).values, digits.training.pixels.flatten(1).sort(0).values)
+    assert torch.equal(labels.bincount(), digits.training.labels.bincount())
+    assert (count, len(digits.held_out.labels)) == (1438, 359)
+    assert pixels.min() == -1 and pixels.max() == 1
+    in_order, _ = load_digits(shuffle=False).batch(5, 0, count)
+    assert torch.equal(in_order, digits.training.pixels)
+
+
+def test_captions():
+    assert [caption(label) for label in (7, 8)] == ["a seven", "an eight"]
+
+
+MISTAKES = [
+    ({"data": {"task": "image-clasification"}}, 'did you mean "image-classification"'),
+    ({"data": {"vocab_size": 300}}, "data.vocab_size is for text"),
+    ({"data": {"sequence_length": 4}}, "an image has one target"),
+    ({"data": {"source": "*.txt"}}, 'those of "digits"'),
+    ({"parallel": {"tp": 2}}, "parallel.tp = 2 is for language models"),
+    ({"parallel": {"pp": 2}}, "parallel.pp = 2 is for language models"),
+    ({"data": {"task": "language", "sequence_length": 4}, "run": {"eval_every": 2}}, "text has no held-out part"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=lambda case: str(case)[:40])
+def test_mistakes(changes, message):
+    with pytest.raises(ConfigError, match=message.replace('"', "[\"']?")):
+        parse_config(tables(**changes))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"type": "llama", "config": {}}, 'model.type = "llama" is not an image classifier'),
+        ({"type": "vitt", "config": {}}, "did you mean"),
+        ({"config": {"hiden_size": 3}}, "did you mean"),
+    ],
+    ids=["llama", "vitt", "hiden_size"],
+)
+def test_models_of_other_kinds(model, message):
+    config = parse_config(tables(model=model))
+    with pytest.raises(ConfigError, match=message):
+        check_model(config.model, task_of(config).kind)
+
+
+def test_a_wrong_number_of_classes(digits):
+    config = parse_config(tables(model={"config": VIT | {"num_labels": 7}}))
+    with pytest.raises(ConfigError, match="7 classes, and the data has 10"):
+        task_of(config)(config, digits).build()
+
+
+@pytest.mark.thorough
+def test_a_run_measures_and_resumes_bit_for_bit(tmp_path):
+    config = parse_config(tables(run={"save_every": 2, "eval_every": 4}, precision={"level": "fp8"}))
+    result = run(config, out=tmp_path / "whole")
+    rows = read_metrics(tmp_path / "whole")
+    assert [row.step for row in rows if row.held_out] == [4, 6]
+    assert result == RunResult.read(tmp_path / "whole") and result.held_out == rows[-1].held_out
+    assert result.unit == "images" and result.tokens == 48
+    assert "fp8" in result.precision and result.converted
+    with pytest.raises(RuntimeError, match="killed"):
+        run(config, out=tmp_path / "halves", progress=At(3, fail))
+    run(config, out=tmp_path / "halves", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "halves")
+
+
+def job(settings, out):
+    """One rank of a run."""
+    return run(parse_config(settings), out=Path(out))
+
+
+@pytest.mark.thorough
+@pytest.mark.dist
+def test_two_ranks_share_the_images(gloo, tmp_path):  # noqa: F811
+    settings = tables(optim={"micro_batches": 2}, precision={"parameters": "fp32"})
+    two = gloo.run(job, 2, settings | {"parallel": {"fp8_comm": "off"}}, str(tmp_path / "two"))
+    one = job(settings, tmp_path / "one")
+    losses = [[row.loss for row in read_metrics(tmp_path / name)] for name in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    assert two[0].held_out == two[1].held_out and two[0].tokens == one.tokens
+
+
+@pytest.mark.thorough
+def test_memory_is_planned_and_time_is_not():
+    config = parse_config(tables())
+    plan = plan_memory(config, device="cpu")
+    assert plan.tokens == 8 and plan.peak > 0
+    with pytest.raises(ConfigError, match="predicts language models"):
+        plan_step(config, gpu="h100")
+
+
+@pytest.mark.slow
+def test_accuracy_in_fp8_is_that_in_bf16(tmp_path):
+    accuracy = {}
+    for level in ("bf16", "fp8"):
+        config = load_config(CONFIGS / "vit-digits.toml", [f"precision.level={level}", "run.device=cpu"])
+        accuracy[level] = run(config, out=tmp_path / level).held_out["accuracy"]
+    assert min(accuracy.values()) >= 0.95 and abs(accuracy["fp8"] - accuracy["bf16"]) <= 0.01
