@@ -1,4 +1,4 @@
-"""Image tasks: their data, configuration, runs, and accuracy."""
+"""The task of images: its data, configuration, runs, and accuracy."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from tiny_runs import At, assert_same, fail
 
 from octavo.train import ConfigError, RunResult, TrainConfig, load_config, parse_config, read_metrics, run
-from octavo.train.data.digits import Digits, caption, load_digits
+from octavo.train.data.digits import Digits, load_digits
 from octavo.train.model import check_model
 from octavo.train.run_plan import plan_memory, plan_step
 from octavo.train.tasks.registry import TASKS, task_of
@@ -62,10 +62,6 @@ def test_an_epoch_has_every_image_once_and_none_that_is_held_out(digits):
     assert pixels.min() == -1 and pixels.max() == 1
     in_order, _ = load_digits(shuffle=False).batch(5, 0, count)
     assert torch.equal(in_order, digits.training.pixels)
-
-
-def test_captions():
-    assert [caption(label) for label in (7, 8)] == ["a seven", "an eight"]
 
 
 MISTAKES = [

@@ -18,6 +18,7 @@ from octavo.experiments.run_report import summary_rows
 from octavo.experiments.verdict import PairVerdict, arm_name
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.record.metrics import RunResult, StepMetrics
+from octavo.train.tasks.registry import task_of
 
 STATUS_STYLES = {"within": "bold green", "above": "bold yellow", "below": "bold yellow", "none": "bold red"}
 
@@ -27,7 +28,7 @@ class _Numbers(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         row: StepMetrics | None = task.fields["row"]
-        return Text("") if row is None else _numbers(row)
+        return Text("") if row is None else _numbers(row, task.fields["unit"])
 
 
 class ProgressBars:
@@ -50,9 +51,10 @@ class ProgressBars:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bars.add_task("", visible=False, row=None)
+        self._task = self._bars.add_task("", visible=False, row=None, unit="")
         self._label = ""
         self._steps = 0
+        self._unit = "tokens"
 
     def __enter__(self) -> "ProgressBars":
         self._bars.start()
@@ -70,14 +72,16 @@ class ProgressBars:
     def start(self, config: TrainConfig, first_step: int) -> None:
         """Open the bar of a run."""
         label = self._label_of(config.run.name) if self._label_of else arm_name(config.precision_label)
-        self._label, self._steps = label, config.run.steps
-        self._task = self._bars.add_task(self._label, total=self._steps, completed=first_step, row=None)
+        self._label, self._steps, self._unit = label, config.run.steps, task_of(config).unit
+        self._task = self._bars.add_task(
+            self._label, total=self._steps, completed=first_step, row=None, unit=self._unit
+        )  # fmt: skip
 
     def step(self, row: StepMetrics) -> None:
         """Move the bar; without a terminal, write a line for every tenth of the run."""
         self._bars.update(self._task, completed=row.step, row=row)
         if not self._console.is_terminal and 10 * row.step // self._steps > 10 * (row.step - 1) // self._steps:
-            self._print(f"{self._label}  step {row.step}/{self._steps}  {_numbers(row).plain}", "")
+            self._print(f"{self._label}  step {row.step}/{self._steps}  {_numbers(row, self._unit).plain}", "")
 
     def note(self, text: str) -> None:
         """Print a notice."""
@@ -90,10 +94,10 @@ class ProgressBars:
         self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _numbers(row: StepMetrics) -> Text:
+def _numbers(row: StepMetrics, unit: str) -> Text:
     loss = "not finite" if row.loss is None else f"{row.loss:.4f}"
     return Text.assemble(
-        ("loss ", "dim"), (loss, "bold"), f"  {row.tokens_per_s:,.0f} tokens/s", ("  lr ", "dim"), f"{row.lr:.1e}"
+        ("loss ", "dim"), (loss, "bold"), f"  {row.tokens_per_s:,.0f} {unit}/s", ("  lr ", "dim"), f"{row.lr:.1e}"
     )
 
 

@@ -275,9 +275,11 @@ def _charts(runs: list[LoggedRun]) -> dict[str, list[Chart]]:
         drawn = [line for line in series if np.isfinite(line.y).any()]
         return [line_chart(title, unit, drawn, **layout)] if drawn else []
 
+    unit = runs[0].result.unit
+    per = f"nats per {unit.removesuffix('s')}"
     large = chart(
-        "Loss", "nats per token", lines("loss"), caption="Nats per token. Strong: running mean; light: each step."
-    )
+        "Loss", per, lines("loss"), caption=f"{per.capitalize()}. Strong: running mean; light: each step."
+    )  # fmt: skip
     if len(runs) > 1:
         baseline = runs[0]
         gaps = [(run, *gap_percent(baseline.curves, run.curves)) for run in runs[1:]]
@@ -289,7 +291,7 @@ def _charts(runs: list[LoggedRun]) -> dict[str, list[Chart]]:
             height=FLAT,
             band=BAND_PERCENT,
         )
-    small = chart("Tokens per second", "tokens/s", lines("tokens_per_s"), height=SMALL, keep=[0])
+    small = chart(f"{unit.capitalize()} per second", f"{unit}/s", lines("tokens_per_s"), height=SMALL, keep=[0])
     small += chart("Gradient norm", "L2 norm before clipping", lines("grad_norm"), height=SMALL, keep=[0])
     small += chart("Learning rate", "learning rate", lines("lr", noisy=False), height=SMALL, keep=[0])
     return {"large": large, "small": small}

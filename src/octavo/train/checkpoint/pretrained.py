@@ -26,13 +26,11 @@ class ModelKind:
         noun: What they are, as "causal language model".
         auto_class: The class of Transformers that makes them, as "AutoModelForCausalLM".
         mapping: The name of its table of classes by `model_type`.
-        example: A `model_type`.
     """
 
     noun: str
     auto_class: str
     mapping: str
-    example: str
 
     @property
     def classes(self) -> dict[str, Any]:
@@ -50,14 +48,11 @@ class ModelKind:
         return getattr(transformers, self.auto_class)
 
 
-LANGUAGE = ModelKind("causal language model", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "llama")
+LANGUAGE = ModelKind("causal language model", "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
 IMAGE_CLASSIFICATION = ModelKind(
-    "image classifier", "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "vit"
+    "image classifier", "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
 )
-IMAGE_TEXT = ModelKind(
-    "model of images and text", "AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "llava"
-)
-KINDS = LANGUAGE, IMAGE_CLASSIFICATION, IMAGE_TEXT
+KINDS = LANGUAGE, IMAGE_CLASSIFICATION
 AUTO_CLASSES = "AutoConfig", "AutoModel", *(kind.auto_class for kind in KINDS)
 """Entries of `auto_map` in a config that this module would load."""
 

@@ -64,7 +64,7 @@ class Run(Section):
     save_every: Annotated[int, Field(ge=0)] = 0
     """Steps between two checkpoints; 0 saves at the end only. The end of a run, and SIGTERM, always save."""
     eval_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between two measurements on the held-out images; 0 measures at the end only. For image tasks."""
+    """Steps between two measurements on the held-out images; 0 measures at the end only. Text has none."""
     keep: Count = 2
     """Number of newest checkpoints to keep."""
     deterministic: bool = False
@@ -86,7 +86,7 @@ class Model(Section):
     path: PathText | None = None
     """Folder of a local checkpoint (`save_pretrained`), with its tokenizer unless `data.tokenizer` names another."""
     type: str | None = None
-    """`model_type` of `transformers`, as "llama"; for image tasks as "vit" or "llava"."""
+    """`model_type` of `transformers`, as "llama"; for images as "vit"."""
     config: dict[str, Any] = {}
     """Fields of that type's config, as `hidden_size = 256`. Where not given, `vocab_size` is the tokenizer's, and
     `image_size`, `num_channels` and `num_labels` are those of the images."""
@@ -114,28 +114,27 @@ def _check_config_value(name: str, value: Any) -> None:
 
 
 IMAGES = "digits"
-"""The source of the image tasks."""
+"""The source of images."""
 TEXT_ONLY = ("split", "text_field", "vocab_size", "tokenizer")
 """Settings of `[data]` that only text has."""
 Task = Literal["language", "image-classification"]
 
 
 class Data(Section):
-    """`[data]`: text in, sequences of tokens out; or images, with labels or captions."""
+    """`[data]`: text in, sequences of tokens out; or images with labels."""
 
     task: Task = "language"
-    """What is learned: the next token of text, the class of an image, or the caption of an image."""
+    """What is learned: the next token of text, or the class of an image."""
     source: Annotated[PathText, Field(min_length=1)]
     """"python-stdlib"; a glob of .txt (each file a document), .jsonl or .parquet files (each row one); a folder, with
     files of one kind below it or written by `save_to_disk`; or a dataset of the Hub, as "name" or "name:subset". For
-    image tasks "digits", the images that scikit-learn brings along."""
+    images "digits", those that scikit-learn brings along."""
     split: str = "train"
     """Split of a dataset, or of a folder whose file names contain one ("test.jsonl"); other sources have none."""
     text_field: str = "text"
     """Column that holds the text, in .jsonl, .parquet and datasets."""
     sequence_length: Count
-    """Target tokens of one sequence; of image-text, of a caption and the tokens that end it. Not for
-    image-classification, whose images have one target each."""
+    """Target tokens of one sequence. Not for images, which have one target each."""
     vocab_size: Annotated[int, Field(ge=257, le=1 << 20)] = 4096
     """Size of the byte-level BPE trained on the data (256 bytes, one end-of-text, the rest merges); 1048576 at most."""
     tokenizer: PathText | None = None
@@ -164,7 +163,7 @@ class Data(Section):
         for name in TEXT_ONLY:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f'data.{name} is for text, and data.task is "{self.task}": leave it out')
-        if self.task == "image-classification" and self.sequence_length != 1:
+        if self.sequence_length != 1:
             raise ValueError(
                 f"data.sequence_length = {self.sequence_length}: an image has one target, its class: leave it out"
             )

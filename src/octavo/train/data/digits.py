@@ -1,4 +1,4 @@
-"""Images of digits, with labels and captions: scikit-learn's 1797 images of 8 × 8 pixels, which it brings along.
+"""Images of digits, with labels: scikit-learn's 1797 images of 8 × 8 pixels, which it brings along.
 
 Every fifth image is held out. The batch of a step is a function of (seed, step), as that of text: sample k of the run
 is image k mod n of epoch k div n, and a generator keyed on (seed, epoch) permutes the images of an epoch.
@@ -20,16 +20,6 @@ HELD_OUT = 5
 """Each image of which the number is this many times k, less one, is held out."""
 LARGEST = 16.0
 """Largest value of a pixel."""
-
-
-def caption(label: int) -> str:
-    """The caption of an image of a digit, as "a seven".
-
-    Examples:
-        >>> caption(8)
-        'an eight'
-    """
-    return f"{'an' if NAMES[label] == 'eight' else 'a'} {NAMES[label]}"
 
 
 @dataclass(frozen=True)
