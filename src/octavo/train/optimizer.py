@@ -23,6 +23,7 @@ from octavo.optim.sharded import local_rows, shard_like, sum_gradient
 from octavo.runtime.torch_compat import is_dtensor
 from octavo.tensor import local_tensor
 from octavo.train.config.sections import Optim, PrecisionConfig
+from octavo.train.ranks import SharedError
 
 STATE_SPACE_NAMES = ("A_log",)
 """Logarithms of a state space model's decay rates (Mamba), which their authors exclude from weight decay."""
@@ -64,9 +65,12 @@ def make_optimizer(
     states, master = optim.states or precision.resolved.states, precision.resolved.master
     if states == "fp8" or (master == "remainder" and precision.parameters == "bf16"):
         master_format = None if master == "none" else master
-        optimizer: TrainerOptimizer = Fp8StateOptimizer(
-            model, optim, states=states, master=master_format, fp32_values=fp32_values, decayed=decayed
-        )
+        try:
+            optimizer: TrainerOptimizer = Fp8StateOptimizer(
+                model, optim, states=states, master=master_format, fp32_values=fp32_values, decayed=decayed
+            )
+        except ValueError as error:  # moments of shards that end inside a group
+            raise SharedError(f'optim.states = "{states}": {error}') from None
     else:
         optimizer = MasterWeightOptimizer(
             model, optim, master=master != "none", fp32_values=fp32_values, decayed=decayed

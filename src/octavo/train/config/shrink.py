@@ -115,7 +115,10 @@ def change_of(shrinks: bool, note: Callable[[str], None] = lambda text: None) ->
         return dict
 
     def change(tables: Mapping[str, Any]) -> dict[str, Any]:
-        model = parse_config(tables).model
+        config = parse_config(tables)
+        model = config.model
+        if config.data.task != "language":
+            raise ConfigError(f"--shrink is for language models, and data.task is {config.data.task!r}: leave it out")
         if model.type is None:
             raise ConfigError(
                 f"--shrink makes a small model of random weights, and model.path = {model.path} is a checkpoint: give "
