@@ -211,7 +211,7 @@ def test_a_comparison_beyond_its_plan_is_marked():
     [
         ([3.0], {"a": [3.0]}, {}, "two seeds or more; the baseline has 1"),
         ([], {"a": []}, {}, "the baseline has 0"),
-        ([3.0, 3.0], {}, {}, "there is none"),
+        ([3.0, 3.0], {}, {}, "got none"),
         ([3.0, 3.0], {"a": [3.0]}, {}, "arm 'a' has 1 losses and the baseline 2"),
         ([3.0, 3.0], {"a": [3.0] * 3}, {}, "arm 'a' has 3 losses"),
         ([3.0, 3.0], {"a": ["3", 3.0]}, {}, "arm 'a' holds '3' at index 0: a loss is a number"),

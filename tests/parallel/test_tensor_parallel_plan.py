@@ -125,6 +125,7 @@ def summand_job():
     return sqnr(one[name], dict(model.named_parameters())[name].grad)
 
 
+@pytest.mark.thorough
 def test_each_rank_has_a_summand_of_what_is_not_distributed(gloo):
     assert gloo.run(summand_job, 2)[0] < 20
 
@@ -192,6 +193,7 @@ def uneven_job():
     return True
 
 
+@pytest.mark.thorough
 def test_uneven_sequences_and_a_second_call(gloo):
     assert all(gloo.run(uneven_job, 2))
 

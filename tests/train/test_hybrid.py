@@ -182,6 +182,7 @@ def layout_of_ranks(tables):  # noqa: F811
     return inputs, targets
 
 
+@pytest.mark.thorough
 def test_ranks_share_batches_and_tokens(gloo, settings):  # noqa: F811
     whole = layout_of_ranks(settings())
     for parallel, rows, in_parts in (({"tp": 2}, 2, False), ({"cp": 2}, 2, True)):
@@ -333,6 +334,7 @@ def refused_job(tables, out):  # noqa: F811
     return str(error.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "parallel", "sections", "message"),
     [
