@@ -40,7 +40,9 @@ ACCURACY = re.compile(r"did not see: ([\d.]+)%")
 
 @pytest.mark.thorough
 def test_a_loop_with_accelerate(capsys):
-    pytest.importorskip("accelerate")
+    state = pytest.importorskip("accelerate.state")
+    for shared in (state.AcceleratorState, state.GradientState, state.PartialState):
+        shared._reset_state()  # of other tests in this process
     runpy.run_path(str(EXAMPLES / "accelerate_loop.py"), run_name="__main__")
     output = capsys.readouterr().out
     losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("epoch")]

@@ -16,7 +16,7 @@ from octavo.train.record.metrics import NullProgress
 from octavo.train.trainer import Trainer
 
 LOSS = 3e-4
-"""Largest difference of a loss."""
+"""Largest difference of a loss; twice that under a soft cap, which whole logits in bf16 round once more (0.00035 seen)."""
 NORM = 5e-3
 """Largest relative difference of a gradient norm."""
 FP32 = {"parameters": "fp32"}
@@ -68,10 +68,18 @@ def test_twenty_steps_are_those_of_a_plain_loop(family: str, run: str, make_conf
     assert ours.rates == pytest.approx(plain.rates, rel=1e-12)
     assert ours.start.keys() == plain.start.keys()
     assert all(torch.equal(ours.start[name], weight) for name, weight in plain.start.items())
-    assert ours.losses == pytest.approx(plain.losses, rel=0, abs=LOSS)
+    capped = family == "gemma2"
+    assert ours.losses == pytest.approx(plain.losses, rel=0, abs=2 * LOSS if capped else LOSS)
     assert ours.norms == pytest.approx(plain.norms, rel=NORM)
     assert update_error(ours, plain) < 0.05
     assert plain.losses[-1] < plain.losses[0] - 0.1
+
+
+@pytest.mark.thorough
+def test_whole_logits_of_a_soft_cap_are_those_of_a_plain_loop(make_config: MakeConfig) -> None:
+    """Bit for bit, so that what differs with chunks is their rounding."""
+    config = config_of(make_config, "gemma2", RUNS["wsd"] | {"precision": FP32 | {"loss": "whole"}})
+    assert trained(config).losses == reference(config).losses
 
 
 @pytest.mark.parametrize(("family", "field"), [("mixtral", "router_aux_loss_coef"), ("bamba", "z_loss_coefficient")])
