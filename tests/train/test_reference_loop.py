@@ -16,7 +16,7 @@ from octavo.train.record.metrics import NullProgress
 from octavo.train.trainer import Trainer
 
 LOSS = 3e-4
-"""Largest difference of a loss; twice that under a soft cap, which whole logits in bf16 round once more (0.00035 seen)."""
+"""Largest difference of a loss; twice that under a soft cap, which rounds in whole logits otherwise than in chunks."""
 NORM = 5e-3
 """Largest relative difference of a gradient norm."""
 FP32 = {"parameters": "fp32"}
