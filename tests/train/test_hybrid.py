@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_ranks import copied, job, losses, same, state, tables  # noqa: F401  a fixture
 from tiny_runs import Recorder
 
@@ -109,6 +110,26 @@ def test_experts_of_a_mixture(gloo, settings, tmp_path, world):  # noqa: F811
 def test_a_mixture_without_distributed_experts(gloo, settings, tmp_path, parallel):  # noqa: F811
     gloo.run(job, 2, settings("mixtral", parallel=parallel), str(tmp_path / "ranks"))
     job(settings("mixtral"), tmp_path / "one")
+    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=3e-3)
+
+
+def new_process_job(tables, out):  # noqa: F811
+    """As in a process of a machine with several, that has made no model yet, unlike those that tests share."""
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    _CAN_RECORD_REGISTRY.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_RANK", str(dist.get_rank()))
+        return job(tables, out)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("parallel", [{}, {"ep": 2}], ids=str)
+def test_the_loss_of_routers_on_every_rank(gloo, settings, tmp_path, parallel):  # noqa: F811
+    made = settings("mixtral", parallel=parallel)
+    made["model"]["config"] = MIXTRAL | {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    gloo.run(new_process_job, 2, made, str(tmp_path / "ranks"))
+    job(made | {"parallel": {}}, tmp_path / "one")
     assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=3e-3)
 
 

@@ -105,8 +105,16 @@ Built = tuple[Any, dict[str, torch.Tensor]]
 
 
 def build_on_ranks(config: TrainConfig, kind: ModelKind, build: Callable[[], nn.Module], ranks: Ranks) -> Built:
-    """`build` and `fp32_master_values` on every rank, with one copy of both in the memory of each machine."""
-    return share_on_machine(lambda: (build(), fp32_master_values(config.model, config.precision, kind)), ranks)
+    """`build` and `fp32_master_values` on every rank, with one copy of both in the memory of each machine.
+
+    Transformers notes in `__init__` alone which outputs a class can record, such as the logits of routers. Ranks that
+    receive their model from another process therefore make an empty one of its class too.
+    """
+    built = share_on_machine(lambda: (build(), fp32_master_values(config.model, config.precision, kind)), ranks)
+    if ranks.local:
+        with torch.device("meta"):
+            type(built[0])(deepcopy(built[0].config))
+    return built
 
 
 def prepare_loss(model: nn.Module, loss: str) -> str:
