@@ -55,7 +55,7 @@ def products(session: Session, *, only_cubes: bool = False) -> None:
 def _backends(session: Session, shape: Shape, case: str) -> None:
     for name in SCALED_MM.backends:
         same: Row = {"stage": "product", "shape": shapes.label(shape), "case": case, "arm": name}
-        if name == "reference" and session.gpu:
+        if SCALED_MM.backends[name].emulates and session.gpu:
             continue
         session.attempt(same, functools.partial(_backend, session, shape, case, name))
 

@@ -81,7 +81,7 @@ Smallest cube M = K = N from which FP8 pays, predicted:
 """
 CPU = """## CPU
 
-FP8 is emulated on a CPU, exactly; how much slower than bf16 depends on the CPU. `python -m benchmarks linear`, best
+FP8 is emulated on a CPU; how much slower than bf16 depends on the CPU. `python -m benchmarks linear`, best
 wall time, on {cpu_threads} threads of: {device}; torch {torch}, {date}.
 
 """

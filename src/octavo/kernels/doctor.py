@@ -75,7 +75,7 @@ def _version(package: str) -> str:
 
 def _summary(kind: str, native: list[str], recipes: int) -> str:
     if kind == "cpu":
-        return "On this CPU FP8 is emulated: exact numbers and FP8 memory savings, no speed-up."
+        return "On this CPU FP8 is emulated: FP8's numbers and memory savings, no speed-up."
     if not native:
         return "This device has no FP8 products: FP8 is emulated, with exact numbers and no speed-up."
     if len(native) == recipes:

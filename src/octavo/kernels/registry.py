@@ -41,6 +41,7 @@ class Backend:
             None.
         unsupported_reason: Returns why it cannot run a case on a device, or None. Cheap: runs no kernel.
         trials: Returns configurations and large shapes that the probe runs besides its tiny input.
+        emulates: Whether it computes FP8 products without FP8 matrix units.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Backend:
     plan: Callable[..., Any] | None = None
     unsupported_reason: Callable[[torch.device, Case], str | None] = lambda device, case: None
     trials: Callable[[torch.device, Case, int | None], Sequence[tuple[int, Shape]]] = lambda device, case, config: ()
+    emulates: bool = False
 
     def configured(self, config: int | None) -> "Backend":
         """Return the backend with one of its configurations; itself for None."""

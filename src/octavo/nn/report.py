@@ -262,8 +262,7 @@ def _execution(model: nn.Module) -> str:
             used |= {(parameter.device, module.recipe) for parameter in islice(module.parameters(), 1)}
     emulated = {(device.type, recipe.name) for device, recipe in used if not accelerated(recipe, device)}
     return "; ".join(
-        f"{recipe} is emulated exactly on {device}, without speed-up (see octavo doctor)"
-        for device, recipe in sorted(emulated)
+        f"{recipe} is emulated on {device}, without speed-up (see octavo doctor)" for device, recipe in sorted(emulated)
     )
 
 

@@ -70,8 +70,8 @@ E8M0 = Format(
 VALUE_FORMATS = {f.name: f for f in (E4M3, E5M2)}
 
 
-def widen(q: Tensor) -> Tensor:
-    """Convert FP8 values exactly to float32.
+def widen(q: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Convert FP8 values exactly to float32 or bfloat16.
 
     PyTorch's conversion of E4M3 on a CPU takes 3 ns per element, longer than the product that follows. So this moves
     sign, exponent and mantissa to float16's positions, whose conversion is fast, and multiplies by 2⁸ to correct the
@@ -79,8 +79,8 @@ def widen(q: Tensor) -> Tensor:
     the largest one; setting that bit makes its exponent all ones.
     """
     if q.dtype != E4M3.dtype or q.device.type != "cpu":
-        return q.float()
-    values = torch.empty_like(q, dtype=torch.float32)
+        return q.to(dtype)
+    values = torch.empty_like(q, dtype=dtype)
     dim = 0 if q.ndim < 2 or q.stride(0) >= q.stride(-1) else q.ndim - 1
     step = max(CHUNK_ELEMENTS * q.shape[dim] // max(q.numel(), 1), 1) if q.ndim else 1
     for codes, out in zip(q.split(step, dim), values.split(step, dim), strict=True):
@@ -88,5 +88,8 @@ def widen(q: Tensor) -> Tensor:
         bits <<= 7
         bits &= -0x4080  # keep s at 15 and eeee mmm at 13…7
         bits |= (bits + 0x80).bitwise_and_(0x4000)
-        out.copy_(bits.view(torch.float16)).mul_(2.0**8)
+        if dtype == torch.float32:
+            out.copy_(bits.view(torch.float16)).mul_(2.0**8)
+        else:  # PyTorch converts float16 to bfloat16 slowly
+            out.copy_(bits.view(torch.float16).float().mul_(2.0**8))
     return values

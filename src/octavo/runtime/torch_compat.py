@@ -51,6 +51,7 @@ saved_tensors_hooks_disabled = torch._C._autograd._saved_tensors_hooks_get_disab
 sequence_number = torch._C._autograd._get_sequence_nr
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 tracing_state = torch._C._get_tracing_state
+has_bf16_instructions = torch.cpu._is_avx512_bf16_supported
 
 _DISTRIBUTED = {
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),

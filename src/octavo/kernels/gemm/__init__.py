@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import low_sqnr
 from octavo.kernels.direct import Call, Plans, signature
-from octavo.kernels.gemm import decomposed, reference, torch_plan, torch_scaled
+from octavo.kernels.gemm import decomposed, reference, torch_bf16, torch_plan, torch_scaled
 from octavo.kernels.gemm.operand_layout import UNIT_SCALE
 from octavo.kernels.library import define
 from octavo.kernels.quantize import quantize
@@ -290,7 +290,15 @@ SCALED_MM.add(
     )
 )
 SCALED_MM.add(Backend(name="triton", run=_run_triton, unsupported_reason=_triton_unsupported, trials=_triton_trials))
-SCALED_MM.add(Backend(name="reference", run=reference.scaled_mm))
+SCALED_MM.add(
+    Backend(
+        name="torch_bf16",
+        run=torch_bf16.scaled_mm,
+        unsupported_reason=torch_bf16.unsupported_reason,
+        emulates=True,
+    )
+)
+SCALED_MM.add(Backend(name="reference", run=reference.scaled_mm, emulates=True))
 
 
 def needs_both_orders(device: torch.device) -> bool:
@@ -304,7 +312,7 @@ def needs_both_orders(device: torch.device) -> bool:
 def accelerated(recipe: Recipe, device: torch.device) -> bool:
     """Whether all FP8 products of a recipe run on this device's matrix units; True on meta."""
     cases = cases_of(recipe).values()
-    return device.type == "meta" or all(SCALED_MM.choose(device, case).name != "reference" for case in cases)
+    return device.type == "meta" or all(not SCALED_MM.choose(device, case).emulates for case in cases)
 
 
 def _run(

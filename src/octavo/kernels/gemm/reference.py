@@ -27,9 +27,7 @@ def scaled_mm(
     """See `octavo.kernels.gemm.scaled_mm`; ignores `fast_accum`, sums in float32."""
     left = a.t() if layout[0] == "t" else a
     right = b.t() if layout[1] == "t" else b
-    left_outside = left.scale is None or left.spec.granularity.columns == FULL
-    right_outside = right.scale is None or right.spec.granularity.rows == FULL
-    if left_outside and right_outside:
+    if scales_afterwards(left, right):
         sums = _matmul(_exact(left.data), _exact(right.data), "bf16")
         scales = [operand.expanded_scale() for operand in (left, right) if operand.scale is not None]
         if len(scales) == 2:
@@ -42,6 +40,12 @@ def scaled_mm(
     if bias is not None:
         sums += bias
     return sums.to(out_dtype)
+
+
+def scales_afterwards(left: ScaledTensor, right: ScaledTensor) -> bool:
+    """Whether no scale of two operands [M,K] and [K,N] varies along the contraction, so that they apply to the sums."""
+    left_outside = left.scale is None or left.spec.granularity.columns == FULL
+    return left_outside and (right.scale is None or right.spec.granularity.rows == FULL)
 
 
 def _exact(q: Tensor) -> Tensor:

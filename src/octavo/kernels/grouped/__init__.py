@@ -19,13 +19,14 @@ W[e] ≈ diag(b[e]) Wq[e],
 reads them on the host.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.conformance.mismatches import low_sqnr
-from octavo.kernels.gemm import UNIT_SCALE, Layout
+from octavo.kernels.gemm import UNIT_SCALE, Layout, torch_bf16
 from octavo.kernels.grouped import reference, torch_scaled
 from octavo.kernels.grouped.gradient import groups_of_rows, quantize_grouped_gradient, sum_by_group
 from octavo.kernels.library import define
@@ -205,7 +206,15 @@ GROUPED_MM.add(
     Backend(name="torch_scaled", run=torch_scaled.grouped_mm, unsupported_reason=torch_scaled.unsupported_reason)
 )
 GROUPED_MM.add(Backend(name="triton", run=_run_triton, unsupported_reason=triton_unsupported))
-GROUPED_MM.add(Backend(name="reference", run=reference.grouped_mm))
+GROUPED_MM.add(
+    Backend(
+        name="torch_bf16",
+        run=partial(reference.grouped_mm, product=torch_bf16.scaled_mm),
+        unsupported_reason=lambda device, case: torch_bf16.unsupported_reason(device, case[:3]),
+        emulates=True,
+    )
+)
+GROUPED_MM.add(Backend(name="reference", run=reference.grouped_mm, emulates=True))
 
 
 def _run(

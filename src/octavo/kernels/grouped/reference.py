@@ -1,5 +1,7 @@
 """grouped_mm in PyTorch operations: one product per expert by the reference of scaled_mm. Reads offsets on the host."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,9 @@ from octavo.tensor import ScaledTensor
 
 def grouped_mm(
     a: ScaledTensor, b: ScaledTensor, offsets: Tensor, layout: str, out_dtype: torch.dtype, bias: Tensor | None,
-    fast_accum: bool,
+    fast_accum: bool, product: Callable[..., Tensor] = reference.scaled_mm,
 ) -> Tensor:  # fmt: skip
-    """See `octavo.kernels.grouped.grouped_mm`."""
+    """See `octavo.kernels.grouped.grouped_mm`; `product` multiplies the rows of one expert."""
     experts, (m, columns), (rows, k) = offsets.numel(), a.data.shape, b.data.shape
     n = columns if layout != "nt" else rows // experts
     shape = {"nt": (m, n), "nn": (m, k), "tn": (experts, n, k)}[layout]
@@ -21,11 +23,11 @@ def grouped_mm(
         tokens, weight = slice(start, end), slice(expert * n, (expert + 1) * n)
         if layout == "tn":
             left, right = _rows(a, tokens, slice(expert, expert + 1)), _rows(b, tokens, tokens)
-            out[expert] = reference.scaled_mm(left, right, layout, out_dtype, None, fast_accum)
+            out[expert] = product(left, right, layout, out_dtype, None, fast_accum)
         elif end > start:
             own_bias = None if bias is None else bias[expert]
             left, right = _rows(a, tokens, tokens), _rows(b, weight, weight)
-            out[tokens] = reference.scaled_mm(left, right, layout, out_dtype, own_bias, fast_accum)
+            out[tokens] = product(left, right, layout, out_dtype, own_bias, fast_accum)
         start = end
     return out
 

@@ -1,0 +1,140 @@
+"""Products of bf16 tensors on a CPU, beside `reference` and float64."""
+
+import pytest
+import torch
+
+from octavo.kernels.doctor import doctor
+from octavo.kernels.gemm import SCALED_MM, UNIT_SCALE, _random_operands, accelerated, reference, torch_bf16
+from octavo.kernels.grouped import GROUPED_MM, random_operands
+from octavo.kernels.quantize import quantize
+from octavo.numerics.error import sqnr
+from octavo.numerics.formats import E4M3, E5M2, widen
+from octavo.numerics.recipe import RECIPES
+from octavo.numerics.spec import QuantSpec
+from octavo.tensor import ScaledTensor
+
+CPU = torch.device("cpu")
+ROUNDING = 51.0
+"""dB: two roundings to bf16, of 53 dB each on average in the worst of the cases below."""
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """A CPU with bf16 instructions, and the switch as users have it."""
+    monkeypatch.delenv(torch_bf16.SWITCH)
+    monkeypatch.setattr(torch_bf16, "has_bf16_instructions", lambda: True)
+    _forget_choices()
+    yield
+    _forget_choices()
+
+
+def _forget_choices():
+    for op in (SCALED_MM, GROUPED_MM):
+        op._chosen.clear()
+        op._probe_results.clear()
+
+
+@pytest.mark.parametrize("label", [label for label in SCALED_MM.cases if "blockwise" not in label])
+def test_bf16_products_differ_from_the_reference_by_their_rounding(label, fast):
+    case = SCALED_MM.cases[label]
+    assert torch_bf16.unsupported_reason(CPU, case) is None
+    a, b = _random_operands(case, 65, 70, 300, torch.Generator().manual_seed(1), CPU)
+    for bias in (None, torch.randn(70)) if case[2] == "nt" else (None,):
+        expected = reference.scaled_mm(a, b, case[2], torch.float32, bias, False)
+        actual = torch_bf16.scaled_mm(a, b, case[2], torch.bfloat16, bias, False)
+        assert actual.dtype == torch.bfloat16
+        assert sqnr(expected, actual) >= ROUNDING
+        exact = torch_bf16.scaled_mm(a, b, case[2], torch.float32, bias, False)
+        assert torch.equal(exact, expected)
+
+
+@pytest.mark.parametrize("label", [label for label in SCALED_MM.cases if "blockwise" in label])
+def test_blocks_with_other_scales_than_powers_of_two_run_on_the_reference(label, fast):
+    assert "vary along the contraction" in torch_bf16.unsupported_reason(CPU, SCALED_MM.cases[label])
+
+
+@pytest.mark.parametrize("label", GROUPED_MM.cases)
+def test_grouped_bf16_products(label):
+    case = GROUPED_MM.cases[label]
+    a, b, offsets, bias = random_operands(case, [5, 0, 1, 33], 70, 167, CPU)
+    arguments = (a, b, offsets, case[2], torch.bfloat16, bias, False)
+    expected = GROUPED_MM.backends["reference"].run(*arguments[:4], torch.float32, *arguments[5:])
+    assert sqnr(expected, GROUPED_MM.backends["torch_bf16"].run(*arguments)) >= ROUNDING
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+def test_widen_to_bf16_is_exact_for_every_code(format):
+    codes = torch.arange(256, dtype=torch.uint8).view(format.dtype)
+    expected, actual = codes.float(), widen(codes, torch.bfloat16)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), expected, rtol=0, atol=0, equal_nan=True)
+    matrix = codes.view(torch.uint8).repeat(40).reshape(80, 128).view(format.dtype)
+    for view in (matrix, matrix.t(), matrix[::3, 5:]):
+        torch.testing.assert_close(widen(view, torch.bfloat16).float(), view.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("x_scale, w_scale", [(1e37, 1e-37), (1e-38, 1e30), (3e38, 2e-38)])
+def test_scales_whose_product_alone_is_in_range(x_scale, w_scale):
+    torch.manual_seed(0)
+    q, w = torch.randn(40, 64).to(E4M3.dtype), torch.randn(48, 64).to(E4M3.dtype)
+    spec = QuantSpec.parse("e4m3/row")
+    a = ScaledTensor(q, torch.full((40, 1), x_scale).clamp(2.0**-126, 2.0**120), spec)
+    b = ScaledTensor(w, torch.full((48, 1), w_scale).clamp(2.0**-126, 2.0**120), spec)
+    expected = reference.scaled_mm(a, b, "nt", torch.float32, None, False)
+    assert sqnr(expected, torch_bf16.scaled_mm(a, b, "nt", torch.bfloat16, None, False)) >= ROUNDING
+
+
+def test_values_that_are_not_finite_reach_the_same_results():
+    torch.manual_seed(0)
+    x = torch.randn(32, 64)
+    x[3, 5], x[7, 1] = torch.inf, torch.nan
+    a = quantize(x, QuantSpec.parse("e4m3/row"))
+    b = quantize(torch.randn(48, 64), QuantSpec.parse("e4m3/row"))
+    expected = reference.scaled_mm(a, b, "nt", torch.bfloat16, None, False)
+    actual = torch_bf16.scaled_mm(a, b, "nt", torch.bfloat16, None, False)
+    assert expected.isnan().sum() == 2 * 48
+    assert torch.equal(actual.isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 8, 4), (8, 0, 4), (8, 8, 0), (1, 1, 1)])
+def test_sizes_of_zero_and_one(m, n, k):
+    spec = QuantSpec.parse("e4m3/row")
+    a, b = quantize(torch.randn(m, k), spec), quantize(torch.randn(n, k), spec)
+    bias = torch.randn(n)
+    expected = reference.scaled_mm(a, b, "nt", torch.bfloat16, bias, False)
+    actual = torch_bf16.scaled_mm(a, b, "nt", torch.bfloat16, bias, False)
+    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=0)
+
+
+def test_autocast_leaves_bf16_products_as_they_are():
+    a, b = _random_operands(SCALED_MM.cases["rowwise forward"], 8, 8, 32, torch.Generator().manual_seed(0), CPU)
+    plain = torch_bf16.scaled_mm(a, b, "nt", torch.bfloat16, None, False)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(torch_bf16.scaled_mm(a, b, "nt", torch.bfloat16, None, False), plain)
+
+
+def test_unit_scales_beside_scales_along_the_contraction(fast):
+    spec = RECIPES["mxfp8"].x
+    a = quantize(torch.randn(40, 64), spec)
+    b = quantize(torch.randn(48, 64), QuantSpec.parse("e4m3/tensor")).unscaled
+    assert torch_bf16.unsupported_reason(CPU, (spec.text, UNIT_SCALE, "nt")) is None
+    expected = reference.scaled_mm(a, b, "nt", torch.float32, None, False)
+    assert sqnr(expected, torch_bf16.scaled_mm(a, b, "nt", torch.bfloat16, None, False)) >= ROUNDING
+
+
+def test_the_switch_and_the_instructions_decide(monkeypatch, capsys, fast):
+    case = SCALED_MM.cases["rowwise forward"]
+    assert SCALED_MM.choose(CPU, case).name == GROUPED_MM.choose(CPU, (*case, "")).name == "torch_bf16"
+    assert not any(accelerated(recipe, CPU) for recipe in RECIPES.values())
+    monkeypatch.setenv(torch_bf16.SWITCH, "exact")
+    _forget_choices()
+    assert torch_bf16.unsupported_reason(CPU, case) == "OCTAVO_CPU_PRODUCTS=exact"
+    doctor(CPU, as_json=True)
+    assert "OCTAVO_CPU_PRODUCTS=exact" in capsys.readouterr().out
+    monkeypatch.setenv(torch_bf16.SWITCH, "exakt")
+    with pytest.raises(ValueError, match="must be 'fast' or 'exact'; got 'exakt'"):
+        torch_bf16.unsupported_reason(CPU, case)
+    monkeypatch.delenv(torch_bf16.SWITCH)
+    monkeypatch.setattr(torch_bf16, "has_bf16_instructions", lambda: False)
+    assert "no bf16 instructions" in torch_bf16.unsupported_reason(CPU, case)
+    assert "for CPUs" in torch_bf16.unsupported_reason(torch.device("meta"), case)
