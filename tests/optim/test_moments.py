@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 
 from octavo.kernels import quantize
 from octavo.kernels.adamw import compress, expand, random_bits
-from octavo.numerics import QuantSpec, sqnr
+from octavo.kernels.adamw.moments import _unsigned_values
+from octavo.numerics import E4M3, QuantSpec, sqnr
+from octavo.runtime.torch_compat import FakeTensorMode
 
 
 def lognormal(*shape, sigma=1.0, seed=0):
@@ -94,3 +96,25 @@ def test_random_bits_do_not_depend_on_pieces_and_look_random():
         assert abs(ones.mean() - 0.5) < 0.01
         assert abs((ones.flatten()[1:] * ones.flatten()[:-1]).mean() - 0.25) < 0.01
     assert not torch.equal(bits, random_bits(100, 1280, 0, 2, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("hi", [1.0, 1e-30, 3e38])
+def test_every_code_and_power_expands_as_in_float64(signed, hi):
+    codes = torch.arange(256, dtype=torch.uint8).repeat(255, 1)
+    k = torch.arange(1, 256, dtype=torch.uint8).unsqueeze(-1).repeat(1, 2)
+    q = codes.view(E4M3.dtype).double() if signed else _unsigned_values(codes).double()
+    expected = hi * (q.abs() / (448 if signed else 2.0**15 * 31 / 16)) ** (16.0 / k.double().repeat_interleave(128, 1))
+    expected = expected.copysign(q)
+    actual = expand(codes.view(E4M3.dtype) if signed else codes, torch.full(k.shape, hi), k, signed)
+    normal = (expected.abs() >= 1.2e-38) | (q == 0) | q.isnan()
+    torch.testing.assert_close(actual[normal].double(), expected[normal], rtol=1e-4, atol=0, equal_nan=True)
+    assert (actual[~normal].abs() <= 1.2e-38).all()
+    assert torch.equal(actual.signbit(), q.signbit() & ~q.isnan() | actual.isnan() & actual.signbit())
+
+
+def test_fake_codes_expand_to_fake_moments():
+    with FakeTensorMode():
+        codes, hi, k = torch.zeros(4, 200, dtype=E4M3.dtype), torch.ones(4, 2), torch.ones(4, 2, dtype=torch.uint8)
+        assert expand(codes, hi, k, True).shape == (4, 200)
+    assert expand(*compress(torch.ones(1, 3), True), True).tolist() == [[1, 1, 1]]
