@@ -136,9 +136,9 @@ class DelayedQuantizer:
     def steady_channels(self, input: Tensor, backward: bool) -> None:
         """See `octavo.nn.operands.Quantizer.steady_channels`: no plan has an amax history."""
 
-    def note_backward(self, g: Tensor) -> None:
+    def note_backward(self) -> None:
         """See `octavo.nn.operands.Quantizer.note_backward`."""
-        self.history.backward_ran |= self.updates and has_values(g)
+        self.history.backward_ran |= self.updates
 
     def input(
         self, input: Tensor, x_MK: Tensor, recipe: Recipe, needs_wgrad: bool, channels: ChannelScales | None
@@ -152,7 +152,8 @@ class DelayedQuantizer:
     ) -> QuantizedGradient:
         """See `octavo.nn.operands.Quantizer.gradient`; notes that backward has reached this layer."""
         amax = self.amax(G, g_MN)
-        self.note_backward(g_MN)
+        if has_values(g_MN):
+            self.note_backward()
         return quantize_gradient(g_MN, w, x, recipe, amax)
 
     def amax(self, operand: int, x: Tensor) -> Tensor | None:

@@ -48,7 +48,7 @@ from octavo.numerics.equalization import ChannelScales, channel_amax, column_ama
 from octavo.numerics.recipe import Recipe
 from octavo.runtime.execution_context import is_capturing
 from octavo.runtime.switch import SWITCH
-from octavo.runtime.torch_compat import in_backward, local_part
+from octavo.runtime.torch_compat import current_graph_task_id, local_part
 from octavo.tensor import ScaledTensor
 
 ATTRIBUTE = "equalizer"
@@ -158,11 +158,13 @@ class Equalizer:
         if self._pass_ended:
             if self.measurement is not None:
                 self.scales = self.next_scales(training=True)
-            self.advance()
+            self.passes, self.backward_ran, self.measurement = self.passes + 1, False, None
 
     @property
     def _pass_ended(self) -> bool:
-        return self.backward_ran and not self.synchronized and not in_backward() and not self._capturing
+        if not self.backward_ran or self.synchronized or current_graph_task_id() != -1:
+            return False
+        return self.scales is None or not self.scales.factor.is_cuda or not self._capturing
 
     @property
     def _capturing(self) -> bool:
@@ -211,7 +213,7 @@ class EqualizedQuantizer:
     def steady_channels(self, input: Tensor, backward: bool) -> ChannelScales | None:
         """Return s if a forward, with a backward or not, only reads it."""
         scales = self.equalizer.scales
-        if scales is None or (self._training and backward and self.equalizer.measures(True)):
+        if scales is None or (self._training and backward and self.equalizer.pass_measures):
             return None
         return scales if scales.factor.device == input.device else None
 
@@ -258,12 +260,13 @@ class EqualizedQuantizer:
                 "forward of the whole model began in between, after a backward. Run each backward before the next but "
                 "one forward, or use recipe 'rowwise' for layers that FSDP gathers in FP8"
             )
-        self.note_backward(g_MN)
+        if has_values(g_MN):
+            self.note_backward()
         return quantize_gradient(g_MN, w, x, recipe)
 
-    def note_backward(self, g: Tensor) -> None:
-        """Note that backward has reached this layer."""
-        if self._training and has_values(g):
+    def note_backward(self) -> None:
+        """Note that backward has reached this layer, with a gradient that has values."""
+        if self._training:
             self.equalizer.backward_ran = True
 
 

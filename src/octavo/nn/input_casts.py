@@ -120,7 +120,7 @@ class InputCastCache(threading.local):
         return entry.casts
 
 
-def cast_key(recipe: Recipe, both: bool, source: Hashable) -> Hashable:
+def cast_key(recipe: Recipe, both: bool, source: Hashable) -> tuple[str, str | None, Hashable]:
     """Return what casts of a tensor differ in: spec for forward, for wgrad if `both`, source of the amax or fold."""
     return recipe.x.text, recipe.wgrad_x.text if both and recipe.wgrad_x is not None else None, source
 

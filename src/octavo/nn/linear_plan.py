@@ -178,10 +178,10 @@ class LinearPlan:
         casts = INPUT_CASTS.casts_of(input, _PLAIN if not self.is_cuda else (None, stream_of(self.device), False))
         cast = key = None
         if casts is not None:
-            key = self.cast_key if channels is None else cast_key(self.recipe, True, channels)
+            key = self.cast_key if channels is None else (*self.cast_key[:2], channels)
             cast = casts.get(key)
             if cast is None and not self.saves_x_cast:
-                key = self.one_cast_key if channels is None else cast_key(self.recipe, False, channels)
+                key = self.one_cast_key if channels is None else (*self.one_cast_key[:2], channels)
                 cast = casts.get(key)
         x_MK = input if self.is_matrix else input.reshape(self.m, self.k)
         if cast is None:
@@ -364,7 +364,7 @@ class _EqualizedCall:
 
     def backward(self, ctx: Any, g: Tensor) -> Gradients:
         """See `LinearPlan.backward`."""
-        self.quantizer.note_backward(g)
+        self.quantizer.note_backward()
         return self.plan.backward(ctx, g)
 
 

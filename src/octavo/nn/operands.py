@@ -63,8 +63,8 @@ class Quantizer(Protocol):
     ) -> QuantizedGradient:
         """Quantize G for dgrad (if w is given) and for wgrad (if x is given), with their scales folded in."""
 
-    def note_backward(self, g: Tensor) -> None:
-        """Note that backward has reached this layer; `gradient` does so by itself."""
+    def note_backward(self) -> None:
+        """Note that backward has reached this layer, with values; `gradient` does so by itself."""
 
 
 def quantize_input(
@@ -120,7 +120,7 @@ def own_channels(input: Tensor, w_NK: Tensor) -> ChannelScales | None:
 
 class _JustInTime:
     steady_channels = staticmethod(lambda input, backward: None)
-    note_backward = staticmethod(lambda g: None)
+    note_backward = staticmethod(lambda: None)
     channels = staticmethod(own_channels)
     input = staticmethod(quantize_input)
     gradient = staticmethod(quantize_gradient)
