@@ -22,7 +22,7 @@ Generated from the sections in `src/octavo/train/config` by `python -m benchmark
 setting is written as `key = value` in its section of a TOML file, or as `section.key=value` on the command line
 ([training](training.md)). An unknown key, a wrong type and a value out of range raise an error before anything runs.
 """
-NAMES = {int: "integer", float: "number", bool: "true, false", str: "text", dict: "table", tuple: "list"}
+NAMES = {int: "integer", float: "number", bool: "true, false", str: "text", dict: "table", tuple: "list", list: "list"}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -45,6 +45,8 @@ def type_text(annotation: Any, metadata: Any = ()) -> str:
     if hasattr(annotation, "__metadata__"):
         field = FieldInfo.from_annotation(annotation)
         return type_text(field.annotation, field.metadata)
+    if get_origin(annotation) is list and get_origin(get_args(annotation)[0]) is Literal:
+        return f"list of {type_text(get_args(annotation)[0])}"
     name = NAMES[get_origin(annotation) or annotation]
     limits = [(sign, getattr(limit, key)) for limit in metadata for key, sign in BOUNDS.items() if hasattr(limit, key)]
     return " ".join([name, ", ".join(f"{sign} {limit}" for sign, limit in limits)]).rstrip()

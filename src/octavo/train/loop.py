@@ -23,8 +23,7 @@ from typing import Any
 from octavo.runtime.extras import INSTALL
 from octavo.train.checkpoint.digests import check_digests, has_digests
 from octavo.train.checkpoint.store import checkpoints, load_checkpoint, read_trainer_state
-from octavo.train.config.parallel_section import ParallelConfig
-from octavo.train.config.run_config import ConfigError, TrainConfig
+from octavo.train.config.run_config import ConfigError, TrainConfig, flat
 from octavo.train.config.sections import Data, expand
 from octavo.train.device import deterministic_algorithms
 from octavo.train.diagnose import NonFiniteError, advice
@@ -34,6 +33,7 @@ from octavo.train.model import check_model
 from octavo.train.optimizer import state_bytes_per_parameter
 from octavo.train.ranks import Ranks, join_ranks, under_torchrun
 from octavo.train.record.events import FINDING, LOSS_SCALE, MOVE, ROLLBACK, add_event, drop_later_events, last_rollback
+from octavo.train.record.loggers import ScalarLog, missing_logger
 from octavo.train.record.metrics import (
     MetricsBuffer,
     MetricsWriter,
@@ -86,7 +86,7 @@ def run(
     # A signal to torchrun and its processes reaches the processes twice; SIGKILL still ends them.
     with stop_on(stop, signal.SIGTERM, patient=under_torchrun()), join_ranks(config) as ranks, ExitStack() as stack:
         own_progress = progress if progress is not None and ranks.is_main else NullProgress()
-        ranks.raise_together(lambda: _check_installed(config.parallel, ranks))
+        ranks.raise_together(lambda: _check_installed(config, ranks))
         stack.enter_context(deterministic_algorithms(config.run.deterministic))
         resume = resume or ranks.restarted
         run_folder = ranks.run_on_rank0(lambda: _open_run_folder(stack, out, config, resume, ranks))
@@ -105,11 +105,13 @@ def run(
             return _train(trainer, summary, out, own_progress, stop)
 
 
-def _check_installed(parallel: ParallelConfig, ranks: Ranks) -> None:
+def _check_installed(config: TrainConfig, ranks: Ranks) -> None:
     """Raise ConfigError early for a missing package and for `async_save` on one process."""
     if missing := [name for name in REQUIRED_PACKAGES if find_spec(name) is None]:
         raise ConfigError(f"{missing[0]} is not installed: {INSTALL}")
-    if parallel.async_save and ranks.world_size == 1:
+    if ranks.is_main and (problem := missing_logger(config.run.loggers)):
+        raise ConfigError(problem)
+    if config.parallel.async_save and ranks.world_size == 1:
         raise ConfigError(
             "parallel.async_save is for several processes, which write shards, and this is one: leave it out"
         )
@@ -200,7 +202,7 @@ def _train(trainer: Trainer, summary: RunResult, out: Path, progress: Progress, 
         trainer.save(out)  # a checkpoint to roll back to
     progress.start(config, trainer.step)
     while True:
-        with ranks.raise_together(lambda: _metrics(trainer, out)) as metrics:
+        with ranks.raise_together(lambda: _metrics(trainer, out, progress)) as metrics:
             try:
                 stopped = _take_steps(trainer, out, metrics, progress, stop)
             except SpikeError as error:
@@ -289,13 +291,17 @@ def _record_event(
         progress.note(text)
 
 
-def _metrics(trainer: Trainer, out: Path) -> MetricsBuffer:
+def _metrics(trainer: Trainer, out: Path, progress: Progress) -> MetricsBuffer:
     """The store of the steps: files on rank 0, memory elsewhere."""
     if not trainer.ranks.is_main:
         return MetricsBuffer()
     config = trainer.config
     drop_later_events(out, trainer.step)
-    return MetricsWriter(out, after_step=trainer.step, log_every=config.run.log_every, limits=config.inspect.thresholds)
+    settings = dict(flat("", config.model_dump(mode="json", exclude_none=True)))
+    return MetricsWriter(
+        out, after_step=trainer.step, log_every=config.run.log_every, limits=config.inspect.thresholds,
+        loggers=lambda board: ScalarLog(board, config.run.loggers, out, config.run.name, settings, progress.note),
+    )  # fmt: skip
 
 
 def _record_step(trainer: Trainer, row: StepMetrics, metrics: MetricsBuffer, progress: Progress, out: Path) -> None:

@@ -10,7 +10,7 @@ from octavo.train.config.run_config import ConfigError, TrainConfig, flat
 from octavo.train.config.sections import SELECTION, Limits
 
 FREE = {
-    *(f"run.{key}" for key in ("name", "out", "device", "log_every", "save_every", "eval_every", "keep")),
+    *(f"run.{key}" for key in ("name", "out", "device", "log_every", "save_every", "eval_every", "keep", "loggers")),
     *(f"data.{key}" for key in ("source", "cache")),
     *(f"parallel.{key}" for key in ("async_save", "timeout")),
     *(f"inspect.{key}" for key in ("every", "what_if")),

@@ -60,7 +60,9 @@ class Run(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" takes CUDA where there is a usable device."""
     log_every: Count = 1
-    """Steps between two TensorBoard points (`metrics.jsonl` has every step)."""
+    """Steps between two points on TensorBoard and `loggers` (`metrics.jsonl` has every step)."""
+    loggers: list[Literal["wandb", "mlflow"]] = []
+    """Where metrics go besides TensorBoard. Servers, projects and keys are those of their own environment variables."""
     save_every: Annotated[int, Field(ge=0)] = 0
     """Steps between two checkpoints; 0 saves at the end only. The end of a run, and SIGTERM, always save."""
     eval_every: Annotated[int, Field(ge=0)] = 0
@@ -69,6 +71,11 @@ class Run(Section):
     """Number of newest checkpoints to keep."""
     deterministic: bool = False
     """Use PyTorch's deterministic algorithms, so that GPUs add in the same order in every run; slower there."""
+
+    @field_validator("loggers", mode="before")
+    @classmethod
+    def _list_loggers(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check_name(self) -> "Run":

@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -244,10 +244,13 @@ class MetricsWriter(MetricsBuffer):
 
     `after_step`: number of finished steps at the start of this process. Later lines of an earlier process are dropped,
     in TensorBoard too. `log_every`: steps between two TensorBoard points. `limits`: thresholds of reported statistics;
-    None for the defaults.
+    None for the defaults. `loggers`: makes of TensorBoard's writer one that writes to others too.
     """
 
-    def __init__(self, out: Path, *, after_step: int, log_every: int, limits: Thresholds | None = None) -> None:
+    def __init__(
+        self, out: Path, *, after_step: int, log_every: int, limits: Thresholds | None = None,
+        loggers: Callable[[Any], Any] = lambda board: board,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.rows = [row for row in read_metrics(out, after_step) if row.step <= after_step]
         self._log_every = log_every
@@ -256,7 +259,7 @@ class MetricsWriter(MetricsBuffer):
         self._file = path.open("a", encoding="utf-8")
         from torch.utils.tensorboard import SummaryWriter  # half a second, and only a run that trains needs it
 
-        self._board: Any = SummaryWriter(str(out / TENSORBOARD_DIR), purge_step=after_step + 1)
+        self._board = loggers(SummaryWriter(str(out / TENSORBOARD_DIR), purge_step=after_step + 1))
         self._statistics = StatisticsWriter(out, after_step=after_step, board=self._board, limits=limits)
 
     def __exit__(self, *_: object) -> None:

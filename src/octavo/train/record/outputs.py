@@ -3,6 +3,7 @@
     config.toml  layers.json  metrics.jsonl  run.json  tokenizer.json  checkpoints/  tensorboard/
     statistics.jsonl          with `[inspect]`
     events.jsonl              for events other than steps
+    loggers.json              with `run.loggers`
     report.html               from the command line
 
 Only the same run continues a folder, and only on request. A run never overwrites a foreign file with one of these
@@ -19,6 +20,7 @@ from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.same_run import check_same_run
 from octavo.train.config.sections import expand
 from octavo.train.record.events import EVENTS_FILE
+from octavo.train.record.loggers import LOGGERS_FILE
 from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, TENSORBOARD_DIR
 from octavo.train.record.statistics import STATISTICS_FILE
 
@@ -28,7 +30,7 @@ LAYERS_FILE = "layers.json"
 TOKENIZER_FILE = "tokenizer.json"
 RUN_MARKERS = (METRICS_FILE, RESULT_FILE, FOLDER, CONFIG_FILE)
 """Files that identify the folder of a run."""
-OTHER_FILES = (TOKENIZER_FILE, LAYERS_FILE, STATISTICS_FILE, EVENTS_FILE, TENSORBOARD_DIR, "report.html")
+OTHER_FILES = (TOKENIZER_FILE, LAYERS_FILE, STATISTICS_FILE, EVENTS_FILE, LOGGERS_FILE, TENSORBOARD_DIR, "report.html")
 """Other files of a run or its report."""
 
 

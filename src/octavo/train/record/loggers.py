@@ -1,0 +1,207 @@
+"""Metrics of a run on TensorBoard, and on Weights & Biases and MLflow with `run.loggers`.
+
+A server may be slow or away, and training must not wait for it. So a thread of its own opens each logger and sends it
+the scalars. The first failure is printed once and ends that logger; the files of the run have everything.
+
+`loggers.json` in the output folder names the runs on the servers, so that a resumed run continues them. Where they are,
+and who may write there, is the business of their own settings: WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE,
+MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
+"""
+
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from octavo.train.disk import write_file
+
+LOGGERS_FILE = "loggers.json"
+PROJECT = "octavo"
+"""The project or experiment where none is set."""
+CLOSING_S = 30.0
+"""Seconds that the end of a run waits for a logger."""
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
+"""The package of each logger on PyPI; any that has its module serves."""
+Scalars = Mapping[str, float]
+
+
+class Remote(Protocol):
+    """A run on a server."""
+
+    id: str
+    """Names the run on the server, to continue it."""
+
+    def log(self, step: int, scalars: Scalars) -> None:
+        """Send the scalars of a step."""
+
+    def close(self) -> None:
+        """End the run on the server."""
+
+
+class _WandB:
+    def __init__(self, out: Path, name: str, config: Mapping[str, Any], id: str | None) -> None:
+        import wandb
+
+        self.id = id or uuid4().hex[:8]
+        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        self._run = wandb.init(
+            project=project, name=name, id=self.id, dir=str(out), config=dict(config), resume="allow",
+            reinit="create_new",
+        )  # fmt: skip
+        # A step of their own: W&B's counter drops the steps that a rollback repeats.
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, scalars: Scalars) -> None:
+        self._run.log({**scalars, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(self, out: Path, name: str, config: Mapping[str, Any], id: str | None) -> None:
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient()
+        if id is None:
+            wanted = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+            experiment = self._client.get_experiment_by_name(wanted)
+            home = self._client.create_experiment(wanted) if experiment is None else experiment.experiment_id
+            id = self._client.create_run(home, run_name=name).info.run_id
+            for key, value in config.items():
+                self._client.log_param(id, key, str(value)[:500])
+        else:
+            self._client.update_run(id, status="RUNNING")
+        self.id: str = id
+
+    def log(self, step: int, scalars: Scalars) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(key, value, now, step) for key, value in scalars.items()]
+        for start in range(0, len(metrics), 1000):  # the most that a request may have
+            self._client.log_batch(self.id, metrics=metrics[start : start + 1000])
+
+    def close(self) -> None:
+        self._client.set_terminated(self.id)
+
+
+REMOTES: dict[str, Callable[[Path, str, Mapping[str, Any], str | None], Remote]] = {"wandb": _WandB, "mlflow": _MLflow}
+
+
+def missing_logger(names: Sequence[str]) -> str | None:
+    """Return what is wrong with `run.loggers` on this machine, or None."""
+    for name in names:
+        if find_spec(name) is None:
+            return f'run.loggers has "{name}", which is not installed: pip install {PACKAGES[name]}'
+    return None
+
+
+class ScalarLog:
+    """Send scalars to TensorBoard and to the loggers of a run; the interface of TensorBoard's `SummaryWriter`.
+
+    Args:
+        board: TensorBoard's writer.
+        names: Of `REMOTES`.
+        out: The output folder.
+        name: Name of the run.
+        config: Settings of the run, flat, to show on the servers.
+        note: Receives a message for the user when a logger fails.
+    """
+
+    def __init__(
+        self, board: Any, names: Sequence[str], out: Path, name: str, config: Mapping[str, Any],
+        note: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._board = board
+        ids = _Ids(out / LOGGERS_FILE)
+
+        def opened(logger: str) -> Remote:
+            return ids.note(logger, REMOTES[logger](out, name, config, ids.of(logger)))
+
+        self._senders = [_Sender(logger, partial(opened, logger), note) for logger in dict.fromkeys(names)]
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        """Send a number under a name, as "train/loss"."""
+        self._board.add_scalar(name, value, step)
+        for sender in self._senders:
+            sender.put(step, name, value)
+
+    def close(self) -> None:
+        """Send what is left and end."""
+        self._board.close()
+        end = time.monotonic() + CLOSING_S
+        for sender in self._senders:
+            sender.close(end)
+
+
+class _Ids:
+    """The runs on the servers, by logger, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+
+    def of(self, logger: str) -> str | None:
+        return self._read().get(logger)
+
+    def note(self, logger: str, remote: Remote) -> Remote:
+        with self._lock:
+            write_file(self._path, json.dumps(self._read() | {logger: remote.id}, indent=1) + "\n")
+        return remote
+
+    def _read(self) -> dict[str, str]:
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        if not isinstance(content, dict) or not all(isinstance(value, str) for value in content.values()):
+            raise ValueError(f"{self._path} does not name the runs of loggers: remove it to begin new ones")
+        return content
+
+
+class _Sender:
+    """Opens a logger and sends it scalars, in a thread of its own."""
+
+    def __init__(self, name: str, open: Callable[[], Remote], note: Callable[[str], None]) -> None:
+        self._name, self._open, self._note = name, open, note
+        self._queue: queue.SimpleQueue[tuple[int, str, float] | None] = queue.SimpleQueue()
+        self._failed = False
+        self._thread = threading.Thread(target=self._work, name=f"octavo-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, name: str, value: float) -> None:
+        if not self._failed:
+            self._queue.put((step, name, value))
+
+    def close(self, end: float) -> None:
+        self._queue.put(None)
+        self._thread.join(max(end - time.monotonic(), 0.0))
+        if self._thread.is_alive():
+            self._note(f"{self._name} has not received the last metrics after {CLOSING_S:.0f} s; metrics.jsonl has all")
+
+    def _work(self) -> None:
+        try:
+            remote = self._open()
+            scalars: dict[str, float] = {}
+            step, more = 0, True
+            while more:
+                item = self._queue.get()
+                more = item is not None
+                if scalars and (item is None or item[0] != step or item[1] in scalars):
+                    remote.log(step, scalars)
+                    scalars = {}
+                if item is not None:
+                    step = item[0]
+                    scalars[item[1]] = item[2]
+            remote.close()
+        except Exception as error:  # of no common type: each client fails in its own way
+            self._failed = True
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            self._note(f"{self._name} gets no more metrics ({lines[0][:200]}); training goes on, metrics.jsonl has all")

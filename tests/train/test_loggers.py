@@ -1,0 +1,152 @@
+"""Metrics on servers that may be slow, away or broken; the servers are stand-ins."""
+
+import json
+import threading
+import time
+
+import pytest
+from tiny_runs import Recorder
+
+from octavo.train import ConfigError, run
+from octavo.train.record import loggers
+from octavo.train.record.loggers import LOGGERS_FILE, ScalarLog, missing_logger
+
+
+class Board:
+    def __init__(self):
+        self.scalars, self.closed = [], False
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+    def close(self):
+        self.closed = True
+
+
+class Server:
+    """What a server has received, by run."""
+
+    def __init__(self):
+        self.runs, self.closed, self.names = {}, [], []
+
+    def remote(self, out, name, config, id):
+        server = self
+        self.names.append((name, config))
+
+        class Remote:
+            def __init__(self):
+                self.id = id or f"run{len(server.runs)}"
+                server.runs.setdefault(self.id, [])
+
+            def log(self, step, scalars):
+                server.runs[self.id].append((step, dict(scalars)))
+
+            def close(self):
+                server.closed.append(self.id)
+
+        return Remote()
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = Server()
+    monkeypatch.setitem(loggers.REMOTES, "wandb", server.remote)
+    return server
+
+
+def log_of(tmp_path, notes, names=("wandb",)):
+    return ScalarLog(Board(), names, tmp_path, "a run", {"run.steps": 3}, notes.append)
+
+
+def write(log, steps):
+    for step in steps:
+        log.add_scalar("train/loss", 1.0 / step, step)
+        log.add_scalar("train/lr", 0.1, step)
+
+
+def test_scalars_arrive_by_step_and_a_later_process_goes_on(tmp_path, server):
+    notes = []
+    log = log_of(tmp_path, notes)
+    write(log, (1, 2))
+    log.close()
+    again = log_of(tmp_path, notes)
+    write(again, (2, 3))  # as after a rollback
+    again.close()
+    expected = [(step, {"train/loss": 1.0 / step, "train/lr": 0.1}) for step in (1, 2, 2, 3)]
+    assert server.runs == {"run0": expected} and server.closed == ["run0", "run0"] and not notes
+    assert json.loads((tmp_path / LOGGERS_FILE).read_text()) == {"wandb": "run0"}
+    assert log._board.closed and len(log._board.scalars) == 4
+
+
+@pytest.mark.parametrize("when", ["open", "log", "close"])
+def test_a_server_that_fails_is_noted_once_and_training_goes_on(tmp_path, monkeypatch, when):
+    class Broken:
+        id = "1"
+
+        def __init__(self, *_):
+            if when == "open":
+                raise ConnectionError("no route to host\nmore")
+
+        def log(self, step, scalars):
+            if when == "log":
+                raise ConnectionError("no route to host")
+
+        def close(self):
+            if when == "close":
+                raise ConnectionError("no route to host")
+
+    monkeypatch.setitem(loggers.REMOTES, "mlflow", Broken)
+    notes = []
+    log = log_of(tmp_path, notes, ("mlflow",))
+    write(log, range(1, 50))
+    log.close()
+    assert notes == ["mlflow gets no more metrics (no route to host); training goes on, metrics.jsonl has all"]
+    assert len(log._board.scalars) == 98
+
+
+def test_a_server_that_hangs_delays_no_step_and_the_end_by_a_limit(tmp_path, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(loggers, "CLOSING_S", 0.2)
+    monkeypatch.setitem(loggers.REMOTES, "wandb", lambda *_: release.wait(20))
+    notes = []
+    log = log_of(tmp_path, notes)
+    start = time.monotonic()
+    write(log, (1, 2))
+    assert time.monotonic() - start < 0.1
+    log.close()
+    assert time.monotonic() - start < 2 and "has not received the last metrics" in notes[0]
+    release.set()
+
+
+def test_a_damaged_file_of_ids_is_noted(tmp_path, server):
+    (tmp_path / LOGGERS_FILE).write_text("[1]")
+    notes = []
+    log = log_of(tmp_path, notes)
+    log.close()
+    assert "does not name the runs of loggers" in notes[0] and not server.runs
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    assert missing_logger(["mlflow"]) == ('run.loggers has "mlflow", which is not installed: pip install mlflow-skinny')
+    assert missing_logger([]) is None
+
+
+def test_a_run_and_its_resumption_on_one_server(tmp_path, make_config, server, monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda name: name)
+    config = make_config(run={"name": "r", "steps": 2, "loggers": "wandb"}, optim={"warmup": 0})
+    run(config, out=tmp_path / "out", progress=Recorder())
+    longer = make_config(run={"name": "r", "steps": 3, "loggers": ["wandb"]}, optim={"warmup": 0})
+    result = run(longer, out=tmp_path / "out", resume=True)
+    (rows,) = server.runs.values()
+    assert [step for step, _ in rows] == [1, 2, 3] and len(server.closed) == 2
+    assert rows[-1][1]["train/loss"] == result.losses.final
+    name, settings = server.names[0]
+    assert name == "r" and settings["run.steps"] == 2 and settings["optim.batch"] == config.optim.batch
+
+
+def test_a_run_without_the_package_writes_nothing(tmp_path, make_config, monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        run(make_config(run={"steps": 1, "loggers": ["wandb"]}, optim={"warmup": 0}), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
