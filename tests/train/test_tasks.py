@@ -8,7 +8,8 @@ import torch
 from tiny_runs import At, assert_same, fail
 
 from octavo.train import ConfigError, RunResult, TrainConfig, load_config, parse_config, read_metrics, run
-from octavo.train.data.digits import Digits, load_digits
+from octavo.train.data.images import ImageShape
+from octavo.train.data.labelled_images import LabelledImages, load_digits
 from octavo.train.model import check_model
 from octavo.train.run_plan import plan_memory, plan_step
 from octavo.train.tasks.registry import TASKS, task_of
@@ -16,6 +17,7 @@ from processes import gloo  # noqa: F401  a fixture
 
 pytest.importorskip("sklearn")
 
+SHAPE = ImageShape(1, 8, 8)
 CONFIGS = Path(__file__).parents[2] / "configs"
 VIT = {
     "patch_size": 4, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -35,8 +37,8 @@ def tables(**sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def digits() -> Digits:
-    return load_digits(shuffle=True)
+def digits() -> LabelledImages:
+    return load_digits(SHAPE, shuffle=True)
 
 
 def test_every_task_of_the_configuration_has_a_class():
@@ -44,7 +46,7 @@ def test_every_task_of_the_configuration_has_a_class():
 
 
 def test_batches_are_a_function_of_seed_and_step(digits):
-    again = load_digits(shuffle=True)
+    again = load_digits(SHAPE, shuffle=True)
     assert digits.fingerprint == again.fingerprint
     for (pixels, labels), (same_pixels, same_labels) in [
         (digits.batch(1, step, 32), again.batch(1, step, 32)) for step in (7, 0)
@@ -54,21 +56,22 @@ def test_batches_are_a_function_of_seed_and_step(digits):
 
 
 def test_an_epoch_has_every_image_once_and_none_that_is_held_out(digits):
-    count = len(digits.training.labels)
+    count = len(digits.training)
     pixels, labels = digits.batch(5, 0, count)
-    assert torch.equal(pixels.flatten(1).sort(0).values, digits.training.pixels.flatten(1).sort(0).values)
-    assert torch.equal(labels.bincount(), digits.training.labels.bincount())
-    assert (count, len(digits.held_out.labels)) == (1438, 359)
+    all_pixels, all_labels = digits.examples(digits.training)
+    assert torch.equal(pixels.flatten(1).sort(0).values, all_pixels.flatten(1).sort(0).values)
+    assert torch.equal(labels.bincount(), all_labels.bincount())
+    assert (count, len(digits.held_out)) == (1438, 359) and not set(digits.training) & set(digits.held_out)
     assert pixels.min() == -1 and pixels.max() == 1
-    in_order, _ = load_digits(shuffle=False).batch(5, 0, count)
-    assert torch.equal(in_order, digits.training.pixels)
+    in_order, _ = load_digits(SHAPE, shuffle=False).batch(5, 0, count)
+    assert torch.equal(in_order, all_pixels)
 
 
 MISTAKES = [
     ({"data": {"task": "image-clasification"}}, 'did you mean "image-classification"'),
     ({"data": {"vocab_size": 300}}, "data.vocab_size is for text"),
+    ({"data": {"images": "a"}}, "data.images is for images with text"),
     ({"data": {"sequence_length": 4}}, "an image has one target"),
-    ({"data": {"source": "*.txt"}}, 'those of "digits"'),
     ({"parallel": {"tp": 2}}, "parallel.tp = 2 is for language models"),
     ({"parallel": {"pp": 2}}, "parallel.pp = 2 is for language models"),
     ({"data": {"task": "language", "sequence_length": 4}, "run": {"eval_every": 2}}, "text has no held-out part"),

@@ -134,7 +134,7 @@ def summary_rows(results: Sequence[RunResult]) -> list[SummaryRow]:
     unit = units.replace("s/", "/").removesuffix("s")
     measured = dict.fromkeys(name for result in results for name in result.held_out or {})
     return [
-        *(row(f"{name}, held-out", partial(_metric, name), "{:.2%}", "points") for name in measured),
+        *(row(f"{name}, held-out", partial(_metric, name), *_format_of(name)) for name in measured),
         row("mean loss, last 10 % of steps", lambda r: r.losses.tail_mean if r.losses else None, "{:.4f}", "gap"),
         row("final loss", lambda r: r.losses.final if r.losses else None, "{:.4f}", "gap"),
         row("first loss", lambda r: r.losses.first if r.losses else None, "{:.4f}", "gap"),
@@ -147,6 +147,11 @@ def summary_rows(results: Sequence[RunResult]) -> list[SummaryRow]:
         row("parameters", lambda r: r.parameters, "{:,}"),
         row("seconds in steps", lambda r: r.wall_s, "{:,.1f}", "ratio"),
     ]
+
+
+def _format_of(metric: str) -> tuple[str, str]:
+    """The format of a metric and of its difference: losses are numbers, all others shares."""
+    return ("{:.4f}", "gap") if metric.endswith("loss") else ("{:.2%}", "points")
 
 
 def _metric(name: str, result: RunResult) -> float | None:
@@ -254,7 +259,7 @@ def _tiles(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> list[dict[str,
     if len(runs) == 1:
         result = runs[0].result
         return [
-            *(tile(value, "{:.2%}", f"{name}, held-out") for name, value in (result.held_out or {}).items()),
+            *(tile(value, _format_of(name)[0], f"{name}, held-out") for name, value in (result.held_out or {}).items()),
             tile(result.losses.tail_mean if result.losses else None, "{:.4f}", "mean loss, last 10 % of steps"),
             tile(result.tokens_per_s, "{:,.0f}", f"{result.unit}/s, median"),
             tile(result.saved_bytes_per_token, "{:,.0f}", f"saved for backward, bytes/{result.unit.removesuffix('s')}"),

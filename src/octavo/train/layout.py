@@ -13,7 +13,7 @@ rank's is 1/tp of it, because products of gathered tokens sum over the ranks.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -31,6 +31,25 @@ from octavo.train.config.parallel_section import ParallelConfig
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data, Optim
 from octavo.train.ranks import SharedError
+
+Inputs = Any
+"""The inputs of a batch: a tensor, or a mapping of names to tensors."""
+
+
+def on_tensors(function: Callable[[Tensor], Any], inputs: Inputs) -> Any:
+    """Apply a function to the inputs, or to each of them."""
+    if isinstance(inputs, Mapping):
+        return {name: function(tensor) for name, tensor in inputs.items()}
+    return function(inputs)
+
+
+def row_chunks(inputs: Inputs, parts: int) -> Sequence[Inputs]:
+    """Cut the rows of inputs into parts."""
+    if not isinstance(inputs, Mapping):
+        chunks: Sequence[Tensor] = inputs.chunk(parts)
+        return chunks
+    columns = [tensor.chunk(parts) for tensor in inputs.values()]
+    return [dict(zip(inputs, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +90,11 @@ class Layout:
         """This rank's rows of a batch [B, …]."""
         return _part(batch, self.rows, 0)
 
-    def own_tokens(self, inputs: Tensor) -> Tensor:
+    def own_tokens(self, inputs: Inputs) -> Inputs:
         """This rank's tokens of inputs [B,S]."""
-        return _part(inputs, self.inputs, 1)
+        return on_tensors(lambda rows: _part(rows, self.inputs, 1), inputs)
 
-    def positions(self, inputs: Tensor) -> dict[str, Tensor]:
+    def positions(self, inputs: Inputs) -> dict[str, Tensor]:
         """The argument of the model that says where these tokens are in their sequence, if they are a part of it."""
         index, parts = self.inputs
         if parts == 1:

@@ -29,6 +29,7 @@ from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import Model, PrecisionConfig
 from octavo.train.data.tokenizer import TextTokenizer
 from octavo.train.diagnose import non_finite_parameter
+from octavo.train.frozen import freeze
 from octavo.train.model_sharing import share_on_machine
 from octavo.train.ranks import Ranks
 
@@ -68,10 +69,17 @@ def build_of_kind(
     """Build a model of `kind` on the CPU, in training mode, with parameters of the configured dtype.
 
     `fields`: values for the model's config where it has such fields and `model.config` does not set them. `weights`:
-    whether to load those at `model.path`, or to draw them; for a plan their shapes are enough.
+    whether to load those at `model.path`, or to draw them; for a plan their shapes are enough. `model.frozen` is
+    applied.
 
-    Raises ConfigError as `check_model` does, and for a config or weights that `transformers` rejects.
+    Raises ConfigError as `check_model` and `freeze` do, and for a config or weights that `transformers` rejects.
     """
+    model = _build(config, kind, fields, weights=weights)
+    freeze(model, config.model.frozen)
+    return model
+
+
+def _build(config: TrainConfig, kind: ModelKind, fields: Mapping[str, Any], *, weights: bool) -> Any:
     check_model(config.model, kind)
     dtype = PARAMETER_DTYPES[config.precision.parameters]
     if config.model.path is None:
@@ -146,7 +154,8 @@ def fp32_master_values(source: Model, precision: PrecisionConfig, kind: ModelKin
     if source.path is None or precision.parameters == "fp32" or precision.resolved.master == "none":
         return {}
     model = _from_folder(Path(source.path).expanduser(), torch.float32, kind)
-    return {name: param.detach() for name, param in model.named_parameters()}
+    freeze(model, source.frozen)
+    return {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
 
 
 def _from_folder(folder: Path, dtype: torch.dtype, kind: ModelKind) -> Any:
@@ -157,15 +166,26 @@ def _from_folder(folder: Path, dtype: torch.dtype, kind: ModelKind) -> Any:
 
 
 def _from_type(source: Model, seed: int, kind: ModelKind, defaults: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    model_type = str(source.type)
-    field_names = _config_fields(model_type)
-    fields = {field: value for field, value in defaults.items() if field in field_names} | source.config
-    model_config = _make_config(model_type, fields)
+    model_type, settings = str(source.type), model_config(source, defaults)
     torch.manual_seed(seed)
     try:
-        return kind.auto.from_config(model_config, dtype=dtype, trust_remote_code=False)
+        return kind.auto.from_config(settings, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # of no common type: each class fails in its own way
         raise ConfigError(f"model.config: {model_type} cannot be built from it: {one_line(error)}") from None
+
+
+def model_config(source: Model, defaults: Mapping[str, Any]) -> Any:
+    """The config of a model, a class of Transformers: of `model.path`; or of `model.config`, with `defaults` for fields
+    that it has and are not configured, also in tables within tables.
+    """
+    if source.path is not None:
+        return load_model_config(Path(source.path).expanduser())
+    field_names = _config_fields(str(source.type))
+    known = {field: value for field, value in defaults.items() if field in field_names}
+    both = {
+        name: {**known[name], **value} for name, value in source.config.items() if isinstance(known.get(name), dict)
+    }
+    return _make_config(str(source.type), known | source.config | both)
 
 
 def _check_type(model_type: str, kind: ModelKind) -> None:
@@ -179,13 +199,24 @@ def _check_type(model_type: str, kind: ModelKind) -> None:
         raise ConfigError(f'model.type = "{model_type}" is not {article} {noun} of the installed transformers{hint}')
 
 
-def _check_fields(model_type: str, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a field that the config of a type does not have."""
+def _check_fields(model_type: str, config: Mapping[str, Any], key: str = "model.config") -> None:
+    """Raise ConfigError for a field that the config of a type, or a config in it, does not have."""
+    from transformers import CONFIG_MAPPING
+
     field_names = _config_fields(model_type)
-    for field in config:
+    parts = getattr(CONFIG_MAPPING[model_type], "sub_configs", {})
+    for field, value in config.items():
         if field not in field_names:
             hint = nearest(field, field_names) or f"; it has {', '.join(sorted(field_names))}"
-            raise ConfigError(f"model.config.{field}: {model_type} has no such field{hint}")
+            raise ConfigError(f"{key}.{field}: {model_type} has no such field{hint}")
+        if field in parts and isinstance(value, Mapping):
+            part = value.get("model_type") or _defaults(CONFIG_MAPPING[model_type])[field]["model_type"]
+            if part not in CONFIG_MAPPING:
+                raise ConfigError(
+                    f'{key}.{field}.model_type = "{part}" is not a model type of the installed transformers'
+                    f"{nearest(str(part), CONFIG_MAPPING)}"
+                )
+            _check_fields(part, {name: item for name, item in value.items() if name != "model_type"}, f"{key}.{field}")
 
 
 def _config_fields(model_type: str) -> set[str]:
@@ -241,7 +272,7 @@ def check_fit(model: Any, source: Model, sequence_length: int, tokenizer: TextTo
         raise ConfigError(
             f"the model's vocabulary of {rows} is smaller than the tokenizer's {tokenizer.size}: {remedy}"
         )
-    context = getattr(model.config, "max_position_embeddings", None)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(context, int) and -1 < context < sequence_length:
         raise ConfigError(
             f"data.sequence_length = {sequence_length} is longer than the model's context of {context}: "

@@ -4,7 +4,7 @@ Some models can be built but not run (head counts that do not divide). A model t
 such as an encoder, reaches a loss near zero and learns nothing. These checks raise errors before any file is written.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ MAX_LEAK = 1e-3
 
 
 @contextmanager
-def _model_errors(inputs: Tensor) -> Iterator[None]:
+def _model_errors(inputs: Any) -> Iterator[None]:
     """Turn errors of the model into a ConfigError."""
     try:
         yield
@@ -32,12 +32,14 @@ def _model_errors(inputs: Tensor) -> Iterator[None]:
         if from_collective(error):
             raise
         reason = " ".join(str(error).split())
-        raise ConfigError(f"the model cannot run a batch of {list(inputs.shape)}: {reason}") from None
+        shapes = {name: list(rows.shape) for name, rows in inputs.items()} if isinstance(inputs, Mapping) else \
+            list(inputs.shape)  # fmt: skip
+        raise ConfigError(f"the model cannot run a batch of {shapes}: {reason}") from None
 
 
 def saved_bytes_per_token(
-    model: nn.Module, checkpointing: Checkpointing, loss: Callable[[Tensor, Tensor], Tensor],
-    batch: tuple[Tensor, ...], tokens: int,
+    model: nn.Module, checkpointing: Checkpointing, loss: Callable[[Any, Tensor], Tensor],
+    batch: tuple[Any, Tensor], tokens: int,
 ) -> float:  # fmt: skip
     """Bytes that one forward of `batch` (inputs and targets) saves for backward, for each of its `tokens`.
 

@@ -37,7 +37,7 @@ from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.device import device_name
 from octavo.train.diagnose import NonFiniteError, ZeroGradientError, find_origin, non_finite_parameter
 from octavo.train.guard import SpikeGuard
-from octavo.train.layout import Layout, check_layout, distribute
+from octavo.train.layout import Inputs, Layout, check_layout, distribute, on_tensors, row_chunks
 from octavo.train.loss_scale import LossScale
 from octavo.train.model import build_on_ranks
 from octavo.train.optimizer import decayed_parameters, make_optimizer
@@ -259,18 +259,16 @@ class Trainer:
         attention = inner_attention(self.model) or getattr(self.model.config, "_attn_implementation", "sdpa")
         return "" if attention == "sdpa" else f"{type(self.model).__name__} has no fused attention: using {attention}"
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, step: int) -> tuple[Inputs, Tensor]:
         """This rank's share of each micro-batch of a step, concatenated."""
-        parts, layout = self.config.optim.micro_batches, self.layout
+        parts, layout, seed = self.config.optim.micro_batches, self.layout, self.config.run.seed
         inputs, targets = (
-            torch.cat([layout.own_rows(part) for part in batch.chunk(parts)]).to(self._device)
-            for batch in self.task.data.batch(
-                self.config.run.seed, step + self.skipped_batches, self.config.optim.batch
-            )
+            on_tensors(lambda rows: torch.cat([*map(layout.own_rows, rows.chunk(parts))]).to(self._device), batch)
+            for batch in self.task.data.batch(seed, step + self.skipped_batches, self.config.optim.batch)
         )
         return layout.own_tokens(inputs), layout.own_labels(targets)
 
-    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def forward_backward(self, inputs: Inputs, targets: Tensor) -> Tensor:
         """Compute the scaled gradients of this rank's share of the batch and leave them in the optimizer.
 
         Returns the mean loss of the share in fp32. The gradients are already averaged over the ranks.
@@ -286,7 +284,7 @@ class Trainer:
                 self.optimizer.accumulate()
                 return total
             for number, (part_inputs, part_targets) in enumerate(
-                zip(inputs.chunk(parts), targets.chunk(parts), strict=True), 1
+                zip(row_chunks(inputs, parts), targets.chunk(parts), strict=True), 1
             ):
                 if isinstance(self.layout.forward, DistributedDataParallel):
                     self.layout.forward.require_backward_grad_sync = number == parts or not self.optimizer.in_place
@@ -295,7 +293,7 @@ class Trainer:
                 )  # fmt: skip
         return total
 
-    def accumulate(self, inputs: Tensor, part: Tensor, *, targets: int) -> Tensor:
+    def accumulate(self, inputs: Inputs, part: Tensor, *, targets: int) -> Tensor:
         """Add the gradients of a micro-batch. Returns its share of the mean loss over the step's `targets` tokens."""
         loss = self.loss(inputs, part) * (part.numel() / targets)
         (loss * self.loss_scale.value).backward()
@@ -330,7 +328,7 @@ class Trainer:
             loss = loss * self.layout.loss_parts * self.layout.stages / self.ranks.world_size
         return loss.item(), squares.sqrt().float()
 
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, inputs: Inputs, targets: Tensor) -> Tensor:
         """The model's loss of a micro-batch, a mean over its targets."""
         with self._autocast():
             if self.layout.pipeline is not None:
@@ -352,8 +350,9 @@ class Trainer:
         return torch.autocast(self._device.type, torch.bfloat16)
 
     def _saved_bytes_per_token(self) -> float:
-        batch = tuple(tensor.chunk(self.config.optim.micro_batches)[0] for tensor in self._batch(0))
-        return saved_bytes_per_token(self.model, self._checkpointing, self.loss, batch, self.task.count(*batch))
+        inputs, targets = (row_chunks(rows, self.config.optim.micro_batches)[0] for rows in self._batch(0))
+        count = self.task.count(inputs, targets)
+        return saved_bytes_per_token(self.model, self._checkpointing, self.loss, (inputs, targets), count)
 
     def _diagnose(self, inputs: Tensor, targets: Tensor, loss: float) -> NonFiniteError:
         self.optimizer.zero_grad()

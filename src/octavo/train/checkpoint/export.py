@@ -17,7 +17,7 @@ from octavo.serving.folder import new_folder
 from octavo.serving.writer import write, write_errors
 from octavo.train.checkpoint import shards
 from octavo.train.checkpoint.digests import DIGESTS, files_of, write_digests
-from octavo.train.checkpoint.pretrained import load_generation_config, load_model_config, load_pretrained
+from octavo.train.checkpoint.pretrained import kind_of, load_generation_config, load_model_config, load_pretrained
 from octavo.train.checkpoint.recipes import convert_as
 from octavo.train.checkpoint.shards import SHARDS
 from octavo.train.checkpoint.store import check_files, read_trainer_state
@@ -132,12 +132,10 @@ def _read(checkpoint: Path, dtype: torch.dtype) -> Any:
     """The model of a checkpoint of either kind."""
     if not (checkpoint / SHARDS).exists():
         return load_pretrained(checkpoint, dtype)
-    from transformers import AutoModelForCausalLM
-
     shards.check(checkpoint / SHARDS)
     settings = load_model_config(checkpoint)
     with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
+        model = kind_of(settings).auto.from_config(settings, dtype=dtype, trust_remote_code=False)
     load_generation_config(checkpoint, model)
     shards.read_weights(checkpoint / SHARDS, model)
     return model

@@ -52,7 +52,10 @@ LANGUAGE = ModelKind("causal language model", "AutoModelForCausalLM", "MODEL_FOR
 IMAGE_CLASSIFICATION = ModelKind(
     "image classifier", "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
 )
-KINDS = LANGUAGE, IMAGE_CLASSIFICATION
+IMAGE_TEXT = ModelKind(
+    "vision-language model", "AutoModelForImageTextToText", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
+)
+KINDS = LANGUAGE, IMAGE_CLASSIFICATION, IMAGE_TEXT
 AUTO_CLASSES = "AutoConfig", "AutoModel", *(kind.auto_class for kind in KINDS)
 """Entries of `auto_map` in a config that this module would load."""
 

@@ -93,10 +93,13 @@ class Model(Section):
     path: PathText | None = None
     """Folder of a local checkpoint (`save_pretrained`), with its tokenizer unless `data.tokenizer` names another."""
     type: str | None = None
-    """`model_type` of `transformers`, as "llama"; for images as "vit"."""
+    """`model_type` of `transformers`, as "llama"; for images as "vit", for images and text as "llava"."""
     config: dict[str, Any] = {}
     """Fields of that type's config, as `hidden_size = 256`. Where not given, `vocab_size` is the tokenizer's, and
     `image_size`, `num_channels` and `num_labels` are those of the images."""
+    frozen: Annotated[tuple[str, ...], Strict(False)] = ()
+    """Patterns of names of modules that are not trained, as "vision_tower"; they match whole names or ends of them.
+    Frozen parameters have no gradients and no optimizer states."""
 
     @model_validator(mode="after")
     def _check_origin(self) -> "Model":
@@ -120,28 +123,33 @@ def _check_config_value(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected a number, a string, true, false, a list or a table; got {value}")
 
 
-IMAGES = "digits"
-"""The source of images."""
-TEXT_ONLY = ("split", "text_field", "vocab_size", "tokenizer")
-"""Settings of `[data]` that only text has."""
-Task = Literal["language", "image-classification"]
+OTHER_TASKS = {
+    "language": ("images",),
+    "image-classification": ("images", "split", "text_field", "vocab_size", "tokenizer"),
+    "image-text": ("split", "text_field"),
+}
+"""Settings of `[data]` that a task does not read."""
+Task = Literal["language", "image-classification", "image-text"]
 
 
 class Data(Section):
-    """`[data]`: text in, sequences of tokens out; or images with labels."""
+    """`[data]`: text in, sequences of tokens out; or images, with labels or with text."""
 
     task: Task = "language"
-    """What is learned: the next token of text, or the class of an image."""
+    """What is learned: the next token of text, the class of an image, or the answers in conversations about images."""
     source: Annotated[PathText, Field(min_length=1)]
     """"python-stdlib"; a glob of .txt (each file a document), .jsonl or .parquet files (each row one); a folder, with
     files of one kind below it or written by `save_to_disk`; or a dataset of the Hub, as "name" or "name:subset". For
-    images "digits", those that scikit-learn brings along."""
+    images "digits", those that scikit-learn brings along; a folder with a folder of images for each class; or for
+    "image-text" a .json file of conversations in LLaVA's form."""
+    images: PathText | None = None
+    """Folder of the images that a .json file names; that of the file where it is not given."""
     split: str = "train"
     """Split of a dataset, or of a folder whose file names contain one ("test.jsonl"); other sources have none."""
     text_field: str = "text"
     """Column that holds the text, in .jsonl, .parquet and datasets."""
     sequence_length: Count
-    """Target tokens of one sequence. Not for images, which have one target each."""
+    """Tokens of one sequence, for "image-text" with those of the image. Not for classes of images."""
     vocab_size: Annotated[int, Field(ge=257, le=1 << 20)] = 4096
     """Size of the byte-level BPE trained on the data (256 bytes, one end-of-text, the rest merges); 1048576 at most."""
     tokenizer: PathText | None = None
@@ -160,17 +168,11 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _check_task(self) -> "Data":
-        if self.task == "language":
-            return self
-        if self.source != IMAGES:
-            raise ValueError(
-                f'data.source = "{self.source}": the images of task {self.task} are those of "{IMAGES}"; for text, '
-                'set data.task = "language"'
-            )
-        for name in TEXT_ONLY:
+        for name in OTHER_TASKS[self.task]:
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f'data.{name} is for text, and data.task is "{self.task}": leave it out')
-        if self.sequence_length != 1:
+                kind = "images with text" if name == "images" else "text"
+                raise ValueError(f'data.{name} is for {kind}, and data.task is "{self.task}": leave it out')
+        if self.task == "image-classification" and self.sequence_length != 1:
             raise ValueError(
                 f"data.sequence_length = {self.sequence_length}: an image has one target, its class: leave it out"
             )

@@ -1,5 +1,6 @@
 """Image classification: the class of an image, with any image classifier of Transformers."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,14 +9,24 @@ from torch import Tensor, nn
 
 from octavo.train.checkpoint.pretrained import IMAGE_CLASSIFICATION
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.data.digits import NAMES, Digits, load_digits
-from octavo.train.model import PARAMETER_DTYPES, build_of_kind
+from octavo.train.config.sections import expand
+from octavo.train.data.images import DIGIT_FIELDS, DIGIT_NAMES, DIGITS, ImageShape, check_count, image_shape
+from octavo.train.data.labelled_images import LabelledImages, classes_of, load_digits, load_folder
+from octavo.train.model import PARAMETER_DTYPES, build_of_kind, model_config
 from octavo.train.record.metrics import Progress
 from octavo.train.tasks.task import Forward, Task
 
 
+@dataclass(frozen=True)
+class _NoImages:
+    """Stand-in for `LabelledImages`."""
+
+    names: tuple[str, ...]
+    shape: ImageShape
+
+
 class ImageClassification(Task):
-    """Predict the class of an image; the data is `Digits`.
+    """Predict the class of an image; the data is a `LabelledImages`.
 
     The loss is the cross-entropy of `model(pixel_values=inputs).logits` in fp32. The metric is `accuracy`: the share
     of the held-out images of which the class with the largest logit is the label.
@@ -25,26 +36,39 @@ class ImageClassification(Task):
     unit = "images"
 
     @classmethod
-    def load(cls, config: TrainConfig, progress: Progress) -> Digits:
+    def load(cls, config: TrainConfig, progress: Progress) -> LabelledImages:
         """Read the images."""
         progress.stage("reading the data")
-        return load_digits(shuffle=config.data.shuffle)
+        data, shape = config.data, _shape(config)
+        if data.source == DIGITS:
+            images = load_digits(shape, shuffle=data.shuffle)
+        else:
+            images = load_folder(expand(data.source), shape, shuffle=data.shuffle)
+        check_count(len(images.training), config.optim.batch, data.source)
+        return images
+
+    @classmethod
+    def stand_in(cls, config: TrainConfig) -> Any:
+        """The classes and the shape of the images."""
+        digits = config.data.source == DIGITS
+        names = DIGIT_NAMES if digits else tuple(classes_of(expand(config.data.source)))
+        return _NoImages(names, _shape(config))
 
     def build(self, *, weights: bool = True) -> nn.Module:
-        """Build the classifier; shape of the images and number of classes are the data's where not configured."""
-        _, channels, height, width = self.data.training.pixels.shape
-        fields = {
-            "num_channels": channels,
-            "image_size": height if height == width else (height, width),
-            "id2label": dict(enumerate(NAMES)),
-            "label2id": {name: label for label, name in enumerate(NAMES)},
+        """Build the classifier; the number of classes and, of the digits, the shape of images are the data's where not
+        configured.
+        """
+        names = self.data.names
+        fields = _shape_fields(self.config) | {
+            "id2label": dict(enumerate(names)),
+            "label2id": {name: label for label, name in enumerate(names)},
         }
         if "num_labels" in self.config.model.config:
             del fields["id2label"], fields["label2id"]
         model: Any = build_of_kind(self.config, self.kind, fields, weights=weights)
-        if (labels := model.config.num_labels) != self.data.classes:
+        if (labels := model.config.num_labels) != len(names):
             raise ConfigError(
-                f"the model has {labels} classes, and the data has {self.data.classes}: "
+                f"the model has {labels} classes, and the data has {len(names)}: "
                 + ("give a checkpoint with as many" if self.config.model.path else "leave model.config.num_labels out")
             )
         built: nn.Module = model
@@ -52,8 +76,9 @@ class ImageClassification(Task):
 
     def empty_batch(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Images and labels of zeros."""
-        shape = size, *self.data.training.pixels.shape[1:]
-        return torch.zeros(shape, device=device), torch.zeros(size, dtype=torch.int64, device=device)
+        shape = self.data.shape
+        pixels = torch.zeros((size, shape.channels, shape.height, shape.width), device=device)
+        return pixels, torch.zeros(size, dtype=torch.int64, device=device)
 
     def loss(self, forward: Forward, inputs: Tensor, targets: Tensor, **arguments: Tensor) -> Tensor:
         """The cross-entropy of images [B,C,H,W] with labels [B]."""
@@ -62,17 +87,26 @@ class ImageClassification(Task):
 
     def positions(self, model: Any) -> int:
         """Patches of an image and the class token, where the model has square patches; else 1."""
-        patch = getattr(model.config, "patch_size", None)
-        height, width = self.data.training.pixels.shape[-2:]
-        return (height // patch) * (width // patch) + 1 if isinstance(patch, int) else 1
+        patch, shape = getattr(model.config, "patch_size", None), self.data.shape
+        return (shape.height // patch) * (shape.width // patch) + 1 if isinstance(patch, int) else 1
 
     def evaluate(self, forward: Forward, device: torch.device) -> dict[str, float]:
         """Accuracy on the held-out images."""
-        correct, size, images = 0, self.config.optim.batch, self.data.held_out
-        for pixels, labels in zip(images.pixels.split(size), images.labels.split(size), strict=True):
+        correct = 0
+        for pixels, labels in self.data.held_out_batches(self.config.optim.batch):
             logits = forward(pixel_values=self._cast(pixels.to(device))).logits
             correct += int((logits.argmax(-1) == labels.to(device)).sum())
-        return {"accuracy": correct / len(images.labels)}
+        return {"accuracy": correct / len(self.data.held_out)}
 
     def _cast(self, pixels: Tensor) -> Tensor:
         return pixels.to(PARAMETER_DTYPES[self.config.precision.parameters])
+
+
+def _shape_fields(config: TrainConfig) -> dict[str, Any]:
+    """Fields of the model's config where not configured: the digits are taken as they are."""
+    return dict(DIGIT_FIELDS) if config.data.source == DIGITS else {}
+
+
+def _shape(config: TrainConfig) -> ImageShape:
+    """The images that the model takes."""
+    return image_shape(model_config(config.model, _shape_fields(config)))

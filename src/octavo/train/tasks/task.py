@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from octavo.train.checkpoint.pretrained import ModelKind
 from octavo.train.config.run_config import TrainConfig
+from octavo.train.layout import Inputs
 from octavo.train.record.metrics import NullProgress, Progress
 
 Forward = Callable[..., Any]
@@ -24,15 +25,16 @@ class Data(Protocol):
     skipped: int
     """Number of files left out."""
 
-    def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of step 0, 1, …: tensors of `size` rows."""
+    def batch(self, seed: int, step: int, size: int) -> tuple[Inputs, Tensor]:
+        """Inputs and targets of step 0, 1, …: tensors of `size` rows; inputs may be several, by name."""
 
 
 class Task(ABC):
     """What a run learns: its data, model, loss and metrics.
 
-    A batch is two tensors with the sequences, or images, as rows. Every row has the same number of targets, so that
-    the mean over micro-batches and ranks is the mean over targets.
+    A batch is two tensors with the sequences, or images, as rows; the inputs may be a mapping of names to tensors. The
+    loss of a step is the mean over its micro-batches and ranks, which have equal numbers of rows. Where rows have
+    different numbers of targets, the task weights them.
 
     Args:
         config: Configuration of the run.
@@ -70,11 +72,11 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def empty_batch(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def empty_batch(self, size: int, device: torch.device) -> tuple[Inputs, Tensor]:
         """Inputs and targets of zeros, of `size` rows."""
 
     @abstractmethod
-    def loss(self, forward: Forward, inputs: Tensor, targets: Tensor, **arguments: Tensor) -> Tensor:
+    def loss(self, forward: Forward, inputs: Inputs, targets: Tensor, **arguments: Tensor) -> Tensor:
         """The loss of a micro-batch: a scalar, the mean over its targets, in fp32."""
 
     def prepare(self, model: Any, loss: str) -> str:
@@ -84,11 +86,11 @@ class Task(ABC):
         """
         return ""
 
-    def logits(self, forward: Forward, inputs: Tensor, **arguments: Tensor) -> Tensor:
+    def logits(self, forward: Forward, inputs: Inputs, **arguments: Tensor) -> Tensor:
         """The logits of a batch, for the check that a `causal` model is causal."""
         raise NotImplementedError(f"{type(self).__name__} has no causal model")
 
-    def count(self, inputs: Tensor, targets: Tensor) -> int:
+    def count(self, inputs: Inputs, targets: Tensor) -> int:
         """How many of `unit` a batch has."""
         return targets.numel()
 

@@ -1,0 +1,158 @@
+"""Images of a run as pixels in [-1, 1]: those of files, read with Pillow, and scikit-learn's digits.
+
+Every image has the shape that the model takes. Files are decoded when they are needed; at the start of a run each is
+decoded once, so that a damaged one is an error then, and its bytes are hashed.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.train.config.run_config import ConfigError
+
+DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+DIGIT_FIELDS = {"image_size": 8, "num_channels": 1}
+"""Fields of a model's config for the digits as they are."""
+DIGITS = "digits"
+"""The `data.source` that is scikit-learn's."""
+INSTALL = "pip install 'octavo[images]'"
+LARGEST_DIGIT = 16.0
+"""Largest value of a pixel of a digit."""
+HELD_OUT = 5
+"""Each example of which the number is this many times k, less one, is held out."""
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+"""Files of an image folder."""
+
+
+@dataclass(frozen=True)
+class ImageShape:
+    """Channels, height and width of the images of a model."""
+
+    channels: int
+    height: int
+    width: int
+
+
+def image_shape(config: Any) -> ImageShape:
+    """The images that a model of a config of Transformers takes. Raises ConfigError if it does not tell their size."""
+    size = getattr(config, "image_size", None)
+    if size is None:
+        raise ConfigError(f"{config.model_type} has no image_size in its config, so its images cannot be resized to it")
+    height, width = (size, size) if isinstance(size, int) else size
+    return ImageShape(getattr(config, "num_channels", 3), height, width)
+
+
+class Images(Protocol):
+    """Images by number."""
+
+    fingerprint: str
+    """Hash of their content."""
+
+    def pixels(self, numbers: Sequence[int]) -> Tensor:
+        """Some images: fp32 [N, C, H, W] in [-1, 1]."""
+
+
+def split(count: int) -> tuple[list[int], list[int]]:
+    """The numbers of `count` examples to train on, and those of the held-out ones."""
+    held_out = range(HELD_OUT - 1, count, HELD_OUT)
+    return [number for number in range(count) if number % HELD_OUT != HELD_OUT - 1], list(held_out)
+
+
+def check_count(count: int, batch: int, source: str) -> None:
+    """Raise ConfigError for fewer examples to train on than a batch has."""
+    if count < batch:
+        raise ConfigError(
+            f"data.source = {source} has {count} examples to train on (every fifth is held out), fewer than "
+            f"optim.batch = {batch}: lower optim.batch, or give more data"
+        )
+
+
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Pixels uint8 [1797, 8, 8] of 0 to 16, and labels. Raises ConfigError if scikit-learn is not installed."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise ConfigError(f'data.source = "digits" is of scikit-learn, which cannot be imported ({error}): {INSTALL}') \
+            from None  # fmt: skip
+    bunch = load_digits()
+    return bunch.images.astype(np.uint8), bunch.target.astype(np.int64)
+
+
+class DigitImages:
+    """The digits in a shape: as they are, or enlarged bilinearly, with equal channels.
+
+    Args:
+        pixels: uint8 [N, 8, 8], of `read_digits`.
+        shape: What the model takes.
+    """
+
+    def __init__(self, pixels: np.ndarray, shape: ImageShape) -> None:
+        digest = hashlib.sha256(f"digits 1 {shape}\0".encode())
+        digest.update(np.ascontiguousarray(pixels).tobytes())
+        self.fingerprint = digest.hexdigest()
+        self._shape = shape
+        self._pixels = torch.from_numpy(pixels.astype(np.float32) / LARGEST_DIGIT * 2 - 1).unsqueeze(1)
+
+    def pixels(self, numbers: Sequence[int]) -> Tensor:
+        """fp32 [N, C, H, W] in [-1, 1]."""
+        pixels, size = self._pixels[list(numbers)], (self._shape.height, self._shape.width)
+        if pixels.shape[-2:] != size:
+            pixels = F.interpolate(pixels, size=size, mode="bilinear", align_corners=False)
+        return pixels.expand(-1, self._shape.channels, -1, -1).contiguous()
+
+
+class ImageFiles:
+    """Images of files, resized (bicubic) to a shape: three channels are RGB, one is grey.
+
+    Args:
+        paths: The files.
+        shape: What the model takes.
+
+    Raises:
+        ConfigError: For a file that cannot be read or does not decode, and without Pillow.
+    """
+
+    def __init__(self, paths: Sequence[Path], shape: ImageShape) -> None:
+        if shape.channels not in (1, 3):
+            raise ConfigError(f"the model takes images of {shape.channels} channels; files have 1 (grey) or 3 (RGB)")
+        try:
+            import PIL.Image  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"images are read with Pillow, which cannot be imported ({error}): pip install pillow") \
+                from None  # fmt: skip
+        self._paths, self._shape = list(paths), shape
+        digest = hashlib.sha256(f"image files 1 {shape}\0".encode())
+        for path in dict.fromkeys(self._paths):
+            try:
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
+            except OSError as error:
+                raise ConfigError(f"the image {path} cannot be read: {error.strerror or error}") from None
+            self._decode(path)
+        self.fingerprint = digest.hexdigest()
+
+    def pixels(self, numbers: Sequence[int]) -> Tensor:
+        """fp32 [N, C, H, W] in [-1, 1]."""
+        arrays = np.stack([self._decode(self._paths[number]) for number in numbers])
+        return torch.from_numpy(arrays).permute(0, 3, 1, 2).float().div_(127.5).sub_(1)
+
+    def _decode(self, path: Path) -> np.ndarray:
+        """uint8 [H, W, C]."""
+        from PIL import Image
+
+        try:
+            with Image.open(path) as image:
+                mode = "RGB" if self._shape.channels == 3 else "L"
+                resized: Any = image.convert(mode).resize(
+                    (self._shape.width, self._shape.height), Image.Resampling.BICUBIC
+                )
+        except Exception as error:  # of no common type: each decoder fails in its own way
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError(f"the image {path} does not decode: {reason}") from None
+        return np.asarray(resized).reshape(self._shape.height, self._shape.width, self._shape.channels)
