@@ -15,6 +15,15 @@ from typing import Any
 
 COMMENT_COLUMN = 28
 """Column of the comments behind settings."""
+SPARE_ROWS = 128
+"""Rows of the vocabulary of a model with images beyond those of its tokenizer: one is the placeholder of images."""
+STAGES = (
+    '# In stages, each from the checkpoint of the one before (path = "runs/NAME/checkpoints/step-NNNNNN"):',
+    '#   align      frozen = ["vision_tower", "language_model", "lm_head"]',
+    '#   pretrain   frozen = ["vision_tower"]',
+    "#   SFT        nothing frozen",
+    "",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +40,7 @@ class ReadyModel:
     lr_from: str
     type: str
     config: Mapping[str, Any]
+    task: str = "language"
 
     @property
     def is_mixture(self) -> bool:
@@ -159,25 +169,49 @@ def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path
         "",
         *(f"  {line}" for line in step_table(steps, layout)),
     ]
-    model_config = [f"{key} = {_toml(value)}" for key, value in model.config.items()]
+    fields = [f"{key} = {_toml(value)}" for key, value in model.config.items() if not isinstance(value, Mapping)]
+    parts = {name: part for name, part in model.config.items() if isinstance(part, Mapping)}
+    tables = [
+        line
+        for name, part in parts.items()
+        for line in ("", f"[model.config.{name}]", *(f"{key} = {_toml(value)}" for key, value in part.items()))
+    ]
+    own_data = [
+        "[data]",
+        _with('source = "data/*.txt"', "your text; docs/training.md lists the formats"),
+        f"sequence_length = {model.sequence}",
+        _with(
+            f"vocab_size = {model.config.get('vocab_size')}",
+            "of the BPE trained on it; or tokenizer = a folder with one",
+        ),
+    ]
+    if model.task == "image-text":
+        own_data = [
+            "[data]",
+            'task = "image-text"',
+            _with('source = "data/train.json"', "your conversations about images, in LLaVA's form"),
+            _with('images = "data/images"', "the folder of the images that it names"),
+            _with(f"sequence_length = {model.sequence}", "with the features of the image"),
+            _with(
+                f"vocab_size = {parts['text_config']['vocab_size'] - SPARE_ROWS}",
+                "of the BPE trained on them; or tokenizer = a folder with one",
+            ),
+        ]
     body = [
         "[run]",
         f'name = "{model.name}"',
         "steps = 10000",
         "save_every = 500",
         "",
-        "[data]",
-        _with('source = "data/*.txt"', "your text; docs/training.md lists the formats"),
-        f"sequence_length = {model.sequence}",
-        _with(
-            f"vocab_size = {model.config['vocab_size']}", "of the BPE trained on it; or tokenizer = a folder with one"
-        ),
+        *own_data,
         "",
         "[model]",
         _with(f'type = "{model.type}"', 'or, instead of this line and the table below, path = "a/local/checkpoint"'),
         "",
+        *(STAGES if model.task == "image-text" else []),
         "[model.config]",
-        *model_config,
+        *fields,
+        *tables,
         "",
         "[optim]",
         _with(f"lr = {_toml(model.lr)}", _lr_reason(model)),

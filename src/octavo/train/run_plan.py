@@ -233,9 +233,10 @@ def _trace_run(
             f"optim.batch = {config.optim.batch} sequences in {parts} micro-batches cannot be shared by {gpus} GPUs "
             f"evenly: set optim.batch to a multiple of {parts * gpus}"
         )
-    if config.data.task != "language":
+    if config.data.task == "image-classification":
         raise ConfigError(
-            f'data.task = "{config.data.task}": octavo plan --gpu predicts language models; --memory takes any task'
+            f'data.task = "{config.data.task}": octavo plan --gpu predicts language models, with images or without; '
+            "--memory takes any task"
         )
     task = planned_task(config)
     fake = fake_device(torch.device("cuda"))
@@ -249,6 +250,8 @@ def _trace_run(
     def forward(copy: torch.nn.Module) -> Any:
         ids = torch.zeros(shape, dtype=torch.int64, device=fake)
         with torch.autocast(fake.type, torch.bfloat16, enabled=config.precision.parameters == "fp32"):
+            if config.data.task != "language":
+                return task.loss(copy, *task.empty_batch(shape[0], fake))
             return copy(input_ids=ids, labels=ids, use_cache=False)
 
     return _TracedRun(

@@ -1,0 +1,296 @@
+"""The task of images and text: its data, loss, metric, stages and runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import At, assert_same, fail
+
+from octavo.train import ConfigError, load_config, parse_config, read_metrics, run
+from octavo.train.checkpoint.store import latest_checkpoint
+from octavo.train.config.shrink import change_of
+from octavo.train.data.image_text import IGNORE
+from octavo.train.frozen import freeze
+from octavo.train.model import check_model
+from octavo.train.record.metrics import NullProgress
+from octavo.train.run_plan import plan_memory
+from octavo.train.tasks.image_text import EXACT_MATCH, ImageTextTask
+from octavo.train.tasks.registry import task_of
+from octavo.train.trainer import Trainer
+from processes import gloo  # noqa: F401  a fixture
+
+pytest.importorskip("sklearn")
+Image = pytest.importorskip("PIL.Image")
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAVA = {
+    "vision_feature_select_strategy": "full", "vision_feature_layer": -1,
+    "vision_config": {"model_type": "siglip_vision_model", "patch_size": 4, "vision_use_head": False, **SIZES},
+    "text_config": {"model_type": "qwen2", "num_key_value_heads": 1, **SIZES},
+}  # fmt: skip
+ALIGN = ["vision_tower", "language_model", "lm_head"]
+
+
+def tables(**sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    settings: dict[str, dict[str, Any]] = {
+        "run": {"steps": 6, "seed": 3, "device": "cpu"},
+        "model": {"type": "llava", "config": LLAVA},
+        "data": {"task": "image-text", "source": "digits", "sequence_length": 20, "vocab_size": 300},
+        "optim": {"lr": 1e-2, "batch": 8, "warmup": 2},
+    }
+    for name, keys in sections.items():
+        settings[name] = {key: value for key, value in (settings.get(name, {}) | keys).items() if value is not None}
+    return settings
+
+
+@pytest.fixture(scope="module")
+def task() -> ImageTextTask:
+    config = parse_config(tables(precision={"parameters": "fp32"}))
+    return ImageTextTask(config, ImageTextTask.load(config, NullProgress()))
+
+
+def test_rows_have_an_image_a_question_and_an_answer(task):
+    inputs, targets = task.data.batch(1, 7, 16)
+    again, same_targets = ImageTextTask.load(task.config, NullProgress()).batch(1, 7, 16)
+    assert torch.equal(targets, same_targets) and all(torch.equal(inputs[name], again[name]) for name in inputs)
+    assert inputs["pixel_values"].shape == (16, 1, 8, 8)
+    backend, texts = task.data.tokenizer.backend, set()
+    for ids, labels in zip(inputs["input_ids"], targets, strict=True):
+        assert (ids == task.data.tokenizer.size).sum() == 4  # features of patches
+        answer = labels[labels != IGNORE]
+        assert answer[-1] == task.data.tokenizer.end_id
+        texts.add(backend.decode(answer[:-1].tolist()).rpartition(" ")[0])
+        first = int((labels != IGNORE).nonzero()[0])
+        assert torch.equal(ids[first + 1 : first + len(answer)], answer[:-1])
+        assert backend.decode(ids[4 : first + 1].tolist()).endswith("?\n") or "Describe" in backend.decode(ids.tolist())
+    assert {"a handwritten", "the digit"} <= texts
+    assert task.data.held_out == 359
+
+
+def test_the_loss_is_the_mean_over_all_targets_of_a_batch(task):
+    model = task.build()
+    inputs, targets = task.data.batch(1, 0, 8)
+    counts = (targets != IGNORE).sum(1)
+    assert len(set(counts.tolist())) > 1  # rows of equal numbers would prove nothing
+    plain = type(model)(model.config)
+    plain.load_state_dict(model.state_dict())
+    expected = plain(
+        input_ids=inputs["input_ids"], pixel_values=inputs["pixel_values"], labels=targets, shift_labels=targets
+    ).loss  # fmt: skip
+    expected.backward()
+    parts = [task.loss(model, {name: t[i : i + 2] for name, t in inputs.items()}, targets[i : i + 2]) / 4
+             for i in range(0, 8, 2)]  # fmt: skip
+    sum(parts).backward()
+    torch.testing.assert_close(sum(parts), expected)
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if one.requires_grad:
+            torch.testing.assert_close(one.grad, other.grad, msg=name)
+        else:
+            assert name.startswith("model.vision_tower.post_layernorm") and other.grad is None
+
+
+def test_exact_match_is_that_of_greedy_decoding(task):
+    model, data = task.build().eval(), ImageTextTask.load(task.config, NullProgress())
+    rows = list(range(len(data._inputs) - data.held_out, len(data._inputs)))[:6]
+    inputs, _ = data.rows(rows)
+    data._targets[rows] = IGNORE
+    for number, row in enumerate(rows):
+        ids, pixels = inputs["input_ids"][number : number + 1, :10], inputs["pixel_values"][number : number + 1]
+        decoded = model.generate(
+            input_ids=ids, pixel_values=pixels, max_new_tokens=3, do_sample=False, eos_token_id=None
+        )
+        answer = decoded[0, 10:].numpy()
+        data._inputs[row, 10:13] = answer
+        data._targets[row, 9:12] = answer
+        if number % 3 == 0:
+            data._targets[row, 11] = (answer[-1] + 1) % 256
+    data.held_out = 6
+    metrics = ImageTextTask(task.config, data).evaluate(model, CPU)
+    assert metrics[EXACT_MATCH] == 4 / 6 and metrics["loss"] > 0
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    turns = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "a square"}]
+    return {key: value for key, value in ({"image": "a.png", "conversations": turns} | changes).items() if value}
+
+
+def write(folder: Path, records: Any) -> dict[str, Any]:
+    Image.new("RGB", (9, 5), (255, 0, 0)).save(folder / "a.png")
+    (folder / "data.json").write_text(json.dumps(records), encoding="utf-8")
+    return {"source": str(folder / "data.json"), "sequence_length": 40}
+
+
+VISION = {"vision_config": LLAVA["vision_config"] | {"image_size": 8, "num_channels": 3}}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (record(image=None), 'record 3 of data.json has no field "image"'),
+        (record(conversations=None), 'record 3 of data.json has no field "conversations"'),
+        (record(conversations=[{"from": "human"}, {}]), 'record 3 .* turn 0 .* has no field "value"'),
+        (record(conversations=[{"from": "gpt", "value": "x"}, {}]), 'turn 0 .*"from" is \'gpt\'; expected "human"'),
+        (record(conversations=[{"from": "human", "value": "x"}]), "has 1 turns"),
+        (
+            record(conversations=[{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]),
+            "record 3 .*<image> 0 times",
+        ),
+        (record(image="b.png"), r"the image .*b\.png cannot be read"),
+        (record(image="bad.png"), r"the image .*bad\.png does not decode"),
+        ("text", "record 3 of data.json: expected a table"),
+    ],
+)
+def test_mistakes_in_records(bad, message, tmp_path):
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    data = write(tmp_path, [record(), record(), record(), bad])
+    config = parse_config(tables(data=data, optim={"batch": 1}, model={"config": LLAVA | VISION}))
+    with pytest.raises(ConfigError, match=message):
+        ImageTextTask.load(config, NullProgress())
+
+
+def test_files_are_read_and_too_few_or_too_long_are_errors(tmp_path):
+    data = write(tmp_path, [record()] * 10)
+    config = parse_config(tables(data=data, model={"config": LLAVA | VISION}))
+    inputs, targets = ImageTextTask.load(config, NullProgress()).batch(0, 0, 8)
+    assert inputs["pixel_values"].shape == (8, 3, 8, 8)
+    torch.testing.assert_close(inputs["pixel_values"][0, :, 0, 0], torch.tensor([1.0, -1.0, -1.0]))
+    assert len(targets.unique(dim=0)) == 1
+    few = parse_config(tables(data=data, optim={"batch": 9}, model={"config": LLAVA | VISION}))
+    with pytest.raises(ConfigError, match=r"8 examples to train on .* fewer than optim.batch = 9"):
+        ImageTextTask.load(few, NullProgress())
+    short = parse_config(tables(data=data | {"sequence_length": 5}, model={"config": LLAVA | VISION}))
+    with pytest.raises(ConfigError, match=r"too short for 10 of 10 records: record 0 .* 4 of them the image's"):
+        ImageTextTask.load(short, NullProgress())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": {"tp": 2}}, "parallel.tp = 2 is for language models"),
+        ({"data": {"split": "test"}}, "data.split is for text"),
+        (
+            {"model": {"config": LLAVA | {"text_config": {"model_type": "qwen2", "hiden_size": 3}}}},
+            "text_config.hiden_size",
+        ),
+        ({"model": {"config": LLAVA | {"vision_config": {"model_type": "siglip_vision"}}}}, "siglip_vision_model"),
+        ({"model": {"frozen": ["vision_towr"]}}, "did you mean 'vision_tower'"),
+        ({"model": {"frozen": ["model", "lm_head"]}}, "freezes all of LlavaForConditionalGeneration"),
+        ({"model": {"type": "llama", "config": {}}}, "not a vision-language model"),
+    ],
+)
+def test_mistakes(changes, message, task):
+    with pytest.raises(ConfigError, match=message):
+        config = parse_config(tables(**changes))
+        check_model(config.model, ImageTextTask.kind)
+        ImageTextTask.load(config, NullProgress())
+        ImageTextTask(config, task.data).build()
+
+
+def test_patterns_match_whole_names_and_ends(task):
+    for patterns, trained in [(ALIGN, "multi_modal_projector"), (["model.*", "model"], "lm_head")]:
+        model = task.build()
+        freeze(model, patterns)
+        assert {trained} == {
+            next(part for part in name.split(".") if part in ("multi_modal_projector", "lm_head"))
+            for name, parameter in model.named_parameters() if parameter.requires_grad
+        }  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_frozen_parameters_have_no_states_and_the_plan_agrees(task):
+    states, planned = [], []
+    for frozen in ([], ALIGN):
+        config = parse_config(tables(model={"frozen": frozen}, precision={"level": "fp8"}))
+        trainer = Trainer(config, task.data, CPU)
+        before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+        trainer.train_step()
+        tensors = trainer.optimizer.tensors()
+        states.append(sum(tensor.nbytes for tensor in tensors.values()))
+        planned.append(plan_memory(config, device="cpu").largest["optimizer states"])
+        changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+        if frozen:
+            assert all("multi_modal_projector" in name for name in (*changed, *tensors)) and len(changed) == 4
+    assert states[1] < states[0] / 10
+    # The plan rounds each of the tensors up to 64 bytes, and counts 300 rows of the vocabulary.
+    assert planned == pytest.approx(states, rel=0.15)
+
+
+@pytest.mark.thorough
+def test_a_run_measures_resumes_and_is_the_start_of_the_next_stage(tmp_path):
+    settings = tables(
+        run={"save_every": 2, "eval_every": 4}, model={"frozen": ALIGN}, precision={"level": "fp8"},
+        optim={"batch": 128, "micro_batches": 2},
+    )  # fmt: skip
+    config = parse_config(settings)
+    result = run(config, out=tmp_path / "whole")
+    assert [row.step for row in read_metrics(tmp_path / "whole") if row.held_out] == [4, 6]
+    assert result.held_out.keys() == {EXACT_MATCH, "loss"} and result.tokens == 6 * 128 * 20
+    with pytest.raises(RuntimeError, match="killed"):
+        run(config, out=tmp_path / "halves", progress=At(3, fail))
+    run(config, out=tmp_path / "halves", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "halves")
+    start = latest_checkpoint(tmp_path / "whole")
+    model = {"path": str(start), "type": None, "config": None, "frozen": ["vision_tower"]}
+    later = run(parse_config(settings | {"model": {k: v for k, v in model.items() if v}}), out=tmp_path / "later")
+    assert later.losses.first < result.losses.first
+
+
+def job(settings, out):
+    """One rank of a run."""
+    return run(parse_config(settings), out=Path(out))
+
+
+@pytest.mark.thorough
+@pytest.mark.dist
+@pytest.mark.parametrize("frozen", [[], ["vision_tower"]], ids=["all", "frozen"])
+@pytest.mark.parametrize("layout", ["dp_replicate", "dp_shard"])
+def test_two_ranks_equal_one(gloo, layout, frozen, tmp_path):  # noqa: F811
+    settings = tables(
+        run={"steps": 4}, optim={"batch": 128, "micro_batches": 2}, precision={"parameters": "fp32"}, model={"frozen": frozen}
+    )
+    parallel = {"dp_replicate": 1, "dp_shard": 1} | {layout: 2, "fp8_comm": "off"}
+    gloo.run(job, 2, settings | {"parallel": parallel}, str(tmp_path / "two"))
+    job(settings, tmp_path / "one")
+    losses = [[row.loss for row in read_metrics(tmp_path / name)] for name in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)  # bf16 autocast rounds sums of other rows otherwise
+
+
+@pytest.mark.thorough
+def test_the_large_configuration_shrinks():
+    config = load_config(CONFIGS / "nvila-like-8b.toml", change=change_of(True))
+    model = task_of(config)(config, ImageTextTask.stand_in(config)).build(weights=False)
+    parts = dict(model.model.named_children())
+    assert parts.keys() == {"vision_tower", "multi_modal_projector", "language_model"}
+    assert sum(p.numel() for p in model.parameters()) < 6e6
+
+
+def test_a_folder_of_images_for_each_class(tmp_path):
+    settings = tables(model={"type": "vit", "config": {**SIZES, "patch_size": 4, "image_size": 8}})
+    for name, colour in (("red", (255, 0, 0)), ("blue", (0, 0, 255))):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(5):
+            Image.new("RGB", (12, 12), colour).save(tmp_path / "images" / name / f"{number}.png")
+    settings["data"] = {"task": "image-classification", "source": str(tmp_path / "images")}
+    config = parse_config(settings)
+    kind = task_of(config)
+    data = kind.load(config, NullProgress())
+    pixels, labels = data.batch(0, 0, 8)
+    assert data.names == ("blue", "red") and labels.sum() == 4
+    assert torch.equal(pixels[:, 0, 0, 0] == 1, labels == 1)
+    assert kind(config, data).build().config.id2label == {0: "blue", 1: "red"}
+    (tmp_path / "images" / "red" / "3.png").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"the image .*3\.png does not decode"):
+        kind.load(config, NullProgress())
+
+
+@pytest.mark.slow
+def test_exact_answers_in_fp8_are_those_in_bf16(tmp_path):
+    shares = {}
+    for level in ("bf16", "fp8"):
+        config = load_config(CONFIGS / "vlm-digits.toml", [f"precision.level={level}", "run.device=cpu"])
+        shares[level] = run(config, out=tmp_path / level).held_out[EXACT_MATCH]
+    assert min(shares.values()) >= 0.95 and abs(shares["fp8"] - shares["bf16"]) <= 0.01
