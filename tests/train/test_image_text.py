@@ -109,7 +109,8 @@ def test_exact_match_is_that_of_greedy_decoding(task):
         if number % 3 == 0:
             data._targets[row, 11] = (answer[-1] + 1) % 256
     data.held_out = 6
-    metrics = ImageTextTask(task.config, data).evaluate(model, CPU)
+    with torch.no_grad():
+        metrics = ImageTextTask(task.config, data).evaluate(model, CPU)
     assert metrics[EXACT_MATCH] == 4 / 6 and metrics["loss"] > 0
 
 
@@ -250,7 +251,10 @@ def job(settings, out):
 @pytest.mark.parametrize("layout", ["dp_replicate", "dp_shard"])
 def test_two_ranks_equal_one(gloo, layout, frozen, tmp_path):  # noqa: F811
     settings = tables(
-        run={"steps": 4}, optim={"batch": 128, "micro_batches": 2}, precision={"parameters": "fp32"}, model={"frozen": frozen}
+        run={"steps": 4},
+        optim={"batch": 128, "micro_batches": 2},
+        precision={"parameters": "fp32"},
+        model={"frozen": frozen},
     )
     parallel = {"dp_replicate": 1, "dp_shard": 1} | {layout: 2, "fp8_comm": "off"}
     gloo.run(job, 2, settings | {"parallel": parallel}, str(tmp_path / "two"))
