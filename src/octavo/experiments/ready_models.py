@@ -176,34 +176,13 @@ def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path
         for name, part in parts.items()
         for line in ("", f"[model.config.{name}]", *(f"{key} = {_toml(value)}" for key, value in part.items()))
     ]
-    own_data = [
-        "[data]",
-        _with('source = "data/*.txt"', "your text; docs/training.md lists the formats"),
-        f"sequence_length = {model.sequence}",
-        _with(
-            f"vocab_size = {model.config.get('vocab_size')}",
-            "of the BPE trained on it; or tokenizer = a folder with one",
-        ),
-    ]
-    if model.task == "image-text":
-        own_data = [
-            "[data]",
-            'task = "image-text"',
-            _with('source = "data/train.json"', "your conversations about images, in LLaVA's form"),
-            _with('images = "data/images"', "the folder of the images that it names"),
-            _with(f"sequence_length = {model.sequence}", "with the features of the image"),
-            _with(
-                f"vocab_size = {parts['text_config']['vocab_size'] - SPARE_ROWS}",
-                "of the BPE trained on them; or tokenizer = a folder with one",
-            ),
-        ]
     body = [
         "[run]",
         f'name = "{model.name}"',
         "steps = 10000",
         "save_every = 500",
         "",
-        *own_data,
+        *_data(model),
         "",
         "[model]",
         _with(f'type = "{model.type}"', 'or, instead of this line and the table below, path = "a/local/checkpoint"'),
@@ -232,6 +211,32 @@ def render(model: ReadyModel, layout: Layout, steps: Sequence[PlannedStep], path
         _with("dp_shard = -1", "FSDP2: the GPUs of a copy share parameters, gradients and moments"),
     ]
     return "\n".join([*(f"# {line}".rstrip() for line in head), "", *body, ""])
+
+
+def _data(model: ReadyModel) -> list[str]:
+    """The section `[data]`."""
+    lines = [
+        "[data]",
+        _with('source = "data/*.txt"', "your text; docs/training.md lists the formats"),
+        f"sequence_length = {model.sequence}",
+        _with(
+            f"vocab_size = {model.config.get('vocab_size')}",
+            "of the BPE trained on it; or tokenizer = a folder with one",
+        ),
+    ]
+    if model.task == "image-text":
+        lines = [
+            "[data]",
+            'task = "image-text"',
+            _with('source = "data/train.json"', "your conversations about images, in LLaVA's form"),
+            _with('images = "data/images"', "the folder of the images that it names"),
+            _with(f"sequence_length = {model.sequence}", "with the features of the image"),
+            _with(
+                f"vocab_size = {model.config['text_config']['vocab_size'] - SPARE_ROWS}",
+                "of the BPE trained on them; or tokenizer = a folder with one",
+            ),
+        ]
+    return lines
 
 
 def _commands(path: str, gpus: int, gpu: str) -> list[str]:
