@@ -66,9 +66,14 @@ def table(name: str, section: type[Section]) -> str:
     return "\n".join(lines) + "\n" + nested
 
 
+def section_of(annotation: Any) -> type[Section]:
+    """The section of a field, which may be optional."""
+    return next(part for part in (annotation, *get_args(annotation)) if isinstance(part, type) and part is not NoneType)
+
+
 def document() -> str:
     """The whole page."""
-    return HEAD + "".join(table(name, field.annotation) for name, field in TrainConfig.model_fields.items())
+    return HEAD + "".join(table(name, section_of(field.annotation)) for name, field in TrainConfig.model_fields.items())
 
 
 def main(arguments: list[str]) -> None:

@@ -19,7 +19,7 @@ STEPS = 100
 
 def curve(start, end, steps=STEPS):
     """A straight loss."""
-    series = dict.fromkeys(("lr", "grad_norm", "tokens_per_s"), np.ones(steps))
+    series = dict.fromkeys(("lr", "grad_norm", "tokens_per_s", "held_out"), np.ones(steps))
     return Curves(step=np.arange(1, steps + 1), loss=np.linspace(start, end, STEPS)[:steps], **series)
 
 
@@ -63,6 +63,27 @@ def test_a_verdict_is_that_of_the_losses(gaps, verdict, outcome, words):
     assert re.search(words, arm.losses.sentence)
     assert arm.notes[: len(arm.losses.notes)] == arm.losses.notes
     assert any("do its settings change anything?" in note for note in arm.notes) == (not any(gaps))
+
+
+@pytest.mark.parametrize(
+    ("gaps", "held_out", "code"), [((2.0, 2.1, 1.9), (0.1, -0.1, 0.05), 1), ((0.1, -0.1, 0.05), (2.0, 2.1, 1.9), 1)]
+)
+def test_held_out_losses_have_a_verdict_of_their_own(gaps, held_out, code, tmp_path):
+    arms = [runs("base", BASE), runs("arm", gap(*gaps))]
+    for arm, losses in zip(arms, (BASE, gap(*held_out)), strict=True):
+        for one, loss in zip(arm.results, losses, strict=True):
+            object.__setattr__(one, "held_out", {"loss": loss, "loss_high_precision": 1.0})
+    comparison = compare_arms(arms)
+    verdicts = [losses.arms[0].verdict for losses in (comparison.losses, comparison.held_out)]
+    assert sorted(verdicts) == ["indistinguishable", "worse"]
+    assert verdicts[0] == compare_arms([runs("base", BASE), runs("arm", gap(*gaps))]).losses.arms[0].verdict
+    assert comparison.exit_code == code and to_json(comparison)["outcome"] == "fail"
+    assert to_json(comparison)["held_out"]["arms"]["arm"]["verdict"] == verdicts[1]
+    assert {row.label: row.values for row in comparison_rows(comparison)}["held-out verdict"] == ["", verdicts[1]]
+    write_comparison(comparison, ["", ""], tmp_path)
+    assert f"held-out loss: {verdicts[1]}" in (tmp_path / "report.html").read_text()
+    object.__setattr__(arms[0].results[0], "held_out", None)
+    assert compare_arms(arms).held_out is None
 
 
 def test_limits_go_through():

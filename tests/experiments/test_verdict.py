@@ -52,6 +52,17 @@ def test_the_sentence_says_what_the_numbers_say(tail: float, status: str, words:
     assert ("is within" in pair_verdict.sentence) == (status == "within")
 
 
+def test_the_held_out_loss_has_a_sentence_of_its_own() -> None:
+    pair_verdict = verdict(result(tail=3.0, held_out={"loss": 3.2}), result(FP8, tail=3.0, held_out={"loss": 3.3}))
+    assert (pair_verdict.status, pair_verdict.held_out_status) == ("within", "above")
+    assert (
+        "held-out loss is not within 1 % of BF16's at the end: it is higher, 3.3000" in pair_verdict.held_out_sentence
+    )
+    assert "3.0000 against 3.0000" in pair_verdict.sentence
+    without = verdict(result(held_out={"loss": 3.2}), result(FP8, held_out={"loss": None}))
+    assert without.held_out_sentence == "" and without.held_out_gap is None
+
+
 def test_few_steps_are_no_claim() -> None:
     pair_verdict = verdict(result(tail=3.0, steps=12), result(FP8, tail=3.001, steps=12))
     assert pair_verdict.status == "none" and pair_verdict.tail_gap == pytest.approx(0.001)

@@ -12,13 +12,13 @@ import torch
 from tiny_runs import MakeConfig, Recorder, sentences
 
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.data import corpus as data
 from octavo.train.data import source
+from octavo.train.data import token_cache as data
 from octavo.train.data.corpus import Corpus, load_corpus
 from octavo.train.data.tokenizer import END
 from octavo.train.record.metrics import NullProgress
 
-ENTRY = {"digests.json", "facts.json", "ids.bin", "tokenizer.json"}
+ENTRY = {"digests.json", "documents.bin", "facts.json", "ids.bin", "tokenizer.json"}
 
 
 def corpus(config: TrainConfig) -> Corpus:
@@ -261,7 +261,7 @@ def test_two_builders_of_one_entry(make_config: MakeConfig, tmp_path: Path, monk
 
     monkeypatch.setattr(data, "_publish", overtaken)
     loaded = corpus(config)
-    assert [path.name for path in tmp_path.iterdir()] == [loaded.fingerprint[:24]]
+    assert [path.name for path in tmp_path.iterdir()] == [loaded.fingerprint[:24] + data.LAYOUT]
 
 
 def test_text_that_spells_a_special_token_stays_text(make_config: MakeConfig, tmp_path: Path) -> None:

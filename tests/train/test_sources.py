@@ -17,8 +17,8 @@ from pyarrow import parquet
 from tiny_runs import MakeConfig, Recorder, sentences
 
 from octavo.train.config.run_config import ConfigError, TrainConfig
-from octavo.train.data import corpus as data
 from octavo.train.data import documents, source
+from octavo.train.data import token_cache as data
 from octavo.train.data.corpus import Corpus, load_corpus
 from octavo.train.data.tokenizer import END
 from octavo.train.record.metrics import NullProgress

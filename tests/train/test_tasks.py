@@ -74,7 +74,8 @@ MISTAKES = [
     ({"data": {"sequence_length": 4}}, "an image has one target"),
     ({"parallel": {"tp": 2}}, "parallel.tp = 2 is for language models"),
     ({"parallel": {"pp": 2}}, "parallel.pp = 2 is for language models"),
-    ({"data": {"task": "language", "sequence_length": 4}, "run": {"eval_every": 2}}, "text has no held-out part"),
+    ({"data": {"task": "language", "sequence_length": 4}, "run": {"eval_every": 2}}, "set eval.every instead"),
+    ({"eval": {"fraction": 0.1}}, "eval.fraction = 0.1 is for text"),
 ]
 
 
@@ -107,7 +108,7 @@ def test_a_wrong_number_of_classes(digits):
 
 @pytest.mark.thorough
 def test_a_run_measures_and_resumes_bit_for_bit(tmp_path):
-    config = parse_config(tables(run={"save_every": 2, "eval_every": 4}, precision={"level": "fp8"}))
+    config = parse_config(tables(run={"save_every": 2}, eval={"every": 4}, precision={"level": "fp8"}))
     result = run(config, out=tmp_path / "whole")
     rows = read_metrics(tmp_path / "whole")
     assert [row.step for row in rows if row.held_out] == [4, 6]

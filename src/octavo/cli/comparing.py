@@ -291,6 +291,10 @@ def _show(comparison: "Comparison", folder: Path) -> None:
     console.print(table)
     for arm in comparison.arms:
         _print_verdict(arm.losses, arm.notes)
+    if comparison.held_out is not None:
+        print_plain(console, "On held-out data:")
+        for losses in comparison.held_out.arms:
+            _print_verdict(losses, losses.notes)
     for note in comparison.notes:
         print_plain(console, note)
     print_plain(console, f"\nreport   {folder / 'report.html'}\nresult   {folder / 'compare.json'}\nruns     {folder}")

@@ -14,7 +14,8 @@ from octavo.experiments.compare_verdict import ArmRuns, ArmVerdict, Comparison, 
 from octavo.experiments.curves import Curves, Floats, gap_percent, smooth
 from octavo.experiments.page import render
 from octavo.experiments.run_report import SummaryRow, config_differences
-from octavo.inspect.compare import Verdict, percent, signed
+from octavo.inspect.compare import ArmLosses, Verdict, percent, signed
+from octavo.train.record.metrics import finite
 from octavo.train.record.outputs import check_kind
 
 FILES = ("compare.json", "report.html")
@@ -68,23 +69,41 @@ def comparison_rows(comparison: Comparison) -> list[SummaryRow]:
     failed = [f"{len(seeds)} of {len(comparison.seeds)}" if seeds else "–" for seeds in failures]
     return [
         row("mean loss, last 10 % of steps", _loss(runs[0]), [_loss(run) for run in runs[1:]]),
-        row(f"above {comparison.baseline}", "", [_interval(arm) for arm in arms]),
+        row(f"above {comparison.baseline}", "", [_interval(arm.losses) for arm in arms]),
         row("detectable, about 90 % power", "", [_detectable(arm) for arm in arms]),
         *([row("failed", failed[0], failed[1:])] if any(failures) else []),
         row("tokens/s", "1.00 ×", ratios("speed")),
         row("saved for backward, bytes/token", "1.00 ×", ratios("memory")),
         *(row(label, values[0], values[1:]) for label, values in taken.items()),
         row("verdict", "", [arm.losses.verdict for arm in arms]),
+        *_held_out_rows(comparison),
     ]
+
+
+def _held_out_rows(comparison: Comparison) -> list[SummaryRow]:
+    """Losses on held-out data and their verdicts, if there are any."""
+    if comparison.held_out is None:
+        return []
+    arms = comparison.held_out.arms
+    means = [_mean([loss for seed in run.seeds if np.isfinite(loss := run.held_out(seed))]) for run in comparison.runs]
+    return [
+        SummaryRow(label="held-out loss", values=means),
+        SummaryRow(label=f"held-out, above {comparison.baseline}", values=["", *(_interval(arm) for arm in arms)]),
+        SummaryRow(label="held-out verdict", values=["", *(arm.verdict for arm in arms)]),
+    ]
+
+
+def _mean(losses: Sequence[float]) -> str:
+    return f"{np.mean(losses):.4f}" if losses else "–"
 
 
 def _loss(run: ArmRuns) -> str:
     losses = [run.loss(seed) for seed in run.seeds if seed not in run.diverged]
-    return f"{np.mean(losses):.4f}" if losses else "–"
+    return _mean(losses)
 
 
-def _interval(arm: ArmVerdict) -> str:
-    if (test := arm.losses.test) is None:
+def _interval(losses: ArmLosses) -> str:
+    if (test := losses.test) is None:
         return "–"
     return f"{signed(test.mean)} % ({signed(test.low)} to {signed(test.high)})"
 
@@ -98,7 +117,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     return {
         "octavo": __version__,
         "exit_code": comparison.exit_code,
-        "outcome": comparison.losses.outcome,
+        "outcome": comparison.outcome,
         "confidence": comparison.confidence,
         "margin_percent": comparison.margin,
         "planned_seeds": comparison.losses.planned,
@@ -111,6 +130,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             _run_json(comparison.runs[0]) | {"time_to_loss": _time_json(comparison.time_to_loss)},
             *(_run_json(run) | _arm_json(arm) for run, arm in zip(comparison.runs[1:], comparison.arms, strict=True)),
         ],
+        "held_out": None if comparison.held_out is None else comparison.held_out.to_json(),
         "notes": list(comparison.notes),
     }
 
@@ -120,6 +140,7 @@ def _run_json(run: ArmRuns) -> dict[str, Any]:
         "name": run.name,
         "settings": list(run.settings),
         "losses": {str(seed): None if seed in run.diverged else run.loss(seed) for seed in run.seeds},
+        "held_out_losses": {str(seed): finite(run.held_out(seed)) for seed in run.seeds},
         "steps": {str(seed): result.steps for seed, result in zip(run.seeds, run.results, strict=True)},
         "tokens_per_s": {str(s): result.tokens_per_s for s, result in zip(run.seeds, run.results, strict=True)},
     }

@@ -32,7 +32,7 @@ from octavo.train.ranks import Ranks, join_ranks
 from octavo.train.record.metrics import METRICS_FILE, RESULT_FILE, Progress, RunResult, read_metrics
 from octavo.train.record.outputs import CONFIG_FILE, RUN_MARKERS
 
-SHARED_SECTIONS = ("run", "model", "data")
+SHARED_SECTIONS = ("run", "model", "data", "eval")
 """Sections that all arms share."""
 SHARED_KEYS = ("optim.batch",)
 FREE_KEYS = FREE - {"data.source"}

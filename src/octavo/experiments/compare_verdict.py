@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.experiments.curves import Curves, Floats, smooth
-from octavo.inspect.compare import ArmLosses, LossComparison, compare_losses
+from octavo.experiments.verdict import held_out_loss
+from octavo.inspect.compare import EXIT_CODES, ArmLosses, LossComparison, Outcome, compare_losses
 from octavo.inspect.paired_test import CONFIDENCE, MOST_SEEDS
-from octavo.train.record.metrics import RunResult
+from octavo.train.record.metrics import LOSS, RunResult
 
 STOPPED = 4
 """Exit code of a comparison that was stopped before its last run: the same command goes on."""
@@ -45,6 +46,17 @@ class ArmRuns:
         """Mean loss over the last 10 % of the steps; NaN of a run that diverged."""
         losses = self.results[self.seeds.index(seed)].losses
         return math.nan if seed in self.diverged or losses is None else losses.tail_mean
+
+    def held_out(self, seed: int) -> float:
+        """Last loss on held-out data; NaN of a run that diverged, or without one."""
+        loss = held_out_loss(self.results[self.seeds.index(seed)])
+        return math.nan if seed in self.diverged or loss is None else loss
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether each run that did not diverge has measured a loss on held-out data."""
+        pairs = zip(self.seeds, self.results, strict=True)
+        return all(seed in self.diverged or LOSS in (result.held_out or {}) for seed, result in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +107,8 @@ class Comparison:
     """All arms beside the first.
 
     Attributes:
-        losses: The verdicts on the losses.
+        losses: The verdicts on the losses in training.
+        held_out: The same on the losses on held-out data; None without them.
         margin: The largest gap in loss that passes, in percent; None for none that was given.
         confidence: Of all verdicts together.
         loss: The baseline's loss, mean over the seeds on which it ended; None if it ended on none.
@@ -107,6 +120,7 @@ class Comparison:
     """
 
     losses: LossComparison
+    held_out: LossComparison | None
     margin: float | None
     confidence: float
     loss: float | None
@@ -128,8 +142,14 @@ class Comparison:
 
     @property
     def exit_code(self) -> int:
-        """Of the command."""
-        return self.losses.exit_code
+        """Of the command: the worse of both verdicts."""
+        verdicts = [self.losses, *([] if self.held_out is None else [self.held_out])]
+        return max((verdict.exit_code for verdict in verdicts), key=(0, 3, 1).index)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What `exit_code` stands for."""
+        return next(outcome for outcome, code in EXIT_CODES.items() if code == self.exit_code)
 
 
 def compare_arms(
@@ -141,15 +161,21 @@ def compare_arms(
 ) -> Comparison:
     """Compare the arms `runs[1:]` with `runs[0]`, all of the same seeds and steps."""
     baseline, *others = runs
-    verdicts = compare_losses(
-        [baseline.loss(seed) for seed in baseline.seeds],
-        {run.name: [run.loss(seed) for seed in run.seeds] for run in others},
-        margin=margin,
-        confidence=confidence,
-        max_seeds=max_seeds,
-        seeds=baseline.seeds,
-        baseline_name=baseline.name,
+    verdicts, held_out = (
+        compare_losses(
+            [loss(baseline, seed) for seed in baseline.seeds],
+            {run.name: [loss(run, seed) for seed in run.seeds] for run in others},
+            margin=margin,
+            confidence=confidence,
+            max_seeds=max_seeds,
+            seeds=baseline.seeds,
+            baseline_name=baseline.name,
+        )
+        if exists
+        else None
+        for loss, exists in ((ArmRuns.loss, True), (ArmRuns.held_out, _have_held_out(runs)))
     )
+    assert verdicts is not None
     times = times_to_loss(runs)
     arms = tuple(
         ArmVerdict(
@@ -164,6 +190,7 @@ def compare_arms(
     losses = [baseline.loss(seed) for seed in baseline.seeds if seed not in baseline.diverged]
     return Comparison(
         losses=verdicts,
+        held_out=held_out,
         margin=margin,
         confidence=confidence,
         loss=statistics.fmean(losses) if losses else None,
@@ -173,6 +200,10 @@ def compare_arms(
         notes=tuple(_notes(runs, verdicts)),
         runs=tuple(runs),
     )
+
+
+def _have_held_out(runs: Sequence[ArmRuns]) -> bool:
+    return all(run.has_held_out for run in runs) and any(result.held_out for run in runs for result in run.results)
 
 
 def _arm_notes(run: ArmRuns, losses: ArmLosses) -> list[str]:

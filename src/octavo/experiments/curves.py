@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.train.record.metrics import StepMetrics
+from octavo.train.record.metrics import LOSS, StepMetrics
 
 Floats = NDArray[np.float64]
 Steps = NDArray[np.int64]
@@ -26,6 +26,7 @@ class Curves:
         lr: Learning rate of the step.
         grad_norm: Global L2 norm of the gradient before clipping.
         tokens_per_s: Target tokens per second of the step.
+        held_out: Loss on held-out data after the step; NaN in most.
     """
 
     step: Steps
@@ -33,6 +34,7 @@ class Curves:
     lr: Floats
     grad_norm: Floats
     tokens_per_s: Floats
+    held_out: Floats
 
     @classmethod
     def of(cls, rows: Sequence[StepMetrics]) -> "Curves":
@@ -47,6 +49,7 @@ class Curves:
             lr=column("lr"),
             grad_norm=column("grad_norm"),
             tokens_per_s=column("tokens_per_s"),
+            held_out=np.array([(row.held_out or {}).get(LOSS) for row in rows], dtype=np.float64),
         )
 
 

@@ -14,7 +14,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from octavo.experiments.run_report import summary_rows
+from octavo.experiments.run_report import held_out_label, held_out_text, summary_rows
 from octavo.experiments.verdict import PairVerdict, arm_name
 from octavo.train.config.run_config import TrainConfig
 from octavo.train.record.metrics import RunResult, StepMetrics
@@ -82,6 +82,9 @@ class ProgressBars:
         self._bars.update(self._task, completed=row.step, row=row)
         if not self._console.is_terminal and 10 * row.step // self._steps > 10 * (row.step - 1) // self._steps:
             self._print(f"{self._label}  step {row.step}/{self._steps}  {_numbers(row, self._unit).plain}", "")
+        if row.held_out:
+            shown = ", ".join(f"{held_out_label(name)} {held_out_text(name, v)}" for name, v in row.held_out.items())
+            self._print(f"{self._label}  step {row.step}  {shown}", "")
 
     def note(self, text: str) -> None:
         """Print a notice."""
@@ -115,8 +118,10 @@ def summary_table(results: Sequence[RunResult]) -> Table:
 
 
 def verdict_text(verdict: PairVerdict) -> Text:
-    """The verdict's sentence and, below it, its notes."""
+    """The verdict's sentences and, below them, its notes."""
     text = Text(verdict.sentence, style=STATUS_STYLES[verdict.status])
+    if verdict.held_out_sentence:
+        text.append(f"\n{verdict.held_out_sentence}", style=STATUS_STYLES[verdict.held_out_status])
     for note in verdict.notes:
         text.append(f"\n{note}", style="not bold default")
     return text

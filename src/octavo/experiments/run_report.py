@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from octavo.inspect.findings import Finding
 from octavo.inspect.stats import OperandStats
 from octavo.train.disk import write_file
 from octavo.train.record.events import read_events
-from octavo.train.record.metrics import RunResult, read_metrics
+from octavo.train.record.metrics import LOSS, LOSS_HIGH_PRECISION, RunResult, read_metrics
 from octavo.train.record.outputs import LAYERS_FILE, check_kind
 from octavo.train.record.statistics import all_findings, limits_of, read_statistics
 
@@ -134,7 +134,15 @@ def summary_rows(results: Sequence[RunResult]) -> list[SummaryRow]:
     unit = units.replace("s/", "/").removesuffix("s")
     measured = dict.fromkeys(name for result in results for name in result.held_out or {})
     return [
-        *(row(f"{name}, held-out", partial(_metric, name), *_format_of(name)) for name in measured),
+        *(
+            row(
+                held_out_label(name),
+                partial(_metric, name),
+                _held_out_format(name),
+                "gap" if _is_loss(name) else "points",
+            )
+            for name in measured
+        ),
         row("mean loss, last 10 % of steps", lambda r: r.losses.tail_mean if r.losses else None, "{:.4f}", "gap"),
         row("final loss", lambda r: r.losses.final if r.losses else None, "{:.4f}", "gap"),
         row("first loss", lambda r: r.losses.first if r.losses else None, "{:.4f}", "gap"),
@@ -149,9 +157,24 @@ def summary_rows(results: Sequence[RunResult]) -> list[SummaryRow]:
     ]
 
 
-def _format_of(metric: str) -> tuple[str, str]:
-    """The format of a metric and of its difference: losses are numbers, all others shares."""
-    return ("{:.4f}", "gap") if metric.endswith("loss") else ("{:.2%}", "points")
+def held_out_label(name: str) -> str:
+    """A metric on held-out data for people."""
+    return {LOSS: "held-out loss", LOSS_HIGH_PRECISION: "held-out loss in high precision"}.get(
+        name, f"{name}, held-out"
+    )
+
+
+def held_out_text(name: str, value: float | None) -> str:
+    """The value of a metric on held-out data."""
+    return "not finite" if value is None else _held_out_format(name).format(value)
+
+
+def _held_out_format(name: str) -> str:
+    return "{:.4f}" if _is_loss(name) else "{:.2%}"
+
+
+def _is_loss(name: str) -> bool:
+    return name in (LOSS, LOSS_HIGH_PRECISION)
 
 
 def _metric(name: str, result: RunResult) -> float | None:
@@ -252,6 +275,11 @@ def _tiles(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> list[dict[str,
             speed = tile(pair.prediction.gain, "{:.2f} ×", label)
         return [
             tile(pair.tail_gap_percent, "{:+.2f} %", "loss gap, mean of the last 10 % of steps"),
+            *(
+                [tile(pair.held_out_gap_percent, "{:+.2f} %", "gap of the held-out loss")]
+                if pair.held_out_sentence
+                else []
+            ),
             tile(pair.memory_ratio, "{:.2f} ×", f"{pair.baseline}'s bytes saved for backward"),
             tile(pair.state_ratio, "{:.2f} ×", f"{pair.baseline}'s bytes of optimizer states"),
             speed,
@@ -259,7 +287,10 @@ def _tiles(runs: list[LoggedRun], verdicts: list[PairVerdict]) -> list[dict[str,
     if len(runs) == 1:
         result = runs[0].result
         return [
-            *(tile(value, _format_of(name)[0], f"{name}, held-out") for name, value in (result.held_out or {}).items()),
+            *(
+                tile(value, _held_out_format(name), held_out_label(name))
+                for name, value in (result.held_out or {}).items()
+            ),
             tile(result.losses.tail_mean if result.losses else None, "{:.4f}", "mean loss, last 10 % of steps"),
             tile(result.tokens_per_s, "{:,.0f}", f"{result.unit}/s, median"),
             tile(result.saved_bytes_per_token, "{:,.0f}", f"saved for backward, bytes/{result.unit.removesuffix('s')}"),
@@ -296,10 +327,16 @@ def _charts(runs: list[LoggedRun]) -> dict[str, list[Chart]]:
             height=FLAT,
             band=BAND_PERCENT,
         )
+    large += chart("Held-out loss", per, _measured(lines("held_out", noisy=False)), height=FLAT, keep=[0])
     small = chart(f"{unit.capitalize()} per second", f"{unit}/s", lines("tokens_per_s"), height=SMALL, keep=[0])
     small += chart("Gradient norm", "L2 norm before clipping", lines("grad_norm"), height=SMALL, keep=[0])
     small += chart("Learning rate", "learning rate", lines("lr", noisy=False), height=SMALL, keep=[0])
     return {"large": large, "small": small}
+
+
+def _measured(lines: Sequence[Line]) -> list[Line]:
+    """Lines without the steps in which nothing was measured."""
+    return [replace(line, x=line.x[mask], y=line.y[mask]) for line in lines if (mask := np.isfinite(line.y)).any()]
 
 
 def config_differences(configs: Sequence[str]) -> list[tuple[str, list[str]]]:

@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from octavo.experiments.predicted import PredictedSpeed
-from octavo.train.record.metrics import RunResult
+from octavo.train.record.metrics import LOSS, RunResult
+
+Status = Literal["within", "above", "below", "none"]
 
 BAND_PERCENT = 1.0
 FEWEST_STEPS = 100
@@ -36,14 +38,17 @@ class PairVerdict:
         speed_ratio: Candidate's tokens/s over the baseline's.
         memory_ratio: Candidate's bytes saved for backward per token over the baseline's.
         state_ratio: Candidate's bytes of optimizer states per parameter over the baseline's.
+        held_out_status: As `status`, of the loss on held-out data at the end; `"none"` without it, too.
+        held_out_gap, held_out_gap_percent: Gap of that loss; None without one of both runs.
         prediction: Predicted speed-up of a larger model on GPUs, if one was made.
-        sentence: The verdict on the loss.
+        sentence: The verdict on the loss in training.
+        held_out_sentence: The verdict on the held-out loss; empty without one.
         notes: What else must be known to read it: speed, memory, seeds.
     """
 
     baseline: str
     candidate: str
-    status: Literal["within", "above", "below", "none"]
+    status: Status
     final_gap: float | None = None
     final_gap_percent: float | None = None
     tail_gap: float | None = None
@@ -51,8 +56,12 @@ class PairVerdict:
     speed_ratio: float | None = None
     memory_ratio: float | None = None
     state_ratio: float | None = None
+    held_out_status: Status = "none"
+    held_out_gap: float | None = None
+    held_out_gap_percent: float | None = None
     prediction: PredictedSpeed | None = None
     sentence: str
+    held_out_sentence: str = ""
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -74,11 +83,7 @@ def verdict(a: RunResult, b: RunResult, prediction: PredictedSpeed | None = None
         return PairVerdict(baseline=baseline, candidate=candidate, status="none", sentence=f"No verdict: {obstacle}.")
     gap, percent = _gap(a.losses.tail_mean, b.losses.tail_mean)
     final_gap, final_percent = _gap(a.losses.final, b.losses.final)
-    status: Literal["within", "above", "below", "none"] = (
-        "within" if abs(percent) <= BAND_PERCENT else "above" if percent > 0 else "below"
-    )
-    if a.steps < FEWEST_STEPS:
-        status = "none"
+    status = _status(percent, a.steps)
     return PairVerdict(
         baseline=baseline,
         candidate=candidate,
@@ -91,7 +96,15 @@ def verdict(a: RunResult, b: RunResult, prediction: PredictedSpeed | None = None
         memory_ratio=_ratio(a.saved_bytes_per_token, b.saved_bytes_per_token),
         state_ratio=_ratio(a.state_bytes_per_parameter, b.state_bytes_per_parameter),
         prediction=prediction,
-        sentence=_sentence(baseline, candidate, status, percent, a, b),
+        sentence=_sentence(
+            f"{candidate}'s loss",
+            f"{baseline}'s",
+            "over the last 10 % of the steps",
+            status,
+            a.steps,
+            (a.losses.tail_mean, b.losses.tail_mean),
+        ),
+        **_held_out(a, b),
         notes=tuple(_notes(a, b, prediction)),
     )
 
@@ -119,25 +132,56 @@ def _gap(baseline: float, candidate: float) -> tuple[float, float]:
     return gap, 100 * gap / baseline
 
 
+def _status(percent: float, steps: int) -> Status:
+    if steps < FEWEST_STEPS:
+        return "none"
+    return "within" if abs(percent) <= BAND_PERCENT else "above" if percent > 0 else "below"
+
+
+def _held_out(a: RunResult, b: RunResult) -> dict[str, Any]:
+    """The fields of a verdict on the held-out losses, where both runs have one."""
+    losses = held_out_loss(a), held_out_loss(b)
+    if losses[0] is None or losses[1] is None or losses[0] <= 0:
+        return {}
+    gap, percent = _gap(losses[0], losses[1])
+    status = _status(percent, a.steps)
+    subject = f"{arm_name(b.precision)}'s held-out loss"
+    sentence = _sentence(
+        subject, f"{arm_name(a.precision)}'s", "at the end", status, a.steps, (losses[0], losses[1])
+    )  # fmt: skip
+    return {
+        "held_out_status": status,
+        "held_out_gap": gap,
+        "held_out_gap_percent": percent,
+        "held_out_sentence": sentence,
+    }
+
+
+def held_out_loss(run: RunResult) -> float | None:
+    """The last loss of a run on held-out data; None if there is none."""
+    return (run.held_out or {}).get(LOSS)
+
+
 def _ratio(baseline: float | None, candidate: float | None) -> float | None:
     return candidate / baseline if baseline and candidate is not None else None
 
 
-def _sentence(baseline: str, candidate: str, status: str, percent: float, a: RunResult, b: RunResult) -> str:
-    assert a.losses is not None and b.losses is not None
-    numbers = f"{b.losses.tail_mean:.4f} against {a.losses.tail_mean:.4f} nats per token, {percent:+.2f} %"
-    where = "over the last 10 % of the steps"
+def _sentence(
+    subject: str, other: str, where: str, status: Status, steps: int, losses: tuple[float, float]
+) -> str:  # fmt: skip
+    """The verdict in words; `losses`: of the baseline and the candidate."""
+    numbers = f"{losses[1]:.4f} against {losses[0]:.4f} nats per token, {_gap(*losses)[1]:+.2f} %"
     if status == "none":
         return (
-            f"No verdict: {a.steps:,} steps are too few, {FEWEST_STEPS} are needed. "
-            f"{candidate} against {baseline} so far: {numbers}."
+            f"No verdict: {steps:,} steps are too few, {FEWEST_STEPS} are needed. "
+            f"{subject} against {other} so far: {numbers}."
         )
     if status == "within":
-        return f"{candidate}'s loss is within {BAND_PERCENT:g} % of {baseline}'s {where}: {numbers}."
+        return f"{subject} is within {BAND_PERCENT:g} % of {other} {where}: {numbers}."
     if status == "above":
-        return f"{candidate}'s loss is not within {BAND_PERCENT:g} % of {baseline}'s {where}: it is higher, {numbers}."
+        return f"{subject} is not within {BAND_PERCENT:g} % of {other} {where}: it is higher, {numbers}."
     return (
-        f"{candidate}'s loss is more than {BAND_PERCENT:g} % below {baseline}'s {where}: {numbers}. "
+        f"{subject} is more than {BAND_PERCENT:g} % below {other} {where}: {numbers}. "
         "One seed does not show that it is better."
     )
 

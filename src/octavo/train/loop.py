@@ -140,6 +140,8 @@ def _load_data(config: TrainConfig, ranks: Ranks, progress: Progress) -> TaskDat
     built = ranks.raise_together(lambda: load() if ranks.local == 0 else None, group=group)
     data: TaskData = ranks.raise_together(lambda: built or load(), group=group)
     ranks.check_same({"the content of data.source": data.fingerprint[:12]})
+    if (held_out := task_of(config)(config, data).held_out) is not None:
+        ranks.check_same({"the content of the data to evaluate on": held_out.fingerprint[:12]})
     if data.skipped:
         progress.note(f"{data.skipped} files of the data were left out: not UTF-8")
     return data
@@ -180,7 +182,10 @@ def _read_state(trainer: Trainer, checkpoint: Path, data: Data) -> dict[str, Any
     """Read the state of a checkpoint. Raises ConfigError if its run used other data."""
     state = read_trainer_state(checkpoint)
     if state["data"] != trainer.task.data.fingerprint:
-        raise ConfigError(f"{checkpoint} is of a run on other data: the content of {data.source} has changed")
+        raise ConfigError(
+            f"{checkpoint} is of a run on other data: the content of {data.source} has changed, or what [eval] holds "
+            "out of it"
+        )
     return state
 
 
@@ -256,7 +261,7 @@ def _step(trainer: Trainer) -> StepMetrics:
             raise trainer.guard.spike_error(str(error), trainer.step + 1) from None
         raise
     trainer.guard.check(row)
-    every, last = trainer.config.run.eval_every, row.step == trainer.config.run.steps
+    every, last = trainer.config.eval_every, row.step == trainer.config.run.steps
     due = last or (every and row.step % every == 0)
     return replace(row, held_out=trainer.evaluate() or None) if due else row
 

@@ -34,7 +34,7 @@ from octavo.train.heartbeat import Heartbeat, from_collective
 
 T = TypeVar("T")
 
-MACHINE_PATHS = {"run.out", "data.source", "data.cache"}
+MACHINE_PATHS = {"run.out", "data.source", "data.cache", "eval.source"}
 """Settings that hold paths of a machine and may differ between ranks; the data is compared by its fingerprint."""
 STARTED_KEY = "octavo/begun"
 """Key in torchrun's store of a run that has started."""

@@ -25,7 +25,6 @@ from octavo._version import __version__
 from octavo.inspect.autopilot import Autopilot, RecipeChange
 from octavo.inspect.watch import Watch
 from octavo.nn import Report, accumulating, apply_plan, report
-from octavo.nn.causal import evaluating
 from octavo.nn.linear_subclasses import is_converted
 from octavo.numerics.plan import Plan
 from octavo.parallel.context_parallel import inner_attention
@@ -36,6 +35,7 @@ from octavo.train.checkpoint.store import CheckpointSaver
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.device import device_name
 from octavo.train.diagnose import NonFiniteError, ZeroGradientError, find_origin, non_finite_parameter
+from octavo.train.evaluation import evaluate
 from octavo.train.guard import SpikeGuard
 from octavo.train.layout import Inputs, Layout, check_layout, distribute, on_tensors, row_chunks
 from octavo.train.loss_scale import LossScale
@@ -339,10 +339,10 @@ class Trainer:
         with self._autocast():
             return self.task.logits(self.layout.forward, inputs, **self.layout.positions(inputs))
 
-    def evaluate(self) -> dict[str, float]:
-        """The metrics of the task on its held-out data, on every rank; {} if it has none."""
-        with evaluating(self.model), torch.no_grad(), self._autocast():
-            return self.task.evaluate(self.layout.forward, self._device)
+    def evaluate(self) -> dict[str, float | None]:
+        """The metrics on held-out data by name, the same on every rank; {} if there is none."""
+        with self._autocast():
+            return evaluate(self.task, self.model, self.layout, self.ranks, self.loss, fp8=self.layers is not None)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision.parameters != "fp32":

@@ -21,6 +21,7 @@ from octavo.numerics.names import nearest
 from octavo.train.config.parallel_section import ParallelConfig
 from octavo.train.config.sections import (
     Data,
+    EvalConfig,
     GuardConfig,
     InspectConfig,
     Model,
@@ -41,6 +42,10 @@ EXPECTED_VALUES = {
 """Descriptions for settings where pydantic's message covers only a part, or one of two forms."""
 
 
+TEXT_ONLY_EVAL = ("source", "split", "fraction", "batches")
+"""Settings of `[eval]` that only text has."""
+
+
 class ConfigError(ValueError):
     """A mistake in a configuration, or in the data or model it names."""
 
@@ -51,11 +56,23 @@ class TrainConfig(Section):
     run: Run
     model: Model
     data: Data
+    eval: EvalConfig | None = None
     optim: Optim
     precision: PrecisionConfig = PrecisionConfig()
     parallel: ParallelConfig = ParallelConfig()
     inspect: InspectConfig = InspectConfig()
     guard: GuardConfig = GuardConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _move_eval_every(cls, tables: Any) -> Any:
+        """Refuse the earlier name of `eval.every`; files of earlier runs have it with its default."""
+        run = tables.get("run") if isinstance(tables, dict) else None
+        if not isinstance(run, dict) or "eval_every" not in run:
+            return tables
+        if run["eval_every"]:
+            raise ValueError(f"run.eval_every = {run['eval_every']}: set eval.every instead, in the section [eval]")
+        return tables | {"run": {key: value for key, value in run.items() if key != "eval_every"}}
 
     @model_validator(mode="after")
     def _check_schedule(self) -> "TrainConfig":
@@ -73,12 +90,18 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _check_task(self) -> "TrainConfig":
         if self.data.task == "language":
-            if self.run.eval_every:
+            if self.eval is not None and self.parallel.pp > 1:
                 raise ValueError(
-                    f"run.eval_every = {self.run.eval_every}: text has no held-out part; leave it out, or choose an "
-                    "image task"
+                    f"[eval] with parallel.pp = {self.parallel.pp}: the stages of a pipeline do not evaluate; leave "
+                    "one of them out"
                 )
             return self
+        for name in TEXT_ONLY_EVAL:
+            default = EvalConfig.model_fields[name].default
+            if self.eval is not None and (value := getattr(self.eval, name)) != default:
+                raise ValueError(
+                    f'eval.{name} = {value} is for text, and data.task is "{self.data.task}": leave it out'
+                )
         for name in ("tp", "cp", "ep", "pp"):
             if (size := getattr(self.parallel, name)) > 1:
                 raise ValueError(
@@ -116,6 +139,11 @@ class TrainConfig(Section):
     def precision_label(self) -> str:
         """Short label of the precision, as "bf16" or "fp8 rowwise"."""
         return self.resolved.label
+
+    @property
+    def eval_every(self) -> int:
+        """`eval.every`; 0 without the section."""
+        return 0 if self.eval is None else self.eval.every
 
     def to_toml(self) -> str:
         """The effective configuration as TOML that `load_config` reads back equal; unset keys are left out."""
@@ -273,7 +301,7 @@ def _explain(error: ValidationError, tables: Mapping[str, Any]) -> str:
             kind = "section" if len(key) == 1 else "key"
             choices_text = f"; known here: {', '.join(fields)}"
             return f"unknown {kind} {'.'.join(key)}{nearest(str(part), fields) or choices_text}"
-        model = model.model_fields[str(part)].annotation
+        model = _section(model.model_fields[str(part)].annotation)
     name = ".".join(key)
     if name in EXPECTED_VALUES:
         hint = nearest(first["input"], _choices(model)) if isinstance(first["input"], str) else ""
@@ -288,6 +316,12 @@ def _explain(error: ValidationError, tables: Mapping[str, Any]) -> str:
         return f"{name}: should be {_join(choices)}{got}{nearest(first['input'], choices)}"
     message = first["msg"].removeprefix("Input ")
     return f"{name}: {message}{got}"
+
+
+def _section(annotation: Any) -> Any:
+    """The section of an optional one; else the annotation."""
+    sections = [part for part in get_args(annotation) if isinstance(part, type) and issubclass(part, Section)]
+    return sections[0] if sections else annotation
 
 
 def _choices(annotation: Any) -> list[str]:

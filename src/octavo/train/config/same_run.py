@@ -10,7 +10,8 @@ from octavo.train.config.run_config import ConfigError, TrainConfig, flat
 from octavo.train.config.sections import SELECTION, Limits
 
 FREE = {
-    *(f"run.{key}" for key in ("name", "out", "device", "log_every", "save_every", "eval_every", "keep", "loggers")),
+    *(f"run.{key}" for key in ("name", "out", "device", "log_every", "loggers", "save_every", "eval_every", "keep")),
+    "eval.every",
     *(f"data.{key}" for key in ("source", "cache")),
     *(f"parallel.{key}" for key in ("async_save", "timeout")),
     *(f"inspect.{key}" for key in ("every", "what_if")),
@@ -26,6 +27,7 @@ TUNABLE = {
     *(f"guard.{key}" for key in ("spike", "window", "rollbacks")),
     *(f"inspect.limits.{key}" for key in Limits.model_fields),
     "inspect.restore_after",
+    *(f"eval.{key}" for key in ("source", "split", "batches")),
     *(f"parallel.{key}" for key in ("dp_replicate", "dp_shard", "reshard_after_forward", "cpu_offload", "fp8_comm")),
     *(f"parallel.{key}" for key in ("tp", "sequence_parallel", "cp", "ep", "pp", "schedule")),
 }

@@ -65,8 +65,6 @@ class Run(Section):
     """Where metrics go besides TensorBoard. Servers, projects and keys are those of their own environment variables."""
     save_every: Annotated[int, Field(ge=0)] = 0
     """Steps between two checkpoints; 0 saves at the end only. The end of a run, and SIGTERM, always save."""
-    eval_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between two measurements on the held-out images; 0 measures at the end only. Text has none."""
     keep: Count = 2
     """Number of newest checkpoints to keep."""
     deterministic: bool = False
@@ -132,6 +130,10 @@ OTHER_TASKS = {
 Task = Literal["language", "image-classification", "image-text"]
 
 
+HELD_OUT_SHARE = 0.01
+"""`eval.fraction` where it is not given."""
+
+
 class Data(Section):
     """`[data]`: text in, sequences of tokens out; or images, with labels or with text."""
 
@@ -175,6 +177,42 @@ class Data(Section):
         if self.task == "image-classification" and self.sequence_length != 1:
             raise ValueError(
                 f"data.sequence_length = {self.sequence_length}: an image has one target, its class: leave it out"
+            )
+        return self
+
+
+class EvalConfig(Section):
+    """`[eval]`: held-out data. Text has none without this section; of images a part is always held out."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between two measurements; 0 measures at the end only. The end is always measured."""
+    source: PathText | None = None
+    """Text to evaluate on, as in `data.source`. Where neither this nor `split` is given, a part of the documents of
+    `data.source` is held out, and not trained on."""
+    split: str | None = None
+    """Split of `source` to evaluate on, or of `data.source` without one, as "validation"."""
+    fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the documents to hold out, one at least; 0.01 where not given. Their hashes decide which."""
+    batches: Count = 8
+    """Largest number of batches, of `optim.batch` sequences, to measure on; always the same ones."""
+
+    @property
+    def has_own_data(self) -> bool:
+        """Whether the text is not held out from that to train on."""
+        return self.source is not None or self.split is not None
+
+    @property
+    def share(self) -> float:
+        """`fraction` with its default."""
+        return HELD_OUT_SHARE if self.fraction is None else self.fraction
+
+    @model_validator(mode="after")
+    def _check_fraction(self) -> "EvalConfig":
+        if self.has_own_data and self.fraction is not None:
+            name = "source" if self.source is not None else "split"
+            raise ValueError(
+                f"eval.fraction = {self.fraction:g} holds out a part of data.source, and eval.{name} names other text: "
+                "leave one of them out"
             )
         return self
 

@@ -73,6 +73,8 @@ def shrink(tables: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[s
     small["data"] |= WITH_IMAGES if has_images else {}
     for key in ("split", "text_field", "tokenizer", "images"):
         small["data"].pop(key, None)
+    for key in ("source", "split"):
+        small.get("eval", {}).pop(key, None)
     run, optim = small["run"], small["optim"]
     run["name"] = f"{run.get('name', 'run')}-shrunk"
     run.pop("out", None)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "run.json"
 TENSORBOARD_DIR = "tensorboard"
+LOSS, LOSS_HIGH_PRECISION = "loss", "loss_high_precision"
+"""Names of the losses on held-out data: as trained, and with all layers in high precision."""
 WARMUP_STEPS = 5
 """First steps excluded from the median speed, because allocation, caches and clocks have not settled."""
 
@@ -53,8 +55,8 @@ class StepMetrics:
     """Seconds the step took: batch, forward, backward, optimizer."""
     tokens_per_s: float
     """Target tokens per second of this step."""
-    held_out: dict[str, float] | None = None
-    """Metrics on held-out data after this step, by name; None where they were not measured."""
+    held_out: dict[str, float | None] | None = None
+    """Metrics on held-out data after this step, by name; None where they were not measured, or are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,7 @@ class RunResult:
     files of releases that did not write it."""
     unit: str = "tokens"
     """What `tokens` counts: the targets, which are tokens or images."""
-    held_out: dict[str, float] | None = None
+    held_out: dict[str, float | None] | None = None
     """The last metrics on held-out data, by name, as "accuracy"; None where none were measured."""
 
     def write(self, out: Path) -> None:
@@ -124,7 +126,7 @@ class RunResult:
         content = content.replace(b'"arm":', b'"precision":')  # earlier name
         model = record(
             RunResult, losses=record(Losses) | None, state_bytes_per_parameter=(float | None, None),
-            unit=(str, "tokens"), held_out=(dict[str, float] | None, None),
+            unit=(str, "tokens"), held_out=(dict[str, float | None] | None, None),
         )  # fmt: skip
         fields = read_record(content, model, f"{path} is not the summary of a run")
         losses = fields.pop("losses")
@@ -183,7 +185,7 @@ def read_metrics(out: Path, last: int = 0) -> list[StepMetrics]:
         [1, 2]
     """
     path, record_name = out / METRICS_FILE, "a step of a run"
-    model = record(StepMetrics, held_out=(dict[str, float] | None, None))
+    model = record(StepMetrics, held_out=(dict[str, float | None] | None, None))
     rows = [StepMetrics(**row) for row in read_records(path, model, record_name)]
     steps = [row.step for row in rows]
     check_order(path, steps, record_name)
@@ -277,7 +279,8 @@ class MetricsWriter(MetricsBuffer):
                 if value is not None:
                     self._board.add_scalar(f"train/{name}", value, row.step)
         for name, value in (row.held_out or {}).items():
-            self._board.add_scalar(f"held_out/{name}", value, row.step)
+            if value is not None:
+                self._board.add_scalar(f"held_out/{name}", value, row.step)
 
     def write_statistics(self, rows: Sequence[OperandStats]) -> list[Finding]:
         """Append the statistics of a sampled step. Returns what has begun to cross a limit in it."""

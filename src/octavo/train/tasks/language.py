@@ -52,7 +52,7 @@ class Language(Task):
     @classmethod
     def load(cls, config: TrainConfig, progress: Progress) -> Corpus:
         """Tokenize the text, or open it in the cache."""
-        return load_corpus(config.data, config.model, progress)
+        return load_corpus(config.data, config.model, progress, config.eval)
 
     @classmethod
     def stand_in(cls, config: TrainConfig) -> Any:
@@ -65,6 +65,12 @@ class Language(Task):
             except ConfigError:  # a run needs it, but a plan of a config.json alone does not
                 pass
         return _NoText(_Vocabulary(config.data.vocab_size))
+
+    @property
+    def held_out(self) -> Corpus | None:
+        """Text that is not trained on; None without `[eval]`."""
+        held_out: Corpus | None = getattr(self.data, "held_out", None)
+        return held_out
 
     def build(self, *, weights: bool = True) -> nn.Module:
         """`octavo.train.model.build_model` with the tokenizer of the data."""

@@ -29,6 +29,18 @@ class Data(Protocol):
         """Inputs and targets of step 0, 1, …: tensors of `size` rows; inputs may be several, by name."""
 
 
+class HeldOut(Protocol):
+    """Held-out data, in rows like those of `Data`."""
+
+    fingerprint: str
+    """Hash of the content."""
+    windows: int
+    """Number of rows."""
+
+    def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
+        """Rows step · size … of a fixed order, as `Data.batch`."""
+
+
 class Task(ABC):
     """What a run learns: its data, model, loss and metrics.
 
@@ -101,6 +113,11 @@ class Task(ABC):
     def evaluate(self, forward: Forward, device: torch.device) -> dict[str, float]:
         """Metrics on the held-out part of the data by name; {} if it has none. The model is in evaluation mode."""
         return {}
+
+    @property
+    def held_out(self) -> HeldOut | None:
+        """Data on which the run measures its loss, or None."""
+        return None
 
     def save(self, folder: Path) -> None:  # noqa: B027
         """Write what a checkpoint needs besides the model, as a tokenizer."""

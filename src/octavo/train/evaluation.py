@@ -1,0 +1,84 @@
+"""Evaluation: what a run measures on held-out data, and nothing else changes.
+
+    trainer.evaluate()        {"loss": 3.21, "loss_high_precision": 3.20}
+
+The loss on `Task.held_out` is the mean over its targets, as trained and, where layers compute in FP8, with all of them
+in high precision (`octavo.disabled`): the difference is what FP8 costs at this moment, in the same weights. The rows
+are the same ones each time, for any number of ranks and micro-batches. Ranks share them as in a step, and all of them
+return the same numbers.
+
+Evaluation leaves no trace. The model is in evaluation mode without gradients, so that amax histories and channel scales
+of FP8 layers stay; statistics and the autopilot only look at steps; each step seeds its own random numbers; and FSDP's
+parameters are sharded again, or the next change of the shards would not reach a forward.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from octavo.nn.causal import IGNORE, evaluating
+from octavo.runtime.switch import disabled
+from octavo.train.layout import Layout
+from octavo.train.ranks import Ranks
+from octavo.train.record.metrics import LOSS, LOSS_HIGH_PRECISION, finite
+from octavo.train.tasks.task import HeldOut, Task
+
+ROWS_SEED = 0
+"""Seed of the order of held-out rows: the same ones in every run."""
+
+
+def evaluate(
+    task: Task, model: Any, layout: Layout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor], *, fp8: bool
+) -> dict[str, float | None]:
+    """The metrics on held-out data by name, on every rank; {} if there is none. None for one that is not finite.
+
+    Args:
+        task: Of the run.
+        model: Its model; back in its own mode afterwards.
+        layout: What this rank has of model and batch.
+        ranks: The processes of the run.
+        loss: Mean loss of this rank's part of a micro-batch.
+        fp8: Whether layers are converted: the loss is then measured in high precision, too.
+    """
+    metrics: dict[str, float | None] = {}
+    try:
+        with evaluating(model), torch.no_grad():
+            metrics |= task.evaluate(layout.forward, ranks.device)
+            if (data := task.held_out) is not None:
+                mean_loss = partial(_mean_loss, task, data, layout, ranks, loss)
+                metrics[LOSS] = finite(mean_loss())
+                if fp8:
+                    with disabled():
+                        metrics[LOSS_HIGH_PRECISION] = finite(mean_loss())
+    finally:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+    return metrics
+
+
+def _mean_loss(
+    task: Task, data: HeldOut, layout: Layout, ranks: Ranks, loss: Callable[[Tensor, Tensor], Tensor]
+) -> float:
+    """The mean loss over the targets of the held-out rows."""
+    config = task.config
+    assert config.eval is not None
+    rows = min(data.windows, config.eval.batches * config.optim.batch)
+    size = config.optim.batch // config.optim.micro_batches
+    total, count = (torch.zeros((), dtype=torch.float64, device=ranks.device) for _ in range(2))
+    for number in range(-(-rows // size)):
+        inputs, targets = data.batch(ROWS_SEED, number, size)
+        targets[rows - number * size :] = IGNORE  # all ranks run as many forwards
+        inputs = layout.own_tokens(layout.own_rows(inputs)).to(ranks.device)
+        targets = layout.own_labels(layout.own_rows(targets)).to(ranks.device)
+        counted = (targets != IGNORE).sum()
+        if not counted:
+            targets[0, 0] = 0  # the mean over no target is not a number
+        total += loss(inputs, targets).double() * counted
+        count += counted
+    total, count = ranks.all_reduce(total, count)
+    return (total / count).item()
