@@ -223,7 +223,7 @@ def test_frozen_parameters_have_no_states_and_the_plan_agrees(task):
 @pytest.mark.thorough
 def test_a_run_measures_resumes_and_is_the_start_of_the_next_stage(tmp_path):
     settings = tables(
-        run={"save_every": 2, "eval_every": 4}, model={"frozen": ALIGN}, precision={"level": "fp8"},
+        run={"save_every": 2}, eval={"every": 4}, model={"frozen": ALIGN}, precision={"level": "fp8"},
         optim={"batch": 128, "micro_batches": 2},
     )  # fmt: skip
     config = parse_config(settings)

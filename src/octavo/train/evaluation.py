@@ -25,6 +25,7 @@ from octavo.runtime.switch import disabled
 from octavo.train.layout import Layout
 from octavo.train.ranks import Ranks
 from octavo.train.record.metrics import LOSS, LOSS_HIGH_PRECISION, finite
+from octavo.train.targets import counted
 from octavo.train.tasks.task import HeldOut, Task
 
 ROWS_SEED = 0
@@ -75,10 +76,8 @@ def _mean_loss(
         targets[rows - number * size :] = IGNORE  # all ranks run as many forwards
         inputs = layout.own_tokens(layout.own_rows(inputs)).to(ranks.device)
         targets = layout.own_labels(layout.own_rows(targets)).to(ranks.device)
-        counted = (targets != IGNORE).sum()
-        if not counted:
-            targets[0, 0] = 0  # the mean over no target is not a number
-        total += loss(inputs, targets).double() * counted
-        count += counted
+        size_counted, targets = counted(targets, uneven=True)
+        total += loss(inputs, targets).double() * size_counted
+        count += size_counted
     total, count = ranks.all_reduce(total, count)
     return (total / count).item()

@@ -4,6 +4,7 @@ Some models can be built but not run (head counts that do not divide). A model t
 such as an encoder, reaches a loss near zero and learns nothing. These checks raise errors before any file is written.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +20,11 @@ from octavo.train.heartbeat import from_collective
 
 GRADIENT_SCALE = 1024.0
 """Factor that keeps the gradient of the causality check from underflowing in fp16."""
+REMEDY = 'set data.packing = "stream", or choose another model'
+MAX_MOVED = 0.05
+"""Largest difference of the logits of one document in two places, in standard deviations; bf16 has 8 bits."""
 MAX_LEAK = 1e-3
-"""Largest gradient of the last token in a causal model, relative to the largest; in an encoder they are similar."""
+"""Largest gradient of a token that has no effect, relative to the largest; in an encoder they are similar."""
 
 
 @contextmanager
@@ -55,13 +59,64 @@ def saved_bytes_per_token(
 def check_causal(
     model: Any, logits: Callable[[Tensor], Tensor], inputs: Tensor, *, has_last: bool = True
 ) -> None:  # fmt: skip
-    """Raise ConfigError if logits depend on a later token.
+    """Raise ConfigError if logits depend on a later token, or on another document if `inputs` are packed [B,S,2].
 
     The check uses the gradient, which is zero without a dependency. Comparing the logits of two inputs would not do:
     these differ also by rounding, or by an FP8 scale shared by all tokens. Converted layers run unconverted, because
     only the model matters. Of ranks that share a sequence, the one that `has_last` of its tokens checks; the others run
     with it.
     """
+    if inputs.dim() == 3:
+        _check_documents_apart(model, logits, inputs)
+    gradient = _embedding_gradient(model, logits, inputs, slice(None, -1))
+    if gradient is not None and has_last and bool(gradient[:, -1].abs().max() > MAX_LEAK * gradient.abs().max()):
+        raise ConfigError(
+            f"{type(model).__name__} is not causal: its output at a token depends on later ones, so it would be "
+            'trained on inputs that contain the answer. Choose a model.type that generates text, as "llama"; of an '
+            "encoder, model.config.is_decoder = true may make one"
+        )
+
+
+def _check_documents_apart(model: Any, logits: Callable[[Tensor], Tensor], inputs: Tensor) -> None:
+    """Raise ConfigError if the logits of a packed document depend on the document before it, or on its place."""
+    kind, length = type(model).__name__, inputs.shape[1]
+    if length < 4:
+        raise ConfigError(f"data.sequence_length = {length} is too short to pack documents: set it to 4 or more")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(f"{kind} takes no position_ids, by which it would keep packed documents apart: {REMEDY}")
+    half = length // 2
+    ids = inputs[:, :half, :1]
+    document = torch.cat([ids, torch.arange(half, device=ids.device).view(1, half, 1)], -1)
+    rest = document[:, : length - 2 * half]  # of odd lengths
+    packed = torch.cat([document, document, rest], 1)
+    gradient = _embedding_gradient(model, logits, packed, slice(half, 2 * half))
+    with _model_errors(inputs), _evaluating(model), torch.no_grad():
+        both = logits(packed).float()
+    first, second = both[:, :half], both[:, half : 2 * half]
+    moved = bool((second - first).square().mean().sqrt() > MAX_MOVED * first.std())
+    if moved or (gradient is not None and bool(gradient[:, :half].any())):  # masked attention has no gradient at all
+        raise ConfigError(
+            f"the logits of {kind} for a document depend on the document packed before it: it does not mask attention "
+            f"by position_ids; {REMEDY}"
+        )
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Without dropout, and with converted layers unconverted."""
+    training = model.training
+    model.eval()
+    try:
+        with disabled():
+            yield
+    finally:
+        model.train(training)
+
+
+def _embedding_gradient(
+    model: Any, logits: Callable[[Tensor], Tensor], inputs: Tensor, tokens: slice
+) -> Tensor | None:  # fmt: skip
+    """The gradient of the logits of some tokens in the embeddings [B,S,D]; None without a dependency or embeddings."""
     embeddings: list[Tensor] = []
 
     def keep(module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
@@ -69,26 +124,13 @@ def check_causal(
         embeddings.append(leaf)
         return leaf
 
-    training = model.training
     handle = model.get_input_embeddings().register_forward_hook(keep)
-    model.eval()  # without dropout
     try:
-        with _model_errors(inputs), disabled():
-            earlier = logits(inputs)[:, :-1].float().logsumexp(-1).sum()
-            (gradient,) = (
-                torch.autograd.grad(earlier * GRADIENT_SCALE, embeddings[:1], allow_unused=True)
-                if embeddings
-                else (None,)
-            )
+        with _model_errors(inputs), _evaluating(model):
+            value = logits(inputs)[:, tokens].float().logsumexp(-1).sum()
+            if not embeddings:
+                return None
+            (gradient,) = torch.autograd.grad(value * GRADIENT_SCALE, embeddings[:1], allow_unused=True)
+            return gradient
     finally:
         handle.remove()
-        model.train(training)
-    if gradient is None or not has_last:
-        return
-    leak, largest = gradient[:, -1].abs().max(), gradient.abs().max()
-    if bool(leak > MAX_LEAK * largest):  # False for NaN
-        raise ConfigError(
-            f"{type(model).__name__} is not causal: its output at a token depends on later ones, so it would be "
-            'trained on inputs that contain the answer. Choose a model.type that generates text, as "llama"; of an '
-            "encoder, model.config.is_decoder = true may make one"
-        )

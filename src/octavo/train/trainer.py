@@ -45,6 +45,7 @@ from octavo.train.probe import check_causal, saved_bytes_per_token
 from octavo.train.ranks import Ranks
 from octavo.train.record.metrics import RunResult, StepMetrics, finite
 from octavo.train.schedule import learning_rate
+from octavo.train.targets import counted, targets_per_rank
 from octavo.train.tasks.registry import task_of
 from octavo.train.tasks.task import Task
 
@@ -231,14 +232,12 @@ class Trainer:
         )
 
     def check_causal(self) -> None:
-        """Raise ConfigError for a model that attends to later tokens."""
+        """Raise ConfigError for a model that attends to later tokens, or to other documents."""
         if self.layout.pipeline is not None or not self.task.causal:
             return  # a pipeline's model was checked before it was cut
         inputs, _ = self.task.data.batch(self.config.run.seed, 0, 1)  # the same on every rank
         inputs, (index, parts) = self.layout.own_tokens(inputs.to(self._device)), self.layout.inputs
-        self.ranks.raise_together(
-            lambda: check_causal(self.model, self._logits, inputs, has_last=index == parts - 1)
-        )  # fmt: skip
+        self.ranks.raise_together(lambda: check_causal(self.model, self._logits, inputs, has_last=index == parts - 1))
 
     def _check_pipeline(self, runs: bool) -> None:
         """Raise ConfigError for a model that cannot be cut into stages or is not causal; one rank of a machine runs
@@ -276,6 +275,7 @@ class Trainer:
         _seed_step(self.config.run.seed, self.step, self.layout.seed)
         total = torch.zeros((), device=self._device)
         parts, pipeline = self.config.optim.micro_batches, self.layout.pipeline
+        of_step = targets_per_rank(targets, self.ranks, uneven=self.task.uneven) * self.layout.loss_parts
         with accumulating(self.model) if parts > 1 else nullcontext():
             if pipeline is not None:
                 share = 1 / (parts * self.layout.loss_parts)
@@ -288,14 +288,13 @@ class Trainer:
             ):
                 if isinstance(self.layout.forward, DistributedDataParallel):
                     self.layout.forward.require_backward_grad_sync = number == parts or not self.optimizer.in_place
-                total += self.accumulate(
-                    part_inputs, part_targets, targets=targets.numel() * self.layout.loss_parts
-                )  # fmt: skip
+                total += self.accumulate(part_inputs, part_targets, targets=of_step)
         return total
 
-    def accumulate(self, inputs: Inputs, part: Tensor, *, targets: int) -> Tensor:
+    def accumulate(self, inputs: Inputs, part: Tensor, *, targets: float) -> Tensor:
         """Add the gradients of a micro-batch. Returns its share of the mean loss over the step's `targets` tokens."""
-        loss = self.loss(inputs, part) * (part.numel() / targets)
+        count, part = counted(part, uneven=self.task.uneven)
+        loss = self.loss(inputs, part) * (count / targets)
         (loss * self.loss_scale.value).backward()
         self.optimizer.accumulate()
         return loss.detach()

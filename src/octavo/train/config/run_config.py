@@ -95,6 +95,12 @@ class TrainConfig(Section):
                     f"[eval] with parallel.pp = {self.parallel.pp}: the stages of a pipeline do not evaluate; leave "
                     "one of them out"
                 )
+            for name in ("tp", "cp", "ep", "pp"):
+                if self.data.packing == "documents" and (size := getattr(self.parallel, name)) > 1:
+                    raise ValueError(
+                        f'data.packing = "documents" with parallel.{name} = {size}: only data parallelism keeps '
+                        "documents apart (dp_replicate, dp_shard); leave one of them out"
+                    )
             return self
         for name in TEXT_ONLY_EVAL:
             default = EvalConfig.model_fields[name].default

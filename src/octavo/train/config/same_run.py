@@ -17,7 +17,9 @@ FREE = {
     *(f"inspect.{key}" for key in ("every", "what_if")),
 }
 """Settings that may differ on resume without a note: names, paths and monitoring. The data has a fingerprint."""
-NEWER: tuple[tuple[str, Any], ...] = ("run.deterministic", False), ("data.task", "language"), ("model.frozen", [])
+NEWER: tuple[tuple[str, Any], ...] = (
+    ("run.deterministic", False), ("data.task", "language"), ("model.frozen", []), ("data.packing", "stream")
+)  # fmt: skip
 """Defaults that the files of older runs do not have."""
 TUNABLE = {
     "run.steps",

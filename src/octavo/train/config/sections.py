@@ -123,8 +123,8 @@ def _check_config_value(name: str, value: Any) -> None:
 
 OTHER_TASKS = {
     "language": ("images",),
-    "image-classification": ("images", "split", "text_field", "vocab_size", "tokenizer"),
-    "image-text": ("split", "text_field"),
+    "image-classification": ("images", "split", "text_field", "vocab_size", "tokenizer", "packing"),
+    "image-text": ("split", "text_field", "packing"),
 }
 """Settings of `[data]` that a task does not read."""
 Task = Literal["language", "image-classification", "image-text"]
@@ -156,6 +156,9 @@ class Data(Section):
     """Size of the byte-level BPE trained on the data (256 bytes, one end-of-text, the rest merges); 1048576 at most."""
     tokenizer: PathText | None = None
     """Folder of a `transformers` tokenizer to use, instead of the model's own or a trained one."""
+    packing: Literal["stream", "documents"] = "stream"
+    """"stream": sequences are cut from one stream of all documents, and attention crosses their borders. "documents":
+    whole documents are packed into sequences, and attention and positions stay inside each."""
     shuffle: bool = True
     """Permute the sequences anew in each epoch; False takes them in order."""
     cache: PathText = "~/.cache/octavo"

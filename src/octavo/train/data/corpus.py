@@ -3,7 +3,7 @@
 The tokenized documents (`token_cache.py`), each followed by the end-of-document token, form one stream of ids. Window i
 is the `sequence_length + 1` ids from i · sequence_length. Inputs are all but its last id, targets all but its first.
 Every id except the first is a target once; a rest shorter than a window is not used. Attention crosses document
-borders inside a window, as usual in pretraining.
+borders inside a window, as usual in pretraining; not with `data.packing = "documents"` (`packing.py`).
 
 The batch of a step is a function of (seed, step): sample k of the run is window k mod n of epoch k div n, and a
 counter-based generator keyed on (seed, epoch) permutes the windows of an epoch. So the loader has no state to save, and
@@ -22,6 +22,7 @@ import torch
 
 from octavo.train.config.run_config import ConfigError
 from octavo.train.config.sections import Data, EvalConfig, Model, expand
+from octavo.train.data.packing import PackedRows
 from octavo.train.data.token_cache import ReadProgress, TokenizedText, open_tokens
 from octavo.train.data.tokenizer import load_tokenizer
 from octavo.train.record.metrics import Progress
@@ -32,7 +33,7 @@ class Corpus:
 
     Args:
         text: The documents.
-        length: Target tokens of a window.
+        data: How to cut them into windows.
         shuffle: Whether to permute the windows anew in each epoch.
         chosen: Which documents: bool [documents]; None for all of them.
         fingerprint: Hash of content, tokenizer and choice; None for that of `text`.
@@ -43,7 +44,7 @@ class Corpus:
         skipped: Number of files left out because they are not UTF-8.
         documents: Number of documents.
         tokens: Number of their ids, end tokens included.
-        windows: Number of windows.
+        windows: Number of windows, or of packed rows.
         held_out: What the run is evaluated on, if anything.
 
     Raises:
@@ -51,9 +52,10 @@ class Corpus:
     """
 
     def __init__(
-        self, text: TokenizedText, length: int, *, shuffle: bool,
+        self, text: TokenizedText, data: Data, *, shuffle: bool,
         chosen: np.ndarray | None = None, fingerprint: str | None = None, which: str = "",
     ) -> None:  # fmt: skip
+        length = data.sequence_length
         self.tokenizer = text.tokenizer
         self.fingerprint = fingerprint or text.fingerprint
         self.skipped = text.skipped
@@ -62,7 +64,8 @@ class Corpus:
         self._ids, self._length, self._shuffle = text.ids, length, shuffle
         self._first, self._offsets = _runs(text.ends, chosen)
         self.tokens = int(self._offsets[-1])
-        self.windows = (self.tokens - 1) // length
+        self._packed = None if data.packing == "stream" else _pack(text, chosen, length)
+        self.windows = (self.tokens - 1) // length if self._packed is None else len(self._packed)
         if self.windows < 1:
             raise ConfigError(
                 f"data.sequence_length = {length} is longer than the data{which}: it has {self.tokens} tokens in "
@@ -71,12 +74,22 @@ class Corpus:
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def batch(self, seed: int, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of step 0, 1, …: two int64 tensors of shape (size, sequence_length)."""
-        rows = []
+        """Inputs and targets of step 0, 1, …: two int64 tensors of shape (size, sequence_length).
+
+        Packed inputs have the shape (size, sequence_length, 2): ids and positions; targets of -100 do not count.
+        """
+        rows, packed = [], []
         for sample in range(step * size, (step + 1) * size):
             epoch, position = divmod(sample, self.windows)
-            start = int(self._order(seed, epoch)[position]) * self._length
+            row = int(self._order(seed, epoch)[position])
+            if self._packed is not None:
+                packed.append(self._packed.row(row))
+                continue
+            start = row * self._length
             rows.append(self._read(start, start + self._length + 1))
+        if packed:
+            inputs, targets = zip(*packed, strict=True)
+            return torch.stack(inputs), torch.stack(targets)
         ids = torch.from_numpy(np.stack(rows))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
@@ -107,14 +120,13 @@ def load_corpus(data: Data, model: Model, progress: Progress, evaluation: EvalCo
     meter = ReadProgress(progress)
     folder = data.tokenizer or model.path
     text = open_tokens(data, meter, progress, None if folder is None else load_tokenizer(expand(folder)))
-    length = data.sequence_length
     if evaluation is None:
-        return Corpus(text, length, shuffle=data.shuffle)
+        return Corpus(text, data, shuffle=data.shuffle)
     if evaluation.has_own_data:
         changes = {"source": evaluation.source or data.source, "split": evaluation.split or "train"}
         other = open_tokens(data.model_copy(update=changes), meter, progress, text.tokenizer)
-        corpus = Corpus(text, length, shuffle=data.shuffle)
-        corpus.held_out = Corpus(other, length, shuffle=True, which=f" to evaluate on, {changes['source']}")
+        corpus = Corpus(text, data, shuffle=data.shuffle)
+        corpus.held_out = Corpus(other, data, shuffle=True, which=f" to evaluate on, {changes['source']}")
         if shared := int(np.isin(other.hashes, text.hashes).sum()):
             progress.note(
                 f"{shared} of the {len(other.ends)} documents to evaluate on are also trained on: the held-out loss is "
@@ -124,15 +136,10 @@ def load_corpus(data: Data, model: Model, progress: Progress, evaluation: EvalCo
     held_out, fraction = _held_out(text, evaluation), evaluation.share
     identity = hashlib.sha256(f"{text.fingerprint}\0held out {fraction!r}".encode()).hexdigest()
     corpus = Corpus(
-        text,
-        length,
-        shuffle=data.shuffle,
-        chosen=~held_out,
-        fingerprint=identity,
-        which=" without what is held out",
+        text, data, shuffle=data.shuffle, chosen=~held_out, fingerprint=identity, which=" without what is held out"
     )
     corpus.held_out = Corpus(
-        text, length, shuffle=True, chosen=held_out, fingerprint=identity,
+        text, data, shuffle=True, chosen=held_out, fingerprint=identity,
         which=f" that is held out (eval.fraction = {fraction:g})",
     )  # fmt: skip
     return corpus
@@ -148,6 +155,12 @@ def _held_out(text: TokenizedText, evaluation: EvalConfig) -> np.ndarray:
             f"{len(np.unique(text.hashes))} are different: lower it, or give other data as eval.source"
         )
     return mask
+
+
+def _pack(text: TokenizedText, chosen: np.ndarray | None, length: int) -> PackedRows:
+    first = np.concatenate([[0], text.ends[:-1]])
+    which = slice(None) if chosen is None else chosen
+    return PackedRows(text.ids, first[which], text.ends[which], length, text.tokenizer.end_id)
 
 
 def _runs(ends: np.ndarray, chosen: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.nn.causal import IGNORE
 from octavo.train.config.run_config import ConfigError
 from octavo.train.data.epochs import EpochOrder
 from octavo.train.data.images import DIGIT_NAMES, Images, read_digits, split
@@ -27,8 +28,6 @@ from octavo.train.data.tokenizer import TextTokenizer
 
 PLACEHOLDER = "<image>"
 """Where the image is, in the text of a human."""
-IGNORE = -100
-"""Label of a token that is no target."""
 CAPTIONS = (
     ("Describe the image.", "a handwritten {name}"),
     ("Which digit is it?", "the digit {digit}"),
@@ -122,16 +121,13 @@ class ImageText:
         """Some records, with B rows of S tokens.
 
         Returns:
-            `input_ids` int64 [B, S]; `pixel_values` fp32 [B, C, H, W]; `weights` fp32 [B], which is B over the number
-            of targets of all rows; and the targets int64 [B, S], the next tokens where these are of an answer, else
-            -100.
+            `input_ids` int64 [B, S]; `pixel_values` fp32 [B, C, H, W]; and the targets int64 [B, S], the next tokens
+            where these are of an answer, else -100.
         """
         targets = torch.from_numpy(self._targets[numbers])
-        weight = len(numbers) / int((targets != IGNORE).sum())
         inputs = {
             "input_ids": torch.from_numpy(self._inputs[numbers]),
             "pixel_values": self._images.pixels([self._image_of[number] for number in numbers]),
-            "weights": torch.full((len(numbers),), weight),
         }
         return inputs, targets
 

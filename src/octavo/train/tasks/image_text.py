@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.nn.causal import IGNORE
 from octavo.train.checkpoint.pretrained import IMAGE_TEXT
 from octavo.train.config.run_config import ConfigError, TrainConfig
 from octavo.train.config.sections import expand
 from octavo.train.data.image_text import (
-    IGNORE,
     PLACEHOLDER,
     ImageText,
     Record,
@@ -110,21 +110,22 @@ class ImageTextTask(Task):
         shape = image_shape(self._settings.vision_config)
         ids = torch.zeros((size, self.config.data.sequence_length), dtype=torch.int64, device=device)
         pixels = torch.zeros((size, shape.channels, shape.height, shape.width), device=device)
-        weights = torch.full((size,), 1 / ids.shape[1], device=device)
-        return {"input_ids": ids, "pixel_values": pixels, "weights": weights}, torch.zeros_like(ids)
+        return {"input_ids": ids, "pixel_values": pixels}, torch.zeros_like(ids)
 
     def prepare(self, model: Any, loss: str) -> str:
         """`octavo.train.model.prepare_loss`."""
         return prepare_loss(model, loss)
 
     def loss(self, forward: Forward, inputs: Mapping[str, Tensor], targets: Tensor, **arguments: Any) -> Tensor:
-        """The share of the rows in the mean loss over the targets of their batch: see `ImageText.rows`.
-
-        The trainer averages it over micro-batches and ranks of equal numbers of rows.
-        """
+        """The cross-entropy of the answers' tokens."""
         arguments = {"use_cache": False} | arguments
-        mean: Tensor = forward(**self._inputs(inputs), labels=targets, shift_labels=targets, **arguments).loss
-        return mean * ((targets != IGNORE).sum() * inputs["weights"].mean() / len(targets))
+        loss: Tensor = forward(**self._inputs(inputs), labels=targets, shift_labels=targets, **arguments).loss
+        return loss
+
+    @property
+    def uneven(self) -> bool:
+        """Answers differ in length."""
+        return True
 
     def evaluate(self, forward: Forward, device: torch.device) -> dict[str, float]:
         """The metrics; logits are computed where any record of a micro-batch has a target."""

@@ -80,7 +80,14 @@ class Language(Task):
         """Ids and targets of zeros."""
         shape = size, self.config.data.sequence_length
         ids, targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+        if self.uneven:
+            return torch.stack([ids, torch.arange(shape[1], device=device).expand(shape)], -1), targets
         return ids, targets
+
+    @property
+    def uneven(self) -> bool:
+        """Whether rows are packed."""
+        return self.config.data.packing == "documents"
 
     def prepare(self, model: Any, loss: str) -> str:
         """`octavo.train.model.prepare_loss`."""
@@ -90,19 +97,19 @@ class Language(Task):
         return note
 
     def loss(self, forward: Forward, inputs: Tensor, targets: Tensor, **arguments: Tensor) -> Tensor:
-        """The model's own loss of ids [B,S] with their next tokens [B,S]."""
+        """The model's own loss of ids [B,S], or ids and positions [B,S,2], with the next tokens [B,S]."""
         arguments = self._arguments | arguments
-        loss: Tensor = forward(input_ids=inputs, labels=targets, shift_labels=targets, **arguments).loss
+        loss: Tensor = forward(**_named(inputs), labels=targets, shift_labels=targets, **arguments).loss
         return loss
 
     def logits(self, forward: Forward, inputs: Tensor, **arguments: Tensor) -> Tensor:
-        """The logits [B,S,V] of ids [B,S]."""
-        logits: Tensor = forward(input_ids=inputs, **(self._arguments | arguments)).logits
+        """The logits [B,S,V] of ids [B,S], or of ids and positions [B,S,2]."""
+        logits: Tensor = forward(**_named(inputs), **(self._arguments | arguments)).logits
         return logits
 
     def count(self, inputs: Tensor, targets: Tensor) -> int:
         """The tokens of the inputs: a rank may have the labels of some of them."""
-        return inputs.numel()
+        return inputs.shape[0] * inputs.shape[1]
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer."""
@@ -111,3 +118,11 @@ class Language(Task):
     def describe(self, out: Path) -> None:
         """Write `tokenizer.json`."""
         write_file(out / TOKENIZER_FILE, self.data.tokenizer.backend.to_str(pretty=True))
+
+
+def _named(inputs: Tensor) -> dict[str, Tensor]:
+    """The arguments of a model for ids [B,S], or for ids and positions [B,S,2]."""
+    if inputs.dim() == 2:
+        return {"input_ids": inputs}
+    ids, positions = inputs.unbind(-1)
+    return {"input_ids": ids.contiguous(), "position_ids": positions.contiguous()}

@@ -44,9 +44,9 @@ class HeldOut(Protocol):
 class Task(ABC):
     """What a run learns: its data, model, loss and metrics.
 
-    A batch is two tensors with the sequences, or images, as rows; the inputs may be a mapping of names to tensors. The
-    loss of a step is the mean over its micro-batches and ranks, which have equal numbers of rows. Where rows have
-    different numbers of targets, the task weights them.
+    A batch is two tensors with the sequences, or images, as rows; the inputs may be a mapping of names to tensors.
+    Every row has the same number of targets, so that the mean over micro-batches and ranks is the mean over targets;
+    else the task is `uneven`, and the trainer weighs.
 
     Args:
         config: Configuration of the run.
@@ -113,6 +113,11 @@ class Task(ABC):
     def evaluate(self, forward: Forward, device: torch.device) -> dict[str, float]:
         """Metrics on the held-out part of the data by name; {} if it has none. The model is in evaluation mode."""
         return {}
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some targets are `octavo.nn.causal.IGNORE`, which do not count."""
+        return False
 
     @property
     def held_out(self) -> HeldOut | None:

@@ -1,0 +1,271 @@
+"""Packed documents: rows, losses of documents as on their own, models that would mix them, ranks and resume."""
+
+import json
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_runs import LLAMA, At, MakeConfig, assert_same, curve, sentences, terminate
+from transformers import AutoModelForCausalLM
+
+from octavo.train import ConfigError, TrainConfig, parse_config, run
+from octavo.train.data.corpus import Corpus, load_corpus
+from octavo.train.data.packing import IGNORED, PackedRows, best_fit
+from octavo.train.probe import check_causal
+from octavo.train.ranks import Ranks, join_ranks
+from octavo.train.record.metrics import NullProgress
+from octavo.train.targets import counted, targets_per_rank
+from octavo.train.tasks.language import _named
+from octavo.train.trainer import Trainer
+from processes import gloo  # noqa: F401  a fixture
+
+PACKED = {"packing": "documents", "sequence_length": 48}
+
+
+def corpus(config: TrainConfig) -> Corpus:
+    return load_corpus(config.data, config.model, NullProgress(), config.eval)
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> dict[str, str]:
+    """Documents of many lengths, some longer than a row."""
+    rng = np.random.default_rng(0)
+    words = sentences(60).split()
+    texts = [" ".join(rng.choice(words, rng.integers(1, 30))) for _ in range(120)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return {"source": str(tmp_path / "a.jsonl")}
+
+
+@given(sizes=st.lists(st.integers(1, 20), max_size=60))
+def test_best_fit(sizes: list[int]) -> None:
+    row = best_fit(np.array(sizes, np.int64), 20)
+    assert all(np.sum(np.array(sizes)[row == number]) <= 20 for number in set(row.tolist()))
+    assert sorted(set(row.tolist())) == list(range(len(set(row.tolist()))))
+    firsts = [row.tolist().index(number) for number in range(len(set(row.tolist())))]
+    assert firsts == sorted(firsts)
+    if sizes:
+        assert len(firsts) <= 1.5 * max(1, sum(sizes) / 20) + 1  # best fit decreasing: 11/9 of the optimum and 6/9
+
+
+@given(lengths=st.lists(st.integers(2, 50), min_size=1, max_size=30))
+def test_rows_hold_each_target_of_each_document_once(lengths: list[int]) -> None:
+    ends = np.cumsum(lengths)
+    ids = np.arange(ends[-1], dtype=np.uint32)
+    rows = PackedRows(ids, ends - lengths, ends, 12, fill=999)
+    pairs = []
+    for index in range(len(rows)):
+        inputs, targets = rows.row(index)
+        for (token, position), target, before in zip(
+            inputs.tolist(), targets.tolist(), [None, *inputs.tolist()[:-1]], strict=True
+        ):
+            if target == IGNORED:
+                assert token == 999
+                continue
+            pairs.append((token, target))
+            continues = before is not None and before[0] == token - 1 and position == before[1] + 1
+            assert position == 0 or continues
+    firsts = set((ends - lengths).tolist())
+    expected = [(number - 1, number) for number in range(ends[-1]) if number not in firsts]
+    assert sorted(pairs) == expected
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", LLAMA),
+    "qwen3": ("qwen3", {**LLAMA, "head_dim": 16}),
+    "gemma2": ("gemma2", {**LLAMA, "head_dim": 16, "sliding_window": 8}),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}),
+    "phi3": ("phi3", {**LLAMA, "pad_token_id": None}),
+    "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 4}),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("model", "attention"),
+    [
+        (model, attention)
+        for model in MODELS
+        for attention in ("sdpa", "eager")
+        if (model, attention) != ("gemma2", "sdpa")
+    ],
+)
+def test_losses_of_documents_are_those_on_their_own(
+    model: str, attention: str, make_config: MakeConfig, lines: dict[str, str]
+) -> None:
+    kind, fields = MODELS[model]
+    config = make_config(
+        model={"type": kind, "config": fields}, data=PACKED | lines, precision={"parameters": "fp32"}
+    )  # fmt: skip
+    data = corpus(config)
+    trainer = Trainer(config, data, torch.device("cpu"))
+    trainer.model.set_attn_implementation(attention)
+    trainer.check_causal()
+    net = trainer.model.eval()
+    inputs, targets = data.batch(0, 0, 8)
+    alone: list[float] = []
+    with torch.no_grad():
+        packed = net(**_named(inputs), use_cache=False).logits
+        assert packed.dtype == torch.float32
+        losses = F.cross_entropy(packed.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+        for row in range(8):
+            starts = [*torch.nonzero(inputs[row, :, 1] == 0).flatten().tolist(), inputs.shape[1]]
+            for start, stop in pairwise(starts):
+                if (targets[row, start:stop] == IGNORED).all():
+                    continue
+                logits = net(input_ids=inputs[row : row + 1, start:stop, 0], use_cache=False).logits[0]
+                expected = F.cross_entropy(logits, targets[row, start:stop])
+                alone.append(float(expected))
+                assert float(losses[row, start:stop].mean()) == pytest.approx(alone[-1], abs=1e-5)
+    assert len(alone) > 10
+    # The loss of the batch is the mean over its targets, by the trainer's own chunked loss too.
+    with torch.no_grad():
+        mean = trainer.task.loss(net, inputs, targets)
+    assert float(mean) == pytest.approx(float(losses.sum() / (targets != IGNORED).sum()), abs=1e-5)
+
+
+MIXING = {
+    "mamba": ({"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "takes no position_ids"),
+    "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 2}, "takes no position_ids"),
+    "jamba": (
+        {**LLAMA, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 2,
+         "use_mamba_kernels": False, "mamba_d_state": 4},
+        "depend on the document packed before it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", MIXING)
+def test_models_that_mix_documents(kind: str, make_config: MakeConfig, lines: dict[str, str]) -> None:
+    fields, message = MIXING[kind]
+    config = make_config(model={"type": kind, "config": fields}, data=PACKED | lines)
+    data = corpus(config)
+    with pytest.raises(ConfigError, match=message):
+        Trainer(config, data, torch.device("cpu")).check_causal()
+
+
+def test_the_probe_finds_a_model_that_ignores_positions(make_config: MakeConfig, lines: dict[str, str]) -> None:
+    data = corpus(make_config(data=PACKED | lines))
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=300, **LLAMA))
+    inputs, _ = data.batch(0, 0, 1)
+    check_causal(model, lambda rows: model(**_named(rows), use_cache=False).logits, inputs)
+    with pytest.raises(ConfigError, match="depend on the document packed before it"):
+        check_causal(model, lambda rows: model(input_ids=rows[..., 0], use_cache=False).logits, inputs)
+
+
+def test_a_micro_batch_without_targets() -> None:
+    none = torch.full((2, 3), IGNORED)
+    count, targets = counted(none, uneven=True)
+    assert count == 0 and (targets != IGNORED).sum() == 1 and (none == IGNORED).all()
+    ranks = Ranks(torch.device("cpu"))
+    assert targets_per_rank(none, ranks, uneven=True) == 0 and targets_per_rank(none, ranks, uneven=False) == 6
+
+
+@pytest.mark.thorough
+def test_gradients_are_of_the_mean_over_all_targets(make_config: MakeConfig, lines: dict[str, str]) -> None:
+    """For micro-batches with other numbers of targets, beside a plain loop in fp32."""
+    config = make_config(
+        data=PACKED | lines, precision={"parameters": "fp32", "loss": "whole"}, optim={"batch": 8, "micro_batches": 4}
+    )
+    data = corpus(config)
+    trainer = Trainer(config, data, torch.device("cpu"))
+    trainer._autocast = nullcontext  # all of it in fp32
+    inputs, targets = data.batch(3, 0, 8)
+    targets[:2] = IGNORED  # of the first micro-batch none counts
+    targets[2, 3:] = IGNORED
+    loss = trainer.forward_backward(inputs, targets)
+    model = AutoModelForCausalLM.from_config(trainer.model.config)
+    model.load_state_dict(trainer.model.state_dict())
+    logits = model(**_named(inputs), use_cache=False).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    expected.backward()
+    assert float(loss) == pytest.approx(expected.item(), abs=1e-5)
+    gradients = trainer.optimizer.gradients()
+    for name, parameter in model.named_parameters():
+        if name in gradients:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    assert len(gradients) > 10
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_resume_is_bitwise(
+    checkpointing: str, make_config: MakeConfig, lines: dict[str, str], tmp_path: Path
+) -> None:  # fmt: skip
+    config = make_config(
+        data=PACKED | lines, precision={"level": "fp8", "checkpointing": checkpointing}, optim={"micro_batches": 2},
+        eval={"every": 2, "fraction": 0.2},
+    )  # fmt: skip
+    run(config, out=tmp_path / "whole")
+    run(config, out=tmp_path / "cut", progress=At(3, terminate))
+    run(config, out=tmp_path / "cut", resume=True)
+    assert_same(tmp_path / "whole", tmp_path / "cut")
+    if checkpointing == "full":
+        run(
+            config.model_copy(update={"precision": make_config(precision={"level": "fp8"}).precision}),
+            out=tmp_path / "p",
+        )
+        assert curve(tmp_path / "p") == curve(tmp_path / "whole")
+
+
+def job(tables: dict[str, Any], out: str) -> Any:
+    """One rank of a run."""
+    return run(parse_config(tables), out=Path(out))
+
+
+@pytest.mark.thorough
+@pytest.mark.dist
+@pytest.mark.parametrize("parallel", [{}, {"dp_replicate": 2, "dp_shard": 1}], ids=["fsdp", "ddp"])
+def test_ranks_weigh_by_targets(gloo, parallel, make_config, lines, tmp_path):  # noqa: F811
+    """The losses of one process, although the ranks have other numbers of targets."""
+    config = make_config(data=PACKED | lines, precision={"parameters": "fp32"}, optim={"micro_batches": 2}, eval={})
+    tables = config.model_dump(exclude_none=True)
+    two = gloo.run(job, 2, tables | {"parallel": parallel | {"fp8_comm": "off"}}, str(tmp_path / "two"))
+    one = job(tables, str(tmp_path / "one"))
+    losses = [[row[2] for row in curve(tmp_path / name)] for name in ("one", "two")]
+    # bf16 gradients under autocast of halves of a batch, added up in another order.
+    assert losses[1] == pytest.approx(losses[0], rel=5e-4)
+    assert two[0].held_out == two[1].held_out == pytest.approx(one.held_out, rel=5e-4)
+
+
+def masked_gradient(tables: dict[str, Any]) -> tuple[float, torch.Tensor]:
+    """Loss and a gradient of a batch of which the last rows have three targets, on one rank or on one of several."""
+    config = parse_config(tables)
+    with join_ranks(config) as ranks:
+        trainer = Trainer(config, corpus(config), ranks.device, ranks=ranks)
+        trainer._autocast = nullcontext  # all of it in fp32
+        inputs, targets = trainer.task.data.batch(3, 0, 4)
+        targets[2:] = IGNORED
+        targets[3, :3] = 7
+        loss = trainer.forward_backward(trainer.layout.own_rows(inputs), trainer.layout.own_rows(targets))
+        (total,) = ranks.all_reduce(loss)
+        gradient = trainer.optimizer.gradients()["model.layers.0.mlp.up_proj.weight"]
+        return total.item() / ranks.world_size, gradient.clone()
+
+
+@pytest.mark.thorough
+@pytest.mark.dist
+def test_a_rank_with_few_targets_weighs_little(gloo, make_config, lines):  # noqa: F811
+    config = make_config(data=PACKED | lines, precision={"parameters": "fp32"})
+    tables = config.model_dump(exclude_none=True)
+    loss, gradient = masked_gradient(tables)
+    by_rank = gloo.run(masked_gradient, 2, tables | {"parallel": {"fp8_comm": "off"}})
+    assert [other for other, _ in by_rank] == pytest.approx([loss, loss], abs=1e-5)
+    # All of it is in fp32; only the order of sums differs.
+    torch.testing.assert_close(torch.cat([shard for _, shard in by_rank]), gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "ep", "pp"])
+def test_layouts_that_would_mix_documents(name: str, make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=f'data.packing = "documents" with parallel.{name} = 2'):
+        make_config(data=PACKED, parallel={name: 2})
