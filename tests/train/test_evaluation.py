@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from tiny_runs import GPT2, At, MakeConfig, Recorder, assert_same, curve, fail, saved, sentences
 from transformers import AutoModelForCausalLM
 
-from octavo.train import ConfigError, RunResult, TrainConfig, parse_config, read_metrics, run
+from octavo.train import ConfigError, RunResult, TrainConfig, loop, parse_config, read_metrics, run
 from octavo.train.checkpoint.store import latest_checkpoint
 from octavo.train.data.corpus import Corpus, load_corpus
+from octavo.train.ranks import Ranks
 from octavo.train.record.metrics import NullProgress
 from processes import gloo  # noqa: F401  a fixture
 
@@ -179,6 +180,19 @@ def test_a_resumed_run_measures_the_same(make_config: MakeConfig, tmp_path: Path
     assert_same(tmp_path / "whole", tmp_path / "halves")
     measured = [[row.held_out for row in read_metrics(tmp_path / name)] for name in ("whole", "halves")]
     assert measured[0] == measured[1] and measured[0][1] is not None
+
+
+@pytest.mark.parametrize(("steps", "repeats"), [(20, False), (80, True)])
+def test_a_run_says_how_often_it_sees_its_data(steps: int, repeats: bool, make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": steps}, eval={"fraction": 0.3})
+    loaded, seen = corpus(config), Recorder()
+    loop._load_data(config, Ranks(torch.device("cpu")), seen)
+    epochs = steps * 4 / loaded.windows
+    assert (epochs > 1) == repeats
+    (line,) = [stage for stage in seen.stages if stage.startswith("data: ")]
+    assert f"{loaded.documents} documents, {loaded.tokens:,} tokens" in line and f"takes {epochs:.3g} epochs" in line
+    assert f"held out: {loaded.held_out.documents} documents, {loaded.held_out.tokens:,} tokens" in line
+    assert any(note.startswith(f"the data repeats: {steps} steps take {epochs:.3g}") for note in seen.notes) == repeats
 
 
 def job(tables: dict[str, Any], out: str) -> RunResult:

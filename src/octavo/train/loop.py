@@ -140,7 +140,12 @@ def _load_data(config: TrainConfig, ranks: Ranks, progress: Progress) -> TaskDat
     built = ranks.raise_together(lambda: load() if ranks.local == 0 else None, group=group)
     data: TaskData = ranks.raise_together(lambda: built or load(), group=group)
     ranks.check_same({"the content of data.source": data.fingerprint[:12]})
-    if (held_out := task_of(config)(config, data).held_out) is not None:
+    task = task_of(config)(config, data)
+    if summary := task.data_summary():
+        progress.stage(summary)
+    if warning := task.data_warning():
+        progress.note(warning)
+    if (held_out := task.held_out) is not None:
         ranks.check_same({"the content of the data to evaluate on": held_out.fingerprint[:12]})
     if data.skipped:
         progress.note(f"{data.skipped} files of the data were left out: not UTF-8")

@@ -93,6 +93,10 @@ class Corpus:
         ids = torch.from_numpy(np.stack(rows))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
+    def size(self) -> str:
+        """Documents, tokens and sequences, in words."""
+        return f"{self.documents:,} documents, {self.tokens:,} tokens, {self.windows:,} sequences"
+
     def _read(self, start: int, stop: int) -> np.ndarray:
         """Ids start … stop of the chosen documents, one after the other: int64."""
         run = int(np.searchsorted(self._offsets, start, "right")) - 1

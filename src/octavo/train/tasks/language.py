@@ -84,6 +84,27 @@ class Language(Task):
             return torch.stack([ids, torch.arange(shape[1], device=device).expand(shape)], -1), targets
         return ids, targets
 
+    def data_summary(self) -> str:
+        """Documents, tokens and sequences, held-out ones, and the epochs of the run."""
+        held_out = f"; held out: {self.held_out.size()}" if self.held_out is not None else ""
+        return f"data: {self.data.size()}, of which the run takes {self._epochs:.3g} epochs{held_out}"
+
+    def data_warning(self) -> str:
+        """A note if the run sees sequences more than once."""
+        if self._epochs <= 1:
+            return ""
+        steps = self.data.windows // self.config.optim.batch
+        return (
+            f"the data repeats: {self.config.run.steps:,} steps take {self._epochs:.3g} epochs of {steps:,} steps; "
+            "compare the loss with that on held-out text ([eval])"
+        )
+
+    @property
+    def _epochs(self) -> float:
+        """How often the run sees each sequence."""
+        epochs: float = self.config.run.steps * self.config.optim.batch / self.data.windows
+        return epochs
+
     @property
     def uneven(self) -> bool:
         """Whether rows are packed."""

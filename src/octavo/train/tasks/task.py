@@ -114,6 +114,14 @@ class Task(ABC):
         """Metrics on the held-out part of the data by name; {} if it has none. The model is in evaluation mode."""
         return {}
 
+    def data_summary(self) -> str:
+        """The size of the data and what the run takes of it, in a line; "" for nothing."""
+        return ""
+
+    def data_warning(self) -> str:
+        """A note if the run repeats its data; else ""."""
+        return ""
+
     @property
     def uneven(self) -> bool:
         """Whether some targets are `octavo.nn.causal.IGNORE`, which do not count."""
